@@ -12,21 +12,25 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from megaswift import log
 from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, job_name
+from megaswift.clusters.cluster_options import SSH
 from megaswift.clusters.clusters_file import read_cluster, secret_fix
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder, write_job_files, write_record
 from megaswift.clusters.node_setup_shell_lines import shell_words
 from megaswift.clusters.scheduler_protocol import Scheduler, scheduler_of
+from megaswift.clusters.ssh_hosts import hosts_of
 from megaswift.command_line_common import UserErrorArgumentParser
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.read_config_file_and_command_line import read_command_line, read_config_file
-from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.config.read_config_file_and_command_line import GivenOptionValue, read_command_line, read_config_file
+from megaswift.config.sections import NAMES
+from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint
 from megaswift.launchers.nccl_preset import ONE_NODE
 from megaswift.parallel.layout import PROCESSES
 from megaswift.redaction import has_url_credentials, is_secret
@@ -39,6 +43,9 @@ docs/launch.md. Exit code: 0 submitted; 2 a mistake; 1 the cluster's tool failed
 FAILED = 1
 OF_LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "launcher", "num_workers")
 """Launch options that the job sets itself."""
+SET_BY_JOB = {**dict.fromkeys(OF_LAUNCH, "--nodes N --gpus_per_node M"), "hostfile": "hostfile of an ssh cluster"}
+SET_BY_JOB["master_port"] = "master_port of the cluster"
+"""Options that a job's run does not take, and what does their work."""
 
 PROCESSES_LINE = f"^.*{re.escape(PROCESSES)}$"
 """Of a layout's fix."""
@@ -92,7 +99,7 @@ def _count(text: str) -> int:
 
 def _number(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 0")
     return int(text)
 
 
@@ -109,20 +116,22 @@ def _job(
     line = read_command_line(list(rest))
     if line.files:
         raise ConfigError(Problem(f"megaswift submit {line.files[0]}", "a job has one configuration file", str(file)))
-    taken = [g for g in line.givens if g.name in OF_LAUNCH]
-    if taken:
-        rule, fix = "is set by the job", "--nodes N --gpus_per_node M"
-        raise ConfigError([Problem(g.label, rule, fix) for g in taken])
+    taken = [Problem(g.label, "is set by the job", SET_BY_JOB[g.name]) for g in line.givens if g.name in SET_BY_JOB]
+    if problems := [*taken, *_misspelt(line.givens)]:
+        raise ConfigError(problems)
     words = [str(file), *rest]
     first = load_config(None, words, complete=True, environ=FIRST_NODE)
-    nodes = given.nodes or first.launch.nnodes or cluster.get("nodes") or 1
+    hosts = len(hosts_of(cluster)) if cluster.launcher == SSH else 1
+    nodes = given.nodes or first.launch.nnodes or cluster.get("nodes") or hosts or 1
     gpus = given.gpus_per_node if given.gpus_per_node is not None else cluster.get("gpus_per_node")
     processes = gpus or first.launch.nproc_per_node or 1
     sizes = {"NNODES": str(nodes), "NPROC_PER_NODE": str(processes)}
     cfg = load_config(None, words, complete=True, environ={**sizes, **FIRST_NODE})
     name = job_name(given.name or file.stem)
-    folder = next_job_folder(jobs_folder(cfg.train.output_dir, scheduler.shares_files), name)
     workdir = str(cluster.get("workdir") or (os.getcwd() if scheduler.shares_files else "/workspace"))
+    output = Path(cfg.train.output_dir).expanduser()
+    jobs = jobs_folder(str(Path(workdir) / output if scheduler.shares_files else output), scheduler.shares_files)
+    folder = next_job_folder(jobs, name)
     submitted = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     job = Job(
         folder.name,
@@ -138,6 +147,14 @@ def _job(
         id=f"{folder.name}-{submitted}",
     )
     return job, cfg
+
+
+def _misspelt(givens: Sequence[GivenOptionValue]) -> Iterator[Problem]:
+    """Options of the run that are none, and nearly one of submit's."""
+    own = [option.removeprefix("--") for action in _parser()._actions for option in action.option_strings]
+    for given in givens:
+        if given.name not in NAMES and (hint := did_you_mean_hint(given.name, own)):
+            yield Problem(given.label, "is not an option of megaswift submit", hint)
 
 
 def _secret_problems(job: Job, file: str) -> list[Problem]:
@@ -190,7 +207,15 @@ def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:
 
     world = job.nodes * job.processes_per_node
     axes = LayoutRequest.from_config(cfg, world).axes
-    problems = layout_data_output_problems(cfg, world) if scheduler.shares_files else size_problems(world, axes)
+    if not scheduler.shares_files:
+        problems = size_problems(world, axes)
+    elif Path(job.workdir).is_dir():
+        with chdir(job.workdir):  # relative paths are the job's
+            problems = layout_data_output_problems(cfg, world)
+    else:
+        what = f"cluster {job.cluster.name}: workdir: {job.workdir}"
+        rule = f"is not a folder here, and a {job.cluster.launcher} cluster has this machine's files"
+        raise ConfigError(Problem(what, rule, "make it, or leave workdir out: the folder of megaswift submit"))
     if problems:
         fix = _sizes_fix(job, axes)
         raise ConfigError([replace(p, fix=re.sub(PROCESSES_LINE, fix, p.fix, flags=re.M)) for p in problems])

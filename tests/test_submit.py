@@ -30,7 +30,9 @@ clusters:
   shells: {launcher: ssh, hosts: [a, b]}
   proxy: {launcher: kubernetes, image: i, environment: {https_proxy: "http://me:hunter2@proxy:80"}}
   single: {launcher: slurm, network: nvlink_node}
+  away: {launcher: slurm, workdir: /no/such/folder}
 """
+FIELDS = ("name", "cluster", "launcher", "id", "folder", "submitted", "options")
 
 
 @pytest.fixture
@@ -75,6 +77,26 @@ def test_sizes_come_from_options_file_and_cluster_in_this_order(
     assert nodes("--cluster", "pods") == "  completions: 4"
 
 
+def test_an_ssh_job_has_all_hosts_by_default(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, count in (([], 2), (["--nodes", "1"], 1)):
+        submit(["run.yaml", "--cluster", "shells", "--dry_run", *words])
+        assert capsys.readouterr().out.count(f"export NNODES={count}\n") == count
+
+
+def test_relative_paths_are_those_of_the_job_s_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data are looked for, and the job's files are kept, where the run will look and write."""
+    there = folder / "there"
+    there.mkdir()
+    (folder / "clusters.yaml").write_text(f"clusters: {{lab: {{launcher: local, workdir: '{there}'}}}}\n")
+    words = ["run.yaml", "--cluster", "lab", "--dataset", "own.jsonl", "--dry_run"]
+    (folder / "own.jsonl").write_text((folder / "data.jsonl").read_text())
+    with pytest.raises(ConfigError, match="own.jsonl: no such file"):
+        submit(words)
+    (folder / "own.jsonl").rename(there / "own.jsonl")
+    assert submit(words) == 0
+    assert f"{there}/out/jobs/run/run.yaml --dataset own.jsonl" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -88,6 +110,11 @@ def test_sizes_come_from_options_file_and_cluster_in_this_order(
         (("--cluster", "shells", "--nodes", "3"), "has 2 hosts"),
         (("--cluster", "single", "--nodes", "2"), "network: nvlink_node: is for a single node"),
         (("--cluster", "lab", "other.yaml"), "a job has one configuration file"),
+        (("--cluster", "lab", "--hostfile", "hosts"), "hostfile of an ssh cluster"),
+        (("--cluster", "lab", "--node", "2"), "did you mean nodes?"),
+        (("--clsuter", "lab"), "did you mean cluster?"),
+        (("--cluster", "lab", "--gpus_per_node=-2"), "-2 is not a whole number of at least 0"),
+        (("--cluster", "away"), "workdir: /no/such/folder: is not a folder here"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(words: tuple[str, ...], text: str, folder: Path) -> None:
@@ -169,6 +196,27 @@ def test_a_failing_tool_keeps_the_files(
     assert main(["jobs", "status", "out"]) == 2, "there is no job"
 
 
+def test_a_folder_that_cannot_be_made_is_one_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "run.yaml", "--output_dir", "/proc/none/out"]) == 2
+    assert "/proc/none/out/jobs/run: cannot be made: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ("{", "is not the record of a job"),
+        ('{"a": 1}', "it has other fields"),
+        (json.dumps(dict.fromkeys(FIELDS, "x")), "launcher x is not one of local, slurm"),
+    ],
+)
+def test_a_damaged_record_is_one_message(
+    record: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.json").write_text(record)
+    assert main(["jobs", "status", str(tmp_path)]) == 2
+    assert text in capsys.readouterr().err
+
+
 def test_names_and_folders(tmp_path: Path) -> None:
     assert [job_name(text) for text in ("Run_1.v2", "7b LoRA", "--", "ä" * 99)] == [
         "run-1-v2",
@@ -180,6 +228,8 @@ def test_names_and_folders(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     assert [next_job_folder(tmp_path, name).name for name in ("run", "x")] == ["run-2", "x"]
     assert jobs_folder(str(tmp_path / "out"), False) == tmp_path / "out/jobs"
+    (tmp_path / "out").write_text("")
+    assert jobs_folder(str(tmp_path / "out"), False) == Path("output/out/jobs").absolute(), "of a container"
 
 
 @pytest.mark.process

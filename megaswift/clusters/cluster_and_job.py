@@ -63,7 +63,7 @@ class Job:
         """The words that start a node's part of the run."""
         python = self.cluster.get("python")
         program = [python or self.python, "-m", "megaswift"]
-        if python is None and self.cluster.get("image") is not None:
+        if python is None and (self.cluster.get("image") or self.cluster.get("container_image")):
             program = ["megaswift"]
         return [*program, "train", run_file, *self.overrides]
 

@@ -12,6 +12,7 @@ IN_IMAGES = (KUBERNETES, RAY, DLC)
 SAFE = re.compile(r"[A-Za-z0-9_.,:@/+=\[\]*%-]+")
 """Of names that stand in a scheduler's options: nothing that a shell or a YAML file reads as more than text."""
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+LAST_PORT = 65_535
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -21,8 +22,8 @@ class ClusterOption:
 
     name: str
     kind: str
-    """`name`, `text`, `path`, `count` (from 1), `number` (from 0), `bool`, `mapping`, `mappings`, `names`, `lines`, or
-    the values separated by |."""
+    """`name`, `text`, `path`, `count` (from 1), `number` (from 0), `port`, `bool`, `mapping`, `mappings`, `names`,
+    `lines`, or the values separated by |."""
     about: str
     launchers: tuple[str, ...] = ()
     """Empty: every launcher."""
@@ -71,6 +72,7 @@ _KINDS: dict[str, tuple[str, Any]] = {
     "path": ("must be a path on one line", _text),
     "count": ("must be a whole number of at least 1", lambda v: _count(v, 1)),
     "number": ("must be a whole number of at least 0", lambda v: _count(v, 0)),
+    "port": ("must be a port, 1 to 65535", lambda v: _count(v, 1) and v <= LAST_PORT),
     "bool": ("must be true or false", lambda v: isinstance(v, bool)),
     "mapping": ("must be a mapping of names to values", _mapping),
     "mappings": (
@@ -82,7 +84,7 @@ _KINDS: dict[str, tuple[str, Any]] = {
 }
 
 CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
-    ClusterOption("nodes", "count", "Nodes of a job; the run file and --nodes go over it"),
+    ClusterOption("nodes", "count", "Nodes of a job; the run file and --nodes go over it; default: 1, ssh: all hosts"),
     ClusterOption("gpus_per_node", "number", "GPUs of a node, one process each; 0: a CPU job"),
     ClusterOption("cpus_per_node", "count", "CPU cores of a node to reserve", (SLURM, KUBERNETES, RAY, DLC)),
     ClusterOption("memory_per_node", "name", "Memory of a node to reserve: 200Gi, 200G", (SLURM, KUBERNETES, RAY, DLC)),
@@ -96,7 +98,7 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
     ClusterOption("setup", "lines", "Lines of shell before the run: module load, source .../activate"),
     ClusterOption("python", "path", "Python with megaswift on the nodes; default: this one, in images `megaswift`"),
     ClusterOption("image", "name", "Container image", (KUBERNETES, RAY, DLC)),
-    ClusterOption("master_port", "count", "Port of the rendezvous on the first node", default=None),
+    ClusterOption("master_port", "port", "Port of the rendezvous on the first node", default=None),
     # Slurm
     ClusterOption("partition", "name", "Partition", (SLURM,)),
     ClusterOption("account", "name", "Account", (SLURM,)),

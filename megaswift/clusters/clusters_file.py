@@ -21,6 +21,11 @@ FILE = "clusters.yaml"
 EXAMPLE = "clusters: {NAME: {launcher: slurm, partition: gpu}}"
 LOCAL = Cluster("local", "local")
 """Known without a file."""
+NUMBERS = {
+    "tag:yaml.org,2002:int": r"^[-+]?(0|[1-9][0-9_]*)$",
+    "tag:yaml.org,2002:float": r"^[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$",
+}
+"""As people write them: in the base 10."""
 SECRET_OPTIONS = ("secrets", "secret_variables")
 LITERAL = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=[\"']?(?=[^\s\"'$`<;&|)/~.])")
 """An assignment in a line of shell whose value is neither an expansion nor a path."""
@@ -53,8 +58,9 @@ def read_cluster(name: str, given: str | None, environ: Mapping[str, str] = os.e
     entry = clusters[name]
     where = f"{file}: {name}"
     if not isinstance(entry, Mapping) or entry.get("launcher") not in SCHEDULERS:
-        rule = f"launcher must be one of {', '.join(SCHEDULERS)}"
-        raise ConfigError(Problem(where, rule, f"launcher: {_closest(entry)}"))
+        given = str(entry.get("launcher", "")) if isinstance(entry, Mapping) else ""
+        rule = f"launcher {given or 'is missing; it'} must be one of {', '.join(SCHEDULERS)}"
+        raise ConfigError(Problem(where, rule, _closest(given)))
     launcher = str(entry["launcher"])
     options = {str(key): value for key, value in entry.items() if key != "launcher"}
     if problems := [*_problems(where, launcher, options)]:
@@ -66,7 +72,7 @@ def _read(file: Path) -> Mapping[Any, Any]:
     try:
         if file.stat().st_size > LARGEST_FILE:
             raise ConfigError(Problem(str(file), f"is larger than {LARGEST_FILE >> 20} MiB"))
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = _clusters_loader()(file.read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
         raise ConfigError(Problem(str(file), f"cannot be read: {error.strerror}", "--clusters FILE")) from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -74,13 +80,29 @@ def _read(file: Path) -> Mapping[Any, Any]:
     clusters = content.get("clusters") if isinstance(content, Mapping) else None
     if not isinstance(clusters, Mapping):
         raise ConfigError(Problem(str(file), "has no mapping `clusters`", EXAMPLE))
-    return clusters
+    return {str(name): entry for name, entry in clusters.items()}
 
 
-def _closest(entry: Any) -> str:
-    given = str(entry.get("launcher", "")) if isinstance(entry, Mapping) else ""
+def _clusters_loader() -> type[Any]:
+    """Reads 24:00:00 as text: YAML 1.1 has numbers to the base 60, so that a time limit would be 86400."""
+
+    class WithoutBase60(yaml.SafeLoader):
+        pass
+
+    first = {
+        letter: [(tag, pattern) for tag, pattern in rows if tag not in NUMBERS]
+        for letter, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    WithoutBase60.yaml_implicit_resolvers = first
+    for tag, pattern in NUMBERS.items():
+        WithoutBase60.add_implicit_resolver(tag, re.compile(pattern), list("-+.0123456789"))
+    return WithoutBase60
+
+
+def _closest(given: str) -> str:
     aliases = {"k8s": "kubernetes", "sbatch": "slurm", "pai": "dlc", "torchrun": "local", "pytorchjob": "kubernetes"}
-    return aliases.get(given.lower()) or next(iter(SCHEDULERS))
+    known = aliases.get(given.lower())
+    return f"launcher: {known}" if known else did_you_mean_hint(given, SCHEDULERS) or EXAMPLE
 
 
 def _problems(where: str, launcher: str, options: Mapping[str, Any]) -> Iterator[Problem]:

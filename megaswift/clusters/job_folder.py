@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.clusters.cluster_and_job import RUN_FILE, Job, RenderedJob, SubmittedJob
-from megaswift.errors import ConfigError, Problem
+from megaswift.clusters.scheduler_table import SCHEDULERS
+from megaswift.errors import ConfigError, Problem, first_line
 
 JOBS = "jobs"
 """In the output directory of a run."""
@@ -23,7 +24,9 @@ def jobs_folder(output_dir: str, shares_files: bool) -> Path:
     """Absolute. Where the output directory is only on the cluster and cannot be made here: below the working folder."""
     output = Path(output_dir).expanduser()
     existing = next(p for p in (output, *output.absolute().parents) if p.exists())
-    if shares_files or (os.access(existing, os.W_OK) and (existing != Path("/") or output.exists())):
+    if shares_files or (
+        existing.is_dir() and os.access(existing, os.W_OK) and (existing != Path("/") or output.exists())
+    ):
         return output.absolute() / JOBS
     return Path("output").absolute() / output.name / JOBS
 
@@ -37,8 +40,12 @@ def next_job_folder(folder: Path, name: str) -> Path:
 
 
 def write_job_files(job: Job, rendered: RenderedJob) -> None:
-    """The configuration and the rendered files."""
-    job.folder.mkdir(parents=True)
+    """The configuration and the rendered files. ConfigError where the folder cannot be made."""
+    try:
+        job.folder.mkdir(parents=True)
+    except OSError as error:
+        rule = f"cannot be made: {error.strerror}"
+        raise ConfigError(Problem(str(job.folder), rule, "another --output_dir")) from None
     for name, text in {RUN_FILE: job.run_text, **rendered.files}.items():
         write_atomically(job.folder / name, text)
 
@@ -57,11 +64,15 @@ def read_record(folder: Path) -> SubmittedJob:
     file = folder / RECORD
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or {*content} != {f.name for f in fields(SubmittedJob)}:
+            raise ValueError("it has other fields")
+        if content["launcher"] not in SCHEDULERS:
+            raise ValueError(f"launcher {content['launcher']} is not one of {', '.join(SCHEDULERS)}")
         return SubmittedJob(**{**content, "folder": str(folder)})
     except OSError as error:
         raise ConfigError(Problem(str(file), f"cannot be read: {error.strerror}")) from None
-    except (ValueError, TypeError) as error:
-        raise ConfigError(Problem(str(file), f"is not the record of a job: {error}")) from None
+    except ValueError as error:
+        raise ConfigError(Problem(str(file), f"is not the record of a job: {first_line(error)}")) from None
 
 
 def submitted_jobs(root: Path) -> list[SubmittedJob]:

@@ -62,7 +62,7 @@ class RayScheduler:
             runtime = {"working_dir": str(job.folder), "env_vars": _run_variables(job)}
             address = ["--address", str(job.cluster.get("address")), "--submission-id", job.name]
             words = ["ray", "job", "submit", *address, "--no-wait", "--runtime-env", str(job.folder / RUNTIME), "--"]
-            text = yaml.safe_dump(runtime, sort_keys=False)
+            text = yaml.safe_dump(runtime, sort_keys=False, allow_unicode=True)
             return RenderedJob({RUNTIME: text}, [[*words, "bash", "-c", _entry(job, RUN_FILE)]])
         in_cluster = job.cluster.get("submit_to") == "raycluster"
         made = [_ray_cluster(job), _job_of_cluster(job)] if in_cluster else [_ray_job(job)]

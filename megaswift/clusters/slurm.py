@@ -75,8 +75,8 @@ def _script(job: Job) -> Iterator[str]:
     yield HEADER
     yield from (f"#SBATCH --{line}" for line in _header(job))
     yield ""
-    yield "set -u"
     yield from preparation_lines(job)
+    yield "set -u"  # after setup: scripts that activate environments read variables that are not set
     yield 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
     port = cluster.get("master_port")
     yield f"MASTER_PORT={port if port else f'$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))'}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
+from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, SubmittedJob
 from megaswift.clusters.cluster_options import SAFE
 from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.config.hostfile import read_hostfile
@@ -31,7 +31,7 @@ class SshScheduler:
         if len(given) != 1:
             rule = "needs hosts or hostfile" if not given else "takes hosts or hostfile, not both"
             return [Problem(f"cluster {job.cluster.name}", rule, "hosts: [node1, node2]")]
-        hosts = hosts_of(job)
+        hosts = hosts_of(job.cluster)
         unsafe = [h for h in hosts if not SAFE.fullmatch(h) or h.startswith("-")]
         if unsafe:
             return [Problem(f"cluster {job.cluster.name}: host {unsafe[0]}", "is not the name of a host")]
@@ -41,7 +41,7 @@ class SshScheduler:
 
     def render(self, job: Job) -> RenderedJob:
         """A script for each host, and one that hands them out."""
-        hosts = hosts_of(job)[: job.nodes]
+        hosts = hosts_of(job.cluster)[: job.nodes]
         files = {_node_file(rank): _node_script(job, rank, hosts) for rank in range(len(hosts))}
         files[START] = "\n".join(_start_lines(job, hosts)) + "\n"
         return RenderedJob(files, [["bash", str(job.folder / START)]])
@@ -67,11 +67,11 @@ class SshScheduler:
         return _on_every_host(job, 'kill -TERM $(cat "$p")')
 
 
-def hosts_of(job: Job) -> list[str]:
-    """Of the cluster's list or its file (`host slots=8`, comments with #)."""
-    if job.cluster.get("hosts"):
-        return [str(host) for host in job.cluster.get("hosts")]
-    return [host.name for host in read_hostfile(Path(str(job.cluster.get("hostfile"))).expanduser())]
+def hosts_of(cluster: Cluster) -> list[str]:
+    """Of the cluster's list or its file (`host slots=8`, comments with #); none where it has neither."""
+    if cluster.get("hosts") or not cluster.get("hostfile"):
+        return [str(host) for host in cluster.get("hosts") or ()]
+    return [host.name for host in read_hostfile(Path(str(cluster.get("hostfile"))).expanduser())]
 
 
 def _node_file(rank: int) -> str:

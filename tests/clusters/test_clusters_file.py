@@ -52,7 +52,10 @@ def test_defaults(tmp_path: Path) -> None:
     ("options", "text"),
     [
         ({"launcher": "k8s"}, "launcher: kubernetes"),
-        ({"partition": "x"}, "launcher must be one of"),
+        ({"partition": "x"}, "launcher is missing; it must be one of"),
+        ({"launcher": "slrum"}, "launcher slrum must be one of local, slurm"),
+        ({"launcher": "slrum"}, "did you mean slurm?"),
+        ({"launcher": "slurm", "master_port": 65_536}, "master_port: must be a port, 1 to 65535"),
         ({"launcher": "slurm", "partitions": "x"}, "did you mean partition?"),
         ({"launcher": "slurm", "namespace": "x"}, "namespace: is no option of a slurm cluster"),
         ({"launcher": "slurm", "partition": "a; rm -rf /"}, "partition: must be a name"),
@@ -81,6 +84,17 @@ def test_defaults(tmp_path: Path) -> None:
 )
 def test_mistakes(options: dict[str, Any], text: str, tmp_path: Path) -> None:
     assert text in said(tmp_path, lab=options)
+
+
+def test_times_and_names_are_read_as_they_are_written(tmp_path: Path) -> None:
+    """YAML 1.1 reads 24:00:00 as 86400 seconds, and Slurm takes a number for minutes."""
+    file = tmp_path / "c.yaml"
+    file.write_text("clusters:\n  1: {launcher: slurm, time_limit: 24:00:00, nodes: 2, account: 0x1F}\n")
+    cluster = read_cluster("1", str(file))
+    assert (cluster.get("time_limit"), cluster.get("nodes"), cluster.get("account")) == ("24:00:00", 2, "0x1F")
+    file.write_text("clusters: {a: {launcher: slurm, time_limit: 1-12, environment: {A: 1.50, B: -1, C: 1:30}}}\n")
+    cluster = read_cluster("a", str(file))
+    assert cluster.get("time_limit") == "1-12" and cluster.get("environment") == {"A": 1.5, "B": -1, "C": "1:30"}
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,15 @@ def test_a_percent_sign_in_a_path_is_no_pattern() -> None:
     assert "--output=/o/50%%j/run/slurm-%j.log" in command
 
 
+def test_setup_may_read_variables_that_are_not_set(tmp_path: Path) -> None:
+    """As the scripts of conda and of modules do."""
+    setup = ['[ -z "$NOT_SET_ANYWHERE" ] && export FOUND=yes']
+    made = job("slurm", workdir=str(tmp_path), python=str(tmp_path / "megaswift"), setup=setup)
+    (tmp_path / "job.sh").write_text(scheduler_of("slurm").render(made).files["job.sh"])
+    arrived = run_here(["bash", str(tmp_path / "job.sh")], tmp_path, SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n")
+    assert arrived[-1]["environ"]["FOUND"] == "yes"
+
+
 def test_the_port_differs_between_jobs(tmp_path: Path) -> None:
     """Two jobs may share a node."""
     ports = set()

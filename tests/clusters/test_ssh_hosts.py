@@ -115,9 +115,9 @@ def test_hosts_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# lab\nnode1 slots=8\n\nnode2 slots=8  # spare\n")
     made = job("ssh", hosts=None, hostfile=str(file))
-    assert hosts_of(made) == ["node1", "node2"] and scheduler_of("ssh").problems(made) == []
+    assert hosts_of(made.cluster) == ["node1", "node2"] and scheduler_of("ssh").problems(made) == []
     with pytest.raises(ConfigError, match="cannot be read"):
-        hosts_of(job("ssh", hosts=None, hostfile=str(tmp_path / "none")))
+        hosts_of(job("ssh", hosts=None, hostfile=str(tmp_path / "none")).cluster)
 
 
 @pytest.mark.parametrize(
