@@ -93,6 +93,12 @@ class DataConfig:
     chat_template: str | None = option(
         None, "Jinja file or text that replaces the tokenizer's chat template", tasks=CHATS, metavar="FILE"
     )
+    enable_thinking: bool | None = option(
+        None,
+        "Variable enable_thinking of the chat template; unset: the template's default",
+        tasks=CHATS,
+        metavar="true|false",
+    )
     strict: bool = option(True, "Stop at a malformed row; false: skip and count it")
     use_dataset_cache: bool = option(
         True, "Use cached tokens of the same rows; false: tokenize again", aliases=("load_from_cache_file",)

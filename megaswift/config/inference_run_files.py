@@ -115,11 +115,12 @@ def _with_run_data(parsed: ParsedCommand) -> ParsedCommand:
     what = "validation rows" if run.data.val_dataset or run.data.split_dataset_ratio else "training rows"
     taken: dict[str, dict[str, Any]] = {
         "file": {"dataset": names, "columns": dict(run.data.columns)},
-        "conversation": {"system": run.data.system, "chat_template": run.data.chat_template},
+        "conversation": {"system": run.data.system, "chat_template": run.data.chat_template}
+        | ({} if run.data.enable_thinking is None else {"enable_thinking": run.data.enable_thinking}),
     }
     sections, typed = dict(parsed.sections), dict(parsed.typed)
     for key, values in taken.items():
-        fresh = {name: value for name, value in values.items() if value and not parsed.given(name)}
+        fresh = {name: value for name, value in values.items() if (value or value is False) and not parsed.given(name)}
         sections[key] = replace(sections[key], **fresh)
         typed |= {name: TypedOption("", f"{source} {name}") for name in fresh}
     told = f"--load_data_args: {what} of {', '.join(names)} ({source})"

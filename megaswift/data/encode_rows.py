@@ -113,7 +113,7 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         task=task,
         tokenizer=backend.to_str(),
         eos_id=tokenizer.eos_token_id,
-        templates=None if plain else load_chat_templates(tokenizer, data.chat_template),
+        templates=None if plain else load_chat_templates(tokenizer, data.chat_template, data.enable_thinking),
         begin=_before(tokenizer) if task in CHATS else [],
         loss_scale=parse_loss_scale(data.loss_scale),
         system=read_system_message(data.system),

@@ -1,17 +1,19 @@
-"""Reads `--chat_template` and `--system`: text, or a file that contains it."""
+"""Reads `--chat_template` and `--system` (text, or a file that contains it) and `--enable_thinking`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from megaswift.errors import DataError, Problem, first_line, missing_path_hint
+from megaswift.errors import ConfigError, DataError, Problem, first_line, missing_path_hint
 
 TEXT_SUFFIXES = (".txt", ".md", ".text")
 """A system message of one word that ends so is a file's name."""
+THINKING = "enable_thinking"
 MARKS = ("{%", "{{")
 """A template has one of them; a path has none."""
 
@@ -57,6 +59,17 @@ def _parse(text: str, flag: str) -> None:
         raise DataError(Problem(flag, rule, "correct it, or use another template (--chat_template FILE)")) from None
     except RecursionError:
         raise DataError(Problem(flag, "is nested too deeply", "use a simpler template")) from None
+
+
+def thinking_variable(enable_thinking: bool | None, template: Any) -> dict[str, bool]:
+    """The chat template's variable `enable_thinking`, where it is set; ConfigError where no template reads it.
+    `template`: a tokenizer's `chat_template`, which may be several by name."""
+    if enable_thinking is None:
+        return {}
+    if THINKING not in str(template or ""):
+        rule = "has no effect: the chat template of this model does not read it"
+        raise ConfigError(Problem(f"--{THINKING} {str(enable_thinking).lower()}", rule, "leave it out"))
+    return {THINKING: enable_thinking}
 
 
 def _is_template(text: str) -> bool:

@@ -20,7 +20,7 @@ from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale
 from megaswift.data.jinja_sandbox_limits import REFUSED, TemplateLimitExceeded, install_template_limits
 from megaswift.data.locate_assistant_turns_in_rendered_text import AssistantTurnFinder
 from megaswift.data.parts_that_template_renders import RenderedPartsProbe
-from megaswift.data.read_template_and_system import read_template
+from megaswift.data.read_template_and_system import read_template, thinking_variable
 from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample
 from megaswift.data.weigh_turn_text import TurnWeights, WeightedSpan
 from megaswift.errors import DataError, Problem, first_line
@@ -52,7 +52,7 @@ class ChatTemplateTexts:
     named: dict[str, str]
     """`default` and whatever else the tokenizer has (`tool_use`)."""
     special_tokens: dict[str, Any] = field(default_factory=dict)
-    """bos_token, eos_token, ... by name, as transformers hands them to templates."""
+    """bos_token, eos_token, ... by name, as transformers hands them to templates, and `enable_thinking`."""
     end_tokens: tuple[str, ...] = ()
     """Texts of the special tokens, any of which may end a turn."""
 
@@ -63,7 +63,9 @@ class ChatTemplateTexts:
         return self.named.get("default") or next(iter(self.named.values()))
 
 
-def load_chat_templates(tokenizer: Any, chat_template: str | None) -> ChatTemplateTexts:
+def load_chat_templates(
+    tokenizer: Any, chat_template: str | None, enable_thinking: bool | None = None
+) -> ChatTemplateTexts:
     """The templates of `tokenizer`, or `chat_template` (a file or the template itself) in their place."""
     if chat_template is not None:
         named = {"default": read_template(chat_template)}
@@ -79,9 +81,8 @@ def load_chat_templates(tokenizer: Any, chat_template: str | None) -> ChatTempla
             )
         )
     added = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-    return ChatTemplateTexts(
-        named, dict(tokenizer.special_tokens_map), tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
-    )
+    variables = {**tokenizer.special_tokens_map, **thinking_variable(enable_thinking, named)}
+    return ChatTemplateTexts(named, variables, tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added])))
 
 
 def trained_turn_flags(sample: UntokenizedSample, loss_scale: str) -> list[bool]:

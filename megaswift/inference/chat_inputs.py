@@ -15,7 +15,7 @@ from typing import Any
 from megaswift.config.inference import ChatTemplateOptions
 from megaswift.data.attach_and_open_row_images import RowImageFolders, Source, attach_images, open_image
 from megaswift.data.jinja_sandbox_limits import REFUSED
-from megaswift.data.read_template_and_system import read_system_message
+from megaswift.data.read_template_and_system import read_system_message, thinking_variable
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
 from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample, checked_conversation_sample
 from megaswift.data.vision_processor import Processor
@@ -26,7 +26,6 @@ from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
 IMAGES = ("image", "image_url")
 """Types of a content's parts that are images."""
 _Message = Mapping[str, Any]
-THINKING = "enable_thinking"
 STRANGERS = RowImageFolders(None)
 """Whoever asks names no file of this machine."""
 
@@ -47,17 +46,6 @@ class TokenizedChat:
     """What the towers read of them; None: they are opened when the answer's turn comes."""
 
 
-def template_variables(options: ChatTemplateOptions, template: Any) -> dict[str, Any]:
-    """Variables of the chat template that the options set; ConfigError where it does not read them."""
-    if options.enable_thinking is None:
-        return {}
-    if THINKING not in str(template or ""):
-        said = str(options.enable_thinking).lower()
-        rule = "has no effect: the chat template of this model does not read it"
-        raise ConfigError(Problem(f"--{THINKING} {said}", rule, "leave it out"))
-    return {THINKING: options.enable_thinking}
-
-
 class ChatInputRenderer:
     """Renders with the tokenizer's chat template, and with the processor of a vision-language model."""
 
@@ -66,7 +54,7 @@ class ChatInputRenderer:
     ) -> None:
         self.tokenizer, self.context, self.home = prepared.tokenizer, prepared.context, home
         self.system, self._longest = read_system_message(options.system), options.max_length
-        self._variables = template_variables(options, prepared.tokenizer.chat_template)
+        self._variables = thinking_variable(options.enable_thinking, prepared.tokenizer.chat_template)
         self._reader, self._name = prepared.reader, str(prepared.options.model)
 
     @property

@@ -161,7 +161,9 @@ def test_a_broken_image_can_be_skipped_and_is_counted(processor: Processor, fold
 
 def test_text_models_refuse_images() -> None:
     tokens = vision.tokenizer("llava")
-    data = SimpleNamespace(chat_template=None, loss_scale="default", system=None, columns={}, strict=True)
+    data = SimpleNamespace(
+        chat_template=None, loss_scale="default", system=None, columns={}, strict=True, enable_thinking=None
+    )
     data.model_name = data.model_author = ()
     encoder = RowEncoder(encode_spec(data, tokens, "sft"))
     from megaswift.data.untokenized_sample_and_row_checks import RowError

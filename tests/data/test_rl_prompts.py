@@ -17,7 +17,7 @@ from tokenizers import processors
 from megaswift.config import SwiftConfig
 from megaswift.data import show_samples
 from megaswift.data.rl_prompts import Prompt, PromptSource, load_prompt_splits
-from megaswift.errors import DataError
+from megaswift.errors import ConfigError, DataError
 from tests.data.makers import jsonl, tokenizer
 
 U, V = {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
@@ -257,3 +257,19 @@ def test_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         out.split("--- ")[1].replace("|", "").partition("gold")[0].endswith("<im_start>assistant⏎\n\n")
         and "[" not in out
     )
+
+
+@pytest.mark.parametrize("thinking", [None, True, False])
+def test_prompts_with_and_without_reasoning(tmp_path: Path, thinking: bool | None) -> None:
+    """Qwen3's template closes an empty block of reasoning where none is wanted."""
+    own = tokenizer("qwen", "qwen3")
+    (prompt,) = all_of(source(tmp_path, [{"prompt": [U]}], kind="qwen", name="qwen3", enable_thinking=thinking)[0])
+    given = {} if thinking is None else {"enable_thinking": thinking}
+    want = own.apply_chat_template([U], add_generation_prompt=True, return_dict=True, **given)["input_ids"]
+    assert prompt.token_ids == tuple(want)
+    assert own.decode(want).endswith("<think>\n\n</think>\n\n") == (thinking is False)
+
+
+def test_a_template_that_does_not_read_enable_thinking(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--enable_thinking false: has no effect: the chat template"):
+        source(tmp_path, [{"prompt": [U]}], kind="qwen", name="qwen2_5", enable_thinking=False)

@@ -6,7 +6,7 @@ together, turn by turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import Any
@@ -89,6 +89,8 @@ class MultiTurnRunner:
     tokenizer: Any
     max_turns: int | None
     """Of the model; None: until the environment ends it, or the tokens do."""
+    template_variables: Mapping[str, bool] = field(default_factory=dict)
+    """What the run sets of the chat template."""
 
     def between(self, answers: Sequence[Message], flag: str) -> list[int]:
         """The tokens from the end of the model's turn to the beginning of its next: the template's text of the answers.
@@ -97,7 +99,11 @@ class MultiTurnRunner:
         """
 
         def after(messages: Sequence[Message], prompt: bool) -> str:
-            text = str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
+            text = str(
+                self.tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=prompt, **self.template_variables
+                )
+            )
             _, separator, rest = text.partition(SAID)
             if not separator:
                 raise ValueError("it omits the assistant's message")

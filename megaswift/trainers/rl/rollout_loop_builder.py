@@ -15,6 +15,7 @@ from megaswift.config.rl_defaults import advantage_estimator_entry_of
 from megaswift.data import build_batch_sources as data
 from megaswift.data import vocab_check
 from megaswift.data.collate_rollout_batches import RolloutCollator
+from megaswift.data.read_template_and_system import thinking_variable
 from megaswift.data.rl_prompts import IndexedPrompts, Prompt, PromptSource, load_prompt_splits
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
@@ -169,7 +170,10 @@ def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None
         return None
     environment = load_environment_class(text)
     return MultiTurnRunner(
-        lambda: EnvironmentWithNamedErrors(f"--environment {text}", environment()), tokenizer, cfg.rl.max_turns
+        lambda: EnvironmentWithNamedErrors(f"--environment {text}", environment()),
+        tokenizer,
+        cfg.rl.max_turns,
+        thinking_variable(cfg.data.enable_thinking, tokenizer.chat_template),
     )
 
 

@@ -267,3 +267,11 @@ def test_a_class_that_is_none(file: Path) -> None:
         load_environment_class(f"{file}:Mute")
     with pytest.raises(ConfigError, match="has no Ecko"):
         load_environment_class(f"{file}:Ecko")
+
+
+def test_the_next_turn_begins_as_enable_thinking_says() -> None:
+    tokens = makers.tokenizer("qwen", "qwen3")
+    answers = [{"role": "user", "content": "and now?"}]
+    for variables, end in (({}, "assistant\n"), ({"enable_thinking": False}, "</think>\n\n")):
+        runner = MultiTurnRunner(lambda: None, tokens, None, variables)  # type: ignore[arg-type, return-value]
+        assert tokens.decode(runner.between(answers, "--environment e.py:E")).endswith(end)
