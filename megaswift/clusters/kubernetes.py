@@ -15,6 +15,7 @@ from typing import Any
 from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.kubernetes_pods import (
     INSTANCE_LABEL,
+    NODE_NAME,
     QUEUE_LABEL,
     environment,
     manifest_text,
@@ -191,7 +192,7 @@ def _train_job(job: Job) -> list[dict[str, Any]]:
         "command": node_command(job, lines),
         "numNodes": job.nodes,
         "numProcPerNode": job.processes_per_node,
-        "env": environment(job),
+        "env": [*environment(job), NODE_NAME],
     }
     if needed := resources(job):
         trainer["resourcesPerNode"] = needed

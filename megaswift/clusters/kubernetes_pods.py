@@ -20,6 +20,8 @@ RUN_VOLUME, SHARED_MEMORY = "megaswift-run", "megaswift-shm"
 SAVE_SECONDS = 600
 """That a pod gets for saving after SIGTERM."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+NODE_NAME = {"name": "MEGASWIFT_NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+"""A variable with the name of the node on which a pod runs: a GPU with errors is reported with it."""
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 """Of a job's resources and pods: its name."""
 
@@ -159,7 +161,7 @@ def pod_spec(job: Job, container: str, command: Sequence[str], more: Mapping[str
                 "name": container,
                 "image": str(job.cluster.get("image")),
                 "command": list(command),
-                "env": environment(job, more),
+                "env": [*environment(job, more), NODE_NAME],
                 **({"resources": needed} if needed else {}),
                 "volumeMounts": volume_mounts(job),
             }

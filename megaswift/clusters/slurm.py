@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
-from megaswift.errors import EXPLAINED, ConfigError, Problem
+from megaswift.errors import EXIT_HARDWARE, EXPLAINED, ConfigError, Problem
 
 SCRIPT = "job.sh"
 LOG = "slurm-%j.log"
 FIRST_PORT, PORTS = 20_000, 10_000
+SICK_NODES = "sick-nodes"
+"""File of the job's folder: nodes whose GPUs had errors, one a line (`trainers/gpu_health.py` writes it)."""
 RESOLVED = 'getent hosts "$MASTER_ADDR" >/dev/null || MASTER_ADDR="$SLURM_LAUNCH_NODE_IPADDR"'
 """Names of nodes need not be in the network's name service."""
 CANCELLED = 128 + 15
@@ -81,7 +83,8 @@ def _script(job: Job) -> Iterator[str]:
     port = cluster.get("master_port")
     yield f"MASTER_PORT={port if port else f'$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))'}"
     yield "MEGASWIFT_RESTARTS=${SLURM_RESTART_COUNT:-0}"
-    yield "export MASTER_ADDR MASTER_PORT MEGASWIFT_RESTARTS"
+    yield f"MEGASWIFT_SICK_NODES={shell_words([str(job.folder / SICK_NODES)])}-$SLURM_JOB_ID"
+    yield "export MASTER_ADDR MASTER_PORT MEGASWIFT_RESTARTS MEGASWIFT_SICK_NODES"
     yield ""
     yield "# Slurm sends USR1 before the time is over: the run saves its state, and the job is queued again."
     yield "early=0"
@@ -100,9 +103,31 @@ def _script(job: Job) -> Iterator[str]:
         explained = " ".join(f'&& [ "$code" != {code} ]' for code in (*EXPLAINED, CANCELLED))
         again.append(f'[ "$code" != 0 ] {explained} && [ "$MEGASWIFT_RESTARTS" -lt {requeues} ]')
     yield f"if {{ {'; } || { '.join(again)}; }}; then"
+    if requeues:
+        yield from (f"    {line}" for line in _EXCLUSION)
     yield '    scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script'
     yield "fi"
     yield 'exit "$code"'
+
+
+_EXCLUSION = (
+    f'if [ "$code" = {EXIT_HARDWARE} ] && [ -s "$MEGASWIFT_SICK_NODES" ]; then',
+    "    # Only a waiting job can avoid nodes: it is queued on hold, changed and released; this script ignores TERM.",
+    '    nodes=$(sort -u "$MEGASWIFT_SICK_NODES" | paste -s -d ,)',
+    '    before=$(scontrol show job "$SLURM_JOB_ID" | sed -n "s/.*ExcNodeList=\\([^ (]*\\).*/\\1/p")  # or (null)',
+    '    echo "megaswift: the job is queued again without $nodes, whose GPUs report errors"',
+    '    trap "" TERM',
+    '    if scontrol requeuehold "$SLURM_JOB_ID"; then',
+    "        for _ in 1 2 3 4 5 6 7 8 9 10; do",
+    '            scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${before:+$before,}$nodes" && break',
+    "            sleep 1",
+    "        done",
+    '        scontrol release "$SLURM_JOB_ID"',
+    '        exit "$code"',
+    "    fi",
+    "fi",
+)
+"""Keeps a job that is queued again after `EXIT_HARDWARE` away from the nodes with errors."""
 
 
 def _header(job: Job) -> Iterator[str]:

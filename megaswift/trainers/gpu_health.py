@@ -6,6 +6,7 @@ Not run on a GPU; tests give the output of nvidia-smi.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -19,15 +20,28 @@ from megaswift.trainers.loop import Loop
 from megaswift.trainers.progress import print_warning
 
 LIMIT_S = 20.0
-FIELDS: Mapping[str, str] = {
-    "ecc.errors.uncorrected.volatile.total": "uncorrectable ECC errors",
-    "retired_pages.pending": "a retired memory page waits for a reset",
-    "clocks_throttle_reasons.hw_slowdown": "a hardware slowdown (temperature or power)",
-}
-"""What is asked for, and how it is named."""
-OFF = ("0", "No", "Not Active", "[N/A]", "N/A", "[Not Supported]", "")
-WARNED_OF_ONLY = ("clocks_throttle_reasons.hw_slowdown",)
-"""These slow the run down, but its numbers are right."""
+LOST = 15
+"""nvidia-smi's exit code for a GPU that has fallen off the bus (its manual, RETURN VALUE)."""
+ECC, PAGE = "uncorrectable ECC errors", "a retired memory page waits for a reset"
+ROW, FAILED_ROW = "a remapped memory row waits for a reset", "a memory row could not be remapped"
+GONE = "it has fallen off the bus"
+SLOWDOWN = "a hardware slowdown (temperature or power)"
+QUERIES: tuple[tuple[str, Mapping[str, str]], ...] = (
+    ("query-gpu", {"ecc.errors.uncorrected.volatile.total": ECC, "retired_pages.pending": PAGE}),
+    ("query-remapped-rows", {"remapped_rows.pending": ROW, "remapped_rows.failure": FAILED_ROW}),
+    ("query-gpu", {"clocks_throttle_reasons.hw_slowdown": SLOWDOWN}),
+    ("query-gpu", {"clocks_event_reasons.hw_slowdown": SLOWDOWN}),  # its name in newer drivers
+)
+"""nvidia-smi's option, its fields, and what a value other than `OFF` means. A driver refuses a whole query for one
+field that it does not know, so each has its own."""
+UNKNOWN = ("[N/A]", "N/A", "[Not Supported]", "")
+OFF = ("0", "No", "Not Active", *UNKNOWN)
+FATAL = (ECC, PAGE, ROW, FAILED_ROW, GONE)
+"""The others slow the run down, but its numbers are right."""
+NODE_NAMES = ("SLURMD_NODENAME", "MEGASWIFT_NODE_NAME")
+"""Where clusters say by which name they know this node; the second is set in pods."""
+SICK_NODES = "MEGASWIFT_SICK_NODES"
+"""A file to which a rank with a sick GPU adds its node, which the job's next start then avoids."""
 
 
 class UnhealthyGpu(UserError):
@@ -43,25 +57,42 @@ class GpuErrors:
 
     fatal: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    unchecked: str = ""
+    """Why nothing is known about errors; empty where something is."""
 
 
-def query_nvidia_smi(device: str) -> str | None:
-    """nvidia-smi's line about a GPU, by index or UUID; None without the program or an answer."""
-    words = ["nvidia-smi", f"--id={device}", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+def query_nvidia_smi(device: str) -> dict[str, str] | None:
+    """What nvidia-smi answers about a GPU, by index or UUID: its value by each text of `QUERIES` that the driver knows.
+    None without the program."""
+    values: dict[str, str] = {}
+    for option, fields in QUERIES:
+        if all(text in values for text in fields.values()):
+            continue
+        words = ["nvidia-smi", f"--id={device}", f"--{option}={','.join(fields)}", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return values
+        except OSError:
+            return None
+        if done.returncode == LOST:
+            return {GONE: "Yes"}
+        cells = [cell.strip() for cell in done.stdout.strip().split(",")]
+        if done.returncode == 0 and len(cells) == len(fields):
+            values |= dict(zip(fields.values(), cells, strict=True))
+    return values
 
 
-def gpu_errors(line: str) -> GpuErrors:
-    """What a line of `query_nvidia_smi` says is wrong."""
+def gpu_errors(values: Mapping[str, str] | None) -> GpuErrors:
+    """What the values of `query_nvidia_smi` say is wrong."""
+    if values is None:
+        return GpuErrors(unchecked="nvidia-smi is not installed")
     found: dict[bool, list[str]] = {True: [], False: []}
-    for (field, text), value in zip(FIELDS.items(), (cell.strip() for cell in line.split(",")), strict=False):
+    for text, value in values.items():
         if value not in OFF:
-            found[field not in WARNED_OF_ONLY].append(f"{value} {text}" if value.isdigit() else text)
-    return GpuErrors(tuple(found[True]), tuple(found[False]))
+            found[text in FATAL].append(f"{value} {text}" if text == ECC else text)
+    known = any(values.get(text, "") not in UNKNOWN for text in FATAL)
+    return GpuErrors(tuple(found[True]), tuple(found[False]), "" if known else "nvidia-smi gives no error counters")
 
 
 def own_device(environ: Mapping[str, str]) -> str:
@@ -71,10 +102,22 @@ def own_device(environ: Mapping[str, str]) -> str:
     return visible[local] if local < len(visible) else str(local)
 
 
+def node_name(environ: Mapping[str, str]) -> str:
+    """The name by which the cluster, or else the network, knows this node."""
+    return next((environ[name] for name in NODE_NAMES if environ.get(name)), socket.gethostname())
+
+
+def note_sick_node(environ: Mapping[str, str]) -> None:
+    """Adds this node to the file of `SICK_NODES`, where a job has one that this node can write."""
+    if file := environ.get(SICK_NODES):
+        with contextlib.suppress(OSError), open(file, "a", encoding="utf-8") as lines:
+            lines.write(f"{node_name(environ)}\n")
+
+
 class GpuHealthHook(Hook):
     """Every rank asks for its own GPU."""
 
-    def __init__(self, interval: int, query: Callable[[str], str | None] = query_nvidia_smi) -> None:
+    def __init__(self, interval: int, query: Callable[[str], Mapping[str, str] | None] = query_nvidia_smi) -> None:
         self.interval, self._query = interval, query
         self._warned: set[str] = set()
 
@@ -90,13 +133,24 @@ class GpuHealthHook(Hook):
     def check(self, step: int) -> None:
         """`UnhealthyGpu` on every rank where one of them has errors; warnings once. Collective."""
         device = own_device(os.environ)
-        errors = gpu_errors(self._query(device) or "")
-        where = f"GPU {device} of {socket.gethostname()} (rank {distributed.global_rank()})"
-        told = distributed.all_gather_objects([f"{where}: {text}" for text in errors.warnings])
-        for text in (text for own in told for text in own if text not in self._warned):
-            self._warned.add(text)
-            if distributed.global_rank() == 0:
-                print_warning(f"step {step}: {text}")
-        fix = "take the node out of service; the run resumes elsewhere from the last checkpoint"
+        errors = gpu_errors(self._query(device))
+        where = f"GPU {device} of {node_name(os.environ)} (rank {distributed.global_rank()})"
+        told = distributed.all_gather_objects((where, errors.warnings, errors.unchecked))
+        for there, text in ((there, text) for there, texts, _ in told for text in texts):
+            self._warn_once(f"{there}: {text}", f"step {step}: {there}: {text}")
+        unchecked = [f"{there}: {why}" for there, _, why in told if why]
+        if unchecked:
+            more = f", and {len(unchecked) - 1} more GPUs" if len(unchecked) > 1 else ""
+            self._warn_once(
+                "unchecked", f"--gpu_health_interval: hardware errors are not checked: {unchecked[0]}{more}"
+            )
+        fix = f"take node {node_name(os.environ)} out of service; the run resumes elsewhere from the last checkpoint"
         problems = [Problem(where, f"{', '.join(errors.fatal)}, at step {step}", fix)] if errors.fatal else []
+        if problems:
+            note_sick_node(os.environ)
         distributed.raise_on_all_ranks(problems, UnhealthyGpu)
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned and distributed.global_rank() == 0:
+            print_warning(text)
+        self._warned.add(key)

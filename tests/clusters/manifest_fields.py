@@ -14,7 +14,7 @@ from typing import Any
 TEXTS: dict[Any, Any] = {str: str}
 META = {"name": str, "namespace": str, "labels": TEXTS, "annotations": TEXTS}
 SECRET_KEY = {"name": str, "key": str, "optional": bool}
-ENV = [{"name": str, "value": str, "valueFrom": {"secretKeyRef": SECRET_KEY}}]
+ENV = [{"name": str, "value": str, "valueFrom": {"secretKeyRef": SECRET_KEY, "fieldRef": {"fieldPath": str}}}]
 RESOURCES = {"requests": TEXTS, "limits": TEXTS}
 MOUNTS = [{"name": str, "mountPath": str, "readOnly": bool, "subPath": str}]
 VOLUMES = [

@@ -58,7 +58,7 @@ def commands(rendered: RenderedJob, launcher: str, folder: Path) -> tuple[list[s
         return ["bash", "-c", spec["entrypoint"]], yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
     container = _container(documents[-1], launcher)
     environ: dict[str, str] = {}
-    for entry_ in container["env"]:
+    for entry_ in (one for one in container["env"] if "value" in one):
         environ[entry_["name"]] = expanded_by_kubernetes(entry_["value"], environ)
     mine = {
         "job": {"JOB_COMPLETION_INDEX": "1"},

@@ -106,6 +106,42 @@ def test_signalled_requeued_resumed(environ: dict[str, str], tmp_path: Path) -> 
 
 @needs_slurm
 @pytest.mark.slow
+def test_a_node_with_a_sick_gpu_is_left_out(environ: dict[str, str], tmp_path: Path) -> None:
+    """nvidia-smi reports an error on machine0 from step 3 on; the job is queued again, avoids it, and goes on."""
+    tool_folder = tmp_path / "bin"
+    tool_folder.mkdir()
+    sick = f'[ "$SLURMD_NODENAME" = machine0 ] && [ -s {tmp_path}/out/metrics.jsonl ]'
+    (tool_folder / "nvidia-smi").write_text(
+        f'#!/bin/bash\n[[ "$2" == *ecc* ]] || exit 2\n{sick} && echo "2, [N/A]" || echo "0, [N/A]"\n'
+    )
+    (tool_folder / "nvidia-smi").chmod(0o755)
+    run_file(tmp_path, max_steps=6, save_steps=1, gpu_health_interval=3)
+    (tmp_path / "run.yaml").write_text(
+        (tmp_path / "run.yaml").read_text().replace("logging_steps: 5", "logging_steps: 1")
+    )
+    with (tmp_path / "clusters.yaml").open("w") as file:
+        file.write("clusters: {lab: {launcher: slurm, partition: gpu, time_limit: '10', requeues: 1}}\n")
+    own = environ | {"PATH": f"{tool_folder}:{environ['PATH']}"}
+    megaswift(tmp_path, own, "submit", "run.yaml", "--cluster", "lab", "--nodes", "1")
+    number = tool(environ, "squeue", "-h", "-o", "%i")
+    deadline = time.monotonic() + 120
+    while "ExcNodeList=machine0" not in tool(environ, "scontrol", "show", "job", number):
+        assert time.monotonic() < deadline, megaswift(tmp_path, environ, "jobs", "logs", "out")
+        time.sleep(0.2)
+    time.sleep(5)  # Slurm waits two minutes, so that nodes have put away the first attempt
+    tool(environ, "scontrol", "update", f"JobId={number}", "StartTime=now")
+    ended(environ, tmp_path, 200)
+    log = megaswift(tmp_path, environ, "jobs", "logs", "out")
+    state = tool(environ, "scontrol", "show", "job", number)
+    assert "queued again without machine0, whose GPUs report errors" in log and "BatchHost=machine1" in state, (
+        log + state
+    )
+    assert "2 uncorrectable ECC errors, at step 3" in log and "take node machine0 out of service" in log
+    assert steps(tmp_path) == list(range(1, 7)) and (tmp_path / "out/hf/model.safetensors").exists(), log
+
+
+@needs_slurm
+@pytest.mark.slow
 def test_a_cancelled_job_has_saved(environ: dict[str, str], tmp_path: Path) -> None:
     run_file(tmp_path, max_steps=5000, save_steps=100_000)
     megaswift(tmp_path, environ, "submit", "run.yaml", "--cluster", "lab", "--nodes", "2")
@@ -184,6 +220,36 @@ def test_which_ends_are_queued_again(
     )
     assert (tmp_path / "again").exists() == again
     assert done.returncode == (0 if again else code)
+
+
+def test_which_nodes_the_next_start_avoids(tmp_path: Path) -> None:
+    """scontrol's calls after exit code 4, with a node that was excluded before and a change that succeeds later."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    run = "#!/bin/bash\nprintf 'n3\\nn2\\nn3\\n' >> \"$MEGASWIFT_SICK_NODES\"\nexit 4\n"
+    control = f"""#!/bin/bash
+echo "$@" >> {tmp_path}/calls
+before="(null)"
+[ -e {tmp_path}/before ] && before="n[7-9]"
+[ "$1 $2" = "show job" ] && echo "   ReqNodeList=(null) ExcNodeList=$before"
+[ $1 = update ] && [ ! -e {tmp_path}/tried ] && touch {tmp_path}/tried && exit 1
+exit 0
+"""
+    srun = '#!/bin/bash\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"\n'
+    for name, text in (("python", run), ("scontrol", control), ("srun", srun)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    made = job("slurm", python=str(folder / "python"), workdir=str(tmp_path), folder=tmp_path, requeues=2)
+    (tmp_path / "job.sh").write_text(scheduler_of("slurm").render(made).files["job.sh"])
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_NODEID": "0"}
+    environ = {"PATH": f"{folder}:/usr/bin:/bin", **variables}
+    for excluded in ("n2,n3", "n[7-9],n2,n3"):
+        done = subprocess.run(["bash", str(tmp_path / "job.sh")], env=environ, check=False, timeout=30)
+        calls = [line for line in (tmp_path / "calls").read_text().splitlines() if not line.startswith("show")]
+        update = f"update JobId=7 ExcNodeList={excluded}"
+        tries = 1 if (tmp_path / "before").exists() else 2
+        assert done.returncode == 4 and calls == ["requeuehold 7", *[update] * tries, "release 7"]
+        (tmp_path / "before").touch(), (tmp_path / "calls").unlink()
 
 
 def test_the_job_id() -> None:

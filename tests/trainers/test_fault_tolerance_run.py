@@ -105,7 +105,8 @@ def test_a_gpu_with_errors_ends_the_run_without_a_checkpoint(tmp_path: Path) -> 
     tool = tmp_path / "bin/nvidia-smi"
     tool.parent.mkdir()
     tool.write_text(
-        '#!/bin/sh\n[ -s "$(dirname "$0")/../out/metrics.jsonl" ] && echo "2, No, Not Active" || echo "0, No, Active"\n'
+        '#!/bin/sh\ncase "$*" in *ecc*) ;; *) exit 2;; esac\n'
+        '[ -s "$(dirname "$0")/../out/metrics.jsonl" ] && echo "2, [N/A]" || echo "0, [N/A]"\n'
     )
     tool.chmod(0o755)
     import os
