@@ -10,6 +10,7 @@ import argparse
 import math
 import os
 import socket
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,6 +124,12 @@ def _problems(given: argparse.Namespace) -> list[Problem]:
             problems.append(Problem(f"--output {given.output}", "is not a file name ending in .json", "comm.json"))
         elif not there.is_dir():
             problems.append(Problem(f"--output {given.output}", f"{there} is not a folder", "use another folder"))
+        else:
+            try:
+                tempfile.TemporaryFile(dir=there).close()
+            except OSError as error:
+                rule = f"cannot be written in {there}: {error.strerror}"
+                problems.append(Problem(f"--output {given.output}", rule, "use another folder"))
     return problems
 
 

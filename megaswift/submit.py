@@ -25,7 +25,7 @@ from megaswift.clusters.clusters_file import read_cluster, secret_fix
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder, write_job_files, write_record
 from megaswift.clusters.node_setup_shell_lines import shell_words
 from megaswift.clusters.scheduler_protocol import Scheduler, scheduler_of
-from megaswift.clusters.ssh_hosts import hosts_of
+from megaswift.clusters.ssh_hosts import hosts_of, with_hosts_of_its_file
 from megaswift.command_line_common import UserErrorArgumentParser
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.read_config_file_and_command_line import GivenOptionValue, read_command_line, read_config_file
@@ -56,7 +56,7 @@ FIRST_NODE = {"NODE_RANK": "0", "MASTER_ADDR": "node-0"}
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit code."""
     given, rest = _parser().parse_known_args(list(argv))
-    cluster = read_cluster(given.cluster, given.clusters)
+    cluster = with_hosts_of_its_file(read_cluster(given.cluster, given.clusters))
     scheduler = scheduler_of(cluster.launcher)
     job, cfg = _job(given, rest, cluster, scheduler)
     problems = [*scheduler.problems(job), *_network_problems(job)]

@@ -41,6 +41,7 @@ LAUNCH = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
         (["--nproc_per_node", "2", "--link_gbps", "nan"], "--link_gbps nan: is not a positive number"),
         (["--nproc_per_node", "2", "--output", "comm.txt"], "is not a file name ending in .json"),
         (["--nproc_per_node", "2", "--output", f"{__file__}/c.json"], "test_bench.py is not a folder"),
+        (["--nproc_per_node", "2", "--output", "/proc/none/c.json"], "cannot be written in /proc"),
         (["--nproc_per_node", "2", "--operation", "all_reduce"], "--operation"),
         (["--launcher", "ray", "--num_workers", "2"], "--launcher ray: is not measured"),
         (["--nnodes", "2", "--nproc_per_node", "2"], "needs the address of node 0"),

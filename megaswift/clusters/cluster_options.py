@@ -162,7 +162,12 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
     ClusterOption("priority", "count", "Priority, 1 to 9", (DLC,)),
     # ssh
     ClusterOption("hosts", "names", "Hosts, the first is node 0", (SSH,)),
-    ClusterOption("hostfile", "path", "File of hosts, one a line, as DeepSpeed and MPI have it", (SSH,)),
+    ClusterOption(
+        "hostfile",
+        "path",
+        "File of hosts, as DeepSpeed and MPI have it; slots are gpus_per_node where that is not set",
+        (SSH,),
+    ),
     ClusterOption("ssh_options", "names", "Words for ssh before the host: -p, 2222", (SSH,)),
     ClusterOption("master_addr", "name", "Address of node 0 in the nodes' network; default: its host", (SSH,)),
 )

@@ -6,7 +6,9 @@ The folder must be visible on every host under the same path, as the run's outpu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, SubmittedJob
 from megaswift.clusters.cluster_options import SAFE
@@ -68,10 +70,25 @@ class SshScheduler:
 
 
 def hosts_of(cluster: Cluster) -> list[str]:
-    """Of the cluster's list or its file (`host slots=8`, comments with #); none where it has neither."""
-    if cluster.get("hosts") or not cluster.get("hostfile"):
-        return [str(host) for host in cluster.get("hosts") or ()]
-    return [host.name for host in read_hostfile(Path(str(cluster.get("hostfile"))).expanduser())]
+    """Of the cluster's list; none where it has none."""
+    return [str(host) for host in cluster.get("hosts") or ()]
+
+
+def with_hosts_of_its_file(cluster: Cluster) -> Cluster:
+    """The cluster with the hosts of its `hostfile` (`host slots=8`, comments with #) as its list, where it has a file
+    and no list; their slots are its gpus_per_node where it has none. ConfigError where these differ."""
+    file = cluster.get("hostfile")
+    if not file or cluster.get("hosts"):
+        return cluster
+    found = read_hostfile(Path(str(file)).expanduser())
+    more: dict[str, Any] = {"hostfile": None, "hosts": [host.name for host in found]}
+    if cluster.get("gpus_per_node") is None:
+        slots = {host.slots for host in found}
+        if len(slots) > 1:
+            rule = "has hosts with different slots, and a job has as many processes on each node"
+            raise ConfigError(Problem(f"cluster {cluster.name}: hostfile {file}", rule, "set gpus_per_node"))
+        more["gpus_per_node"] = slots.pop()
+    return replace(cluster, options={**cluster.options, **more})
 
 
 def _node_file(rank: int) -> str:

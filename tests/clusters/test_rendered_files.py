@@ -4,6 +4,11 @@ Covers: slurm, kubernetes, ray_jobs, pai_dlc, ssh_hosts, local_processes, schedu
 
 from __future__ import annotations
 
+import builtins
+import io
+import os
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +88,23 @@ def shown(made: Job) -> str:
 @pytest.mark.parametrize("name", JOBS)
 def test_as_read(name: str) -> None:
     assert shown(JOBS[name]) == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_rendering_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without files, processes and sockets, and twice the same."""
+    first = {name: shown(made) for name, made in JOBS.items()}
+
+    def used(*_: Any, **__: Any) -> Any:
+        raise AssertionError("rendering has an effect")
+
+    with monkeypatch.context() as patched:
+        for module, names in ((builtins, ["open"]), (io, ["open"]), (os, ["open", "mkdir", "listdir", "stat"])):
+            for name in names:
+                patched.setattr(module, name, used)
+        patched.setattr(subprocess, "Popen", used)
+        patched.setattr(socket, "socket", used)
+        again = {name: shown(made) for name, made in JOBS.items()}
+    assert first == again
 
 
 def test_every_launcher_is_there() -> None:

@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megaswift.clusters.scheduler_protocol import scheduler_of
-from megaswift.clusters.ssh_hosts import hosts_of
+from megaswift.clusters.ssh_hosts import with_hosts_of_its_file
 from megaswift.errors import ConfigError
 from tests.clusters.jobs import job
 from tests.network_namespaces import Machine, machines, why_not
@@ -113,11 +114,21 @@ def test_a_job_over_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_hosts_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
-    file.write_text("# lab\nnode1 slots=8\n\nnode2 slots=8  # spare\n")
+    file.write_text("# lab\nnode1\n\nnode2  # spare\n")
     made = job("ssh", hosts=None, hostfile=str(file))
-    assert hosts_of(made.cluster) == ["node1", "node2"] and scheduler_of("ssh").problems(made) == []
+    found = with_hosts_of_its_file(made.cluster)
+    assert (found.get("hosts"), found.get("gpus_per_node")) == (["node1", "node2"], None)
+    assert scheduler_of("ssh").problems(replace(made, cluster=found)) == []
     with pytest.raises(ConfigError, match="cannot be read"):
-        hosts_of(job("ssh", hosts=None, hostfile=str(tmp_path / "none")).cluster)
+        with_hosts_of_its_file(job("ssh", hosts=None, hostfile=str(tmp_path / "none")).cluster)
+    file.write_text("node1 slots=8\nnode2 slots=8\n")
+    assert with_hosts_of_its_file(made.cluster).get("gpus_per_node") == 8
+    file.write_text("node1 slots=8\nnode2 slots=4\n")
+    with pytest.raises(ConfigError, match="different slots"):
+        with_hosts_of_its_file(made.cluster)
+    assert with_hosts_of_its_file(job("ssh", hosts=None, hostfile=str(file), gpus_per_node=4).cluster).get("hosts")
+    both = job("ssh", hostfile="none").cluster
+    assert with_hosts_of_its_file(both) is both
 
 
 @pytest.mark.parametrize(
