@@ -23,6 +23,11 @@ while [ "$1" != bash ]; do shift; done
 SLURM_NODEID=0 SLURM_LAUNCH_NODE_IPADDR=127.0.0.1 exec "$@"
 """
 SCONTROL = "#!/bin/bash\necho localhost\n"
+MPIRUN = """\
+#!/bin/bash
+while [ "$1" != bash ]; do shift; done
+OMPI_COMM_WORLD_RANK=1 exec "$@"
+"""
 SSH = """\
 #!/bin/bash
 while [ "$1" != bash ]; do shift; done
@@ -44,6 +49,7 @@ def run_here(command: list[str], folder: Path, **more: str) -> list[dict[str, An
         "srun": SRUN,
         "scontrol": SCONTROL,
         "ssh": SSH,
+        "mpirun": MPIRUN,
         "megaswift": RUN.format(python=sys.executable),
     }.items():
         (folder / name).write_text(text)

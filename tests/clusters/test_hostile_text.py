@@ -32,8 +32,10 @@ PIECES = (
     "&& touch X",
 )
 PIECES += ("!x", "*", "~", "%j", "#", "-n", " ", "é", "中", "|", ">X", "{a,b}", "=", ":", "- ", "%", "\u2028")
+KUBERNETES = ["job", "trainjob", "pytorchjob", "mpijob", "volcano"]
 ALWAYS = (("$(touch X)`touch X`'\"; touch X", "$(HOME) $$(HOME) $HOME", "a b'c"), ("", "'", "$(x)"))
-LAUNCHERS = ["local", "slurm", "ssh", "dlc", "job", "trainjob", "pytorchjob", "volcano", "ray", "rayjob"]
+LAUNCHERS = ["local", "slurm", "ssh", "dlc", "ray", "rayjob", "raycluster"]
+LAUNCHERS += KUBERNETES
 
 
 def commands(rendered: RenderedJob, launcher: str, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -53,7 +55,7 @@ def commands(rendered: RenderedJob, launcher: str, folder: Path) -> tuple[list[s
         entry = shlex.join(words[words.index("--") + 1 :])
         return ["bash", "-c", entry], yaml.safe_load(rendered.files["runtime_env.yaml"])["env_vars"]
     documents = list(yaml.safe_load_all(rendered.files["job.yaml"]))
-    if launcher == "rayjob":
+    if launcher in ("rayjob", "raycluster"):
         spec = documents[-1]["spec"]
         return ["bash", "-c", spec["entrypoint"]], yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
     container = _container(documents[-1], launcher)
@@ -64,6 +66,7 @@ def commands(rendered: RenderedJob, launcher: str, folder: Path) -> tuple[list[s
         "job": {"JOB_COMPLETION_INDEX": "1"},
         "volcano": {"VC_TASK_INDEX": "1"},
         "trainjob": {"PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1"},
+        "mpijob": {},
     }
     environ |= mine.get(launcher, {"RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     return [expanded_by_kubernetes(word, environ) for word in container["command"]], environ
@@ -75,7 +78,10 @@ def _container(manifest: dict[str, Any], kind: str) -> dict[str, Any]:
         found: dict[str, Any] = spec["trainer"]
         return found
     spec = spec["tasks"][0] if kind == "volcano" else spec
-    pod = spec["pytorchReplicaSpecs"]["Worker"]["template"] if kind == "pytorchjob" else spec["template"]
+    replicas = {"pytorchjob": ("pytorchReplicaSpecs", "Worker"), "mpijob": ("mpiReplicaSpecs", "Launcher")}
+    for name in replicas.get(kind, ()):
+        spec = spec[name]
+    pod = spec["template"]
     first: dict[str, Any] = pod["spec"]["containers"][0]
     return first
 
@@ -94,15 +100,16 @@ def texts(launcher: str, count: int = 6) -> list[tuple[str, str, str]]:
 def test_text_arrives_as_it_is(launcher: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     for word, value, name in texts(launcher):
         tmp_path = tmp_path_factory.mktemp("job")
-        place = tmp_path / ("w " + name.replace("/", "_") if launcher not in ("rayjob", "ray") else "w")
+        place = tmp_path / ("w" if launcher.startswith("ray") else "w " + name.replace("/", "_"))
         place.mkdir()
         options: dict[str, Any] = {"environment": {"MINE": value}, "overrides": ("--system", word)}
-        kind = {"job": "job", "trainjob": "trainjob", "pytorchjob": "pytorchjob", "volcano": "volcano"}.get(launcher)
-        real = "kubernetes" if kind else "ray" if launcher == "rayjob" else launcher
+        kind = launcher if launcher in KUBERNETES else None
+        real = "kubernetes" if kind else "ray" if launcher.startswith("ray") else launcher
         options |= (
             {"kind": kind} if kind else {"python": str(program(tmp_path))} if real in ("local", "slurm", "ssh") else {}
         )
-        options |= {"submit_to": "rayjob", "image": "i", "ray_version": "2.51.0"} if launcher == "rayjob" else {}
+        on_pods = {"submit_to": launcher, "image": "i", "ray_version": "2.51.0"}
+        options |= on_pods if launcher in ("rayjob", "raycluster") else {}
         options |= {"python": str(program(tmp_path))} if launcher == "ray" else {}
         made = job(
             real, workdir=str(place), folder=tmp_path / "out" / name.replace("/", "_")[:8].strip(".") / "j", **options
