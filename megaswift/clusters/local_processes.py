@@ -8,6 +8,9 @@ from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.errors import ConfigError, Problem
 
+IS_OWN = 'ps -ww -o args= -p "$1" | grep -qF -- "$2"'
+"""Whether process $1 runs a file of the folder $2: a process id is given again after the end of its process."""
+ENDED = '{ echo "process $1 of the job has ended"; exit 1; }'
 SCRIPT, START, LOG = "job.sh", "start.sh", "job.log"
 
 
@@ -40,8 +43,8 @@ class LocalScheduler:
         return output.strip()
 
     def status(self, job: SubmittedJob) -> Sequence[str]:
-        """ps' line; it fails where the process has ended."""
-        return ["ps", "-o", "pid,stat,etime,args", "-p", job.id]
+        """ps' line; exit code 1 where the process has ended."""
+        return _of_its_process(job, f'{IS_OWN} && ps -o pid,stat,etime,args -p "$1" || {ENDED}')
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
         """The log file."""
@@ -49,7 +52,11 @@ class LocalScheduler:
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """SIGTERM: the run saves its state."""
-        return ["kill", "-TERM", job.id]
+        return _of_its_process(job, f'{IS_OWN} && kill -TERM "$1" || {ENDED}')
+
+
+def _of_its_process(job: SubmittedJob, line: str) -> list[str]:
+    return ["bash", "-c", line, "jobs", job.id, f"{job.folder}/"]
 
 
 SCHEDULER = LocalScheduler()

@@ -12,6 +12,7 @@ from typing import Any
 
 from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, SubmittedJob
 from megaswift.clusters.cluster_options import SAFE
+from megaswift.clusters.local_processes import IS_OWN
 from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.config.hostfile import read_hostfile
 from megaswift.config.launcher_environment import DEFAULT_PORT
@@ -57,8 +58,7 @@ class SshScheduler:
 
     def status(self, job: SubmittedJob) -> Sequence[str]:
         """A line a host."""
-        line = 'kill -0 $(cat "$p") 2>/dev/null && echo "$h running" || echo "$h ended"'
-        return _on_every_host(job, line)
+        return _on_every_host(job, f'{IS_OWN} && echo "$h running" || echo "$h ended"')
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
         """Of node 0, whose rank 0 prints."""
@@ -66,7 +66,7 @@ class SshScheduler:
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """SIGTERM on every host."""
-        return _on_every_host(job, 'kill -TERM $(cat "$p")')
+        return _on_every_host(job, f'{IS_OWN} && kill -TERM "$1" || echo "$h ended"')
 
 
 def hosts_of(cluster: Cluster) -> list[str]:
@@ -118,9 +118,10 @@ def _start_lines(job: Job, hosts: Sequence[str]) -> list[str]:
 
 
 def _on_every_host(job: SubmittedJob, line: str) -> Sequence[str]:
-    """`line` on each host, where $p is the file with the process id and $h the host. Paths go in as data."""
+    """`line` on each host, where $1 is the process id, $2 the job's folder and $h the host. Paths go in as data."""
     options = shell_words([*QUIET, *map(str, job.options.get("ssh_options") or ())])
-    send = f'printf \'p=%q; h=%q; %s\\n\' "$FOLDER/node-$r.pid" "$h" {shell_words([line])}'
+    words = '"$h" "$FOLDER/node-$r.pid" "$FOLDER/"'
+    send = f"printf 'h=%q; set -- \"$(cat %q)\" %q; %s\\n' {words} {shell_words([line])}"
     loop = f'r=0; for h in $HOSTS; do {send} | ssh {options} "$h" bash -s; r=$((r+1)); done'
     return ["env", f"HOSTS={job.id}", f"FOLDER={job.folder}", "bash", "-c", loop]
 
