@@ -11,6 +11,7 @@ from pathlib import Path
 from megaswift.config import fsdp_json
 from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.batch_arithmetic import batch_problems
+from megaswift.config.cuda_graph_rules import CUDA_GRAPH_CLASHES, CUDA_GRAPH_IGNORED
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, requested_engine
 from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
@@ -152,6 +153,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
     ),
     *FROZEN_WEIGHT_IGNORED,
     *MODEL_IGNORED,
+    *CUDA_GRAPH_IGNORED,
     *LAUNCH_IGNORED,
     *ENGINE_IGNORED,
     *ADAPTER_IGNORED,
@@ -257,6 +259,7 @@ CLASHES: tuple[ConflictingOptions, ...] = (
     *EVALUATION_CLASHES,
     *PROFILE_CLASHES,
     *MODEL_CLASHES,
+    *CUDA_GRAPH_CLASHES,
     *LAUNCH_CLASHES,
     *ENGINE_CLASHES,
     *ADAPTER_CLASHES,

@@ -123,6 +123,18 @@ class ModelConfig:
     gradient_accumulation_fusion: bool | None = option(
         None, "Matrix products add weight gradients to main gradients; unset: true", metavar="true"
     )
+    cuda_graph_impl: str = option(
+        "none",
+        "CUDA graphs of layers by Megatron-Core; pads rows to max_length",
+        choices=("none", "local"),
+        tasks=PLAIN,
+    )
+    cuda_graph_warmup_steps: int = option(
+        3, "Passes of a layer before it is captured in a CUDA graph", minimum=1, unit="passes", tasks=PLAIN
+    )
+    jit_fuser: bool | None = option(
+        None, "torch.compile of Megatron-Core's pointwise functions; unset: on a GPU", metavar="true"
+    )
     megatron_extra_kwargs: dict[str, str] = option(
         {}, "Other fields of Megatron-Core's TransformerConfig; results are not proven", metavar="JSON"
     )

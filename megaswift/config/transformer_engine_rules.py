@@ -32,6 +32,7 @@ NEED_TRANSFORMER_ENGINE: tuple[tuple[str, str, Callable[[Any], bool], str, str],
         "needs Transformer Engine",
         "--transformer_impl auto",
     ),
+    ("cuda_graph_impl", ATTENTION, lambda v: v != "none", _LAYERS, "--cuda_graph_impl none"),
     (
         "recompute_modules",
         PRODUCTS,

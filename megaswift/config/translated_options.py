@@ -110,6 +110,8 @@ SWITCHES = {
     "use_ray": ("launcher", "ray"),
     "moe_enable_deepep": ("moe_token_dispatcher_type", "flex"),
     "resume": ("resume_from_checkpoint", "latest"),
+    "enable_cuda_graph": ("cuda_graph_impl", "local"),
+    "disable_jit_fuser": ("jit_fuser", False),
     "disable_tp_comm_overlap_ag": ("tp_comm_overlap_ag", False),
     "disable_tp_comm_overlap_rs": ("tp_comm_overlap_rs", False),
     "disable_tp_comm_bulk_dgrad": ("tp_comm_bulk_dgrad", False),

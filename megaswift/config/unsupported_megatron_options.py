@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from megaswift.config.unsupported_training_options import ANY, EITHER, LEAVE, OFF, ON, UNSET, ForeignOptionRow
 
-_GRAPHS = "CUDA graphs are not used"
 _INFERENCE = "it applies to Megatron-LM's inference only"
 _RL = "it applies to Megatron-LM's own reinforcement learning only"
 _BERT = "BERT, T5, retrieval and vision pretraining are not supported"
@@ -110,7 +109,7 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("decoupled_lr decoupled_min_lr", UNSET, "all weights have the same --learning_rate", LEAVE),
     ("lion_beta1 lion_beta2", UNSET, "Lion's decay rates are those of --adam_beta1 and --adam_beta2",
      "--adam_beta1 0.95 --adam_beta2 0.98"),
-    ("optimizer_cuda_graph", OFF, _GRAPHS, LEAVE),
+    ("optimizer_cuda_graph", OFF, "--cuda_graph_impl captures layers, not the optimizer", LEAVE),
     ("use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params", EITHER,
      "--optimizer_cpu_offload has one implementation", ""),
     ("dump_param_to_param_group_map", UNSET, _LOG, LEAVE),
@@ -131,9 +130,9 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("grad_reduce_in_bf16", OFF, "gradients are reduced in float32", LEAVE),
     ("fp16_lm_cross_entropy", OFF, "the loss is computed in float32", LEAVE),
     ("output_logit_dtype", (*UNSET, "fp32"), "the loss is computed in float32", LEAVE),
-    ("bias_gelu_fusion gradient_reduce_div_fusion persist_layer_norm jit_fuser", EITHER,
+    ("bias_gelu_fusion gradient_reduce_div_fusion persist_layer_norm", EITHER,
      "fused kernels are selected by device and --transformer_impl", ""),
-    ("no_persist_layer_norm disable_jit_fuser", EITHER,
+    ("no_persist_layer_norm", EITHER,
      "fused kernels are selected by device and --transformer_impl", ""),
     ("reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache", OFF, "FP8 keeps buffers of its own", LEAVE),
     ("te_precision_config_file kitchen_config_file kitchen_recipe_number", UNSET,
@@ -179,8 +178,9 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout flight_recorder_include_stack_trace "
      "flight_recorder_include_only_active flight_recorder_extra_dump_on_exec", ANY,
      "PyTorch's flight recorder reads environment variables", ""),
-    ("te_rng_tracker inference_rng_tracker", OFF, _GRAPHS, LEAVE),
-    ("cuda_graph_scope cuda_graph_modules", (*UNSET, "full"), _GRAPHS, LEAVE),
+    ("te_rng_tracker", EITHER, "--cuda_graph_impl selects generators that a graph can advance", ""),
+    ("inference_rng_tracker", OFF, _INFERENCE, LEAVE),
+    ("cuda_graph_scope cuda_graph_modules", (*UNSET, "full"), "whole layers are captured", LEAVE),
     ("data_parallel_random_init", (*UNSET, *OFF), "data-parallel ranks start from the same weights", LEAVE),
     ("use_megatron_fsdp", OFF, _FSDP, "--use_fsdp true (PyTorch FSDP2)"),
     ("moe_pad_expert_input_to_capacity", OFF, "experts get as many tokens as are routed to them", LEAVE),

@@ -100,5 +100,6 @@ def uncovered_features(cfg: SwiftConfig, spec: ModelSpec) -> Iterator[str]:
         "attn_impl unfused": m.attn_impl == "unfused",
         "adapters": cfg.lora.adapters if m.train_type != "full" else None,
         "tp_comm_overlap": cfg.parallel.tp_comm_overlap,
+        "cuda_graph_impl": cfg.model.cuda_graph_impl != "none",
     }
     yield from (f"--{name}" for name, given in options.items() if given)

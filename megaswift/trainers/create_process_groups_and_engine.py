@@ -11,6 +11,7 @@ import torch
 
 from megaswift import log
 from megaswift.config import SwiftConfig
+from megaswift.config.cuda_graph_rules import uses_cuda_graphs
 from megaswift.config.engine_rules import NATIVE, requested_engine
 from megaswift.engine import start_default_process_group
 from megaswift.engine.cuda_max_connections import set_max_connections
@@ -46,7 +47,8 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> RankContext:
     if native:
         from megaswift.engine.megatron.parallel_context import ParallelContext
 
-        return ParallelContext(layout, seconds, seed, cfg.parallel.hierarchical_context_parallel_sizes)
+        levels = cfg.parallel.hierarchical_context_parallel_sizes
+        return ParallelContext(layout, seconds, seed, levels, cuda_graphs=uses_cuda_graphs(cfg))
     from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
 
     return TorchContext(layout, seconds, seed)

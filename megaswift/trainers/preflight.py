@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from megaswift import log
 from megaswift.config import SwiftConfig
+from megaswift.config.cuda_graph_rules import cuda_graph_model_problems
 from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
@@ -53,6 +53,7 @@ from megaswift.trainers.adapter_folder_and_package_checks import (
     missing_adapter_file_problems,
     quantized_or_peft_run_problems,
 )
+from megaswift.trainers.device_dependent_options import device_dependent_option_problems
 from megaswift.trainers.fit_to_device import fit_problems
 from megaswift.trainers.hub_clients import hub_client_problems
 from megaswift.trainers.rl.choose_adapter_or_merged_weight_sync import adapter_sync_problems
@@ -83,7 +84,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
                 lambda: missing_transformer_engine_problems(cfg) if capabilities_of(cfg).transformer_engine else [],
                 ConfigError,
             ),
-            (lambda: cuda_only_option_problems(cfg), ConfigError),
+            (lambda: device_dependent_option_problems(cfg, os.environ), ConfigError),
             (lambda: determinism_environment_problems(cfg, os.environ), ConfigError),
             (lambda: model_problems(cfg, world_size), UserError),
             (lambda: profile_rank_problems(cfg.train, world_size), ConfigError),
@@ -156,29 +157,6 @@ def collect_check_errors(checks: Iterable[Check]) -> list[UserError]:
     return errors
 
 
-def cuda_only_option_problems(cfg: SwiftConfig) -> list[Problem]:
-    """What a CPU alone cannot do: offloading from a device that is the host itself, and, under DeepSpeed on most CPUs,
-    training in float16."""
-    offload = cfg.optim.optimizer_cpu_offload
-    half = cfg.model.torch_dtype == "float16" and requested_engine(cfg) in ZERO
-    backend = cfg.engine.ddp_backend
-    if not offload and not half and backend is None:
-        return []
-    import torch
-
-    if torch.cuda.is_available():
-        rule = "is for CPUs: GPUs communicate through NCCL"
-        return [Problem("--ddp_backend gloo", rule, "--ddp_backend nccl")] * (backend == "gloo")
-    if backend == "nccl":
-        log.info("--ddp_backend nccl has no effect: there is no CUDA device, so processes communicate through gloo")
-    rule = "there is no CUDA device, so the optimizer state is in host memory anyway"
-    problems = [Problem("--optimizer_cpu_offload true", rule, "--optimizer_cpu_offload false")] * offload
-    if half and not torch.ops.mkldnn._is_mkldnn_fp16_supported():  # what DeepSpeed asks
-        rule = "DeepSpeed supports float16 on CPUs with AVX512-FP16 only, and there is no CUDA device"
-        problems.append(Problem("--torch_dtype float16", rule, "--engine fsdp2, or --torch_dtype bfloat16"))
-    return problems
-
-
 def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """The model's files and its layout."""
     folder = locate_model(cfg.model, weights=False)
@@ -189,6 +167,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     problems += tf32_problems(cfg, spec.dtype)
     problems += megatron_architecture_problems(cfg.model.megatron_architecture, spec)
     problems += extra_kwargs_problems(cfg.model.megatron_extra_kwargs, spec.transformer)
+    problems += cuda_graph_model_problems(cfg, spec.transformer)
     problems += adapter_sync_problems(cfg, spec, folder) if cfg.task in RL else []
     if not capabilities_of(cfg).model_parallel:
         return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)

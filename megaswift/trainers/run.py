@@ -17,6 +17,7 @@ from pathlib import Path
 from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.engine.determinism import enable_determinism
+from megaswift.engine.jit_fuser import choose_jit_fuser
 from megaswift.engine.tf32 import set_tf32
 from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.parallel.layout_checks import layout_for
@@ -35,6 +36,7 @@ def run_training(cfg: SwiftConfig) -> Path:
     log.quiet_libraries()
     enable_determinism(cfg, os.environ)
     set_tf32(cfg)
+    choose_jit_fuser(cfg)
     with gc_paused():
         from megaswift.trainers.agreement_of_ranks_at_start import (
             program_and_device_facts,

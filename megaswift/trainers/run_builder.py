@@ -19,6 +19,7 @@ from megaswift.bridge.weights_fingerprint import sampled_weights_fingerprint
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
 from megaswift.config.batch_arithmetic import batch_plan
+from megaswift.config.cuda_graph_rules import uses_cuda_graphs
 from megaswift.config.data import PPO
 from megaswift.config.evaluation_rules import evaluates
 from megaswift.config.preference import needs_reference
@@ -144,7 +145,7 @@ class RunBuilder:
             doc_multiple=2 * layout.cp if layout.cp > 1 else 1,
             row_multiple=row_padding_multiple(layout, fp8_token_multiple(self.cfg, layout.sequence_parallel)),
             uniform=layout.pp > 1,
-            full_length=self.cfg.parallel.tp_comm_overlap and layout.tp > 1,
+            full_length=self.cfg.parallel.tp_comm_overlap and layout.tp > 1 or uses_cuda_graphs(self.cfg),
             seed=data.data_seed(self.cfg.data, self.cfg.train),
             vocabulary=0 if has_vision_tower(self.spec.hf_config) else self.spec.vocab_size,
         )

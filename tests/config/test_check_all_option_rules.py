@@ -36,6 +36,7 @@ IDLE = [
         "--wsd_decay_ratio 0.2 --lr_scheduler_type wsd",
     ),
     ("--wsd_decay_ratio 0.2", "--wsd_decay_ratio 0.2 --lr_scheduler_type wsd"),
+    ("--cuda_graph_warmup_steps 2", "--cuda_graph_warmup_steps 2 --cuda_graph_impl local"),
     ("--fp8_recipe delayed", "--fp8_recipe delayed --fp8_format e4m3"),
     ("--fp8_param_gather", "--fp8_param_gather --fp8_format e4m3"),
     ("--recompute_method uniform", "--recompute_method uniform --recompute_granularity full"),
@@ -135,6 +136,17 @@ IDLE = [
 CLASHING = [
     ("async_save", "--async_save --save_only_model"),
     ("truncation_strategy", "--truncation_strategy split"),
+    *(
+        ("cuda_graph_impl", f"--cuda_graph_impl local {more}")
+        for more in (
+            "--packing",
+            "--recompute_granularity full",
+            "--freeze_parameters embed",
+            "--fp8_format hybrid",
+            "--tp_comm_overlap --tp 2",
+            "--torch_dtype float16",
+        )
+    ),
     ("split_dataset_ratio", "--split_dataset_ratio 0.1 --val_dataset v"),
     ("split_dataset_ratio", "--split_dataset_ratio 0.1 --streaming --max_steps 1"),
     ("streaming", "--streaming"),
@@ -300,6 +312,8 @@ def test_what_needs_transformer_engine() -> None:
         recompute_modules="layernorm",
     )
     found = missing_transformer_engine_problems(cfg, installed=False)
+    graphs = SwiftConfig(cuda_graph_impl="local", packing=False)  # excludes recomputation and FP8
+    found += missing_transformer_engine_problems(graphs, installed=False)
     assert len(found) == len(NEED_TRANSFORMER_ENGINE)
     assert "--precision_aware_optimizer true" in found[0].what and "Transformer Engine's fused Adam" in found[0].rule
     assert (

@@ -18,6 +18,7 @@ DECIDES = {
     "migration": "writes options",
     "trainers/startup_summary.py": "shows options",
     "trainers/preflight.py": "checks options",
+    "trainers/device_dependent_options.py": "checks options",
 }
 """Parts of the package in which a read has no effect on the run, and what they do instead."""
 METHODS = "non_lora_peft_methods.py"
@@ -69,4 +70,5 @@ def test_something_acts_on_each() -> None:
 def test_the_exceptions_are_read_where_they_say() -> None:
     assert all(name in names_in(PACKAGE / "config" / file) for name, file in IN_CONFIG.items())
     assert set(BY_PREFIX) <= names_in(PACKAGE / "config" / "rl_vllm.py")
-    assert set(COMPARED) <= names_in(PACKAGE / "trainers" / "preflight.py")
+    checks = ("preflight.py", "device_dependent_options.py")
+    assert set(COMPARED) <= set().union(*(names_in(PACKAGE / "trainers" / file) for file in checks))

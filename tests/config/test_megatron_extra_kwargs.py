@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 import megaswift.engine.megatron  # noqa: F401 (before megatron.core)
 from megaswift.config import SwiftConfig, load_config
@@ -66,22 +67,28 @@ def test_what_megatron_core_rejects_is_the_options_fault() -> None:
     assert "--megatron_extra_kwargs" in caught.value.message() and "Megatron-Core rejects" in caught.value.message()
 
 
-def test_what_is_fused_stands_on_the_first_screen() -> None:
+def test_what_is_fused_stands_on_the_first_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Megatron-Core's configuration and the gradients' way say."""
     from types import SimpleNamespace
 
     from megaswift.engine.megatron.layers.layer_implementation import TORCH, TRANSFORMER_ENGINE
-    from megaswift.engine.megatron.megatron_transformer_config import fused_parts_text
+    from megaswift.engine.megatron.megatron_transformer_config import overlap_capture_fusion_text
 
     torchs: Any = SimpleNamespace(linear=TORCH)
     transformer_engine: Any = SimpleNamespace(linear=TRANSFORMER_ENGINE)
     config = made()
-    assert fused_parts_text(config, torchs) == ""
+    assert overlap_capture_fusion_text(config, torchs) == ""
     config.apply_rope_fusion = config.bias_activation_fusion = True
-    assert fused_parts_text(config, torchs) == ", fused: activation, rope"
-    assert fused_parts_text(config, transformer_engine) == ", fused: activation, rope, gradient accumulation"
+    assert overlap_capture_fusion_text(config, torchs) == ", fused: activation, rope"
+    assert overlap_capture_fusion_text(config, transformer_engine) == ", fused: activation, rope, gradient accumulation"
     config = made(gradient_accumulation_fusion=False)
-    assert fused_parts_text(config, transformer_engine) == ""
+    assert overlap_capture_fusion_text(config, transformer_engine) == ""
+    config.cuda_graph_impl, config.cuda_graph_warmup_steps = "local", 2
+    captured = ", layers captured in CUDA graphs after 2 passes"
+    assert overlap_capture_fusion_text(config, transformer_engine) == captured
+    monkeypatch.setattr("megatron.core.jit.jit_fuser", torch.compile)
+    compiled = ", fused: pointwise functions (torch.compile)"
+    assert overlap_capture_fusion_text(config, transformer_engine) == captured + compiled
 
 
 def test_bf16_main_gradients_of_other_weights() -> None:

@@ -17,6 +17,7 @@ from megaswift.errors import CheckpointError, ConfigError, UserError
 from megaswift.trainers.preflight import preflight
 from megaswift.training_command_entry import further_problems_of_refused_config
 from tests.families.published_dense import PHI_4
+from tests.families.published_moe import QWEN1_5_MOE_A2_7B
 from tests.trainers.inputs import write_model
 
 
@@ -258,6 +259,17 @@ def test_options_for_experts_are_refused_for_a_dense_model(tmp_path: Path) -> No
         and "--recompute_modules moe: applies only to MoE models" in text
     )
     assert "--recompute_modules layernorm: Transformer Engine fuses" in text
+
+
+def test_experts_are_not_captured_in_cuda_graphs(tmp_path: Path) -> None:
+    folder = tmp_path / "moe"
+    shutil.copytree(write_model(tmp_path / "model"), folder)
+    (folder / "config.json").write_text(json.dumps(QWEN1_5_MOE_A2_7B))
+    cfg = SwiftConfig(
+        task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out"), cuda_graph_impl="local"
+    )
+    text = "\n".join(problems(cfg, 1))
+    assert "is not supported for models with experts" in text and "there is no CUDA device" in text
 
 
 def test_a_written_configuration_passes_again(tmp_path: Path) -> None:

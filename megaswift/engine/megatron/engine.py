@@ -54,13 +54,12 @@ from megaswift.engine.megatron.load_and_gather_rank_weights import (
 )
 from megaswift.engine.megatron.lora.rank_adapters import RankAdapters, adapter_plan_from_lora_config
 from megaswift.engine.megatron.measure_engine_sizes import measure_engine_sizes
-from megaswift.engine.megatron.megatron_transformer_config import fused_parts_text, transformer_config
+from megaswift.engine.megatron.megatron_transformer_config import overlap_capture_fusion_text, transformer_config
 from megaswift.engine.megatron.model import build_model_chunks, finish_weight_gathers, wrap_chunks
 from megaswift.engine.megatron.offload_for_sampling import EngineOffload
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import ExactWeights, is_fp8_weight
 from megaswift.engine.megatron.rank_microbatch_inputs import prepare_batch_ahead
-from megaswift.engine.megatron.tp_comm_overlap import tp_comm_overlap_text
 from megaswift.engine.own_compute_time import OwnComputeClock
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, GlobalBatchCounts, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
@@ -369,7 +368,7 @@ class MegatronEngine:
         """For the first screen."""
         exchange = "all_gather" if self.choice.attention == TORCH else self.cfg.parallel.cp_exchange
         joined = f", keys and values by {exchange}" if self.layout.cp > 1 else ""
-        more = f"{joined}{tp_comm_overlap_text(self.config)}{fused_parts_text(self.config, self.choice)}"
+        more = f"{joined}{overlap_capture_fusion_text(self.config, self.choice)}"
         return f"{self.choice}, {str(self.dtype).removeprefix('torch.')}{more}"
 
     @property

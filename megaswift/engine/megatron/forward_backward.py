@@ -16,6 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megaswift.engine.megatron.cuda_graphs import without_cuda_graphs
 from megaswift.engine.megatron.lora.layer_adapters import reduce_expert_adapter_gradients
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -103,11 +104,12 @@ def unwrapped(module: Any) -> SwiftGPT:
 
 @contextmanager
 def evaluation_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Evaluation mode for a block, training mode after it."""
+    """Evaluation mode for a block, without CUDA graphs; training mode after it."""
     for chunk in chunks:
         chunk.eval()
     try:
-        yield
+        with without_cuda_graphs(chunks):
+            yield
     finally:
         for chunk in chunks:
             chunk.train()

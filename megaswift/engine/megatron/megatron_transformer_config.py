@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import jit
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -20,6 +21,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.choose_selective_recompute_modules import selective_recompute_modules
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_values
 from megaswift.config.tp_comm_overlap_file import read_tp_comm_overlap_cfg
+from megaswift.engine.megatron.cuda_graphs import cuda_graph_fields, cuda_graph_text
 from megaswift.engine.megatron.layers.gated_activations import gelu_tanh
 from megaswift.engine.megatron.layers.layer_implementation import (
     TRANSFORMER_ENGINE,
@@ -29,7 +31,11 @@ from megaswift.engine.megatron.layers.layer_implementation import (
 from megaswift.engine.megatron.layers.layer_module_classes import gated_activation_class
 from megaswift.engine.megatron.layers.rope import inverse_frequencies
 from megaswift.engine.megatron.layers.vocab_parallel_head_logprobs import VocabularyHeadOptions
-from megaswift.engine.megatron.tp_comm_overlap import check_tp_comm_overlap, tp_comm_overlap_fields
+from megaswift.engine.megatron.tp_comm_overlap import (
+    check_tp_comm_overlap,
+    tp_comm_overlap_fields,
+    tp_comm_overlap_text,
+)
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Layout
@@ -138,13 +144,16 @@ FUSED_PARTS = {
 """Field of TransformerConfig -> what one kernel then does."""
 
 
-def fused_parts_text(config: TransformerConfig, choice: LayerImplementationChoice) -> str:
-    """For the first screen: what is fused beside Transformer Engine's own modules, led by a comma; empty where nothing
-    is."""
+def overlap_capture_fusion_text(config: TransformerConfig, choice: LayerImplementationChoice) -> str:
+    """For the first screen: overlapped communication, CUDA graphs, and what is fused beside Transformer Engine's own
+    modules, each led by a comma; empty where there is none."""
     fused = [text for name, text in FUSED_PARTS.items() if getattr(config, name, False)]
     if choice.linear == TRANSFORMER_ENGINE and config.head.into_main_grad:
         fused.append("gradient accumulation")
-    return f", fused: {', '.join(fused)}" if fused else ""
+    if jit.jit_fuser is torch.compile:
+        fused.append("pointwise functions (torch.compile)")
+    kernels = f", fused: {', '.join(fused)}" if fused else ""
+    return f"{tp_comm_overlap_text(config)}{cuda_graph_text(config)}{kernels}"
 
 
 def _yarn(config: TransformerConfig, factor: float) -> None:
@@ -170,7 +179,7 @@ def transformer_config(
     fields = dict(spec.transformer)
     fields["activation_func"] = ACTIVATIONS[fields.get("activation_func", "silu")]
     fields.pop("moe_aux_loss_coeff", None)  # ours: see router.py
-    fields.update(_parallel(cfg, layout, dtype) | tp_comm_overlap_fields(cfg))
+    fields.update(_parallel(cfg, layout, dtype) | tp_comm_overlap_fields(cfg) | cuda_graph_fields(cfg))
     fields.update(_kernels(spec, cfg, choice, cuda))
     fields["bias_activation_fusion"] &= fields["activation_func"] in (F.silu, F.gelu)
     if not spec.experts:

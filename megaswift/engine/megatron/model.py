@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megaswift.config import SwiftConfig
 from megaswift.config.optimizer_rules import uses_distributed_optimizer
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
+from megaswift.engine.megatron.cuda_graphs import tell_graphs_of_fused_gradients
 from megaswift.engine.megatron.layers.layer_implementation import (
     TORCH,
     TRANSFORMER_ENGINE,
@@ -214,7 +215,7 @@ def build_model_chunks(
             model.rotary_pos_emb = PositionRotary(inv_freq.to(context.device), local, pairs)
         else:
             model.rotary_pos_emb.inv_freq = inv_freq.to(context.device)
-        if choice.linear == TRANSFORMER_ENGINE and config.head.into_main_grad:
+        if fused := choice.linear == TRANSFORMER_ENGINE and config.head.into_main_grad:
             fuse_gradient_accumulation(model)
         model.real_vocabulary = spec.vocab_size
         if spec.experts:
@@ -235,6 +236,7 @@ def build_model_chunks(
         if model.pre_process and spec.features.embedding_scale != 1.0:
             model.embedding.register_forward_hook(embedding_scale_hook(spec.features))
         chunks.append(model.to(context.device))
+    tell_graphs_of_fused_gradients(config, fused)
     if spec.features.qk_norm_width == "all":
         config.qk_layernorm = (
             False  # read after construction for one thing: gradients of all `q_layernorm` are summed over TP ranks

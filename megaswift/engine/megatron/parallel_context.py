@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megaswift.engine import start_default_process_group
 from megaswift.engine.megatron.cpu import megatron_cpu_patch_table as _device
+from megaswift.engine.megatron.cuda_graphs import delete_captured_graphs
 from megaswift.engine.megatron.tp_comm_overlap import destroy_user_buffers
 from megaswift.parallel.layout import Layout
 
@@ -24,6 +25,7 @@ class ParallelContext:
     """The groups of `layout` on this process. Made once a process; `close` before another is made.
 
     `context_levels`: sizes of the groups inside the context-parallel one, innermost first, for `a2a+p2p`.
+    `cuda_graphs`: random states are Transformer Engine's, which a CUDA graph can advance.
     """
 
     def __init__(
@@ -33,8 +35,9 @@ class ParallelContext:
         seed: int = 42,
         context_levels: Sequence[int] = (),
         store: dist.Store | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
-        self.layout = layout
+        self.layout, self.cuda_graphs = layout, cuda_graphs
         self.rank = int(os.environ.get("RANK", "0"))
         world = int(os.environ.get("WORLD_SIZE", "1"))
         layout.check_processes(world)
@@ -71,7 +74,9 @@ class ParallelContext:
         """
         coords, layout = self.coordinates, self.layout
         place = coords.cp + layout.cp * (coords.dp + layout.dp * coords.pp)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed + 10_000 * place, force_reset_rng=True)
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            seed + 10_000 * place, te_rng_tracker=self.cuda_graphs, force_reset_rng=True
+        )
 
     def close(self) -> None:
         """Take the groups down; another layout may follow in this process.
@@ -79,6 +84,8 @@ class ParallelContext:
         Everything goes, torch.distributed too: Megatron's own tear-down alone leaks file descriptors and threads.
         """
         destroy_user_buffers()
+        if self.cuda_graphs:
+            delete_captured_graphs()
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_global_memory_buffer()
         if dist.is_initialized():

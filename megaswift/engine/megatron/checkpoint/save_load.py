@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -30,6 +29,7 @@ from megaswift.engine import rng_state_checkpoint_file
 from megaswift.engine.megatron.checkpoint import fp8_history
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
 from megaswift.engine.megatron.checkpoint import rank_chunks as boxes
+from megaswift.engine.megatron.cuda_graphs import set_tracked_rng_states, tracked_rng_states
 from megaswift.engine.megatron.lora import adapter_checkpoint_slices
 from megaswift.engine.megatron.model import finish_weight_gathers
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -287,19 +287,17 @@ def rank_rng_file_content() -> bytes:
     Megatron's own checkpoints keep one expert state for all expert-parallel ranks (Megatron-LM pull request 6858); here
     each rank has its own.
     """
-    return rng_state_checkpoint_file.rng_state_file_content(tensor_parallel.get_cuda_rng_tracker().get_states())
+    return rng_state_checkpoint_file.rng_state_file_content(tracked_rng_states())
 
 
 def fits_rank_rng(tensors: dict[str, Tensor]) -> bool:
     """Whether these are states of the generators that this rank has."""
-    return rng_state_checkpoint_file.rng_state_fits_generators(
-        tensors, tensor_parallel.get_cuda_rng_tracker().get_states()
-    )
+    return rng_state_checkpoint_file.rng_state_fits_generators(tensors, tracked_rng_states())
 
 
 def restore_rank_rng(tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
     """Every generator of this rank back to where it stood."""
-    tensor_parallel.get_cuda_rng_tracker().set_states(rng_state_checkpoint_file.restore_rng_state(tensors, plain))
+    set_tracked_rng_states(rng_state_checkpoint_file.restore_rng_state(tensors, plain))
 
 
 def reseed_rank_generators(context: ParallelContext, directory: Path, seed: int = 0, step: int = 0) -> int:

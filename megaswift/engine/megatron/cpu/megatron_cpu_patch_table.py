@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megaswift.engine.jit_fuser import fuses_pointwise_functions
 from megaswift.engine.megatron.cpu import cuda_stubs, gloo_collectives_made_of_all_to_all
 
 BOTH = "0.16-0.19"
@@ -208,6 +209,16 @@ UNDEFINED_NAMES = (
 )
 """Names that guarded imports of Transformer Engine leave undefined or wrong, with CUDA too."""
 
+CUDA_GRAPH_BUFFERS = (
+    AttributePatch(
+        _CORE + "transformer.cuda_graphs:TensorReusePool.insert",
+        cuda_stubs.wrap_as_distinct_function(cuda_stubs.no_op),
+        "a graph's input goes to other graphs although its backward pass reads it: wrong gradients of the first layer",
+        "0.16-0.17",
+    ),
+)
+"""Under `--cuda_graph_impl`, with CUDA."""
+
 MUTED_LOG_RECORDS = (
     MutedLogRecordFilter(
         _CORE + "tensor_parallel.random",
@@ -280,12 +291,15 @@ def _replace(rows: Iterable[AttributePatch]) -> None:
 
 
 def install_cpu_patches() -> None:
-    """Makes Megatron-Core run on this machine; a second call does nothing. With CUDA only `UNDEFINED_NAMES` apply."""
+    """Makes Megatron-Core run on this machine; a second call does nothing. With CUDA only `UNDEFINED_NAMES` apply,
+    and under `--jit_fuser false` `DURING_IMPORT`."""
     global _installed
     if _installed:
         return
     _installed = True
     if not runs_without_cuda():
+        if not fuses_pointwise_functions(cuda=True):
+            _import_patched()
         _define_missing_names()
         return
     assert "megatron.core" not in sys.modules, "megaswift.engine.megatron has to be imported before megatron.core"
@@ -299,6 +313,11 @@ def install_cpu_patches() -> None:
     for muted in MUTED_LOG_RECORDS:
         logging.getLogger(muted.logger).addFilter(muted)
     _define_missing_names()
+
+
+def install_cuda_graph_patches() -> None:
+    """Applies `CUDA_GRAPH_BUFFERS`, which this Megatron-Core needs."""
+    _replace(CUDA_GRAPH_BUFFERS)
 
 
 def _define_missing_names() -> None:
