@@ -80,6 +80,10 @@ class BatchSource(Protocol):
     def steps_per_epoch(self) -> int | None:
         """Whole global batches in an epoch; None for a stream."""
 
+    @property
+    def data_fingerprint(self) -> str:
+        """Names the data: the same on every rank, or the ranks have other files."""
+
     def next(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch."""
 
@@ -228,6 +232,11 @@ class TokenStoreBatchSource:
     def steps_per_epoch(self) -> int:
         """Whole global batches in an epoch."""
         return self.rows // self.geometry.global_batch
+
+    @property
+    def data_fingerprint(self) -> str:
+        """That of the documents."""
+        return self.data.docs.fingerprint
 
     def steps_for(self, epochs: float) -> int:
         """Steps that see each row `epochs` times, the last one running on into the next epoch where it must."""

@@ -21,7 +21,7 @@ from megaswift.data.loader import LoaderGeometry
 from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.row_count_names_and_texts import NOTES
 from megaswift.data.row_readers import LocatedRow
-from megaswift.data.stream_cursor import Cursor, StreamFractionalEpoch, read_from_cursor
+from megaswift.data.stream_cursor import Cursor, StreamFractionalEpoch, read_from_cursor, sampled_files_fingerprint
 from megaswift.data.vocab_check import check_batch_token_ids
 from megaswift.errors import DataError, Problem
 from megaswift.log import warn
@@ -173,6 +173,11 @@ class StreamBatchSource:
             order = np.random.default_rng([self.options.seed, end.rows]).permutation(len(items))
             items = [items[i] for i in order]
         return _Block(items, begin, end)
+
+    @property
+    def data_fingerprint(self) -> str:
+        """That of the files, from samples of them."""
+        return sampled_files_fingerprint(self.sources)
 
     def next(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch. A malformed row leaves the position where it was."""

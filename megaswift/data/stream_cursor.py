@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +10,10 @@ from pathlib import Path
 from megaswift.data.resolve_dataset_files import DatasetFiles, FilePart
 from megaswift.data.row_readers import BY_BYTES, DOCUMENT, LocatedRow, count_rows
 from megaswift.errors import DataError, Problem
+from megaswift.log import count_text
+
+SAMPLED_FILES, PIECES, PIECE_BYTES = 64, 8, 1 << 14
+"""What `sampled_files_fingerprint` reads: files, pieces of each from its beginning to its end, bytes of a piece."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,26 @@ def _file(source: DatasetFiles, at: Cursor) -> Iterator[Placed]:
             located,
             replace(at, offset=located.end, line=located.line + 1, taken=at.taken + n, rows=at.rows + n),
         )
+
+
+def sampled_files_fingerprint(sources: Sequence[DatasetFiles]) -> str:
+    """Number of files, their bytes and 12 hexadecimal digits, for comparing nodes before they stream.
+
+    The digits are of the names and sizes of all files, and of PIECES pieces of up to SAMPLED_FILES files: a few
+    megabytes are read, however large the files."""
+    digest, total, files = hashlib.sha256(), 0, [file for source in sources for file in source.files]
+    read = {files[i * (len(files) - 1) // max(1, SAMPLED_FILES - 1)] for i in range(SAMPLED_FILES)} if files else set()
+    for source in sources:
+        for path in source.files:
+            size = path.stat().st_size
+            total += size
+            digest.update(f"{path.name} {size} {source.rows}\n".encode())
+            if path in read:
+                with path.open("rb") as file:
+                    for piece in range(PIECES):
+                        file.seek(max(0, size - PIECE_BYTES) * piece // (PIECES - 1))
+                        digest.update(file.read(PIECE_BYTES))
+    return f"{count_text(len(files), 'file')} of {total:,} bytes, {digest.hexdigest()[:12]}"
 
 
 @dataclass

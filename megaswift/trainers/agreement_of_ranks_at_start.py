@@ -7,7 +7,7 @@ import hashlib
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ PER_NODE = frozenset({"dataset_cache_dir"})
 """Options that may differ between nodes."""
 VISIBLE_SECONDS = 30.0
 """A network file system shows a new file on other nodes after some time."""
+MODEL_FILES = ("config.json", "tokenizer*", "vocab*", "merges.txt", "*.model", "*_tokens*.json", "*template*")
+"""What ranks must have alike of a model folder, beside its weights: shapes, and what rows become."""
 FIXES = {
+    "megaswift": "use the same version, or the same checkout, on all nodes",
     "options": "give every node the same command",
     "model": "give every node the same model folder",
     "data": "give every node the same data files",
@@ -40,7 +43,7 @@ def refuse_ranks_that_differ(facts: Mapping[str, str]) -> None:
     for name in facts:
         groups: dict[str, list[int]] = {}
         for rank, (_, theirs) in enumerate(everyone):
-            groups.setdefault(theirs[name], []).append(rank)
+            groups.setdefault(theirs.get(name, "nothing"), []).append(rank)
         if len(groups) > 1:
             hosts = [host for host, _ in everyone]
             said = "; ".join(f"{value} on {rank_text(ranks, hosts)}" for value, ranks in groups.items())
@@ -59,17 +62,30 @@ def refuse_ranks_with_other_options(cfg: SwiftConfig) -> None:
 
 
 def program_and_device_facts(folder: Path, device: torch.device) -> dict[str, str]:
-    """Versions, the model's config.json, the kind of device."""
-    facts = {"megaswift": __version__}
+    """Versions, this package's source, the model's configuration and tokenizer, the kind of device."""
+    facts = {"megaswift": f"{__version__}, source {package_source_digest()}"}
     for package in PACKAGES:
         try:
             facts[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             facts[package] = "not installed"
-    file = folder / "config.json"
-    facts["model"] = hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else "no config.json"
+    files = {file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()}
+    facts["model"] = _digest_of_files(folder, files) if files else "no config.json"
     facts["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return facts
+
+
+def package_source_digest(folder: Path | None = None) -> str:
+    """12 hexadecimal digits of this package's own modules: two checkouts may have one version. `folder`: of another."""
+    root = Path(__file__).parents[1] if folder is None else folder
+    return _digest_of_files(root, root.rglob("*.py"))
+
+
+def _digest_of_files(root: Path, files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for name, file in sorted((file.relative_to(root).as_posix(), file) for file in files):
+        digest.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:12]
 
 
 def refuse_unshared_output_folder(file: Path) -> None:

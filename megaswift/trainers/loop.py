@@ -27,6 +27,10 @@ class BatchStream(Protocol):
     def epoch(self) -> float:
         """Passes over the data so far, as a fraction."""
 
+    @property
+    def data_fingerprint(self) -> str:
+        """Names the data: the same on every rank, or the ranks have other files."""
+
     def next(self) -> list[Batch]:
         """This data-parallel rank's micro-batches of the next global batch."""
 

@@ -55,8 +55,9 @@ def run_training(cfg: SwiftConfig) -> Path:
     finished = False
     try:
         with gc_paused():
+            if layout.world_size > 1:
+                refuse_ranks_that_differ(program_and_device_facts(folder, context.device))
             refuse_ranks_with_other_options(cfg)
-            refuse_ranks_that_differ(program_and_device_facts(folder, context.device))
             intact = verify_sources_and_locate_model(cfg, folder)
             spec = spec if intact == folder else model_spec_for_task(cfg, intact)
             cfg, fit = fit_to_device(cfg, spec, layout)

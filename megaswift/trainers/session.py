@@ -141,8 +141,8 @@ class TrainingSession:
             )
         built = b.task.build(self)
         loop = built.loop
-        if isinstance(loop.source, TokenStoreBatchSource):
-            refuse_ranks_that_differ({"data": loop.source.data.docs.fingerprint})
+        if b.layout.world_size > 1:
+            refuse_ranks_that_differ({"data": loop.source.data_fingerprint})
         if self.upload is not None:
             next(h for h in loop.hooks if isinstance(h, CheckpointHook)).after_save = self.upload.after_save
         if resume is not None:

@@ -19,7 +19,7 @@ import torch
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.resolve_dataset_files import DatasetFiles
-from megaswift.data.stream_cursor import Cursor, StreamFractionalEpoch, read_from_cursor
+from megaswift.data.stream_cursor import Cursor, StreamFractionalEpoch, read_from_cursor, sampled_files_fingerprint
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 from tests.data.test_loader import ids_of, source
@@ -63,6 +63,30 @@ def test_a_stream_tells_the_part_of_a_pass(
     again = source(tmp_path, 10, LoaderGeometry(per_device=1), streaming=True, **options)[0]
     again.load_state_dict(json.loads(json.dumps(s.state_dict())))
     assert again.epoch == s.epoch
+
+
+def test_other_files_have_another_fingerprint(tmp_path: Path) -> None:
+    """Another byte at the beginning, middle or end of a large file; another size or name of any of many files."""
+
+    def sources(folder: str, count: int = 200) -> list[DatasetFiles]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        files = [tmp_path / folder / f"{i}.jsonl" for i in range(count)]
+        for i, file in enumerate(files):
+            if not file.exists():
+                file.write_bytes(bytes(range(256)) * (4096 if i == 0 else 1))
+        return [DatasetFiles("a", tuple(files[:2])), DatasetFiles("b", tuple(files[2:]), rows=7)]
+
+    here, large = sampled_files_fingerprint(sources("here")), tmp_path / "there/0.jsonl"
+    assert here == sampled_files_fingerprint(sources("there")) and here.startswith("200 files of 1,099,520 bytes, ")
+    seen, content = {here}, large.read_bytes()
+    for place in (0, len(content) // 7, len(content) - 1):
+        large.write_bytes(content[:place] + b"\xff\xfe"[content[place] == 255 :][:1] + content[place + 1 :])
+        seen.add(sampled_files_fingerprint(sources("there")))
+    large.write_bytes(content)
+    (tmp_path / "there/137.jsonl").write_bytes(b"longer" * 99)
+    seen |= {sampled_files_fingerprint(sources("there")), sampled_files_fingerprint(sources("here", 199))}
+    seen.add(sampled_files_fingerprint([replace(s, rows=8) for s in sources("here")]))
+    assert len(seen) == 7 and source(tmp_path, 9, LoaderGeometry(), streaming=True)[0].data_fingerprint not in seen
 
 
 def test_the_part_of_a_pass_by_rows_bytes_and_files(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,7 +43,8 @@ def start(
         "NPROC_PER_NODE": "2",
         **variables,
     }
-    words = [sys.executable, "-m", "megaswift", "sft", *options, "--dataset_cache_dir", str(machine.view)]
+    cache = [] if "--streaming" in options else ["--dataset_cache_dir", str(machine.view)]
+    words = [sys.executable, "-m", "megaswift", "sft", *options, *cache]
     log = (folder / f"log-{rank}").open("ab")
     return subprocess.Popen(
         machine.words(words), env=environ, cwd=folder, stdout=log, stderr=log, start_new_session=True
@@ -129,6 +131,31 @@ def test_a_mistake_that_one_machine_meets_ends_both(tmp_path: Path) -> None:
     log, other = ((tmp_path / f"log-{node}").read_text() for node in (0, 1))
     assert codes == [2, 2] and "row 7: malformed" in other, log + other
     assert "this node ends too: rank 3 on " in log and "resuming from" not in log, log
+
+
+@pytest.mark.slow
+@needs_namespaces
+@pytest.mark.parametrize("what", ["megaswift", "data"])
+def test_machines_with_another_checkout_or_other_streamed_files(what: str, tmp_path: Path) -> None:
+    """Machine 1 has one comment more in the package, or another last row in a streamed file: both end with code 2."""
+    options = inputs(tmp_path, "--max_steps", "3", "--streaming", "true")
+    at = options.index("--dataset") + 1
+    rows = Path(options[at]).read_text().splitlines(keepends=True)
+    own: list[dict[str, str]] = [{}, {}]
+    with machines(tmp_path / "net") as both:
+        for machine, last in zip(both, (rows[-1], rows[-1] if what == "megaswift" else rows[0]), strict=True):
+            (machine.own / "data.jsonl").write_text("".join([*rows[:-1], last]))
+        options[at] = str(both[0].view / "data.jsonl")
+        if what == "megaswift":
+            shutil.copytree(ROOT / "megaswift", tmp_path / "other/megaswift")
+            with (tmp_path / "other/megaswift/orpo.py").open("a") as module:
+                module.write("# a local change\n")
+            own[1] = {"PYTHONPATH": str(tmp_path / "other")}
+        running = [start(m, r, both[0].address, tmp_path, *options, **own[r]) for r, m in enumerate(both)]
+        codes = [process.wait(180) for process in running]
+    log = (tmp_path / "log-0").read_text()
+    assert codes == [2, 2] and f"{what}: differs between ranks: " in log, log + (tmp_path / "log-1").read_text()
+    assert " on ranks 0-1 (" in log and " on ranks 2-3 (" in log and not steps(tmp_path), log
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from megaswift.engine.start_default_process_group import init_default_and_gloo_p
 from megaswift.errors import UserError
 from megaswift.trainers import agreement_of_ranks_at_start
 from tests.parity import pool
+from tests.sources import ROOT
 
 
 def differing(rank: int, world: int, payload: dict[str, Any]) -> list[str]:
@@ -64,6 +65,27 @@ def test_ranks_that_differ_are_named_on_every_rank(tmp_path: Path) -> None:
     assert "give every node the same model folder" in programs
     assert "data: differs between ranks: 0 on ranks 0-1" in data and "same data files" in data
     assert "is not the same folder on every node: rank 3" in unshared
+
+
+def test_two_checkouts_of_one_version_differ(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name / "inner/__pycache__").mkdir(parents=True)
+        (tmp_path / name / "top.py").write_text("x = 1\n")
+        (tmp_path / name / "inner/module.py").write_text("y = 1\n" if name != "c" else "y = 2\n")
+        (tmp_path / name / "inner/__pycache__/module.pyc").write_text(name)
+    a, b, c = (agreement_of_ranks_at_start.package_source_digest(tmp_path / name) for name in ("a", "b", "c"))
+    assert a == b != c
+    (tmp_path / "b/inner/module.py").rename(tmp_path / "b/module.py")
+    assert agreement_of_ranks_at_start.package_source_digest(tmp_path / "b") != a
+    own = agreement_of_ranks_at_start.package_source_digest()
+    assert agreement_of_ranks_at_start.package_source_digest(ROOT / "megaswift") == own
+    facts = agreement_of_ranks_at_start.program_and_device_facts(tmp_path, torch.device("cpu"))
+    assert own in facts["megaswift"] and facts["model"] == "no config.json"
+    models = set()
+    for file, text in (("config.json", "{}"), ("tokenizer.json", "{}"), ("tokenizer.json", "[]"), ("notes.txt", "x")):
+        (tmp_path / file).write_text(text)
+        models.add(agreement_of_ranks_at_start.program_and_device_facts(tmp_path, torch.device("cpu"))["model"])
+    assert len(models) == 3, "also the tokenizer, not other files"
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,11 @@ class RolloutSource:
         """Passes over the prompts so far."""
         return self.parts.scheduler.prompts.epoch
 
+    @property
+    def data_fingerprint(self) -> str:
+        """That of the prompts."""
+        return self.parts.scheduler.prompts.prompts.fingerprint
+
     def next(self) -> list[Batch]:
         """The micro-batches of the next optimizer step. Collective."""
         self.seconds, self.fresh = {}, []
