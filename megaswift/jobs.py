@@ -34,6 +34,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("folder", nargs="?", default="output", metavar="FOLDER", help="default: output")
     parser.add_argument("--follow", "-f", action="store_true", help="logs: wait for more")
     given = parser.parse_args(list(argv))
+    if given.follow and given.verb != "logs":
+        rule = f"has no effect on megaswift jobs {given.verb}"
+        raise ConfigError(Problem("--follow", rule, "leave it out, or use megaswift jobs logs"))
     jobs = submitted_jobs(Path(given.folder))
     if not jobs:
         rule = "has no submitted jobs"
@@ -57,6 +60,8 @@ def _run(job: SubmittedJob, given: argparse.Namespace) -> int:
     }[given.verb]()
     if shutil.which(words[0]) is None:
         raise UserError(Problem(words[0], "is not on this machine", "run this where the job was submitted"))
+    if given.follow and words == scheduler.logs(job, False):
+        log.warn(f"{words[0]} cannot wait for more output: it prints what is there")
     try:
         return subprocess.run(list(words), check=False).returncode
     except KeyboardInterrupt:  # logs --follow

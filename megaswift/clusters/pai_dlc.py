@@ -72,8 +72,8 @@ class DlcScheduler:
         return RenderedJob({COMMAND: script + "\n"}, [command], "PAI's client and service were not at hand")
 
     def job_id(self, output: str, job: Job) -> str:
-        """dlc prints the id, which begins with dlc."""
-        found = re.search(r"\bdlc[a-z0-9]{6,}\b", output)
+        """dlc prints the id: `dlc1k2x...`, or `dlc-20210126170216-1k2x...`."""
+        found = re.search(r"\bdlc(-\d{14}-)?[a-z0-9]{6,}\b", output)
         if found is None:
             raise ConfigError(Problem("dlc submit", f"printed no job id: {output.strip()[:200]}"))
         return found[0]

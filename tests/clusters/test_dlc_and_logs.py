@@ -4,11 +4,14 @@ Covers: pai_dlc, kubernetes."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megaswift.cli import main
 from megaswift.clusters.cluster_and_job import SubmittedJob
+from megaswift.clusters.job_folder import write_record
 from megaswift.clusters.scheduler_protocol import scheduler_of
 from tests.clusters.jobs import job
 
@@ -33,6 +36,26 @@ def test_the_output_of_more_than_five_pods_is_followed(launcher: str, options: d
 def test_priorities_of_dlc(priority: int, refused: bool) -> None:
     problems = scheduler_of("dlc").problems(job("dlc", priority=priority))
     assert [p.rule for p in problems] == (["must be from 1 to 9"] if refused else [])
+
+
+def test_output_that_cannot_be_followed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dlc").write_text("#!/bin/sh\n")
+    (tmp_path / "dlc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    write_record(job("dlc", folder=tmp_path), "dlc1k2x3y4", "")
+    assert main(["jobs", "logs", str(tmp_path)]) == 0
+    assert "cannot wait" not in capsys.readouterr().err
+    assert main(["jobs", "logs", str(tmp_path), "--follow"]) == 0
+    assert "dlc cannot wait for more output" in capsys.readouterr().err
+    assert main(["jobs", "status", str(tmp_path), "-f"]) == 2
+    assert "--follow: has no effect on megaswift jobs status" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("job_id", ["dlc1k2x3y4z5", "dlc-20210126170216-1k2x3y4z"])
+def test_the_id_of_a_job_of_dlc(job_id: str) -> None:
+    assert scheduler_of("dlc").job_id(f"| JobId | {job_id} |\nname: dlc-run", job("dlc")) == job_id
 
 
 def test_a_configuration_that_pai_would_refuse() -> None:

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 
-from megaswift.clusters.cluster_and_job import Job
+from megaswift.clusters.cluster_and_job import Job, SubmittedJob
+from megaswift.clusters.job_folder import KEPT
 from megaswift.clusters.node_setup_shell_lines import shell_words
 from megaswift.clusters.scheduler_protocol import scheduler_of
 from megaswift.clusters.scheduler_table import SCHEDULERS
 from tests.clusters.jobs import job
 
 GOLDEN = Path(__file__).parent / "golden"
+COMMANDS = "commands_of_jobs.sh"
 CLUSTER: dict[str, Any] = {
     "namespace": "train",
     "context": "prod",
@@ -90,6 +92,31 @@ def test_as_read(name: str) -> None:
     assert shown(JOBS[name]) == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
 
 
+FINISHED = {"slurm_all": "7", "local": "4711", "ssh": "node0 node1", "dlc": "dlc1k2x3y4", "ray": "run"}
+"""Jobs, and the id that their tool printed; those of kubectl are in test_jobs_on_kubernetes.py."""
+
+
+def asked(name: str) -> str:
+    """What `megaswift jobs` runs for status, logs, logs --follow and cancel."""
+    cluster = JOBS[name].cluster
+    kept = {option: cluster.get(option) for option in KEPT if cluster.get(option) is not None}
+    record = SubmittedJob("run", "lab", cluster.launcher, FINISHED[name], "/out/jobs/run", "", kept)
+    scheduler = scheduler_of(cluster.launcher)
+    words = (scheduler.status(record), scheduler.logs(record, False), scheduler.logs(record, True))
+    return "\n".join([f"==== {name}", *map(shell_words, (*words, scheduler.cancel(record)))]) + "\n"
+
+
+def test_the_commands_of_jobs_as_read() -> None:
+    assert "".join(map(asked, FINISHED)) == (GOLDEN / COMMANDS).read_text(encoding="utf-8")
+    assert {JOBS[name].cluster.launcher for name in FINISHED} | {"kubernetes"} == set(SCHEDULERS)
+
+
+@pytest.mark.parametrize("name", ["dlc", "rayjob", "raycluster", *(n for n in JOBS if n.startswith("kubernetes"))])
+def test_what_has_not_run_is_marked(name: str) -> None:
+    made = JOBS[name]
+    assert scheduler_of(made.cluster.launcher).render(made).not_run
+
+
 def test_rendering_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without files, processes and sockets, and twice the same."""
     first = {name: shown(made) for name, made in JOBS.items()}
@@ -113,5 +140,6 @@ def test_every_launcher_is_there() -> None:
 
 
 if __name__ == "__main__":
+    (GOLDEN / COMMANDS).write_text("".join(map(asked, FINISHED)), encoding="utf-8")
     for case, made_ in JOBS.items():
         (GOLDEN / f"{case}.txt").write_text(shown(made_), encoding="utf-8")
