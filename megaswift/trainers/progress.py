@@ -6,6 +6,7 @@ bar.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, TextIO
@@ -98,7 +99,8 @@ class Progress(Hook):
             text = f"step {line['step']}/{loop.total_steps}  {progress_figures(line)}  ETA {duration_text(left)}"
             log.LOG_FILE.write(text)
             if self.bar is None:
-                print(text, file=self.stream, flush=True)
+                with contextlib.suppress(OSError):  # as in log: a closed pipe is no reason to end a run
+                    print(text, file=self.stream, flush=True)
 
     def on_evaluate(self, loop: Loop, line: Line) -> None:
         """One line an evaluation."""

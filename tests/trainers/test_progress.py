@@ -52,6 +52,17 @@ def test_elsewhere_there_are_plain_lines_now_and_then(tmp_path) -> None:  # noqa
     assert [line.split()[1] for line in lines] == ["1/5", "5/5"]  # the first and the last, whatever the interval
 
 
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError("nobody reads")
+
+
+def test_a_reader_that_leaves_does_not_end_a_run(tmp_path) -> None:  # noqa: ANN001
+    """As in `megaswift sft run.yaml 2>&1 | head -3`, which ended with exit code 0 and no export."""
+    shown(Closed(), tmp_path / "m.jsonl")
+    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 5
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0:00"), (59.6, "1:00"), (425, "7:05"), (7424, "2:03:44"), (273_900, "3d 04:05"), (-1, "0:00")],
