@@ -48,15 +48,23 @@ def _config(argv: list[str]) -> int:
 
 
 def _data(argv: list[str]) -> int:
-    """`megaswift data show ...`."""
+    """`megaswift data show ...` and `megaswift data index ...`."""
     if argv[:1] == ["show"]:
         from megaswift.data.show_samples import main as show
         from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
 
         return show(argv[1:], tokenizer_or_processor_for)
+    if argv[:1] == ["index"]:
+        from megaswift.data.write_indexed_data import main as index
+        from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
+
+        return index(argv[1:], tokenizer_or_processor_for)
     if argv and argv[0] not in HELP:
-        raise unknown_command_error("megaswift data", argv[0], ("show",))
+        raise unknown_command_error("megaswift data", argv[0], ("show", "index"))
     print("megaswift data show DATASET --model DIR     inspect tokens, loss mask, lengths and packing (show --help)")
+    print(
+        "megaswift data index DATASET --model DIR --output PREFIX     write Megatron-LM's .bin and .idx (index --help)"
+    )
     return 0 if argv else 2
 
 
@@ -133,7 +141,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "rlhf": ("the task given by --rlhf_type", _train("rlhf")),
     "train": ("the task given by the configuration file or --algorithm", _task_of_options),
     "config": ("check and print a configuration; print the JSON schema", _config),
-    "data": ("data show: inspect tokens, loss mask, lengths and packing", _data),
+    "data": ("data show: inspect tokens, masks, lengths; data index: .bin/.idx", _data),
     "convert": ("convert, verify and merge weights (Hugging Face, Megatron)", _convert),
     "checkpoint": ("list, verify and remove the checkpoints of a run", _checkpoint),
     "infer": ("generate: interactive chat, or batch inference on a prompt file", _infer),

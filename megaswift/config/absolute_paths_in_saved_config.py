@@ -32,6 +32,8 @@ def _value(name: str, value: Any) -> Any:
     metavar = OPTIONS[name].details.get("metavar") or ""
     if name in KEPT:
         return value
+    if name == "loss_scale":  # names and files, joined
+        return "+".join(_text(name, part) if part.endswith(".json") else part for part in value.split("+"))
     if "|" in metavar:  # a name or a file: a folder called zero2 does not make the name a path
         is_path = "FILE" in metavar.split("|") and isinstance(value, str) and _is_there(value) and Path(value).is_file()
         return str(Path.cwd() / value) if is_path else value
@@ -45,7 +47,7 @@ def _value(name: str, value: Any) -> Any:
 def _text(name: str, value: Any) -> Any:
     if not isinstance(value, str) or not value or "\n" in value or value.startswith(("/", "~")):
         return value
-    if name in MADE or _is_there(value):
+    if name in MADE or _is_there(value) or _is_there(f"{value}.idx"):
         return str(Path.cwd() / value)
     for mark in SUFFIXES:
         head, separator, _ = value.rpartition(mark)

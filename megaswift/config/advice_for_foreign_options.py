@@ -97,9 +97,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "packing_num_proc": "--dataset_num_proc",
     "dataloader_type": "--shuffle, or --streaming true",
     # data
-    "data_path": "--dataset FILE",
-    "train_data_path": "--dataset FILE",
-    "valid_data_path": "--val_dataset FILE",
     "dataset_name": "--dataset",
     "dataset_dir": _GONE
     + "--dataset names data files, not entries of LLaMA-Factory's dataset_info.json: give --dataset "
@@ -126,7 +123,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "max_pixels": "set max_pixels in the model's preprocessor_config.json",
     "num_workers_per_gpu": "--dataloader_num_workers",
     "stream": _STREAMS,
-    "split": "--split_dataset_ratio 0.01 (fraction of validation rows)",
     # parallel layout and engines
     "virtual_pipeline_size": "--virtual_pipeline_parallel_size",
     "num_virtual_stages_per_pipeline_rank": "--virtual_pipeline_parallel_size",

@@ -19,6 +19,7 @@ from megaswift.config.fault_tolerance_rules import FAULT_TOLERANCE_IGNORED
 from megaswift.config.float16_loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
 from megaswift.config.frozen_weight_rules import FROZEN_WEIGHT_IGNORED
 from megaswift.config.generation_batch import generation_batch_problems
+from megaswift.config.indexed_data_rules import INDEXED_DATA_CLASHES, INDEXED_DATA_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.learning_rate_schedule_rules import SCHEDULE_CLASHES, SCHEDULE_IGNORED
 from megaswift.config.loss_scale import loss_scale_problems
@@ -162,6 +163,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
     *OPTIMIZER_IGNORED,
     *SPEED_IGNORED,
     *LOSS_SCALE_IGNORED,
+    *INDEXED_DATA_IGNORED,
 )
 
 CLASHES: tuple[ConflictingOptions, ...] = (
@@ -268,6 +270,7 @@ CLASHES: tuple[ConflictingOptions, ...] = (
     *OPTIMIZER_CLASHES,
     *SPEED_CLASHES,
     *LOSS_SCALE_CLASHES,
+    *INDEXED_DATA_CLASHES,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from megaswift.config.option import LARGEST_SEED, option
@@ -29,14 +30,21 @@ class DataConfig:
 
     dataset: tuple[str, ...] = option(
         (),
-        "Files, folders or hub IDs; path#500: 500 random rows, path:subset: a subset",
-        aliases=("datasets",),
+        "Files, folders, hub IDs, or PREFIX of .bin/.idx; path#500: 500 random rows",
+        aliases=("datasets", "data_path", "train_data_path"),
         metavar="PATH...",
     )
     val_dataset: tuple[str, ...] = option(
-        (), "Evaluation data, in the same form", aliases=("val_datasets",), metavar="PATH..."
+        (), "Evaluation data, in the same form", aliases=("val_datasets", "valid_data_path"), metavar="PATH..."
     )
     split_dataset_ratio: float = option(0.0, "Fraction of rows held out for evaluation", minimum=0, below=1)
+    data_split: str | None = option(
+        None,
+        "Shares of indexed data for training, evaluation and tests; unset: all train",
+        aliases=("split",),
+        tasks=("pt",),
+        metavar="969,30,1",
+    )
     max_length: int = option(
         2048,
         "Maximum sequence length",
@@ -74,6 +82,16 @@ class DataConfig:
     sample_by: str = option(
         "line", "Unit of a document in .txt and .md files", choices=("line", "document"), tasks=("pt",)
     )
+    reset_attention_mask: bool | None = option(
+        None,
+        "Indexed data: attention stays within a document; unset: it crosses documents",
+        tasks=("pt",),
+        metavar="true|false",
+    )
+    reset_position_ids: bool | None = option(
+        None, "Indexed data: positions begin anew with a document", tasks=("pt",), metavar="true|false"
+    )
+    eod_mask_loss: bool = option(False, "Indexed data: no loss on a document's first token", tasks=("pt",))
     streaming: bool = option(False, "Read rows on demand instead of preparing the whole data set; needs max_steps")
     shuffle: bool = option(True, "Shuffle rows in each epoch", aliases=("dataset_shuffle", "train_dataloader_shuffle"))
     group_by_length: bool = option(
@@ -104,6 +122,13 @@ class DataConfig:
         True, "Use cached tokens of the same rows; false: tokenize again", aliases=("load_from_cache_file",)
     )
     dataset_cache_dir: str | None = option(None, "Folder for tokenized data; unset: below ~/.cache", metavar="DIR")
+
+    @property
+    def evaluation_share(self) -> float:
+        """The part of indexed data that `data_split` names for evaluation."""
+        shares = [float(text) for text in re.findall(r"[.0-9]+", self.data_split or "1")]
+        total = sum(shares)
+        return shares[1] / total if len(shares) > 1 and total > 0 else 0.0
 
     @property
     def shares_rows(self) -> bool:

@@ -147,6 +147,7 @@ CHANGED: tuple[DifferingDefault, ...] = (
     DifferingDefault("sequence_parallel", MEGATRON_LM, "false", "true if tensor_parallel_size > 1"),
     DifferingDefault("moe_aux_loss_coeff", MEGATRON_LM, "0", "the coefficient in config.json"),
     DifferingDefault("packing", MEGATRON_LM, "true: documents follow one another in a row", "false", _PT),
+    DifferingDefault("data_split", MEGATRON_LM, "969,30,1", "all indexed data train", _PT),
     DifferingDefault("truncation_strategy", MEGATRON_LM, "split", "delete", _PT),
     DifferingDefault("logging_steps", MEGATRON_LM, "100", "1"),
     DifferingDefault("eval_iters", MEGATRON_LM, "100", "all evaluation rows"),

@@ -10,7 +10,7 @@ from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOptio
 from megaswift.config.sections import Sections
 
 REWARD, LOSS = "reward", "loss"
-_DATA = ("val_dataset", "split_dataset_ratio")
+_DATA = ("val_dataset", "split_dataset_ratio", "data_split")
 _BEST = ("load_best_model_at_end", "save_strategy", "early_stopping_patience", "lr_scheduler_type")
 _NO_DATA = "needs evaluation data"
 _DATA_FIX = "--val_dataset FILE or --split_dataset_ratio 0.01"
@@ -18,7 +18,7 @@ _DATA_FIX = "--val_dataset FILE or --split_dataset_ratio 0.01"
 
 def evaluates(c: Sections) -> bool:
     """Whether the run has evaluation data and looks at them."""
-    return bool(c.data.val_dataset or c.data.split_dataset_ratio) and c.train.eval_strategy != "no"
+    return not _no_evaluation_data(c) and c.train.eval_strategy != "no"
 
 
 def compares_evaluations(c: Sections) -> bool:
@@ -70,7 +70,7 @@ def _epochs_of_a_stream(does: str) -> Test:
 
 
 def _no_evaluation_data(c: Sections) -> bool:
-    return not c.data.val_dataset and not c.data.split_dataset_ratio
+    return not (c.data.val_dataset or c.data.split_dataset_ratio or c.data.evaluation_share)
 
 
 EVALUATION_IGNORED: tuple[IgnoredOption, ...] = (

@@ -87,9 +87,8 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("data_cache_path object_storage_cache_path dataloader_fast_cache_load dataloader_defer_npy_index_mmap "
      "mmap_bin_files num_dataset_builder_threads mid_level_dataset_surplus allow_ambiguous_pad_tokens "
      "create_attention_mask_in_dataloader", ANY, _DATA, ""),
-    ("reset_position_ids reset_attention_mask dataloader_inter_document_masking", (*ON, *UNSET),
-     "--packing true starts positions anew and keeps attention within a document", "--packing false"),
-    ("eod_mask_loss", OFF, "the model learns to end a document", LEAVE),
+    ("dataloader_inter_document_masking", (*ON, *UNSET), "attention stays within a document",
+     "--reset_attention_mask false, for indexed data"),
     ("multiple_validation_sets", OFF, "--val_dataset FILE... is one set", LEAVE),
     ("validation_set_names", UNSET, "--val_dataset FILE... is one set", LEAVE),
     ("full_validation", EITHER, "--eval_iters sets the number of batches; unset: all rows", ""),

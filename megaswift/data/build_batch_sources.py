@@ -12,6 +12,7 @@ from typing import Any
 
 from megaswift import log
 from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES, RL
+from megaswift.config.indexed_data_rules import parse_indexed_blend
 from megaswift.data import vocab_check
 from megaswift.data.collate import PaddingShape
 from megaswift.data.collate_preference_batches import PreferenceCollator, PreferenceDataset
@@ -32,15 +33,10 @@ from megaswift.data.gather_and_truncate_preferences import (
     gather_preferences,
     hold_out_preferences,
 )
+from megaswift.data.indexed_batches import build_indexed_sources
 from megaswift.data.load_tokenizer import padding_token_of
-from megaswift.data.loader import (
-    BatchSource,
-    EvaluationSource,
-    IndexedRows,
-    LoaderGeometry,
-    TokenStoreBatchSource,
-    make_document_rows,
-)
+from megaswift.data.loader import BatchSource, EvaluationSource, IndexedRows, TokenStoreBatchSource, make_document_rows
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.stream_batches import StreamBatchSource, StreamOptions, StreamRowProcessor
 from megaswift.data.stream_encode_and_pack_rows import StreamRowEncoderAndPacker
 from megaswift.data.stream_preferences import PreferenceStreamProcessor
@@ -176,6 +172,9 @@ def build_train_and_eval_sources(
     """
     words = tokenizer_of_tokenizer_or_processor(tokenizer)
     shape = padding_shape_of(words, geometry)
+    blend = parse_indexed_blend(data.dataset)
+    if blend is not None:
+        return build_indexed_sources(data, train, words, (geometry, shape))
     training_shape = replace(shape, minimum=data.max_length) if geometry.full_length else shape
     per_device = train.per_device_eval_batch_size or geometry.per_device
     apart = replace(geometry, per_device=per_device, accumulation=1)

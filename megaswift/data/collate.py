@@ -51,7 +51,8 @@ def _fill(arrays: dict[str, np.ndarray], at: tuple[int, int], document: Document
     arrays["valid"][row, begin:end] = True
 
 
-def _empty(rows: int, length: int, pad_id: int) -> dict[str, np.ndarray]:
+def empty_arrays(rows: int, length: int, pad_id: int) -> dict[str, np.ndarray]:
+    """A batch's arrays [rows, length] without a token."""
     return {
         "input_ids": np.full((rows, length), pad_id, dtype=np.int64),
         "labels": np.full((rows, length), pad_id, dtype=np.int64),
@@ -61,19 +62,20 @@ def _empty(rows: int, length: int, pad_id: int) -> dict[str, np.ndarray]:
     }
 
 
-def _batch(arrays: dict[str, np.ndarray], sample_ids: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Batch:
+def batch_of_arrays(arrays: dict[str, np.ndarray], sample_ids: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Batch:
+    """The batch of `empty_arrays` that have been filled."""
     t = {k: torch.from_numpy(v) for k, v in arrays.items()}
     return Batch(t["input_ids"], t["labels"], t["loss_weights"], t["positions"], t["valid"], cu_seqlens, sample_ids)
 
 
 def collate_rows(documents: Sequence[Document | None], shape: PaddingShape, length: int) -> Batch:
     """`[b, length]`: one document a row, padded on the right; None is a row without weight."""
-    arrays = _empty(len(documents), length, shape.pad_id)
+    arrays = empty_arrays(len(documents), length, shape.pad_id)
     for i, document in enumerate(documents):
         if document is not None:
             _fill(arrays, (i, 0), document)
     ids = torch.tensor([-1 if d is None else d[2] for d in documents])
-    return _batch(arrays, ids, None)
+    return batch_of_arrays(arrays, ids, None)
 
 
 def collate_packed(rows: Sequence[Sequence[Document]], shape: PaddingShape, lengths: Sequence[int]) -> Batch:
@@ -83,7 +85,7 @@ def collate_packed(rows: Sequence[Sequence[Document]], shape: PaddingShape, leng
     A row's own padding belongs to its last document; attention is causal, so nothing sees it. An empty row is one
     document without weight.
     """
-    arrays = _empty(1, sum(lengths), shape.pad_id)
+    arrays = empty_arrays(1, sum(lengths), shape.pad_id)
     starts, ids, begin = [], [], 0
     for row, length in zip(rows, lengths, strict=True):
         position = begin
@@ -98,4 +100,4 @@ def collate_packed(rows: Sequence[Sequence[Document]], shape: PaddingShape, leng
         begin += length
     edges = np.array([*starts, begin], dtype=np.int32)
     arrays["positions"][0] = np.arange(begin) - np.repeat(edges[:-1], np.diff(edges))
-    return _batch(arrays, torch.tensor(ids), torch.from_numpy(edges))
+    return batch_of_arrays(arrays, torch.tensor(ids), torch.from_numpy(edges))

@@ -1,22 +1,21 @@
 """Micro-batches for one data-parallel rank, with a position that can be saved and restored.
 
-Owns the cut of global batches into ranks and micro-batches, read-ahead, padding statistics and the sources' state. The
-order of rows belongs to `epoch_order.py`, tensors to `collate.py`, streaming to `stream_batches.py`.
+Owns rows of token stores, padding statistics and the position of a run in them. The cut into ranks and reading ahead
+belong to `numbered_rows_batch_source.py`, the order of rows to `epoch_order.py`, tensors to `collate.py`, streaming to
+`stream_batches.py`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from megaswift.data.collate import Document, PaddingShape, collate_packed, collate_rows
-from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.gather_and_truncate_dataset_documents import Documents
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry, NumberedRows, NumberedRowsBatchSource
 from megaswift.data.pack_samples_of_step import StepPacking, pack_samples_of_step
 from megaswift.data.packing import Packing, padded_lengths
 from megaswift.data.repack_remaining_rows import (
@@ -32,41 +31,6 @@ from megaswift.data.vision_processor import Processor
 from megaswift.errors import DataError, Problem
 from megaswift.log import info
 from megaswift.losses.contract import Batch
-
-
-@dataclass(frozen=True)
-class LoaderGeometry:
-    """A rank's place among the data-parallel ranks, and how rows are padded."""
-
-    dp_rank: int = 0
-    dp_size: int = 1
-    per_device: int = 1
-    """Rows of a micro-batch."""
-    accumulation: int = 1
-    """Micro-batches a step on this rank."""
-    doc_multiple: int = 1
-    """2 x CP when CP > 1: each packed document is padded to it."""
-    row_multiple: int = 1
-    """Each row's length is a multiple of it (TP x CP and the like)."""
-    uniform: bool = False
-    """All micro-batches of a step have one length (pipelines)."""
-    full_length: bool = False
-    """All rows of training are padded to max_length (buffers of one shape)."""
-    seed: int = 42
-    vocabulary: int = 0
-    """Rows of the model's embedding; 0: not known."""
-
-    @property
-    def global_batch(self) -> int:
-        """Rows a step over all ranks."""
-        return self.dp_size * self.per_device * self.accumulation
-
-    def own(self, rows: Sequence[Any] | np.ndarray) -> list[Any]:
-        """This rank's micro-batches of a global batch: row (m x dp + rank) x per_device + i is row i of micro-batch
-        m."""
-        width = self.per_device * self.dp_size
-        begin = self.dp_rank * self.per_device
-        return [rows[m * width + begin : m * width + begin + self.per_device] for m in range(self.accumulation)]
 
 
 class BatchSource(Protocol):
@@ -102,24 +66,15 @@ class BatchSource(Protocol):
         """Rows, documents and fill."""
 
 
-class IndexedRows(Protocol):
-    """Numbered rows that global batches are made of, whatever a row holds."""
+class IndexedRows(NumberedRows, Protocol):
+    """Rows of token stores."""
 
     @property
     def docs(self) -> Documents:
         """The documents of all rows."""
 
-    def __len__(self) -> int:
-        """How many there are."""
-
-    def read(self, row: int) -> Any:
-        """What a row holds, never empty."""
-
     def row_lengths(self) -> np.ndarray:
         """int64 [rows]: tokens to which a row would be padded."""
-
-    def batches(self, rows: Sequence[Sequence[Any]], shape: PaddingShape, uniform: bool) -> list[Batch]:
-        """Tensors of a step's micro-batches. An empty row is one without weight."""
 
     def stats(self, shape: PaddingShape) -> dict[str, float]:
         """Numbers beside rows, documents and tokens."""
@@ -206,57 +161,23 @@ def collate_step_microbatches(
 
 
 @dataclass
-class TokenStoreBatchSource:
-    """Batches from token stores: endless, in a known order."""
+class TokenStoreBatchSource(NumberedRowsBatchSource):
+    """Batches from token stores."""
 
     data: IndexedRows
-    geometry: LoaderGeometry
-    shape: PaddingShape
-    order: EpochOrder
-    threads: int = 0
-    """Prepare so many global batches ahead of the one that is taken, a thread each (0: none)."""
-    prepare_ahead: Callable[[list[Batch]], list[Batch]] | None = None
-    """What threads do to micro-batches beside."""
-    _taken: int = 0
     _rest: RemainingRows | None = None
     """The last rows of the epoch in which the run was resumed, where its first ones were packed otherwise."""
-    _ahead: deque[tuple[int, Future[list[Batch]]]] = field(default_factory=deque)
-    _pool: ThreadPoolExecutor | None = None
-
-    @property
-    def rows(self) -> int:
-        """Rows of an epoch."""
-        return len(self.data)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Whole global batches in an epoch."""
-        return self.rows // self.geometry.global_batch
 
     @property
     def data_fingerprint(self) -> str:
         """That of the documents."""
         return self.data.docs.fingerprint
 
-    def steps_for(self, epochs: float) -> int:
-        """Steps that see each row `epochs` times, the last one running on into the next epoch where it must."""
-        return max(1, int(np.ceil(epochs * self.rows / self.geometry.global_batch - 1e-9)))
-
-    def steps_left(self, epochs: float) -> int:
-        """The same from the present position on, however large the steps were that led there."""
-        return max(0, int(np.ceil((epochs * self.rows - self._taken) / self.geometry.global_batch - 1e-9)))
-
     def _make(self, start: int) -> list[Batch]:
-        places = range(start, start + self.geometry.global_batch)
         if isinstance(self.data, DocumentRows) and self.data.step_packing is not None:
             rows = self._packed_step(self.data, self.data.step_packing, start)
-        else:
-            rows = [[self._row(place) for place in micro] for micro in self.geometry.own(places)]
-        return self.data.batches(rows, self.shape, self.geometry.uniform)
-
-    def _make_ahead(self, start: int) -> list[Batch]:
-        batches = self._make(start)
-        return batches if self.prepare_ahead is None else self.prepare_ahead(batches)
+            return self.data.batches(rows, self.shape, self.geometry.uniform)
+        return super()._make(start)
 
     def _packed_step(self, data: DocumentRows, packing: StepPacking, start: int) -> list[list[list[Document]]]:
         """This rank's micro-batches of a step whose samples share rows, one row each."""
@@ -267,37 +188,16 @@ class TokenStoreBatchSource:
         return [[data.documents([int(samples[i]) for i in row])] for row in rows[geometry.dp_rank :: geometry.dp_size]]
 
     def _row(self, place: int) -> Any:
-        """What the row at a place of the endless sequence holds. The rest of an epoch ends where that epoch ends."""
+        """The rest of an epoch ends where that epoch ends."""
         if isinstance(self.data, DocumentRows):
             return self.data.documents(self._documents_at(self.data, place))
-        return self.data.read(int(self.order.slice(place, place + 1)[0]))
+        return super()._row(place)
 
     def _documents_at(self, data: DocumentRows, place: int) -> list[int]:
         """Documents of the row at a place."""
         if self._rest is not None and place < (end := (self._rest.epoch + 1) * self.rows):
             return self._rest.documents(place - end + len(self._rest)).tolist()  # type: ignore[no-any-return]
         return data.documents_of_row(int(self.order.slice(place, place + 1)[0]))
-
-    def next(self) -> list[Batch]:
-        """This rank's micro-batches of the next global batch."""
-        start, size = self._taken, self.geometry.global_batch
-        if self.threads == 0:
-            batch = self._make(start)
-        else:
-            self._pool = self._pool or ThreadPoolExecutor(self.threads, thread_name_prefix="megaswift-data")
-            nearest = self._ahead[-1][0] + size if self._ahead else start
-            for position in range(nearest, start + (self.threads + 1) * size, size):
-                first = max(position, 0)
-                self.order.slice(first, first + size)  # here, so that threads only read the cached permutation
-                self._ahead.append((position, self._pool.submit(self._make_ahead, position)))
-            batch = self._ahead.popleft()[1].result()
-        self._taken += size
-        return batch
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the data so far."""
-        return self._taken / self.rows
 
     def state_dict(self) -> dict[str, Any]:
         """The position in rows, and what names the data and their order."""
@@ -378,7 +278,7 @@ class EvaluationSource:
     Which rows these are does not depend on the ranks: a limit counts rows, not batches.
     """
 
-    data: IndexedRows
+    data: NumberedRows
     geometry: LoaderGeometry
     shape: PaddingShape
 

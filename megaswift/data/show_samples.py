@@ -11,14 +11,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.read_config_file_and_command_line import normalize_name, read_command_line
-from megaswift.config.sections import NAMES, OPTIONS, SECTIONS
+from megaswift.config.indexed_data_rules import IndexedBlend, parse_indexed_blend
+from megaswift.config.read_config_file_and_command_line import read_command_line
+from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.data.data_command_words import split_own_options
 from megaswift.data.row_count_names_and_texts import row_count_texts
-from megaswift.errors import DataError, Problem, did_you_mean_hint
+from megaswift.errors import DataError, Problem
 from megaswift.log import count_text, info
 
 if TYPE_CHECKING:
@@ -50,57 +51,6 @@ SPLIT_OPTIONS = ("seed", "data_seed")
 """They choose what is held out."""
 GREEN, DIM, OFF = "\033[1;32m", "\033[2m", "\033[0m"
 BARS = 12
-
-
-def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(our own options, what the configuration reads: its file first, data sets as --dataset)."""
-    own = {"samples": "3", "first": "0", "task": ""}
-    datasets: list[str] = []
-    files: list[str] = []
-    rest: list[str] = []
-    words = [
-        w
-        for a in argv
-        for w in (a.split("=", 1) if a.startswith("--") and a.partition("=")[0].lstrip("-") in own else [a])
-    ]
-    leading = True
-    while words:
-        word = words.pop(0)
-        leading = leading and not word.startswith("--")
-        if word.startswith("--") and word[2:] in own and words:
-            own[word[2:]] = words.pop(0)
-        elif leading:
-            (files if is_config_file_word(word) else datasets).append(word)
-        else:
-            name = word.partition("=")[0].lstrip("-")
-            if (
-                word.startswith("--")
-                and normalize_name(name) not in NAMES
-                and (close := did_you_mean_hint(name, list(own)))
-            ):
-                raise DataError(Problem(word, "is not an option", close))
-            rest.append(word)
-    return own, [*files, *rest, *(["--dataset", *datasets] if datasets else [])]
-
-
-def is_config_file_word(word: str) -> bool:
-    """Whether a word names a configuration rather than data: any YAML file, or a JSON object of options without a list
-    of rows."""
-    path = Path(word)
-    if path.suffix.lower() != ".json" or not path.is_file():
-        return path.suffix.lower() in (".yaml", ".yml")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):  # whatever it is, the data's reader says what is wrong with it
-        return False
-    known = (
-        [name for name in value if normalize_name(name) in NAMES or normalize_name(name) in SECTIONS]
-        if isinstance(value, dict)
-        else []
-    )
-    return 2 * len(known) > len(value) and not any(
-        isinstance(v, list) and any(isinstance(r, dict) for r in v) for v in value.values()
-    )
 
 
 def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:
@@ -257,7 +207,7 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     if not argv or "--help" in argv or "-h" in argv:
         print(USAGE, end="")
         return 0 if argv else 2
-    own, words = _own_options(argv)
+    own, words = split_own_options(argv, {"samples": "3", "first": "0", "task": ""})
     cfg = load_config(own["task"] or None, words)
     _check(cfg, words)
     for notice in cfg.notices:
@@ -265,9 +215,13 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     from megaswift.data.resolve_dataset_files import resolve_dataset_files
 
     first, count = _number(own, "first"), _number(own, "samples")
-    for name in cfg.data.dataset:
+    blend = parse_indexed_blend(cfg.data.dataset)
+    for name in () if blend else cfg.data.dataset:
         resolve_dataset_files(name, lambda *_: ())  # of paths; a hub is asked later
     reader = reader_for(cfg)
+    if blend is not None:
+        print("\n".join(indexed_report_lines(blend, reader, range(first, first + count))))
+        return 0
     from megaswift.data.build_batch_sources import (
         global_batch_unit,  # brings torch; help and mistakes are answered without
     )
@@ -289,6 +243,23 @@ def _shown(which: range, count: int, of: str) -> range:
             )
         )
     return range(which.start, min(which.stop, count))
+
+
+def indexed_report_lines(blend: IndexedBlend, tokenizer: Any, which: range) -> list[str]:
+    """Some sequences of Megatron-LM's indexed data, in file order, then the lengths of all."""
+    import numpy as np
+
+    from megaswift.data.megatron_index_files import open_indexed_tokens
+
+    lines = []
+    for prefix in blend.prefixes:
+        data = open_indexed_tokens(prefix)
+        lines.append(f"=== {prefix}: {data.documents:,} documents, {len(data.lengths):,} sequences")
+        for i in _shown(which, len(data.lengths), "sequences"):
+            ids = data.read(i, 0, int(data.lengths[i])).tolist()
+            lines += [f"--- sequence {i}: {len(ids)} tokens", "|".join(token_texts(tokenizer, ids)).replace("⏎", "⏎\n")]
+        lines += ["", *histogram(np.asarray(data.lengths), "tokens per sequence"), ""]
+    return lines
 
 
 def sample_report_lines(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[str]:

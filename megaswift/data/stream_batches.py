@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.row_count_names_and_texts import NOTES
 from megaswift.data.row_readers import LocatedRow

@@ -13,7 +13,8 @@ import numpy as np
 
 from megaswift.data.collate import Document, PaddingShape
 from megaswift.data.encode_rows import RowEncoder, malformed_row_problem
-from megaswift.data.loader import LoaderGeometry, collate_step_microbatches
+from megaswift.data.loader import collate_step_microbatches
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.packing import pack_best_fit, padded_lengths
 from megaswift.data.render_chat_with_loss_spans import RenderedConversation
 from megaswift.data.resolve_dataset_files import DatasetFiles

@@ -16,7 +16,7 @@ from megaswift.data.encode_preferences import EncodedPreference, PreferenceEncod
 from megaswift.data.encode_rows import malformed_row_problem
 from megaswift.data.gather_and_truncate_dataset_documents import too_long_document_problem
 from megaswift.data.gather_and_truncate_preferences import unusable_preference_reason
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.preference_rows import UnusablePreferenceError
 from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.stream_batches import (

@@ -17,8 +17,6 @@ from megaswift.config.sections import OPTIONS, TASKS
 from megaswift.migration.llama_factory_datasets import with_registered_datasets
 from megaswift.migration.migrated_run import MigratedOption, MigratedRun
 
-INDEXED = "a prefix of .bin and .idx files is not read; give the text files (jsonl, txt, parquet) they were made from"
-
 
 def with_own_meanings(run: MigratedRun, givens: Iterable[GivenOptionValue], folder: Path) -> list[GivenOptionValue]:
     """The options of a source in the words of the tables. `folder`: of the file that they are from."""
@@ -51,9 +49,7 @@ def _llama_factory(run: MigratedRun, given: GivenOptionValue) -> Iterator[GivenO
 
 
 def _megatron_lm(run: MigratedRun, given: GivenOptionValue) -> Iterator[GivenOptionValue]:
-    if given.name in ("data_path", "train_data_path", "valid_data_path"):
-        run.ask(given.label, INDEXED, "--dataset FILE")
-    elif given.name == "load":
+    if given.name == "load":
         run.ask(
             given.label,
             "a checkpoint of Megatron-LM is converted once",

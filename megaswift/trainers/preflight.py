@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
@@ -26,8 +25,6 @@ from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.profile_rules import profile_rank_problems
 from megaswift.config.train import TRACKERS
 from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems, set_to_non_default
-from megaswift.data.read_template_and_system import read_system_message, read_template
-from megaswift.data.resolve_dataset_files import resolve_dataset_files
 from megaswift.data.vision_processor import image_support_problems
 from megaswift.engine.determinism import determinism_environment_problems
 from megaswift.engine.tf32 import tf32_problems
@@ -53,6 +50,7 @@ from megaswift.trainers.adapter_folder_and_package_checks import (
     missing_adapter_file_problems,
     quantized_or_peft_run_problems,
 )
+from megaswift.trainers.dataset_checks import data_problems
 from megaswift.trainers.device_dependent_options import device_dependent_option_problems
 from megaswift.trainers.fit_to_device import fit_problems
 from megaswift.trainers.hub_clients import hub_client_problems
@@ -290,31 +288,6 @@ def recompute_mlp_without_dense_layer_problems(cfg: SwiftConfig) -> list[Problem
         if idle
         else []
     )
-
-
-def data_problems(cfg: SwiftConfig) -> list[Problem]:
-    """Data sets that are not there, a chat template that cannot be had; what is in them `megaswift.data` reads."""
-    problems: list[Problem] = []
-    checks: list[Callable[[], object]] = [
-        partial(resolve_dataset_files, name, _later, f"--{option}")
-        for option in ("dataset", "val_dataset")
-        for name in cfg.value(option)
-    ]
-    if cfg.data.chat_template is not None:
-        checks.append(partial(read_template, cfg.data.chat_template))
-    if cfg.data.system is not None:
-        checks.append(partial(read_system_message, cfg.data.system))
-    for check in checks:
-        try:
-            check()
-        except UserError as error:
-            problems += error.problems
-    return problems
-
-
-def _later(name: str, subset: str | None) -> tuple[Path, ...]:
-    """Hub ids are resolved when the data are read."""
-    return ()
 
 
 def tracker_problems(report_to: Sequence[str]) -> list[Problem]:

@@ -26,7 +26,8 @@ from megaswift.config.preference import needs_reference
 from megaswift.data import build_batch_sources as data
 from megaswift.data.collate_preference_batches import kto_kl_batches, labeled_documents, previous_in_global_batch
 from megaswift.data.load_tokenizer import padding_token_of
-from megaswift.data.loader import BatchSource, EvaluationSource, LoaderGeometry, TokenStoreBatchSource
+from megaswift.data.loader import BatchSource, EvaluationSource, TokenStoreBatchSource
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine

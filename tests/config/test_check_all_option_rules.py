@@ -13,6 +13,7 @@ from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGN
 from megaswift.config.fault_tolerance_rules import FAULT_TOLERANCE_IGNORED
 from megaswift.config.fit_rules import FIT_CLASHES, FIT_IGNORED
 from megaswift.config.float16_loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
+from megaswift.config.indexed_data_rules import INDEXED_DATA_CLASHES, INDEXED_DATA_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
@@ -242,6 +243,7 @@ def test_every_row_is_tried() -> None:
         *OPTIMIZER_CLASHES,
         *SPEED_CLASHES,
         *LOSS_SCALE_CLASHES,
+        *INDEXED_DATA_CLASHES,
     )
     idle = (
         *ENGINE_IGNORED,
@@ -257,6 +259,7 @@ def test_every_row_is_tried() -> None:
         *OPTIMIZER_IGNORED,
         *SPEED_IGNORED,
         *LOSS_SCALE_IGNORED,
+        *INDEXED_DATA_IGNORED,
     )
     own = [r for r in CLASHES if r not in clashes]
     assert {NAMES[i.split()[0][2:]] for i, _ in IDLE} == {r.option for r in IGNORED if r not in idle}

@@ -32,6 +32,7 @@ UNSET = {
     "beta",
     "sequence_parallel",
     "moe_aux_loss_coeff",
+    "data_split",
     "eval_iters",
 }
 """Options whose default is that they are not set; the table says in words what then happens."""

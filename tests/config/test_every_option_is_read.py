@@ -34,6 +34,7 @@ IN_CONFIG = {
     "fsdp_config": "fsdp_json.py",
     "use_fsdp": "engine_rules.py",
     "hostfile": "hostfile.py",
+    "reset_position_ids": "indexed_data_rules.py",
     **dict.fromkeys(("vllm_enforce_eager", "vllm_limit_mm_per_prompt", "vllm_engine_kwargs"), "rl_vllm.py"),
     "allow_biased_sampling": "rl_conflict_rules.py",
 }

@@ -87,7 +87,6 @@ ANSWERS = [
     ("--dataset identity --dataset_dir data", "--dataset DIR/FILE_NAME; megaswift migrate FILE"),
     ("--safe_serialization false", "leave it out"),
     ("--vllm_tensor_parallel_size 2", "leave it out"),
-    ("--split 949,50,1", "--split_dataset_ratio 0.01 (fraction"),
     ("-lr 1e-4", "--lr 1e-4"),
     ("--training_task grpo", "megaswift grpo ..."),
     ("--lora_dtype bf16", "leave it out: adapters have the precision of --torch_dtype"),

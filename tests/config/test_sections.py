@@ -48,11 +48,14 @@ def test_promised_aliases(alias: str, name: str) -> None:
     assert NAMES[alias] == name
 
 
+SPELLED = {"loss_scale": "last_round+hermes", "data_split": "98,2,0"}
+
+
 def other_value(name: str) -> object:
     """A legal value of an option that is not its default."""
     o = OPTIONS[name]
-    if name == "loss_scale":
-        return "last_round+hermes"
+    if name in SPELLED:
+        return SPELLED[name]
     if name == "init_weights":
         return "pissa"
     if name in ("vllm_engine_kwargs", "vllm_limit_mm_per_prompt"):
@@ -86,6 +89,7 @@ def other_value(name: str) -> object:
 
 NEEDS = (
     {
+        **dict.fromkeys(("data_split", "eod_mask_loss"), {"dataset": ["1", "x"]}),
         **dict.fromkeys(("wsd_decay_ratio", "wsd_decay_steps"), {"lr_scheduler_type": "wsd"}),
         "wsd_decay_style": {"lr_scheduler_type": "wsd"},
         "lr_num_cycles": {"lr_scheduler_type": "cosine_with_restarts"},

@@ -17,7 +17,7 @@ import pytest
 from megaswift.config import SwiftConfig
 from megaswift.data import build_batch_sources
 from megaswift.data.encode_rows import RowEncoder, encode_spec
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
 from megaswift.errors import DataError
 from tests.parity import vision

@@ -16,7 +16,7 @@ from trl import KTOTrainer
 
 from megaswift.data.collate import PaddingShape
 from megaswift.data.collate_preference_batches import kto_kl_batches, labeled_documents, previous_in_global_batch
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.errors import DataError
 from tests.data.makers import tokenizer
 from tests.data.test_gather_and_truncate_preferences import pair, says, source, theirs, user

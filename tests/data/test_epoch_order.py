@@ -13,7 +13,7 @@ from transformers import trainer_pt_utils
 
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.epoch_order import EpochOrder, group_by_length
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 

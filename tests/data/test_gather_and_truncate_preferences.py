@@ -15,7 +15,7 @@ from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_preference_splits
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.errors import DataError
 from tests.data.makers import config, jsonl, tokenizer
 

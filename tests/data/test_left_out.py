@@ -18,7 +18,7 @@ from megaswift.data.build_batch_sources import (
     load_document_splits,
     load_preference_splits,
 )
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
 from megaswift.data.rl_prompts import load_prompt_splits
 from megaswift.data.show_samples import data_summary

@@ -23,7 +23,8 @@ import torch
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.collate import PaddingShape, collate_packed, collate_rows
 from megaswift.data.epoch_order import EpochOrder
-from megaswift.data.loader import DocumentRows, LoaderGeometry
+from megaswift.data.loader import DocumentRows
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.pack_samples_of_step import StepPacking
 from megaswift.errors import DataError
 from megaswift.losses.contract import Batch

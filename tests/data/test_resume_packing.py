@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl
 from tests.data.test_loader import ids_of, source

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.stream_cursor import Cursor, StreamFractionalEpoch, read_from_cursor, sampled_files_fingerprint
 from megaswift.errors import DataError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_document_splits
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.errors import DataError
 from megaswift.losses.contract import Batch
 from tests.data.makers import jsonl

@@ -22,7 +22,7 @@ import pytest
 
 from megaswift.data import coordinate_token_cache_build, encode_rows
 from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_document_splits
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.tokenization import ENTRY, tokenization_code_files, tokenize_datasets
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer

@@ -13,7 +13,7 @@ import pytest
 
 from megaswift.data.build_batch_sources import build_train_and_eval_sources, padding_shape_of
 from megaswift.data.load_tokenizer import padding_token_of
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 

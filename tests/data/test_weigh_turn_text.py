@@ -12,7 +12,7 @@ import pytest
 from megaswift.config.loss_scale import parse_loss_scale
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.encode_rows import RowEncoder, encode_spec
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.tokenization import tokenize_datasets
 from megaswift.data.weigh_turn_text import TurnWeights
 from tests.data.makers import config, jsonl, tokenizer

@@ -166,7 +166,8 @@ torchrun ${ARGS[@]} pretrain_gpt.py ${MODEL[@]} --micro-batch-size 4 --global-ba
     assert (c.value("adam_beta2"), c.value("weight_decay"), c.value("sequence_parallel")) == (0.999, 0.1, False)
     assert run.launch["nnodes"] == "2" and run.launch["node_rank"] == "$RANK" and run.launch["nproc_per_node"] == "4"
     text = "\n".join(run.open)
-    assert ".bin and .idx" in text and "--num-layers" not in text
+    assert "data/meg_text_document" not in text and "--num-layers" not in text
+    assert c.value("dataset") == ("data/meg_text_document",)
     sizes = {"num_layers": "12", "hidden_size": "512", "num_attention_heads": "8", "max_position_embeddings": "1024"}
     assert c.value("megatron_architecture") == sizes
 

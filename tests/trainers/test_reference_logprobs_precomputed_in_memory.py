@@ -21,7 +21,8 @@ from megaswift.config import load_config
 from megaswift.data.collate_preference_batches import PreferenceDataset
 from megaswift.data.gather_and_truncate_dataset_documents import Documents
 from megaswift.data.gather_and_truncate_preferences import PreferenceDocuments
-from megaswift.data.loader import EvaluationSource, LoaderGeometry
+from megaswift.data.loader import EvaluationSource
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.trainers.add_preference_loss_fields_to_batches import (
     forward_pass_count_before_step,

@@ -24,7 +24,7 @@ from megaswift.data.collate_rollout_batches import (
     RolloutTokens,
     gather_completion_values,
 )
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.engine.protocol import Engine
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, RequestedModelOutputs

@@ -12,7 +12,7 @@ from megaswift.config import SwiftConfig
 from megaswift.data.collate import PaddingShape
 from megaswift.data.collate_rollout_batches import RolloutCollator, RolloutTokens
 from megaswift.data.epoch_order import EpochOrder
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.rl_prompts import Prompt, PromptSource
 from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.rewards.format_and_length_rewards import PerCompletionReward

@@ -1,0 +1,47 @@
+"""Checks data sets and the chat template before the model is loaded: whether they are there and of the right kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from megaswift.config import SwiftConfig
+from megaswift.config.indexed_data_rules import parse_indexed_blend
+from megaswift.data.megatron_index_files import open_indexed_tokens
+from megaswift.data.read_template_and_system import read_system_message, read_template
+from megaswift.data.resolve_dataset_files import resolve_dataset_files
+from megaswift.errors import Problem, UserError
+
+
+def data_problems(cfg: SwiftConfig) -> list[Problem]:
+    """Data sets that are not there, a chat template that cannot be had; what is in them `megaswift.data` reads."""
+    problems: list[Problem] = []
+    checks: list[Callable[[], object]] = [
+        check for option in ("dataset", "val_dataset") for check in _data_set_checks(cfg.value(option), f"--{option}")
+    ]
+    if cfg.train.max_steps is None and parse_indexed_blend(cfg.data.dataset) is not None:
+        names = " ".join(cfg.data.dataset)
+        problems.append(Problem(f"--dataset {names}", "indexed data are drawn for a number of steps", "--max_steps N"))
+    if cfg.data.chat_template is not None:
+        checks.append(partial(read_template, cfg.data.chat_template))
+    if cfg.data.system is not None:
+        checks.append(partial(read_system_message, cfg.data.system))
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            problems += error.problems
+    return problems
+
+
+def _data_set_checks(entries: Sequence[str], flag: str) -> list[Callable[[], object]]:
+    blend = parse_indexed_blend(entries)
+    if blend is not None:
+        return [partial(open_indexed_tokens, prefix) for prefix in blend.prefixes]
+    return [partial(resolve_dataset_files, name, _later, flag) for name in entries]
+
+
+def _later(name: str, subset: str | None) -> tuple[Path, ...]:
+    """Hub ids are resolved when the data are read."""
+    return ()
