@@ -16,14 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from megaswift import log
 from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, job_name
-from megaswift.clusters.cluster_options import SSH
+from megaswift.clusters.cluster_options import KUBERNETES, SSH
 from megaswift.clusters.clusters_file import read_cluster, secret_fix
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder, write_job_files, write_record
 from megaswift.clusters.node_setup_shell_lines import shell_words
+from megaswift.clusters.ray_jobs import KUBERAY
 from megaswift.clusters.scheduler_protocol import Scheduler, scheduler_of
 from megaswift.clusters.ssh_hosts import hosts_of, with_hosts_of_its_file
 from megaswift.command_line_common import UserErrorArgumentParser
@@ -65,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         raise ConfigError(problems)
     _check_run(cfg, job, scheduler)
+    for text in _paths_outside_mounts(cfg, job):
+        log.warn(text)
     rendered = scheduler.render(job)
     if given.dry_run:
         _show(job, rendered)
@@ -219,6 +222,24 @@ def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:
     if problems:
         fix = _sizes_fix(job, axes)
         raise ConfigError([replace(p, fix=re.sub(PROCESSES_LINE, fix, p.fix, flags=re.M)) for p in problems])
+
+
+def _paths_outside_mounts(cfg: SwiftConfig, job: Job) -> Iterator[str]:
+    """Of a job of pods: an output directory that ends with its pod, and files that only this machine has."""
+    if job.cluster.launcher != KUBERNETES and job.cluster.get("submit_to") not in KUBERAY:
+        return
+    mounts = [PurePosixPath(str(mount["path"])) for mount in job.cluster.get("mounts") or ()]
+
+    def is_mounted(path: str) -> bool:
+        return any((PurePosixPath(job.workdir) / path).is_relative_to(mount) for mount in mounts)
+
+    has = f"cluster {job.cluster.name} mounts {', '.join(map(str, mounts)) or 'nothing'}"
+    if not is_mounted(cfg.train.output_dir):
+        yield f"--output_dir {cfg.train.output_dir} is lost with its pod, unless the image or runtime mounts it: {has}"
+    for name, paths in (("model", (cfg.model.model,)), ("dataset", cfg.data.dataset)):
+        for path in paths:
+            if path and Path(path).expanduser().exists() and not is_mounted(path):
+                yield f"--{name} {path} is on this machine; a pod has the image's files and the mounts only: {has}"
 
 
 def _sizes_fix(job: Job, axes: Mapping[str, int]) -> str:

@@ -174,6 +174,33 @@ def test_a_layout_s_fix_of_a_job_without_gpus(folder: Path) -> None:
     assert "--nodes 1 --nproc_per_node in the file: 3" in said
 
 
+@pytest.mark.parametrize(
+    ("mounts", "words", "warned"),
+    [
+        ([], [], ["--output_dir out is lost with its pod", "--model", "--dataset", "mounts nothing"]),
+        (["/data"], ["--output_dir", "/data/out"], ["--model", "--dataset", "mounts /data"]),
+        (["/workspace", "{here}"], [], []),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["kubernetes", "ray"])
+def test_paths_that_a_pod_does_not_have_are_named(
+    launcher: str,
+    mounts: list[str],
+    words: list[str],
+    warned: list[str],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    claims = [{"claim": f"c{i}", "path": path.format(here=folder)} for i, path in enumerate(mounts)]
+    more = {"submit_to": "rayjob", "ray_version": "2.51.0"} if launcher == "ray" else {}
+    cluster = {"launcher": launcher, "image": "i", "mounts": claims, **more}
+    (folder / "clusters.yaml").write_text(yaml.safe_dump({"clusters": {"c": cluster}}))
+    assert submit(["run.yaml", "--cluster", "c", "--dry_run", *words]) == 0
+    said = capsys.readouterr().err
+    assert said.count("megaswift: warning: ") == len([text for text in warned if text.startswith("--")])
+    assert all(text in said for text in warned)
+
+
 def test_a_missing_tool_is_one_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,8 @@ from megaswift.clusters.node_setup_shell_lines import shell_words
 from megaswift.errors import Problem
 
 MANIFEST, RUNTIME = "job.yaml", "runtime_env.yaml"
+KUBERAY = ("rayjob", "raycluster")
+"""Values of submit_to for which there is a manifest."""
 RESOURCES = ("rayjobs.ray.io", "rayclusters.ray.io")
 """Of a job: KubeRay copies a RayJob's labels to the RayCluster that it makes."""
 COUNTED_BY_RAY = ("NNODES", "NPROC_PER_NODE")
