@@ -251,7 +251,8 @@ def test_names_and_folders(tmp_path: Path) -> None:
         "job",
         "job",
     ]
-    assert len(job_name("a" * 99)) <= 50
+    assert len(f"{job_name('a' * 99)}-999") <= 47, "of a RayJob"
+    assert len(f"{job_name('a' * 99)}-999-node-0-9999-abcde") <= 63, "of a TrainJob's pod"
     (tmp_path / "run").mkdir()
     assert [next_job_folder(tmp_path, name).name for name in ("run", "x")] == ["run-2", "x"]
     assert jobs_folder(str(tmp_path / "out"), False) == tmp_path / "out/jobs"

@@ -14,8 +14,9 @@ from megaswift.config.launcher_environment import JOB_ID
 
 RUN_FILE = "run.yaml"
 """The copy of the configuration that the job reads, beside the other files of the job."""
-LONGEST_NAME = 50
-"""Characters: Kubernetes allows 63 with what it appends."""
+LONGEST_NAME = 40
+"""Characters. KubeRay allows 47 for a RayJob, and Kubernetes 63 for a pod, to whose name operators append a role, a number
+and a random part; `next_job_folder` appends a number too."""
 
 
 @dataclass(frozen=True)
