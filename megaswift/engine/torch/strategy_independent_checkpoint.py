@@ -29,6 +29,7 @@ from megaswift.engine import rng_state_checkpoint_file
 from megaswift.engine.torch import weight_loading
 from megaswift.engine.torch.data_parallel_strategy import WEIGHT
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import PREFIX, unwrap_peft_model
+from megaswift.engine.torch.read_tensors_once_over_ranks import read_tensors_once_over_ranks
 from megaswift.engine.torch.return_freed_host_memory_by_mallopt import returning_freed_memory_to_system
 from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters
 from megaswift.errors import ROOM, Problem, UserError
@@ -147,8 +148,9 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
             weight_loading.fill_from_files(
                 engine, conversion_groups(unwrap_peft_model(engine.fields.model), weights), weights, {}
             )
-        for name, kind in _entries(engine):
-            engine.strategy.put(name, kind, source.slice(f"{kind}.{name}"))
+        stored = {f"{kind}.{name}": (name, kind) for name, kind in _entries(engine)}
+        for key, tensor in read_tensors_once_over_ranks(source, list(stored), engine.context):
+            engine.strategy.put(*stored[key], tensor)
     if engine.strategy.loss_scale is not None and facts.get("loss_scale"):
         engine.strategy.loss_scale.load_state_dict(facts["loss_scale"])
     if engine.allocation is not None:

@@ -3,12 +3,12 @@ filled one tensor at a time.
 
 Three ways, the first that can be taken:
 
-- From files: every rank reads each tensor, keeps its part and lets go of the rest. Nothing is sent, and nothing but one
-  piece (a tensor, or those that become one) is ever whole.
+- From files: one rank reads each tensor and broadcasts it; every rank keeps its part and lets go of the rest. Nothing
+  but one piece (a tensor, or those that become one) is ever whole, beside what is read ahead.
 - From rank 0, where a model has to exist to be known (random weights, files that transformers must make sense of): it
   is made there and handed out tensor by tensor. The other ranks hold their part.
-- Whole on every rank: under strategies that keep weights whole, and where adapters are made from the weights of their
-  base.
+- By transformers on every rank: where adapters are made from the weights of their base, where weights are quantized, in
+  a run of one process, and under strategies that keep weights whole if the files need what transformers makes of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import (
     unwrap_peft_model,
     wrapped_name_without_adapters,
 )
+from megaswift.engine.torch.read_tensors_once_over_ranks import read_tensors_once_over_ranks
 from megaswift.engine.torch.transformers_conversions import (
     ConversionGroup,
     conversion_groups,
@@ -65,7 +67,8 @@ class ModelWithWeightFiller:
 def prepare_model_and_filler_from_files(directory: Path, engine: TorchEngine) -> ModelWithWeightFiller:
     """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
     checkpoint, cfg, meta_first = find_checkpoint(directory), engine.cfg, _stays_on_meta(directory, engine.cfg)
-    if checkpoint is None and not (engine.kind in SHARDED and meta_first):
+    shared = engine.kind in SHARDED or engine.layout.world_size > 1
+    if checkpoint is None and not (shared and meta_first):
         return ModelWithWeightFiller(_prepare(directory, engine, weights=True))
     if not meta_first:
         rule = (
@@ -87,6 +90,8 @@ def prepare_model_and_filler_from_files(directory: Path, engine: TorchEngine) ->
         return ModelWithWeightFiller(fields, lambda engine: fill_from_files(engine, groups, source, first))
     if checkpoint is not None:
         raise WeightsError(problems)
+    if engine.kind not in SHARDED:
+        return ModelWithWeightFiller(_prepare(directory, engine, weights=True))
     return _from_first_rank(directory, engine, weights=True)
 
 
@@ -151,8 +156,8 @@ def _differences(bare: Any, source: WeightSource, groups: list[ConversionGroup])
 def fill_from_files(
     engine: TorchEngine, groups: list[ConversionGroup], source: WeightSource, first: Mapping[str, str]
 ) -> None:
-    """Fills an engine's weights from files, a piece at a time. Every rank reads. `first`: `tied_name_map` before the
-    model was wrapped."""
+    """Fills an engine's weights from files, a piece at a time. Collective. `first`: `tied_name_map` before the model
+    was wrapped."""
     bare, skip = (
         unwrap_peft_model(engine.fields.model),
         "modules_to_save" if engine.cfg.lora.adapters is not None else None,
@@ -164,14 +169,17 @@ def fill_from_files(
                 first.get(wrapped_name_without_adapters(name), wrapped_name_without_adapters(name)), []
             ).append(name)
     model_buffers = {name_without_adapters(name): tensor for name, tensor in persistent_buffers(bare).items()}
+    stored = [name for piece in groups for _, name in piece.stored]
+    arriving = read_tensors_once_over_ranks(source, stored, engine.context)
     for piece in groups:
-        tensors = {name: source.slice(name).float() for _, name in piece.stored}
+        tensors = {name: tensor.float() for name, tensor in islice(arriving, len(piece.stored))}
         for target, tensor in piece.convert(bare, tensors).items():
             assert first.get(target, target) in places or target in model_buffers, f"{target} is not in the model"
             for name in places.get(first.get(target, target), ()):
                 engine.strategy.put(name, WEIGHT, tensor)
             if target in model_buffers:
                 model_buffers[target].copy_(tensor)
+    assert next(arriving, None) is None, "all are placed"  # and ranks agree that all could be read
     source.close()
 
 

@@ -54,6 +54,7 @@ def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
         parameters[name].data.copy_(tensor)
 
     engine: Any = SimpleNamespace(fields=fields, cfg=cfg, shapes=parameters, strategy=SimpleNamespace(put=put))
+    engine.context = SimpleNamespace(rank=0, device=torch.device("cpu"))
     weight_loading.fill_from_files(engine, found, source, first)
     return fields, [sum(torch.Size(source.shape(name)).numel() for _, name in piece.stored) for piece in found]
 
@@ -129,6 +130,7 @@ def test_adapters_initialized_from_weights_refuse_a_checkpoint(options: dict[str
     hf_to_megatron(build("dense", tmp_path / "m"), tmp_path / "c")
     folder = tmp_path / "c" / "model"
     engine: Any = SimpleNamespace(
+        layout=SimpleNamespace(world_size=1),
         cfg=SwiftConfig(model=str(tmp_path / "c"), engine="ddp", **options),
         kind="ddp",
         spec=spec_from_family_or_size_fields(folder),
