@@ -15,8 +15,8 @@ from megaswift.config.launcher_environment import JOB_ID
 RUN_FILE = "run.yaml"
 """The copy of the configuration that the job reads, beside the other files of the job."""
 LONGEST_NAME = 40
-"""Characters. KubeRay allows 47 for a RayJob, and Kubernetes 63 for a pod, to whose name operators append a role, a number
-and a random part; `next_job_folder` appends a number too."""
+"""Characters. KubeRay allows 47 for a RayJob, and Kubernetes 63 for a pod, to whose name operators append a role, a
+number and a random part; `next_job_folder` appends a number too."""
 
 
 @dataclass(frozen=True)
