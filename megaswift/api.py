@@ -9,10 +9,10 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.accelerate_options import python_api_accelerate_engine_problems
-from megaswift.config.launcher_environment import is_launched_worker
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.config.sections import NAMES
 from megaswift.config.user_spelling import errors_as_typed
+from megaswift.config.variables_set_by_launcher import is_launched_worker
 from megaswift.data.write_in_memory_rows import dataset_option_paths
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import torchrun_launcher

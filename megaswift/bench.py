@@ -1,7 +1,7 @@
 """`megaswift bench comm`: bandwidth of collectives and point-to-point transfers for each group of a parallel layout.
 
 Owns the command: its options, the processes and what they measure. The table, JSON file and picture are
-`communication_bandwidth_report.py`'s.
+`bandwidth_table_and_plot.py`'s.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from megaswift.command_line_common import HELP, UserErrorArgumentParser, unknown_command_error
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.byte_size_text import byte_size_or_none
-from megaswift.config.launcher_environment import CHECKED, is_launched_worker
 from megaswift.config.read_config_file_and_command_line import read_command_line
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.config.user_spelling import errors_as_typed
+from megaswift.config.variables_set_by_launcher import CHECKED, is_launched_worker
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.parent_death import PARENT, end_with_parent
@@ -37,7 +37,7 @@ from megaswift.training_command_entry import launch_option_mismatch_problems, pr
 if TYPE_CHECKING:
     import torch
 
-    from megaswift.communication_bandwidth_report import GroupPlacement
+    from megaswift.bandwidth_table_and_plot import GroupPlacement
 
 USAGE = """\
 Measures all-reduce, all-gather, reduce-scatter, all-to-all and send/receive for each group of a parallel layout, all
@@ -173,7 +173,7 @@ def _measure(given: argparse.Namespace, cfg: SwiftConfig, layout: Layout) -> Non
     import torch.distributed as dist
 
     from megaswift import log
-    from megaswift.communication_bandwidth_report import BenchReport
+    from megaswift.bandwidth_table_and_plot import BenchReport
     from megaswift.engine.communication_benchmark import CommunicationPlan, run_benchmark
     from megaswift.engine.start_default_process_group import init_default_and_gloo_process_groups
 
@@ -214,7 +214,7 @@ def _placement(backend: str, device: torch.device, link_gbps: float | None) -> G
     import torch
 
     from megaswift import distributed
-    from megaswift.communication_bandwidth_report import GroupPlacement
+    from megaswift.bandwidth_table_and_plot import GroupPlacement
 
     node = f"{os.environ.get('GROUP_RANK', os.environ.get('CROSS_RANK', ''))} {socket.gethostname()}".strip()
     name = torch.cuda.get_device_name(device) if backend == "nccl" else "CPU"

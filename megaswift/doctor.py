@@ -28,7 +28,7 @@ from megaswift.diagnosis.installed_versions_and_import_probe import (
     probe_imports,
 )
 from megaswift.diagnosis.node_reachability_and_clocks import NodeAddress, node_findings, parse_nodes
-from megaswift.diagnosis.package_requirements import requirement_findings
+from megaswift.diagnosis.package_requirement_check import requirement_findings
 from megaswift.diagnosis.read_machine_files_and_programs import Machine
 from megaswift.diagnosis.smoke_run import smoke_finding
 from megaswift.diagnosis.storage import storage_findings

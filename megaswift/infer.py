@@ -18,7 +18,7 @@ from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCom
 from megaswift.config.inference import InferConfig
 from megaswift.config.inference_rules import infer_option_problems
 from megaswift.config.inference_run_files import complete_infer_options, load_run_config, run_config_file
-from megaswift.config.launcher_environment import CHECKED, is_launched_worker
+from megaswift.config.variables_set_by_launcher import CHECKED, is_launched_worker
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.families.model_and_tokenizer_source import with_fetched_adapters

@@ -20,7 +20,10 @@ from megaswift.command_line_common import HELP
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.accelerate_options import accelerate_notices
 from megaswift.config.data import ALIGNMENT
-from megaswift.config.launcher_environment import (
+from megaswift.config.sections import NAMES
+from megaswift.config.unread_variables import unread_variables_notices
+from megaswift.config.user_spelling import errors_as_typed
+from megaswift.config.variables_set_by_launcher import (
     COUNTS,
     JOB_ID,
     OOM_RETRY,
@@ -31,9 +34,6 @@ from megaswift.config.launcher_environment import (
     restart_count,
     without_local_rank,
 )
-from megaswift.config.sections import NAMES
-from megaswift.config.unread_variables import unread_variables_notices
-from megaswift.config.user_spelling import errors_as_typed
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import EXIT_OOM_RETRY, ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import torchrun_launcher

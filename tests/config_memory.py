@@ -10,7 +10,10 @@ from megaswift.memory.activation_bytes import activation_bytes
 from megaswift.memory.memory_estimate import RunParameters
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels, MicrobatchSetup
 from megaswift.memory.rank_parameters import TrainedParts
-from megaswift.memory.torch_engine_bytes import torch_engine_bytes, torch_parameters
+from megaswift.memory.torch_weight_gradient_optimizer_bytes import (
+    torch_engine_bytes,
+    torch_parameters,
+)
 from megaswift.parallel.layout import Layout
 
 NATIVE_KERNELS = ComputeKernels(TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, "bfloat16", True)

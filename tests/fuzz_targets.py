@@ -29,7 +29,7 @@ from megaswift.data.encode_rows import encode_spec
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, ChatTemplateTexts
 from megaswift.data.resolve_dataset_files import resolve_dataset_files, split_into_parts
-from megaswift.data.untokenized_sample_and_row_checks import RowError, checked_conversation_sample
+from megaswift.data.untokenized_sample import RowError, checked_conversation_sample
 from megaswift.errors import UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import load_spec

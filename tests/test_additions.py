@@ -196,7 +196,7 @@ LAUNCHER = EchoLauncher()
 import sys
 from megaswift.config import load_config
 from megaswift.config.help_page import task_help
-from megaswift.config.launcher_environment import nested_launcher_problems
+from megaswift.config.variables_set_by_launcher import nested_launcher_problems
 from megaswift.launchers.launcher import launcher_of
 from megaswift.launchers.torchrun_launcher import requests_worker_processes
 words = ["--launcher", "echo", "--max_restarts", "2"]

@@ -1,6 +1,6 @@
 """`megaswift bench comm`: mistakes, what is reported, a real run of four processes over gloo.
 
-Covers: megaswift/bench.py, megaswift/communication_bandwidth_report.py, megaswift/engine/communication_benchmark.py.
+Covers: megaswift/bench.py, megaswift/bandwidth_table_and_plot.py, megaswift/engine/communication_benchmark.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megaswift import bench
+from megaswift.bandwidth_table_and_plot import BenchReport, GroupPlacement
 from megaswift.cli import main
-from megaswift.communication_bandwidth_report import BenchReport, GroupPlacement
-from megaswift.config.launcher_environment import IDENTITY
+from megaswift.config.variables_set_by_launcher import IDENTITY
 from megaswift.engine.communication_benchmark import CommunicationPlan, CommunicationTiming, run_benchmark
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.nccl_bus_factors_and_link_rates import OPERATIONS, communication_groups

@@ -23,8 +23,8 @@ from megaswift.launchers.torchrun_agent import WorkerFailure, failure_text
 from megaswift.launchers.torchrun_launcher import port_in_use_problems
 from megaswift.launchers.wait_for_nodes import wait_for_nodes
 from megaswift.trainers import failed_collective_diagnosis_and_stacks
+from megaswift.trainers.find_ranks_blocking_a_collective import RankState
 from megaswift.trainers.out_of_memory import out_of_memory_error
-from megaswift.trainers.rank_states import RankState
 from tests import test_checkpoint
 from tests.sources import ROOT
 from tests.trainers.test_skipped_step_and_loss_spike_monitor import run

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megaswift.config.launcher_environment import is_launched_worker
 from megaswift.config.options_from_deepspeed_json import hostfile_of_deepspeed_file
 from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 from megaswift.config.sections import NAMES
 from megaswift.config.translated_options import RENAMED
+from megaswift.config.variables_set_by_launcher import is_launched_worker
 from megaswift.errors import ConfigError, Problem
 
 NAME = "hostfile"

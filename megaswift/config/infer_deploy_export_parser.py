@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from megaswift import log
 from megaswift.command_line_common import HELP
 from megaswift.config.help_page import option_lines, section_heading
-from megaswift.config.launcher_environment import CHECKED
 from megaswift.config.merge_config_sources import ResolveState, set_option_value, unknown_option_problem
 from megaswift.config.neutral_and_unsupported_inference_options import (
     NEUTRAL_OF,
@@ -37,6 +36,7 @@ from megaswift.config.read_config_file_and_command_line import (
 )
 from megaswift.config.unread_variables import unread_variables_notices
 from megaswift.config.user_spelling import TypedOption, errors_as_typed, problems_as_typed
+from megaswift.config.variables_set_by_launcher import CHECKED
 from megaswift.errors import ConfigError, Problem
 from megaswift.redaction import redact_problems
 

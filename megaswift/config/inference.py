@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaswift.config.inference_backend import BackendOptions
+from megaswift.config.inference_backend_options import BackendOptions
 from megaswift.config.model import DTYPES
 from megaswift.config.option import option
 

@@ -22,7 +22,7 @@ from megaswift.config.inference import (
     PromptFileOptions,
     ServerOptions,
 )
-from megaswift.config.inference_backend import (
+from megaswift.config.inference_backend_options import (
     ENGINE_ARGUMENTS,
     OBJECTS,
     SET_BY_OPTIONS,

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS
 from megaswift.config.inference import ExportProcessOptions
-from megaswift.config.launcher_environment import DEFAULT_PORT, is_launched_worker
+from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, is_launched_worker
 from megaswift.errors import Problem
 
 NUMBERS = ("nproc_per_node", "nnodes", "node_rank", "master_port")

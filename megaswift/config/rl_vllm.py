@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config.data import RL
-from megaswift.config.inference_backend import json_object
+from megaswift.config.inference_backend_options import json_object
 from megaswift.config.option import option
 from megaswift.errors import Problem
 

@@ -10,7 +10,6 @@ from typing import Any
 from megaswift.config.accelerate_options import options_from_accelerate_environment
 from megaswift.config.adapter_rules import train_type_defaults
 from megaswift.config.check_all_option_rules import ignored_option_names
-from megaswift.config.launcher_environment import is_launched_worker
 from megaswift.config.merge_config_sources import checked_sections_from_sources
 from megaswift.config.read_config_file_and_command_line import (
     ConfigSource,
@@ -20,6 +19,7 @@ from megaswift.config.read_config_file_and_command_line import (
     source_from_mapping,
 )
 from megaswift.config.sections import OPTIONS, SECTIONS, Sections
+from megaswift.config.variables_set_by_launcher import is_launched_worker
 from megaswift.errors import Problem, storage_error
 
 

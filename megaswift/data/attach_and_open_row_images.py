@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.atomic_disk_writes import write_atomically
-from megaswift.data.untokenized_sample_and_row_checks import (
+from megaswift.data.untokenized_sample import (
     RowError,
     UntokenizedSample,
     decode_json_cell,

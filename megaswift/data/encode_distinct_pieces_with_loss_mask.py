@@ -54,7 +54,7 @@ class ConcatenatedTextTokens:
 
 
 class DistinctPieceEncoder:
-    """Encodes texts for one tokenizer. `token_range` is `encode.token_range`."""
+    """Encodes texts for one tokenizer. `token_range` is `encode_rows.token_range_of_characters`."""
 
     def __init__(
         self,

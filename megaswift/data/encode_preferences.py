@@ -30,7 +30,7 @@ from megaswift.data.preference_rows import (
 from megaswift.data.render_chat_with_loss_spans import RenderedConversation
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.row_readers import LocatedRow
-from megaswift.data.untokenized_sample_and_row_checks import RowError, with_default_system_message
+from megaswift.data.untokenized_sample import RowError, with_default_system_message
 from megaswift.errors import Problem
 
 Side = tuple[np.ndarray, np.ndarray]

@@ -14,7 +14,7 @@ from megaswift.data.attach_and_open_row_images import reject_images
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, reject_lone_surrogates
 from megaswift.data.prompt_rows import split_prompt_row
 from megaswift.data.render_chat_with_loss_spans import RenderedConversation
-from megaswift.data.untokenized_sample_and_row_checks import RowError, with_default_system_message
+from megaswift.data.untokenized_sample import RowError, with_default_system_message
 
 
 @dataclass(frozen=True, kw_only=True)

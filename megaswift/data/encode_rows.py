@@ -35,7 +35,7 @@ from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.row_count_names_and_texts import EMPTY_ANSWERS
 from megaswift.data.row_readers import LocatedRow
 from megaswift.data.token_safe_split_points import token_safe_split_patterns
-from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample, with_default_system_message
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample, with_default_system_message
 from megaswift.data.vision_processor import Processor, ProcessorFolderWithDigest, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem
 
@@ -86,7 +86,7 @@ class EncodedRows:
     beside: list[str] = field(default_factory=list)
     """JSON that each row keeps beside its tokens; none where no row does."""
     notes: dict[str, int] = field(default_factory=dict)
-    """What is counted of rows that are kept (`counts.NOTES`)."""
+    """What is counted of rows that are kept (`row_count_names_and_texts.NOTES`)."""
 
 
 def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:

@@ -39,7 +39,7 @@ class Documents:
     """int64: tokens up to the end of its last image; 0 without images."""
     counted: dict[str, int] = field(default_factory=dict)
     """What happened on the way: rows, malformed, deleted, truncated, split, empty, without_labels, and the notes of
-    rows that are kept (`counts.NOTES`)."""
+    rows that are kept (`row_count_names_and_texts.NOTES`)."""
 
     def __len__(self) -> int:
         return len(self.length)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megaswift.data.locate_assistant_turns_in_rendered_text import REASONING
 from megaswift.data.row_count_names_and_texts import EMPTY_ANSWERS, UNUSED_SYSTEM, UNUSED_TOOLS
-from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 
 _Message = Mapping[str, Any]
 _Render = Callable[[Sequence[_Message], Any], str | None]

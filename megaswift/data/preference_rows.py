@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample, describe_value
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample, describe_value
 
 IDENTICAL, EMPTY, NO_PROMPT, PROMPTS = "identical completions", "an empty completion", "no prompt", "two prompts"
 """Why a unit is of no use, as it is counted."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaswift.data.formats import FORMATS, Row, recognize_format
 from megaswift.data.preference_rows import COLUMNS
-from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 
 ANSWERS = ("response", "output")
 """Columns that formats of training need and a question does not have."""

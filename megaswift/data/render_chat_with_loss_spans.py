@@ -21,7 +21,7 @@ from megaswift.data.jinja_sandbox_limits import REFUSED, TemplateLimitExceeded, 
 from megaswift.data.locate_assistant_turns_in_rendered_text import AssistantTurnFinder
 from megaswift.data.parts_that_template_renders import RenderedPartsProbe
 from megaswift.data.read_template_and_system import read_template, thinking_variable
-from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.data.weigh_turn_text import TurnWeights, WeightedSpan
 from megaswift.errors import DataError, Problem, first_line
 
@@ -40,7 +40,7 @@ class RenderedConversation:
     weights: tuple[float, ...] = ()
     """The loss weight of each span; empty: 1."""
     notes: Notes = ()
-    """What is counted of the row (`counts.NOTES`)."""
+    """What is counted of the row (`row_count_names_and_texts.NOTES`)."""
     plain: bool = False
     """Without a chat template: what the tokenizer puts before a text is missing."""
 

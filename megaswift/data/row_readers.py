@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megaswift.data import json_text
-from megaswift.data.untokenized_sample_and_row_checks import LineError, RowError, describe_value
+from megaswift.data.untokenized_sample import LineError, RowError, describe_value
 from megaswift.errors import DataError, Problem
 from megaswift.errors import first_line as reason
 

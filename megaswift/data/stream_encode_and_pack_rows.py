@@ -31,7 +31,7 @@ from megaswift.data.stream_batches import (
     raise_first_problem,
 )
 from megaswift.data.stream_cursor import Cursor, read_from_cursor
-from megaswift.data.untokenized_sample_and_row_checks import RowError
+from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 

@@ -30,7 +30,7 @@ from megaswift.data.stream_batches import (
     run_work_on_all_rows,
 )
 from megaswift.data.stream_cursor import Cursor, read_from_cursor
-from megaswift.data.untokenized_sample_and_row_checks import RowError
+from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 

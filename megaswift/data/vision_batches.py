@@ -17,7 +17,7 @@ from torch import Tensor
 from megaswift.data.attach_and_open_row_images import open_image
 from megaswift.data.collate import Document, PaddingShape, collate_rows
 from megaswift.data.token_store import TokenStore
-from megaswift.data.untokenized_sample_and_row_checks import RowError
+from megaswift.data.untokenized_sample import RowError
 from megaswift.data.vision_processor import ROW, TOKEN, Processor
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch

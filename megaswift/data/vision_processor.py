@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaswift.data.untokenized_sample_and_row_checks import RowError
+from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import Problem, WeightsError, first_line
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping
 import torch.distributed as dist
 
 from megaswift import distributed
-from megaswift.engine.pending_collectives import record_collectives
+from megaswift.engine.flight_recorder_hang_diagnosis import record_collectives
 from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.launchers.local_address_and_interface import interface_of_address, local_address
 

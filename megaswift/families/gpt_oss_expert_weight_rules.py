@@ -1,7 +1,8 @@
 """Experts that Hugging Face keeps in one tensor a layer, [in, out] by expert, gate and up in alternating columns
 (gpt_oss).
 
-Owns the rules that cut one expert out of it and turn it round; `rules` has those of experts with tensors of their own.
+Owns the rules that cut one expert out of it and turn it round; `weight_rules.py` has those of experts with tensors of
+their own.
 """
 
 from __future__ import annotations

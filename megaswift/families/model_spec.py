@@ -1,7 +1,7 @@
 """What a model is, whatever file described it: the fields the engine, the bridge and the checks read.
 
-Owns the value types. How a `config.json` becomes one belongs to `config_rows`; weights belong to `rules` and the
-bridge.
+Owns the value types. How a `config.json` becomes one belongs to `read_hf_config_by_rows.py`; weights belong to
+`weight_rules.py` and the bridge.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Models that end in one number a token instead of the vocabulary: reward models, critics, transformers'
 `...ForSequenceClassification`.
 
-Owns what of a config.json says so, and how a language model becomes one. Its weight is a row of `blocks.HEAD`.
+Owns what of a config.json says so, and how a language model becomes one. Its weight is a row of
+`weight_table_blocks.HEAD`.
 """
 
 from __future__ import annotations

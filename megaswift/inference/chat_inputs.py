@@ -17,7 +17,7 @@ from megaswift.data.attach_and_open_row_images import RowImageFolders, Source, a
 from megaswift.data.jinja_sandbox_limits import REFUSED
 from megaswift.data.read_template_and_system import read_system_message, thinking_variable
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
-from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample, checked_conversation_sample
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample, checked_conversation_sample
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.inference.generator import AnswerRequest, Listener, ProcessedImageInputs

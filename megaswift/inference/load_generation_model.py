@@ -27,7 +27,7 @@ from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
 from megaswift.config import parse_device_map_options as devices
 from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
 from megaswift.config.parse_device_map_options import DISK
-from megaswift.data.untokenized_sample_and_row_checks import RowError
+from megaswift.data.untokenized_sample import RowError
 from megaswift.data.vision_processor import Processor, image_support_problems
 from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
 from megaswift.families import FAMILIES
@@ -39,7 +39,7 @@ from megaswift.inference import device_placement
 from megaswift.inference.device_placement import DeviceMap, ModuleSizes
 from megaswift.inference.load_adapters import check_adapters_fit, model_with_adapters
 from megaswift.inference.precheck_model_folder_and_adapters import locate_generation_model, require_package
-from megaswift.inference.rope_scaling_and_token_check import check_tokens_exist, with_rope_scaling
+from megaswift.inference.rope_scaling_and_special_tokens import check_tokens_exist, with_rope_scaling
 from megaswift.inference.transformers_load_errors import transformers_errors_as_ours
 
 TEXT_ONLY = "this model accepts only text"

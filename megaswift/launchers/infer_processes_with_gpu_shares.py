@@ -13,7 +13,7 @@ from pathlib import Path
 from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS
 from megaswift.config.inference import InferProcessOptions
 from megaswift.config.launch import LaunchConfig
-from megaswift.config.launcher_environment import CHECKED, is_launched_worker
+from megaswift.config.variables_set_by_launcher import CHECKED, is_launched_worker
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import torchrun_launcher
 

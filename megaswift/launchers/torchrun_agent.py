@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from megaswift.config.launcher_environment import NODE
+from megaswift.config.variables_set_by_launcher import NODE
 from megaswift.launchers.end_on_all_nodes import EndedElsewhere, NodesEnd, end_run_on_all_nodes
 from megaswift.launchers.parent_death import PARENT, end_with_parent
 from megaswift.launchers.wait_for_nodes import MissingNodesError, gather_nodes

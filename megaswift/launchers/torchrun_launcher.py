@@ -15,8 +15,8 @@ from types import FrameType
 from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
-from megaswift.config.launcher_environment import DEFAULT_PORT, NODE, OOM_RETRY, RESTARTS
 from megaswift.config.launcher_table import launcher_entry
+from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, NODE, OOM_RETRY, RESTARTS
 from megaswift.errors import EXIT_OOM_RETRY, EXIT_USER_ERROR, NOT_RESTARTED, ConfigError, Problem
 from megaswift.launchers.local_address_and_interface import local_address
 from megaswift.launchers.parent_death import environment_with_parent_pid

@@ -15,7 +15,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from megaswift.config.launch import LaunchConfig
-from megaswift.config.launcher_environment import DEFAULT_PORT, JOB_ID, NODE
+from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, JOB_ID, NODE
 from megaswift.errors import Problem, UserError
 from megaswift.log import count_text
 

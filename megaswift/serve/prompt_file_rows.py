@@ -17,7 +17,7 @@ from megaswift.data.formats import parse_sample
 from megaswift.data.prompt_rows import lacks_only_answer, make_row_readable_as_prompt
 from megaswift.data.resolve_dataset_files import DatasetFiles, split_into_parts
 from megaswift.data.tokenization import resolve_or_download_dataset_files
-from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.errors import DataError, Problem, merge_similar_problems
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat
 

@@ -13,7 +13,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from megaswift.engine.pending_collectives import PendingCollective, has_pending_collectives, pending_collectives
+from megaswift.engine.flight_recorder_hang_diagnosis import (
+    PendingCollective,
+    has_pending_collectives,
+    pending_collectives,
+)
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.trainers.failed_collective_diagnosis_and_stacks import (
     GRACE_SECONDS,
@@ -21,7 +25,7 @@ from megaswift.trainers.failed_collective_diagnosis_and_stacks import (
     RankDiagnosis,
     lost_rank_error,
 )
-from megaswift.trainers.rank_states import own_state
+from megaswift.trainers.find_ranks_blocking_a_collective import own_state
 
 INTERVAL_S = 0.5
 BEFORE_NCCL_S = 5.0

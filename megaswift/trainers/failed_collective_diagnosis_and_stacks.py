@@ -20,10 +20,17 @@ from typing import IO
 import torch.distributed as dist
 
 from megaswift import distributed
-from megaswift.engine.pending_collectives import PendingCollective, WaitingCall, failed_call
+from megaswift.engine.flight_recorder_hang_diagnosis import PendingCollective, WaitingCall, failed_call
 from megaswift.errors import Problem, UserError
 from megaswift.log import count_text
-from megaswift.trainers.rank_states import ASK, Cause, RankState, RankStateStore, find_cause, own_state
+from megaswift.trainers.find_ranks_blocking_a_collective import (
+    ASK,
+    Cause,
+    RankState,
+    RankStateStore,
+    find_cause,
+    own_state,
+)
 
 FOLDER = "stacks"
 GRACE_SECONDS = 3.0

@@ -15,10 +15,10 @@ from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
 from megaswift.config.engine_rules import capabilities_of
-from megaswift.config.launcher_environment import JOB_ID
 from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER
 from megaswift.config.swift_config import config_yaml_text
 from megaswift.config.train import TRACKERS
+from megaswift.config.variables_set_by_launcher import JOB_ID
 from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.trainers import checkpoint_store

@@ -37,7 +37,7 @@ from megaswift.families.adapter_target_modules import (
     select_projections,
 )
 from megaswift.families.family import read_config_json
-from megaswift.families.megatron_architecture_check import megatron_architecture_problems
+from megaswift.families.megatron_options_match_config import megatron_architecture_problems
 from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems
 from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
 from megaswift.families.vision_language_detection import has_vision_tower

@@ -14,7 +14,7 @@ from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config_json
-from megaswift.families.new_special_tokens_option import named_special_tokens
+from megaswift.families.read_new_special_tokens import named_special_tokens
 from megaswift.families.rope_scaling_option import config_with_rope_scaling
 from megaswift.families.vision_language_detection import has_vision_tower
 

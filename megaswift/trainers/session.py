@@ -14,7 +14,7 @@ from typing import Any
 from megaswift import distributed, log
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.bridge.write_folder_with_new_config_or_vocab import write_changed_model_folder
-from megaswift.bridge.write_initial_lora_weights import write_initial_adapter
+from megaswift.bridge.write_pissa_olora_loftq_weights import write_initial_adapter
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
 from megaswift.config.adapter_rules import starts_otherwise

@@ -1,6 +1,6 @@
 """Every option of infer, deploy and export is read by something that acts on it, for each command by itself.
 
-Covers: megaswift/config/inference.py, megaswift/config/inference_backend.py.
+Covers: megaswift/config/inference.py, megaswift/config/inference_backend_options.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megaswift.config.export_rules import LAYOUT
 from megaswift.config.infer_deploy_export_parser import CommandParser
 from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS, OF_NODES
 from megaswift.config.inference import BitsandbytesOptions, InferProcessOptions, ServerOptions
-from megaswift.config.inference_backend import BackendOptions
+from megaswift.config.inference_backend_options import BackendOptions
 from megaswift.config.inference_rules import server_auth_token
 from megaswift.config.nodes_of_single_process_commands import node_option_values, place_among_nodes
 from megaswift.errors import ConfigError

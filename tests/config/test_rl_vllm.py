@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from megaswift.config.inference_backend import ENGINE_ARGUMENTS, SET_BY_OPTIONS
+from megaswift.config.inference_backend_options import ENGINE_ARGUMENTS, SET_BY_OPTIONS
 from megaswift.config.rl_vllm import FIXED_ARGUMENTS, OPTION_OF
 from tests.config.refusals import problems
 

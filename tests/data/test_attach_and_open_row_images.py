@@ -166,7 +166,7 @@ def test_text_models_refuse_images() -> None:
     )
     data.model_name = data.model_author = ()
     encoder = RowEncoder(encode_spec(data, tokens, "sft"))
-    from megaswift.data.untokenized_sample_and_row_checks import RowError
+    from megaswift.data.untokenized_sample import RowError
 
     for row in FORMS:
         with pytest.raises(RowError, match="accepts only text"):

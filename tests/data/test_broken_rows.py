@@ -22,7 +22,7 @@ from megaswift.data import row_readers
 from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_document_splits
 from megaswift.data.json_text import MOST_NESTED
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
-from megaswift.data.untokenized_sample_and_row_checks import RowError
+from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 

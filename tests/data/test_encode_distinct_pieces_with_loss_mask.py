@@ -22,7 +22,7 @@ from megaswift.data import encode_distinct_pieces_with_loss_mask
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, encode_spec
 from megaswift.data.render_chat_with_loss_spans import RenderedConversation
 from megaswift.data.token_safe_split_points import _separator, token_safe_split_patterns
-from megaswift.data.untokenized_sample_and_row_checks import RowError
+from megaswift.data.untokenized_sample import RowError
 from tests.data.makers import TEXT, config, tokenizer
 from tests.sources import ROOT
 

@@ -15,7 +15,7 @@ import pytest
 
 from megaswift.data.formats import FORMATS, recognize_format
 from megaswift.data.role_aliases_and_tool_call_turns import OTHER_NAMES, ROLES, TOOL_CALL
-from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 
 U, V = {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
 A, B = {"role": "assistant", "content": "a1"}, {"role": "assistant", "content": "a2"}

@@ -14,7 +14,7 @@ from megaswift.config.loss_scale import LossScale
 from megaswift.data import jinja_sandbox_limits
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, ChatTemplateTexts
-from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample, checked_conversation_sample
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample, checked_conversation_sample
 from megaswift.errors import DataError, WeightsError
 from tests.data.makers import chat, tokenizer
 

@@ -1,7 +1,7 @@
 """What a chat template leaves out of a row, and answers that say nothing: refused, or counted and told everywhere.
 
 Covers: megaswift/data/build_batch_sources.py, megaswift/data/encode_preferences.py, megaswift/data/encode_prompts.py,
-megaswift/data/formats/prompt.py, megaswift/data/prompt_rows.py, megaswift/data/untokenized_sample_and_row_checks.py.
+megaswift/data/formats/prompt.py, megaswift/data/prompt_rows.py, megaswift/data/untokenized_sample.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
 from megaswift.data.rl_prompts import load_prompt_splits
 from megaswift.data.show_samples import data_summary
-from megaswift.data.untokenized_sample_and_row_checks import RowError, checked_conversation_sample
+from megaswift.data.untokenized_sample import RowError, checked_conversation_sample
 from megaswift.errors import DataError
 from megaswift.trainers.startup_summary import data_text
 from tests.data.makers import chat, config, jsonl, tokenizer

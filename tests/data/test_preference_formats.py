@@ -16,7 +16,7 @@ import pytest
 from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES
 from megaswift.data.formats import FORMATS, recognize_format
 from megaswift.data.preference_rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, UnusablePreferenceError
-from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 
 S, U, V = {"role": "system", "content": "s"}, {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
 A, B, C = ({"role": "assistant", "content": c} for c in ("a1", "a2", "bad"))

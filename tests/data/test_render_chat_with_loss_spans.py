@@ -15,7 +15,7 @@ from tokenizers import processors
 
 from megaswift.data.encode_rows import RowEncoder, encode_spec, token_range_of_characters
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
-from megaswift.data.untokenized_sample_and_row_checks import RowError
+from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import DataError
 from tests.data.makers import TEXT, config, template, tokenizer
 

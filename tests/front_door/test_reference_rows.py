@@ -19,7 +19,7 @@ import yaml
 
 from megaswift import SwiftConfig, training_command_entry
 from megaswift.config.data import RL
-from megaswift.config.launcher_environment import without_local_rank
+from megaswift.config.variables_set_by_launcher import without_local_rank
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.trainers import preflight
 from megaswift.trainers.engine_choice import resolve_engine

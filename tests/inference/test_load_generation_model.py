@@ -2,7 +2,7 @@
 and PEFT's own.
 
 Covers: megaswift/config/byte_size_text.py, megaswift/config/parse_device_map_options.py,
-megaswift/inference/rope_scaling_and_token_check.py, megaswift/families/new_special_tokens_option.py.
+megaswift/inference/rope_scaling_and_special_tokens.py, megaswift/families/read_new_special_tokens.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megaswift.config.launch import LaunchConfig
-from megaswift.config.launcher_environment import JOB_ID, NODE
+from megaswift.config.variables_set_by_launcher import JOB_ID, NODE
 from megaswift.launchers import wait_for_nodes
 from megaswift.launchers.wait_for_nodes import MissingNodesError, gather_nodes, job_of_running_nodes
 

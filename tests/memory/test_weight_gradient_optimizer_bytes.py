@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimizer states against what real runs hold after a step.
 
 Covers: megaswift/memory/weight_gradient_optimizer_bytes.py, megaswift/memory/rank_parameters.py,
-megaswift/memory/torch_engine_bytes.py."""
+megaswift/memory/torch_weight_gradient_optimizer_bytes.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ import pytest
 from megaswift.config import SwiftConfig
 from megaswift.families import family_of
 from megaswift.memory.rank_parameters import TrainedParts, rank_parameters
-from megaswift.memory.torch_engine_bytes import state_bytes, torch_engine_bytes, torch_parameters
+from megaswift.memory.torch_weight_gradient_optimizer_bytes import (
+    state_bytes,
+    torch_engine_bytes,
+    torch_parameters,
+)
 from megaswift.memory.weight_gradient_optimizer_bytes import HeldBytes, held_bytes
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit, model_chunks_by_stage

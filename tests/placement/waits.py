@@ -35,7 +35,7 @@ PADDED_PACKING = {"read transformers.masking_utils:find_packed_sequence_indices"
 DDP = STEP | PADDED_PACKING
 FSDP = STEP | PADDED_PACKING | COUNTED
 FSDP_OFFLOADED = FSDP | {
-    "copy megaswift.engine.squared_gradient_norm:sum_of_squares.<locals>.<listcomp>": 1,
+    "copy megaswift.engine.accurate_sum_of_squares:sum_of_squares.<locals>.<listcomp>": 1,
     "read megaswift.engine.torch.ddp:DdpStrategy.scaled_backward": 25,
     "sync megaswift.engine.torch.ddp:DdpStrategy.scaled_backward": 25,
 }

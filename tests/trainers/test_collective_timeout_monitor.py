@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.engine.pending_collectives import PendingCollective
+from megaswift.engine.flight_recorder_hang_diagnosis import PendingCollective
 from megaswift.trainers.collective_timeout_monitor import allowed_age, late_collective
 
 

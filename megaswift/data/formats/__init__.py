@@ -15,7 +15,7 @@ from typing import Any
 
 from megaswift.config.data import RL, SFT
 from megaswift.data.preference_rows import PreferenceExample
-from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.registry import Registry
 
 Row = Mapping[str, Any]

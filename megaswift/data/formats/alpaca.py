@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.formats.query_response import history_messages
-from megaswift.data.untokenized_sample_and_row_checks import (
+from megaswift.data.untokenized_sample import (
     UntokenizedSample,
     checked_conversation_sample,
     text_in_column,

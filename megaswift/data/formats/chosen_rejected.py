@@ -19,7 +19,7 @@ from megaswift.data.preference_rows import (
     make_plain_text_preference_example,
     number_in_column,
 )
-from megaswift.data.untokenized_sample_and_row_checks import (
+from megaswift.data.untokenized_sample import (
     UntokenizedSample,
     checked_conversation_sample,
     reject_chat_only_columns,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megaswift.config.data import RL
 from megaswift.data.formats import FORMATS, Row, RowFormat
-from megaswift.data.untokenized_sample_and_row_checks import (
+from megaswift.data.untokenized_sample import (
     RowError,
     UntokenizedSample,
     checked_conversation_sample,

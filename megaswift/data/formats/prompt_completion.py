@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megaswift.config.data import SFT
 from megaswift.data.formats import FORMATS, Row, RowFormat
-from megaswift.data.untokenized_sample_and_row_checks import (
+from megaswift.data.untokenized_sample import (
     RowError,
     UntokenizedSample,
     checked_conversation_sample,

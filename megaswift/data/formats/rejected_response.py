@@ -20,7 +20,7 @@ from megaswift.data.preference_rows import (
     make_pair,
     number_in_column,
 )
-from megaswift.data.untokenized_sample_and_row_checks import (
+from megaswift.data.untokenized_sample import (
     UntokenizedSample,
     checked_conversation_sample,
     text_in_column,

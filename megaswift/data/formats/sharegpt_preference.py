@@ -9,7 +9,7 @@ from megaswift.config.data import PAIRS
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.formats.conversations import parse as parse_conversations
 from megaswift.data.preference_rows import PreferenceExample, make_pair, number_in_column
-from megaswift.data.untokenized_sample_and_row_checks import (
+from megaswift.data.untokenized_sample import (
     RowError,
     UntokenizedSample,
     decode_json_cell,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.data.formats import FORMATS, Row, RowFormat
-from megaswift.data.untokenized_sample_and_row_checks import UntokenizedSample, text_in_column
+from megaswift.data.untokenized_sample import UntokenizedSample, text_in_column
 
 
 def parse(row: Row) -> UntokenizedSample:

@@ -1,6 +1,7 @@
 """The model of one rank: Megatron's GPTModel with our vocabulary head, one module per pipeline chunk.
 
-Owns construction (chunks, precision wrapper, DDP) and the forward pass of one micro-batch. Weights are in weights.py.
+Owns construction (chunks, precision wrapper, DDP) and the forward pass of one micro-batch. Weights are in
+`load_and_gather_rank_weights.py`.
 """
 
 from __future__ import annotations

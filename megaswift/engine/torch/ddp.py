@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.config.optim import OptimConfig
+from megaswift.engine.accurate_sum_of_squares import sum_of_squares
 from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
-from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch.data_parallel_strategy import (
     GRADIENT,
     WEIGHT,

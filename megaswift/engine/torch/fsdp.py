@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megaswift import log
 from megaswift.config.optim import OptimConfig
-from megaswift.engine.squared_gradient_norm import sum_of_squares
+from megaswift.engine.accurate_sum_of_squares import sum_of_squares
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_scale import DynamicLossScale
 from megaswift.engine.torch.meta_init import allocate_storage

@@ -10,7 +10,7 @@ from torch import nn
 from megaswift.config import SwiftConfig
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import filled_deepspeed_config
-from megaswift.config.launcher_environment import nproc_or_nnodes_started_by_launcher
+from megaswift.config.variables_set_by_launcher import nproc_or_nnodes_started_by_launcher
 from megaswift.engine.torch.data_parallel_strategy import DataParallelStrategy
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.config.deepspeed_json import KINDS, matching_deepspeed_preset, offloads_optimizer_and_weights
 from megaswift.config.optim import OptimConfig
+from megaswift.engine.accurate_sum_of_squares import sum_of_squares
 from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
-from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch import deepspeed_import_and_config_overrides
 from megaswift.engine.torch.data_parallel_strategy import (
     GRADIENT,
@@ -46,7 +46,7 @@ from megaswift.engine.torch.data_parallel_strategy import (
 )
 from megaswift.engine.torch.loss_scale import DynamicLossScale
 from megaswift.engine.torch.meta_init import allocate_storage, is_unallocated
-from megaswift.engine.torch.zero_tensors import (
+from megaswift.engine.torch.zero_full_tensor_access import (
     MOMENTS,
     ZeroWholeTensorAccess,
     get_adam_step_count,

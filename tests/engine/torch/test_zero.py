@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO at every stage, with and without offload, against plain torch on one process: gradients, norms,
 weights, shards.
 
-Covers: megaswift/engine/torch/deepspeed_import_and_config_overrides.py, megaswift/engine/torch/zero_tensors.py.
+Covers: megaswift/engine/torch/deepspeed_import_and_config_overrides.py,
+megaswift/engine/torch/zero_full_tensor_access.py.
 """
 
 from __future__ import annotations

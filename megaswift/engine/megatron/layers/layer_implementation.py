@@ -2,7 +2,7 @@
 
 Products (with norms and experts) and attention are chosen apart: Transformer Engine multiplies for every family, and
 attention is ours only where its own does not compute what the model or the layout needs. Building the layers is
-spec.py's.
+`transformer_layer_spec.py`'s.
 """
 
 from __future__ import annotations

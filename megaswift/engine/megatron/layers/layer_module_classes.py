@@ -1,7 +1,7 @@
 """The classes that a transformer layer is built of: Transformer Engine's, as Megatron-Core wraps them, or torch's.
 
-One row each; spec.py puts them together. Both rows have the same parameter names, so a checkpoint of one loads into the
-other.
+One row each; `transformer_layer_spec.py` puts them together. Both rows have the same parameter names, so a checkpoint
+of one loads into the other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The layer spec: one transformer layer from the classes of modules.py.
+"""The layer spec: one transformer layer from the classes of `layer_module_classes.py`.
 
-choice.py says whose classes a run takes, for products and for attention. Parameter names are the same for all, so they
-share one checkpoint format.
+`layer_implementation.py` says whose classes a run takes, for products and for attention. Parameter names are the same
+for all, so they share one checkpoint format.
 """
 
 from __future__ import annotations

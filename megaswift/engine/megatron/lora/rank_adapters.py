@@ -1,6 +1,7 @@
 """LoRA on the native engine: which layers get adapters, what is trained, loading, export and merging.
 
-Owns the adapters of a rank as a whole. What an adapter computes is lora_layers.py's, how it is cut is the bridge's.
+Owns the adapters of a rank as a whole. What an adapter computes is `layer_adapters.py`'s, how it is cut is the
+bridge's.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.diagnosis.package_requirements import (
+from megaswift.diagnosis.package_requirement_check import (
     own_requirements,
     requirement_finding,
     requirement_findings,
@@ -62,5 +62,5 @@ def test_outside_of_a_repository_the_installed_package_counts(tmp_path: Path, mo
 
 
 def test_without_packaging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaswift.diagnosis.package_requirements.util.find_spec", lambda name: None)
+    monkeypatch.setattr("megaswift.diagnosis.package_requirement_check.util.find_spec", lambda name: None)
     assert only(requirement_findings()).state == "problem"

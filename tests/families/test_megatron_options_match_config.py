@@ -10,7 +10,7 @@ import pytest
 from megaswift.config import load_config
 from megaswift.config.megatron_architecture_options import ARCHITECTURE
 from megaswift.families import family_of
-from megaswift.families.megatron_architecture_check import VALUES, megatron_architecture_problems
+from megaswift.families.megatron_options_match_config import VALUES, megatron_architecture_problems
 from tests.families.published import PUBLISHED, QWEN3_0_6B
 from tests.families.published_moe import QWEN1_5_MOE_A2_7B
 

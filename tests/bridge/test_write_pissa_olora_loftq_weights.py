@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megaswift.bridge import nf4
-from megaswift.bridge.write_initial_lora_weights import first_matrices, write_initial_adapter
+from megaswift.bridge.write_pissa_olora_loftq_weights import first_matrices, write_initial_adapter
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError
 from tests.trainers.inputs import logits, write_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaswift.engine.squared_gradient_norm import sum_of_squares
+from megaswift.engine.accurate_sum_of_squares import sum_of_squares
 from megaswift.engine.torch.data_parallel_strategy import clip_grads_with_norm
 from tests.sources import sources
 
@@ -78,7 +78,7 @@ def test_no_engine_calls_the_inaccurate_functions() -> None:
         for node in source.nodes:
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
             assert name not in names, (
-                f"{source.path}: {name} loses digits on a CPU; use engine/squared_gradient_norm.py"
+                f"{source.path}: {name} loses digits on a CPU; use engine/accurate_sum_of_squares.py"
             )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaswift.engine import pending_collectives as pending
+from megaswift.engine import flight_recorder_hang_diagnosis as pending
 from tests.rank_context import run_ranks
 
 
@@ -66,7 +66,7 @@ def test_of_a_real_group(tmp_path: Path) -> None:
 def test_other_code_waits_for_nobody() -> None:
     frame = sys._getframe()
     assert pending.waiting_call(frame) is None and pending.waiting_call(None) is None
-    assert pending.frame_text(frame).startswith(f"test_pending_collectives.py:{frame.f_lineno}")
+    assert pending.frame_text(frame).startswith(f"test_flight_recorder_hang_diagnosis.py:{frame.f_lineno}")
 
 
 def test_an_error_names_the_call_it_came_through() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from megaswift.config import load_config
 from megaswift.config.accelerate_options import options_from_accelerate_environment
-from megaswift.config.launcher_environment import (
+from megaswift.config.variables_set_by_launcher import (
     is_launched_worker,
     nested_launcher_problems,
     nproc_or_nnodes_started_by_launcher,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.trainers.rank_states import Cause, RankState, find_cause
+from megaswift.trainers.find_ranks_blocking_a_collective import Cause, RankState, find_cause
 
 TP01, TP23, DP02, DP13 = [0, 1], [2, 3], [0, 2], [1, 3]
 
