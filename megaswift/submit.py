@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from megaswift import log
 from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, job_name
-from megaswift.clusters.cluster_options import KUBERNETES, SSH
+from megaswift.clusters.cluster_options import KUBERNETES, RAY, SSH
 from megaswift.clusters.clusters_file import read_cluster, secret_fix
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder, write_job_files, write_record
 from megaswift.clusters.node_setup_shell_lines import shell_words
@@ -226,12 +226,21 @@ def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:
 
 def _paths_outside_mounts(cfg: SwiftConfig, job: Job) -> Iterator[str]:
     """Of a job of pods: an output directory that ends with its pod, and files that only this machine has."""
-    if job.cluster.launcher != KUBERNETES and job.cluster.get("submit_to") not in KUBERAY:
+    to, workdir = job.cluster.get("submit_to"), job.cluster.get("workdir")
+    if (
+        job.cluster.launcher == RAY
+        and to not in KUBERAY
+        and not workdir
+        and not Path(cfg.train.output_dir).is_absolute()
+    ):
+        yield f"--output_dir {cfg.train.output_dir} is below Ray's copy of the job's files: give an absolute path"
+    if job.cluster.launcher != KUBERNETES and to not in KUBERAY:
         return
+    base = PurePosixPath(job.workdir if workdir or job.cluster.launcher == KUBERNETES else "/")  # of an image: unknown
     mounts = [PurePosixPath(str(mount["path"])) for mount in job.cluster.get("mounts") or ()]
 
     def is_mounted(path: str) -> bool:
-        return any((PurePosixPath(job.workdir) / path).is_relative_to(mount) for mount in mounts)
+        return any((base / path).is_relative_to(mount) for mount in mounts)
 
     has = f"cluster {job.cluster.name} mounts {', '.join(map(str, mounts)) or 'nothing'}"
     if not is_mounted(cfg.train.output_dir):

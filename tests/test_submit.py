@@ -192,13 +192,26 @@ def test_paths_that_a_pod_does_not_have_are_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     claims = [{"claim": f"c{i}", "path": path.format(here=folder)} for i, path in enumerate(mounts)]
-    more = {"submit_to": "rayjob", "ray_version": "2.51.0"} if launcher == "ray" else {}
+    more = {"submit_to": "rayjob", "ray_version": "2.51.0", "workdir": "/workspace"} if launcher == "ray" else {}
     cluster = {"launcher": launcher, "image": "i", "mounts": claims, **more}
     (folder / "clusters.yaml").write_text(yaml.safe_dump({"clusters": {"c": cluster}}))
     assert submit(["run.yaml", "--cluster", "c", "--dry_run", *words]) == 0
     said = capsys.readouterr().err
     assert said.count("megaswift: warning: ") == len([text for text in warned if text.startswith("--")])
     assert all(text in said for text in warned)
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "warned"),
+    [({}, [], True), ({}, ["--output_dir", "/o"], False), ({"workdir": "/w"}, [], False)],
+)
+def test_an_output_directory_in_ray_s_copy_of_the_job_is_named(
+    options: dict[str, str], words: list[str], warned: bool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = {"launcher": "ray", "address": "http://127.0.0.1:8265", **options}
+    (folder / "clusters.yaml").write_text(yaml.safe_dump({"clusters": {"c": cluster}}))
+    assert submit(["run.yaml", "--cluster", "c", "--dry_run", *words]) == 0
+    assert ("--output_dir out is below Ray's copy" in capsys.readouterr().err) is warned
 
 
 def test_a_missing_tool_is_one_message(

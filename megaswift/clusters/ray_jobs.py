@@ -24,7 +24,6 @@ from megaswift.clusters.kubernetes_pods import (
     pod_spec,
     run_config_map,
 )
-from megaswift.clusters.node_setup_shell_lines import shell_words
 from megaswift.errors import Problem
 
 MANIFEST, RUNTIME = "job.yaml", "runtime_env.yaml"
@@ -111,8 +110,15 @@ def _run_words(job: Job, run_file: str) -> list[str]:
 
 
 def _entry(job: Job, run_file: str) -> str:
-    setup = [str(line) for line in job.cluster.get("setup") or ()]
-    return "\n".join([*setup, f"exec {shell_words(_run_words(job, run_file))}"])
+    """Of the driver; workers start in its folder. Without workdir that is Ray's: its copy of the job's files, or the
+    image's."""
+    words = [shlex.quote(word) for word in _run_words(job, run_file)]
+    lines = [str(line) for line in job.cluster.get("setup") or ()]
+    if workdir := job.cluster.get("workdir"):
+        words[words.index("train") + 1] = '"$run"'
+        place = shlex.quote(run_file) if run_file.startswith("/") else f'"$PWD"/{shlex.quote(run_file)}'
+        lines = [f"run={place}", f"cd -- {shlex.quote(str(workdir))} || exit 1", *lines]
+    return "\n".join([*lines, f"exec {' '.join(words)}"])
 
 
 def _ray_cluster(job: Job) -> dict[str, Any]:

@@ -9,13 +9,16 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megaswift.clusters.cluster_and_job import Cluster
 from megaswift.clusters.scheduler_protocol import scheduler_of
 from tests.clusters.jobs import job
+from tests.clusters.programs import program, run_here
 from tests.network_namespaces import Machine, machines, why_not
 from tests.sources import ROOT
 from tests.trainers.inputs import write_inputs
@@ -98,6 +101,26 @@ def test_a_job_on_two_ray_nodes(tmp_path: Path) -> None:
         shutil.rmtree(short, ignore_errors=True)
     assert (tmp_path / "out/hf/model.safetensors").exists()
     assert "learning_rate: 0.001" in (tmp_path / "out/config.yaml").read_text()
+
+
+@pytest.mark.parametrize("submit_to", ["address", "rayjob"])
+def test_a_job_starts_in_the_cluster_s_workdir(submit_to: str, tmp_path: Path) -> None:
+    """And finds its configuration, which a submitted job has in the folder where Ray starts it."""
+    place = tmp_path / "it's $(a) folder"
+    place.mkdir()
+    more = {"submit_to": submit_to, "image": "i", "ray_version": "2.51.0", "python": str(program(tmp_path))}
+    made = job("ray", **more)
+    made = replace(made, cluster=Cluster("lab", "ray", {**made.cluster.options, "workdir": str(place)}))
+    rendered = scheduler_of("ray").render(made)
+    if submit_to == "address":
+        words = list(rendered.commands[-1])
+        command, run_file = words[words.index("--") + 1 :], "/run.yaml"
+    else:
+        command = ["bash", "-c", list(yaml.safe_load_all(rendered.files["job.yaml"]))[-1]["spec"]["entrypoint"]]
+        run_file = "/etc/megaswift/run.yaml"
+    (arrived,) = run_here(command, tmp_path)
+    assert arrived["folder"] == str(place) and arrived["words"][2] == "train"
+    assert arrived["words"][3].replace("//", "/") == run_file
 
 
 @pytest.mark.parametrize("submit_to", ["rayjob", "raycluster"])
