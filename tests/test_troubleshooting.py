@@ -19,9 +19,9 @@ from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.engine import start_default_process_group
 from megaswift.errors import ConfigError, UserError
-from megaswift.launchers.torchrun_agent import WorkerFailure, failure_text
 from megaswift.launchers.torchrun_launcher import port_in_use_problems
 from megaswift.launchers.wait_for_nodes import wait_for_nodes
+from megaswift.launchers.worker_failure import WorkerFailure, failure_text
 from megaswift.trainers import failed_collective_diagnosis_and_stacks
 from megaswift.trainers.find_ranks_blocking_a_collective import RankState
 from megaswift.trainers.out_of_memory import out_of_memory_error

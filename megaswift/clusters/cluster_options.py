@@ -88,7 +88,11 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
     ClusterOption("gpus_per_node", "number", "GPUs of a node, one process each; 0: a CPU job"),
     ClusterOption("cpus_per_node", "count", "CPU cores of a node to reserve", (SLURM, KUBERNETES, RAY, DLC)),
     ClusterOption("memory_per_node", "name", "Memory of a node to reserve: 200Gi, 200G", (SLURM, KUBERNETES, RAY, DLC)),
-    ClusterOption("workdir", "path", "Folder in which a job starts; default: the folder of `megaswift submit`"),
+    ClusterOption(
+        "workdir",
+        "path",
+        "Folder in which a job starts; default: that of `megaswift submit`, in pods /workspace, Ray's own",
+    ),
     ClusterOption("environment", "mapping", "Environment variables of a job"),
     ClusterOption(
         "secrets", "mapping", "Kubernetes: variable to SECRET/KEY of the cluster's secrets", (KUBERNETES, RAY)

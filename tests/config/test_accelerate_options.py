@@ -11,7 +11,7 @@ from megaswift.config import SwiftConfig, load_config
 from megaswift.config.accelerate_options import accelerate_notices, python_api_accelerate_engine_problems
 from megaswift.config.engine_rules import requested_engine
 from megaswift.errors import ConfigError
-from tests.config.test_launcher_environment import ACCELERATE, ALONE
+from tests.config.test_variables_set_by_launcher import ACCELERATE, ALONE
 
 ZERO2 = ACCELERATE | {
     "ACCELERATE_USE_DEEPSPEED": "true",
