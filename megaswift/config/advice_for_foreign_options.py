@@ -157,7 +157,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "gkd_logits_topk": _TEACHER,
     "sft_alpha": "use --rpo_alpha for DPO with an SFT term",
     "dpo_beta": "--beta",
-    "external_plugins": "--reward_funcs FILE.py:function",
     "reward_model_plugin": "--reward_funcs FILE.py:function",
     "reward_model_type": "--reward_model DIR",
     "ref_model_type": "--ref_model DIR",

@@ -25,14 +25,7 @@ BACKEND_SPELLINGS = {
     "sglang_server": "sglang",
 }
 """`use_vllm` is a switch, `vllm_mode` says where it runs."""
-MODES = (
-    "token_truncate",
-    "token_mask",
-    "sequence_truncate",
-    "sequence_mask",
-    "geometric_truncate",
-    "geometric_mask",
-)
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask")
 """Weights of samples: of a token, of a completion as the product of its tokens' (TRL's meaning), as their geometric
 mean. What ms-swift's names say is put in these terms by `ms_swift_rollout_correction.py` before it is read here."""
 
@@ -174,6 +167,13 @@ class RlConfig:
         "Reward functions: accuracy, format, ... (docs/rewards.md), or FILE.py:function",
         aliases=("reward_functions",),
         tasks=RL,
+    )
+    external_plugins: tuple[str, ...] = option(
+        (),
+        "Python files that register reward classes, as ms-swift's orms",
+        aliases=("custom_register_path",),
+        tasks=RL,
+        metavar="FILE...",
     )
     reward_model: tuple[str, ...] = option((), "Reward model folders", tasks=RL, metavar="DIR...")
     reward_weights: tuple[float, ...] = option(

@@ -28,8 +28,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("max_model_len", UNSET, "--max_length limits rows, and --rope_scaling scales positions to it", "--max_length N"),
     ("reward_model_revision ref_model_revision", UNSET, "reward and reference models are folders",
      "download the revision, and give its folder"),
-    ("custom_register_path", UNSET, "no Python files are loaded to register models, templates or data sets",
-     "--reward_funcs FILE.py:function loads reward functions"),
     ("model_kwargs", UNSET, "settings of images and videos come from the model's preprocessor_config.json",
      _PREPROCESSOR),
     ("enable_npu_model_patch", EITHER, "models are not patched", LEAVE),

@@ -1,15 +1,17 @@
-"""Resolves `--reward_funcs`: built-in names or `FILE.py:function`. All problems are reported before anything is
-built."""
+"""Resolves `--reward_funcs`: built-in names, `FILE.py:function` or names that `--external_plugins` registers. All
+problems are reported before anything is built."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megaswift.errors import ConfigError, Problem
 from megaswift.registry import Registry
 from megaswift.rewards import accuracy_cosine_length, code_reward, format_and_length_rewards
+from megaswift.rewards.ms_swift_plugins import load_plugin_rewards, make_plugin_reward
 from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardFunction
 from megaswift.rewards.user_reward_function import UserFunction, load_user_reward_function
 
@@ -43,7 +45,9 @@ def is_file_function(name: str) -> bool:
     return ":" in name or name.endswith(".py")
 
 
-def _one(name: str, options: BuiltInRewardParameters) -> RewardFunction:
+def _one(name: str, options: BuiltInRewardParameters, plugins: Mapping[str, Any]) -> RewardFunction:
+    if name in plugins:
+        return make_plugin_reward(name, plugins[name])
     if not is_file_function(name):
         return NAMED.get(SPELLINGS.get(name, name))(options)
     if name.endswith(".py"):
@@ -51,14 +55,17 @@ def _one(name: str, options: BuiltInRewardParameters) -> RewardFunction:
     return load_user_reward_function(name)
 
 
-def load_reward_functions(names: Sequence[str], options: BuiltInRewardParameters) -> list[RewardFunction]:
+def load_reward_functions(
+    names: Sequence[str], options: BuiltInRewardParameters, plugin_files: Sequence[str] = ()
+) -> list[RewardFunction]:
     """The functions in their order, each under a name of its own; ConfigError with all that is wrong."""
+    plugins = load_plugin_rewards(plugin_files)
     functions: dict[str, RewardFunction] = {}
     problems: list[Problem] = []
     for name in names:
         flag = f"--reward_funcs {name}"
         try:
-            function = _one(name, options)
+            function = _one(name, options, plugins)
         except ConfigError as error:
             problems += [replace(p, what=flag) if p.what.startswith("--reward_funcs ") else p for p in error.problems]
             continue

@@ -99,10 +99,11 @@ def load_user_reward_function(text: str) -> UserFunction:
         raise ConfigError(
             Problem(flag, f"{name} is a class", f"create an instance in {path.name}: {name.lower()} = {name}(...)")
         )
-    return _described(name, function, flag)
+    return describe_user_function(name, function, flag)
 
 
-def _described(name: str, function: Callable[..., Any], flag: str) -> UserFunction:
+def describe_user_function(name: str, function: Callable[..., Any], flag: str) -> UserFunction:
+    """What a function takes, by its parameters."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # of a function in C that says nothing
