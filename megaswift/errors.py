@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ EXIT_OOM_RETRY = 75
 """Out of memory: the launcher starts the run once more with a smaller micro-batch (EX_TEMPFAIL of sysexits.h)."""
 EXPLAINED = (EXIT_USER_ERROR, EXIT_NO_PROGRESS)
 """Exit codes of processes that have printed a message of their own."""
-NOT_RESTARTED = (*EXPLAINED, EXIT_HARDWARE)
+EXIT_MACHINE_TAKEN = 128 + signal.SIGUSR1
+"""A machine will be taken away (`--preemption_command`): the run has saved, as on a cluster's SIGUSR1."""
+NOT_RESTARTED = (*EXPLAINED, EXIT_HARDWARE, EXIT_MACHINE_TAKEN)
 """Exit codes after which a restart on the same machines would end the same."""
 
 

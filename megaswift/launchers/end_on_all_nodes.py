@@ -1,4 +1,4 @@
-"""A run of several nodes that ends with exit code 2, 3 or 4 ends on all of them, without a restart.
+"""A run of several nodes that ends with exit code 2, 3, 4 or 138 ends on all of them, without a restart.
 
 torchrun's agents know nothing of each other's exit codes: the node of the failed rank would start again or end, and the
 others would wait for it. The node where such an exit code occurs writes it to the store of the nodes

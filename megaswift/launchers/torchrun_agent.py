@@ -1,7 +1,7 @@
 """torchrun's agent as megaswift starts it: `python -m megaswift.launchers.torchrun_agent TORCHRUN_OPTIONS`.
 
 The same agent and the same workers. What differs is how it ends: one line in place of torchrun's traceback, and the
-exit code of the process that failed first in place of 1; on several nodes, exit codes 2, 3 and 4 of one end all
+exit code of the process that failed first in place of 1; on several nodes, some exit codes of one end all
 (`end_on_all_nodes.py`). The agent and its workers end with the process that started
 them. torchrun's own log is off unless LOGLEVEL is set.
 """

@@ -128,10 +128,10 @@ def run_torchrun_with_restarts(
 ) -> int:
     """Runs the command to its end, up to `restarts` times again when a process of it fails; the last exit code.
 
-    A user's mistake, a run that learns nothing and a GPU with errors would end the same again, and a signal asks for an
-    end: none of them is restarted. Out of memory is, once, beside `restarts`: the run has a smaller micro-batch then.
-    Workers see by RESTARTS that they are another attempt, and resume. `alone`: no other node takes part; this one would
-    start again without it.
+    A user's mistake, a run that learns nothing, a GPU with errors and a machine that will be taken away would end the
+    same again, and a signal asks for an end: none of them is restarted. Out of memory is, once, beside `restarts`: the
+    run has a smaller micro-batch then. Workers see by RESTARTS that they are another attempt, and resume. `alone`: no
+    other node takes part; this one would start again without it.
     """
     environ = {name: value for name, value in environ.items() if name != OOM_RETRY}
     started = failures = retried = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaswift.errors import EXPLAINED, NOT_RESTARTED
+from megaswift.errors import NOT_RESTARTED
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure:
 
 def failure_text(failure: WorkerFailure) -> str:
     """The line about a run's end; empty where the process has said itself why it ended."""
-    if failure.explained or failure.code in EXPLAINED:
+    if failure.explained or failure.code in NOT_RESTARTED:
         return ""
     who = f"megaswift: rank {failure.rank} (process {failure.process} on {socket.gethostname()})"
     if failure.code >= 0:

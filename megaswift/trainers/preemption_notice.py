@@ -1,5 +1,6 @@
 """`--preemption_command`: polls a command that knows whether the machine will be taken away (spot or preemptible
-instances); then the run saves and ends as on SIGTERM."""
+instances); then the run saves and ends as on SIGUSR1, which clusters send before a job's time is over: unlike after
+SIGTERM, by which jobs are cancelled, a cluster may queue the job again."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class PreemptionNoticeHook(Hook):
         while not self._closed.wait(self.interval):
             if has_notice(self.words):
                 log.info("preemption_command has given notice: this machine will be taken away")
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGUSR1)
                 return
 
 

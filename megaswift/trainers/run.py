@@ -23,6 +23,7 @@ from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.parallel.layout_checks import layout_for
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.trainers.fit_to_device import fit_to_device
+from megaswift.trainers.interrupt import InterruptedBySignal
 from megaswift.trainers.oom_retry import config_of_retry
 from megaswift.trainers.preflight import preflight
 from megaswift.trainers.task_model_spec import model_spec_for_task
@@ -67,6 +68,9 @@ def run_training(cfg: SwiftConfig) -> Path:
         root = session.run()
         finished = True
         return root
+    except InterruptedBySignal:
+        finished = True  # on all ranks: threads of groups that stay open can abort the interpreter's end
+        raise
     except RuntimeError as error:
         from megaswift.trainers import failed_collective_diagnosis_and_stacks
 

@@ -97,6 +97,7 @@ class TrainingSession:
 
     def run(self) -> Path:
         """Everything, in order; a page about it also when it fails."""
+        interrupted: InterruptedBySignal | None = None
         try:
             self.diagnosis = failed_collective_diagnosis_and_stacks.dump_stacks_on_signal(self.build.outputs.root)
             monitor = None if self.diagnosis is None else CollectiveTimeoutMonitor(self.diagnosis)
@@ -108,6 +109,8 @@ class TrainingSession:
                     self.push_to_hub(loop)
             why = f": {loop.stopping}" if loop.stopping else ""
             self.status = f"finished at step {loop.step}{why}{find_step_monitor(loop).summary()}"
+        except InterruptedBySignal as signalled:  # on all ranks
+            interrupted = signalled
         except RuntimeError as error:
             if not failed_collective_diagnosis_and_stacks.is_lost_rank_error(error):
                 raise
@@ -122,6 +125,8 @@ class TrainingSession:
         if monitor is not None:  # after an error it goes on answering other ranks
             monitor.close()
         log.LOG_FILE.close()
+        if interrupted is not None:
+            raise interrupted
         return self.build.outputs.root
 
     def push_to_hub(self, loop: Loop) -> None:

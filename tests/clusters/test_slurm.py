@@ -183,6 +183,7 @@ def test_srun_itself_starts_nodes_or_ranks(environ: dict[str, str], tmp_path: Pa
         (2, False, 0, 2, False),
         (3, False, 0, 2, False),
         (4, False, 0, 2, True),  # a GPU with errors
+        (138, False, 0, 2, True),  # --preemption_command
         (143, False, 0, 2, False),  # scancel
         (143, True, 0, 2, True),
     ],

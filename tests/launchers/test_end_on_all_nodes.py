@@ -56,6 +56,7 @@ def run_two_nodes(folder: Path, restarts: int, *words: str) -> list[tuple[int, s
     [
         (2, 0, 2, "loses"),
         pytest.param(2, 1, 4, "hangs", marks=pytest.mark.slow),
+        pytest.param(2, 1, 138, "hangs", marks=pytest.mark.slow),
         pytest.param(2, 0, 3, "hangs", marks=pytest.mark.slow),
         pytest.param(2, 1, 2, "loses", marks=pytest.mark.slow),
         pytest.param(0, 0, 4, "hangs", marks=pytest.mark.slow),

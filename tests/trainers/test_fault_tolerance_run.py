@@ -120,11 +120,52 @@ def test_a_gpu_with_errors_ends_the_run_without_a_checkpoint(tmp_path: Path) -> 
     assert not list((tmp_path / "out/checkpoints").glob("step-*"))
 
 
+NOTICE = (
+    BACKWARD
+    + """
+import os, pathlib, time
+
+def fault(number):
+    if number == 3 and not os.path.exists("notice"):
+        pathlib.Path("notice").touch()
+        time.sleep(1)
+"""
+)
+"""Gives notice in the third backward pass, which takes a second."""
+SIGTERM = NOTICE.replace("time.sleep(1)", "os.kill(psutil.Process(os.getppid()).ppid(), 15), time.sleep(1)").replace(
+    "import os,", "import os, psutil,"
+)
+"""The same, by SIGTERM to the command: the launcher's agent is between it and the rank."""
+
+
 @pytest.mark.process
-def test_a_notice_of_preemption_saves_and_ends(tmp_path: Path) -> None:
-    options = "--max_steps 4000 --preemption_interval 0.2 --preemption_command"
-    words = f"{options} test\\ -e\\ {tmp_path}/out/metrics.jsonl"
-    done = run_with_fault(tmp_path, 9, "", words.replace("\\ ", "\0"))
-    assert done.returncode == 128 + 15, done.stderr
-    assert "this machine will be taken away" in done.stderr
-    assert len(list((tmp_path / "out/checkpoints").glob("step-*"))) == 1
+@pytest.mark.parametrize(
+    ("fault", "options", "code"),
+    [
+        (NOTICE, "--preemption_interval 0.05 --preemption_command test\0-e\0notice", 138),
+        pytest.param(
+            NOTICE,
+            "--preemption_interval 0.05 --preemption_command test\0-e\0notice --nproc_per_node 2 --max_restarts 2",
+            138,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(SIGTERM, "--nproc_per_node 2 --max_restarts 2", 143, marks=pytest.mark.slow),
+    ],
+    ids=["command", "command, two processes", "SIGTERM, two processes"],
+)
+def test_a_spot_notice_and_the_run_that_goes_on(fault: str, options: str, code: int, tmp_path: Path) -> None:
+    """It saves, ends without a restart, and resumed it has the losses and weights of a run without notice, to the
+    bit."""
+    whole, faulty = tmp_path / "whole", tmp_path / "faulty"
+    whole.mkdir(), faulty.mkdir()
+    processes = "--nproc_per_node 2" if "--nproc" in options else ""
+    assert run_with_fault(whole, 9, "", processes).returncode == 0
+    done = run_with_fault(faulty, 0, fault, options)
+    assert done.returncode == code and "restart 1" not in done.stderr, done.stderr
+    assert ("this machine will be taken away" in done.stderr) == (code == 138)
+    kept = list((faulty / "out/checkpoints").glob("step-*"))
+    assert 3 <= len(losses(faulty)) < 6 and len(kept) == 1
+    again = run_with_fault(faulty, 9, "", f"{processes} --resume_from_checkpoint latest")
+    assert again.returncode == 0 and losses(faulty) == losses(whole), again.stderr
+    weights = [(folder / "out/hf/model.safetensors").read_bytes() for folder in (whole, faulty)]
+    assert len(losses(whole)) == 6 and weights[0] == weights[1]
