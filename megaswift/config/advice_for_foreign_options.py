@@ -201,8 +201,17 @@ _EIGHT_BITS = "--optimizer adamw_8bit, which is bitsandbytes'"
 OTHER_OPTIMIZERS = (
     *("adamw_anyprecision", "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "adagrad"),
     *("rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "grokadamw", "stable_adamw"),
+    *("adam_mini", "adamax", "nadam", "radam", "adadelta", "lamb", "onebitadam", "zerooneadam", "onebitlamb"),
+    *("sinkhorn", "soap", "shampoo", "sophia", "badam", "dion"),
 )
-"""Names of transformers that have no counterpart."""
+"""Names of transformers, torch, DeepSpeed and papers that have no counterpart."""
+OTHER_ADAPTERS = (
+    *("adamss", "beft", "c3a", "cartridge", "deft", "frod", "glora", "hira", "lily", "osf", "peanut", "poly", "psoft"),
+    *("pvera", "shadow", "supertuning", "tinylora", "unilora", "xlora", "part", "restuning", "scetuning", "side"),
+)
+"""Names of PEFT and ms-swift that have no counterpart."""
+_LENGTHENING = ("prompt", "prompt_tuning", "multitask_prompt_tuning", "prefix", "prefix_tuning", "p_tuning", "cpt")
+_SOME_WEIGHTS = "--train_type full --freeze_parameters . --trainable_parameters "
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Switches of transformers, TRL and Megatron-LM."""
 
@@ -222,8 +231,13 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("optimizer", "dist_muon"): "--optimizer muon, whose states are whole on every rank (engine ddp)",
     **dict.fromkeys((("optimizer", name) for name in ("lomo", "adalomo")), _LOMO),
     **dict.fromkeys(
-        (("optimizer", name) for name in ("apollo_adamw", "apollo_adamw_layerwise", "q_galore")), _LOW_RANK
+        (("optimizer", name) for name in ("apollo", "apollo_adamw", "apollo_adamw_layerwise", "q_galore")), _LOW_RANK
     ),
+    ("optimizer", "galore"): "--optimizer galore_adamw",
+    ("optimizer", "lorap"): "--lorap_lr_ratio 16, which is LoRA+, with any optimizer",
+    ("optimizer", "multimodal"): "leave it out: all parts use --learning_rate",
+    ("optimizer", "muonclip"): "--optimizer muon: clipping of attention logits (QK-Clip) is not supported",
+    ("optimizer", "adaptive_muon"): "--optimizer muon, whose states are whole on every rank (engine ddp)",
     **dict.fromkeys((("optimizer", f"{name}_layerwise") for name in GALORE), _LOW_RANK),
     **dict.fromkeys((("optimizer", name) for name in ("adamw_torch_4bit", "adamw_torch_8bit")), _EIGHT_BITS),
     **dict.fromkeys(
@@ -249,6 +263,26 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("loss_type", "real"): "--loss_type grpo: REAL is not supported",
     ("lr_scheduler_type", "greedy"): (
         "--lr_scheduler_type linear: the learning rate depends on the step only, not on the loss"
+    ),
+    ("lr_scheduler_type", "onecycle"): "--lr_scheduler_type cosine with --warmup_ratio 0.3: OneCycle is not supported",
+    ("lr_scheduler_type", "lrrangetest"): "--lr_scheduler_type constant: a range test is several runs here",
+    **dict.fromkeys(
+        (("train_type", name) for name in OTHER_ADAPTERS), "--train_type lora: this adapter is not supported"
+    ),
+    **dict.fromkeys(
+        (("train_type", name) for name in (*_LENGTHENING, "adaption_prompt")),
+        "--train_type lora: adapters that lengthen the input are not supported",
+    ),
+    ("train_type", "ln_tuning"): _SOME_WEIGHTS + "norm, which trains the norms themselves",
+    ("train_type", "bitfit"): _SOME_WEIGHTS + "bias$",
+    ("train_type", "freeze"): _SOME_WEIGHTS + "PATTERN...",
+    ("train_type", "trainable_tokens"): "--train_type lora --modules_to_save embed_tokens",
+    ("train_type", "galore"): "--train_type full --optimizer galore_adamw",
+    ("train_type", "lisa"): "--train_type lora: training other layers in turn (LISA) is not supported",
+    **{("train_type", name): f"--train_type lora --init_weights {name}" for name in ("pissa", "olora")},
+    ("train_type", "loftq"): "--train_type qlora --init_weights loftq",
+    **dict.fromkeys(
+        (("train_type", name) for name in ("lora+", "lorap", "loraplus")), "--train_type lora --lorap_lr_ratio 16"
     ),
     ("train_type", "longlora"): (
         "--train_type lora with --rope_scaling yarn for longer contexts: the shifted attention of LongLoRA is not "

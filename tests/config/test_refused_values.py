@@ -1,0 +1,72 @@
+"""Names of optimizers, schedules and adapters of other toolkits: each is taken, or refused with an answer of its own
+that is taken.
+
+Covers: megaswift/config/advice_for_foreign_options.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megaswift.config.advice_for_foreign_options import VALUES_ELSEWHERE, foreign_value_advice
+from megaswift.config.non_lora_peft_methods import VARIANTS
+from megaswift.config.option import Option
+from megaswift.config.parse_option_values import InvalidValue, parse_option_value
+from megaswift.config.sections import NAMES, OPTIONS
+
+MS_SWIFT_TUNERS = (
+    *("lora", "full", "lora_llm", "longlora", "adalora", "llamapro", "adapter", "vera", "boft", "fourierft", "reft"),
+    *("bone", "prompt", "side", "restuning", "scetuning", "part"),
+)
+"""Documented values of `tuner_type`, and the other names of its table of tuners."""
+MS_SWIFT_OPTIMIZERS = ("galore", "lorap", "muon", "muonclip", "multimodal")
+MEGATRON_OPTIMIZERS = ("adam", "sgd", "muon", "dist_muon")
+LLAMA_FACTORY_TYPES = ("lora", "oft", "freeze", "full")
+
+
+def population() -> list[tuple[str, str]]:
+    """(option, value of another toolkit)."""
+    from peft import PeftType
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    tuners = {*MS_SWIFT_TUNERS, *LLAMA_FACTORY_TYPES, *(t.value.lower() for t in PeftType)}
+    optimizers = {*MS_SWIFT_OPTIMIZERS, *MEGATRON_OPTIMIZERS, "apollo", "sinkhorn", *(o.value for o in OptimizerNames)}
+    named = {"train_type": tuners, "optimizer": optimizers, "lr_scheduler_type": {s.value for s in SchedulerType}}
+    return [(option, value) for option, values in named.items() for value in sorted(values)]
+
+
+def taken(option: Option, value: str) -> bool:
+    try:
+        parse_option_value(option, value)
+    except InvalidValue:
+        return False
+    return True
+
+
+def test_every_name_is_taken_or_answered() -> None:
+    names = population()
+    assert len(names) > 100
+    without = [
+        (option, value)
+        for option, value in names
+        if not taken(OPTIONS[option], value) and value not in VARIANTS and not foreign_value_advice(option, value)
+    ]
+    assert without == []
+
+
+@pytest.mark.parametrize("option", ["train_type", "optimizer", "lr_scheduler_type"])
+def test_what_an_answer_names_is_taken(option: str) -> None:
+    """`--optimizer galore_adamw` in an answer must parse; nothing that is taken has an answer."""
+    answers = {value: text for (name, value), text in VALUES_ELSEWHERE.items() if name == option}
+    assert [value for value in answers if taken(OPTIONS[option], value)] == []
+    advised = {
+        (name, word)
+        for text in answers.values()
+        for name, word in re.findall(r"--(\w+) ([^-\s:,]+)", text)
+        if word.islower() or word.replace(".", "").isdigit()
+    }
+    assert {name for name, _ in advised} <= {*NAMES}
+    assert [(n, w) for n, w in sorted(advised) if w not in ("with", "or") and not taken(OPTIONS[NAMES[n]], w)] == []
