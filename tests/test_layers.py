@@ -66,12 +66,13 @@ NO_TORCH = (
 )
 AGENT = (
     "megaswift.launchers.torchrun_agent",
+    "megaswift.launchers.end_on_all_nodes",
     "megaswift.launchers.wait_for_nodes",
     "megaswift.launchers.work_on_node_0",
     "megaswift.diagnosis.import_probe",
 )
-"""A program of its own around torchrun, its wait for the other nodes, and the program that imports torch for `megaswift
-doctor`; all import torch when they are called."""
+"""A program of its own around torchrun, its word to the other nodes and its wait for them, and the program that imports
+torch for `megaswift doctor`; all import torch when they are called."""
 
 
 def layer(module: str) -> int:

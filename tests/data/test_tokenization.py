@@ -201,7 +201,7 @@ def test_csv_rows_of_the_wrong_width(tmp_path: Path) -> None:
     [
         ("nothing.jsonl", "no such file"),
         ("/nowhere/at/all", "no such file"),
-        ("d.bin", "unknown file type"),
+        ("d.dat", "unknown file type"),
         ("d.jsonl:train", "does not have subsets"),
         ("empty", "no data files"),
         ("none.jsonl", "no rows"),
@@ -216,7 +216,7 @@ def test_csv_rows_of_the_wrong_width(tmp_path: Path) -> None:
 )
 def test_wrong_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str, said: str) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "d.bin").write_text("x")
+    (tmp_path / "d.dat").write_text("x")
     (tmp_path / "empty").mkdir()
     (tmp_path / "none.jsonl").write_text("\n")
     (tmp_path / "bad.json").write_text("[nope]")

@@ -27,6 +27,8 @@ def context() -> Iterator[ParallelContext]:
 
 def draw() -> list[float]:
     """From every generator; Gaussians leave a spare value behind."""
+    from megatron.core import tensor_parallel
+
     found = [
         random.random(),
         random.gauss(0, 1),
@@ -34,7 +36,7 @@ def draw() -> list[float]:
         float(np.random.randn()),
         float(torch.rand(())),
     ]
-    tracker = save_load.tensor_parallel.get_cuda_rng_tracker()
+    tracker = tensor_parallel.get_cuda_rng_tracker()
     for name in sorted(tracker.get_states()):
         with tracker.fork(name):
             found.append(float(torch.rand(())))

@@ -38,7 +38,7 @@ def test_a_run_gives_it(options: dict[str, Any], seconds: float, monkeypatch: py
     class Stop(Exception):
         pass
 
-    def context(layout: Any, timeout_s: float, *_: Any) -> None:
+    def context(layout: Any, timeout_s: float, *_: Any, **__: Any) -> None:
         raise Stop(timeout_s)
 
     monkeypatch.setattr(module, "locate_model", lambda *_, **__: Path())

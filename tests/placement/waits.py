@@ -80,13 +80,14 @@ def _checkpoint(
 
 
 _WHOLE = "read megaswift.engine.torch.strategy_independent_checkpoint:stream_weights.<locals>.<dictcomp>"
+_FSDP_BROADCAST = "copy megaswift.engine.torch.read_tensors_once_over_ranks:_broadcast"
 _FSDP_SAVED = {
     "save": {OBJECTS: 1, _WHOLE: 47, "read megaswift.bridge.hf_safetensors_writer:_write_tensor": 94},
     "export": {OBJECTS: 1, _WHOLE: 47},
-    "load": {OBJECTS: 2, "copy megaswift.engine.torch.fsdp:FsdpStrategy.put": 141},
+    "load": {OBJECTS: 4, _FSDP_BROADCAST: 71},
 }
-"""One a tensor: 47 weights and their two moments. The first rank writes."""
-_FSDP_READ = {"save": {OBJECTS: 1}, "export": {OBJECTS: 1}, "load": _FSDP_SAVED["load"]}
+"""One a tensor: 47 weights and their two moments. The first rank writes; each reads half of them and broadcasts it."""
+_FSDP_READ = {"save": {OBJECTS: 1}, "export": {OBJECTS: 1}, "load": {OBJECTS: 4, _FSDP_BROADCAST: 70}}
 FSDP_ROLLOUT = FSDP | SAMPLER | ROLLOUT_LOOP
 FSDP_ROLLOUT |= {
     SCORES: 2,

@@ -120,7 +120,7 @@ def test_a_cpu_has_no_memory_of_a_device(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_the_estimate_does_not_cover_is_refused(model: Path, tmp_path: Path) -> None:
-    cfg = config(model, tmp_path, device_memory="1GiB", megatron_extra_kwargs={"cuda_graph_warmup_steps": "3"})
+    cfg = config(model, tmp_path, device_memory="1GiB", megatron_extra_kwargs={"attention_softmax_in_fp32": "true"})
     assert "the memory estimate does not cover --megatron_extra_kwargs" in refused(cfg)
 
 

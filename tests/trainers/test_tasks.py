@@ -43,7 +43,7 @@ def test_a_task_brings_a_loop_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     session: Any = SimpleNamespace(
         cfg=SimpleNamespace(data=SimpleNamespace(max_length=4)),
         spec=SimpleNamespace(max_positions=8),
-        build=SimpleNamespace(task=own, resumed=None),
+        build=SimpleNamespace(task=own, resumed=None, layout=SimpleNamespace(world_size=1)),
         resume=lambda: None,
         upload=None,
     )

@@ -123,7 +123,7 @@ SAMPLING: dict[str, tuple[Options, Options]] = {
     "repetition_penalty": ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
 }
 BIASED = ("top_p", "top_k", "min_p", "repetition_penalty")
-TOKENIZER = SimpleNamespace(eos_token_id=3)
+TOKENIZER = SimpleNamespace(eos_token_id=3, chat_template=None)
 
 
 @pytest.mark.parametrize("name", SAMPLING)
@@ -284,9 +284,7 @@ def test_the_source_of_steps(name: str) -> None:
 def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions in the order of their names, then models; every option of theirs goes along."""
     asked: list[Any] = []
-    monkeypatch.setattr(
-        build_module, "load_reward_functions", lambda names, options: asked.append((tuple(names), options)) or []
-    )
+    monkeypatch.setattr(build_module, "load_reward_functions", lambda *given: asked.append(given) or [])
     numbers: Options = {
         "max_completion_length": 200,
         "soft_max_length": 77,
@@ -301,9 +299,11 @@ def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers |= {f.name: 0.25 for f in fields(BuiltInRewardParameters) if f.name.endswith(("_wrong", "_correct"))}
     assert numbers.keys() == {f.name for f in fields(BuiltInRewardParameters)}
     names = ("cosine", "soft_overlong", "repetition", "code")
-    cfg = run(reward_funcs=names, reward_model=["m"], reward_weights=[1, 2, 3, 4, 5], **numbers)
+    cfg = run(
+        reward_funcs=names, reward_model=["m"], reward_weights=[1, 2, 3, 4, 5], external_plugins=["p.py"], **numbers
+    )
     monkeypatch.setattr("megaswift.rewards.reward_model.load_reward_models", lambda folders, options, taken: [*folders])
-    assert reward_functions_of(cfg) == ["m"] and asked == [(names, BuiltInRewardParameters(**numbers))]
+    assert reward_functions_of(cfg) == ["m"] and asked == [(names, BuiltInRewardParameters(**numbers), ("p.py",))]
     assert reward_weights_of(cfg) == [1, 2, 3, 4, 5] and reward_weights_of(run(reward_model=["m"])) == [1.0] * 2
 
 
@@ -328,6 +328,7 @@ def test_so_many_completions_are_written(most: int | None, lines: int, tmp_path:
 
 
 ELSEWHERE = {
+    "external_plugins": "here",
     "async_generation": "test_policy_run",
     "environment": "test_policy_run",
     "max_turns": "here",
