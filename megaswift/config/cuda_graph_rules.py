@@ -27,10 +27,10 @@ def _graphs_and(when: Test) -> Test:
 
 _CLASHES: tuple[tuple[tuple[str, ...], Test, str, str], ...] = (
     (
-        ("packing", "padding_free"),
+        ("packing", "padding_free", "reset_attention_mask"),
         lambda c: c.data.shares_rows,
         "needs tensors of one shape; the bounds of documents in shared rows differ from row to row",
-        "--packing false --padding_free false",
+        "--packing false --padding_free false --reset_attention_mask false",
     ),
     (
         ("recompute_granularity",),

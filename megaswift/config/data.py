@@ -24,6 +24,13 @@ CHATS = SFT + ALIGNMENT
 """Tasks of conversations."""
 
 
+def split_shares(split: str) -> tuple[float, float, float]:
+    """The shares of training, evaluation and tests that `969,30,1` names, adding up to 1; missing ones are 0."""
+    shares = [*(float(share) for share in re.findall(r"[.0-9]+", split)), 0.0, 0.0, 0.0][:3]
+    total = sum(shares) or 1.0
+    return shares[0] / total, shares[1] / total, shares[2] / total
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Data"""
@@ -126,11 +133,9 @@ class DataConfig:
     @property
     def evaluation_share(self) -> float:
         """The part of indexed data that `data_split` names for evaluation."""
-        shares = [float(text) for text in re.findall(r"[.0-9]+", self.data_split or "1")]
-        total = sum(shares)
-        return shares[1] / total if len(shares) > 1 and total > 0 else 0.0
+        return split_shares(self.data_split or "1")[1]
 
     @property
     def shares_rows(self) -> bool:
-        """Whether a row of a batch holds several samples."""
-        return bool(self.packing or self.padding_free)
+        """Whether a row of a batch holds several documents, each with attention of its own."""
+        return bool(self.packing or self.padding_free or self.reset_attention_mask)

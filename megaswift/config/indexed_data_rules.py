@@ -108,6 +108,12 @@ INDEXED_DATA_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption("packing", _DATA, reads_indexed_data, _FULL, "leave it out", neutral=(None, True)),
     IgnoredOption("truncation_strategy", _DATA, reads_indexed_data, _FULL, "other data", neutral=("delete", "split")),
     IgnoredOption("padding_free", _DATA, reads_indexed_data, _FULL, "other data", neutral=(None, False, True)),
+    *(
+        IgnoredOption(
+            name, _DATA, _other, "attention and positions stay within a document", "leave it out", (None, False), True
+        )
+        for name in ("reset_attention_mask", "reset_position_ids")
+    ),
     IgnoredOption("data_split", _DATA, _other, "there is no .idx file of {dataset}", "--split_dataset_ratio"),
 )
 INDEXED_DATA_CLASHES: tuple[ConflictingOptions, ...] = (
@@ -167,6 +173,12 @@ INDEXED_DATA_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: reads_indexed_data(c) and c.data.reset_position_ids and not c.data.reset_attention_mask,
         "positions begin anew only where attention does",
         "--reset_attention_mask true",
+    ),
+    ConflictingOptions(
+        ("tp_comm_overlap", "reset_attention_mask", "dataset"),
+        lambda c: c.parallel.tp_comm_overlap and c.data.reset_attention_mask and reads_indexed_data(c),
+        "needs rows of one length; with documents apart it differs from row to row",
+        "--reset_attention_mask false",
     ),
     *(
         ConflictingOptions(

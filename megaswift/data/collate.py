@@ -98,6 +98,12 @@ def collate_packed(rows: Sequence[Sequence[Document]], shape: PaddingShape, leng
             starts.append(begin)
             ids.append(-1)
         begin += length
-    edges = np.array([*starts, begin], dtype=np.int32)
-    arrays["positions"][0] = np.arange(begin) - np.repeat(edges[:-1], np.diff(edges))
+    return packed_batch(arrays, starts, ids)
+
+
+def packed_batch(arrays: dict[str, np.ndarray], starts: Sequence[int], ids: Sequence[int]) -> Batch:
+    """The batch of filled arrays [1, tokens] whose documents begin at `starts`; positions begin anew with each."""
+    length = arrays["input_ids"].shape[1]
+    edges = np.array([*starts, length], dtype=np.int32)
+    arrays["positions"][0] = np.arange(length) - np.repeat(edges[:-1], np.diff(edges))
     return batch_of_arrays(arrays, torch.tensor(ids), torch.from_numpy(edges))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megaswift.config.indexed_data_rules import IndexedBlend, parse_indexed_blend
-from megaswift.data.collate import PaddingShape, batch_of_arrays, empty_arrays
+from megaswift.data.collate import PaddingShape, batch_of_arrays, empty_arrays, packed_batch
 from megaswift.data.coordinate_token_cache_build import (
     build_once,
     data_cache_folder,
@@ -171,9 +171,7 @@ class IndexedSamples:
                 ids.append(row[1] if len(row) else -1)
                 position += -(-(b - a) // shape.doc_multiple) * shape.doc_multiple
             begin += length
-        bounds = np.array([*starts, begin], dtype=np.int32)
-        arrays["positions"][0] = np.arange(begin) - np.repeat(bounds[:-1], np.diff(bounds))
-        return batch_of_arrays(arrays, torch.tensor(ids), torch.from_numpy(bounds))
+        return packed_batch(arrays, starts, ids)
 
 
 def _padded_length(edges: Sequence[int], shape: PaddingShape) -> int:

@@ -9,11 +9,13 @@ set that is furthest behind its weight. Nothing is drawn anywhere else, so the o
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
+
+from megaswift.config.data import split_shares
 
 SURPLUS = 0.005
 """Samples that are prepared beyond a blend's share of a data set (Megatron-Core's `mid_level_dataset_surplus`)."""
@@ -22,11 +24,9 @@ LAST_EPOCH = 0.8
 
 
 def split_ranges(split: str) -> list[tuple[float, float]]:
-    """The parts of each data set for training, evaluation and tests, as `969,30,1` names them; missing ones: empty."""
-    shares = [float(share) for share in re.findall(r"[.0-9]+", split)]
-    shares = (np.array([*shares, 0.0, 0.0, 0.0][:3]) / sum(shares)).tolist()
-    edges = [0.0, shares[0], shares[0] + shares[1], shares[0] + shares[1] + shares[2]]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    """The parts of each data set for training, evaluation and tests, as `969,30,1` names them."""
+    edges = [0.0, *accumulate(split_shares(split))]
+    return list(pairwise(edges))
 
 
 def sequences_of_split(count: int, part: tuple[float, float]) -> tuple[int, int]:

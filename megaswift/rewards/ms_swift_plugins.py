@@ -22,7 +22,12 @@ from typing import Any
 from megaswift.errors import ConfigError, Problem, missing_path_hint
 from megaswift.rewards.reward_interface_and_scoring import RewardInput
 from megaswift.rewards.reward_value_validation import convert_user_code_errors
-from megaswift.rewards.user_reward_function import UserFunction, describe_user_function, import_user_file
+from megaswift.rewards.user_reward_function import (
+    AsyncUserFunction,
+    UserFunction,
+    describe_user_function,
+    import_user_file,
+)
 
 PACKAGE = "swift"
 
@@ -107,12 +112,8 @@ class PluginReward(UserFunction):
 
 
 @dataclass(frozen=True)
-class AsyncPluginReward(PluginReward):
+class AsyncPluginReward(PluginReward, AsyncUserFunction):
     """Its `__call__` is `async def`."""
-
-    async def wait(self, samples: Sequence[RewardInput]) -> Any:
-        """What it returns in the end."""
-        return await self.function(**self.arguments(samples))
 
 
 def _messages(sample: RewardInput) -> list[Any]:
@@ -148,6 +149,5 @@ def make_plugin_reward(name: str, registered: Any) -> UserFunction:
             takes_args = "args" in inspect.signature(registered).parameters
             made = registered(**({"args": None} if takes_args else {}))
     described = describe_user_function(name, made, flag)
-    waits = inspect.iscoroutinefunction(getattr(made, "__call__", made))  # noqa: B004
-    kind = AsyncPluginReward if waits else PluginReward
+    kind = AsyncPluginReward if isinstance(described, AsyncUserFunction) else PluginReward
     return kind(name, made, described.takes, described.columns - {"messages"})

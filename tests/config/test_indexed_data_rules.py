@@ -7,6 +7,7 @@ import pytest
 from megaswift.config import load_config
 from megaswift.config.indexed_data_rules import INDEXED_DATA_CLASHES, INDEXED_DATA_IGNORED
 from megaswift.config.sections import NAMES
+from megaswift.errors import ConfigError
 from tests.config.refusals import assert_contradiction, assert_idle
 
 BLEND = "--dataset 1 a"
@@ -21,8 +22,11 @@ IDLE = [
     (f"--truncation_strategy left {BLEND}", "--truncation_strategy left"),
     (f"--padding_free true --truncation_strategy raise {BLEND}", "--truncation_strategy raise"),
     ("--data_split 9,1", f"--data_split 9,1 {BLEND}"),
+    ("--reset_attention_mask true", f"--reset_attention_mask true {BLEND}"),
+    ("--reset_position_ids true", f"--reset_position_ids true --reset_attention_mask true {BLEND}"),
 ]
 CLASHING = [
+    ("tp_comm_overlap", f"--tp_comm_overlap --tp 2 --sp --reset_attention_mask true {BLEND}"),
     ("dataset", "sft --dataset 1 a"),
     ("dataset", "--dataset 1 a 2 3"),
     ("streaming", f"--streaming --max_steps 1 {BLEND}"),
@@ -62,3 +66,13 @@ def test_megatron_s_spellings() -> None:
     words = "--train-data-path 1 a --valid-data-path 1 b --packing true --truncation_strategy split"
     c = load_config("pt", words.split(), environ={})
     assert (c.data.dataset, c.data.val_dataset) == (("1", "a"), ("1", "b"))
+
+
+def test_documents_apart_share_rows() -> None:
+    """So that attention kernels and checks of packed rows apply, and CUDA graphs do not."""
+    words = ["--reset_attention_mask", "true", *BLEND.split()]
+    assert load_config("pt", words, environ={}).data.shares_rows
+    assert not load_config("pt", words[2:], environ={}).data.shares_rows
+    assert not load_config("pt", words[:2], environ={}).data.shares_rows
+    with pytest.raises(ConfigError, match="needs tensors of one shape"):
+        load_config("pt", ["--cuda_graph_impl", "local", *words], environ={})
