@@ -31,6 +31,7 @@ def test_a_closed_terminal_saves(tmp_path: Path) -> None:
     told = tmp_path / "told"
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
         os.execv(sys.executable, [sys.executable, "-c", SCRIPT, str(told)])
     assert b"ready" in os.read(terminal, 100)
     os.close(terminal)
