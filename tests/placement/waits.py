@@ -169,7 +169,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "step:dense te pp2 packed": [STEP | PIPELINE | COUNTED, STEP | PIPELINE | COUNTED],
         "step:moe te tp2 sp ep2 etp1 packed": STEP | DISPATCH | COUNTED,
         "step:moe te cp2 packed comm=a2a": STEP | DISPATCH | A2A | COUNTED,
-        "save:dense te dp2 do": [_checkpoint(79, 35, 0, 2), _checkpoint(77, 0, 0, 2, 42)],
+        "save:dense te dp2 do": [_checkpoint(79, 35, 0, 2), _checkpoint(77, 0, 0, 2, 38)],
     },
 }
 FAULTS = {
