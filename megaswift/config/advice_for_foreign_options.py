@@ -118,7 +118,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "template": "--chat_template FILE.jinja; unset: the tokenizer's template",
     "template_type": "--chat_template FILE.jinja; unset: the tokenizer's template",
     "agent_template": "--chat_template FILE.jinja; unset: the tokenizer's template",
-    "interleave_prob": _NOT_SERVED + "mixing by probabilities; data.jsonl#N samples N rows of a file",
     "metric": "--val_dataset FILE and --eval_steps N, which measure the loss",
     "max_pixels": "set max_pixels in the model's preprocessor_config.json",
     "num_workers_per_gpu": "--dataloader_num_workers",

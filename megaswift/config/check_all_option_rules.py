@@ -13,13 +13,13 @@ from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.batch_arithmetic import batch_problems
 from megaswift.config.cuda_graph_rules import CUDA_GRAPH_CLASHES, CUDA_GRAPH_IGNORED
 from megaswift.config.data import RL
+from megaswift.config.data_rules import DATA_CLASHES, DATA_IGNORED
 from megaswift.config.engine_rules import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, requested_engine
 from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
 from megaswift.config.fault_tolerance_rules import FAULT_TOLERANCE_IGNORED
 from megaswift.config.float16_loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
 from megaswift.config.frozen_weight_rules import FROZEN_WEIGHT_IGNORED
 from megaswift.config.generation_batch import generation_batch_problems
-from megaswift.config.indexed_data_rules import INDEXED_DATA_CLASHES, INDEXED_DATA_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.learning_rate_schedule_rules import SCHEDULE_CLASHES, SCHEDULE_IGNORED
 from megaswift.config.loss_scale import loss_scale_problems
@@ -37,15 +37,6 @@ from megaswift.config.torch_compile_liger_determinism_rules import SPEED_CLASHES
 from megaswift.config.tracker_rules import TRACKER_IGNORED
 from megaswift.errors import Problem
 
-
-def _no_random_order(c: Sections) -> bool:
-    return (
-        not c.data.shuffle
-        and not c.data.split_dataset_ratio
-        and not any("#" in d for d in (*c.data.dataset, *c.data.val_dataset))
-    )
-
-
 _is_folder: Test = lambda c: c.model.model is not None and Path(c.model.model).is_dir()  # noqa: E731
 _NO_LORA: Test = lambda c: c.model.train_type == "full"  # noqa: E731
 _FROM_ADAPTERS: Test = lambda c: c.model.train_type != "full" and c.lora.adapters is not None  # noqa: E731
@@ -58,8 +49,6 @@ _IS_LORA, _GIVEN = (
 _NEW = ("lora_rank", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
 _HUB = "applies only to hub IDs, but the model is a local folder"
 _NO_HUB: Test = lambda c: _is_folder(c) and not c.train.push_to_hub  # noqa: E731
-_STREAM = ("streaming", "val_dataset")
-_ONLY_STREAMS: Test = lambda c: c.data.streaming and not c.data.val_dataset  # noqa: E731
 _NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_lora  # noqa: E731
 
 IGNORED: tuple[IgnoredOption, ...] = (
@@ -70,57 +59,6 @@ IGNORED: tuple[IgnoredOption, ...] = (
     *TRACKER_IGNORED,
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
     IgnoredOption("use_hf", ("model", "push_to_hub"), _NO_HUB, _HUB, "--model ORGANIZATION/NAME", (True,)),
-    IgnoredOption(
-        "data_seed",
-        ("shuffle", "split_dataset_ratio", "dataset", "val_dataset"),
-        _no_random_order,
-        "seeds shuffling and splitting, but rows are neither shuffled nor split",
-        "--shuffle true",
-    ),
-    IgnoredOption(
-        "dataset_cache_dir", _STREAM, _ONLY_STREAMS, "streaming does not cache tokenized data", "--streaming false"
-    ),
-    IgnoredOption(
-        "dataset_num_proc",
-        _STREAM,
-        _ONLY_STREAMS,
-        "streaming tokenizes rows as they are read",
-        "--streaming false",
-        (1,),
-        notice=True,
-    ),
-    IgnoredOption(
-        "dataloader_num_workers",
-        ("streaming",),
-        lambda c: c.data.streaming,
-        "streaming reads rows in order in the training process",
-        "--streaming false",
-        notice=True,
-    ),
-    IgnoredOption(
-        "group_by_length",
-        ("packing",),
-        lambda c: c.data.packing,
-        "packing true leaves no padding",
-        "--packing false",
-        notice=True,
-    ),
-    IgnoredOption(
-        "padding_free",
-        ("packing",),
-        lambda c: c.data.packing and c.task in ("sft", "pt"),
-        "packing true leaves no padding",
-        "--packing false",
-        notice=True,
-    ),
-    IgnoredOption(
-        "padding_free",
-        ("packing",),
-        lambda c: c.task not in ("sft", "pt"),
-        "the samples of other tasks than sft and pt are packed by --packing true, their default",
-        "--packing true",
-        notice=True,
-    ),
     IgnoredOption(
         "num_train_epochs",
         ("max_steps",),
@@ -163,46 +101,10 @@ IGNORED: tuple[IgnoredOption, ...] = (
     *OPTIMIZER_IGNORED,
     *SPEED_IGNORED,
     *LOSS_SCALE_IGNORED,
-    *INDEXED_DATA_IGNORED,
+    *DATA_IGNORED,
 )
 
 CLASHES: tuple[ConflictingOptions, ...] = (
-    ConflictingOptions(
-        ("truncation_strategy",),
-        lambda c: c.data.truncation_strategy == "split" and c.task == "sft",
-        "conversations cannot be split: later parts would lack their context (split is for pt)",
-        "--truncation_strategy delete",
-    ),
-    ConflictingOptions(
-        ("split_dataset_ratio", "val_dataset"),
-        lambda c: c.data.split_dataset_ratio > 0 and c.data.val_dataset,
-        "conflicts with val_dataset: evaluation data is already given",
-        ONE_OF,
-    ),
-    ConflictingOptions(
-        ("split_dataset_ratio", "streaming"),
-        lambda c: c.data.split_dataset_ratio > 0 and c.data.streaming,
-        "a stream has no known length to take a fraction of",
-        "--val_dataset FILE",
-    ),
-    ConflictingOptions(
-        ("streaming", "max_steps"),
-        lambda c: c.data.streaming and c.train.max_steps is None,
-        "a stream has no known length, so max_steps is required",
-        "--max_steps 1000",
-    ),
-    ConflictingOptions(
-        ("group_by_length", "streaming", "packing"),
-        lambda c: c.data.group_by_length and c.data.streaming and not c.data.packing,
-        "orders rows by their lengths, which are not known before a stream is read",
-        "--packing true, which fills rows without padding",
-    ),
-    ConflictingOptions(
-        ("group_by_length", "shuffle"),
-        lambda c: c.data.group_by_length and not c.data.shuffle and not c.data.packing and not c.data.streaming,
-        "orders rows anew in each epoch, and shuffle false keeps the order of the files",
-        "--shuffle true",
-    ),
     ConflictingOptions(
         ("precision_aware_optimizer", "distributed_optimizer"),
         lambda c: c.optim.precision_aware_optimizer and not c.parallel.distributed_optimizer,
@@ -232,12 +134,6 @@ CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.train.save_only_model and c.launch.max_restarts,
         "conflicts with max_restarts: a restart resumes with the optimizer's states",
         ONE_OF,
-    ),
-    ConflictingOptions(
-        ("model_name", "model_author"),
-        lambda c: max(len(c.data.model_name), len(c.data.model_author)) > 2,
-        "takes one text, or two: the first for rows tagged zh",
-        "--model_name NAME",
     ),
     ConflictingOptions(
         ("random_init", "train_type"),
@@ -270,7 +166,7 @@ CLASHES: tuple[ConflictingOptions, ...] = (
     *OPTIMIZER_CLASHES,
     *SPEED_CLASHES,
     *LOSS_SCALE_CLASHES,
-    *INDEXED_DATA_CLASHES,
+    *DATA_CLASHES,
 )
 
 

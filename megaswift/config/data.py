@@ -44,6 +44,14 @@ class DataConfig:
     val_dataset: tuple[str, ...] = option(
         (), "Evaluation data, in the same form", aliases=("val_datasets", "valid_data_path"), metavar="PATH..."
     )
+    interleave_prob: tuple[float, ...] = option(
+        (), "Mix data sets: a weight for each entry of dataset; unset: concatenate", metavar="WEIGHT..."
+    )
+    stopping_strategy: str = option(
+        "first_exhausted",
+        "An epoch of mixed data ends with the end of the first, or of each data set",
+        choices=("first_exhausted", "all_exhausted", "all_exhausted_without_replacement"),
+    )
     split_dataset_ratio: float = option(0.0, "Fraction of rows held out for evaluation", minimum=0, below=1)
     data_split: str | None = option(
         None,

@@ -62,7 +62,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("ignore_args_error", OFF, "unknown options are errors", LEAVE),
     ("use_swift_lora", OFF, "adapters have PEFT's format", LEAVE),
     # data
-    ("stopping_strategy", ANY, "it applies to mixing by interleave_prob only, which is not supported", ""),
     ("shuffle_buffer_size", ANY, "a stream keeps the order of its files, and other data sets are shuffled whole", ""),
     ("download_mode", ("reuse_dataset_if_exists",), "a data set is downloaded once",
      "delete it from the hub's cache folder to download it again"),

@@ -34,6 +34,7 @@ from megaswift.data.gather_and_truncate_preferences import (
     hold_out_preferences,
 )
 from megaswift.data.indexed_batches import build_indexed_sources
+from megaswift.data.interleave_datasets import interleave_documents, interleave_preferences, interleaving_of
 from megaswift.data.load_tokenizer import padding_token_of
 from megaswift.data.loader import BatchSource, EvaluationSource, IndexedRows, TokenStoreBatchSource, make_document_rows
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
@@ -59,15 +60,17 @@ def load_document_splits(
 ) -> tuple[Documents, Documents | None]:
     """(training, evaluation) documents, cut to length; DataError when there is nothing to train on."""
     check_split_truncation_option(data, task)
+    seed = data_seed(data, train)
+    gathered = gather_documents(tokenize_datasets(data, tokenizer, task, seed=seed))
     docs = apply_truncation_strategy(
-        gather_documents(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train))),
+        interleave_documents(gathered, interleaving_of(data, seed)),
         data.max_length,
         data.truncation_strategy,
     )
     _tell(docs, data, data.dataset)
     if data.val_dataset:
         return docs, _held_out(data, tokenizer, task)
-    return hold_out_documents(docs, data.split_dataset_ratio, data_seed(data, train))
+    return hold_out_documents(docs, data.split_dataset_ratio, seed)
 
 
 def load_preference_splits(
@@ -75,12 +78,14 @@ def load_preference_splits(
 ) -> tuple[PreferenceDocuments, PreferenceDocuments | None]:
     """(training, evaluation) pairs or labeled answers of a task of preferences, cut to length."""
     check_split_truncation_option(data, task)
-    gathered = gather_preferences(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train)))
-    truncated = apply_truncation_to_preferences(gathered, data.max_length, data.truncation_strategy)
+    seed = data_seed(data, train)
+    gathered = gather_preferences(tokenize_datasets(data, tokenizer, task, seed=seed))
+    mixed = interleave_preferences(gathered, interleaving_of(data, seed))
+    truncated = apply_truncation_to_preferences(mixed, data.max_length, data.truncation_strategy)
     _tell(truncated.docs, data, data.dataset)
     if data.val_dataset:
         return truncated, _held_out_units(data, tokenizer, task)
-    return hold_out_preferences(truncated, data.split_dataset_ratio, data_seed(data, train))
+    return hold_out_preferences(truncated, data.split_dataset_ratio, seed)
 
 
 def global_batch_unit(task: str) -> str:
@@ -249,11 +254,13 @@ def _stream(
     ]
     sources = [replace(source, sample_by=data.sample_by) for source in datasets]
     packs = bool(data.packing) and not units  # which units are in a micro-batch does not depend on how they lie there
-    options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, data_seed(data, train))
+    seed = data_seed(data, train)
+    options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, seed)
     contents: StreamRowProcessor = StreamRowEncoderAndPacker(RowEncoder(spec), options, shape)
     if units:
         layout = PreferenceCollator(2 if spec.task in PAIRS else 1, data.packing is not False, False, prompt_labels)
         contents = PreferenceStreamProcessor(PreferenceEncoder(spec), options, layout, shape)
     check_renamed_columns_exist(data, spec.task)
-    contents.check(sources)
-    return StreamBatchSource(sources, contents, options, geometry)
+    mixing = interleaving_of(data, seed)
+    contents.check(sources, mixing)
+    return StreamBatchSource(sources, contents, options, geometry, mixing)

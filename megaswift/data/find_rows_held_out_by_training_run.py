@@ -16,6 +16,7 @@ from megaswift.data.gather_and_truncate_dataset_documents import (
     gather_documents,
     hold_out_documents,
 )
+from megaswift.data.interleave_datasets import interleave_documents, interleaving_of
 from megaswift.data.rl_prompts import limit_prompt_lengths
 from megaswift.data.tokenization import tokenize_datasets
 
@@ -24,7 +25,9 @@ def validation_row_places(cfg: SwiftConfig, reader: Any) -> frozenset[str] | Non
     """`file:line` of the held-out rows, or of the training rows where none were held out; None: all rows of the data
     sets. `reader`: the tokenizer or processor of the run."""
     data = cfg.data
-    if data.val_dataset or not (data.split_dataset_ratio or any("#" in name for name in data.dataset)):
+    if data.val_dataset or not (
+        data.split_dataset_ratio or data.interleave_prob or any("#" in name for name in data.dataset)
+    ):
         return None
     training, held_out = _splits(cfg, reader)
     docs = training if held_out is None else held_out
@@ -39,6 +42,7 @@ def _splits(cfg: SwiftConfig, reader: Any) -> tuple[Documents, Documents | None]
     if task not in RL:
         return load_document_splits(data, cfg.train, reader, task)
     seed = data_seed(data, cfg.train)
-    docs = gather_documents(tokenize_datasets(data, reader, task, seed=seed))
+    gathered = gather_documents(tokenize_datasets(data, reader, task, seed=seed))
+    docs = interleave_documents(gathered, interleaving_of(data, seed))
     kept = limit_prompt_lengths(docs, data.max_length, cfg.rl.max_completion_length, data.truncation_strategy)
     return hold_out_documents(kept, data.split_dataset_ratio, seed)

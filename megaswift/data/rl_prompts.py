@@ -28,6 +28,7 @@ from megaswift.data.gather_and_truncate_dataset_documents import (
     hold_out_documents,
     store_row_of,
 )
+from megaswift.data.interleave_datasets import interleave_documents, interleaving_of
 from megaswift.data.resume_data_check import check_same_data, documents_fingerprint
 from megaswift.data.tokenization import tokenize_datasets
 from megaswift.errors import DataError, Problem
@@ -172,8 +173,12 @@ def load_prompt_splits(
 
 
 def _read(c: Sections, tokenizer: Any, names: Sequence[str], val: bool = False) -> Documents:
+    seed = data_seed(c.data, c.train)
     docs = limit_prompt_lengths(
-        gather_documents(tokenize_datasets(c.data, tokenizer, c.task, val, data_seed(c.data, c.train))),
+        interleave_documents(
+            gather_documents(tokenize_datasets(c.data, tokenizer, c.task, val, seed)),
+            None if val else interleaving_of(c.data, seed),
+        ),
         c.data.max_length,
         c.rl.max_completion_length,
         c.data.truncation_strategy,

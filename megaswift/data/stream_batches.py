@@ -17,11 +17,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megaswift.data.interleave_datasets import Interleaving
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.row_count_names_and_texts import NOTES
 from megaswift.data.row_readers import LocatedRow
-from megaswift.data.stream_cursor import Cursor, StreamFractionalEpoch, read_from_cursor, sampled_files_fingerprint
+from megaswift.data.stream_cursor import (
+    Cursor,
+    StreamFractionalEpoch,
+    cursor_from_state,
+    read_from_cursor,
+    sampled_files_fingerprint,
+)
 from megaswift.data.vocab_check import check_batch_token_ids
 from megaswift.errors import DataError, Problem
 from megaswift.log import warn
@@ -107,7 +114,7 @@ class StreamRowProcessor(Protocol):
     def pack_shape(self) -> dict[str, int]:
         """What packing depends on beside the rows; empty where rows are not packed."""
 
-    def check(self, sources: Sequence[DatasetFiles]) -> None:
+    def check(self, sources: Sequence[DatasetFiles], mixing: Interleaving | None = None) -> None:
         """DataError when no row of an epoch is of use; reads no further than it must, the same on every rank."""
 
     def useless(self, sources: Sequence[DatasetFiles]) -> DataError:
@@ -148,6 +155,7 @@ class StreamBatchSource:
     contents: StreamRowProcessor
     options: StreamOptions
     geometry: LoaderGeometry
+    mixing: Interleaving | None = None
     rows: None = None
     steps_per_epoch: None = None
     spread: Spread = run_work_on_all_rows
@@ -161,7 +169,7 @@ class StreamBatchSource:
         begin = end = self._after
         rows: list[NumberedRow] = []
         epoch = None
-        for path, located, cursor in read_from_cursor(self.sources, begin):
+        for path, located, cursor in read_from_cursor(self.sources, begin, self.mixing):
             if epoch not in (None, cursor.epoch):
                 break
             epoch, end = cursor.epoch, cursor
@@ -209,7 +217,7 @@ class StreamBatchSource:
 
     @cached_property
     def _passes(self) -> StreamFractionalEpoch:
-        return StreamFractionalEpoch(self.sources)
+        return StreamFractionalEpoch(self.sources, self.mixing)
 
     @property
     def epoch(self) -> float:
@@ -220,6 +228,11 @@ class StreamBatchSource:
         begin = self._passes.at(self._block.begin)
         return begin + (end - begin) * self._used / len(self._block.items)
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        mixed = {} if self.mixing is None else {"stopping_strategy": self.mixing.strategy}
+        return asdict(self.options) | {"interleave_prob": list(self.mixing.weights if self.mixing else ())} | mixed
+
     def state_dict(self) -> dict[str, Any]:
         """The block's place and how many of its items are used."""
         begin = self._after if self._block is None else self._block.begin
@@ -228,7 +241,7 @@ class StreamBatchSource:
             "stream": asdict(begin),
             "used": self._used,
             "sources": [s.name for s in self.sources],
-            "options": asdict(self.options),
+            "options": self._options,
             "packing": self.contents.pack_shape(),
         }
 
@@ -242,7 +255,7 @@ class StreamBatchSource:
                     f"--dataset was {state.get('sources')} in the checkpoint, but is {names} now",
                 )
             )
-        now, was = asdict(self.options), state.get("options", {})  # absent from older checkpoints
+        now, was = self._options, {"interleave_prob": []} | state.get("options", {})  # absent from older checkpoints
         changed = [
             Problem(
                 "--resume_from_checkpoint",
@@ -263,7 +276,7 @@ class StreamBatchSource:
             changed.append(Problem("--resume_from_checkpoint", rule, fix))
         if changed:
             raise DataError(changed)
-        self._after, self._block, self._used = Cursor(**state["stream"]), None, 0
+        self._after, self._block, self._used = cursor_from_state(state["stream"]), None, 0
         if state["used"]:
             self._take(state["used"])
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from megaswift.data.interleave_datasets import ALL, FIRST, ONCE, Interleaving
 from megaswift.data.resolve_dataset_files import DatasetFiles, FilePart
 from megaswift.data.row_readers import BY_BYTES, DOCUMENT, LocatedRow, count_rows
 from megaswift.errors import DataError, Problem
@@ -30,31 +33,95 @@ class Cursor:
     """Rows of this source in this epoch."""
     rows: int = 0
     """Rows since the beginning, which number the samples."""
+    places: tuple[Cursor, ...] = ()
+    """Of mixed data sets, where reading goes on in each."""
+    exhausted: tuple[bool, ...] = ()
+    """Of mixed data sets, which have been read to their ends in this epoch."""
+    drawn: int = 0
+    """Of mixed data sets, draws in this epoch."""
 
 
 Placed = tuple[str, LocatedRow, Cursor]
 """(file, row, where reading goes on after it)."""
 
 
-def read_from_cursor(sources: Sequence[DatasetFiles], cursor: Cursor) -> Iterator[Placed]:
-    """Rows without end from `at` on."""
+def cursor_from_state(state: Mapping[str, Any]) -> Cursor:
+    """The cursor that `asdict` has written."""
+    places = tuple(cursor_from_state(place) for place in state.get("places", ()))
+    return Cursor(**{**state, "places": places, "exhausted": tuple(state.get("exhausted", ()))})
+
+
+def read_from_cursor(
+    sources: Sequence[DatasetFiles], cursor: Cursor, mixing: Interleaving | None = None
+) -> Iterator[Placed]:
+    """Rows without end from `cursor` on: data set after data set, or mixed."""
+    one_pass = partial(_pass, sources) if mixing is None else partial(_mixed_pass, sources, mixing)
     while True:
         before = cursor
-        source = sources[cursor.source]
+        for placed in one_pass(cursor):
+            yield placed
+            cursor = placed[2]
+        if cursor.rows == 0:
+            raise DataError(Problem(", ".join(s.name for s in sources), "contains no rows"))
+        cursor = Cursor(epoch=before.epoch + 1, rows=cursor.rows)
+
+
+def _pass(sources: Sequence[DatasetFiles], cursor: Cursor) -> Iterator[Placed]:
+    for number in range(cursor.source, len(sources)):
+        at = cursor if number == cursor.source else replace(cursor, source=number, file=0, offset=0, line=1, taken=0)
+        for placed in _source(sources[number], at):
+            yield placed
+            cursor = replace(placed[2], source=number)
+
+
+def _source(source: DatasetFiles, cursor: Cursor) -> Iterator[Placed]:
+    """The rest of one data set's pass."""
+    while True:
         for placed in _file(source, cursor):
             yield placed
             cursor = placed[2]
-        done = source.rows is not None and cursor.taken >= source.rows
-        if not done and cursor.file + 1 < len(source.files):
+        if source.rows is not None and cursor.taken >= source.rows:
+            return
+        if cursor.file + 1 < len(source.files):
             cursor = replace(cursor, file=cursor.file + 1, offset=0, line=1)
-        elif not done and source.rows is not None and cursor.taken:
+        elif source.rows is not None and cursor.taken:
             cursor = replace(cursor, file=0, offset=0, line=1)
-        elif cursor.source + 1 < len(sources):
-            cursor = replace(cursor, source=cursor.source + 1, file=0, offset=0, line=1, taken=0)
-        elif cursor.rows == 0:
-            raise DataError(Problem(", ".join(s.name for s in sources), "contains no rows"))
         else:
-            cursor = Cursor(epoch=before.epoch + 1, rows=cursor.rows)
+            return
+
+
+def _mixed_pass(sources: Sequence[DatasetFiles], mixing: Interleaving, cursor: Cursor) -> Iterator[Placed]:
+    """The rest of a pass over mixed data sets. The row after the one taken is read along, because it shows whether its
+    data set is exhausted."""
+    starts = tuple(Cursor(source=number) for number in range(len(sources)))
+    places, exhausted = list(cursor.places or starts), list(cursor.exhausted or [False] * len(sources))
+    if mixing.ends(exhausted):
+        return
+    readers = [_source(*one) for one in zip(sources, places, strict=True)]
+    following = [
+        None if done and mixing.strategy == ONCE else next(reader, None)
+        for done, reader in zip(exhausted, readers, strict=True)
+    ]
+    drawn, rows = cursor.drawn, cursor.rows
+    for k in mixing.sources(drawn):
+        drawn += 1
+        taken = following[k]
+        if taken is None:
+            if exhausted[k]:
+                continue  # each row once
+            raise DataError(Problem(sources[k].name, "contains no rows"))
+        places[k], following[k], rows = taken[2], next(readers[k], None), rows + 1
+        if following[k] is None:
+            exhausted[k], places[k] = True, starts[k]
+            if mixing.strategy == ALL:
+                readers[k] = _source(sources[k], starts[k])
+                following[k] = next(readers[k])
+        yield (
+            *taken[:2],
+            Cursor(cursor.epoch, rows=rows, places=tuple(places), exhausted=tuple(exhausted), drawn=drawn),
+        )
+        if mixing.ends(exhausted):
+            return
 
 
 def _file(source: DatasetFiles, at: Cursor) -> Iterator[Placed]:
@@ -100,6 +167,7 @@ class StreamFractionalEpoch:
     """
 
     sources: Sequence[DatasetFiles]
+    mixing: Interleaving | None = None
     _sizes: dict[Path, int] = field(default_factory=dict)
     """Bytes, looked up once."""
     _rows: dict[Path, int] = field(default_factory=dict)
@@ -107,11 +175,23 @@ class StreamFractionalEpoch:
 
     def at(self, cursor: Cursor) -> float:
         """Passes so far; whole ones before the present, and its part."""
+        if self.mixing is not None:
+            return cursor.epoch + self._mixed(self.mixing, cursor)
         weights = self._weights()
         if not sum(weights):
             return float(cursor.epoch)
         done = sum(weights[: cursor.source]) + weights[cursor.source] * min(1.0, self._within(cursor))
         return cursor.epoch + done / sum(weights)
+
+    def _mixed(self, mixing: Interleaving, cursor: Cursor) -> float:
+        """The part of a mixed pass: that of the data set that ends it, as far as they have been read."""
+        if not cursor.places:
+            return 0.0
+        parts = [
+            1.0 if done else min(1.0, self._within(place))
+            for done, place in zip(cursor.exhausted, cursor.places, strict=True)
+        ]
+        return max(parts) if mixing.strategy == FIRST else min(parts)
 
     def _weights(self) -> list[int]:
         """What each source is of a pass: rows, or bytes; nothing where it is not known."""

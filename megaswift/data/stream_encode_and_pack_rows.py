@@ -13,6 +13,7 @@ import numpy as np
 
 from megaswift.data.collate import Document, PaddingShape
 from megaswift.data.encode_rows import RowEncoder, malformed_row_problem
+from megaswift.data.interleave_datasets import Interleaving
 from megaswift.data.loader import collate_step_microbatches
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.packing import pack_best_fit, padded_lengths
@@ -160,7 +161,7 @@ class StreamRowEncoderAndPacker:
                 return True
         return False
 
-    def check(self, sources: Sequence[DatasetFiles]) -> None:
+    def check(self, sources: Sequence[DatasetFiles], mixing: Interleaving | None = None) -> None:
         """DataError for what would stop the run before its first row of use, or when no row of an epoch carries loss
         within max_length.
 
@@ -168,7 +169,7 @@ class StreamRowEncoderAndPacker:
         """
         some: list[tuple[RenderedConversation, int]] = []
         looked, readable, labeled, names = 0, False, False, joined_source_names_text(sources)
-        for path, located, cursor in read_from_cursor(sources, Cursor()):
+        for path, located, cursor in read_from_cursor(sources, Cursor(), mixing):
             if cursor.epoch:
                 break
             looked += 1

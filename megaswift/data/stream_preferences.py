@@ -16,6 +16,7 @@ from megaswift.data.encode_preferences import EncodedPreference, PreferenceEncod
 from megaswift.data.encode_rows import malformed_row_problem
 from megaswift.data.gather_and_truncate_dataset_documents import too_long_document_problem
 from megaswift.data.gather_and_truncate_preferences import unusable_preference_reason
+from megaswift.data.interleave_datasets import Interleaving
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.preference_rows import UnusablePreferenceError
 from megaswift.data.resolve_dataset_files import DatasetFiles
@@ -126,10 +127,10 @@ class PreferenceStreamProcessor:
         """Which units are in a micro-batch does not depend on packing."""
         return {}
 
-    def check(self, sources: Sequence[DatasetFiles]) -> None:
+    def check(self, sources: Sequence[DatasetFiles], mixing: Interleaving | None = None) -> None:
         """Reads up to the first unit that is of use; DataError for what would stop the run before it."""
         tally, some = StreamRowCountsAndWarnings(quiet=True), list[NumberedRow]()
-        for path, located, cursor in read_from_cursor(sources, Cursor()):
+        for path, located, cursor in read_from_cursor(sources, Cursor(), mixing):
             if cursor.epoch:
                 break
             some.append((path, located, cursor.rows - 1))

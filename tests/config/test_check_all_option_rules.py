@@ -76,6 +76,8 @@ IDLE = [
     ("--pipeline_layout Et|tL", "--pipeline_layout Et|tL --pp 2"),
     ("--overlap_p2p_comm", "--overlap_p2p_comm --pp 2 --vpp 2"),
     ("--data_seed 3 --shuffle false", "--data_seed 3 --shuffle false --dataset a#3"),
+    ("--data_seed 3 --shuffle false", "--data_seed 3 --shuffle false --dataset a b --interleave_prob 1 2"),
+    ("--stopping_strategy all_exhausted", "--stopping_strategy all_exhausted --dataset a b --interleave_prob 1 2"),
     ("--dataset_cache_dir d --streaming --max_steps 1", "--dataset_cache_dir d"),
     ("--dataset_num_proc 2 --streaming --max_steps 1", "--dataset_num_proc 2"),
     (
@@ -137,6 +139,9 @@ IDLE = [
 CLASHING = [
     ("async_save", "--async_save --save_only_model"),
     ("truncation_strategy", "--truncation_strategy split"),
+    ("interleave_prob", "--interleave_prob 1 2 --dataset a"),
+    ("interleave_prob", "--interleave_prob 1 0 --dataset a b"),
+    ("interleave_prob", "pt --interleave_prob 1 2 --dataset 1 a"),
     *(
         ("cuda_graph_impl", f"--cuda_graph_impl local {more}")
         for more in (

@@ -90,6 +90,8 @@ def other_value(name: str) -> object:
 NEEDS = (
     {
         **dict.fromkeys(("data_split", "eod_mask_loss", "reset_attention_mask"), {"dataset": ["1", "x"]}),
+        "interleave_prob": {"dataset": ["x"]},
+        "stopping_strategy": {"dataset": ["x"], "interleave_prob": [0.5]},
         "reset_position_ids": {"dataset": ["1", "x"], "reset_attention_mask": True},
         **dict.fromkeys(("wsd_decay_ratio", "wsd_decay_steps"), {"lr_scheduler_type": "wsd"}),
         "wsd_decay_style": {"lr_scheduler_type": "wsd"},

@@ -13,7 +13,7 @@ from tests.migration.translated import loaded, translated
 
 SCRIPT = """
 NPROC_PER_NODE=2 swift sft --model some/model --tuner_type full --dataset a.jsonl --torch_dtype bf16 --max_length 64 \\
-    --lazy_tokenize true --load_from_cache_file true --interleave_prob 0.5 --learning_rate 1e-5
+    --lazy_tokenize true --load_from_cache_file true --metric acc --learning_rate 1e-5
 """
 FILE = """\
 # From run.sh:2 (ms-swift), by megaswift migrate VERSION.
@@ -46,7 +46,7 @@ def test_a_file(tmp_path: Path) -> None:
         "# For you to decide; these are not part of the run:",
         "# Left out, because they change nothing:",
     ))  # fmt: skip
-    assert lines[asked + 1].startswith("# - --interleave_prob 0.5: is not an option; ") and asked < left
+    assert lines[asked + 1].startswith("# - --metric acc: is not an option; ") and asked < left
     assert lines[left + 1].startswith("# - --lazy_tokenize true: rows are tokenized before training")
     assert all(line.startswith("#") or not line or ": " in line for line in lines)
 
