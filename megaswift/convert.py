@@ -15,18 +15,24 @@ from typing import Any
 from megaswift import log
 from megaswift.closed_stdout import ignore_closed_stdout
 from megaswift.command_line_common import HELP, UserErrorArgumentParser, unknown_command_error
+from megaswift.config.arguments_from_config_file import (
+    FileArgumentParser,
+    config_files_and_words,
+    entries_of_files,
+)
 from megaswift.config.byte_size_text import byte_size_or_none
-from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS
+from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS, node_option_values, variables_as_typed
 from megaswift.config.inference import ExportProcessOptions
 from megaswift.config.nodes_of_single_process_commands import (
     NodePlace,
-    node_option_values,
     node_problems,
     place_among_nodes,
     unused_processes_notice,
 )
+from megaswift.config.read_config_file_and_command_line import GivenOptionValue
+from megaswift.config.user_spelling import TypedOption, problems_as_typed
 from megaswift.error_exit import print_error_once
-from megaswift.errors import ConfigError, UserError
+from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.launchers.take_cluster_variables import take_cluster_variables
 from megaswift.launchers.work_on_node_0 import run_on_node_0
 
@@ -61,8 +67,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _parser(name: str, text: str, source: str) -> UserErrorArgumentParser:
-    parser = UserErrorArgumentParser(prog=f"megaswift convert {name}", description=text, allow_abbrev=False)
+def _parser(name: str, text: str, source: str) -> FileArgumentParser:
+    parser = FileArgumentParser(prog=f"megaswift convert {name}", description=text, allow_abbrev=False)
     parser.add_argument("source", metavar="SRC", type=Path, help=source)
     _target(parser)
     parser.add_argument("--dtype", choices=list(DTYPES), help="the dtype of all tensors (default: each keeps its own)")
@@ -139,7 +145,7 @@ exit code: 0 all equal; 1 something differs, is missing or extra; 2 invalid comm
 
 def verify_command(argv: Sequence[str]) -> int:
     """`megaswift convert verify`."""
-    parser = UserErrorArgumentParser(
+    parser = FileArgumentParser(
         prog="megaswift convert verify",
         description="Compares two sets of weights.",
         epilog=VERIFY,
@@ -181,7 +187,7 @@ def verify_command(argv: Sequence[str]) -> int:
 
 def merge_lora_command(argv: Sequence[str]) -> int:
     """`megaswift convert merge-lora`."""
-    parser = UserErrorArgumentParser(
+    parser = FileArgumentParser(
         prog="megaswift convert merge-lora",
         allow_abbrev=False,
         description=(
@@ -223,7 +229,9 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 
 NODES = """\
 The same command may be started on every node: --nnodes N --node_rank RANK --master_addr HOST [--master_port PORT], or
-the variables NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT. Node 0 does the work, the others end with its exit code."""
+the variables NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT. Node 0 does the work, the others end with its exit code.
+
+--config FILE.yaml gives any of these options and arguments: source: SRC, target: DST, tp: 2, nnodes: 2."""
 
 
 def convert_usage() -> str:
@@ -250,19 +258,60 @@ def convert_command(argv: Sequence[str]) -> int:
 
 
 def _place_and_other_words(words: Sequence[str]) -> tuple[NodePlace | None, list[str]]:
-    """Of the launch options and variables; the words without these options."""
+    """Of the launch options, variables and files; the words without these options."""
     take_cluster_variables(os.environ)
     parser = UserErrorArgumentParser(prog="megaswift convert", add_help=False, allow_abbrev=False)
     for name in LAUNCH_OPTIONS:
-        kind = str if name == "master_addr" else int if name == "node_rank" else _count
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind)
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=_launch_type(name))
     given, others = parser.parse_known_args(list(words))
-    launch = ExportProcessOptions(**node_option_values(vars(given), os.environ))
+    flags = {name: value for name, value in vars(given).items() if value is not None}
+    entries = {
+        entry.name: entry
+        for entry in entries_of_files(config_files_and_words(others)[0])
+        if entry.name in LAUNCH_OPTIONS
+    }
+    if wrong := [problem for entry in entries.values() for problem in _launch_entry_problems(entry)]:
+        raise ConfigError(wrong)
+    values = node_option_values(flags, os.environ, {name: entry.value for name, entry in entries.items()})
+    launch = ExportProcessOptions(**values)
+    of_file = {n for n, entry in entries.items() if n not in flags and str(entry.value) == str(values.get(n))}
+    typed = variables_as_typed({n: value for n, value in values.items() if n not in of_file and n not in flags})
+    typed |= {name: TypedOption(entries[name].spelling, entries[name].label) for name in of_file}
     if problems := [*node_problems(launch)]:
-        raise ConfigError(problems)
+        raise ConfigError(problems_as_typed(problems, typed, {name: name for name in typed}))
     for notice in unused_processes_notice(launch):
         log.info(notice)
     return place_among_nodes(asdict(launch), os.environ), others
+
+
+EXAMPLES = {"nproc_per_node": 1, "nnodes": 2, "node_rank": 0, "master_port": 29500}
+
+
+def _launch_type(name: str) -> Callable[[str], Any]:
+    types: dict[str, Callable[[str], Any]] = {"master_addr": str, "node_rank": _rank, "master_port": _port}
+    return types.get(name, _count)
+
+
+def _rank(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, from 0")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a port, 1 to 65535")
+    return int(text)
+
+
+def _launch_entry_problems(entry: GivenOptionValue) -> list[Problem]:
+    if entry.value is None:
+        return []
+    try:
+        _launch_type(entry.name)(str(entry.value))
+    except argparse.ArgumentTypeError as error:
+        return [Problem(entry.label, str(error), f"{entry.name}: {EXAMPLES[entry.name]}")]
+    return []
 
 
 def run_converter_script(command: str) -> int:

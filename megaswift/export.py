@@ -15,13 +15,14 @@ from megaswift.command_line_common import HELP
 from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.export_rules import LAYOUT, conversion_notices, export_option_problems
 from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
+from megaswift.config.infer_launch_rules import node_option_values
 from megaswift.config.inference import FP8, ExportConfig, ModelLoadingOptions, ModelPathOptions
 from megaswift.config.inference_run_files import (
     ADAPTER_CONFIG,
     complete_export_options,
     short_folder_name,
 )
-from megaswift.config.nodes_of_single_process_commands import node_option_values, place_among_nodes
+from megaswift.config.nodes_of_single_process_commands import place_among_nodes
 from megaswift.config.read_config_file_and_command_line import read_command_line, read_config_file
 from megaswift.convert import hf_to_megatron_command, megatron_to_hf_command, verify_command
 from megaswift.errors import ConfigError, Problem, WeightsError
@@ -61,9 +62,10 @@ def main(argv: Sequence[str]) -> int:
         return COMMAND.run(argv, _main)
     take_cluster_variables(os.environ)
     line = read_command_line(list(argv), COMMAND.table)
-    givens = [read_config_file(file).givens for file in line.files if Path(file).is_file()]
-    given = {one.name: one.value for source in (*givens, line.givens) for one in source}
-    place = place_among_nodes(node_option_values(given, os.environ), os.environ)
+    files = [read_config_file(file).givens for file in line.files if Path(file).is_file()]
+    file = {one.name: one.value for givens in files for one in givens}
+    flags = {one.name: one.value for one in line.givens}
+    place = place_among_nodes(node_option_values(flags, os.environ, file), os.environ)
     return run_on_node_0(place, "export", lambda: COMMAND.run(argv, _main))
 
 

@@ -10,20 +10,19 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megaswift.config.infer_deploy_export_parser import ParsedCommand
+from megaswift.config.infer_launch_rules import with_launch_variables
 from megaswift.config.inference import (
     ExportOptions,
-    ExportProcessOptions,
-    InferProcessOptions,
     ModelPathOptions,
     PromptFileOptions,
     split_adapter_name,
 )
-from megaswift.config.nodes_of_single_process_commands import node_option_values, unused_processes_notice
+from megaswift.config.nodes_of_single_process_commands import unused_processes_notice
 from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER
 from megaswift.config.swift_config import SwiftConfig, load_config
 from megaswift.config.user_spelling import TypedOption
@@ -138,28 +137,12 @@ def _result_path(weights: ModelPathOptions, datasets: tuple[str, ...]) -> str:
     return str(path)
 
 
-def _processes(parsed: ParsedCommand) -> InferProcessOptions:
-    """With the variables of the options that are not given. Of a node's rank and address only where there are several
-    nodes: schedulers set them also for one."""
-    launch: InferProcessOptions = parsed.sections["launch"]
-    numbers = {name: _number(name.upper()) for name in ("nproc_per_node", "nnodes", "node_rank", "master_port")}
-    address = {"master_addr": os.environ.get("MASTER_ADDR")}
-    several = (launch.nnodes or numbers["nnodes"] or 1) > 1
-    found: dict[str, Any] = {**numbers, **address} if several else {"nproc_per_node": numbers["nproc_per_node"] or None}
-    return replace(launch, **{name: value for name, value in found.items() if getattr(launch, name) is None})
-
-
-def _number(variable: str) -> int | None:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdigit() else None
-
-
 def complete_infer_options(parsed: ParsedCommand) -> ParsedCommand:
     """`megaswift infer`: base model, data of a run, result file."""
     parsed = _with_run_data(_with_base_model(parsed, "weights"))
     weights: ModelPathOptions = parsed.sections["weights"]
-    sections = {"weights": replace(weights, adapters=weights.adapter_folders), "launch": _processes(parsed)}
-    parsed = replace(parsed, sections={**parsed.sections, **sections})
+    weights = replace(weights, adapters=weights.adapter_folders)
+    parsed = with_launch_variables(replace(parsed, sections={**parsed.sections, "weights": weights}), os.environ)
     file: PromptFileOptions = parsed.sections["file"]
     if file.dataset and parsed.given("stream"):
         told = f"{parsed.label('stream')} has no effect: answers to a prompt file are written to its result file"
@@ -193,10 +176,8 @@ def complete_export_options(parsed: ParsedCommand) -> ParsedCommand:
     parsed = _with_base_model(parsed, "source")
     source: ModelPathOptions = parsed.sections["source"]
     export: ExportOptions = parsed.sections["export"]
-    launch: ExportProcessOptions = parsed.sections["launch"]
-    launch = replace(launch, **node_option_values(asdict(launch), os.environ))
-    parsed = replace(parsed, sections={**parsed.sections, "launch": launch})
-    parsed = replace(parsed, notices=(*parsed.notices, *unused_processes_notice(launch)))
+    parsed = with_launch_variables(parsed, os.environ)
+    parsed = replace(parsed, notices=(*parsed.notices, *unused_processes_notice(parsed.sections["launch"])))
     if not parsed.sections["upload"].push_to_hub:
         names = ("hub_model_id", "hub_token", "hub_private_repo", "commit_message")
         told = [f"{parsed.label(name)} has no effect: nothing is uploaded" for name in names if parsed.given(name)]

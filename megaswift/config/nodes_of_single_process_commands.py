@@ -9,12 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS
 from megaswift.config.inference import ExportProcessOptions
 from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, is_launched_worker
 from megaswift.errors import Problem
 
-NUMBERS = ("nproc_per_node", "nnodes", "node_rank", "master_port")
 ONE_PROCESS = "one process converts, tensor by tensor"
 
 
@@ -36,17 +34,6 @@ class NodePlace:
     def text(self) -> str:
         """For a message: `node 1 of 2`."""
         return f"{self.unit} {self.rank} of {self.count}"
-
-
-def node_option_values(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """The launch options, and those of the variables of the same names that are not given. Values that are no numbers
-    are left out. Of a node's rank and address only where there are several nodes: schedulers set them also for one."""
-    found = {name: value for name, value in given.items() if name in LAUNCH_OPTIONS and value is not None}
-    variables = {name: environ[name.upper()] for name in LAUNCH_OPTIONS if environ.get(name.upper())}
-    readable = {n: v for n, v in {**variables, **found}.items() if n not in NUMBERS or str(v).isdigit()}
-    typed: dict[str, Any] = {name: int(value) if name in NUMBERS else str(value) for name, value in readable.items()}
-    several = typed.get("nnodes", 1) > 1
-    return {n: v for n, v in typed.items() if several or n in found or n in ("nproc_per_node", "nnodes")}
 
 
 def place_among_nodes(values: Mapping[str, Any], environ: Mapping[str, str]) -> NodePlace | None:

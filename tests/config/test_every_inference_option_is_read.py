@@ -16,11 +16,11 @@ import pytest
 from megaswift import deploy, export, infer
 from megaswift.config.export_rules import LAYOUT
 from megaswift.config.infer_deploy_export_parser import CommandParser
-from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS, OF_NODES
+from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS, OF_NODES, node_option_values
 from megaswift.config.inference import BitsandbytesOptions, InferProcessOptions, ServerOptions
 from megaswift.config.inference_backend_options import BackendOptions
 from megaswift.config.inference_rules import server_auth_token
-from megaswift.config.nodes_of_single_process_commands import node_option_values, place_among_nodes
+from megaswift.config.nodes_of_single_process_commands import place_among_nodes
 from megaswift.errors import ConfigError
 from megaswift.launchers.infer_processes_with_gpu_shares import requested_launch
 from tests.sources import Source, sources

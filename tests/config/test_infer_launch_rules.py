@@ -1,7 +1,7 @@
 """Processes and nodes of `megaswift infer`, by options and variables; commands that are one process.
 
 Covers: megaswift/config/infer_launch_rules.py, megaswift/config/inference_run_files.py,
-megaswift/config/nodes_of_single_process_commands.py.
+megaswift/config/nodes_of_single_process_commands.py, megaswift/config/arguments_from_config_file.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megaswift import export, infer
+from megaswift import convert, export, infer
 from megaswift.cli import main
+from megaswift.config.arguments_from_config_file import FileArgumentParser
+from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS, node_option_values
 from megaswift.config.inference import InferProcessOptions
-from megaswift.config.nodes_of_single_process_commands import NodePlace, node_option_values, place_among_nodes
+from megaswift.config.nodes_of_single_process_commands import NodePlace, place_among_nodes
+from megaswift.config.swift_config import load_config
 from megaswift.errors import ConfigError
 from megaswift.launchers.take_cluster_variables import take_cluster_variables
 
@@ -50,7 +53,7 @@ def test_nodes_by_options_and_by_variables(rows: list[str], monkeypatch: pytest.
 def test_variables_of_a_single_node_ask_for_nothing(rows: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedulers set an address also where there is one node."""
     set_all(monkeypatch, NODES | {"NNODES": "1", "NODE_RANK": "0"})
-    assert launch(rows) == InferProcessOptions(nproc_per_node=8)
+    assert launch(rows) == InferProcessOptions(nproc_per_node=8, nnodes=1)
     set_all(monkeypatch, {"NPROC_PER_NODE": "0", "NNODES": "many"})
     assert launch(rows) == InferProcessOptions()
 
@@ -135,3 +138,91 @@ def test_the_place_of_a_process(environ: dict[str, str], place: NodePlace | None
     if "RANK" not in environ:  # options go over variables
         port = int(environ.get("MASTER_PORT", 29500))
         assert place_among_nodes(node_option_values(given, environ), environ) == NodePlace(2, 3, "b", port)
+
+
+FILE = "nnodes: 2\nnode_rank: 0\nmaster_addr: node0\nmaster_port: 4000\nnproc_per_node: 8\n"
+
+
+def launch_of(command: str, file: Path, words: list[str]) -> tuple[int | str | None, ...]:
+    """The launch options that a command takes from this file and these words."""
+    text = [str(file), *words]
+    if command == "train":
+        found = load_config(None, [*text, "--model", "m"]).launch
+    elif command == "infer":
+        found = infer.COMMAND.parse([*text, "--model", "m"]).sections["launch"]
+    elif command == "export":
+        found = export.COMMAND.parse([*text, *SOURCE]).sections["launch"]
+    else:
+        place, others = convert._place_and_other_words(["--config", *text, "a", "b"])
+        assert place is not None and others == ["--config", str(file), "a", "b"]
+        return (8, place.count, place.rank, place.address, place.port)
+    return tuple(getattr(found, name) for name in LAUNCH_OPTIONS)
+
+
+@pytest.mark.parametrize("command", ["train", "infer", "export", "convert"])
+def test_every_command_reads_a_file_then_variables_then_options(
+    command: str, rows: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "nodes.yaml"
+    needs_rows = command in ("train", "infer")
+    file.write_text(FILE + f"dataset: {rows[-1]}\n" * needs_rows)
+    assert launch_of(command, file, []) == (8, 2, 0, "node0", 4000)
+    set_all(monkeypatch, {"NODE_RANK": "1", "MASTER_ADDR": "other"})
+    assert launch_of(command, file, []) == (8, 2, 1, "other", 4000)
+    assert launch_of(command, file, ["--master_addr", "third", "--nnodes", "3"]) == (8, 3, 1, "third", 4000)
+
+
+def converted(command: str, text: str, words: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `megaswift convert` says of this file."""
+    file.write_text(text)
+    assert main(["convert", command, str(file), *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_file_of_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "c.yaml"
+    wrong = "source: a\ntarget: b\ntp: 0\ndtyp: bf16\ndtype: int8\noverwrite: 3\n"
+    said = converted("hf-to-megatron", wrong, [], file, capsys)
+    for line, rule in ((3, "tp: 0"), (4, "dtyp: bf16: is not an option"), (5, "dtype: int8"), (6, "overwrite: 3")):
+        assert f"c.yaml:{line} {rule}" in said
+    assert "did you mean dtype?" in said
+    nodes = converted("verify", "nnodes: many\nnode_rank: -1\nmaster_port: 70000\n", ["a", "b"], file, capsys)
+    assert nodes.count(" must be ") == 3 and "c.yaml:3 master_port: 70000" in nodes
+    assert "c.yaml:1 nnodes: 2: needs the rank" in converted("verify", "nnodes: 2\n", ["a", "b"], file, capsys)
+    two = "nnodes: 2\nnode_rank: 5\nmaster_addr: x\n"
+    assert "c.yaml:2 node_rank: 5: must be less" in converted("verify", two, ["a", "b"], file, capsys)
+    monkeypatch.setenv("NODE_RANK", "3")
+    assert "NODE_RANK=3: must be less" in converted("verify", two, ["a", "b"], file, capsys)
+    assert main(["convert", "verify", "--config", "none.yaml"]) == 2
+    assert "none.yaml: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "source", "target"),
+    [
+        ("source: a\ntarget: b\n", [], "a", "b"),
+        ("source: a\n", ["b"], "a", "b"),
+        ("target: b\n", ["a"], "a", "b"),
+        ("source: a\ntarget: b\n", ["c"], "c", "b"),
+        ("source: a\ntarget: b\n", ["c", "d"], "c", "d"),
+        ("", ["c", "d"], "c", "d"),
+        ("source: a\n", [], None, None),
+        ("", ["c"], None, None),
+    ],
+)
+def test_arguments_of_convert_in_a_file(
+    text: str, words: list[str], source: str | None, target: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text + "overwrite: true\ntp: 4\n")
+    parser = FileArgumentParser(prog="megaswift convert x", allow_abbrev=False)
+    for name in ("source", "target"):
+        parser.add_argument(name, metavar=name.upper())
+    parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument("--tp", type=int)
+    if source is None:
+        with pytest.raises(ConfigError, match="the following arguments are required: (TARGET|SOURCE)"):
+            parser.parse_args(["--config", str(file), *words])
+        return
+    found = parser.parse_args(["--config", str(file), *words, "--tp", "2"])
+    assert (found.source, found.target, found.overwrite, found.tp) == (source, target, True, 2)

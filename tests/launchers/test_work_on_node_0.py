@@ -83,12 +83,14 @@ def started(words: list[str], options: list[str], **variables: str) -> subproces
 
 @pytest.mark.process
 def test_two_nodes(tmp_path: Path) -> None:
-    """`convert` by variables; `export` by a file and options, whose mistake ends both nodes."""
+    """`convert` by a file, in which every node's variable goes over its rank; `export` by a file and options, whose
+    mistake ends both nodes."""
     model = folder(tmp_path / "model")
     port = str(free_port())
-    place = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NPROC_PER_NODE": "4"}
-    words = ["convert", "hf-to-megatron", str(model), str(tmp_path / "mcore")]
-    nodes = [started(words, [], NODE_RANK=str(rank), **place) for rank in (0, 1)]
+    place = f"nnodes: 2\nnode_rank: 0\nmaster_addr: 127.0.0.1\nmaster_port: {port}\n"
+    (tmp_path / "convert.yaml").write_text(f"{place}source: {model}\ntarget: {tmp_path / 'mcore'}\n")
+    words = ["convert", "hf-to-megatron", "--config", str(tmp_path / "convert.yaml")]
+    nodes = [started(words, [], NODE_RANK=str(rank), NPROC_PER_NODE="4") for rank in (0, 1)]
     said = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert "wrote" in said[0] and "wrote" not in said[1] and "node 1 of 2" in said[1]
