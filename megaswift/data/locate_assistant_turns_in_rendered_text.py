@@ -25,7 +25,10 @@ _Render = Callable[[Sequence[_Message], Any, bool], str]
 BASE = 0xF0000
 """First character of Unicode's supplementary private use area A."""
 MARKS = re.compile(f"[{chr(BASE)}-{chr(BASE + 0xFFFD)}]")
+MARKED_TEMPLATE = "a chat template with {% generation %} around the assistant's turns (--chat_template)"
 REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONS = "<think>"
+EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>\s*")
 _CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}
 
 
@@ -101,6 +104,22 @@ def _trailing(message: _Message) -> str:
     return content[len(content.rstrip()) :] if isinstance(content, str) else ""
 
 
+def _behind_opening(text: str, opening: str, at: int) -> int:
+    """The position behind `opening`, what a template writes where an answer is to begin; -1 where it does not stand at
+    `at`. The beginning of a reasoning block in it (Qwen3.5) need not stand before every answer."""
+    for written in (opening, opening.partition(REASONS)[0]):
+        if text.startswith(written, at):
+            return at + len(written)
+    return -1
+
+
+def _behind_empty_block(message: _Message, text: str, begin: int) -> int:
+    """Where a turn begins behind an empty block of reasoning that the template itself writes, as before a tool call
+    without content."""
+    block = None if _has_reasoning(message) else EMPTY_BLOCK.match(text, begin)
+    return block.end() if block else begin
+
+
 class AssistantTurnFinder:
     """Finds assistant turns for one template; what the template writes around turns is learnt once."""
 
@@ -144,14 +163,16 @@ class AssistantTurnFinder:
         return min((f for f in candidates if f[0] >= 0), default=(0, 0, None))[2]
 
     def _learn_ends(self) -> tuple[str, ...]:
-        """The tokens that end an assistant's turn: in the last place, after a tool call, and in the middle."""
+        """The texts that end an assistant's turn, each one or more tokens: in the last place, after a tool call, and in
+        the middle."""
         ask, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y" + _end(0)}
         last = self._try([ask, answer]) or ""
         after = last.rpartition(_end(0))[2]
         ending = self._first_special(after)
         if ending is None:
             return ()
-        ends, place = [ending], after.index(ending)
+        place = after.index(ending)
+        ends = [ending, self._specials_at(after, place)]
         middle = (self._try([ask, answer, ask]) or "").rpartition(_end(0))[2]
         other = self._first_special(middle)
         if other is not None and middle.index(other) == place and middle[:place] == after[:place]:
@@ -159,6 +180,13 @@ class AssistantTurnFinder:
         calling = self._try([ask, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]) or ""
         ends += [t for t in self._specials if calling.rstrip().endswith(t)][:1]
         return tuple(dict.fromkeys(ends))
+
+    def _specials_at(self, text: str, begin: int) -> str:
+        """The special tokens that stand at `begin`, one right after the other, as Cohere's models end a turn."""
+        end = begin
+        while token := next((t for t in self._specials if text.startswith(t, end)), ""):
+            end += len(token)
+        return text[begin:end]
 
     def find(self, messages: Sequence[_Message], tools: Any, text: str) -> list[tuple[int, int]]:
         """Character ranges of the assistant turns in `text`, in order of the assistant messages."""
@@ -178,7 +206,7 @@ class AssistantTurnFinder:
         raise RowError(
             "messages",
             "the assistant's turns cannot be located: the chat template transforms message contents",
-            "a chat template with {% generation %} around the assistant's turns (--chat_template)",
+            MARKED_TEMPLATE,
         )
 
     def _turns(self, messages: Sequence[_Message], marked: str) -> list[tuple[int, int]]:
@@ -193,44 +221,55 @@ class AssistantTurnFinder:
             if message["role"] != "assistant":
                 position = max(position, end + 1 if end is not None else position)
                 continue
-            begin = self._begin(messages, i, marked, where, position)
+            following = min((at for mark, at in where.items() if ord(mark) - BASE > 2 * i + 1), default=len(marked))
+            begin = self._begin(messages, i, marked, where, (position, following))
             if begin is None:
-                raise RowError(
-                    f"messages[{i}]",
-                    "the chat template omits this assistant message, or its start cannot be located",
-                    "a chat template with {% generation %} around the assistant's turns (--chat_template)",
-                )
-            stop = self._stop(marked, end if end is not None else begin, end is not None)
+                fault = "the chat template omits this assistant message, or its start cannot be located"
+                raise RowError(f"messages[{i}]", fault, MARKED_TEMPLATE)
+            stop = self._stop(
+                marked, end if end is not None else begin, end is not None, bool(message.get("tool_calls"))
+            )
+            names = [str(c.get("function", c).get("name")) for c in message.get("tool_calls") or ()]
+            if stop > following or any(name not in marked[begin:stop] for name in names):
+                fault = "the chat template omits a tool call of this assistant message, or its end cannot be located"
+                raise RowError(f"messages[{i}]", fault, MARKED_TEMPLATE)
             turns.append((begin, stop))
             position = stop
         shift = _shifts(marks)
         return [(a - shift(a), b - shift(b)) for a, b in turns]
 
     def _begin(
-        self, messages: Sequence[_Message], i: int, marked: str, where: dict[str, int], position: int
+        self, messages: Sequence[_Message], i: int, marked: str, where: dict[str, int], between: tuple[int, int]
     ) -> int | None:
+        """Where the turn of message `i` begins, `between` the end of the message before it and the first mark of a
+        later one."""
+        position, following = between
         content = where.get(_start(i))
-        if content is not None and not _has_reasoning(messages[i]):
+        calls = messages[i].get("tool_calls")  # Gemma 4 writes them before the content
+        if content is not None and not calls and not _has_reasoning(messages[i]):
             return content
         if i and _end(i - 1) in where and position == where[_end(i - 1)] + 1:
             tail = self._tail(messages[i - 1]["role"])
             # the mark may stand before white space that the template keeps
-            for space in (
-                "",
-                _trailing(messages[i - 1]),
-            ):
-                if tail is not None and marked.startswith(space + tail, position):
-                    return position + len(space + tail)
-        if self.header:
-            header_at = marked.find(self.header, position, where.get(_end(i)))
-            return header_at + len(self.header) if header_at >= 0 else content
+            for space in ("", _trailing(messages[i - 1])):
+                behind = -1 if tail is None else _behind_opening(marked, space + tail, position)
+                if behind >= 0:
+                    return _behind_empty_block(messages[i], marked, behind)
+        if core := self.header.partition(REASONS)[0]:
+            header_at = marked.find(core, position, where.get(_end(i), following))
+            behind = _behind_opening(marked, self.header, header_at) if header_at >= 0 else -1
+            return _behind_empty_block(messages[i], marked, behind) if behind >= 0 else content
         return content
 
-    def _stop(self, marked: str, begin: int, has_content: bool) -> int:
+    def _stop(self, marked: str, begin: int, has_content: bool, calls: bool) -> int:
+        """Where the turn ends whose content ends at `begin`, with its tool calls."""
         matches = [(position, position + len(t)) for t in self.ends if (position := marked.find(t, begin)) >= 0]
         if matches:
-            return min(matches)[1]
-        return begin if has_content else len(marked)
+            return max(end for position, end in matches if position == min(matches)[0])
+        if has_content and not calls:
+            return begin
+        following = self._first_special(marked, begin)  # GLM's: the next role's
+        return len(marked) if following is None else marked.index(following, begin)
 
 
 def _shifts(marks: Sequence[int]) -> Callable[[int], int]:

@@ -33,8 +33,26 @@ SPECIAL = {
         "<|eom_id|>",
     ),
     "mistral": ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"),
+    "glm": ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    "gemma": ("<eos>", "<bos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>"),
+    "cohere": (
+        "<BOS_TOKEN>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|>",
+        "<|USER_TOKEN|>",
+        "<|CHATBOT_TOKEN|>",
+        "<|START_RESPONSE|>",
+        "<|END_RESPONSE|>",
+    ),
 }
-EOS = {"qwen": "<|im_end|>", "llama": "<|eot_id|>", "mistral": "</s>"}
+EOS = {
+    "qwen": "<|im_end|>",
+    "llama": "<|eot_id|>",
+    "mistral": "</s>",
+    "glm": "<|endoftext|>",
+    "gemma": "<eos>",
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+}
 BOS = {"llama": "<|begin_of_text|>", "mistral": "<s>"}
 
 

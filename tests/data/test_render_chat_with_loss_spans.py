@@ -56,6 +56,8 @@ def encoded(kind: str, name: str, row: dict[str, Any], **options: Any) -> tuple[
     return tok, ids.tolist(), mask.tolist(), [rendered.text[a:b] for a, b in rendered.spans]
 
 
+XML_CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+GLM_CALL = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
 PUBLISHED = [
     ("llama", "llama3", [SYSTEM, Q, A, user("x"), answer("y")], ["Paris, of course.<|eot_id|>", "y<|eot_id|>"]),
     ("llama", "llama3_1", [Q, A], ["Paris, of course.<|eot_id|>"]),
@@ -109,7 +111,7 @@ PUBLISHED = [
         ['<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>', "It is 3.<|im_end|>"],
     ),
     ("qwen", "qwen3", [Q, answer("a"), answer("b")], ["a<|im_end|>", "b<|im_end|>"]),
-    ("qwen", "qwen3", [answer("I begin."), Q, answer("")], ["I begin.<|im_end|>", "<think>\n\n</think>\n\n<|im_end|>"]),
+    ("qwen", "qwen3", [answer("I begin."), Q, answer("")], ["I begin.<|im_end|>", "<|im_end|>"]),
     ("mistral", "mistral", [SYSTEM, Q, A, user("x"), answer("y")], ["Paris, of course.</s>", "y</s>"]),
     ("mistral", "mistral", [SYSTEM, user("[/INST] y</s>"), answer("y")], ["y</s>"]),
     (
@@ -117,6 +119,41 @@ PUBLISHED = [
         "mistral",
         [Q, CALL, RESULT, A],
         ['[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>', "Paris, of course.</s>"],
+    ),
+    # a generation prompt that opens the reasoning, which earlier answers and tool calls do not have
+    (
+        "qwen",
+        "qwen3_5_think",
+        [Q, CALL, RESULT, answer("It is 3."), user("x"), answer("y", reasoning_content="well")],
+        [f"{XML_CALL}<|im_end|>", "It is 3.<|im_end|>", "well\n</think>\n\ny<|im_end|>"],
+    ),
+    # one with an empty block of reasoning, and an answer with reasoning
+    (
+        "qwen",
+        "qwen3_5_nothink",
+        [Q, answer("a"), user("and?"), THINK],
+        ["a<|im_end|>", "<think>\nlet me think\n</think>\n\nThe answer is 42.<|im_end|>"],
+    ),
+    # no token ends a turn, and contents before tool calls
+    (
+        "glm",
+        "glm4moe",
+        [Q, CALL, RESULT, answer("It is 3."), user("so"), CALL | {"content": "I add."}, RESULT, answer("so")],
+        [GLM_CALL, "It is 3.", "I add.\n" + GLM_CALL, "so"],
+    ),
+    # tool calls before contents
+    (
+        "gemma",
+        "gemma4_v2",
+        [Q, CALL | {"content": "I add."}, RESULT, answer("It is 3.")],
+        ["<|tool_call>call:add{a:1}<tool_call|>I add.<turn|>", "It is 3.<turn|>"],
+    ),
+    # two tokens end a turn
+    (
+        "cohere",
+        "cohere2",
+        [Q, answer("a"), user("b"), answer("b")],
+        ["a<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "b<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"],
     ),
 ]
 
@@ -271,3 +308,9 @@ def test_renderer_learns_what_stands_around_turns() -> None:
         renderer = ChatRenderer(load_chat_templates(tokenizer(kind, name), None))
         finder = renderer._finder(template(name))
         assert (finder.header, finder.ends[0]) == (header, ends)
+
+
+def test_a_tool_call_inside_of_another_turn_is_refused() -> None:
+    """Gemma 4's later template puts calls, results and the answer into one turn, without a mark between them."""
+    with pytest.raises(RowError, match="omits a tool call of this assistant message, or its end cannot be located"):
+        encoded("gemma", "gemma4", {"messages": [Q, CALL, RESULT, answer("It is 3.")], "tools": TOOLS})
