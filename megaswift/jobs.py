@@ -6,6 +6,7 @@ import argparse
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megaswift import log
@@ -37,7 +38,11 @@ def main(argv: Sequence[str]) -> int:
     if given.follow and given.verb != "logs":
         rule = f"has no effect on megaswift jobs {given.verb}"
         raise ConfigError(Problem("--follow", rule, "leave it out, or use megaswift jobs logs"))
-    jobs = submitted_jobs(Path(given.folder))
+    jobs, damaged = submitted_jobs(Path(given.folder))
+    if damaged and (not jobs or given.verb == "cancel"):
+        raise ConfigError([replace(problem, fix="give the folder of one job") for problem in damaged])
+    for problem in damaged:
+        log.warn(f"{problem.what}: {problem.rule}")
     if not jobs:
         rule = "has no submitted jobs"
         raise ConfigError(Problem(given.folder, rule, "give the output directory of a run that was submitted"))

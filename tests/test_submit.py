@@ -257,6 +257,21 @@ def test_a_damaged_record_is_one_message(
     assert text in capsys.readouterr().err
 
 
+def test_a_damaged_record_among_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others are listed; what ends a job asks for its folder."""
+    for name in ("a", "b"):
+        (folder / f"out/jobs/{name}").mkdir(parents=True)
+    (folder / "out/jobs/a/job.json").write_text("{")
+    record = {**dict.fromkeys(FIELDS, "x"), "launcher": "local", "id": "999999", "options": {}}
+    (folder / "out/jobs/b/job.json").write_text(json.dumps(record))
+    assert main(["jobs", "list", "out"]) == 0
+    said = capsys.readouterr()
+    assert "out/jobs/b" in said.out and "out/jobs/a/job.json: is not the record of a job" in said.err
+    assert main(["jobs", "status", "out"]) == 1, "of the other, whose process is not there"
+    assert main(["jobs", "cancel", "out"]) == 2
+    assert "give the folder of one job" in capsys.readouterr().err
+
+
 def test_names_and_folders(tmp_path: Path) -> None:
     assert [job_name(text) for text in ("Run_1.v2", "7b LoRA", "--", "ä" * 99)] == [
         "run-1-v2",

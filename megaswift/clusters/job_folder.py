@@ -75,11 +75,19 @@ def read_record(folder: Path) -> SubmittedJob:
         raise ConfigError(Problem(str(file), f"is not the record of a job: {first_line(error)}")) from None
 
 
-def submitted_jobs(root: Path) -> list[SubmittedJob]:
-    """Of an output directory, of a folder of output directories, or of one job's folder; the newest first."""
+def submitted_jobs(root: Path) -> tuple[list[SubmittedJob], list[Problem]]:
+    """Of an output directory, of a folder of output directories, or of one job's folder, the newest first; and what is
+    wrong with records that cannot be read."""
     found = {
         f.parent.resolve()
         for pattern in (RECORD, f"{JOBS}/*/{RECORD}", f"*/{JOBS}/*/{RECORD}")
         for f in root.glob(pattern)
     }
-    return sorted((read_record(folder) for folder in found), key=lambda record: record.submitted, reverse=True)
+    records: list[SubmittedJob] = []
+    damaged: list[Problem] = []
+    for folder in sorted(found):
+        try:
+            records.append(read_record(folder))
+        except ConfigError as error:
+            damaged += error.problems
+    return sorted(records, key=lambda record: record.submitted, reverse=True), damaged

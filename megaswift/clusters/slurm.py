@@ -16,6 +16,8 @@ SICK_NODES = "sick-nodes"
 """File of the job's folder: nodes whose GPUs had errors, one a line (`trainers/gpu_health.py` writes it)."""
 RESOLVED = 'getent hosts "$MASTER_ADDR" >/dev/null || MASTER_ADDR="$SLURM_LAUNCH_NODE_IPADDR"'
 """Names of nodes need not be in the network's name service."""
+ENDED = "ended"
+"""File of the job's folder, with the job's id after it: exit code and time of the end, written by the script."""
 CANCELLED = 128 + 15
 """Exit code of a run that SIGTERM has ended, as scancel does: queued again it would come back."""
 LAST_NODE_SECONDS = 1800
@@ -60,8 +62,8 @@ class SlurmScheduler:
         return found[1]
 
     def status(self, job: SubmittedJob) -> Sequence[str]:
-        """The queue's line."""
-        return ["squeue", "--jobs", job.id, "--format", "%.10i %.20j %.10T %.12M %.6D %R"]
+        """The queue's line; of a job that Slurm has forgotten the accounting's, else what its script has written."""
+        return ["bash", "-c", _STATUS, "jobs", job.id, f"{job.folder}/{ENDED}-{job.id}"]
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
         """The script's output, which is that of all nodes."""
@@ -70,6 +72,25 @@ class SlurmScheduler:
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """SIGTERM to the run, which saves; Slurm kills what is left after its KillWait."""
         return ["scancel", job.id]
+
+
+_STATUS = """\
+if ! command -v squeue > /dev/null; then
+    echo "squeue is not on this machine: run this where the job was submitted" >&2
+    exit 2
+fi
+queue=$(squeue --jobs "$1" --states all --format "%.10i %.20j %.10T %.12M %.6D %R" 2>&1)
+code=$?
+if [ "$code" = 0 ] && [ "$(wc -l <<< "$queue")" -gt 1 ]; then echo "$queue"; exit 0; fi
+case "$code$queue" in 0*|*"Invalid job id"*) ;; *) echo "$queue" >&2; exit "$code" ;; esac
+record=$(sacct -X --noheader --jobs "$1" --format JobID,JobName%20,State%12,ExitCode,Elapsed,End 2> /dev/null)
+if [ -n "$record" ]; then echo "$record"; exit 0; fi
+echo "job $1 is not in Slurm's queue any more, and Slurm's accounting has no record of it"
+if read -r code end 2> /dev/null < "$2"; then echo "its script ended at $end with exit code $code"; exit 0; fi
+echo "its script did not get to its end: the job was cancelled, killed or lost its node (megaswift jobs logs)"
+exit 1
+"""
+"""$1: the job's id, $2: its file ENDED. Slurm forgets a job some minutes after its end (MinJobAge)."""
 
 
 def _script(job: Job) -> Iterator[str]:
@@ -107,6 +128,8 @@ def _script(job: Job) -> Iterator[str]:
         yield from (f"    {line}" for line in _EXCLUSION)
     yield '    scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script'
     yield "fi"
+    ended = f"{shell_words([str(job.folder / ENDED)])}-$SLURM_JOB_ID"
+    yield f'echo "$code $(date -u +%FT%TZ)" > {ended}'
     yield 'exit "$code"'
 
 

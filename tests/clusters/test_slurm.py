@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megaswift.clusters.cluster_and_job import SubmittedJob
 from megaswift.clusters.scheduler_protocol import scheduler_of
 from megaswift.clusters.slurm import SCHEDULER
 from megaswift.errors import ConfigError
@@ -76,6 +77,49 @@ def test_two_nodes_train_to_their_export(environ: dict[str, str], tmp_path: Path
     log = megaswift(tmp_path, environ, "jobs", "logs", "out")
     assert "DP2 on 2 processes" in log and (tmp_path / "out/hf/model.safetensors").exists(), log
     assert steps(tmp_path) == [5]
+    assert "COMPLETED" in megaswift(tmp_path, environ, "jobs", "status", "out")
+    record = tmp_path / "out/jobs/run/job.json"
+    number = json.loads(record.read_text())["id"]
+    ended_file = tmp_path / f"out/jobs/run/ended-{number}"
+    assert ended_file.read_text().startswith("0 2")
+    record.write_text(record.read_text().replace(f'"{number}"', '"99999"'))  # as when Slurm has forgotten it
+    ended_file.rename(ended_file.with_name("ended-99999"))
+    assert "with exit code 0" in megaswift(tmp_path, environ, "jobs", "status", "out")
+
+
+QUEUE = "     JOBID NAME\n"
+
+
+@pytest.mark.parametrize(
+    ("squeue", "sacct", "kept", "code", "text"),
+    [
+        (f"echo '{QUEUE}         7  run RUNNING'", "exit 1", "", 0, "RUNNING"),
+        (f"echo -n '{QUEUE}'", "echo '7 run COMPLETED 0:0'", "", 0, "7 run COMPLETED"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "echo '7 FAILED'", "", 0, "7 FAILED"),
+        (
+            "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
+            "echo 'Slurm accounting storage is disabled' >&2; exit 1",
+            "3 2026-01-02T03:04:05Z\n",
+            0,
+            "job 7 is not in Slurm's queue any more, and Slurm's accounting has no record of it\n"
+            "its script ended at 2026-01-02T03:04:05Z with exit code 3",
+        ),
+        (f"echo -n '{QUEUE}'", "exit 0", "", 1, "did not get to its end"),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", "echo no", "0 now\n", 1, "Unable to contact"),
+    ],
+)
+def test_the_status_of_a_job_that_slurm_has_forgotten(
+    squeue: str, sacct: str, kept: str, code: int, text: str, tmp_path: Path
+) -> None:
+    for name, line in (("squeue", squeue), ("sacct", sacct)):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    if kept:
+        (tmp_path / "ended-7").write_text(kept)
+    words = SCHEDULER.status(SubmittedJob("run", "lab", "slurm", "7", str(tmp_path), ""))
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(words, env=path, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == code and text in done.stdout + done.stderr, done
 
 
 @needs_slurm

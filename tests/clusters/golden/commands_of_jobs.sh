@@ -1,5 +1,19 @@
 ==== slurm_all
-squeue --jobs 7 --format '%.10i %.20j %.10T %.12M %.6D %R'
+bash -c 'if ! command -v squeue > /dev/null; then
+    echo "squeue is not on this machine: run this where the job was submitted" >&2
+    exit 2
+fi
+queue=$(squeue --jobs "$1" --states all --format "%.10i %.20j %.10T %.12M %.6D %R" 2>&1)
+code=$?
+if [ "$code" = 0 ] && [ "$(wc -l <<< "$queue")" -gt 1 ]; then echo "$queue"; exit 0; fi
+case "$code$queue" in 0*|*"Invalid job id"*) ;; *) echo "$queue" >&2; exit "$code" ;; esac
+record=$(sacct -X --noheader --jobs "$1" --format JobID,JobName%20,State%12,ExitCode,Elapsed,End 2> /dev/null)
+if [ -n "$record" ]; then echo "$record"; exit 0; fi
+echo "job $1 is not in Slurm'"'"'s queue any more, and Slurm'"'"'s accounting has no record of it"
+if read -r code end 2> /dev/null < "$2"; then echo "its script ended at $end with exit code $code"; exit 0; fi
+echo "its script did not get to its end: the job was cancelled, killed or lost its node (megaswift jobs logs)"
+exit 1
+' jobs 7 /out/jobs/run/ended-7
 tail -n +1 -- /out/jobs/run/slurm-7.log
 tail -F -n +1 -- /out/jobs/run/slurm-7.log
 scancel 7
