@@ -110,6 +110,7 @@ def partition_meta_parameters(module: nn.Module, settings: Mapping[str, Any], de
     deepspeed = load_deepspeed(device.type)
     deepspeed.init_distributed()  # before the configuration is read, which else takes the world to be one process
     dtype = half_dtype(settings) or torch.float32
-    deepspeed.zero.Init(module=_OneByOne(module, dtype, device), config_dict_or_path=dict(settings), dtype=dtype)
+    # the dtype of its files comes from the settings: one that is named counts only where the device has float16
+    deepspeed.zero.Init(module=_OneByOne(module, dtype, device), config_dict_or_path=dict(settings))
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)

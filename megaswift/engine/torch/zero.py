@@ -36,7 +36,7 @@ from megaswift.config.deepspeed_json import KINDS, matching_deepspeed_preset, of
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.accurate_sum_of_squares import sum_of_squares
 from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
-from megaswift.engine.torch import deepspeed_import_and_config_overrides
+from megaswift.engine.torch import deepspeed_import_and_config_overrides, zero_drive
 from megaswift.engine.torch.data_parallel_strategy import (
     GRADIENT,
     WEIGHT,
@@ -90,7 +90,9 @@ class ZeroStrategy:
         settings = deepspeed_import_and_config_overrides.deepspeed_config_with_engine_overrides(
             config, self._world, device.type
         )
-        if self.stage == 3 and any(is_unallocated(p) for p in self._names.values()):
+        zero_drive.give_own_folders(settings["zero_optimization"], self)
+        on_drive = zero_drive.keeps_weights_in_files(config)
+        if self.stage == 3 and (on_drive or any(is_unallocated(p) for p in self._names.values())):
             deepspeed_import_and_config_overrides.partition_meta_parameters(module, settings, device)
         allocate_storage(self._names.values(), device)
         optimizer = make_adamw_or_sgd([(n, p) for n, p in self._names.items() if p.requires_grad], optim)
@@ -100,6 +102,7 @@ class ZeroStrategy:
         self._micro = 0
         self._check()
         self._own_loss_scale()
+        zero_drive.keep_gradients_in_memory(self._zero)
         initialize_missing_adam_states(self._zero, optimizer)
         self._tensors = ZeroWholeTensorAccess(deepspeed, self.module, optimizer)
         for name, tensor in exact.items():
@@ -168,6 +171,9 @@ class ZeroStrategy:
             return norm, False
         if self.stage:
             self._zero.clip_grad = optim.max_grad_norm
+        if self.stage == 3:
+            zero_drive.give_gradients(self._zero)
+            zero_drive.forget_shards_read_ahead(self.module.module)
         self.module.step()
         if self.stage == 0:
             return norm, True
@@ -186,6 +192,7 @@ class ZeroStrategy:
         """Drops what DeepSpeed would add to the next step's gradients."""
         if self.stage == 3:
             self._zero.grad_partitions_flat_buffer.zero_()
+            zero_drive.forget_gradients(self._zero)
         if self._offload:
             sums = getattr(self._zero, "accumulated_grads_in_cpu", {}).values()
             for gradient in (*sums, *(s.grad for s in tensors_stepped_on_this_rank(self._zero) if s.grad is not None)):

@@ -14,12 +14,14 @@ gives, the full tensor. Faults of DeepSpeed 0.19.8 that are gone round:
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaswift.engine.torch import zero_drive
 from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -37,10 +39,12 @@ def tensors_stepped_on_this_rank(zero: Any) -> list[Tensor]:
 def initialize_missing_adam_states(zero: Any, inner: torch.optim.Optimizer) -> None:
     """Adam's state, all zero, where the first step has not made it."""
     on_device = inner.defaults.get("fused") or inner.defaults.get("capturable")
-    for shard in tensors_stepped_on_this_rank(zero):
-        if not inner.state[shard]:
-            step = torch.zeros((), dtype=torch.float32, device=shard.device if on_device else "cpu")
-            inner.state[shard] |= {"step": step, **{name: torch.zeros_like(shard.data) for name in MOMENTS}}
+    in_files = zero_drive.shards_in_files(zero)
+    for group, shard in enumerate(tensors_stepped_on_this_rank(zero)):
+        with zero_drive.states_in_memory(zero, group) if group in in_files else nullcontext():
+            if not inner.state[shard]:
+                step = torch.zeros((), dtype=torch.float32, device=shard.device if on_device else "cpu")
+                inner.state[shard] |= {"step": step, **{name: torch.zeros_like(shard.data) for name in MOMENTS}}
     if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
         zero._lazy_init_hp_params_optimizer_state()
 
@@ -69,6 +73,7 @@ class ZeroWholeTensorAccess:
         if kind == WEIGHT and not (self.stage and param.requires_grad):
             return self._gather(param)
         if kind == GRADIENT:
+            zero_drive.give_gradients(self.zero)
             value = self.calls.safe_get_full_grad(param)
             value = (
                 torch.zeros(getattr(param, "ds_shape", param.shape), device=param.device) if value is None else value
@@ -107,14 +112,18 @@ class ZeroWholeTensorAccess:
         size = param.ds_tensor.ds_numel
         padded = nn.functional.pad(value.flatten(), (0, size * dist.get_world_size(group) - value.numel()))
         part = padded.narrow(0, size * dist.get_rank(group), size)
+        with zero_drive.shard_in_memory(param):
+            self._set_shard(param, kind, part)
+        if kind == WEIGHT and param.data.numel() == value.numel():  # small ones are kept whole between steps
+            param.data.copy_(value.view_as(param.data))
+
+    def _set_shard(self, param: Any, kind: str, part: Tensor) -> None:
         if kind != WEIGHT:
             self.calls.safe_set_local_optimizer_state(param, part, kind)
             return
         if param.requires_grad:
             self.calls.safe_set_local_fp32_param(param, part)
         param.ds_tensor.data.copy_(part.view_as(param.ds_tensor))
-        if param.data.numel() == value.numel():  # small ones are kept whole between steps
-            param.data.copy_(value.view_as(param.data))
 
     def sizes(self, module: nn.Module) -> tuple[int, int, int, int]:
         """(Parameters, bytes of weights, of gradients at the end of a backward pass, of moments with fp32 masters) on
