@@ -73,6 +73,11 @@ goes."""
 DEVICES = ("none", "cpu", "nvme")
 OFFLOADS = {"optimizer": "cpu_offload", "param": "cpu_offload_params"}
 """Part that is offloaded: its switch in files of older versions."""
+READ_AHEAD_ON_A_DRIVE = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
+"""Keys of `zero_optimization` that are 0 with weights on a drive: weights that are read ahead or kept for a later use
+hold buffers, of which DeepSpeed 0.19.8 does not count the free ones, and a step would fail."""
+STATES_OF_A_STEP = 4
+"""Weight, gradient and two moments: DeepSpeed's default for the `buffer_count` of an optimizer on a drive."""
 
 
 def without_switched_off_keys(config: dict[str, Any]) -> dict[str, Any]:
@@ -108,6 +113,15 @@ def unserved_key_problems(config: Mapping[str, Any], zero: Mapping[str, Any], la
             yield Problem(f'{label}: "{name}": {zero[name]}', rule, "leave it out")
     for part in OFFLOADS:
         yield from _offload_problems(part, zero.get(f"offload_{part}") or {}, zero.get("stage", 0), label)
+    if (config.get("aio") or {}).get("use_gds") and offload_parts_on_a_drive(config):
+        rule = "is not supported: shards on a drive are read and written through host memory"
+        yield Problem(f'{label}: "aio": "use_gds": true', rule, "leave it out")
+
+
+def offload_parts_on_a_drive(config: Mapping[str, Any]) -> list[str]:
+    """Which of "optimizer" and "param" a configuration keeps in files."""
+    zero = config.get("zero_optimization") or {}
+    return [part for part in OFFLOADS if (zero.get(f"offload_{part}") or {}).get("device") == "nvme"]
 
 
 def _offload_problems(part: str, section: Mapping[str, Any], stage: Any, label: str) -> Iterator[Problem]:
@@ -115,10 +129,22 @@ def _offload_problems(part: str, section: Mapping[str, Any], stage: Any, label: 
     where = f'{label}: "offload_{part}": "device": {json.dumps(device)}'
     if device not in DEVICES:
         yield Problem(where, f"is not a device; these are {', '.join(DEVICES)}", '"cpu"')
-    elif device == "nvme" and part == "param":
-        rule = "is not supported: DeepSpeed cannot set weights on a drive, so a model could not be loaded into them"
-        yield Problem(where, rule, '"device": "cpu"')
     elif device == "nvme" and stage != 3:
         yield Problem(where, "needs stage 3", '"stage": 3, or "device": "cpu"')
-    elif device == "nvme" and not section.get("nvme_path"):
-        yield Problem(where, "needs a folder on the drive", '"nvme_path": "/local_nvme"')
+    elif device == "nvme":
+        yield from _drive_problems(part, section, f'{label}: "offload_{part}": ')
+
+
+def _drive_problems(part: str, section: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """Of DeepSpeed 0.19.8: with "fast_init" a run starts from other weights than the model's, without an error."""
+    if not section.get("nvme_path"):
+        yield Problem(f'{where}"device": "nvme"', "needs a folder on the drive", '"nvme_path": "/local_nvme"')
+    if section.get("fast_init"):
+        yield Problem(f'{where}"fast_init": true', "is not supported: it starts from wrong weights", "leave it out")
+    count, at_a_time = section.get("buffer_count", STATES_OF_A_STEP), 1
+    at_a_time += sum(bool(section.get(name)) for name in ("pipeline_read", "pipeline_write"))
+    least = STATES_OF_A_STEP * at_a_time
+    if part == "optimizer" and count < least:
+        groups = "a group" if at_a_time == 1 else f"{at_a_time} groups"
+        rule = f"is too few: weights, gradients and two moments of {groups} of parameters are in memory at a time"
+        yield Problem(f'{where}"buffer_count": {count}', rule, f'"buffer_count": {least}')

@@ -14,6 +14,7 @@ from megaswift.config.deepspeed_json import (
     matching_deepspeed_preset,
     read_deepspeed_json,
 )
+from megaswift.config.deepspeed_served_keys import READ_AHEAD_ON_A_DRIVE, offload_parts_on_a_drive
 from megaswift.config.engine import FSDP_STRATEGIES, NOTHING_WRAPPED, ZERO
 from megaswift.config.non_lora_peft_methods import METHODS
 from megaswift.config.optim import EVERYWHERE
@@ -133,6 +134,17 @@ def deepspeed_preset_of_option(deepspeed: str) -> str:
         return ""
 
 
+def drive_parts_of_option(deepspeed: str | None) -> list[str]:
+    """Which of "optimizer" and "param" the file of `--deepspeed` keeps on a drive; none for a file that cannot be
+    read."""
+    if deepspeed is None or deepspeed in ZERO:
+        return []
+    try:
+        return offload_parts_on_a_drive(read_deepspeed_json(deepspeed))
+    except ConfigError:
+        return []
+
+
 def filled_deepspeed_config(c: Sections, world: int, dtype: str, hidden_size: int) -> FilledDeepspeedConfig:
     """DeepSpeed's configuration of a run in this precision, without "auto", and what is wrong with the user's file."""
     named = c.engine.deepspeed
@@ -213,12 +225,21 @@ def _is_no_shard(c: Sections) -> bool:
     return c.engine.engine == "ddp" and ("fsdp" in name or "shard" in name)
 
 
-def no_shard_notices(c: Sections) -> Iterator[str]:
-    """What a sharding strategy that shards nothing runs as."""
+def engine_notices(c: Sections) -> Iterator[str]:
+    """What a sharding strategy that shards nothing runs as, and what of a DeepSpeed file is not as written."""
     if _is_no_shard(c):
         yield (
             f"{c.typed['engine'].label}: runs as --engine ddp: each process keeps all weights, gradients and optimizer "
             "states; --fsdp full_shard divides them among the processes"
+        )
+    named = c.engine.deepspeed
+    if named is None or "param" not in drive_parts_of_option(named):
+        return
+    zero = read_deepspeed_json(named)["zero_optimization"]
+    if keys := [f'"{key}"' for key in READ_AHEAD_ON_A_DRIVE if zero.get(key)]:
+        yield (
+            f"{deepspeed_label(named)}: {' and '.join(keys)}: 0 is used, because weights are on a drive "
+            "(offload_param): they are read when a module needs them"
         )
 
 

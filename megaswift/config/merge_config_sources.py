@@ -23,7 +23,7 @@ from megaswift.config.check_all_option_rules import (
 )
 from megaswift.config.data import ALIGNMENT, RL
 from megaswift.config.differing_toolkit_defaults import differing_defaults_notice
-from megaswift.config.engine_rules import no_shard_notices
+from megaswift.config.engine_rules import engine_notices
 from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultGradientAccumulation, default_rl_accumulation_steps
 from megaswift.config.hostfile import expand_hostfile
 from megaswift.config.megatron_extra_kwargs import transformer_config_option
@@ -152,7 +152,7 @@ def _notices(sections: Sections, state: ResolveState) -> tuple[str, ...]:
         *([accepted] if accepted else ()),
         *(f"max_length {n}: room for prompts beside max_completion_length" for n in _room_for_prompts(state).values()),
         *_learning_rate(sections),
-        *no_shard_notices(sections),
+        *engine_notices(sections),
         *((passes.text,) if passes else ()),
         *others,
     )

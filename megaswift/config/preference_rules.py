@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megaswift.config.data import RL
+from megaswift.config.engine_rules import drive_parts_of_option
 from megaswift.config.loss_option_rules import ignored_by_loss_rules, loss_entries_of, value_required_by_loss_rules
 from megaswift.config.loss_table import ALPHAPO, KL_PAIRS
 from megaswift.config.preference import LOSSES, beta_of, loss_types_of, needs_reference
@@ -20,6 +21,17 @@ def _single(c: Sections) -> bool:
 
 def _pairs_prompts(c: Sections) -> bool:
     return any(KL_PAIRS in loss.needs for loss in loss_entries_of(c))
+
+
+def _reference_on_a_drive(c: Sections) -> bool:
+    """Whether the weights that would be exchanged with the reference's are in files: those of a model without new
+    adapters, unless the reference is asked once before training."""
+    whole = c.model.train_type == "full" and not c.preference.precompute_ref_log_probs
+    return (
+        (whole or c.lora.adapters is not None)
+        and needs_reference(c)
+        and "param" in drive_parts_of_option(c.engine.deepspeed)
+    )
 
 
 _FREE: Test = lambda c: c.preference.reference_free  # noqa: E731
@@ -124,6 +136,12 @@ PREFERENCE_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.preference.precompute_ref_log_probs and _pairs_prompts(c),
         "is not supported by kto, whose mismatched prompt-completion pairs differ in every step",
         "--precompute_ref_log_probs false; --offload_reference true keeps the reference weights in CPU memory",
+    ),
+    ConflictingOptions(
+        ("deepspeed",),
+        _reference_on_a_drive,
+        "keeps the weights on a drive (offload_param), where they cannot be exchanged for a reference model's",
+        '"device": "cpu" for offload_param in the file, or --train_type lora, whose base model is the reference',
     ),
     ConflictingOptions(
         ("random_init",),

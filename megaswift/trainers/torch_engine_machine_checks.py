@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.deepspeed_json import deepspeed_label, read_deepspeed_json
-from megaswift.config.deepspeed_served_keys import OFFLOADS
+from megaswift.config.deepspeed_served_keys import offload_parts_on_a_drive
 from megaswift.config.engine import ZERO
 from megaswift.config.optim import OF_BITSANDBYTES, PAGED
 from megaswift.errors import Problem
+
+_CALLS_LIBAIO = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"
 
 
 def torch_engine_machine_problems(cfg: SwiftConfig) -> list[Problem]:
@@ -108,18 +113,34 @@ def compiler_problems(cfg: SwiftConfig) -> list[Problem]:
 
 
 def nvme_problems(cfg: SwiftConfig) -> list[Problem]:
-    """Optimizer states on a drive: with files that DeepSpeed 0.19.8 really writes (tensors of 1 MiB or more) torch's
-    Adam finds empty moments at the first step."""
+    """Shards in files are read and written by DeepSpeed's extension async_io, which is compiled at its first use."""
     named = cfg.engine.deepspeed
     if named is None or named in ZERO:
         return []
-    zero = read_deepspeed_json(named).get("zero_optimization") or {}
-    parts = [part for part in OFFLOADS if (zero.get(f"offload_{part}") or {}).get("device") == "nvme"]
-    rule = "is not supported: the first step fails where tensors are large enough to be written to the drive"
-    return [
-        Problem(f'{deepspeed_label(named)}: "offload_{part}": "device": "nvme"', rule, '"device": "cpu"')
-        for part in parts
-    ]
+    parts = offload_parts_on_a_drive(read_deepspeed_json(named))
+    missing = missing_for_async_io() if parts else ""
+    fix = 'run apt-get install libaio-dev g++ ninja-build (or yum install libaio-devel gcc-c++ ninja-build), or "cpu"'
+    rule = f"needs DeepSpeed's extension async_io, which cannot be compiled here: {missing}"
+    return [Problem(f'{deepspeed_label(named)}: "offload_{p}": "device": "nvme"', rule, fix) for p in parts if missing]
+
+
+def missing_for_async_io() -> str:
+    """Why DeepSpeed's extension async_io cannot be compiled; empty where it can, or has been with DeepSpeed itself.
+
+    As DeepSpeed looks for it: a program that calls libaio is compiled and linked, with CFLAGS and LDFLAGS."""
+    spec = find_spec("deepspeed")
+    if spec is not None and spec.origin and list(Path(spec.origin).parent.glob("ops/aio/async_io_op*.so")):
+        return ""
+    compiler = next((c for c in (os.environ.get("CXX"), "g++", "c++", "clang++") if c and shutil.which(c)), None)
+    if compiler is None:
+        return "there is no C++ compiler"
+    if shutil.which("ninja") is None:
+        return "the program ninja is not on PATH"
+    flags = (os.environ.get("CFLAGS", "").split(), os.environ.get("LDFLAGS", "").split())
+    with tempfile.TemporaryDirectory() as folder:
+        command = [compiler, "-x", "c", *flags[0], "-", "-o", str(Path(folder) / "a.out"), *flags[1], "-laio"]
+        done = subprocess.run(command, input=_CALLS_LIBAIO, capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else "the library libaio with its header libaio.h was not found"
 
 
 def boft_extension_problems(cfg: SwiftConfig) -> list[Problem]:

@@ -22,11 +22,14 @@ from megaswift.config.deepspeed_json import (
     offloads_optimizer_and_weights,
     read_deepspeed_json,
 )
+from megaswift.config.deepspeed_served_keys import READ_AHEAD_ON_A_DRIVE, offload_parts_on_a_drive
 from megaswift.config.engine_rules import filled_deepspeed_config
+from megaswift.engine.torch.deepspeed_import_and_config_overrides import deepspeed_config_with_engine_overrides
 from megaswift.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "deepspeed"
 FACTS = DeepspeedAutoValues(4, 8, 2, 2e-5, 0.0, 0.0, (0.9, 0.95), 1e-8, 0.1, 1.0, "cosine", "bfloat16", 1024)
+NVME: dict[str, Any] = {"device": "nvme", "nvme_path": "/n"}
 LABEL = "--deepspeed f.json"
 TRANSFORMERS_ZERO3: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
@@ -140,8 +143,20 @@ def test_auto_without_a_known_size_is_deepspeeds_own() -> None:
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, ("nvme", "nvme_path")),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, ("none, cpu, nvme",)),
         (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/n"}}},
-            ("cannot set weights on a drive", '"device": "cpu"'),
+            {"zero_optimization": {"stage": 3, "offload_param": NVME | {"fast_init": True}}},
+            ('"offload_param": "fast_init": true', "starts from wrong weights", "leave it out"),
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": NVME | {"buffer_count": 3}}},
+            ('"offload_optimizer": "buffer_count": 3', "is too few", '"buffer_count": 4'),
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": NVME | {"pipeline_read": True}}},
+            ('"buffer_count": 4', "of 2 groups", '"buffer_count": 8'),
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": NVME}, "aio": {"use_gds": True}},
+            ('"aio": "use_gds": true', "is not supported", "leave it out"),
         ),
         (
             {"zero_optimization": {"stage": 3, "sub_group_size": "auto"}},
@@ -159,6 +174,28 @@ def test_contradictions_are_told(change: dict[str, Any], words: tuple[str, ...])
     text = wrong({**TRANSFORMERS_ZERO3, **change})
     assert all(word in text for word in words), text
     assert len(fill_deepspeed_auto({**TRANSFORMERS_ZERO3, **change}, FACTS, LABEL).problems) == 1, text
+
+
+@pytest.mark.parametrize("parts", [("optimizer",), ("param",), ("optimizer", "param")])
+def test_a_drive(parts: tuple[str, ...], tmp_path: Path) -> None:
+    """Taken as it is written, but for what would leave DeepSpeed without buffers, which a notice says."""
+    zero = {"stage": 3, **{f"offload_{part}": NVME for part in parts}, "stage3_prefetch_bucket_size": 5e8}
+    filled = fill_deepspeed_auto({"zero_optimization": zero, "aio": {"queue_depth": 8}}, FACTS, LABEL)
+    assert (filled.kind, filled.problems) == ("zero3_offload", ())
+    assert filled.config["zero_optimization"] == zero and filled.config["aio"] == {"queue_depth": 8}
+    assert offload_parts_on_a_drive(filled.config) == list(parts)
+    file = tmp_path / "n.json"
+    file.write_text(json.dumps({"zero_optimization": zero}))
+    said = [
+        n
+        for n in load_config("sft", ["--model", "m", "--dataset", "d", "--deepspeed", str(file)]).notices
+        if "0 is" in n
+    ]
+    assert [n.split(", because")[0] for n in said] == (
+        ['n.json: "stage3_prefetch_bucket_size": 0 is used'] if "param" in parts else []
+    )
+    given = deepspeed_config_with_engine_overrides(filled.config, 2, "cpu")["zero_optimization"]
+    assert {given.get(key) for key in READ_AHEAD_ON_A_DRIVE} == ({0} if "param" in parts else {5e8, None})
 
 
 @pytest.mark.parametrize("part", ["optimizer", "param"])

@@ -42,6 +42,7 @@ IDLE = [
     ("cpo --simpo_gamma 0.5", "cpo --simpo_gamma 0.5 --loss_type simpo"),
 ]
 IDLE_PULL = [("ref_model", "r"), ("offload_reference", "true"), ("sync_ref_model", "true")]
+ON_A_DRIVE = '{"zero_optimization":{"stage":3,"offload_param":{"device":"nvme","nvme_path":"n"}}}'
 CLASHING = [
     ("beta", "dpo --beta 0"),
     ("loss_type", "dpo --loss_type kto"),
@@ -55,6 +56,7 @@ CLASHING = [
     ("precompute_ref_log_probs", "dpo --precompute_ref_log_probs --sync_ref_model"),
     ("precompute_ref_log_probs", "dpo --precompute_ref_log_probs --streaming --max_steps 3"),
     ("precompute_ref_log_probs", "kto --precompute_ref_log_probs --micro_batch_size 2"),
+    ("deepspeed", f"dpo --deepspeed {ON_A_DRIVE}"),
     ("random_init", "dpo --random_init"),
 ]
 

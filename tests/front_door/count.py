@@ -117,7 +117,9 @@ def refusal(command: Command, root: Path) -> list[Problem]:
 
 OF_CLUSTER = {"$WORLD_SIZE": "2", "$RANK": "0", "$MASTER_ADDR": "127.0.0.1", "$MASTER_PORT": "29500"}
 """Variables that a cluster sets."""
-MACHINE = re.compile("needs the package|is not installed|no CUDA device|no kernel for a CPU|needs a GPU|CUDA device")
+MACHINE = re.compile(
+    "needs the package|is not installed|no CUDA device|no kernel for a CPU|needs a GPU|CUDA device|cannot be compiled"
+)
 """Problems of this machine, not of the command."""
 
 

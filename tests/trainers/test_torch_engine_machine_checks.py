@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.engine_rules import filled_deepspeed_config
 from megaswift.trainers import torch_engine_machine_checks
 from megaswift.trainers.torch_engine_machine_checks import torch_engine_machine_problems
 from tests.parity.models import build
@@ -111,16 +112,40 @@ def test_losses_of_routers_need_routers(tmp_path: Path) -> None:
     assert problems(SwiftConfig(model=str(moe), **options), 2) == []
 
 
-def test_a_drive_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("", ""),
+        ("libaio", "the library libaio with its header libaio.h was not found"),
+        ("ninja", "the program ninja is not on PATH"),
+        ("compiler", "there is no C++ compiler"),
+    ],
+)
+def test_shards_on_a_drive_need_libaio(
+    missing: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler stands in that finds the library or does not; one message per section that needs it."""
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\n! {'true' if missing == 'libaio' else 'false'}\n")
+    compiler.chmod(0o755)
+    programs = {"g++": missing != "compiler", "ninja": missing != "ninja"}
+    monkeypatch.setattr(torch_engine_machine_checks, "find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: name if programs.get(name) else None)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     file = tmp_path / "ds.json"
-    for device, many in (("nvme", 1), ("cpu", 0)):
+    for device in ("nvme", "cpu"):
         section = {"device": device, "nvme_path": str(tmp_path)}
-        file.write_text(
-            json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": section}, "aio": {"queue_depth": 8}})
-        )
-        cfg = SwiftConfig(deepspeed=str(file))
-        assert len(torch_engine_machine_checks.nvme_problems(cfg)) == many
-        filled = filled_deepspeed_config(cfg, 1, "float32", 64)
-        assert (filled.kind, filled.problems) == ("zero3_offload", ())
-        assert filled.config["aio"] == {"queue_depth": 8}
-        assert filled.config["zero_optimization"]["offload_optimizer"] == section
+        file.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": section}}))
+        found = [str(p) for p in torch_engine_machine_problems(SwiftConfig(deepspeed=str(file)))]
+        assert len(found) == (device == "nvme" and bool(said))
+        assert all(said in text and "apt-get install libaio-dev" in text for text in found)
+
+
+def test_an_extension_that_came_with_deepspeed_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert torch_engine_machine_checks.missing_for_async_io() != ""
+    (tmp_path / "ops" / "aio").mkdir(parents=True)
+    (tmp_path / "ops" / "aio" / "async_io_op.cpython-311-x86_64-linux-gnu.so").touch()
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(torch_engine_machine_checks, "find_spec", lambda name: spec)
+    assert torch_engine_machine_checks.missing_for_async_io() == ""

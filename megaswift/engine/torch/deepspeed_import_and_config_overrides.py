@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megaswift.config.deepspeed_served_keys import READ_AHEAD_ON_A_DRIVE, offload_parts_on_a_drive
 from megaswift.engine.torch.meta_init import allocate_storage
 
 _LOCAL_RANK = "LOCAL_RANK"
@@ -54,6 +55,7 @@ def deepspeed_config_with_engine_overrides(config: Mapping[str, Any], world: int
       micro-batches.
     - Ranks are summed (`gradient_allreduce_op`), not averaged. ZeRO-3 can only average, which the strategy undoes.
     - Clipping is set on the optimizer at each step, and done by the strategy at stage 0, where DeepSpeed keeps no norm.
+    - Weights on a drive: READ_AHEAD_ON_A_DRIVE.
     - Half precision: fp32 accumulation and communication of gradients. Stage 0 cannot do that in DeepSpeed's sections
       bf16 and fp16 (weights and gradients would be halves throughout), so it computes under autocast from fp32 weights.
     """
@@ -72,6 +74,8 @@ def deepspeed_config_with_engine_overrides(config: Mapping[str, Any], world: int
     completed["data_types"] = {"grad_accum_dtype": "fp32", **completed.get("data_types", {})}
     if stage < 3:
         completed["gradient_allreduce_op"] = "sum"
+    if "param" in offload_parts_on_a_drive(completed):
+        zero |= dict.fromkeys(READ_AHEAD_ON_A_DRIVE, 0)
     half = half_dtype(completed)
     if half is not None and stage == 0:
         completed = {key: section for key, section in completed.items() if key not in ("bf16", "fp16")}

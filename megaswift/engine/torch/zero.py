@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.config.deepspeed_json import KINDS, matching_deepspeed_preset, offloads_optimizer_and_weights
+from megaswift.config.deepspeed_served_keys import offload_parts_on_a_drive
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.accurate_sum_of_squares import sum_of_squares
 from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
@@ -90,8 +91,10 @@ class ZeroStrategy:
         settings = deepspeed_import_and_config_overrides.deepspeed_config_with_engine_overrides(
             config, self._world, device.type
         )
+        sizes = [math.prod(p.shape) for p in self._names.values()]
+        zero_drive.fit_weight_buffers(settings["zero_optimization"], sizes, self._world)
         zero_drive.give_own_folders(settings["zero_optimization"], self)
-        on_drive = zero_drive.keeps_weights_in_files(config)
+        on_drive = "param" in offload_parts_on_a_drive(config)
         if self.stage == 3 and (on_drive or any(is_unallocated(p) for p in self._names.values())):
             deepspeed_import_and_config_overrides.partition_meta_parameters(module, settings, device)
         allocate_storage(self._names.values(), device)

@@ -1,13 +1,13 @@
 """ZeRO-3 with shards in files on a local drive: `"device": "nvme"` of `offload_optimizer` and `offload_param`.
 
-Owns the folder of one engine's files, and what must be done round DeepSpeed 0.19.8, which writes shards of 1 MiB or more
-to files and leaves empty tensors in their place:
+Owns the folder of one engine's files, and what must be done round DeepSpeed 0.19.8, which writes shards of 1 MiB or
+more to files and leaves empty tensors in their place:
 
 - A weight in a file cannot be set: `safe_set_local_fp32_param` compares its size with the empty tensor. It is read into
   memory, set, and written again (`shard_in_memory`).
-- Gradients go to files too, though they stay in host memory. They are read back with direct I/O to addresses that are no
-  multiples of 512 bytes, which fails without an error (the step then takes another's gradients), and what a step has no
-  gradient for is another's too. None is written (`keep_gradients_in_memory`); a step gets those in host memory.
+- Gradients go to files too, though they stay in host memory. They are read back with direct I/O to addresses that are
+  no multiples of 512 bytes, which fails without an error: the step then takes another parameter's gradients, also where
+  it has none. None is written (`keep_gradients_in_memory`); a step gets those in host memory.
 - A shard that was read ahead in one step stays in memory through the optimizer's step, which then updates memory only:
   the file keeps the weight of before. It is dropped first (`forget_shards_read_ahead`).
 - Files have the same names in every run and in every engine of a process, and stay behind: each engine has a folder of
@@ -21,14 +21,18 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from megaswift.errors import ConfigError, Problem
+
 PREFIX = "megaswift-zero-"
+BUFFER_SIZE = 100_000_000
+"""Elements: DeepSpeed's default for each of the buffers that weights are read into."""
 _PARTS = ("offload_optimizer", "offload_param")
 
 
@@ -42,8 +46,13 @@ def give_own_folders(zero: dict[str, Any], owner: object) -> None:
 
 
 def _own_folder(root: Path, owner: object) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    lock = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+        _check_direct_io(root)
+    except OSError as error:
+        rule = f"cannot be used for shards: {error.strerror}; files are made there and read past the page cache"
+        raise ConfigError(Problem(f'"nvme_path": "{root}"', rule, "name a folder on a local drive")) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for left in root.glob(PREFIX + "*"):
@@ -58,8 +67,18 @@ def _own_folder(root: Path, owner: object) -> Path:
     return folder
 
 
+def _check_direct_io(root: Path) -> None:
+    """OSError where the file system does not support direct I/O, of which DeepSpeed would not tell."""
+    file, name = tempfile.mkstemp(prefix=PREFIX, dir=root)
+    os.close(file)
+    try:
+        os.close(os.open(name, os.O_RDWR | os.O_DIRECT))
+    finally:
+        os.unlink(name)
+
+
 def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the lock of a folder; None where a process that lives has it, or nothing can be locked."""
+    """A descriptor that holds the lock of a folder; None where a living process has it, or nothing can be locked."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -151,7 +170,16 @@ def _swap_info(zero: Any, group: int) -> Any:
     return zero.optimizer_swapper.swap_params_info[zero.fp32_partitioned_groups_flat[group].ds_id]
 
 
-def keeps_weights_in_files(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration offloads weights to a drive."""
-    zero = config.get("zero_optimization") or {}
-    return (zero.get("offload_param") or {}).get("device") == "nvme"
+def fit_weight_buffers(zero: dict[str, Any], sizes: Iterable[int], world: int) -> None:
+    """Buffers of weights hold the largest shard of parameters of these `sizes` (elements) on `world` ranks; ConfigError
+    where the user's `buffer_size` is less."""
+    section = zero.get("offload_param") or {}
+    if section.get("device") != "nvme":
+        return
+    largest = -(-max(sizes) // world)
+    if "buffer_size" not in section:
+        section["buffer_size"] = max(largest, BUFFER_SIZE)
+    elif section["buffer_size"] < largest:
+        rule = f"is less than the largest weight's shard, {largest} elements on each of {world} ranks"
+        named = f'"offload_param": "buffer_size": {section["buffer_size"]}'
+        raise ConfigError(Problem(named, rule, f'"buffer_size": {largest}, or leave it out'))

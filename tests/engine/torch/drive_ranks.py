@@ -20,7 +20,7 @@ WIDE = 1_062_001
 
 
 class Wide(nn.Module):
-    """Two weights above the size from which DeepSpeed writes files, one below it, and one that a batch may leave out."""
+    """Two weights above the size from which DeepSpeed writes files, one below, and one that a batch may leave out."""
 
     def __init__(self, frozen: tuple[str, ...] = ()) -> None:
         super().__init__()
