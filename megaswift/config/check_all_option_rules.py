@@ -20,6 +20,7 @@ from megaswift.config.fault_tolerance_rules import FAULT_TOLERANCE_IGNORED
 from megaswift.config.float16_loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
 from megaswift.config.frozen_weight_rules import FROZEN_WEIGHT_IGNORED
 from megaswift.config.generation_batch import generation_batch_problems
+from megaswift.config.hub_dataset_ids import names_hub_dataset
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.learning_rate_schedule_rules import SCHEDULE_CLASHES, SCHEDULE_IGNORED
 from megaswift.config.loss_scale import loss_scale_problems
@@ -48,7 +49,12 @@ _IS_LORA, _GIVEN = (
 )
 _NEW = ("lora_rank", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
 _HUB = "applies only to hub IDs, but the model is a local folder"
-_NO_HUB: Test = lambda c: _is_folder(c) and not c.train.push_to_hub  # noqa: E731
+_HUB_DATA = "applies only to hub IDs, but model and data are local"
+_NO_HUB: Test = lambda c: (  # noqa: E731
+    _is_folder(c)
+    and not c.train.push_to_hub
+    and not any(names_hub_dataset(entry) for entry in (*c.data.dataset, *c.data.val_dataset))
+)
 _NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_lora  # noqa: E731
 
 IGNORED: tuple[IgnoredOption, ...] = (
@@ -58,7 +64,9 @@ IGNORED: tuple[IgnoredOption, ...] = (
     *FAULT_TOLERANCE_IGNORED,
     *TRACKER_IGNORED,
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
-    IgnoredOption("use_hf", ("model", "push_to_hub"), _NO_HUB, _HUB, "--model ORGANIZATION/NAME", (True,)),
+    IgnoredOption(
+        "use_hf", ("model", "push_to_hub", "dataset"), _NO_HUB, _HUB_DATA, "--model ORGANIZATION/NAME", (True,)
+    ),
     IgnoredOption(
         "num_train_epochs",
         ("max_steps",),

@@ -26,6 +26,7 @@ from megaswift.config.differing_toolkit_defaults import differing_defaults_notic
 from megaswift.config.engine_rules import engine_notices
 from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultGradientAccumulation, default_rl_accumulation_steps
 from megaswift.config.hostfile import expand_hostfile
+from megaswift.config.hub_dataset_ids import values_with_dataset_hubs
 from megaswift.config.megatron_extra_kwargs import transformer_config_option
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
 from megaswift.config.neutral_options import NeutralOption, neutral_notice, neutral_option
@@ -160,7 +161,10 @@ def _notices(sections: Sections, state: ResolveState) -> tuple[str, ...]:
 
 def _values(state: ResolveState) -> dict[str, Any]:
     """The given values over those defaults that depend on `train_type`."""
-    return {**train_type_defaults(state.values.get("train_type")), **state.values}
+    return {
+        **train_type_defaults(state.values.get("train_type")),
+        **values_with_dataset_hubs(state.values, state.wrong),
+    }
 
 
 def _sections(state: ResolveState) -> Sections:

@@ -40,7 +40,7 @@ class ModelConfig:
         metavar="DIR",
     )
     model_type: str | None = option(None, "Model type that config.json must have; unset: any", metavar="TYPE")
-    use_hf: bool = option(True, "Hub of IDs and of push_to_hub: Hugging Face; false: ModelScope")
+    use_hf: bool = option(True, "Hub of models, data and push_to_hub: Hugging Face; false: ModelScope")
     model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
     trust_remote_code: bool = option(False, "Allow Python code from the model folder to run")
     rope_scaling: str | None = option(

@@ -1,7 +1,7 @@
 """Data set specifications, local files, and rows with their positions in files.
 
 Owns `path#500`, `path:subset`, folders, the file kinds (JSONL, JSON, CSV, Parquet, text) and cutting files into parts
-that worker processes read on their own. Ids on a hub belong to `download_hf_datasets_as_parquet.py`; what the columns
+that worker processes read on their own. Ids on a hub belong to `download_hub_datasets.py`; what the columns
 mean belongs to `formats/`.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaswift.config.hub_dataset_ids import HUGGING_FACE, split_hub_prefix
 from megaswift.data import row_readers
 from megaswift.errors import DataError, Problem, did_you_mean_hint, missing_path_hint
 
@@ -117,6 +118,8 @@ def _split_spec(spec: str, flag: str) -> tuple[str, str | None, Amount]:
         match = re.fullmatch(r"(.+):([^:/]+)", spec)
         if match:
             return match[1], match[2], amount
+        if match := re.fullmatch(r"([\w.-]+/[\w.-]+):([\w.-]+(?:/[\w.-]+)+)", spec):
+            return match[1], match[2], amount
     return spec, None, amount
 
 
@@ -131,11 +134,14 @@ def _folder(path: Path, subset: str | None) -> tuple[Path, ...]:
 
 
 def resolve_dataset_files(
-    spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]], flag: str = "--dataset"
+    spec: str, from_hub: Callable[[str, str | None, str], tuple[Path, ...]], flag: str = "--dataset"
 ) -> DatasetFiles:
-    """The files behind one entry of `flag`; DataError where there are none. `from_hub` fetches an id that is no
-    path."""
-    name, subset, amount = _split_spec(spec, flag)
+    """The files behind one entry of `flag`; DataError where there are none. `from_hub` fetches an id that is no path:
+    name, subset, hub."""
+    hub, entry = split_hub_prefix(spec)
+    name, subset, amount = _split_spec(entry, flag)
+    if hub is not None:
+        return DatasetFiles(spec, from_hub(name, subset, hub), *amount)
     path = Path(name).expanduser()
     if path.is_dir():
         files = _folder(path, subset)
@@ -175,7 +181,7 @@ def resolve_dataset_files(
         or FILE_NAME.fullmatch(name)
     ):
         raise DataError(Problem(f"{flag} {spec}", "no such file or folder", missing_path_hint(path)))
-    return DatasetFiles(spec, from_hub(name, subset), *amount)
+    return DatasetFiles(spec, from_hub(name, subset, HUGGING_FACE), *amount)
 
 
 def file_kind(path: Path) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from megaswift import log
 from megaswift.config.data import RL
-from megaswift.data import columns, download_hf_datasets_as_parquet
+from megaswift.data import columns, download_hub_datasets
 from megaswift.data.coordinate_token_cache_build import (
     build_once,
     content_hash_of_input_files,
@@ -160,9 +160,7 @@ def check_renamed_columns_exist(data: Any, task: str) -> None:
 
 def resolve_or_download_dataset_files(name: str, root: Path, flag: str = "--dataset") -> DatasetFiles:
     """The files behind an entry of the option `flag`, fetched from a hub where it is an id."""
-    return resolve_dataset_files(
-        name, partial(download_hf_datasets_as_parquet.download_dataset_as_parquet, root, flag), flag
-    )
+    return resolve_dataset_files(name, partial(download_hub_datasets.download_dataset_as_parquet, root, flag), flag)
 
 
 def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, data: Any) -> Path:

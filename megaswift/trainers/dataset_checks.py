@@ -42,6 +42,6 @@ def _data_set_checks(entries: Sequence[str], flag: str) -> list[Callable[[], obj
     return [partial(resolve_dataset_files, name, _later, flag) for name in entries]
 
 
-def _later(name: str, subset: str | None) -> tuple[Path, ...]:
+def _later(name: str, subset: str | None, hub: str) -> tuple[Path, ...]:
     """Hub ids are resolved when the data are read."""
     return ()

@@ -229,14 +229,14 @@ def test_wrong_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, datase
 def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DataError, match="could not be loaded from a hub"):
+    with pytest.raises(DataError, match="Hugging Face could not provide it"):
         texts(tmp_path, "nobody/nothing-of-this-name")
 
 
 def test_a_hub_that_gives_a_data_set_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None]] = []
 
-    def load_dataset(name: str, subset: str | None) -> Any:
+    def load_dataset(name: str, subset: str | None = None) -> Any:
         asked.append((name, subset))
         rows = {"train": ROWS[:4] if subset else ROWS, "test": ROWS[:1]}
         return datasets.DatasetDict(
