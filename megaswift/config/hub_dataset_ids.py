@@ -95,7 +95,7 @@ def _exists(*paths: str) -> bool:
     return any(Path(path).exists() for path in paths)
 
 
-def values_with_dataset_hubs(values: Mapping[str, Any], wrong: Collection[str]) -> dict[str, Any]:
+def dataset_hubs(values: Mapping[str, Any], wrong: Collection[str]) -> dict[str, Any]:
     """Values of options, `dataset` and `val_dataset` with the hub that `use_hf` chooses."""
     use_hf = values.get("use_hf", True) is not False
     given = [name for name in ("dataset", "val_dataset") if values.get(name) and name not in wrong]

@@ -26,7 +26,7 @@ from megaswift.config.differing_toolkit_defaults import differing_defaults_notic
 from megaswift.config.engine_rules import engine_notices
 from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultGradientAccumulation, default_rl_accumulation_steps
 from megaswift.config.hostfile import expand_hostfile
-from megaswift.config.hub_dataset_ids import values_with_dataset_hubs
+from megaswift.config.hub_dataset_ids import dataset_hubs
 from megaswift.config.megatron_extra_kwargs import transformer_config_option
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
 from megaswift.config.neutral_options import NeutralOption, neutral_notice, neutral_option
@@ -134,8 +134,8 @@ def checked_sections_from_sources(
 
 def _refused(problems: Iterable[Problem], state: ResolveState) -> ConfigError:
     """All problems, each once: one given value may set several options. Without secrets."""
-    some = f"TASK --help lists them all (TASK: {', '.join(TASKS)})"
-    help_line = LISTS_ALL.format(task=state.task) if state.task else f"megaswift {some}"
+    some = f"megaswift TASK --help lists them all (TASK: {', '.join(TASKS)})"
+    help_line = LISTS_ALL.format(task=state.task) if state.task else some
     complete = [replace(p, fix=help_line) if p.fix == LISTS_ALL else p for p in problems]
     return ConfigError(list(dict.fromkeys(redact_problems(complete, state.secrets))))
 
@@ -161,16 +161,12 @@ def _notices(sections: Sections, state: ResolveState) -> tuple[str, ...]:
 
 def _values(state: ResolveState) -> dict[str, Any]:
     """The given values over those defaults that depend on `train_type`."""
-    return {
-        **train_type_defaults(state.values.get("train_type")),
-        **values_with_dataset_hubs(state.values, state.wrong),
-    }
+    return {**train_type_defaults(state.values.get("train_type")), **dataset_hubs(state.values, state.wrong)}
 
 
 def _sections(state: ResolveState) -> Sections:
-    values = _values(state)
+    values = _values(state) | _room_for_prompts(state)
     given = frozenset(name for name in state.typed if values.get(name) is not None and name not in state.ambient)
-    values |= _room_for_prompts(state)
     if values.get("packing") is None:
         values["packing"] = state.task in ALIGNMENT
     if passes := _passes(state):
