@@ -62,6 +62,7 @@ _PER_TOKEN = NeutralOption(ON, "the loss is a mean over the label tokens of the 
 _UNUSED_COLUMNS = "columns that the row format does not use are ignored"
 _RESUME = "resume_from_checkpoint"
 _FROM_START = "--model DIR starts from its weights, and --resume_from_checkpoint continues a run"
+_WEIGHTS_ONLY = "--model and --adapters start from the weights of a checkpoint, at the first step and row of data"
 _EVAL_DTYPE = "evaluation computes in --torch_dtype"
 _SAMPLER_LIMIT = "--max_length, prompt plus completion, is the sampler's limit"
 _WORKERS = "--dataloader_num_workers threads read ahead and last for the whole run"
@@ -165,7 +166,7 @@ NEUTRAL: dict[str, NeutralOption] = {
     "finetune": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
     "no_load_optim": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
     "no_load_rng": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
-    "resume_only_model": NeutralOption(OFF, "a resumed run continues exactly", "--model DIR/checkpoints/step-N"),
+    "resume_only_model": NeutralOption(EITHER, _WEIGHTS_ONLY, unless=_RESUME),
     "lora_bias": NeutralOption(
         ("none",), "biases of the model are frozen with LoRA", "--modules_to_save NAME trains whole modules"
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megaswift.config.advice_for_foreign_options import PRECISIONS
@@ -169,6 +170,8 @@ KNOWN_KEYS = {
 JSON_TEXTS = ("rope_scaling", "vllm_engine_kwargs", "vllm_limit_mm_per_prompt", "vllm_speculative_config")
 """Options whose JSON may be written as a mapping in a file."""
 _RESUME = "resume_from_checkpoint"
+WEIGHTS_ONLY = ("resume_only_model", "finetune")
+"""Switches with which a checkpoint to resume from is weights to start from."""
 _HOST, _PORT, _URL = ("vllm_server_host", "sglang_server_host"), ("vllm_server_port", "sglang_server_port"), "8000"
 
 
@@ -179,7 +182,9 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
     first is true. `deepspeed: {config_path: FILE}` is the file, `{stage: 2}` zero2. `bf16 true` is `torch_dtype
     bfloat16`, and `bf16 false` without another precision float32. `warmup_steps` below 1 is a fraction, as in
     transformers 5. A server's host and port are its URL. `eval_strategy no` unsets `eval_steps`.
+    `resume_from_checkpoint` with WEIGHTS_ONLY is `model` or `adapters`.
     """
+    givens = list(_with_weights_of_checkpoint(givens))
     givens = list(translated_fsdp_options(givens))
     givens = list(with_collected_architecture(givens))
     values = {given.name: _text(given) for given in givens}
@@ -220,6 +225,25 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
             yield replace(given, name=switch, value=True)
         else:
             yield from _section_options(given)
+
+
+def _with_weights_of_checkpoint(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOptionValue]:
+    """A checkpoint of which only the weights are asked for, as `model` or, where it has adapters, `adapters`."""
+    only = any(given.name in WEIGHTS_ONLY and _text(given) in TRUE for given in givens)
+    named = next(
+        (g for g in givens if NAMES.get(g.name) == _RESUME and _text(g) not in ("latest", *TRUE, *FALSE)), None
+    )
+    if not only or named is None or named.value is None:
+        yield from givens
+        return
+    folders = (Path(str(named.value)) / "adapter", Path(str(named.value)))
+    adapter = next((str(folder) for folder in folders if (folder / "adapter_config.json").is_file()), None)
+    for given in givens:
+        own = NAMES.get(RENAMED.get(given.name, given.name))
+        if given is named:
+            yield replace(given, name="adapters" if adapter else "model", value=adapter or given.value)
+        elif own != "ignore_data_skip" and own != ("adapters" if adapter else "model"):
+            yield given
 
 
 def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:

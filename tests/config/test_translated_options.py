@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,46 @@ def test_a_file_s_precision(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("fp16: false\nbf16: true\n")
     assert load_config("sft", [str(file), *GIVEN], environ={}).model.torch_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "adapters"),
+    [
+        ("--resume_from_checkpoint {0} --resume_only_model true", "{0}", None),
+        ("--load {0} --finetune --no-load-optim --no-load-rng", "{0}", None),
+        ("--resume_from_checkpoint {0} --resume_only_model true --ignore_data_skip true", "{0}", None),
+        ("--resume_from_checkpoint {1} --resume_only_model true --train_type lora", "m", "{1}/adapter"),
+        ("--resume_from_checkpoint {1}/adapter --resume_only_model true --train_type lora", "m", "{1}/adapter"),
+        ("--resume_from_checkpoint {1} --resume_only_model true --train_type lora --adapters a", "m", "{1}/adapter"),
+    ],
+)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_checkpoint_as_weights_to_start_from(
+    words: str, model: str, adapters: str | None, in_file: bool, tmp_path: Path
+) -> None:
+    """As `--model` in place of the one that is named, or as `--adapters`; a line says where the data begin."""
+    full, lora = (tmp_path / name for name in ("full", "lora"))
+    full.mkdir()
+    (lora / "adapter").mkdir(parents=True)
+    (lora / "adapter" / "adapter_config.json").touch()
+    given = [*GIVEN, *words.format(full, lora).split()]
+    if in_file:
+        pairs = re.findall(r"--(\S+) ?((?!--)\S+)?", " ".join(given))
+        file = tmp_path / "run.yaml"
+        file.write_text("".join(f"{name}: {value or 'true'}\n" for name, value in pairs))
+        given = [str(file)]
+    cfg = load_config("sft", given, environ={})
+    assert (cfg.train.resume_from_checkpoint, cfg.model.model) == (None, model.format(full, lora))
+    assert cfg.lora.adapters == (None if adapters is None else adapters.format(full, lora))
+    assert "finetune" in words or any("at the first step and row of data" in n for n in cfg.notices)
+
+
+@pytest.mark.parametrize("where", ["latest", "true"])
+def test_the_newest_checkpoint_is_named_to_start_from_its_weights(where: str) -> None:
+    with pytest.raises(ConfigError, match="--resume_only_model true: conflicts with"):
+        load_config("sft", [*GIVEN, "--resume_from_checkpoint", where, "--resume_only_model", "true"], environ={})
+    cfg = load_config("sft", [*GIVEN, "--resume_from_checkpoint", where, "--resume_only_model", "false"], environ={})
+    assert cfg.train.resume_from_checkpoint == "latest"
 
 
 def test_yaml_s_no(tmp_path: Path) -> None:
