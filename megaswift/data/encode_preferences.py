@@ -46,6 +46,9 @@ class EncodedPreference:
     """Its margin (nan where the row has none) or label."""
     notes: tuple[str, ...] = ()
     """What is counted of the row."""
+    unit: PreferenceExample | None = None
+    rendered: tuple[RenderedConversation, ...] = ()
+    """What the documents were made of."""
 
 
 def row_encoder_for_task(spec: EncodeSpec) -> RowEncoder | PreferenceEncoder:
@@ -76,6 +79,7 @@ class PreferenceEncoder:
         self.spec = spec
         self._texts = RowEncoder(spec)
         self._end = self._texts.token_text(spec.eos_id)
+        self.tokenizer = self._texts.tokenizer
 
     def unit(self, row: Any) -> PreferenceExample:
         """The unit of a row, with the run's column names and system message."""
@@ -163,7 +167,7 @@ class PreferenceEncoder:
                 try:
                     notes = tuple(dict.fromkeys(note for r in rendered for note in r.notes))
                     checked: EncodedPreference | UnusablePreferenceError = EncodedPreference(
-                        self._checked(unit, sides), unit.value, notes
+                        self._checked(unit, sides), unit.value, notes, unit, tuple(rendered)
                     )
                 except UnusablePreferenceError as e:
                     checked = e

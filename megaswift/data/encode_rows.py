@@ -175,6 +175,11 @@ class RowEncoder:
             DistinctPieceEncoder(self._tokenizer, cuts, token_range_of_characters) if cuts is not None else None
         )
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Adds no special tokens and no padding, and its offsets hold white space."""
+        return self._tokenizer
+
     def token_text(self, token: int | None) -> str:
         """A token as it stands in texts; nothing where there is none."""
         return "" if token is None else str(self._tokenizer.id_to_token(token))

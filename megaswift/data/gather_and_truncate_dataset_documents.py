@@ -40,6 +40,8 @@ class Documents:
     counted: dict[str, int] = field(default_factory=dict)
     """What happened on the way: rows, malformed, deleted, truncated, split, empty, without_labels, and the notes of
     rows that are kept (`row_count_names_and_texts.NOTES`)."""
+    beyond: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """int64 [rows that were too long]: tokens by which each was longer than allowed."""
 
     def __len__(self) -> int:
         return len(self.length)
@@ -126,7 +128,7 @@ def apply_truncation_strategy(docs: Documents, max_length: int, strategy: str) -
     counted = dict(docs.counted)
     if len(long) and strategy == "raise":
         raise too_long_documents_error(docs, long, max_length)
-    out = replace(docs, counted=counted)
+    out = replace(docs, counted=counted, beyond=docs.length[long] - max_length)
     if strategy == "delete":
         counted["deleted"] = len(long)
         out = out.take(np.flatnonzero(docs.length <= max_length))

@@ -114,7 +114,8 @@ def apply_truncation_to_preferences(units: PreferenceDocuments, max_length: int,
             )
         )
     out = out.take(np.flatnonzero(usable))
-    return replace(out, docs=replace(out.docs, counted={k: v for k, v in counted.items() if v}))
+    kept = {k: v for k, v in counted.items() if v}
+    return replace(out, docs=replace(out.docs, counted=kept, beyond=docs.length[long] - max_length))
 
 
 def _useless(units: PreferenceDocuments, whole: PreferenceDocuments, i: int) -> str | None:

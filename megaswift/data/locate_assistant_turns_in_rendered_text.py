@@ -28,7 +28,8 @@ MARKS = re.compile(f"[{chr(BASE)}-{chr(BASE + 0xFFFD)}]")
 MARKED_TEMPLATE = "a chat template with {% generation %} around the assistant's turns (--chat_template)"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 REASONS = "<think>"
-EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>\s*")
+EMPTY_BLOCK = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
+"""The generation prompt may have brought its beginning."""
 _CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}
 
 

@@ -182,6 +182,13 @@ class ChatRenderer:
             self._probes[template] = RenderedPartsProbe(render)
         return self._probes[template]
 
+    def text_or_none(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool) -> str | None:
+        """The text of a conversation, with a generation prompt if `prompt`; None when the template refuses it."""
+        try:
+            return self._text(self.templates.pick(tools), [dict(m) for m in messages], tools, prompt)
+        except RowError:
+            return None
+
     def prompt_notes(self, sample: UntokenizedSample) -> tuple[str, ...]:
         """What is counted of a prompt; RowError for parts that the template leaves out."""
         return self._probe(self.templates.pick(sample.tools)).notes(sample, ())

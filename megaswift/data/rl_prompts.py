@@ -234,4 +234,4 @@ def limit_prompt_lengths(docs: Documents, longest: int, completion: int, strateg
                 f"--max_length {int(docs.length.max()) + completion}",
             )
         )
-    return replace(fitting, counted=counted).take(np.flatnonzero(fits))
+    return replace(fitting, counted=counted, beyond=docs.length[long] - room).take(np.flatnonzero(fits))

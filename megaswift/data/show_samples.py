@@ -1,30 +1,40 @@
 """`megaswift data show`: samples as tokens with their loss mask, lengths and packing. The first thing to look at when
 training goes wrong.
 
-Owns this command's text. It reads with the same code as training, so it shows what a run trains on; the
-tokenizer comes from the caller, who knows where models lie.
+Owns the command and what is in its report. It reads with the same code as training, so it shows what a run trains on;
+the tokenizer comes from the caller, who knows where models lie. How parts look belongs to `sample_report.py` and
+`sample_report_page.py`, the check of loss masks to `certify_data_sets.py`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.indexed_data_rules import IndexedBlend, parse_indexed_blend
+from megaswift.config.loss_scale import parse_loss_scale
 from megaswift.config.read_config_file_and_command_line import read_command_line
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.data.data_command_words import split_own_options
 from megaswift.data.row_count_names_and_texts import row_count_texts
+from megaswift.data.sample_report import (
+    Block,
+    TokenizedText,
+    block_lines,
+    fold_repeats,
+    histogram_of,
+    token_texts,
+    use_color,
+)
 from megaswift.errors import DataError, Problem
 from megaswift.log import count_text, info
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from megaswift.data.gather_and_truncate_dataset_documents import Documents
 
 USAGE = """\
@@ -32,13 +42,16 @@ megaswift data show DATASET... --model DIR [options]
 megaswift data show run.yaml [options]
 
 Prints samples as tokens; label tokens are green (in [brackets] without color), `|` separates tokens. Then prints
-lengths and packing (without context parallelism). Needs only the model's tokenizer. Accepts a run configuration
+lengths, what is longer than --max_length, and packing (without context parallelism), and checks the loss mask of every
+row in a second way; exit code 1 where it does not hold. Needs only the model's tokenizer. Accepts a run configuration
 (.yaml or .json, as the first argument; training options in it are ignored), the options of section `data`
 (--max_length, --packing, --columns, --chat_template, --loss_scale, ...), --use_hf, --model_revision,
 --trust_remote_code, and
 
   --samples N   number of samples to print (default 3)
   --first N     index of the first sample, from 0 (default 0)
+  --certify N   rows of each data set whose loss mask is checked: all (default), none, or the first N
+  --html FILE   also write the report as a web page
   --task TASK   pt: plain text; dpo, orpo, cpo, simpo, rm: pairs; kto: labeled completions; grpo, ppo: prompts
                 (default sft: conversations)
 """
@@ -49,8 +62,6 @@ PROMPT_OPTIONS = ("max_completion_length",)
 """Of the section rl: how long a prompt may be."""
 SPLIT_OPTIONS = ("seed", "data_seed")
 """They choose what is held out."""
-GREEN, DIM, OFF = "\033[1;32m", "\033[2m", "\033[0m"
-BARS = 12
 
 
 def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:
@@ -91,95 +102,32 @@ def _number(own: dict[str, str], name: str) -> int:
     return int(own[name])
 
 
-def use_color(out: TextIO) -> bool:
-    """Color only where someone looks: a terminal, and no NO_COLOR."""
-    return out.isatty() and not os.environ.get("NO_COLOR")
-
-
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Each token's text, line ends shown as ⏎; bytes of a character that is spread over several tokens as they are
-    stored."""
-    texts = []
-    for i in ids:
-        text = tokenizer.decode([i], clean_up_tokenization_spaces=False)
-        text = str(tokenizer.convert_ids_to_tokens(i)) if "\ufffd" in text else text
-        texts.append(text.replace("\n", "⏎"))
-    return texts
-
-
-def fold_repeats(texts: Sequence[str], mask: Sequence[float]) -> tuple[list[str], list[float]]:
-    """(texts, mask) with long runs of one token without loss, as images have them, as one: `<image> x 64`."""
-    out: list[str] = []
-    folded_mask: list[float] = []
-    position = 0
-    while position < len(texts):
-        end = position
-        while end < len(texts) and texts[end] == texts[position] and not mask[end]:
-            end += 1
-        run = end - position
-        out += [f"{texts[position]} x {run}"] if run > 3 else texts[position : max(end, position + 1)]
-        folded_mask += [0] if run > 3 else mask[position : max(end, position + 1)]
-        position = max(end, position + 1)
-    return out, folded_mask
-
-
-def loss_highlighted_text(texts: Sequence[str], mask: Sequence[float], color: bool) -> str:
-    """The tokens of one sample; runs with loss in green, or in brackets, after their weight where it is not 1."""
-    out, position = [], 0
-    while position < len(texts):
-        end = position
-        while end < len(texts) and mask[end] == mask[position]:
-            end += 1
-        weight = "" if mask[position] in (0, 1) else f"{mask[position]:g} x: "
-        run = weight + "|".join(texts[position:end])
-        if color:
-            out.append(f"{GREEN if mask[position] else DIM}{run}{OFF}")
-        else:
-            out.append(f"[{run}]" if mask[position] else run)
-        position = end
-    return ("|" if color else " ").join(out).replace("⏎", "⏎\n")
-
-
-def histogram(values: np.ndarray, title: str, width: int = 40) -> list[str]:
-    """Text bars over at most BARS equal classes."""
-    import numpy as np
-
-    low, high = int(values.min()), int(values.max())
-    step = max(1, -(-(high - low + 1) // BARS))
-    counts = np.bincount((values - low) // step)
-    lines = [
-        (
-            f"{title}: {len(values):,} in total, {low:,} to {high:,}, mean {values.mean():,.1f}, median "
-            f"{np.median(values):,.0f}"
-        )
-    ]
-    for i, count in enumerate(counts.tolist()):
-        first = low + i * step
-        lines.append(
-            f"  {first:>9,} - {min(high, first + step - 1):<9,} {'█' * round(width * count / counts.max()):<{width}} "
-            f"{count:,}"
-        )
-    return lines
-
-
-def data_summary(docs: Documents, evaluation: Documents | None, max_length: int, packing: bool = True) -> list[str]:
+def data_summary(docs: Documents, evaluation: Documents | None, max_length: int, packing: bool = True) -> list[Block]:
     """Counts, lengths, and how rows would be packed."""
     tokens, labels = int(docs.length.sum()), int(docs.labels.sum())
     happened = ", ".join(row_count_texts(docs.counted))
-    lines = [
+    blocks: list[Block] = [
         f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} label "
         f"tokens ({100 * labels / tokens:.1f}%)"
     ]
     if evaluation is not None:
-        lines.append(
+        blocks.append(
             f"evaluation: {len(evaluation):,} rows, {int(evaluation.length.sum()):,} tokens, "
             f"{int(evaluation.labels.sum()):,} label tokens"
         )
-    lines += ["", *histogram(docs.length, "tokens per sample")]
-    return lines + ["", *packing_summary(docs, max_length)] if packing else lines
+    blocks += ["", *_lengths(docs, "tokens per sample")]
+    return blocks + ["", *packing_summary(docs, max_length)] if packing else blocks
 
 
-def packing_summary(docs: Documents, max_length: int) -> list[str]:
+def _lengths(docs: Documents, what: str) -> list[Block]:
+    """Histograms of lengths and of what was too long."""
+    beyond: list[Block] = (
+        [histogram_of(docs.beyond, "tokens beyond --max_length of longer rows")] if len(docs.beyond) else []
+    )
+    return [histogram_of(docs.length, what), *beyond]
+
+
+def packing_summary(docs: Documents, max_length: int) -> list[Block]:
     """How full packed rows are, beside rows of one sample."""
     import numpy as np
 
@@ -197,17 +145,17 @@ def packing_summary(docs: Documents, max_length: int) -> list[str]:
     )
     return [
         line,
-        *histogram(np.diff(rows.packing.offsets), "samples per packed sequence"),
-        *histogram(filled, "tokens per packed sequence"),
+        histogram_of(np.diff(rows.packing.offsets), "samples per packed sequence"),
+        histogram_of(filled, "tokens per packed sequence"),
     ]
 
 
 def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
-    """Show samples and statistics of the data sets named in `argv`."""
+    """Show samples, statistics and the certificate of the data sets named in `argv`. 1 where the certificate fails."""
     if not argv or "--help" in argv or "-h" in argv:
         print(USAGE, end="")
         return 0 if argv else 2
-    own, words = split_own_options(argv, {"samples": "3", "first": "0", "task": ""})
+    own, words = split_own_options(argv, {"samples": "3", "first": "0", "task": "", "certify": "all", "html": ""})
     cfg = load_config(own["task"] or None, words)
     _check(cfg, words)
     for notice in cfg.notices:
@@ -215,21 +163,50 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     from megaswift.data.resolve_dataset_files import resolve_dataset_files
 
     first, count = _number(own, "first"), _number(own, "samples")
+    certified_rows = None if own["certify"] == "all" else 0 if own["certify"] == "none" else _number(own, "certify")
     blend = parse_indexed_blend(cfg.data.dataset)
     for name in () if blend else cfg.data.dataset:
         resolve_dataset_files(name, lambda *_: ())  # of paths; a hub is asked later
-    reader = reader_for(cfg)
+    reader, title = reader_for(cfg), f"megaswift data show: {', '.join(cfg.data.dataset)}"
     if blend is not None:
-        print("\n".join(indexed_report_lines(blend, reader, range(first, first + count))))
-        return 0
+        return _print_and_write(own["html"], title, indexed_report(blend, reader, range(first, first + count)))
     from megaswift.data.build_batch_sources import (
         global_batch_unit,  # brings torch; help and mistakes are answered without
     )
 
-    show = {"rows": sample_report_lines, "completions": prompt_report_lines}.get(
-        global_batch_unit(cfg.task), preference_report_lines
-    )
-    print("\n".join(show(cfg, cfg.task, reader, range(first, first + count))))
+    show = {"rows": sample_report, "completions": prompt_report}.get(global_batch_unit(cfg.task), preference_report)
+    blocks = show(cfg, cfg.task, reader, range(first, first + count))
+    _print(blocks)
+    if certified_rows == 0 or cfg.task == "pt":
+        return _print_and_write(own["html"], title, [], blocks)
+    from megaswift.data.certify_data_sets import certificate_lines, certify_run_data
+
+    findings = certify_run_data(cfg.data, reader, cfg.task, certified_rows)
+    scale = parse_loss_scale(cfg.data.loss_scale)
+    lines = ["", *certificate_lines(findings, cfg.task, scale.turns, bool(scale.tables))]
+    _print_and_write(own["html"], title, lines, blocks)
+    return 1 if findings.faults else 0
+
+
+def _print(blocks: Sequence[Block]) -> None:
+    color = use_color(sys.stdout)
+    print("\n".join(line for block in blocks for line in block_lines(block, color)), flush=True)
+
+
+def _print_and_write(page: str, title: str, blocks: Sequence[Block], printed: Sequence[Block] = ()) -> int:
+    """Print what is left of a report, and write the page of all of it."""
+    if blocks:
+        _print(blocks)
+    if page:
+        from megaswift.data.sample_report_page import report_page
+
+        path = Path(page)
+        try:
+            write_atomically(path, report_page([*printed, *blocks], title).encode())
+        except OSError as error:
+            fix = "--html FILE in a folder that exists and is writable"
+            raise DataError(Problem(f"--html {page}", f"cannot be written ({error.strerror})", fix)) from None
+        info(f"report written to {path}")
     return 0
 
 
@@ -245,92 +222,89 @@ def _shown(which: range, count: int, of: str) -> range:
     return range(which.start, min(which.stop, count))
 
 
-def indexed_report_lines(blend: IndexedBlend, tokenizer: Any, which: range) -> list[str]:
+def indexed_report(blend: IndexedBlend, tokenizer: Any, which: range) -> list[Block]:
     """Some sequences of Megatron-LM's indexed data, in file order, then the lengths of all."""
     import numpy as np
 
     from megaswift.data.megatron_index_files import open_indexed_tokens
 
-    lines = []
+    blocks: list[Block] = []
     for prefix in blend.prefixes:
         data = open_indexed_tokens(prefix)
-        lines.append(f"=== {prefix}: {data.documents:,} documents, {len(data.lengths):,} sequences")
+        blocks.append(f"=== {prefix}: {data.documents:,} documents, {len(data.lengths):,} sequences")
         for i in _shown(which, len(data.lengths), "sequences"):
             ids = data.read(i, 0, int(data.lengths[i])).tolist()
-            lines += [f"--- sequence {i}: {len(ids)} tokens", "|".join(token_texts(tokenizer, ids)).replace("⏎", "⏎\n")]
-        lines += ["", *histogram(np.asarray(data.lengths), "tokens per sequence"), ""]
-    return lines
+            texts = token_texts(tokenizer, ids)
+            blocks.append(TokenizedText(f"--- sequence {i}: {len(ids)} tokens", texts, [0] * len(ids)))
+        blocks += ["", histogram_of(np.asarray(data.lengths), "tokens per sequence"), ""]
+    return blocks
 
 
-def sample_report_lines(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[str]:
+def sample_report(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[Block]:
     """Some samples of SFT or pretraining, then statistics of all."""
     from megaswift.data.build_batch_sources import load_document_splits
     from megaswift.data.vision_processor import Processor
 
     docs, evaluation = load_document_splits(cfg.data, cfg.train, reader, task)
-    lines = []
+    blocks: list[Block] = []
     for i in _shown(which, len(docs), "samples"):
-        lines += [f"--- sample {i} (row {docs.sample[i]}): {_counts(docs, i)}", _document(docs, i, reader) + "\n"]
+        blocks += [_document(docs, i, reader, f"--- sample {i} (row {docs.sample[i]}): "), ""]
     sees = isinstance(reader, Processor)
     show_packing = not sees and (bool(cfg.data.packing) or "packing" not in cfg.given)
-    return lines + data_summary(docs, evaluation, cfg.data.max_length, show_packing)
+    return blocks + data_summary(docs, evaluation, cfg.data.max_length, show_packing)
 
 
-def preference_report_lines(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
+def preference_report(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[Block]:
     """Some pairs or labeled answers, each of their documents, then statistics of all documents."""
     from megaswift.data.build_batch_sources import global_batch_unit, load_preference_splits
 
     units, evaluation = load_preference_splits(cfg.data, cfg.train, tokenizer, task)
-    kind, docs, lines = global_batch_unit(task), units.docs, []
+    kind, docs = global_batch_unit(task), units.docs
+    blocks: list[Block] = []
     for i in _shown(which, len(units), kind):
         value = units.values[i]
         pairs = kind == "pairs"
         names = ("chosen", "rejected") if pairs else ("desirable" if value else "undesirable",)
-        lines.append(
+        blocks.append(
             f"--- {kind[:-1]} {i} (row {docs.sample[i * units.width]})"
             + f", margin {value:g}" * bool(pairs and value == value)
         )
         for name, k in zip(names, range(i * units.width, (i + 1) * units.width), strict=True):
-            lines += [f"{name}: {_counts(docs, k)}", _document(docs, k, tokenizer) + "\n"]
-    lines.append(
+            blocks += [_document(docs, k, tokenizer, f"{name}: "), ""]
+    blocks.append(
         f"{len(units):,} {kind}, {len(docs):,} documents"
         if kind == "pairs"
         else f"{len(units):,} examples, {int(units.values.sum()):,} of them desirable"
     )
-    lines += [] if evaluation is None else [f"evaluation: {len(evaluation):,} {kind}"]
-    return lines + data_summary(docs, None, cfg.data.max_length, packing=False)
+    blocks += [] if evaluation is None else [f"evaluation: {len(evaluation):,} {kind}"]
+    return blocks + data_summary(docs, None, cfg.data.max_length, packing=False)
 
 
-def prompt_report_lines(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
+def prompt_report(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[Block]:
     """Some prompts with the columns that rewards see, then their lengths."""
     from megaswift.data.rl_prompts import load_prompt_splits
 
     source, evaluation = load_prompt_splits(cfg, tokenizer, 1)
-    prompts, lines = source.prompts, []
+    prompts = source.prompts
+    blocks: list[Block] = []
     for i in _shown(which, len(prompts), "prompts"):
         prompt = prompts.read(i)
-        lines += [
-            f"--- prompt {i} (row {prompt.number}): {len(prompt.token_ids)} tokens",
-            _document(prompts.docs, i, tokenizer),
-        ]
-        lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in prompt.columns.items()] + [""]
+        title = f"--- prompt {i} (row {prompt.number}): {len(prompt.token_ids)} tokens"
+        blocks.append(_document(prompts.docs, i, tokenizer, title, counts=False))
+        blocks += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in prompt.columns.items()] + [""]
     happened = ", ".join(row_count_texts(prompts.docs.counted))
-    lines.append(
+    blocks.append(
         f"{len(prompts):,} prompts{f' ({happened})' if happened else ''}"
         + ("" if evaluation is None else f", evaluation: {len(evaluation):,}")
     )
-    return lines + histogram(prompts.docs.length, "tokens per prompt")
+    return blocks + _lengths(prompts.docs, "tokens per prompt")
 
 
-def _counts(docs: Documents, i: int) -> str:
-    return f"{docs.length[i]} tokens, {docs.labels[i]} label tokens"
-
-
-def _document(docs: Documents, i: int, reader: Any) -> str:
+def _document(docs: Documents, i: int, reader: Any, title: str, counts: bool = True) -> TokenizedText:
     from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
 
     ids, loss = docs.read(i)
     texts, mask = token_texts(tokenizer_of_tokenizer_or_processor(reader), ids.tolist()), loss.tolist()
     if docs.image_end[i]:
         texts, mask = fold_repeats(texts, mask)
-    return loss_highlighted_text(texts, mask, use_color(sys.stdout))
+    return TokenizedText(title + f"{docs.length[i]} tokens, {docs.labels[i]} label tokens" * counts, texts, mask)

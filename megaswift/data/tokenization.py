@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 from megaswift import log
 from megaswift.config.data import RL
 from megaswift.data import columns, download_hub_datasets
+from megaswift.data.certify_loss_mask import COUNTED_AS, FAULTS, certify_first_rows
 from megaswift.data.coordinate_token_cache_build import (
     build_once,
     content_hash_of_input_files,
@@ -139,10 +140,22 @@ def tokenize_datasets(
             log.warn(f"{name}: {store.skipped} (--strict false)")
         for note, count in store.manifest["notes"].items():
             log.warn(f"{name}: {count:,} rows {NOTES[note]}")
+        warn_of_mask_faults(name, store.manifest)
         if is_cache_builder_process():
             store.check_images()
         stores.append((source, store))
     return stores
+
+
+def warn_of_mask_faults(name: str, manifest: Mapping[str, Any]) -> None:
+    """Warnings of what does not hold of the loss masks of a data set's first rows."""
+    noted = [COUNTED_AS[note] for note in manifest["notes"] if note in COUNTED_AS]
+    for kind, (count, rows, *examples) in manifest.get("mask_faults", {}).items():
+        if kind not in noted:
+            log.warn(
+                f"{name}: in {count} of the first {rows} rows {FAULTS[kind]} ({examples[0]}); megaswift data show "
+                "checks all rows"
+            )
 
 
 def check_renamed_columns_exist(data: Any, task: str) -> None:
@@ -220,6 +233,11 @@ def _build(scratch: Path, target: Path, source: DatasetFiles, how: tuple[EncodeS
     facts = {"bad": bad, "source": source.name} | {
         name: dict(sum((Counter(getattr(r, name)) for r in reports), Counter())) for name in ("causes", "notes")
     }
+    if spec.templates is not None and not all(r.bad for r in reports):
+        found = certify_first_rows(parts, spec)
+        facts["mask_faults"] = {
+            kind: [count, found.rows, *found.examples[kind]] for kind, count in found.faults.items()
+        }
     if _dated(spec):
         facts["content"] = "dated"  # other tokens tomorrow, and a run that goes on then has the same data
     merge_pieces(scratch, [p.path for p in parts], target, facts)

@@ -127,6 +127,7 @@ PUBLISHED = [
         [Q, CALL, RESULT, answer("It is 3."), user("x"), answer("y", reasoning_content="well")],
         [f"{XML_CALL}<|im_end|>", "It is 3.<|im_end|>", "well\n</think>\n\ny<|im_end|>"],
     ),
+    ("qwen", "qwen3_5_think", [Q, CALL], [f"{XML_CALL}<|im_end|>"]),
     # one with an empty block of reasoning, and an answer with reasoning
     (
         "qwen",

@@ -9,16 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaswift.data import show_samples
+from megaswift.data import sample_report, show_samples
+from megaswift.data.build_batch_sources import load_document_splits
 from megaswift.errors import DataError, UserError
 from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
-from tests.data.makers import chat, config, jsonl, tokenizer
+from tests.data.makers import chat, config, jsonl, template, tokenizer
 
 
 def test_masks_in_brackets_and_in_colour() -> None:
     texts, mask = ["user", "⏎", "Par", "is", "<|im_end|>", "⏎"], [0, 0, 1, 1, 1, 0]
-    assert show_samples.loss_highlighted_text(texts, mask, color=False) == "user|⏎\n [Par|is|<|im_end|>] ⏎\n"
-    assert f"{show_samples.GREEN}Par|is|<|im_end|>{show_samples.OFF}" in show_samples.loss_highlighted_text(
+    assert sample_report.loss_highlighted_text(texts, mask, color=False) == "user|⏎\n [Par|is|<|im_end|>] ⏎\n"
+    assert f"{sample_report.GREEN}Par|is|<|im_end|>{sample_report.OFF}" in sample_report.loss_highlighted_text(
         texts, mask, color=True
     )
 
@@ -29,14 +30,14 @@ def test_colour_only_on_a_terminal_and_without_no_color(monkeypatch: pytest.Monk
             return True
 
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert show_samples.use_color(Terminal()) and not show_samples.use_color(io.StringIO())
+    assert sample_report.use_color(Terminal()) and not sample_report.use_color(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not show_samples.use_color(Terminal())
+    assert not sample_report.use_color(Terminal())
 
 
 def test_histogram_counts_everything_once() -> None:
     values = np.array([1, 1, 2, 30, 60])
-    lines = show_samples.histogram(values, "lengths")
+    lines = sample_report.block_lines(sample_report.histogram_of(values, "lengths"), color=False)
     assert lines[0] == "lengths: 5 in total, 1 to 60, mean 18.8, median 2"
     assert [int(line.split()[-1]) for line in lines[1:]] == [3, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
 
@@ -189,8 +190,47 @@ def test_pairs_and_labeled_answers(tmp_path: Path, capsys: pytest.CaptureFixture
     labeled = ("--- example 1 (row 1)", "undesirable: ", "is|<|im_end|>]", "3 examples, 0 of them desirable")
     for task, row, parts in (("dpo", pair, paired), ("kto", {**chat("hello", "Paris"), "label": False}, labeled)):
         cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [row] * 3))
-        text = "\n".join(show_samples.preference_report_lines(cfg, task, tokenizer("qwen", "qwen2_5"), range(1, 2)))
+        blocks = show_samples.preference_report(cfg, task, tokenizer("qwen", "qwen2_5"), range(1, 2))
+        text = "\n".join(line for block in blocks for line in sample_report.block_lines(block, color=False))
         for part in parts:
             assert part in text
         with pytest.raises(DataError, match="there are 3 (pairs|examples), numbered from 0"):
-            show_samples.preference_report_lines(cfg, task, tokenizer("qwen", "qwen2_5"), range(3, 4))
+            show_samples.preference_report(cfg, task, tokenizer("qwen", "qwen2_5"), range(3, 4))
+
+
+def test_the_certificate_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sound data give exit code 0; a template that trains on its prompt 1; the page escapes what rows say."""
+    data = jsonl(tmp_path / "d.jsonl", [chat("<script>alert(1)</script>", f"Paris & {i}") for i in range(300)])
+    page = tmp_path / "report.html"
+    words = [data, "--model", folder(tmp_path / "m"), "--max_length", "102", "--truncation_strategy", "right"]
+    out = shown(capsys, tmp_path, *words, "--html", str(page))
+    assert "loss mask certified: 300 rows, 300 answers: no token of a prompt carries loss" in out
+    assert "tokens beyond --max_length of longer rows: 300 in total" in out
+    text = page.read_text()
+    assert "loss mask certified: 300 rows" in text and "<script" not in text and "&amp;|" not in text
+    assert '<span class="loss">' in text and "tokens per sample" in text and "default-src 'none'" in text
+    words = [*words, "--dataset_cache_dir", str(tmp_path / "cache"), "--samples", "0"]
+    faulty = template("qwen2_5_training")
+    (tmp_path / "t.jinja").write_text(faulty)
+    trained = [*words, "--chat_template", str(tmp_path / "t.jinja")]
+    assert show_samples.main(trained, tokenizer_or_processor_for) == 1
+    printed = capsys.readouterr()
+    assert "NOT certified (300 rows)" in printed.out and f"{data}:1: token" in printed.out
+    assert "in 128 of the first 128 rows tokens outside of the assistant's turns carry loss" in printed.err
+    assert show_samples.main([*trained, "--certify", "none"], tokenizer_or_processor_for) == 0
+    assert show_samples.main([*trained, "--certify=10"], tokenizer_or_processor_for) == 1
+    assert "NOT certified (10 rows)" in capsys.readouterr().out
+    assert "cannot be written" in refused(*words, "--html", str(tmp_path / "no" / "x.html"))
+
+
+def test_training_warns_of_a_faulty_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each time that the data are read, also from the cache."""
+    tok = tokenizer("qwen", "glm4moe")
+    cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [chat("a", "b")] * 3))
+    for _ in range(2):
+        load_document_splits(cfg.data, cfg.train, tok)
+        said = capsys.readouterr().err
+        assert "in 3 of the first 3 rows the template writes no special token after an answer" in said
+        assert f"{tmp_path}/d.jsonl:1: messages[1]" in said
+    load_document_splits(cfg.data, cfg.train, tokenizer("qwen", "qwen3"))
+    assert "first 3 rows" not in capsys.readouterr().err

@@ -1,0 +1,297 @@
+"""Locates assistant turns in a rendered conversation by searching for the messages' own texts, in order.
+
+Owns the second way to find the loss mask, for the certificate of `megaswift data show`: it shares no code with
+`locate_assistant_turns_in_rendered_text.py` and renders nothing a second time. What a template writes before an answer
+and after it is learnt from short conversations, once a template. A text that the template changes is not found and is
+reported; nothing is guessed.
+
+Left out: tokens and what follows from the places (`certify_loss_mask.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Render = Callable[[Sequence[Mapping[str, Any]], Any, bool], str | None]
+"""Text of messages, tools, and whether a generation prompt follows; None where the template refuses them."""
+ASKED, ANSWERED = "megaswiftquestion", "megaswiftanswer"
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+OPENING, CLOSING = "<think>", "</think>"
+MOST_SPACE = 64
+"""Characters of white space that may follow the end of a turn."""
+_USER, _ANSWER = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
+_CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT = {"role": "tool", "content": ASKED, "name": "f", "tool_call_id": "abcdefghi"}
+
+MESSAGE_MISSING, SYSTEM_MISSING = "message_missing", "system_missing"
+ANSWER_CHANGED, REASONING_MISSING = "answer_changed", "reasoning_missing"
+CALL_MISSING, TOOL_MISSING, NO_END = "call_missing", "tool_missing", "no_end"
+EARLIER_REASONING = "earlier_reasoning"
+
+
+@dataclass(frozen=True)
+class AnswerPlace:
+    """Where one assistant message stands, as character positions."""
+
+    message: int
+    begin: int
+    """Behind what the template writes before an answer: nothing before it may carry loss."""
+    own: int
+    """Behind an empty block of reasoning that the template itself writes there; else `begin`."""
+    first: int
+    """The first character of the message's own texts."""
+    last: int
+    """Behind the last one."""
+    stop: int
+    """Where the token stands that ends the turn; behind the texts where there is none."""
+    end: int
+    """Behind the token that ends the turn, or behind the message's own texts where there is none."""
+    limit: int
+    """The same with what else the template writes behind an answer, and white space."""
+
+
+@dataclass
+class SearchResult:
+    """The places of the assistant messages that were found, and what was not found."""
+
+    places: list[AnswerPlace] = field(default_factory=list)
+    missing: list[tuple[str, str]] = field(default_factory=list)
+    """(what: one of the names above, where)."""
+
+
+class AnswerSearch:
+    """Searches the texts of one template."""
+
+    def __init__(self, render: Render, special_tokens: Sequence[str], eos_token: str) -> None:
+        self._render = render
+        self._specials = sorted(filter(None, special_tokens), key=len, reverse=True)
+        self._openers: dict[str, str] = {}
+        self._header = self._learn_header()
+        self._ends, self._closing = self._learn_ends(eos_token)
+
+    def _between(self, before: Sequence[Mapping[str, Any]]) -> str:
+        """What stands between a message that says ASKED and the answer to it."""
+        text = self._render([*before, _ANSWER], None, False) or ""
+        asked = text.rfind(ASKED)
+        answered = text.rfind(ANSWERED)
+        return text[asked + len(ASKED) : answered] if 0 <= asked < answered else ""
+
+    def _learn_header(self) -> str:
+        """The generation prompt, as far as it also stands before an answer that is there."""
+        plain, prompted = self._render([_USER], None, False), self._render([_USER], None, True)
+        if plain is None or prompted is None or not prompted.startswith(plain):
+            return ""
+        header, between = prompted[len(plain) :].partition(OPENING)[0], self._between([_USER])
+        while header and header not in between:
+            header = header[:-1]
+        return header if header.strip() else ""
+
+    def _opener(self, role: str) -> str:
+        """What stands before an answer to a message of `role` in a template without generation prompt."""
+        if role not in self._openers:
+            messages: dict[str, list[Mapping[str, Any]]] = {"user": [_USER], "tool": [_USER, _CALLING, _RESULT]}
+            before = messages.get(role)
+            self._openers[role] = self._between(before).partition(OPENING)[0].strip() if before else ""
+        return self._openers[role]
+
+    def _learn_ends(self, eos_token: str) -> tuple[tuple[str, ...], str]:
+        """(the texts that end a turn, all that follows the last answer). A text is one or more special tokens in a row:
+        behind the last answer, behind an earlier one, and the tokenizer's."""
+        last, middle = (self._behind_answer(more) for more in ([], [{**_USER, "content": "x"}]))
+        at, token = self._first_special(last, 0)
+        run = token
+        while more := next((t for t in self._specials if token and last.startswith(t, at + len(run))), ""):
+            run += more
+        place, other = self._first_special(middle, 0)
+        called = (self._render([_USER, _CALLING], None, False) or "").rstrip()
+        calling = next((t for t in self._specials if called.endswith(t)), "")
+        ends = [eos_token, run, token, other if token and middle[:place] == last[:at] else "", calling]
+        return tuple(dict.fromkeys(filter(None, ends))), last[at:].rstrip()
+
+    def _behind_answer(self, more: Sequence[Mapping[str, Any]]) -> str:
+        """What follows an answer before other messages."""
+        text = self._render([_USER, _ANSWER, *more], None, False) or ""
+        return text.rpartition(ANSWERED)[2] if ANSWERED in text else ""
+
+    def _first_special(self, text: str, begin: int) -> tuple[int, str]:
+        found = [(at, -len(token), token) for token in self._specials if (at := text.find(token, begin)) >= 0]
+        at, _, token = min(found, default=(len(text), 0, ""))
+        return at, token
+
+    def search(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> SearchResult:
+        """The places of all assistant messages of a rendered conversation."""
+        result, at, before = SearchResult(), 0, ""
+        last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+        for i, message in enumerate(messages):
+            role = message["role"]
+            if role == "assistant":
+                opener = self._header or self._opener(before)
+                found = text.find(opener, at)
+                if found < 0:
+                    result.missing.append((ANSWER_CHANGED, f"messages[{i}]"))
+                else:
+                    place = self._answer(text, found + len(opener), i, message, i > last_question, result)
+                    at = place.limit if place is not None else at
+            elif role in ("system", "developer"):
+                whole = all(_find(text, piece, 0)[0] >= 0 for piece in content_pieces(message))
+                result.missing += [] if whole else [(SYSTEM_MISSING, f"messages[{i}]")]
+            else:
+                for piece in content_pieces(message):
+                    found, end = _find(text, piece, at)
+                    if found < 0:
+                        result.missing.append((MESSAGE_MISSING, f"messages[{i}] ({role})"))
+                        break
+                    at = end
+            before = role
+        result.missing += [(TOOL_MISSING, where) for where in _missing_tools(text, tools)]
+        return result
+
+    def _end(self, text: str, at: int) -> tuple[int, int]:
+        """The first token from `at` on that ends a turn, before another answer begins; (-1, -1) without one."""
+        found = [(place, place + len(token)) for token in self._ends if (place := text.find(token, at)) >= 0]
+        begin, end = min(found, key=lambda one: (one[0], -one[1]), default=(-1, -1))
+        other = text.find(self._header, at, begin) if self._header and begin >= 0 else -1
+        return (-1, -1) if other >= 0 else (begin, end)
+
+    def _bound_of_parts(self, text: str, at: int, bound: int) -> int:
+        """Where an answer ends whose reasoning, up to `at`, is a turn of its own, as gpt-oss has it."""
+        begin, end = self._end(text, at)
+        if begin < 0 or not self._header or not text.startswith(self._header, end):
+            return bound
+        following = self._end(text, end + len(self._header))[0]
+        return following if following >= 0 else bound
+
+    def _answer(
+        self, text: str, begin: int, i: int, message: Mapping[str, Any], final: bool, result: SearchResult
+    ) -> AnswerPlace | None:
+        reasoning, pieces = split_reasoning(message)
+        at, first = begin, -1
+        if not reasoning and text[begin : begin + MOST_SPACE].lstrip().startswith(OPENING):
+            empty = text.find(CLOSING, begin)  # the template's own block
+            at = empty + len(CLOSING) if empty >= 0 else at
+        own = _behind_space(text, at) if at > begin else at
+        bound = self._end(text, at)[0]
+        bound = self._first_special(text, at)[0] if bound < 0 else bound
+        if reasoning:
+            first = text.find(reasoning, at)
+            if 0 <= first <= bound:
+                at = first + len(reasoning)
+                bound = self._bound_of_parts(text, at, bound)
+            else:
+                result.missing.append((REASONING_MISSING if final else EARLIER_REASONING, f"messages[{i}]"))
+                first = -1
+        for k, piece in enumerate(pieces):
+            found = _closing(text, piece, at, bound) if k == len(pieces) - 1 else text.find(piece, at)
+            if not 0 <= found <= max(bound, at):
+                result.missing.append((ANSWER_CHANGED, f"messages[{i}]"))
+                return None
+            at, first = found + len(piece), found if first < 0 else first
+        stop, end = self._end(text, at)
+        turn = text[begin : stop if stop >= 0 else len(text)]
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or call
+            where = f"messages[{i}].tool_calls ({function.get('name')})"
+            lacking = [leaf for leaf in _leaves(function) if not any(form in turn for form in _forms(leaf))]
+            result.missing += [(CALL_MISSING, f"{where}: {lacking[0]}")] if lacking else []
+            named = text.find(str(function.get("name")), begin)
+            first = named if first < 0 else min(first, named) if named >= 0 else first
+        if stop < 0:
+            result.missing.append((NO_END, f"messages[{i}]"))
+            stop = end = self._first_special(text, at)[0] if message.get("tool_calls") else at
+        last = at if pieces and not message.get("tool_calls") else stop
+        end_of_all = stop + len(self._closing)
+        behind = max(end, end_of_all) if self._closing and text.startswith(self._closing, stop) else end
+        own = max(begin, min(own, first - _leading_space(message))) if pieces else own
+        limit = _behind_space(text, behind)
+        place = AnswerPlace(i, begin, own, last if first < 0 else first, last, stop, end, limit)
+        result.places.append(place)
+        return place
+
+
+def _closing(text: str, piece: str, at: int, bound: int) -> int:
+    """Where the last text of an answer stands: right before the end of its turn where it does, else the first place
+    from `at` on. An answer of one letter may also stand in what the template writes before it."""
+    place = at + len(text[at:bound].rstrip()) - len(piece)
+    return place if place >= at and text.startswith(piece, place) else text.find(piece, at)
+
+
+def _behind_space(text: str, at: int) -> int:
+    space = text[at : at + MOST_SPACE]
+    return at + len(space) - len(space.lstrip())
+
+
+def _leading_space(message: Mapping[str, Any]) -> int:
+    content = message.get("content")
+    return len(content) - len(content.lstrip()) if isinstance(content, str) else 0
+
+
+def content_pieces(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message, without outer white space, cut where images stand."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "<image>".join(str(part.get("text") or "") for part in content)
+    return [piece.strip() for piece in str(content or "").split("<image>") if piece.strip()]
+
+
+def split_reasoning(message: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """(the reasoning of an assistant message, the texts of its answer)."""
+    own = next((str(message[key]) for key in REASONING_KEYS if message.get(key)), "")
+    content = message.get("content")
+    if isinstance(content, str) and CLOSING in content:
+        thought, _, answer = content.rpartition(CLOSING)
+        return own.strip() or thought.rpartition(OPENING)[2].strip(), content_pieces({"content": answer})
+    return own.strip(), content_pieces(message)
+
+
+def _find(text: str, piece: str, at: int) -> tuple[int, int]:
+    """Where `piece` stands from `at` on, as it is or as JSON writes it; (-1, -1) where it does not."""
+    for form in _forms(piece):
+        found = text.find(form, at)
+        if found >= 0:
+            return found, found + len(form)
+    return -1, -1
+
+
+def _forms(value: Any) -> Iterator[str]:
+    """How templates write a text or a number."""
+    if isinstance(value, str):
+        yield value
+        yield value.strip()
+    written = json.dumps(value, ensure_ascii=False).removeprefix('"').removesuffix('"')
+    yield written
+    yield json.dumps(value).removeprefix('"').removesuffix('"')
+    yield json.dumps(written, ensure_ascii=False).removeprefix('"').removesuffix('"')  # arguments that are JSON text
+    yield repr(value).removeprefix("'").removesuffix("'")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Names and values of a call or of a tool's parameters: each text, number and key; of JSON text its values."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key == "arguments" and isinstance(inner, str):
+                with contextlib.suppress(ValueError):
+                    inner = json.loads(inner)
+            if key not in ("name", "arguments"):
+                yield key
+            yield from _leaves(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _leaves(inner)
+    else:
+        yield value
+
+
+def _missing_tools(text: str, tools: Any) -> Iterator[str]:
+    """Each tool that is not described, with the first text of it that is missing: name, description, parameters."""
+    for i, tool in enumerate(tools or ()):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+        properties = (function.get("parameters") or {}).get("properties") or {}
+        wanted = [function.get("name"), function.get("description"), *properties]
+        lacking = [word for word in wanted if word and not any(form in text for form in _forms(word))]
+        if lacking:
+            yield f"tools[{i}] ({function.get('name')}): {str(lacking[0])[:60]}"

@@ -1,0 +1,269 @@
+"""The certificate of loss masks: sound templates of many kinds pass, planted faults of templates and of masks are
+found, and masks of all kinds are those of a plain Python rendering.
+
+Covers: megaswift/data/search_answers_in_rendered_text.py, megaswift/data/certify_data_sets.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megaswift.data import certify_loss_mask as certify
+from megaswift.data import search_answers_in_rendered_text as search
+from megaswift.data.certify_data_sets import certificate_lines, certify_sources
+from megaswift.data.certify_loss_mask import Findings, LossMaskCertifier
+from megaswift.data.encode_rows import EncodeSpec, RowEncoder, encode_spec
+from megaswift.data.formats import parse_sample
+from megaswift.data.render_chat_with_loss_spans import ChatRenderer, RenderedConversation
+from megaswift.data.resolve_dataset_files import DatasetFiles
+from megaswift.data.row_readers import LocatedRow
+from megaswift.data.untokenized_sample import UntokenizedSample
+from tests.data.chat_template_kinds import (
+    MARKED,
+    TEMPLATE_FAULTS,
+    TemplateKind,
+    all_kinds,
+    conversations,
+    jinja,
+    rendered,
+)
+from tests.data.makers import chat, config, jsonl, template, tokenizer
+
+KINDS = all_kinds()
+SPECIAL = (
+    *("<|begin|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<|user|>", "<|observation|>", "<|assistant|>", "<|system|>", "</s>", "<｜User｜>", "<｜Assistant｜>"),
+    "<｜end▁of▁sentence｜>",
+)
+FOUND_AS = {
+    "user_marked": {certify.PROMPT_TRAINED},
+    "header_marked": {certify.PROMPT_TRAINED},
+    "all_marked": {certify.PROMPT_TRAINED},
+    "end_unmarked": {certify.END_UNTRAINED},
+    "first_character_unmarked": {certify.ANSWER_UNTRAINED},
+    "last_answer_unmarked": {certify.ANSWER_UNTRAINED},
+    "calls_unmarked": {certify.END_UNTRAINED},
+    "reasoning_unmarked": {certify.ANSWER_UNTRAINED},
+    "no_end": {search.NO_END, certify.END_UNTRAINED},
+    "answer_cut": {search.ANSWER_CHANGED, "refused"},
+    "answer_lower": {search.ANSWER_CHANGED},
+    "tools_dropped": {search.TOOL_MISSING},
+    "tool_parameters_dropped": {search.TOOL_MISSING},
+    "calls_dropped": {"refused"},
+    "call_arguments_dropped": {search.CALL_MISSING},
+    "results_dropped": {"refused"},
+    "system_dropped": {search.SYSTEM_MISSING},
+    "first_user_dropped": {search.MESSAGE_MISSING},
+    "reasoning_dropped": {search.REASONING_MISSING},
+    "answer_in_prompt": {certify.PROMPT_DIFFERS, search.ANSWER_CHANGED},
+}
+
+
+def spec_of(text: str, kind: str = "qwen", task: str = "sft", **options: Any) -> EncodeSpec:
+    tok = tokenizer(kind)
+    tok.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    tok.chat_template = text
+    return encode_spec(config(Path("/tmp"), "x", **options).data, tok, task)
+
+
+def certified(spec: EncodeSpec, rows: Sequence[dict[str, Any]]) -> Findings:
+    return LossMaskCertifier(spec).certify(("d.jsonl", LocatedRow(i + 1, row)) for i, row in enumerate(rows))
+
+
+def check_kind(kind: TemplateKind, seed: int, count: int) -> None:
+    """Text and spans are the plain rendering's, and the certificate holds."""
+    spec, rows = spec_of(jinja(kind)), list(conversations(seed, count, kind))
+    assert spec.templates is not None
+    renderer = ChatRenderer(spec.templates)
+    for row in rows:
+        sample = parse_sample(row, "sft")
+        assert isinstance(sample, UntokenizedSample)
+        got = renderer.render(sample)
+        assert (got.text, list(got.spans)) == rendered(kind, row)
+    findings = certified(spec, rows)
+    assert not findings.faults and not findings.refused, findings
+    assert findings.answers == sum(m["role"] == "assistant" for row in rows for m in row["messages"])
+
+
+def test_there_are_many_kinds() -> None:
+    assert len({kind.name for kind in KINDS}) == len(KINDS) == 64
+    for field in ("frame", "marked", "strip", "newline", "thinking", "system", "calls", "begin"):
+        assert len({getattr(kind, field) for kind in KINDS}) > 1
+
+
+@pytest.mark.parametrize("group", range(8))
+def test_masks_of_every_kind_are_those_of_a_plain_rendering(group: int) -> None:
+    for seed, kind in enumerate(KINDS[group::8]):
+        check_kind(kind, seed, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", range(8))
+def test_ten_thousand_conversations(group: int) -> None:
+    for seed, kind in enumerate(KINDS[group::8]):
+        check_kind(kind, 100 + seed, 160)
+
+
+def planted() -> Iterator[tuple[TemplateKind, str]]:
+    """Every fault in every kind of template where it is one."""
+    for kind in KINDS:
+        for fault in TEMPLATE_FAULTS:
+            marked = fault in MARKED and not kind.marked
+            header = fault == "header_marked" and kind.frame == "inst"  # which has none
+            if jinja(kind, fault) != jinja(kind) and not marked and not header:
+                yield kind, fault
+
+
+def check_fault(kind: TemplateKind, fault: str, count: int) -> None:
+    findings = certified(spec_of(jinja(kind, fault)), list(conversations(7, count, kind)))
+    found = {k for k, n in findings.counts.items() if n} | ({"refused"} if findings.refused else set())
+    assert found & FOUND_AS[fault], (kind.name, fault, found)
+
+
+@pytest.mark.parametrize("fault", TEMPLATE_FAULTS)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    kinds = [kind for kind, planted_fault in planted() if planted_fault == fault]
+    for kind in kinds[:: max(1, len(kinds) // 4)]:
+        check_fault(kind, fault, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", TEMPLATE_FAULTS)
+def test_a_planted_fault_is_found_in_every_kind(fault: str) -> None:
+    for kind, planted_fault in planted():
+        if planted_fault == fault:
+            check_fault(kind, fault, 60)
+
+
+def _shifted(mask: np.ndarray, by: int) -> np.ndarray:
+    return np.roll(mask, by)
+
+
+def _cut(mask: np.ndarray, side: int) -> np.ndarray:
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]))).reshape(-1, 2)
+    out = mask.copy()
+    out[edges[-1][0] if side == 0 else edges[-1][1] - 1] = 0
+    return out
+
+
+def _grown(mask: np.ndarray) -> np.ndarray:
+    out = mask.copy()
+    out[int(mask.argmax()) - 1] = 1
+    return out
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3"])
+@pytest.mark.parametrize(
+    ("harm", "kinds"),
+    [
+        (lambda m: _shifted(m, 1), {certify.ANSWER_UNTRAINED}),
+        (lambda m: _shifted(m, -1), {certify.PROMPT_TRAINED, certify.END_UNTRAINED}),
+        (lambda m: _cut(m, 0), {certify.ANSWER_UNTRAINED}),
+        (lambda m: _cut(m, 1), {certify.END_UNTRAINED}),
+        (_grown, {certify.PROMPT_TRAINED}),
+        (np.zeros_like, {certify.ANSWER_UNTRAINED, certify.END_UNTRAINED}),
+        (np.ones_like, {certify.PROMPT_TRAINED}),
+    ],
+)
+def test_a_wrong_mask_is_found(monkeypatch: pytest.MonkeyPatch, name: str, harm: Any, kinds: set[str]) -> None:
+    """The mask that training would use, changed by one token and more."""
+    spec = spec_of(template(name), "llama" if name == "llama3" else "qwen")
+    rows = [chat("hello world", "The capital of France"), chat("x", "Paris is it")]
+    assert not certified(spec, rows).faults
+    sound = RowEncoder.tokenize
+
+    def harmed(self: RowEncoder, texts: Sequence[RenderedConversation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for ids, mask in sound(self, texts):
+            yield ids, harm(mask)
+
+    monkeypatch.setattr(RowEncoder, "tokenize", harmed)
+    findings = certified(spec, rows)
+    assert kinds <= set(findings.faults) and all(findings.counts[kind] == 2 for kind in kinds)
+
+
+def test_tokens_of_another_text_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = RowEncoder.tokenize
+
+    def harmed(self: RowEncoder, texts: Sequence[RenderedConversation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for ids, mask in sound(self, texts):
+            ids[3] += 1
+            yield ids, mask
+
+    monkeypatch.setattr(RowEncoder, "tokenize", harmed)
+    assert certified(spec_of(template("qwen2_5")), [chat("a", "b")]).faults == {certify.TOKENS_DIFFER: 1}
+
+
+PUBLISHED = [
+    ("qwen3", set()),
+    ("qwen3_training", set()),
+    ("qwen3_5_think", set()),
+    ("qwen3_5_nothink", set()),
+    ("llama3_training", set()),
+    ("glm4moe_training", set()),
+    ("glm4moe", {search.NO_END}),
+    ("deepseek_r1_distill_training", {certify.PROMPT_TRAINED}),
+    ("qwen2_5_training", {certify.PROMPT_TRAINED}),
+]
+"""TRL's, and what is true of them: GLM's ends no turn; two train on the last token of the prompt."""
+
+
+@pytest.mark.parametrize(("name", "kinds"), PUBLISHED)
+def test_published_templates(name: str, kinds: set[str]) -> None:
+    rows = [chat("hello", "Paris"), {"messages": chat("a", "b")["messages"] + chat("c", "a")["messages"]}]
+    rows.append({"messages": [{"role": "system", "content": "Be brief."}, *chat("x", "assistant")["messages"]]})
+    assert set(certified(spec_of(template(name)), rows).faults) == kinds
+
+
+def test_answers_without_loss() -> None:
+    messages = [*chat("a", "one")["messages"], *chat("b", "two")["messages"]]
+    rows = [{"messages": [m | ({"loss": False} if i == 1 else {}) for i, m in enumerate(messages)]}]
+    for options, row, answers, excluded in (
+        ({}, rows, 1, 1),
+        ({"loss_scale": "last_round"}, [{"messages": messages}], 1, 1),
+        ({"loss_scale": "all"}, [{"messages": messages}], 2, 0),
+        ({"loss_scale": "last_round+hermes"}, [{"messages": messages}], 1, 1),
+    ):
+        findings = certified(spec_of(template("qwen3"), **options), row)
+        assert (findings.faults, findings.answers, findings.excluded) == ({}, answers, excluded)
+
+
+def test_an_excluded_answer_with_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megaswift.data.render_chat_with_loss_spans.trained_turn_flags", lambda s, _: [True, True])
+    messages = [*chat("a", "one")["messages"], *chat("b", "two")["messages"]]
+    rows = [{"messages": [m | ({"loss": False} if i == 1 else {}) for i, m in enumerate(messages)]}]
+    assert certified(spec_of(template("qwen3")), rows).faults == {certify.EXCLUDED_TRAINED: 1}
+
+
+def test_other_tasks() -> None:
+    pair = {**chat("hello", "Paris"), "rejected_response": "you"}
+    assert certified(spec_of(template("qwen3"), task="dpo"), [pair]).answers == 2
+    label = {**chat("hello", "Paris"), "label": True}
+    plain = {"prompt": "The capital of France", "completion": " is Paris."}
+    plain_pair = {"prompt": "The capital of France", "chosen": " is Paris.", "rejected": " is you."}
+    prompt = {"messages": [{"role": "user", "content": "hello"}], "solution": "x"}
+    for task, row in (("dpo", pair), ("kto", label), ("sft", plain), ("dpo", plain_pair), ("grpo", prompt)):
+        findings = certified(spec_of(template("qwen3"), task=task), [row])
+        assert not findings.faults and not findings.refused, (task, findings)
+    dropping = template("qwen3").replace("message.content", "message.content[:2]")
+    assert search.MESSAGE_MISSING in certified(spec_of(dropping, task="grpo"), [prompt]).faults
+
+
+def test_several_processes_give_one_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same counts and the same first rows, and progress up to the last row."""
+    rows = [chat("hello", "" if i % 100 == 7 else "Paris") | {"system": "Be brief."} for i in range(400)]
+    faulty = template("qwen3").replace('message.role == "assistant"', "message.role == 'assistant'")
+    path = Path(jsonl(tmp_path / "d.jsonl", rows))
+    source = DatasetFiles("d", (path,))
+    monkeypatch.setattr("megaswift.data.certify_data_sets.PROCESS_BYTES", 1)
+    monkeypatch.setattr("megaswift.data.resolve_dataset_files.PARTS", 4)
+    spec, done = spec_of(faulty.replace("messages[0].role == 'system'", "false")), []
+    one, two = (certify_sources([source], spec, n, done.append) for n in (1, 2))
+    assert one == two and done[-1] == one.rows == 400 and one.faults == {search.SYSTEM_MISSING: 400}
+    assert one.examples[search.SYSTEM_MISSING] == [f"{path}:{i}: messages[0]" for i in (1, 2, 3)]
+    text = "\n".join(certificate_lines(one, "sft", "default"))
+    assert "NOT certified (400 rows)" in text and "400 rows: the system message is not rendered" in text
