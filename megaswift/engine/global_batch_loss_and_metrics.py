@@ -7,7 +7,7 @@ the engines'.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,8 +33,13 @@ from megaswift.losses.contract import (
 )
 from megaswift.parallel.layout import Coordinates, Layout
 
-ReadNumbers = Callable[[Sequence[Tensor]], list[float]]
-"""Reads scalars [] from the device."""
+
+class ReadNumbers(Protocol):
+    """Reads scalars [] from the device."""
+
+    def __call__(self, more: Sequence[Tensor], groups: Sequence[Any] = ()) -> list[float]:
+        """`groups`: of each number the process group over which it is still to be added up; none where all are
+        sums."""
 
 
 class ParallelContextProtocol(Protocol):
@@ -199,15 +204,23 @@ class StepReport:
         self.result = StepResult(0.0)
         """What was read."""
 
-    def read(self, more: Sequence[Tensor] = ()) -> list[float]:
-        """Reads the report, and the numbers `more` [] of this rank, which are returned. Collective; once, after the
-        last micro-batch."""
+    def read(self, more: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> list[float]:
+        """Reads the report, and the numbers `more` [] of this rank, which are returned; `groups` as in `ReadNumbers`.
+        Sums over the data-parallel ranks travel with the report's. Collective; once, after the last micro-batch."""
         context, objective, device = self.context, self.objective, self.context.device
         last = context.coordinates.pp == context.layout.pp - 1
         values = objective.values() if last else []
         places = _Places.of(objective.parts if last else [])
         own = [v for v in values if isinstance(v, Tensor) and v.device.type == device.type]
-        reduced = _reduced_over_dp(values, places, context) if last and context.layout.dp > 1 else None
+        reports = last and context.layout.dp > 1
+        beside = [i for i, group in enumerate(groups) if reports and _has_ranks_of(group, context.groups.dp)]
+        for i, group in enumerate(groups):
+            if i not in beside:
+                dist.all_reduce(more[i], group=group)
+        reduced = _reduced_over_dp(values, places, context, [more[i] for i in beside]) if reports else None
+        if reduced is not None:
+            sums = dict(zip(beside, reduced, strict=False))
+            reduced, more = reduced[len(beside) :], [sums.get(i, number) for i, number in enumerate(more)]
         asked = [v.detach().reshape(()).double() for v in (*own, *(reduced or ()), *self.metrics.values(), *more)]
         numbers = iter(torch.stack(asked).tolist() if asked else [])
         of_own = dict(zip(map(id, own), numbers, strict=False))
@@ -231,11 +244,16 @@ class StepReport:
         return self.result
 
 
+def _has_ranks_of(group: Any, other: Any) -> bool:
+    return group is other or dist.get_process_group_ranks(group) == dist.get_process_group_ranks(other)
+
+
 def _reduced_over_dp(
-    values: Sequence[Tensor | float], places: _Places, context: ParallelContextProtocol
+    values: Sequence[Tensor | float], places: _Places, context: ParallelContextProtocol, beside: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The reported values [] in the order of `places`, summed or compared on the device over data-parallel ranks."""
-    device = context.device
+    """`beside` [], then the reported values [] in the order of `places`: summed or compared on the device over
+    data-parallel ranks, in one reduction. Each rank has a row of its own for what is compared."""
+    device, group = context.device, context.groups.dp
     on_host = [float(v) for v in values if not (isinstance(v, Tensor) and v.device.type == device.type)]
     known = iter(copy_to_device_async(torch.tensor(on_host, dtype=torch.float64), device).unbind())
     each = [
@@ -245,14 +263,17 @@ def _reduced_over_dp(
     add = [torch.stack([each[i] for i in where]).sum() for where in places.add.values()]
     high = [torch.stack([each[i] for i in where]).amax() for where in places.high.values()]
     low = [-torch.stack([each[i] for i in where]).amin() for where in places.low.values()]
-    reduced: list[Tensor] = []
-    for group, op in ((add, dist.ReduceOp.SUM), ([*high, *low], dist.ReduceOp.MAX)):
-        if group:
-            joined = torch.stack(group)
-            dist.all_reduce(joined, op, context.groups.dp)
-            reduced += joined.unbind()
-    first = len(reduced) - len(low)
-    return [*reduced[:first], *(-t for t in reduced[first:])]
+    summed, compared = [*(t.reshape(()).double() for t in beside), *add], [*high, *low]
+    ranks = context.layout.dp
+    joined = torch.zeros(len(summed) + len(compared) * ranks, dtype=torch.float64, device=device)
+    rows = joined[len(summed) :].view(ranks, len(compared))
+    if summed:
+        joined[: len(summed)] = torch.stack(summed)
+    if compared:
+        rows[dist.get_rank(group)] = torch.stack(compared)
+    dist.all_reduce(joined, group=group)
+    largest = rows.amax(0).unbind() if compared else ()
+    return [*joined[: len(summed)].unbind(), *largest[: len(high)], *(-t for t in largest[len(high) :])]
 
 
 def _differences(objective: GlobalBatchLossCallback, metrics: dict[str, float]) -> dict[str, float]:

@@ -89,17 +89,21 @@ def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_values_are_reduced_over_data_parallel_ranks_before_the_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank has the same sums, a largest value of 5 and a smallest of -5: one sum and one maximum."""
-    ops: list[Any] = []
+    """The other rank has the same sums, largest values of 5 and smallest of -5: one reduction, with the number beside
+    the report that is to be added up over the same ranks; another group's has its own."""
+    groups: list[Any] = []
 
-    def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
-        ops.append(op)
-        if op == torch.distributed.ReduceOp.SUM:
-            tensor.mul_(2)
-        else:
-            tensor.clamp_(min=5.0)
+    def all_reduce(tensor: torch.Tensor, group: Any) -> None:
+        groups.append(group)
+        if group != "dp":
+            tensor.add_(1)
+            return
+        tensor[:5] *= 2  # the number beside, loss, mean of two sums, sum
+        tensor[5 + 4 :] = 5.0
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 1] if group == "dp" else [0, 2])
     part: dict[str, Metric] = {
         "mean": MeanMetric(torch.tensor(6.0), 4),
         "sum": SumMetric(3.0),
@@ -111,11 +115,14 @@ def test_values_are_reduced_over_data_parallel_ranks_before_the_read(monkeypatch
     objective = GlobalBatchLossCallback(CrossEntropy(), GlobalBatchCounts({}, 0, 0, 2))
     objective.parts = [({"loss": torch.tensor(share)}, part) for share in (0.5, 1.5)]
     both: Any = SimpleNamespace(**{**vars(ALONE), "layout": SimpleNamespace(dp=2, pp=1)})
-    both.groups = SimpleNamespace(dp=None)
-    result = read(objective, torch.tensor(3.0), context=both)
+    both.groups = SimpleNamespace(dp="dp")
+    rows: Any = [SimpleNamespace(sample_ids=None)] * 2
+    report = StepReport(objective, GlobalBatchCounts({}, 0, 0, 2), both, rows, OwnComputeClock([]))
+    assert report.read([torch.tensor(3.0), torch.tensor(7.0)], ["dp", "others"]) == [6.0, 8.0]
+    result = report.result
     assert result.loss == 4.0 and [share.loss for share in result.parts] == [0.5, 1.5]
     assert result.metrics == {"mean": 1.5, "sum": 12.0, "high": 5.0, "higher": 8.0, "low": -5.0, "lower": -9.0}
-    assert ops == [torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.MAX]
+    assert groups == ["others", "dp"]
 
 
 def test_a_difference_is_taken_of_reduced_means() -> None:

@@ -94,7 +94,9 @@ def test_dense_and_expert_gradients_are_unscaled_by_the_scale_of_the_loss(megatr
                 if number in (1, 2) and index == bad:
                     part.grad[0] = torch.inf
             taken.append(
-                optim.optimizer_step(chained, 0.0, torch.device("cpu"), lambda found: [float(t) for t in found])[1]
+                optim.optimizer_step(
+                    chained, 0.0, torch.device("cpu"), lambda found, groups: [float(t) for t in found]
+                )[1]
             )
     assert taken == [True, False, False, True, True]
     scales = [part.grad_scaler for part in chained.chained_optimizers]

@@ -197,7 +197,7 @@ def optimizer_step(
     scaler = _shared_scaler(optimizer)
     if scaler is not None:
         overflow = scaler.decide(overflow)
-    squares = read([] if overflow else _launch_squared_norms(optimizer, device))
+    squares = read(*(((), ()) if overflow else _launch_squared_norms(optimizer, device)))
     norm = math.nan if overflow else math.sqrt(sum(squares))
     if not math.isfinite(norm):
         return norm, False
@@ -211,21 +211,20 @@ def optimizer_step(
     return norm, bool(optimizer.step_with_ready_grads())
 
 
-def _launch_squared_norms(optimizer: MegatronOptimizer, device: torch.device) -> list[Tensor]:
-    """Squared gradient norms [] whose sum is that of all gradients, over all ranks; Megatron-Core's `get_grad_norm`
-    without its reads. Collective: also of parts without parameters here."""
+def _launch_squared_norms(optimizer: MegatronOptimizer, device: torch.device) -> tuple[list[Tensor], list[Any]]:
+    """Squared gradient norms [] of this rank, and the groups over which they are to be added up, also those of parts
+    without parameters here: together the square of all gradients. Megatron-Core's `get_grad_norm` without its reads."""
     parts = _chained(optimizer)
     groups = [part.get_grad_stats_parallel_group() for part in parts]
     gradients = [part.get_main_grads_for_grad_norm() for part in parts]
     if all(group == groups[0] for group in groups):
         groups, gradients = groups[:1], [[g for some in gradients for g in some]]
     squares = []
-    for some, group in zip(gradients, groups, strict=True):
+    for some in gradients:
         square = torch.zeros(1, dtype=torch.float32, device=device)
         if some:
             no_overflow = torch.zeros(1, dtype=torch.int, device=device)
             norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, no_overflow, [some], False)
             square = norm**2
-        dist.all_reduce(square, group=group)
         squares.append(square.reshape(()))
-    return squares
+    return squares, groups
