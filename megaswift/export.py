@@ -25,9 +25,15 @@ from megaswift.config.inference_run_files import (
 from megaswift.config.nodes_of_single_process_commands import place_among_nodes
 from megaswift.config.read_config_file_and_command_line import read_command_line, read_config_file
 from megaswift.convert import hf_to_megatron_command, megatron_to_hf_command, verify_command
+from megaswift.data.write_cached_dataset import main as write_cached_datasets
+from megaswift.data.write_cached_dataset import words_of_cached_dataset
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.adapter_folder import base_model_name_or_empty
-from megaswift.families.model_and_tokenizer_source import locate_model, with_fetched_adapters
+from megaswift.families.model_and_tokenizer_source import (
+    locate_model,
+    tokenizer_or_processor_for,
+    with_fetched_adapters,
+)
 from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
 from megaswift.families.saved_step_integrity import refuse_damaged_part
 from megaswift.launchers.take_cluster_variables import take_cluster_variables
@@ -45,6 +51,7 @@ megaswift export: merge adapters into a model, quantize it, convert it from or t
   megaswift export --model DIR --adapters OUT/adapter --merge_lora true --quantization_bit 4 --output_dir SMALL
   megaswift export --model DIR --to_mcore true --output_dir MCORE
   megaswift export --mcore_model MCORE --to_hf true --output_dir DIR
+  megaswift export --to_cached_dataset true --model DIR --dataset FILE... --output_dir FOLDER (--help)
   megaswift export --adapters OUT/adapter --push_to_hub true --hub_model_id ORGANIZATION/NAME"""
 
 
@@ -58,6 +65,8 @@ COMMAND = CommandParser("export", USAGE, ExportConfig, export_option_problems, _
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit code, or raises a UserError."""
+    if (words := words_of_cached_dataset(argv)) is not None:
+        return write_cached_datasets(words, tokenizer_or_processor_for)
     if not argv or any(word in HELP for word in argv):
         return COMMAND.run(argv, _main)
     take_cluster_variables(os.environ)

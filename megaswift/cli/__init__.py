@@ -48,7 +48,7 @@ def _config(argv: list[str]) -> int:
 
 
 def _data(argv: list[str]) -> int:
-    """`megaswift data show ...` and `megaswift data index ...`."""
+    """`megaswift data show ...`, `megaswift data index ...` and `megaswift data cache ...`."""
     if argv[:1] == ["show"]:
         from megaswift.data.show_samples import main as show
         from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
@@ -59,11 +59,19 @@ def _data(argv: list[str]) -> int:
         from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
 
         return index(argv[1:], tokenizer_or_processor_for)
+    if argv[:1] == ["cache"]:
+        from megaswift.data.write_cached_dataset import main as cache
+        from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
+
+        return cache(argv[1:], tokenizer_or_processor_for)
     if argv and argv[0] not in HELP:
-        raise unknown_command_error("megaswift data", argv[0], ("show", "index"))
+        raise unknown_command_error("megaswift data", argv[0], ("show", "index", "cache"))
     print("megaswift data show DATASET --model DIR     inspect tokens, loss mask, lengths and packing (show --help)")
     print(
         "megaswift data index DATASET --model DIR --output PREFIX     write Megatron-LM's .bin and .idx (index --help)"
+    )
+    print(
+        "megaswift data cache DATASET --model DIR --output_dir FOLDER     write tokens for several runs (cache --help)"
     )
     return 0 if argv else 2
 

@@ -23,7 +23,6 @@ _CUT = "--max_length, the limit for prompt plus completion"
 _SERVER = "--rollout_server_url http://HOST:PORT"
 _SYNC = "--rollout_sync_folder DIR"
 _PACKS = "--packing true: packs short samples; attention stays within a sample"
-_CACHE = _GONE + "tokenized rows are cached below --dataset_cache_dir, keyed by content"
 _ATTENTION = "--attn_impl flash"
 _STREAMS = "--streaming true"
 _TEACHER = (
@@ -113,8 +112,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "max_samples": "--dataset FILE#N",
     "dataset_test_split": "--val_dataset FILE",
     "total_episodes": "--max_steps N, in updates",
-    "cached_dataset": _CACHE,
-    "cached_val_dataset": _CACHE,
     "template": "--chat_template FILE.jinja; unset: the tokenizer's template",
     "template_type": "--chat_template FILE.jinja; unset: the tokenizer's template",
     "agent_template": "--chat_template FILE.jinja; unset: the tokenizer's template",

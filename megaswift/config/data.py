@@ -38,11 +38,14 @@ class DataConfig:
     dataset: tuple[str, ...] = option(
         (),
         "Files, folders, hub IDs, or PREFIX of .bin/.idx; path#500: 500 random rows",
-        aliases=("datasets", "data_path", "train_data_path"),
+        aliases=("datasets", "data_path", "train_data_path", "cached_dataset"),
         metavar="PATH...",
     )
     val_dataset: tuple[str, ...] = option(
-        (), "Evaluation data, in the same form", aliases=("val_datasets", "valid_data_path"), metavar="PATH..."
+        (),
+        "Evaluation data, in the same form",
+        aliases=("val_datasets", "valid_data_path", "cached_val_dataset"),
+        metavar="PATH...",
     )
     interleave_prob: tuple[float, ...] = option(
         (), "Mix data sets: a weight for each entry of dataset; unset: concatenate", metavar="WEIGHT..."

@@ -114,8 +114,8 @@ _EXPORT = {
     "test_convert_dtype": NeutralOption(ANY, "--test_convert_precision true compares stored values bit by bit"),
     "to_cached_dataset": NeutralOption(
         OFF,
-        "export writes models; a training run caches its tokenized rows below --dataset_cache_dir",
-        "leave it out: start the training run",
+        "export writes models; true, on the command line, writes a cached data set",
+        "--to_cached_dataset true on the command line",
     ),
     "to_ollama": NeutralOption(
         OFF,

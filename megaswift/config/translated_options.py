@@ -24,6 +24,8 @@ from megaswift.config.read_config_file_and_command_line import GivenOptionValue
 from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError
 
+CACHED = {"cached_dataset": "dataset", "cached_val_dataset": "val_dataset"}
+"""ms-swift's options of cached data, and what their folders are entries of."""
 RENAMED = {
     "model_id": "model",
     "sft_type": "train_type",
@@ -175,6 +177,20 @@ WEIGHTS_ONLY = ("resume_only_model", "finetune")
 _HOST, _PORT, _URL = ("vllm_server_host", "sglang_server_host"), ("vllm_server_port", "sglang_server_port"), "8000"
 
 
+def _with_cached_datasets(givens: Iterable[GivenOptionValue]) -> Iterator[GivenOptionValue]:
+    """`cached_dataset` beside `dataset` adds its folders to it, as in ms-swift."""
+    givens = list(givens)
+    for given in givens:
+        if given.name in CACHED and any(one.name == CACHED[given.name] for one in givens):
+            continue
+        added = [word for one in givens if CACHED.get(one.name) == given.name for word in _listed(one.value)]
+        yield replace(given, value=[*_listed(given.value), *added]) if added else given
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOptionValue]:
     """The options of one source in megaswift's own terms.
 
@@ -186,7 +202,7 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
     """
     givens = list(_with_weights_of_checkpoint(givens))
     givens = list(translated_fsdp_options(givens))
-    givens = list(with_collected_architecture(givens))
+    givens = list(_with_cached_datasets(with_collected_architecture(givens)))
     values = {given.name: _text(given) for given in givens}
     unused, off, batches = (
         _unused_names(values),

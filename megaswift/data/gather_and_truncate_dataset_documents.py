@@ -42,6 +42,8 @@ class Documents:
     rows that are kept (`row_count_names_and_texts.NOTES`)."""
     beyond: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """int64 [rows that were too long]: tokens by which each was longer than allowed."""
+    entries: tuple[int, ...] = ()
+    """Of each store, the entry of `--dataset` that it belongs to."""
 
     def __len__(self) -> int:
         return len(self.length)
@@ -115,6 +117,7 @@ def gather_documents(stores: Sequence[tuple[DatasetFiles, TokenStore]]) -> Docum
         np.concatenate(sample).astype(np.int64),
         np.concatenate(ends),
         {"rows": total, **counted},
+        tuple(source.entry for source, _ in stores),
     )
 
 

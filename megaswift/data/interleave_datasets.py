@@ -68,11 +68,17 @@ def interleaving_of(data: Any, seed: int) -> Interleaving | None:
     return Interleaving(data.interleave_prob, data.stopping_strategy, seed) if data.interleave_prob else None
 
 
+def _rows_of_entries(docs: Documents) -> list[int]:
+    """Documents of each entry of `--dataset`."""
+    counts: list[int] = np.bincount(np.array(docs.entries)[docs.store]).tolist()
+    return counts
+
+
 def interleave_documents(docs: Documents, mixing: Interleaving | None) -> Documents:
     """The documents of a pass; all in file order without `mixing`."""
     if mixing is None:
         return docs
-    mixed = docs.take(mixing.rows(np.bincount(docs.store, minlength=len(docs.stores)).tolist()))
+    mixed = docs.take(mixing.rows(_rows_of_entries(docs)))
     return replace(mixed, counted=docs.counted | {"rows": len(mixed)})
 
 
@@ -80,6 +86,5 @@ def interleave_preferences(units: PreferenceDocuments, mixing: Interleaving | No
     """The pairs or labeled completions of a pass; all in file order without `mixing`."""
     if mixing is None:
         return units
-    stores = units.docs.store[:: units.width]
-    mixed = units.take(mixing.rows(np.bincount(stores, minlength=len(units.docs.stores)).tolist()))
+    mixed = units.take(mixing.rows([rows // units.width for rows in _rows_of_entries(units.docs)]))
     return replace(mixed, docs=replace(mixed.docs, counted=units.docs.counted | {"rows": len(mixed)}))

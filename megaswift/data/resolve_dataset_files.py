@@ -33,6 +33,8 @@ PACKED = {".gz": "gunzip", ".zst": "unzstd", ".bz2": "bunzip2", ".xz": "unxz", "
 """Files to unpack first, and what does it."""
 FILE_NAME = re.compile(r"[^/]+\.[A-Za-z]\w*")
 """No id of a hub: those without an owner have no dot but in numbers."""
+CACHED_DATASET = "cached_dataset.json"
+"""Makes a folder one of tokens (`cached_dataset.py`)."""
 PART_BYTES = 8 << 20
 PARTS = 32
 """A smaller file is cut into so many, for any number of processes: what is said of its malformed rows is then the
@@ -52,6 +54,8 @@ class DatasetFiles:
     draw: tuple[int, int] | None = None
     """Seed and place in `--dataset` where the rows of `#500` are drawn at random; None: they are the first ones."""
 
+    entry: int = 0
+    """Number of its entry in `--dataset`; a cached data set may hold several under one entry."""
     sample_by: str = "line"
     """What is a row of a text file: a `line`, or the whole `document`."""
 
@@ -144,6 +148,9 @@ def resolve_dataset_files(
         return DatasetFiles(spec, from_hub(name, subset, hub), *amount)
     path = Path(name).expanduser()
     if path.is_dir():
+        if cached_dataset_folder(name):
+            rule = "is a cached data set: tokens for training, which is not streamed"
+            raise DataError(Problem(f"{flag} {spec}", rule, "give the rows, or train without --streaming"))
         files = _folder(path, subset)
         if not files:
             inner = {p.name for p in path.iterdir() if p.is_dir() and _folder(p, None)}
@@ -182,6 +189,12 @@ def resolve_dataset_files(
     ):
         raise DataError(Problem(f"{flag} {spec}", "no such file or folder", missing_path_hint(path)))
     return DatasetFiles(spec, from_hub(name, subset, HUGGING_FACE), *amount)
+
+
+def cached_dataset_folder(name: str) -> Path | None:
+    """The folder of a cached data set; None where `name` is something else."""
+    folder = Path(name).expanduser()
+    return folder if (folder / CACHED_DATASET).is_file() else None
 
 
 def file_kind(path: Path) -> str:

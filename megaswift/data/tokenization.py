@@ -23,6 +23,7 @@ from typing import Any
 from megaswift import log
 from megaswift.config.data import RL
 from megaswift.data import columns, download_hub_datasets
+from megaswift.data.cached_dataset import read_cached_dataset
 from megaswift.data.certify_loss_mask import COUNTED_AS, FAULTS, certify_first_rows
 from megaswift.data.coordinate_token_cache_build import (
     build_once,
@@ -37,9 +38,16 @@ from megaswift.data.coordinate_token_cache_build import (
 from megaswift.data.encode_preferences import row_encoder_for_task
 from megaswift.data.encode_rows import SHOWN, EncodeSpec, encode_spec
 from megaswift.data.prompt_rows import ANSWER
-from megaswift.data.resolve_dataset_files import DatasetFiles, FilePart, resolve_dataset_files, split_into_parts
+from megaswift.data.resolve_dataset_files import (
+    DatasetFiles,
+    FilePart,
+    cached_dataset_folder,
+    resolve_dataset_files,
+    split_into_parts,
+)
 from megaswift.data.row_count_names_and_texts import NOTES
 from megaswift.data.token_store import PieceReport, TokenStore, merge_pieces, read_piece_report, write_piece
+from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem, merge_similar_problems
 
 WORKER_BYTES = 2 << 20
@@ -123,7 +131,6 @@ def tokenize_datasets(
     Raises DataError for anything that cannot be read, before any model exists.
     """
     spec = encode_spec(data, tokenizer, task)
-    root = data_cache_folder(data.dataset_cache_dir)
     names = data.val_dataset if val else data.dataset
     if not names:
         raise DataError(Problem("--dataset", "is missing", "--dataset data.jsonl"))
@@ -131,20 +138,33 @@ def tokenize_datasets(
     if not val:
         check_renamed_columns_exist(data, task)
     for place, name in enumerate(names):
-        source = resolve_or_download_dataset_files(name, root, "--val_dataset" if val else "--dataset")
-        source = replace(source, sample_by=data.sample_by)
-        if seed is not None and source.rows is not None and data.shuffle and not val and not source.first:
-            source = replace(source, draw=(seed, place))
-        store = TokenStore(_store(root, source, spec, data))
-        if store.manifest["bad"]:
-            log.warn(f"{name}: {store.skipped} (--strict false)")
-        for note, count in store.manifest["notes"].items():
-            log.warn(f"{name}: {count:,} rows {NOTES[note]}")
-        warn_of_mask_faults(name, store.manifest)
-        if is_cache_builder_process():
-            store.check_images()
-        stores.append((source, store))
+        drawn_by = None if seed is None or val or not data.shuffle else (seed, place)
+        for source, store in _entry(name, "--val_dataset" if val else "--dataset", drawn_by, (spec, data, tokenizer)):
+            if store.manifest["bad"]:
+                log.warn(f"{source.name}: {store.skipped} (--strict false)")
+            for note, count in store.manifest["notes"].items():
+                log.warn(f"{source.name}: {count:,} rows {NOTES[note]}")
+            warn_of_mask_faults(source.name, store.manifest)
+            if is_cache_builder_process():
+                store.check_images()
+            stores.append((replace(source, entry=place), store))
     return stores
+
+
+def _entry(
+    name: str, flag: str, drawn_by: tuple[int, int] | None, how: tuple[EncodeSpec, Any, Any]
+) -> list[tuple[DatasetFiles, TokenStore]]:
+    """The token stores of one entry of the option `flag`: those of a cached data set, or of its files."""
+    spec, data, reader = how
+    tokenizer_name = str(tokenizer_of_tokenizer_or_processor(reader).name_or_path)
+    cached = read_cached_dataset(name, spec, tokenizer_name, flag)
+    if cached is not None:
+        return cached
+    root = data_cache_folder(data.dataset_cache_dir)
+    source = replace(resolve_or_download_dataset_files(name, root, flag), sample_by=data.sample_by)
+    if drawn_by is not None and source.rows is not None and not source.first:
+        source = replace(source, draw=drawn_by)
+    return [(source, TokenStore(_store(root, source, spec, data)))]
 
 
 def warn_of_mask_faults(name: str, manifest: Mapping[str, Any]) -> None:
@@ -164,11 +184,9 @@ def check_renamed_columns_exist(data: Any, task: str) -> None:
     renamed = {old: new for old, new in data.columns.items() if old != ANSWER or task not in RL}
     if renamed:
         root = data_cache_folder(data.dataset_cache_dir)
-        files = [resolve_or_download_dataset_files(name, root) for name in data.dataset]
-        columns.check_columns_exist(
-            [*files, *(resolve_or_download_dataset_files(name, root, "--val_dataset") for name in data.val_dataset)],
-            renamed,
-        )
+        named = [("--dataset", name) for name in data.dataset] + [("--val_dataset", name) for name in data.val_dataset]
+        files = [resolve_or_download_dataset_files(n, root, f) for f, n in named if not cached_dataset_folder(n)]
+        columns.check_columns_exist(files, renamed if files else {})
 
 
 def resolve_or_download_dataset_files(name: str, root: Path, flag: str = "--dataset") -> DatasetFiles:

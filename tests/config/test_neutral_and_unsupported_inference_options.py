@@ -84,7 +84,7 @@ def test_every_hint_names_options_of_its_command() -> None:
         ("export", "--quant_method fp8", "whose weights have 8 bits"),
         ("export", "--fp8_recipe blockwise", "--quant_method fp8 writes weights in FP8"),
         ("export", "--hub_always_push true", "--push_to_hub true with --hub_model_id"),
-        ("export", "--to_cached_dataset true", "caches its tokenized rows"),
+        ("export", "--to_cached_dataset true", "writes a cached data set"),
         ("export", "--to_ollama true", "ollama create"),
         ("infer", "--task_type seq_cls", "only models that generate text"),
         ("infer", "--val_dataset_shuffle true", "results have the order of the file"),

@@ -129,7 +129,7 @@ REFUSED = {
         "--model Qwen/Qwen3-8B --dataset a b --quant_method gptq --quant_bits 4 --group_size 128",
         ["GPTQ"],
     ),
-    "data ahead": ("export", "--model Qwen/Qwen3-8B --dataset a --to_cached_dataset true", ["start the training run"]),
+    "data ahead": ("export", "--model Qwen/Qwen3-8B --dataset a --to_cached_dataset true", ["--output_dir FOLDER"]),
     "SGLang": ("deploy", "--model Qwen/Qwen3-8B --infer_backend sglang --sglang_tp_size 2", ["SGLang", "sglang"]),
     "an open server": ("deploy", "--host 0.0.0.0 --model Qwen/Qwen3-8B", ["requires a token"]),
     "a classifier": ("infer", "--adapters swift/test_bert", ["reward model"]),

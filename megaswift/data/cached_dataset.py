@@ -1,0 +1,119 @@
+"""Cached data sets: folders of tokens that `megaswift export --to_cached_dataset true` writes once and that any run
+with the same tokenizer, chat template and tokenization options trains on.
+
+    cached_dataset.json: version, data sets in order (name, store, #rows), and what their tokens depend on
+    0/, 1/, ...: token stores (`token_store.py`)
+
+Owns the folder's layout and the comparison of what tokens depend on with a run's options.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megaswift.data.encode_rows import EncodeSpec
+from megaswift.data.resolve_dataset_files import CACHED_DATASET, DatasetFiles, cached_dataset_folder
+from megaswift.data.token_store import TokenStore
+from megaswift.errors import DataError, Problem
+from megaswift.version import __version__
+
+VERSION = 1
+_OPTIONS = {
+    "task": "the task",
+    "tokenizer": "--model (its tokenizer)",
+    "processor": "--model (its image processor)",
+    "chat_template": "--chat_template",
+    "special_tokens": "--model (its special tokens) or --enable_thinking",
+    "loss_scale": "--loss_scale",
+    "system": "--system",
+    "model_name": "--model_name",
+    "model_author": "--model_author",
+    "columns": "--columns",
+}
+"""What tokens depend on, and the option that says so."""
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def token_dependencies(spec: EncodeSpec) -> dict[str, Any]:
+    """What the tokens of rows depend on, by the keys of `_OPTIONS`; long texts as hashes."""
+    templates = spec.templates
+    return {
+        "task": spec.task,
+        "tokenizer": _hash([spec.tokenizer, spec.eos_id, spec.begin]),
+        "processor": spec.processor.digest if spec.processor else None,
+        "chat_template": _hash(templates.named) if templates else None,
+        "special_tokens": _hash([templates.special_tokens, templates.end_tokens]) if templates else None,
+        "loss_scale": json.loads(json.dumps(asdict(spec.loss_scale))),
+        "system": spec.system,
+        "model_name": list(spec.placeholders.get("{{NAME}}", ())),
+        "model_author": list(spec.placeholders.get("{{AUTHOR}}", ())),
+        "columns": spec.columns,
+    }
+
+
+def write_cached_dataset(
+    folder: Path, stores: Sequence[tuple[DatasetFiles, TokenStore]], spec: EncodeSpec, tokenizer_name: str
+) -> None:
+    """Copies token stores into `folder`, which appears under its name when it is complete; one that is there goes."""
+    scratch = folder.with_name(f"{folder.name}.writing")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    sets = []
+    for number, (source, store) in enumerate(stores):
+        shutil.copytree(store.folder, scratch / str(number))
+        sets.append({"name": source.name, "rows": source.rows, "draw": source.draw, "store": str(number)})
+    facts = {"tokenizer_name": tokenizer_name, "megaswift": __version__, "depends_on": token_dependencies(spec)}
+    text = json.dumps({"version": VERSION, "datasets": sets, **facts}, indent=1, ensure_ascii=False)
+    (scratch / CACHED_DATASET).write_text(text, encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    scratch.rename(folder)
+
+
+def read_cached_dataset(
+    name: str, spec: EncodeSpec, tokenizer_name: str, flag: str
+) -> list[tuple[DatasetFiles, TokenStore]] | None:
+    """The data sets of a folder in order, an entry of the option `flag`; None where it is not such a folder. DataError
+    where its tokens are not those of the run's options."""
+    folder = cached_dataset_folder(name)
+    if folder is None:
+        return None
+    try:
+        facts = json.loads((folder / CACHED_DATASET).read_text(encoding="utf-8"))
+        found = [
+            (
+                DatasetFiles(one["name"], (), one["rows"], draw=tuple(one["draw"]) if one["draw"] else None),
+                TokenStore(folder / one["store"]),
+            )
+            for one in facts["datasets"]
+        ]
+        was = facts["depends_on"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            Problem(f"{flag} {name}", f"the cached data set is damaged ({error})", "write it again")
+        ) from None
+    now = token_dependencies(spec)
+    if not spec.columns:  # they have been renamed
+        now["columns"] = was.get("columns")
+    if now["tokenizer"] != was.get("tokenizer"):  # which has special tokens of its own
+        now["special_tokens"] = was.get("special_tokens")
+    problems = [_difference(f"{flag} {name}", key, was, now) for key in _OPTIONS if was.get(key) != now[key]]
+    if problems:
+        made = f"it was made with the tokenizer of {facts['tokenizer_name']}, the run's is that of {tokenizer_name}"
+        fix = f"use the options it was made with ({made}), or write it again: megaswift export --to_cached_dataset true"
+        raise DataError([*problems[:-1], Problem(problems[-1].what, problems[-1].rule, fix)])
+    return found
+
+
+def _difference(what: str, key: str, was: dict[str, Any], now: dict[str, Any]) -> Problem:
+    shown = key not in ("tokenizer", "processor", "chat_template", "special_tokens", "loss_scale")
+    values = f": {was.get(key)!r}, but {now[key]!r} in this run" if shown else " than this run has"
+    return Problem(what, f"was made with another value of {_OPTIONS[key]}{values}")
