@@ -117,7 +117,7 @@ def gather_documents(stores: Sequence[tuple[DatasetFiles, TokenStore]]) -> Docum
         np.concatenate(sample).astype(np.int64),
         np.concatenate(ends),
         {"rows": total, **counted},
-        tuple(source.entry for source, _ in stores),
+        entries=tuple(source.entry for source, _ in stores),
     )
 
 
