@@ -101,6 +101,8 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
             Problem("--rlhf_type", "is missing: it selects the task", f"--rlhf_type {' | '.join(ALIGNMENT)}")
         )
     job = os.environ.get(JOB_ID) or ("" if worker else job_of_running_nodes(cfg.launch))
+    if job:
+        os.environ[JOB_ID] = job
     cfg = config_after_restart(cfg, restart_count(os.environ), job)
     world = process_count(cfg)
     other = launch_option_mismatch_problems(cfg) if worker else launcher_of(cfg.launch).missing(cfg.launch)

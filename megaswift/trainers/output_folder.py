@@ -155,7 +155,7 @@ def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
     occupied = next((p for p in (outputs.root, *outputs.root.parents) if p.exists()), None)
     if occupied is not None and not occupied.is_dir():
         return [Problem(flag, f"{occupied} is a file", "give a folder")]
-    if locked := RunLock(outputs.root).problems():
+    if not _joins_own_run(cfg, outputs) and (locked := RunLock(outputs.root).problems()):
         return locked
     resume = None
     if train.resume_from_checkpoint is not None:
@@ -182,6 +182,13 @@ def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
             )
         )
     return problems
+
+
+def _joins_own_run(cfg: SwiftConfig, outputs: OutputFolder) -> bool:
+    """Whether this is another node of the run that writes to the folder: started again, it comes while rank 0 still
+    has the lock, until it has noticed the loss."""
+    job = os.environ.get(JOB_ID)
+    return bool(cfg.launch.node_rank) and bool(job) and outputs.job_id() == job
 
 
 def _other_engine(cfg: SwiftConfig, step: Path) -> list[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -76,6 +77,7 @@ def test_a_job_on_two_ray_nodes(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     environ = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     environ |= {"PYTHONPATH": str(ROOT), "PATH": f"{RAY.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}  # Ray's default from 2.60 on
     short = Path("/tmp") / f"ms{os.getpid()}"  # sockets in it may have no longer names
     try:
         with machines(short) as two, ray_cluster(two, environ) as address:

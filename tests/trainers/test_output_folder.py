@@ -8,6 +8,7 @@ import pytest
 
 from megaswift.config import SwiftConfig, load_config
 from megaswift.trainers.output_folder import OutputFolder, output_folder_problems, prepare_output_folder
+from megaswift.trainers.run_lock import RunLock
 from megaswift.version import __version__
 
 
@@ -35,6 +36,20 @@ def test_another_run_is_refused_with_the_ways_out(tmp_path: Path) -> None:
     assert len(problems) == 1
     assert problems[0].rule == "contains another run (config.yaml, metrics.jsonl, hf, train.log)"
     assert "--resume_from_checkpoint latest" in problems[0].fix and "--overwrite_output_dir" in problems[0].fix
+
+
+@pytest.mark.parametrize(("node", "job", "free"), [(1, "a", True), (0, "a", False), (1, "b", False), (1, "", False)])
+def test_a_node_that_joins_its_run_again_finds_the_lock_taken(
+    node: int, job: str, free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGASWIFT_JOB", "a")
+    several = {"nnodes": 2, "node_rank": node, "master_addr": "h", "resume_from_checkpoint": "latest"}
+    lock = RunLock(tmp_path / "out")
+    prepare_output_folder(config(tmp_path / "out", **several), lock)
+    monkeypatch.setenv("MEGASWIFT_JOB", job)
+    found = output_folder_problems(config(tmp_path / "out", **several))
+    lock.release()
+    assert free == (not found) and all("a run is writing to this folder" in problem.rule for problem in found)
 
 
 def test_resume_is_let_in(tmp_path: Path) -> None:
