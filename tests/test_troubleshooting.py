@@ -20,7 +20,7 @@ from megaswift.config.launch import LaunchConfig
 from megaswift.engine import start_default_process_group
 from megaswift.errors import ConfigError, UserError
 from megaswift.launchers.torchrun_launcher import port_in_use_problems
-from megaswift.launchers.wait_for_nodes import wait_for_nodes
+from megaswift.launchers.wait_for_nodes import NodeOfAttempt, wait_for_nodes
 from megaswift.launchers.worker_failure import WorkerFailure, failure_text
 from megaswift.trainers import failed_collective_diagnosis_and_stacks
 from megaswift.trainers.find_ranks_blocking_a_collective import RankState
@@ -140,7 +140,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_node(rank: int, tmp_path: Path) -> None:
-    text = message_of(lambda: wait_for_nodes("127.0.0.1", free_port(), rank, 2, 1.0))
+    text = message_of(lambda: wait_for_nodes(NodeOfAttempt("127.0.0.1", free_port(), rank, 2), 1.0))
     check(text.replace("within 1 s", "within 600 s"), tmp_path)
 
 

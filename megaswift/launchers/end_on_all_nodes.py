@@ -1,4 +1,5 @@
-"""A run of several nodes that ends with exit code 2, 3, 4 or 138 ends on all of them, without a restart.
+"""A run of several nodes that ends with exit code 2, 3, 4 or 138, or by a signal to one node's command, ends on all of
+them, without a restart; after out of memory it ends on all of them, too, whose launchers then start it once more.
 
 torchrun's agents know nothing of each other's exit codes: the node of the failed rank would start again or end, and the
 others would wait for it. The node where such an exit code occurs writes it to the store of the nodes
@@ -11,12 +12,13 @@ has no option for another one, so its name there is replaced by the subclass bel
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megaswift.errors import NOT_RESTARTED
+from megaswift.errors import EXIT_OOM_RETRY, NOT_RESTARTED
 from megaswift.launchers.worker_failure import first_failure, worker_failures
 
 END, SEEN = "megaswift/end", "megaswift/end-seen/"
@@ -33,12 +35,19 @@ class RunEnd:
 
     code: int
     rank: int
+    """Of a signal to the command of a node: the node."""
     host: str
+    signalled: bool = False
+    """The ranks of all nodes save and end by themselves then."""
 
     def text(self) -> str:
         """The line on the nodes where it did not occur."""
+        if self.signalled:
+            name = signal.Signals(self.code - 128).name
+            return f"megaswift: this node ends too: node {self.rank} ({self.host}) received {name}"
+        does = "starts again" if self.code == EXIT_OOM_RETRY else "ends"
         return (
-            f"megaswift: this node ends too: rank {self.rank} on {self.host} exited with code {self.code} (see there)"
+            f"megaswift: this node {does} too: rank {self.rank} on {self.host} exited with code {self.code} (see there)"
         )
 
 
@@ -55,7 +64,7 @@ class NodesEnd:
     node 0, there is none."""
 
     def __init__(self, store: Any, node: int, nodes: int) -> None:
-        self._store, self._node, self._nodes = store, node, nodes
+        self._store, self.node, self._nodes = store, node, nodes
 
     def publish(self, end: RunEnd) -> None:
         """Writes this node's exit code, unless another node was first."""
@@ -63,7 +72,7 @@ class NodesEnd:
 
         try:
             self._store.compare_set(END, "", json.dumps(asdict(end)))
-            self._store.set(f"{SEEN}{self._node}", "1")
+            self._store.set(f"{SEEN}{self.node}", "1")
         except DistError:
             pass
 
@@ -77,7 +86,7 @@ class NodesEnd:
                 if time.monotonic() >= deadline:
                     return None
                 time.sleep(LOOK_SECONDS)
-            self._store.set(f"{SEEN}{self._node}", "1")
+            self._store.set(f"{SEEN}{self.node}", "1")
             return RunEnd(**json.loads(self._store.get(END)))
         except DistError:
             return None
@@ -85,7 +94,7 @@ class NodesEnd:
     def leave(self) -> None:
         """On node 0: waits until all nodes know an exit code that was published."""
         deadline = time.monotonic() + LEAVE_SECONDS
-        if self._node == 0 and self.read() is not None:
+        if self.node == 0 and self.read() is not None:
             while time.monotonic() < deadline:
                 if self._store.check([f"{SEEN}{node}" for node in range(self._nodes)]):
                     return
@@ -96,22 +105,31 @@ def end_run_on_all_nodes(ends: NodesEnd) -> None:
     """Makes torchrun's agent in this process publish its exit codes of `NOT_RESTARTED` and end with another node's."""
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher import api
 
     class Agent(LocalElasticAgent):
         """The agent, whose watch over its workers covers the other nodes' exit codes."""
 
+        def _invoke_run(self, role: str = "default") -> RunResult:
+            try:
+                return super()._invoke_run(role)
+            except SignalException as signalled:  # before the workers end, whose peers would start them again
+                ends.publish(RunEnd(128 + int(signalled.sigval), ends.node, socket.gethostname(), signalled=True))
+                raise
+
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
             if result.state == WorkerState.FAILED:
                 cause = first_failure(worker_failures(result.failures))
-                if cause.code in NOT_RESTARTED:
+                if cause.code in NOT_RESTARTED or (cause.code == EXIT_OOM_RETRY and not self._remaining_restarts):
                     self._remaining_restarts = 0
                     ends.publish(RunEnd(cause.code, cause.rank, socket.gethostname()))
                     return result
             if result.state != WorkerState.SUCCEEDED:
-                end = ends.read(GRACE_SECONDS if result.state == WorkerState.FAILED else 0.0)
-                if end is not None:
+                failed = result.state == WorkerState.FAILED
+                end = ends.read(GRACE_SECONDS if failed else 0.0)
+                if end is not None and (failed or not end.signalled):
                     raise EndedElsewhere(end)
             return result
 

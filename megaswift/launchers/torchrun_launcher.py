@@ -124,21 +124,21 @@ def free_port() -> int:
 
 
 def run_torchrun_with_restarts(
-    words: Sequence[str], environ: Mapping[str, str], restarts: int = 0, alone: bool = True
+    words: Sequence[str], environ: Mapping[str, str], restarts: int = 0, retries_oom: bool = True
 ) -> int:
     """Runs the command to its end, up to `restarts` times again when a process of it fails; the last exit code.
 
     A user's mistake, a run that learns nothing, a GPU with errors and a machine that will be taken away would end the
     same again, and a signal asks for an end: none of them is restarted. Out of memory is, once, beside `restarts`: the
-    run has a smaller micro-batch then. Workers see by RESTARTS that they are another attempt, and resume. `alone`: no
-    other node takes part; this one would start again without it.
+    run has a smaller micro-batch then; all nodes end with this exit code and start again. Workers see by RESTARTS that
+    they are another attempt, and resume. `retries_oom` is false where the agents of the nodes restart it.
     """
     environ = {name: value for name, value in environ.items() if name != OOM_RETRY}
     started = failures = retried = 0
     while True:
         counted = {**environ, RESTARTS: str(started)} if started else environ
-        code, received = _once(words, {**counted, OOM_RETRY: "1"} if alone and not retried else counted)
-        if code == EXIT_OOM_RETRY and alone and not received and not retried:
+        code, received = _once(words, {**counted, OOM_RETRY: "1"} if retries_oom and not retried else counted)
+        if code == EXIT_OOM_RETRY and retries_oom and not received and not retried:
             retried = 1
         elif received or code in (0, *NOT_RESTARTED) or failures == restarts:
             return EXIT_USER_ERROR if code == EXIT_OOM_RETRY else code
@@ -190,7 +190,8 @@ def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str,
     command = torchrun_command(cfg.launch, script, [*words, *environment_launch_arguments(cfg)])
     alone = (cfg.launch.nnodes or 1) == 1
     restarts = cfg.launch.max_restarts if alone else 0
-    return run_torchrun_with_restarts(command, torchrun_environment(cfg.launch, environ), restarts, alone)
+    retries_oom = alone or not cfg.launch.max_restarts
+    return run_torchrun_with_restarts(command, torchrun_environment(cfg.launch, environ), restarts, retries_oom)
 
 
 class TorchrunLauncher:

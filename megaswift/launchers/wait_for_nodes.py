@@ -12,10 +12,11 @@ import sys
 import time
 import uuid
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config.launch import LaunchConfig
-from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, JOB_ID, NODE
+from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, JOB_ID, NODE, RESTARTS
 from megaswift.errors import Problem, UserError
 from megaswift.log import count_text
 
@@ -40,7 +41,8 @@ def gather_nodes(environ: MutableMapping[str, str]) -> Any:
     if NODE not in environ:
         return None
     rank, nodes, address, port, timeout_s = environ.pop(NODE).split()
-    store = wait_for_nodes(address, int(port), int(rank), int(nodes), float(timeout_s))
+    place = NodeOfAttempt(address, int(port), int(rank), int(nodes), environ.get(RESTARTS, "0"))
+    store = wait_for_nodes(place, float(timeout_s))
     if int(rank) == 0 and not store.check([JOB]):
         store.set(JOB, environ.get(JOB_ID) or uuid.uuid4().hex)
     environ.setdefault(JOB_ID, store.get(JOB).decode())
@@ -62,35 +64,66 @@ def job_of_running_nodes(launch: LaunchConfig) -> str:
         return ""
 
 
-def wait_for_nodes(address: str, port: int, rank: int, nodes: int, timeout_s: float) -> Any:
-    """Returns the store, which the caller keeps, when all `nodes` launchers are there. MissingNodesError after
-    `timeout_s` seconds: on node 0 with the missing ones, elsewhere where node 0 cannot be reached or gave up."""
+@dataclass(frozen=True)
+class NodeOfAttempt:
+    """A node of an attempt of the run."""
+
+    address: str
+    """Of node 0."""
+    port: int
+    rank: int
+    nodes: int
+    attempt: str = "0"
+    """Node 0's store of the attempt before may still be there when the others come for the next one."""
+
+    def key(self, rank: int) -> str:
+        """In the store, for a node that is there."""
+        return f"{PREFIX}{self.attempt}/{rank}"
+
+
+def wait_for_nodes(place: NodeOfAttempt, timeout_s: float) -> Any:
+    """Returns the store, which the caller keeps, when all launchers are there. MissingNodesError after `timeout_s`
+    seconds: on node 0 with the missing ones, elsewhere where node 0 cannot be reached or gave up."""
     from torch import distributed as dist
 
     deadline = time.monotonic() + timeout_s
-    limit = datetime.timedelta(seconds=timeout_s)
-    try:
-        store = dist.TCPStore(address, port, nodes, rank == 0, limit, wait_for_workers=False, multi_tenant=True)
-        store.set(f"{PREFIX}{rank}", socket.gethostname())
-    except dist.DistError:
-        rule = f"does not answer within {timeout_s:.0f} s ({OPTION})"
-        fix = "start the same command with --node_rank 0 there, and check that the port is open between the nodes"
-        raise MissingNodesError(Problem(f"node 0 at {address}:{port}", rule, fix)) from None
+    while True:
+        try:
+            return _gathered(place, timeout_s, deadline)
+        except dist.DistError:  # does not answer, or was the store of the attempt before and has ended
+            if place.rank and time.monotonic() < deadline:
+                time.sleep(LOOK_SECONDS)
+                continue
+            rule = f"does not answer within {timeout_s:.0f} s ({OPTION})"
+            fix = "start the same command with --node_rank 0 there, and check that the port is open between the nodes"
+            raise MissingNodesError(Problem(f"node 0 at {place.address}:{place.port}", rule, fix)) from None
+
+
+def _gathered(place: NodeOfAttempt, timeout_s: float, deadline: float) -> Any:
+    from torch import distributed as dist
+
+    limit = datetime.timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    store = dist.TCPStore(
+        place.address, place.port, place.nodes, place.rank == 0, limit, wait_for_workers=False, multi_tenant=True
+    )
+    store.set(place.key(place.rank), socket.gethostname())
     told = False
-    while missing := [r for r in range(nodes) if not store.check([f"{PREFIX}{r}"])]:
+    while missing := [r for r in range(place.nodes) if not store.check([place.key(r)])]:
         now = time.monotonic()
         if now > deadline:
-            raise MissingNodesError(_missing(store, missing, nodes, timeout_s))
-        if not told and rank == 0 and timeout_s - (deadline - now) > PATIENCE_SECONDS:
+            raise MissingNodesError(_missing(store, missing, place, timeout_s))
+        if not told and place.rank == 0 and timeout_s - (deadline - now) > PATIENCE_SECONDS:
             told = True
             which = ", ".join(map(str, missing))
-            print(f"megaswift: waiting for node {which} of {nodes} (0 to {nodes - 1})", file=sys.stderr, flush=True)
+            said = f"megaswift: waiting for node {which} of {place.nodes} (0 to {place.nodes - 1})"
+            print(said, file=sys.stderr, flush=True)
         time.sleep(LOOK_SECONDS)
     return store
 
 
-def _missing(store: Any, missing: list[int], nodes: int, timeout_s: float) -> Problem:
-    there = [f"{r} on {store.get(f'{PREFIX}{r}').decode()}" for r in range(nodes) if r not in missing]
+def _missing(store: Any, missing: list[int], place: NodeOfAttempt, timeout_s: float) -> Problem:
+    nodes = place.nodes
+    there = [f"{r} on {store.get(place.key(r)).decode()}" for r in range(nodes) if r not in missing]
     rule = f"did not start within {timeout_s:.0f} s ({OPTION}); started: {', '.join(there)}"
     what = f"node {', '.join(map(str, missing))} of {count_text(nodes, 'node')}"
     return Problem(

@@ -72,15 +72,18 @@ def forget_earlier_retry(root: Path, environ: Mapping[str, str]) -> None:
 
 def retry_after(error: UserError, cfg: SwiftConfig, dp: int, environ: Mapping[str, str]) -> UserError:
     """`OutOfMemoryRetry` in place of the error, and the file for the next attempt; the error itself where no attempt
-    follows, or this is one that followed."""
-    file = Path(cfg.train.output_dir, FILE)
-    if not cfg.fault_tolerance.oom_retry or file.is_file() or not is_started_again(environ):
+    follows, or an earlier attempt was out of memory."""
+    file, attempt = Path(cfg.train.output_dir, FILE), restart_count(environ)
+    if not cfg.fault_tolerance.oom_retry or not is_started_again(environ):
+        return error
+    if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("attempt") != attempt:
         return error
     smaller = smaller_microbatch(cfg, dp)
     if smaller is None:
         return error
     per_device, total = smaller.train.per_device_train_batch_size, smaller.train.global_batch_size
-    write_atomically(file, json.dumps({"per_device_train_batch_size": per_device, "global_batch_size": total}))
+    kept = {"per_device_train_batch_size": per_device, "global_batch_size": total, "attempt": attempt}
+    write_atomically(file, json.dumps(kept))  # by each rank without memory: the same
     first = error.problems[0]
     rule = (
         f"--per_device_train_batch_size {per_device} in place of {cfg.train.per_device_train_batch_size} from here on"

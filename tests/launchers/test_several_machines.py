@@ -29,6 +29,16 @@ def fault(number):
         raise DataError(Problem("row 7", "malformed"))
 """
 
+ONE_OUT_OF_MEMORY = """
+import os, torch
+
+def fault(number):
+    if number == 3 and restart_count(os.environ) == 0:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB (planted)")
+
+from megaswift.config.variables_set_by_launcher import restart_count
+"""
+
 
 def start(
     machine: Machine, rank: int, address: str, folder: Path, *options: str, **variables: str
@@ -131,6 +141,54 @@ def test_a_mistake_that_one_machine_meets_ends_both(tmp_path: Path) -> None:
     log, other = ((tmp_path / f"log-{node}").read_text() for node in (0, 1))
     assert codes == [2, 2] and "row 7: malformed" in other, log + other
     assert "this node ends too: rank 3 on " in log and "resuming from" not in log, log
+
+
+@pytest.mark.slow
+@needs_namespaces
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_out_of_memory_on_one_machine(restarts: str, tmp_path: Path) -> None:
+    """Rank 3 alone meets it, in step 3: both machines start once more with a smaller micro-batch and the same rows."""
+    more = ["--max_steps", "6", "--save_steps", "1", "--max_restarts", restarts, "--ddp_timeout", "30"]
+    one = inputs(tmp_path / "one", "--max_steps", "6", "--global_batch_size", "16")
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megaswift", "sft", *one]
+    subprocess.run(command, env=environ, cwd=tmp_path / "one", check=True, capture_output=True, timeout=120)
+    options = inputs(tmp_path / "two", *more)
+    (tmp_path / "two/sitecustomize.py").write_text(STARTER)
+    (tmp_path / "two/planted_fault.py").write_text(BACKWARD + ONE_OUT_OF_MEMORY)
+    own = {"PYTHONPATH": f"{tmp_path / 'two'}:{ROOT}", "FAULTY_RANK": "3"}
+    with machines(tmp_path / "net") as both:
+        running = [start(m, r, both[0].address, tmp_path / "two", *options, **own) for r, m in enumerate(both)]
+        codes = [process.wait(180) for process in running]
+    log, other = ((tmp_path / f"two/log-{node}").read_text() for node in (0, 1))
+    assert codes == [0, 0], log + other
+    assert "--per_device_train_batch_size 2 in place of 4" in log and "the same 16 rows a step" in log, log
+    assert "resuming from" in log.lower(), log
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
+
+
+@pytest.mark.slow
+@needs_namespaces
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_machine_that_will_be_taken_away(node: int, tmp_path: Path) -> None:
+    """SIGTERM to its command, as a spot notice: all ranks save, both machines end although restarts are left, and the
+    same commands go on."""
+    options = inputs(tmp_path, "--max_steps", "60", "--max_restarts", "2", "--ddp_timeout", "30")
+    with machines(tmp_path / "net") as both:
+        running = [start(m, r, both[0].address, tmp_path, *options) for r, m in enumerate(both)]
+        deadline = time.monotonic() + 120
+        while len(steps(tmp_path)) < 5:
+            assert time.monotonic() < deadline, (tmp_path / "log-0").read_text()
+            time.sleep(0.1)
+        running[node].terminate()
+        codes = [process.wait(60) for process in running]
+        first = (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
+        assert codes == [143, 143] and f"this node ends too: node {node} (" in first, first
+        assert len(list((tmp_path / "out/checkpoints").glob("step-*"))) == 1, first
+        options += ["--resume_from_checkpoint", "latest"]
+        running = [start(m, r, both[0].address, tmp_path, *options) for r, m in enumerate(both)]
+        codes = [process.wait(180) for process in running]
+    assert codes == [0, 0] and steps(tmp_path) == list(range(1, 61)), (tmp_path / "log-0").read_text()
 
 
 @pytest.mark.slow

@@ -333,12 +333,14 @@ def test_a_child_whose_launcher_has_ended_already_ends_too() -> None:
     assert run_torchrun_with_restarts([sys.executable, "-c", told], os.environ) == 0
 
 
-@pytest.mark.parametrize(("alone", "attempts"), [(True, ["0 1", "1 "]), (False, ["0 "])])
-def test_out_of_memory_is_restarted_once_and_on_one_node_only(alone: bool, attempts: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("here", "attempts"), [(True, ["0 1", "1 "]), (False, ["0 "])])
+def test_out_of_memory_is_restarted_once_unless_the_agents_do_it(
+    here: bool, attempts: list[str], tmp_path: Path
+) -> None:
     """Exit code 75 at every attempt; each notes its number and whether another one may follow."""
     note = (
         "import os, sys; print(os.environ.get('MEGASWIFT_RESTARTS', 0), os.environ.get('MEGASWIFT_OOM_RETRY', ''), "
         f"file=open({str(tmp_path / 'attempts')!r}, 'a')); sys.exit(75)"
     )
-    code = run_torchrun_with_restarts([sys.executable, "-c", note], os.environ, alone=alone)
+    code = run_torchrun_with_restarts([sys.executable, "-c", note], os.environ, retries_oom=here)
     assert code == 2 and (tmp_path / "attempts").read_text().splitlines() == attempts

@@ -41,8 +41,10 @@ def test_the_next_attempt_reads_what_this_one_wrote(tmp_path: Path) -> None:
     assert json.loads((tmp_path / oom_retry.FILE).read_text()) == {
         "per_device_train_batch_size": 2,
         "global_batch_size": 8,
+        "attempt": 0,
     }
-    assert oom_retry.retry_after(error, cfg, 2, {OOM_RETRY: "1"}) is error, "once"
+    assert oom_retry.retry_after(error, cfg, 2, {OOM_RETRY: "1"}).exit_code == EXIT_OOM_RETRY, "of another rank"
+    assert oom_retry.retry_after(error, cfg, 2, {OOM_RETRY: "1", RESTARTS: "1"}) is error, "once"
     assert oom_retry.config_of_retry(cfg, {}) == cfg
     again = oom_retry.config_of_retry(cfg, {RESTARTS: "1"})
     assert (again.train.per_device_train_batch_size, again.train.global_batch_size) == (2, 8)
