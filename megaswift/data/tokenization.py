@@ -35,6 +35,7 @@ from megaswift.data.coordinate_token_cache_build import (
     wait_for_build,
     wait_for_content_hash,
 )
+from megaswift.data.copy_remote_datasets import with_local_copy
 from megaswift.data.encode_preferences import row_encoder_for_task
 from megaswift.data.encode_rows import SHOWN, EncodeSpec, encode_spec
 from megaswift.data.prompt_rows import ANSWER
@@ -157,10 +158,10 @@ def _entry(
     """The token stores of one entry of the option `flag`: those of a cached data set, or of its files."""
     spec, data, reader = how
     tokenizer_name = str(tokenizer_of_tokenizer_or_processor(reader).name_or_path)
-    cached = read_cached_dataset(name, spec, tokenizer_name, flag)
+    root = data_cache_folder(data.dataset_cache_dir)
+    cached = read_cached_dataset(with_local_copy(name, root, flag), spec, tokenizer_name, flag)
     if cached is not None:
         return cached
-    root = data_cache_folder(data.dataset_cache_dir)
     source = replace(resolve_or_download_dataset_files(name, root, flag), sample_by=data.sample_by)
     if drawn_by is not None and source.rows is not None and not source.first:
         source = replace(source, draw=drawn_by)
@@ -185,13 +186,19 @@ def check_renamed_columns_exist(data: Any, task: str) -> None:
     if renamed:
         root = data_cache_folder(data.dataset_cache_dir)
         named = [("--dataset", name) for name in data.dataset] + [("--val_dataset", name) for name in data.val_dataset]
-        files = [resolve_or_download_dataset_files(n, root, f) for f, n in named if not cached_dataset_folder(n)]
+        files = [
+            resolve_or_download_dataset_files(n, root, f)
+            for f, n in named
+            if not cached_dataset_folder(with_local_copy(n, root, f))
+        ]
         columns.check_columns_exist(files, renamed if files else {})
 
 
 def resolve_or_download_dataset_files(name: str, root: Path, flag: str = "--dataset") -> DatasetFiles:
-    """The files behind an entry of the option `flag`, fetched from a hub where it is an id."""
-    return resolve_dataset_files(name, partial(download_hub_datasets.download_dataset_as_parquet, root, flag), flag)
+    """The files behind an entry of the option `flag`, fetched from a hub where it is an id, and copied where it is an
+    address."""
+    fetch = partial(download_hub_datasets.download_dataset_as_parquet, root, flag)
+    return replace(resolve_dataset_files(with_local_copy(name, root, flag), fetch, flag), name=name)
 
 
 def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, data: Any) -> Path:

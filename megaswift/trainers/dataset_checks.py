@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.indexed_data_rules import parse_indexed_blend
+from megaswift.data.copy_remote_datasets import check_remote_dataset, is_remote_dataset
 from megaswift.data.megatron_index_files import open_indexed_tokens
 from megaswift.data.read_template_and_system import read_system_message, read_template
 from megaswift.data.resolve_dataset_files import cached_dataset_folder, resolve_dataset_files
@@ -39,7 +40,13 @@ def _data_set_checks(entries: Sequence[str], flag: str) -> list[Callable[[], obj
     blend = parse_indexed_blend(entries)
     if blend is not None:
         return [partial(open_indexed_tokens, prefix) for prefix in blend.prefixes]
-    return [partial(resolve_dataset_files, name, _later, flag) for name in entries if not cached_dataset_folder(name)]
+    return [
+        partial(check_remote_dataset, name, flag)
+        if is_remote_dataset(name)
+        else partial(resolve_dataset_files, name, _later, flag)
+        for name in entries
+        if not cached_dataset_folder(name)
+    ]
 
 
 def _later(name: str, subset: str | None, hub: str) -> tuple[Path, ...]:
