@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.data.columns import fill_self_cognition_name_placeholders
+from megaswift.data.columns import fill_self_cognition_name_placeholders, rename_columns
 from megaswift.data.encode_rows import RowEncoder, encode_spec
+from megaswift.data.formats import UnknownFormat, recognize_format
 from tests.data.makers import tokenizer
 
 TEXTS = {"{{NAME}}": ("小黄", "Xiao Huang"), "{{AUTHOR}}": ("魔搭",)}
@@ -25,6 +27,35 @@ TEXTS = {"{{NAME}}": ("小黄", "Xiao Huang"), "{{AUTHOR}}": ("魔搭",)}
 )
 def test_texts(row: dict[str, Any], filled: str) -> None:
     assert fill_self_cognition_name_placeholders(row, TEXTS)["response"] == filled
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "proposed"),
+    [
+        ("sft", {"Question": "a", "Best Answer": "b", "id": 3}, "Question=query 'Best Answer=response'"),
+        ("sft", {"id": "x", "user_message": "a", "bot_reply": "b"}, "user_message=query bot_reply=response"),
+        ("sft", {"problem": "a", "generated_solution": "b", "n": 1}, "problem=query generated_solution=response"),
+        ("sft", {"src": "a", "tgt": "b"}, "src=query tgt=response"),
+        ("sft", {"first": "a", "second": "b"}, ""),
+        ("sft", {"all_turns": [{"role": "user", "content": "a"}]}, "all_turns=messages"),
+        ("sft", {"question": 3, "answer": 4}, ""),
+        ("pt", {"page_text": "a", "url": "b"}, "page_text=text"),
+        ("dpo", {"prompt": "a", "winner": "b", "loser": "c"}, "winner=chosen loser=rejected"),
+        ("dpo", {"question": "a", "good_answer": "b", "bad_answer": "c"}, "question=prompt good_answer=chosen "
+         "bad_answer=rejected"),
+        ("kto", {"prompt": "a", "completion": "b", "thumbs_up": True}, "prompt=query completion=response "
+         "thumbs_up=label"),
+        ("grpo", {"math_problem": "a", "answer": "b"}, "math_problem=prompt"),
+    ],
+)  # fmt: skip
+def test_columns_proposed_from_the_header_are_read(task: str, row: dict[str, Any], proposed: str) -> None:
+    """What is proposed is an option that makes the row one of a known format."""
+    with pytest.raises(UnknownFormat) as caught:
+        recognize_format(row, task)
+    assert caught.value.fix == (f"--columns {proposed}" if proposed else "")
+    pairs = [word.split("=") for word in shlex.split(proposed)]
+    if pairs:
+        assert task in recognize_format(rename_columns(row, dict(pairs)), task).tasks
 
 
 def test_values_within_a_row() -> None:

@@ -8,6 +8,7 @@ row has and whose `detect` agrees; nothing else is to be touched.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,17 +21,27 @@ from megaswift.registry import Registry
 
 Row = Mapping[str, Any]
 OTHER_NAMES = {
-    "query": ("question", "user", "input", "instruction", "problem", "human", "prompt", "ask", "context", "q"),
+    "query": ("question", "user", "input", "instruction", "problem", "human", "prompt", "ask", "context", "q", "src"),
     "response": (
         *("answer", "output", "completion", "assistant", "reply", "target", "solution", "gpt", "bot", "generation"),
-        *("ground_truth", "chosen", "a"),
+        *("ground_truth", "chosen", "a", "tgt"),
     ),
     "messages": ("conversation", "conversations", "dialog", "dialogue", "chat", "turns", "history", "chat_messages"),
     "text": ("content", "document", "body", "article", "passage", "raw_content", "markdown", "code", "story", "page"),
     "prompt": ("question", "query", "problem", "instruction", "input", "user", "task"),
-    "chosen": ("preferred", "accepted", "positive", "better", "win", "response_chosen", "answer_chosen"),
+    "chosen": (
+        "preferred",
+        "accepted",
+        "positive",
+        "better",
+        "win",
+        "winner",
+        "good",
+        "response_chosen",
+        "answer_chosen",
+    ),
     "label": ("is_good", "desirable", "thumbs_up", "good"),
-    "rejected": ("dispreferred", "negative", "worse", "lose", "response_rejected", "answer_rejected"),
+    "rejected": ("dispreferred", "negative", "worse", "lose", "loser", "bad", "response_rejected", "answer_rejected"),
 }
 """A format's column: what other data sets call it."""
 LISTS = ("messages",)
@@ -131,17 +142,26 @@ def _again(column: str, found: str, expected: str, fix: str) -> RowError:
 
 
 def columns_option_suggestion(row: Row, task: str) -> str:
-    """`--columns question=query answer=response` where the row's columns are known by other names; else nothing."""
+    """`--columns question=query answer=response` where the row's columns are known by other names, else by a part of
+    them (`user_message`); else nothing."""
     lower = {name.lower().replace(" ", "_"): name for name, value in reversed(list(row.items())) if value is not None}
-    for wanted in SUGGESTED.get(task, SUGGESTED["rl" if task in RL else "preference"]):
-        candidates = {
-            new: next((lower[n] for n in (new, *OTHER_NAMES[new]) if n in lower and _fits(new, row[lower[n]])), None)
-            for new in wanted
-        }
-        if all(candidates.values()) and len(set(candidates.values())) == len(candidates):
-            pairs = [f"{old}={new}" for new, old in candidates.items() if old != new]
-            return f"--columns {shlex.join(pairs)}"
+    for known_as in (_whole_name, _part_of_name):
+        for wanted in SUGGESTED.get(task, SUGGESTED["rl" if task in RL else "preference"]):
+            candidates = {
+                new: next((lower[n] for n in known_as(new, lower) if _fits(new, row[lower[n]])), None) for new in wanted
+            }
+            if all(candidates.values()) and len(set(candidates.values())) == len(candidates):
+                pairs = [f"{old}={new}" for new, old in candidates.items() if old != new]
+                return f"--columns {shlex.join(pairs)}"
     return ""
+
+
+def _whole_name(new: str, lower: Mapping[str, str]) -> list[str]:
+    return [name for name in (new, *OTHER_NAMES[new]) if name in lower]
+
+
+def _part_of_name(new: str, lower: Mapping[str, str]) -> list[str]:
+    return [name for word in (new, *OTHER_NAMES[new]) for name in reversed(lower) if word in re.split(r"[_.\W]+", name)]
 
 
 def _fits(new: str, value: Any) -> bool:
