@@ -161,7 +161,12 @@ def _whole_name(new: str, lower: Mapping[str, str]) -> list[str]:
 
 
 def _part_of_name(new: str, lower: Mapping[str, str]) -> list[str]:
-    return [name for word in (new, *OTHER_NAMES[new]) for name in reversed(lower) if word in re.split(r"[_.\W]+", name)]
+    return [
+        name
+        for word in (new, *OTHER_NAMES[new])
+        for name in reversed(list(lower))
+        if word in re.split(r"[_.\W]+", name)
+    ]
 
 
 def _fits(new: str, value: Any) -> bool:
