@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from megaswift.config.agent_templates import AGENT_FORMATS
 from megaswift.config.option import LARGEST_SEED, option
 
 SFT = ("sft",)
@@ -127,7 +128,20 @@ class DataConfig:
     )
     dataloader_num_workers: int = option(2, "Threads that prepare batches ahead; 0: none", minimum=0, unit="threads")
     chat_template: str | None = option(
-        None, "Jinja file or text that replaces the tokenizer's chat template", tasks=CHATS, metavar="FILE"
+        None,
+        "Replaces the tokenizer's chat template: Jinja file or text, or a name (qwen3)",
+        aliases=("template", "template_type"),
+        tasks=CHATS,
+        metavar="FILE",
+    )
+    agent_template: str | None = option(
+        None,
+        "Format of tool calls that the chat template must have; unset: whatever it has",
+        choices=tuple(AGENT_FORMATS),
+        tasks=CHATS,
+    )
+    add_non_thinking_prefix: bool = option(
+        True, "Keep the empty reasoning that a template writes; false: leave it out", tasks=("sft", *PREFERENCES)
     )
     enable_thinking: bool | None = option(
         None,

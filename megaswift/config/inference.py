@@ -164,7 +164,10 @@ class ChatTemplateOptions:
     """Conversation"""
 
     chat_template: str | None = option(
-        None, "Jinja file or text that replaces the tokenizer's chat template", metavar="FILE"
+        None,
+        "Replaces the tokenizer's chat template: Jinja file or text, or a name (qwen3)",
+        aliases=("template", "template_type"),
+        metavar="FILE",
     )
     system: str | None = option(
         None, "System message for conversations without one: text or a file", metavar="TEXT|FILE"

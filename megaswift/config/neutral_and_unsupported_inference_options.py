@@ -171,8 +171,6 @@ _GENERATION = {
     **_HINTS,
     "hub_token": _TOKEN,
     "hf_token": _TOKEN,
-    "template": _TEMPLATE,
-    "template_type": _TEMPLATE,
     "agent_template": _TEMPLATE,
     "response_prefix": _TEMPLATE,
     "truncation_strategy": _CONTEXT,

@@ -33,7 +33,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("enable_npu_model_patch", EITHER, "models are not patched", LEAVE),
     ("template_backend", ("jinja",), "conversations use the tokenizer's chat template", _JINJA),
     ("response_prefix", UNSET, "a prompt ends as the chat template ends it", _JINJA),
-    ("add_non_thinking_prefix", ON, "the chat template sets the prefix of answers without reasoning", _JINJA),
     ("preserve_thinking", UNSET, "the chat template selects the reasoning that stays in a conversation", _JINJA),
     ("disable_ignore_empty_think", ON, "an empty block of reasoning is trained on like the rest of the answer",
      LEAVE),

@@ -194,7 +194,11 @@ class LossMaskCertifier:
         if self._turns == "all":
             return result.missing
         lost = {kind for kind, _ in result.missing} & {search.ANSWER_CHANGED}
-        found = [*result.missing, *_compare_turns(result.places, wanted, (document, encoding, loss), bool(lost))]
+        marked = self._chat is not None and self._chat.marks_answers(sample.tools)
+        found = [
+            *result.missing,
+            *_compare_turns(result.places, wanted, (document, encoding, loss), bool(lost), marked),
+        ]
         return found + self._prompt_at_inference(document, result.places)
 
     def _search(self, document: _Document) -> search.SearchResult:
@@ -258,8 +262,10 @@ def _compare_turns(
     wanted: Mapping[int, bool],
     tokens: tuple[_Document, Encoding, np.ndarray],
     lost: bool,
+    marked: bool,
 ) -> list[tuple[str, str]]:
-    """The mask beside the places of the answers. `lost`: an answer was not found, so what else carries loss is open."""
+    """The mask beside the places of the answers. `lost`: an answer was not found, so what else carries loss is open.
+    `marked`: the template says by {% generation %} whether white space in front of an answer is the model's."""
     document, encoding, loss = tokens
     found: list[tuple[str, str]] = []
     allowed, excluded = np.zeros(len(loss), dtype=bool), np.zeros(len(loss), dtype=bool)
@@ -275,7 +281,7 @@ def _compare_turns(
         stop, end = _tokens_of(encoding, place.stop, place.end)
         if not loss[stop:end].all():
             found.append((END_UNTRAINED, where))
-        before, own = _tokens_of(encoding, place.begin, place.own)
+        before, own = _tokens_of(encoding, place.begin, place.block if marked else place.own)
         if loss[before:own].any() and not loss[before:own].all():
             found.append((PROMPT_TRAINED, f"{where}: a part of the template's empty reasoning"))
     if (loss & excluded & ~allowed).any():

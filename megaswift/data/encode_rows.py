@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
+from megaswift.config.agent_templates import AGENT_FORMATS
 from megaswift.config.data import CHATS
 from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
 from megaswift.data.attach_and_open_row_images import reject_images
@@ -37,7 +38,7 @@ from megaswift.data.row_readers import LocatedRow
 from megaswift.data.token_safe_split_points import token_safe_split_patterns
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample, with_default_system_message
 from megaswift.data.vision_processor import Processor, ProcessorFolderWithDigest, tokenizer_of_tokenizer_or_processor
-from megaswift.errors import DataError, Problem
+from megaswift.errors import ConfigError, DataError, Problem
 
 BATCH = 256
 SHOWN = 10
@@ -113,7 +114,7 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         task=task,
         tokenizer=backend.to_str(),
         eos_id=tokenizer.eos_token_id,
-        templates=None if plain else load_chat_templates(tokenizer, data.chat_template, data.enable_thinking),
+        templates=None if plain else _templates(data, tokenizer),
         begin=_before(tokenizer) if task in CHATS else [],
         loss_scale=parse_loss_scale(data.loss_scale),
         system=read_system_message(data.system),
@@ -123,6 +124,19 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         processor=reader.spec if isinstance(reader, Processor) else None,
         image_folder=str(data_cache_folder(data.dataset_cache_dir) / "images") if isinstance(reader, Processor) else "",
     )
+
+
+def _templates(data: Any, tokenizer: Any) -> ChatTemplateTexts:
+    """The chat templates of a run; ConfigError where they do not write tool calls as `--agent_template` says."""
+    templates = load_chat_templates(tokenizer, data.chat_template, data.enable_thinking)
+    if data.agent_template is not None:
+        call = ChatRenderer(templates).rendered_tool_call()
+        if AGENT_FORMATS[data.agent_template] not in call:
+            how = f"as {call[-120:]!r}" if call else "not at all"
+            rule = f"the chat template writes tool calls otherwise: {how}"
+            fix = "leave it out, or give another template (--template qwen3, or FILE.jinja)"
+            raise ConfigError(Problem(f"--agent_template {data.agent_template}", rule, fix))
+    return replace(templates, keep_empty_reasoning=data.add_non_thinking_prefix)
 
 
 def _before(tokenizer: Any) -> list[int]:

@@ -18,6 +18,7 @@ _Message = Mapping[str, Any]
 _Render = Callable[[Sequence[_Message], Any], str | None]
 """The text of messages and tools; None where the template refuses them."""
 NAME = "megaswiftprobe"
+_QUESTION = "megaswiftquestion"
 _ASK = {"role": "user", "content": "x"}
 _CALL = {"type": "function", "id": "abcdefghi", "function": {"name": NAME, "arguments": {}}}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
@@ -57,6 +58,14 @@ class RenderedPartsProbe:
         """Whether it writes an assistant's tool calls."""
         other = {**_TOOL, "function": {**_SCHEMA, "name": "f"}}
         return self._writes([_ASK, _CALLING]) or self._writes([_ASK, _CALLING], [other])
+
+    def call_text(self) -> str:
+        """What it writes after a question for a tool call; empty where it writes none."""
+        function = {"name": NAME, "arguments": {"a": "b"}}
+        calling = {**_CALLING, "tool_calls": [{**_CALL, "function": function}]}
+        text = self._render([{**_ASK, "content": _QUESTION}, calling], [_TOOL]) or ""
+        after = text.rpartition(_QUESTION)[2]
+        return after if NAME in after else ""
 
     def role(self, role: str) -> bool:
         """Whether it writes messages of a role."""

@@ -9,7 +9,8 @@ from jinja2 import Environment, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from megaswift.errors import ConfigError, DataError, Problem, first_line, missing_path_hint
+from megaswift.data.named_chat_templates import TOKENIZERS_OWN, named_templates, read_named_template
+from megaswift.errors import ConfigError, DataError, Problem, did_you_mean_hint, first_line, missing_path_hint
 
 TEXT_SUFFIXES = (".txt", ".md", ".text")
 """A system message of one word that ends so is a file's name."""
@@ -18,9 +19,18 @@ MARKS = ("{%", "{{")
 """A template has one of them; a path has none."""
 
 
-def read_template(value: str) -> str:
-    """The template that `value` is, or that the file of this name holds; DataError when neither, or when it is no valid
-    Jinja."""
+def check_template(value: str) -> None:
+    """DataError where `value` cannot be a template of any tokenizer."""
+    if value not in TOKENIZERS_OWN:
+        read_template(value)
+
+
+def read_template(value: str, own: Any = None) -> Any:
+    """The template that `value` is, that the file of this name holds, or that has this name (`named_chat_templates`);
+    DataError for anything else, or when it is no valid Jinja.
+
+    `own`: the tokenizer's (some have several by name), which names of other toolkits' templates stand for.
+    """
     if _is_template(value):
         _parse(value, "--chat_template")
         return value
@@ -33,10 +43,32 @@ def read_template(value: str) -> str:
     except UnicodeDecodeError:
         raise DataError(Problem(flag, "is not UTF-8", "save it in UTF-8")) from None
     if text is None:
-        raise DataError(Problem(flag, "is neither a file nor a template (it contains neither {{ nor {%)", fix))
+        text = _template_by_name(value, own)
+        if text is None:
+            rule = "is neither a file nor a template (it contains neither {{ nor {%) nor the name of one"
+            close = did_you_mean_hint(value, [*named_templates(), *TOKENIZERS_OWN])
+            names = f"{fix}, or one of {', '.join(named_templates())}"
+            raise DataError(Problem(flag, rule, f"{close}; {names}" if close else names))
+        return text
     if not _is_template(text):
         raise DataError(Problem(flag, "does not contain a template (neither {{ nor {%)", fix))
     _parse(text, flag)
+    return text
+
+
+def _template_by_name(name: str, own: Any) -> Any:
+    """The template of a name; None where there is none."""
+    text = read_named_template(name)
+    if text is None and name in TOKENIZERS_OWN:
+        if not own:
+            raise DataError(
+                Problem(
+                    f"--chat_template {name}",
+                    "stands for the template of the model's tokenizer, which has none",
+                    f"give --chat_template FILE.jinja, or one of {', '.join(named_templates())}",
+                )
+            )
+        return own
     return text
 
 

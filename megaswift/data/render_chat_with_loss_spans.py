@@ -55,6 +55,8 @@ class ChatTemplateTexts:
     """bos_token, eos_token, ... by name, as transformers hands them to templates, and `enable_thinking`."""
     end_tokens: tuple[str, ...] = ()
     """Texts of the special tokens, any of which may end a turn."""
+    keep_empty_reasoning: bool = True
+    """Whether an empty block of reasoning that the template writes before an answer stays."""
 
     def pick(self, tools: Any) -> str:
         """The template for a conversation with or without tools, as transformers chooses."""
@@ -68,10 +70,10 @@ def load_chat_templates(
 ) -> ChatTemplateTexts:
     """The templates of `tokenizer`, or `chat_template` (a file or the template itself) in their place."""
     if chat_template is not None:
-        named = {"default": read_template(chat_template)}
+        own = read_template(chat_template, tokenizer.chat_template)
     else:
         own = tokenizer.chat_template
-        named = dict(own) if isinstance(own, dict) else {"default": own} if own else {}
+    named = dict(own) if isinstance(own, dict) else {"default": own} if own else {}
     if not named:
         raise DataError(
             Problem(
@@ -189,6 +191,15 @@ class ChatRenderer:
         except RowError:
             return None
 
+    def marks_answers(self, tools: Any) -> bool:
+        """Whether the template has {% generation %}."""
+        return GENERATION.search(self.templates.pick(tools)) is not None
+
+    def rendered_tool_call(self) -> str:
+        """How the template writes a tool call; empty where it does not."""
+        template = self.templates.named.get("tool_use") or self.templates.pick(None)
+        return self._probe(template).call_text()
+
     def prompt_notes(self, sample: UntokenizedSample) -> tuple[str, ...]:
         """What is counted of a prompt; RowError for parts that the template leaves out."""
         return self._probe(self.templates.pick(sample.tools)).notes(sample, ())
@@ -203,16 +214,17 @@ class ChatRenderer:
         template = self.templates.pick(sample.tools)
         wanted = trained_turn_flags(sample, self._trains)
         notes = self._probe(template).notes(sample, wanted)
-        marked = GENERATION.search(template) is not None
+        marked = self.marks_answers(sample.tools)
         text, spans = self._render(template, sample.messages, sample.tools, False, marked)
         everything = self._trains == "all"
-        if everything and all(wanted) and not self._turn_weights.divides:
+        whole = not self._turn_weights.divides and self.templates.keep_empty_reasoning
+        if everything and all(wanted) and whole:
             return RenderedConversation(text, ((0, len(text)),), notes=notes)
         if not marked:
             turns = self._finder(template).find(sample.messages, sample.tools, text)
         elif len(spans) == len(wanted):
             turns = list(spans)
-        elif all(wanted) and not everything and not self._turn_weights.divides:
+        elif all(wanted) and not everything and whole:
             return RenderedConversation(text, tuple(spans), notes=notes)
         else:
             raise RowError(
@@ -220,6 +232,8 @@ class ChatRenderer:
                 f"the template marks {len(spans)} generation blocks for {len(wanted)} assistant messages",
                 "one per message if some messages have `loss: false`, or if --loss_scale weighs parts of a turn",
             )
+        if not self.templates.keep_empty_reasoning:
+            text, turns = without_empty_reasoning(text, turns)
         return self._weighted(text, turns, wanted, sample, notes)
 
     def _weighted(
@@ -237,6 +251,24 @@ class ChatRenderer:
             parts.append((edge, len(text), 1.0))
         weights = tuple(weight for _, _, weight in parts) if self._turn_weights.divides else ()
         return RenderedConversation(text, tuple((a, b) for a, b, _ in parts), weights, notes)
+
+
+EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
+
+
+def without_empty_reasoning(text: str, turns: Sequence[_Span]) -> tuple[str, list[_Span]]:
+    """(text, turns) without empty blocks of reasoning right before a turn or at its beginning."""
+    parts, kept, at, removed = [], [], 0, 0
+    for begin, end in turns:
+        blocks = [b for b in EMPTY_REASONING.finditer(text, at, end) if b.start() <= begin <= b.end()]
+        if blocks:
+            parts.append(text[at : blocks[0].start()])
+            at, before = blocks[0].end(), removed + begin - blocks[0].start()
+            removed += at - blocks[0].start()
+            kept.append((begin - before, end - removed))
+        else:
+            kept.append((begin - removed, end - removed))
+    return "".join([*parts, text[at:]]), kept
 
 
 def _questions(sample: UntokenizedSample) -> list[str]:

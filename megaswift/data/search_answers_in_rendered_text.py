@@ -41,8 +41,10 @@ class AnswerPlace:
     message: int
     begin: int
     """Behind what the template writes before an answer: nothing before it may carry loss."""
-    own: int
+    block: int
     """Behind an empty block of reasoning that the template itself writes there; else `begin`."""
+    own: int
+    """The same with the white space that follows."""
     first: int
     """The first character of the message's own texts."""
     last: int
@@ -174,7 +176,7 @@ class AnswerSearch:
         if not reasoning and text[begin : begin + MOST_SPACE].lstrip().startswith(OPENING):
             empty = text.find(CLOSING, begin)  # the template's own block
             at = empty + len(CLOSING) if empty >= 0 else at
-        own = _behind_space(text, at) if at > begin else at
+        block, own = at, _behind_space(text, at) if at > begin else at
         bound = self._end(text, at)[0]
         bound = self._first_special(text, at)[0] if bound < 0 else bound
         if reasoning:
@@ -208,7 +210,7 @@ class AnswerSearch:
         behind = max(end, end_of_all) if self._closing and text.startswith(self._closing, stop) else end
         own = max(begin, min(own, first - _leading_space(message))) if pieces else own
         limit = _behind_space(text, behind)
-        place = AnswerPlace(i, begin, own, last if first < 0 else first, last, stop, end, limit)
+        place = AnswerPlace(i, begin, block, own, last if first < 0 else first, last, stop, end, limit)
         result.places.append(place)
         return place
 

@@ -16,6 +16,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.inference import ModelPathOptions
 from megaswift.data.load_tokenizer import load_tokenizer
+from megaswift.data.named_chat_templates import named_templates, template_tokens
 from megaswift.data.read_template_and_system import read_template
 from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
 from megaswift.errors import Problem, WeightsError, first_line, missing_path_hint
@@ -26,6 +27,7 @@ from megaswift.families.download_once_per_node import download_once_per_node
 from megaswift.families.family import read_config_json
 from megaswift.families.saved_step_integrity import MARKER
 from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.log import warn
 
 CONFIG_FILES = (
     "config.json",
@@ -196,7 +198,7 @@ def read_tokenizer(folder: Path, trust: bool, chat_template: str | None) -> Any:
     --trust_remote_code."""
     tokenizer = load_tokenizer(folder, trust, "use the model's own tokenizer files")
     if chat_template is not None:
-        tokenizer.chat_template = read_template(chat_template)
+        _use_template(tokenizer, chat_template)
     return tokenizer
 
 
@@ -209,8 +211,20 @@ def read_processor(folder: Path, trust: bool, chat_template: str | None) -> Proc
     """The processor in `folder`; its tokenizer has the chat template of the options."""
     processor = Processor(processor_folder_and_files_digest(folder, trust))
     if chat_template is not None:
-        processor.tokenizer.chat_template = read_template(chat_template)
+        _use_template(processor.tokenizer, chat_template)
     return processor
+
+
+def _use_template(tokenizer: Any, chat_template: str) -> None:
+    """The tokenizer takes the chat template of the options; a warning where its vocabulary lacks tokens of it."""
+    tokenizer.chat_template = read_template(chat_template, tokenizer.chat_template)
+    if chat_template in named_templates():
+        split = [t for t in template_tokens(tokenizer.chat_template) if len(tokenizer.tokenize(t)) > 1]
+        if split:
+            warn(
+                f"--chat_template {chat_template}: {', '.join(split)} {'is' if len(split) == 1 else 'are'} not in the "
+                f"vocabulary and become several tokens; --new_special_tokens {' '.join(split)} adds them"
+            )
 
 
 def tokenizer_or_processor_for(cfg: SwiftConfig) -> Any:

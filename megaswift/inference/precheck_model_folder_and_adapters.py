@@ -11,7 +11,7 @@ import importlib.util
 from pathlib import Path
 
 from megaswift.config.inference import CommonInferenceConfig, ModelLoadingOptions
-from megaswift.data.read_template_and_system import read_system_message, read_template
+from megaswift.data.read_template_and_system import check_template, read_system_message
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.adapter_folder import is_reward_model_adapter
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -33,7 +33,7 @@ def precheck_model(cfg: CommonInferenceConfig) -> None:
     """The model's folder, adapters, chat template and system message, as far as they can be judged at once."""
     locate_generation_model(cfg.weights)
     if cfg.conversation.chat_template is not None:
-        read_template(cfg.conversation.chat_template)
+        check_template(cfg.conversation.chat_template)
     read_system_message(cfg.conversation.system)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.inference import CommonInferenceConfig, DeployConfig
+from megaswift.data.named_chat_templates import TOKENIZERS_OWN, read_named_template
 from megaswift.errors import Problem, WeightsError, first_line
 from megaswift.rollout.installed_vllm_version_and_support import (
     RANKS,
@@ -97,7 +98,9 @@ def server_command(cfg: DeployConfig, folder: Path, name: str, port: int) -> lis
         words.append("--trust-remote-code")
     words += ["--max-logprobs", str(cfg.server.max_logprobs)] if cfg.server.max_logprobs != MAX_LOGPROBS else []
     if cfg.conversation.chat_template is not None:
-        words += ["--chat-template", cfg.conversation.chat_template]
+        named = read_named_template(cfg.conversation.chat_template)
+        if cfg.conversation.chat_template not in TOKENIZERS_OWN:
+            words += ["--chat-template", named or cfg.conversation.chat_template]
     if cfg.placement.quantization_bit is not None:
         words += ["--quantization", QUANTIZER]
     if cfg.weights.adapters:  # clients choose adapters by the model's name there

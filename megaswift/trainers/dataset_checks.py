@@ -10,7 +10,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.indexed_data_rules import parse_indexed_blend
 from megaswift.data.copy_remote_datasets import check_remote_dataset, is_remote_dataset
 from megaswift.data.megatron_index_files import open_indexed_tokens
-from megaswift.data.read_template_and_system import read_system_message, read_template
+from megaswift.data.read_template_and_system import check_template, read_system_message
 from megaswift.data.resolve_dataset_files import cached_dataset_folder, resolve_dataset_files
 from megaswift.errors import Problem, UserError
 
@@ -25,7 +25,7 @@ def data_problems(cfg: SwiftConfig) -> list[Problem]:
         names = " ".join(cfg.data.dataset)
         problems.append(Problem(f"--dataset {names}", "indexed data are drawn for a number of steps", "--max_steps N"))
     if cfg.data.chat_template is not None:
-        checks.append(partial(read_template, cfg.data.chat_template))
+        checks.append(partial(check_template, cfg.data.chat_template))
     if cfg.data.system is not None:
         checks.append(partial(read_system_message, cfg.data.system))
     for check in checks:
