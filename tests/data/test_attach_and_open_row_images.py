@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -161,10 +160,7 @@ def test_a_broken_image_can_be_skipped_and_is_counted(processor: Processor, fold
 
 def test_text_models_refuse_images() -> None:
     tokens = vision.tokenizer("llava")
-    data = SimpleNamespace(
-        chat_template=None, loss_scale="default", system=None, columns={}, strict=True, enable_thinking=None
-    )
-    data.model_name = data.model_author = ()
+    data = SwiftConfig(task="sft", model="unused", dataset=["x"]).data
     encoder = RowEncoder(encode_spec(data, tokens, "sft"))
     from megaswift.data.untokenized_sample import RowError
 
