@@ -27,6 +27,7 @@ from megaswift.trainers.find_ranks_blocking_a_collective import RankState
 from megaswift.trainers.out_of_memory import out_of_memory_error
 from tests import test_checkpoint
 from tests.sources import ROOT
+from tests.trainers.planted import run_with_fault
 from tests.trainers.test_skipped_step_and_loss_spike_monitor import run
 
 PAGES = ("docs/troubleshooting.md", "docs/troubleshooting.zh-CN.md")
@@ -42,6 +43,7 @@ def as_on_the_page(text: str, folder: Path) -> str:
     """Without what differs between machines: folders, hosts, ports, process ids, places in torch's source."""
     text = text.replace(str(folder / "out"), "OUT").replace(str(folder), "OUT").replace(socket.gethostname(), "node-a")
     text = re.sub(r"process \d+", "process 4711", text)
+    text = re.sub(r"\.py:\d+", ".py:1", text)
     text = re.sub(r"memory: .*?(DefaultCPUAllocator.*? bytes\.).*? \(peak", r"memory: \1 (peak", text)
     text = re.sub(r"127\.0\.0\.1:\d+", "10.0.0.1:29500", text)
     text = re.sub(r"--master_port (?!29500)\d+", "--master_port 29600", text)
@@ -57,7 +59,8 @@ def message_of(call: Callable[[], object]) -> str:
 
 def quoted(page: str) -> list[str]:
     """The blocks that show messages."""
-    blocks = re.findall(r"^```text\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\.py:\d+", ".py:1", (ROOT / page).read_text(encoding="utf-8"))
+    blocks = re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return [block.strip() for block in blocks]
 
 
@@ -89,17 +92,54 @@ def test_steps_that_are_not_finite(tmp_path: Path) -> None:
     check(message_of(lambda: run(12, set(range(9, 13)))), tmp_path)
 
 
+HANGS_IN_DATA = """
+import threading, time
+from megaswift.data.loader import DocumentRows
+
+read, calls = DocumentRows.documents, []
+
+def documents(self, which):
+    calls.append(1)
+    if len(calls) > 4 * 11:
+        time.sleep(600)
+    return read(self, which)
+
+DocumentRows.documents = documents
+"""
+"""Rank 1's thread stops when it reads the four rows of step 12."""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_hang_in_reading_data(tmp_path: Path) -> None:
+    """The real run whose message the page quotes, with another time limit."""
+    options = "--engine ddp --nproc_per_node 2 --max_steps 20 --ddp_timeout 8 --dataloader_num_workers 1"
+    done = run_with_fault(tmp_path, 1, HANGS_IN_DATA, options)
+    at = done.stderr.index("megaswift: training was stopped")
+    message = "\n".join(done.stderr[at:].splitlines()[:3]).replace("within 8 s", "within 600 s")
+    check(message, tmp_path)
+    assert "in documents" in (tmp_path / "out/stacks/rank-1.txt").read_text()
+
+
+def code_on_the_page() -> str:
+    """What the hanging rank runs: `test_a_hang_in_reading_data` compares it with a run."""
+    found = re.search(r"rank 1 runs (.*?); stacks", (ROOT / PAGES[0]).read_text(encoding="utf-8"))
+    assert found is not None
+    return found[1]
+
+
 def lost_rank_message(monkeypatch: pytest.MonkeyPatch, folder: Path, late: bool) -> str:
-    """Rank 0 of 8 speaks; rank 3 hangs, or has ended; all others wait as rank 0 does."""
+    """Rank 0 of 8 speaks; rank 1 hangs, or rank 3 has ended; all others wait as rank 0 does."""
     module = failed_collective_diagnosis_and_stacks
     states = {r: RankState(12, "all_reduce of all ranks", group="0", sequence=7, counts={"0": 7}) for r in range(8)}
-    states[3] = RankState(12, counts={"0": 6}, code="loader.py:61 next < loop.py:123 take")
+    odd = 1 if late else 3
+    states[odd] = RankState(12, counts={"0": 6}, code=code_on_the_page())
     store = SimpleNamespace(
         rank=0,
         ask=lambda: None,
         publish=lambda state: None,
         state_of=states.get,
-        ask_for_stacks=lambda rank: late or rank != 3,
+        ask_for_stacks=lambda rank: late or rank != odd,
         host_of=lambda rank: "",
     )
     own = module.RankDiagnosis(folder / "out", store, io.StringIO(), lambda: 12)  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ ENTRIES = "512"
 WAITING_MODULES = ("torch/distributed/", "pipeline_parallel/p2p_communication", "engine/megatron/cpu/")
 """Parts of the paths of Python files in which a rank waits for others."""
 DEFAULT_GROUP = "default_pg"
+STANDARD_LIBRARY = str(PurePath(threading.__file__).parent)
 FRAMES_SHOWN = 3
 WRAPPERS = ("wrapper", "_fn", "decorate_context")
 GROUP_NAMES = ("group", "pp_group", "process_group")
@@ -157,12 +158,21 @@ def main_thread_frame() -> FrameType | None:
 
 
 def frame_text(frame: FrameType | None) -> str:
-    """The innermost calls: `loader.py:12 next < loop.py:88 run`."""
+    """The innermost calls, below those of Python's own modules, which only wait: `loop.py:12 take < loop.py:88 run`."""
     calls: list[str] = []
+    own = frame
+    while own is not None and _is_standard(own):
+        own = own.f_back
+    frame = own or frame
     while frame is not None and len(calls) < FRAMES_SHOWN:
         calls.append(f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(calls)
+
+
+def _is_standard(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return path.startswith(STANDARD_LIBRARY) and "-packages" not in path
 
 
 def _waits(frame: FrameType) -> bool:

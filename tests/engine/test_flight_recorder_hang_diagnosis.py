@@ -69,6 +69,25 @@ def test_other_code_waits_for_nobody() -> None:
     assert pending.frame_text(frame).startswith(f"test_flight_recorder_hang_diagnosis.py:{frame.f_lineno}")
 
 
+def test_waits_of_pythons_own_modules_are_left_out() -> None:
+    """A rank that waits for its reading thread is where our code waits, not in threading.py."""
+    event = threading.Event()
+
+    def wait_here() -> None:
+        event.wait(60)
+
+    thread = threading.Thread(target=wait_here)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 20
+        while "wait_here" not in (text := pending.frame_text(sys._current_frames().get(thread.ident or 0))):
+            assert time.monotonic() < deadline, text
+    finally:
+        event.set()
+        thread.join()
+    assert text.startswith("test_flight_recorder_hang_diagnosis.py:") and " wait_here < threading.py:" in text
+
+
 def test_an_error_names_the_call_it_came_through() -> None:
     with pytest.raises((RuntimeError, ValueError)) as caught:
         dist.all_reduce(torch.ones(1), group=dist.group.WORLD)
