@@ -38,7 +38,6 @@ class RunEnd:
     """Of a signal to the command of a node: the node."""
     host: str
     signalled: bool = False
-    """The ranks of all nodes save and end by themselves then."""
 
     def text(self) -> str:
         """The line on the nodes where it did not occur."""
@@ -127,9 +126,8 @@ def end_run_on_all_nodes(ends: NodesEnd) -> None:
                     ends.publish(RunEnd(cause.code, cause.rank, socket.gethostname()))
                     return result
             if result.state != WorkerState.SUCCEEDED:
-                failed = result.state == WorkerState.FAILED
-                end = ends.read(GRACE_SECONDS if failed else 0.0)
-                if end is not None and (failed or not end.signalled):
+                end = ends.read(GRACE_SECONDS if result.state == WorkerState.FAILED else 0.0)
+                if end is not None:  # after a signal this node's ranks get it too, and save with the others
                     raise EndedElsewhere(end)
             return result
 

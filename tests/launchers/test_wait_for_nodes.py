@@ -11,7 +11,7 @@ import pytest
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.variables_set_by_launcher import JOB_ID, NODE
 from megaswift.launchers import wait_for_nodes
-from megaswift.launchers.wait_for_nodes import MissingNodesError, gather_nodes, job_of_running_nodes
+from megaswift.launchers.wait_for_nodes import MissingNodesError, NodeOfAttempt, gather_nodes, job_of_running_nodes
 
 
 def free_port() -> int:
@@ -55,6 +55,31 @@ def test_missing_nodes_are_named(capsys: pytest.CaptureFixture[str], monkeypatch
     ) as error:
         gather_nodes(node(0, free_port(), 3, 1))
     assert "waiting for node 1, 2 of 3" in capsys.readouterr().err and error.value.exit_code == 1
+
+
+def test_the_next_attempt_does_not_meet_in_the_store_of_the_last() -> None:
+    """Node 1 is back before node 0's agent of the first attempt has ended."""
+    port = free_port()
+    gathered: dict[str, Any] = {}
+
+    def gather(rank: int, attempt: str) -> threading.Thread:
+        def meet() -> None:
+            place = NodeOfAttempt("127.0.0.1", port, rank, 2, attempt)
+            gathered[f"{attempt}/{rank}"] = wait_for_nodes.wait_for_nodes(place, 30)
+
+        thread = threading.Thread(target=meet, daemon=True)
+        thread.start()
+        return thread
+
+    for thread in (gather(0, "0"), gather(1, "0")):
+        thread.join(30)
+    early = gather(1, "1")
+    early.join(1)
+    assert sorted(gathered) == ["0/0", "0/1"]
+    gathered.clear()  # the store ends
+    for thread in (gather(0, "1"), early):
+        thread.join(30)
+    assert sorted(gathered) == ["1/0", "1/1"]
 
 
 def test_node_0_that_does_not_answer_is_named() -> None:

@@ -56,6 +56,9 @@ def test_it_is_named(rank: int, options: str, operation: str, tmp_path: Path) ->
     assert f"within 8 s (--ddp_timeout) in step {step}" in done.stderr, done.stderr
     assert f"rank {rank} runs planted_fault.py:" in done.stderr
     assert "in fault" in (tmp_path / f"out/stacks/rank-{rank}.txt").read_text()
+    ranks = range(int(options.rpartition(" ")[2]))
+    stacks = [(tmp_path / f"out/stacks/rank-{r}.txt").read_text() for r in ranks]
+    assert all("most recent call first" in text for text in stacks), "of all ranks"
     assert time.time() - (tmp_path / "hung").stat().st_mtime < 8 + 10, "ended by --ddp_timeout, not by a launcher"
 
 
