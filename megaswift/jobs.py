@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(Problem("--follow", rule, "leave it out, or use megaswift jobs logs"))
     jobs, damaged = submitted_jobs(Path(given.folder))
     if damaged and (not jobs or given.verb == "cancel"):
-        raise ConfigError([replace(problem, fix="give the folder of one job") for problem in damaged])
+        fix = "give the folder of one job" if jobs else "restore the file, or remove its folder"
+        raise ConfigError([replace(problem, fix=fix) for problem in damaged])
     for problem in damaged:
         log.warn(f"{problem.what}: {problem.rule}")
     if not jobs:

@@ -245,8 +245,10 @@ def test_a_folder_that_cannot_be_made_is_one_message(folder: Path, capsys: pytes
     ("record", "text"),
     [
         ("{", "is not the record of a job"),
+        ("[" * 100_000, "is not the record of a job"),
         ('{"a": 1}', "it has other fields"),
-        (json.dumps(dict.fromkeys(FIELDS, "x")), "launcher x is not one of local, slurm"),
+        (json.dumps(dict.fromkeys(FIELDS, "x") | {"options": {}}), "launcher x is not one of local, slurm"),
+        (json.dumps(dict.fromkeys(FIELDS, "x") | {"submitted": 3}), "submitted, options: not a text"),
     ],
 )
 def test_a_damaged_record_is_one_message(

@@ -66,12 +66,16 @@ def read_record(folder: Path) -> SubmittedJob:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or {*content} != {f.name for f in fields(SubmittedJob)}:
             raise ValueError("it has other fields")
+        if wrong := [
+            name for name, value in content.items() if not isinstance(value, dict if name == "options" else str)
+        ]:
+            raise ValueError(f"{', '.join(wrong)}: not a text, or options that are no table")
         if content["launcher"] not in SCHEDULERS:
             raise ValueError(f"launcher {content['launcher']} is not one of {', '.join(SCHEDULERS)}")
         return SubmittedJob(**{**content, "folder": str(folder)})
     except OSError as error:
         raise ConfigError(Problem(str(file), f"cannot be read: {error.strerror}")) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(Problem(str(file), f"is not the record of a job: {first_line(error)}")) from None
 
 
