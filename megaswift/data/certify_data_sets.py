@@ -106,8 +106,11 @@ def certificate_lines(findings: Findings, task: str, turns: str, tables: bool = 
     else:
         answers = count_text(findings.answers, "completion" if task in PREFERENCES else "answer")
         excluded = f"; {count_text(findings.excluded, 'answer')} without loss" if findings.excluded else ""
+        with_parts = "".join(
+            f", {count_text(n, w)}" for n, w in ((findings.tools, "tool"), (findings.images, "image")) if n
+        )
         what = "every token carries loss (--loss_scale all)" if turns == "all" else _HOLDS
-        lines = [f"loss mask certified: {rows}, {answers}{excluded}: {what}"]
+        lines = [f"loss mask certified: {rows}, {answers}{with_parts}{excluded}: {what}"]
     if tables and turns != "all":
         lines.append("  (weights of parts of an answer, by the tables of --loss_scale, are applied after this check)")
     for words in (FAULTS, NOTES):

@@ -28,6 +28,7 @@ from megaswift.data import search_answers_in_rendered_text as search
 from megaswift.data.encode_preferences import EncodedPreference, PreferenceEncoder, row_encoder_for_task
 from megaswift.data.encode_prompts import RenderedPrompt
 from megaswift.data.encode_rows import BATCH, EncodeSpec, RowEncoder
+from megaswift.data.encode_vision_row_tokens import TokenizedVisionRow
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, RenderedConversation, trained_turn_flags
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.row_count_names_and_texts import UNUSED_SYSTEM, UNUSED_TOOLS
@@ -76,6 +77,8 @@ class Findings:
     excluded: int = 0
     """Assistant messages that do not."""
     tools: int = 0
+    images: int = 0
+    """Each has its place in the text: the model's processor refuses rows with more or fewer."""
     refused: int = 0
     """Malformed rows: not trained on."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -98,7 +101,7 @@ class Findings:
 
     def merge(self, other: Findings) -> None:
         """Add the counts of rows that follow."""
-        for name in ("rows", "answers", "excluded", "tools", "refused"):
+        for name in ("rows", "answers", "excluded", "tools", "images", "refused"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.counts += other.counts
         for kind, examples in other.examples.items():
@@ -114,6 +117,7 @@ class _Document:
     """bool [n]"""
     begin: int
     """Of plain text: the first character with loss."""
+    images: int = 0
 
 
 class LossMaskCertifier:
@@ -157,7 +161,10 @@ class LossMaskCertifier:
                 yield one
                 continue
             (ids, mask), (sample, text) = next(tokens), one
-            yield [_Document(sample, text.text, ids, mask != 0, len(sample.prompt or ""))]
+            images = (
+                len(json.loads(text.beside)["files"]) if isinstance(text, TokenizedVisionRow) and text.beside else 0
+            )
+            yield [_Document(sample, text.text, ids, mask != 0, len(sample.prompt or ""), images)]
 
     def _rendered(
         self, encoder: RowEncoder, path: str, row: Any
@@ -191,6 +198,7 @@ class LossMaskCertifier:
         findings.answers += sum(wanted.values())
         findings.excluded += len(wanted) - sum(wanted.values())
         findings.tools += len(sample.tools or ())
+        findings.images += document.images
         if self._turns == "all":
             return result.missing
         lost = {kind for kind, _ in result.missing} & {search.ANSWER_CHANGED}

@@ -170,6 +170,19 @@ def test_text_models_refuse_images() -> None:
     encoder.render(turns(ASK) | {"image": "an unused column"})
 
 
+def test_rows_with_images_are_certified(processor: Processor, folder: Path) -> None:
+    """All forms of a row; one with a placeholder too many is malformed, and an answer without loss is found."""
+    from megaswift.data.certify_loss_mask import LossMaskCertifier
+    from megaswift.data.row_readers import LocatedRow
+
+    spec = encode_spec(SwiftConfig(task="sft", model="unused", dataset=["x"]).data, processor, "sft")
+    rows = [*FORMS, turns("<image><image>" + ASK) | {"images": ["images/0.png"]}]
+    located = [(str(folder / "data.jsonl"), LocatedRow(i, row)) for i, row in enumerate(rows)]
+    findings = LossMaskCertifier(spec).certify(located)
+    assert not findings.faults, findings
+    assert (findings.images, findings.answers, findings.refused) == (len(FORMS), len(FORMS), 1)
+
+
 def test_no_cut_goes_through_an_image(processor: Processor, folder: Path) -> None:
     rows = [turns(PARTS, "a" * 30), turns("b", "b" * 60), turns([vision.part("c" * 40), vision.image("0.png")])]
     whole = sources(processor, folder, *rows).data.docs
