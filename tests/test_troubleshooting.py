@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import signal
 import socket
@@ -25,11 +26,15 @@ from megaswift.launchers.worker_failure import WorkerFailure, failure_text
 from megaswift.trainers import failed_collective_diagnosis_and_stacks
 from megaswift.trainers.find_ranks_blocking_a_collective import RankState
 from megaswift.trainers.out_of_memory import out_of_memory_error
+from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
 from tests import test_checkpoint
 from tests.sources import ROOT
 from tests.trainers.planted import run_with_fault
 from tests.trainers.test_skipped_step_and_loss_spike_monitor import run
+from tests.trainers.test_skipped_step_and_loss_spike_monitor import step as loss_of_step
+from tests.trainers.tiny import tiny_loop
 
+SECONDS = r"\b\d+\.\d\d\b"
 PAGES = ("docs/troubleshooting.md", "docs/troubleshooting.zh-CN.md")
 
 
@@ -44,6 +49,8 @@ def as_on_the_page(text: str, folder: Path) -> str:
     text = text.replace(str(folder / "out"), "OUT").replace(str(folder), "OUT").replace(socket.gethostname(), "node-a")
     text = re.sub(r"process \d+", "process 4711", text)
     text = re.sub(r"\.py:\d+", ".py:1", text)
+    text = re.sub(SECONDS, "0.50", text)
+    text = re.sub(r"\(\S+\) is slow", "(node-a) is slow", text)
     text = re.sub(r"memory: .*?(DefaultCPUAllocator.*? bytes\.).*? \(peak", r"memory: \1 (peak", text)
     text = re.sub(r"127\.0\.0\.1:\d+", "10.0.0.1:29500", text)
     text = re.sub(r"--master_port (?!29500)\d+", "--master_port 29600", text)
@@ -60,6 +67,7 @@ def message_of(call: Callable[[], object]) -> str:
 def quoted(page: str) -> list[str]:
     """The blocks that show messages."""
     text = re.sub(r"\.py:\d+", ".py:1", (ROOT / page).read_text(encoding="utf-8"))
+    text = re.sub(SECONDS, "0.50", text)
     blocks = re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return [block.strip() for block in blocks]
 
@@ -126,6 +134,42 @@ def code_on_the_page() -> str:
     found = re.search(r"rank 1 runs (.*?); stacks", (ROOT / PAGES[0]).read_text(encoding="utf-8"))
     assert found is not None
     return found[1]
+
+
+SLOW_DATA = """
+import time
+from megaswift.data.loader import DocumentRows
+
+read = DocumentRows.documents
+
+def documents(self, which):
+    time.sleep(0.25)
+    return read(self, which)
+
+DocumentRows.documents = documents
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_slow_data(tmp_path: Path) -> None:
+    """A real run; seconds are examples on the page."""
+    options = "--engine ddp --nproc_per_node 2 --max_steps 4 --log_straggler --dataloader_num_workers 1"
+    done = run_with_fault(tmp_path, 1, SLOW_DATA, options)
+    last = json.loads((tmp_path / "out/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["data_wait"] > 0.5 * last["step_time"]
+    check(f'"step_time": {last["step_time"]:.2f}, "data_wait": {last["data_wait"]:.2f}', tmp_path)
+    check(
+        next(line for line in done.stderr.splitlines() if "warning: step 4:" in line and "for data" in line), tmp_path
+    )
+
+
+def test_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watch, loop = SkippedStepAndLossSpikeMonitor(), tiny_loop(20)
+    for number in range(1, 13):
+        watch.on_step(loop, loss_of_step(number, 6.85 + 0.01 * (number % 3)))
+    watch.on_step(loop, loss_of_step(13, 2.3e7))
+    check(capsys.readouterr().err, tmp_path)
 
 
 def lost_rank_message(monkeypatch: pytest.MonkeyPatch, folder: Path, late: bool) -> str:
@@ -195,6 +239,6 @@ def test_a_damaged_checkpoint(out: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_every_quoted_message_is_provoked_above() -> None:
-    """Each test shows one block, those with two cases two."""
-    assert all(len(quoted(page)) == 11 for page in PAGES)
+    """Each test shows one block, those with two cases two, and that of slow data."""
+    assert all(len(quoted(page)) == 14 for page in PAGES)
     assert quoted(PAGES[0]) == quoted(PAGES[1])
