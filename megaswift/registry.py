@@ -30,6 +30,11 @@ class Registry(Generic[T]):
         self._items[name] = item
         return item
 
+    def replace(self, name: str, item: T) -> None:
+        """The same, in place of one of that name."""
+        self._load()
+        self._items[name] = item
+
     def add(self, name: str) -> Callable[[T], T]:
         """The same as a decorator."""
         return lambda item: self.register(name, item)

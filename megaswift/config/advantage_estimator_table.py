@@ -81,21 +81,25 @@ ESTIMATOR_TABLE: tuple[AdvantageEstimatorEntry, ...] = (
     ),
 )
 """The first estimator of a task is its default."""
+PLUGIN_ESTIMATORS: dict[str, AdvantageEstimatorEntry] = {}
+"""Those that `--external_plugins` have registered; they may read every option."""
 
 
 def advantage_estimator_names(task: str | None = None) -> tuple[str, ...]:
     """The estimators of a task, the default first; None: all."""
-    return tuple(e.name for e in ESTIMATOR_TABLE if task in (None, e.task))
+    return tuple(e.name for e in (*ESTIMATOR_TABLE, *PLUGIN_ESTIMATORS.values()) if task in (None, e.task))
 
 
 def advantage_estimator_entry(name: str) -> AdvantageEstimatorEntry:
     """The row of an estimator."""
-    return next(e for e in ESTIMATOR_TABLE if e.name == name)
+    return next(e for e in (*ESTIMATOR_TABLE, *PLUGIN_ESTIMATORS.values()) if e.name == name)
 
 
 def advantage_estimators_reading(option: str, task: str | None = None) -> tuple[str, ...]:
     """The estimators, of a task or all, that read an option."""
-    return tuple(e.name for e in ESTIMATOR_TABLE if option in e.reads and task in (None, e.task))
+    return tuple(
+        e.name for e in (*ESTIMATOR_TABLE, *PLUGIN_ESTIMATORS.values()) if option in e.reads and task in (None, e.task)
+    )
 
 
 def estimators_of_option_help_note(task: str, option: str) -> str:
@@ -103,3 +107,7 @@ def estimators_of_option_help_note(task: str, option: str) -> str:
     readers = advantage_estimators_reading(option, task)
     known = set(readers) == set(advantage_estimator_names(task))
     return f"advantage_estimator {', '.join(readers)}" if readers and not known else ""
+
+
+ESTIMATOR_NAMES = {task: advantage_estimator_names(task) for task in ("grpo", "ppo")}
+"""By task, what `advantage_estimator` may be."""

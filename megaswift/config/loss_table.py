@@ -189,9 +189,13 @@ LOSS_TABLE: tuple[LossEntry, ...] = (
 """The first loss of a task is its default."""
 
 
+PLUGIN_LOSSES: dict[tuple[str, str], LossEntry] = {}
+"""By task and name, losses that `--external_plugins` have registered; they may read every option."""
+
+
 def loss_entries(task: str, names: tuple[str, ...] | None = None) -> tuple[LossEntry, ...]:
     """The losses of a task, in the order of the table; with `names`, those of these names."""
-    rows = (e for e in LOSS_TABLE if e.task == TASK_OF.get(task, task))
+    rows = (e for e in (*LOSS_TABLE, *PLUGIN_LOSSES.values()) if e.task == TASK_OF.get(task, task))
     return tuple(e for e in rows if names is None or e.name in names)
 
 

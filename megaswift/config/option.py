@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
+PLUGIN_CHOICES: dict[str, list[str]] = {}
+"""By option, choices that `--external_plugins` have registered."""
 LARGEST_SEED = 2**62
 """Room below 2^64, torch's limit, for what is added for ranks and steps."""
 
@@ -77,7 +79,7 @@ class Option:
     @property
     def choices(self) -> tuple[str, ...]:
         """The only values allowed; empty when any will do."""
-        return self.details.get("choices", ())
+        return (*self.details.get("choices", ()), *PLUGIN_CHOICES.get(self.name, ()))
 
     def choices_in(self, task: str | None) -> tuple[str, ...]:
         """The choices that a task has (None: whichever)."""

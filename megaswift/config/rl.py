@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.advantage_estimator_table import advantage_estimator_names
+from megaswift.config.advantage_estimator_table import ESTIMATOR_NAMES, advantage_estimator_names
 from megaswift.config.data import GRPO, PPO, RL
 from megaswift.config.loss_table import AGG_MODES
 from megaswift.config.option import option
@@ -168,13 +168,6 @@ class RlConfig:
         aliases=("reward_functions",),
         tasks=RL,
     )
-    external_plugins: tuple[str, ...] = option(
-        (),
-        "Python files that register reward classes, as ms-swift's orms",
-        aliases=("custom_register_path",),
-        tasks=RL,
-        metavar="FILE...",
-    )
     reward_model: tuple[str, ...] = option((), "Reward model folders", tasks=RL, metavar="DIR...")
     reward_weights: tuple[float, ...] = option(
         (), "Weight of each of reward_funcs, then of each reward_model; unset: 1 each", tasks=RL, metavar="NUMBER..."
@@ -217,7 +210,7 @@ class RlConfig:
         None,
         "Advantage estimator; unset: grpo (ppo: gae)",
         choices=advantage_estimator_names(),
-        choices_of={task: advantage_estimator_names(task) for task in ("grpo", "ppo")},
+        choices_of=ESTIMATOR_NAMES,
         tasks=RL,
         metavar="NAME",
     )

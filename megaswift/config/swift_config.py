@@ -10,6 +10,7 @@ from typing import Any
 from megaswift.config.accelerate_options import options_from_accelerate_environment
 from megaswift.config.adapter_rules import train_type_defaults
 from megaswift.config.check_all_option_rules import ignored_option_names
+from megaswift.config.external_plugins import plugins_of_sources
 from megaswift.config.merge_config_sources import checked_sections_from_sources
 from megaswift.config.parse_option_values import FALSE, TRUE
 from megaswift.config.read_config_file_and_command_line import (
@@ -34,7 +35,7 @@ class SwiftConfig(Sections):
     """
 
     def __init__(self, task: str | None = None, **options: Any) -> None:
-        self._fill(checked_sections_from_sources(task, [source_from_mapping(options)]))
+        self._fill(checked_sections_from_sources(task, plugins_of_sources([source_from_mapping(options)])))
 
     def _fill(self, sections: Sections) -> None:
         for f in fields(sections):
@@ -55,7 +56,7 @@ class SwiftConfig(Sections):
             config._fill(refused)
             return beyond(config) if beyond else ()
 
-        config._fill(checked_sections_from_sources(task, sources, complete, seen))
+        config._fill(checked_sections_from_sources(task, plugins_of_sources(sources), complete, seen))
         return config
 
     @classmethod

@@ -170,6 +170,12 @@ class TrainConfig:
         aliases=("experiment_name", "swanlab_exp_name", "wandb_exp_name"),
     )
     export_hf: bool = option(True, "Write the trained model to output_dir/hf at the end")
+    external_plugins: tuple[str, ...] = option(
+        (),
+        "Python files that register rewards, data formats, losses, ... (docs/plugins.md)",
+        aliases=("custom_register_path",),
+        metavar="FILE...",
+    )
     push_to_hub: bool = option(False, "Upload OUT/hf, or OUT/adapter, to a model repository of the hub (use_hf)")
     hub_model_id: str | None = option(
         None,

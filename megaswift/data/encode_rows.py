@@ -18,6 +18,7 @@ from tokenizers import Encoding, Tokenizer, processors
 
 from megaswift.config.agent_templates import AGENT_FORMATS
 from megaswift.config.data import CHATS
+from megaswift.config.external_plugins import files_with_data_formats
 from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
 from megaswift.data.attach_and_open_row_images import reject_images
 from megaswift.data.columns import fill_self_cognition_name_placeholders, rename_columns
@@ -67,6 +68,8 @@ class EncodeSpec:
     """Of a model that reads images."""
     image_folder: str = ""
     """Where images go that the data file itself holds."""
+    plugins: list[tuple[str, str]] = field(default_factory=list)
+    """Path and SHA-256 of files of `--external_plugins` that have registered data formats."""
 
 
 @dataclass
@@ -123,6 +126,7 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         strict=data.strict,
         processor=reader.spec if isinstance(reader, Processor) else None,
         image_folder=str(data_cache_folder(data.dataset_cache_dir) / "images") if isinstance(reader, Processor) else "",
+        plugins=files_with_data_formats(),
     )
 
 

@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from megaswift.config.external_plugins import load_external_plugins
 from megaswift.config.loss_scale import LossScale, LossWeightTable
 from megaswift.data.encode_preferences import row_encoder_for_task
 from megaswift.data.encode_rows import EncodeSpec
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
     )
     parts = [FilePart(**p) for p in text["parts"]]
     try:
+        load_external_plugins([path for path, _ in spec.plugins])
         encoder = row_encoder_for_task(spec)
         for i in range(number, len(parts), of):
             piece = encoder.encode_part(parts[i])

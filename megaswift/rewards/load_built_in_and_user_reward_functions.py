@@ -8,10 +8,11 @@ from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megaswift.config.external_plugins import PLUGINS, load_external_plugins
 from megaswift.errors import ConfigError, Problem
 from megaswift.registry import Registry
 from megaswift.rewards import accuracy_cosine_length, code_reward, format_and_length_rewards
-from megaswift.rewards.ms_swift_plugins import load_plugin_rewards, make_plugin_reward
+from megaswift.rewards.ms_swift_plugins import make_plugin_reward
 from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardFunction
 from megaswift.rewards.user_reward_function import UserFunction, load_user_reward_function
 
@@ -59,7 +60,8 @@ def load_reward_functions(
     names: Sequence[str], options: BuiltInRewardParameters, plugin_files: Sequence[str] = ()
 ) -> list[RewardFunction]:
     """The functions in their order, each under a name of its own; ConfigError with all that is wrong."""
-    plugins = load_plugin_rewards(plugin_files)
+    load_external_plugins(plugin_files)
+    plugins = PLUGINS.rewards if plugin_files else {}
     functions: dict[str, RewardFunction] = {}
     problems: list[Problem] = []
     for name in names:

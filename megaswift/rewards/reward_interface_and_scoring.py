@@ -14,12 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from megaswift.errors import Problem, did_you_mean_hint
-from megaswift.rewards.reward_value_validation import (
-    Value,
-    checked_rewards,
-    convert_user_code_errors,
-    reward_error_from_trace_factory,
-)
+from megaswift.rewards.reward_value_validation import Value, checked_rewards, reward_error_from_trace_factory
+from megaswift.user_code_errors import convert_user_code_errors
 
 _Message = Mapping[str, Any]
 PromptOrCompletion = str | Sequence[_Message]

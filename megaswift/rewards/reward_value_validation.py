@@ -7,24 +7,19 @@ Owns the two ways in which a user's function goes wrong: it raises, or it return
 from __future__ import annotations
 
 import math
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from numbers import Real
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaswift.errors import Problem, RewardError, UserError
+from megaswift.errors import Problem, RewardError
 
 if TYPE_CHECKING:
     from megaswift.rewards.reward_interface_and_scoring import RewardInput
 
 SHOWN = 80
 """Characters of a sample in a message."""
-FRAMES = 3
 Value = float | tuple[float, ...]
 """Of a completion, or of each token in it that the model wrote. NaN: the function does not apply to the completion."""
-OURS = str(Path(__file__).parent)
 
 
 def _plain(returned: Any) -> Any:
@@ -101,29 +96,9 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"{value!r}"[:SHOWN] + f" ({type(value).__name__})"
 
 
-@contextmanager
-def convert_user_code_errors(say: Callable[[str], UserError]) -> Iterator[None]:
-    """What code of the user's raises as the error that `say` makes of its traceback."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's code may raise anything, and call sys.exit
-        raise say(user_traceback_text(error)) from error
-
-
 def reward_error_from_trace_factory(flag: str, samples: Sequence[RewardInput]) -> Callable[[str], RewardError]:
     """The error of a function that raised: the function, the samples, and where in the user's code."""
     what = f"failed on samples 0 to {len(samples) - 1}, the first of them {_shown(samples[0])}"
     return lambda trace: RewardError(
         Problem(flag, f"{what}\n{trace}", "call the function on such samples outside the run")
     )
-
-
-def user_traceback_text(error: BaseException) -> str:
-    """The last frames outside of this package, indented, and what was raised."""
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((OURS, "<frozen importlib"))
-    ]
-    lines = [*traceback.format_list(frames[-FRAMES:]), *traceback.format_exception_only(error)]
-    return "\n".join("    " + line for entry in lines for line in entry.rstrip().splitlines())

@@ -5,17 +5,15 @@ Owns importing it and what it is called with: everything where it takes `**kwarg
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, missing_path_hint
 from megaswift.rewards.reward_interface_and_scoring import ALWAYS_PASSED, RewardInput
-from megaswift.rewards.reward_value_validation import convert_user_code_errors
+from megaswift.user_code_errors import import_user_file
 
 
 @dataclass(frozen=True)
@@ -56,20 +54,6 @@ class AsyncUserFunction(UserFunction):
     async def wait(self, samples: Sequence[RewardInput]) -> Any:
         """What the function returns in the end."""
         return await self.function(**self.arguments(samples))
-
-
-def import_user_file(path: Path, flag: str) -> Mapping[str, Any]:
-    """The names that a file defines. It can import modules of its own folder; installed packages have priority."""
-    spec = importlib.util.spec_from_file_location(f"megaswift_user_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses of the file look themselves up
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    with convert_user_code_errors(lambda trace: ConfigError(Problem(flag, f"importing the file failed\n{trace}"))):
-        spec.loader.exec_module(module)
-    return vars(module)
 
 
 def load_user_reward_function(text: str) -> UserFunction:

@@ -12,7 +12,7 @@ from megaswift.data.copy_remote_datasets import check_remote_dataset, is_remote_
 from megaswift.data.megatron_index_files import open_indexed_tokens
 from megaswift.data.read_template_and_system import check_template, read_system_message
 from megaswift.data.resolve_dataset_files import cached_dataset_folder, resolve_dataset_files
-from megaswift.errors import Problem, UserError
+from megaswift.errors import Problem, UserError, missing_path_hint
 
 
 def data_problems(cfg: SwiftConfig) -> list[Problem]:
@@ -21,6 +21,10 @@ def data_problems(cfg: SwiftConfig) -> list[Problem]:
     checks: list[Callable[[], object]] = [
         check for option in ("dataset", "val_dataset") for check in _data_set_checks(cfg.value(option), f"--{option}")
     ]
+    if absent := [file for file in cfg.train.external_plugins if not Path(file).expanduser().is_file()]:
+        problems += [
+            Problem(f"--external_plugins {file}", "no such file", missing_path_hint(Path(file))) for file in absent
+        ]
     if cfg.train.max_steps is None and parse_indexed_blend(cfg.data.dataset) is not None:
         names = " ".join(cfg.data.dataset)
         problems.append(Problem(f"--dataset {names}", "indexed data are drawn for a number of steps", "--max_steps N"))

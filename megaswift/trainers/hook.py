@@ -5,7 +5,7 @@ Owns the base class and the record of one step. Leaves out what hooks do: each h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,10 @@ class StepRecord:
     squares: int = 0
     """Sum over the global batch's documents of length squared: the attention part of the FLOP rule."""
     extras: StepExtras = field(default_factory=StepExtras)
+
+
+PLUGIN_HOOKS: dict[str, Callable[[], Hook]] = {}
+"""Hooks of every run that `--external_plugins` have registered."""
 
 
 class Hook:

@@ -53,7 +53,7 @@ from megaswift.trainers.create_process_groups_and_engine import RankContext, mak
 from megaswift.trainers.evaluation import EvaluationHook, eval_accumulation
 from megaswift.trainers.fault_tolerance_hooks import fault_tolerance_hooks
 from megaswift.trainers.flops import StepFlopFormula, peak_tflops, step_flop_formula
-from megaswift.trainers.hook import Hook
+from megaswift.trainers.hook import PLUGIN_HOOKS, Hook
 from megaswift.trainers.metrics_jsonl import MetricsJsonlHook, ThroughputFormula
 from megaswift.trainers.output_folder import OutputFolder
 from megaswift.trainers.progress import Progress
@@ -263,7 +263,7 @@ class RunBuilder:
             hooks.append(EvaluationHook(outputs.evaluation, batches, every, task.count, train.eval_on_start))
         if (best := best_model_hook(self.cfg, outputs.store.root)) is not None:
             hooks.append(best)
-        hooks += plateau_hooks(self.cfg)
+        hooks += [*plateau_hooks(self.cfg), *(make() for make in PLUGIN_HOOKS.values())]
         every = interval_of(train.save_strategy, train.save_steps)
         checkpoint = CheckpointHook(outputs.store, every, train.save_total_limit, self.checkpoint_facts())
         checkpoint.best, checkpoint.exit_interval = best, train.exit_interval

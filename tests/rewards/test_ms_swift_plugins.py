@@ -128,6 +128,5 @@ def test_an_installed_swift_is_left_alone(plugin: str, tmp_path: Path, monkeypat
 
 def test_the_option() -> None:
     words = ["--reward_funcs", "exact", "--external_plugins", "a.py", "b.py"]
-    assert load_config("grpo", words, environ={}).rl.external_plugins == ("a.py", "b.py")
-    with pytest.raises(ConfigError, match="no effect in sft"):
-        load_config("sft", ["--custom_register_path", "a.py"], environ={})
+    assert load_config("grpo", words, environ={}).train.external_plugins == ("a.py", "b.py")
+    assert load_config("sft", ["--custom_register_path", "a.py"], environ={}).train.external_plugins == ("a.py",)

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config.data import RL, SFT
 from megaswift.data.preference_rows import PreferenceExample
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
+from megaswift.errors import DataError, Problem
 from megaswift.registry import Registry
+from megaswift.user_code_errors import convert_user_code_errors
 
 Row = Mapping[str, Any]
 OTHER_NAMES = {
@@ -139,6 +141,35 @@ def _again(column: str, found: str, expected: str, fix: str) -> RowError:
     error = RowError(column, found, expected)
     error.fix = fix
     return error
+
+
+def parse_into_known_format(
+    name: str, parse: Callable[[Row], Any], tasks: Sequence[str]
+) -> Callable[[Row], UntokenizedSample | PreferenceExample]:
+    """The `parse` of a format of `--external_plugins`: what the user's function makes of a row, and of another row what
+    its own format makes of that. RowError for what the function raises."""
+
+    def parsed(row: Row) -> UntokenizedSample | PreferenceExample:
+        where = ", ".join(row)
+        try:
+            with convert_user_code_errors(lambda trace: DataError(Problem(name, trace))):
+                made = parse(row)
+        except DataError as error:
+            raise RowError(where, f"format {name} failed\n{error.problems[0].rule}", "a row that it reads") from None
+        if not isinstance(made, Mapping):
+            if not isinstance(made, UntokenizedSample | PreferenceExample):
+                raise RowError(where, f"format {name} returned {type(made).__name__}", "a row of a known format")
+            return made
+        known = [f for f in _ordered(FORMATS) if f.name != name and set(f.tasks) & set(tasks)]
+        present = {k for k, v in made.items() if v is not None}
+        fitting = next((f for f in known if present.issuperset(f.required) and f.detect(made)), None)
+        if fitting is None:
+            raise RowError(
+                ", ".join(made), f"format {name} returned a row of no known format", known_formats_text(tasks[0])
+            )
+        return fitting.parse(made)
+
+    return parsed
 
 
 def columns_option_suggestion(row: Row, task: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,8 +143,47 @@ class BitsAndBytesOptimizer(TorchEngineOptimizer):
         self.count(parameter, steps)
 
 
+@dataclass(frozen=True)
+class PluginOptimizerParts:
+    """An optimizer that a file of `--external_plugins` has registered."""
+
+    make: Callable[[list[dict[str, Any]], OptimConfig], torch.optim.Optimizer]
+    states: tuple[str, ...]
+    """float32 tensors of the parameter's shape."""
+    step: str | None
+    """The state that counts steps."""
+
+
+PLUGIN_OPTIMIZERS: dict[str, PluginOptimizerParts] = {}
+
+
+class PluginOptimizer(TorchEngineOptimizer):
+    """One of `PLUGIN_OPTIMIZERS`."""
+
+    @property
+    def parts(self) -> PluginOptimizerParts:
+        """What was registered."""
+        return PLUGIN_OPTIMIZERS[self.optim.optimizer]
+
+    def make(self, named: NamedParameters) -> torch.optim.Optimizer:
+        """By the user's function."""
+        return self.parts.make(param_groups_of(named, self.optim), self.optim)
+
+    def metas(self, parameter: Tensor) -> Metas:
+        """The states of a parameter, whole."""
+        return {name: TensorMeta(tuple(parameter.shape), torch.float32) for name in self.parts.states}
+
+    def start(self, parameter: nn.Parameter, steps: int) -> None:
+        """Zeros, and the count of steps."""
+        super().start(parameter, steps)
+        if self.parts.step is not None:
+            self.inner.state[parameter][self.parts.step] = torch.tensor(float(steps))
+
+
 def torch_engine_optimizer_class(name: str) -> Callable[[NamedParameters, OptimConfig], TorchEngineOptimizer]:
     """Of an optimizer that takes all parameters alike."""
+    if name in PLUGIN_OPTIMIZERS:
+        return PluginOptimizer
     if name in OF_BITSANDBYTES:
         return BitsAndBytesOptimizer
     return AdafactorOptimizer if name.endswith("adafactor") else TorchEngineOptimizer

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaswift.errors import ConfigError, Problem, RewardError, did_you_mean_hint
-from megaswift.rewards.reward_value_validation import convert_user_code_errors, float_or_none
-from megaswift.rewards.user_reward_function import import_user_file
+from megaswift.rewards.reward_value_validation import float_or_none
+from megaswift.user_code_errors import convert_user_code_errors, import_user_file
 
 Message = dict[str, Any]
 Turn = tuple[list[Message], float, bool]

@@ -301,7 +301,7 @@ def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
     functions = load_reward_functions(
         rl.reward_funcs,
         BuiltInRewardParameters(**{f.name: getattr(rl, f.name) for f in fields(BuiltInRewardParameters)}),
-        rl.external_plugins,
+        cfg.train.external_plugins,
     )
     if not rl.reward_model:
         return functions

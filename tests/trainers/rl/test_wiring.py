@@ -328,7 +328,6 @@ def test_so_many_completions_are_written(most: int | None, lines: int, tmp_path:
 
 
 ELSEWHERE = {
-    "external_plugins": "here",
     "async_generation": "test_policy_run",
     "environment": "test_policy_run",
     "max_turns": "here",
