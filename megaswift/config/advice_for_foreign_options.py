@@ -113,7 +113,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "dataset_test_split": "--val_dataset FILE",
     "total_episodes": "--max_steps N, in updates",
     "metric": "--val_dataset FILE and --eval_steps N, which measure the loss",
-    "max_pixels": "set max_pixels in the model's preprocessor_config.json",
     "num_workers_per_gpu": "--dataloader_num_workers",
     "stream": _STREAMS,
     # parallel layout and engines

@@ -149,6 +149,13 @@ class DataConfig:
         tasks=CHATS,
         metavar="true|false",
     )
+    max_pixels: int | None = option(
+        None,
+        "Scale images with more pixels (width x height) down to this many",
+        minimum=1,
+        unit="pixels",
+        tasks=("sft",),
+    )
     strict: bool = option(True, "Stop at a malformed row; false: skip and count it")
     use_dataset_cache: bool = option(
         True, "Use cached tokens of the same rows; false: tokenize again", aliases=("load_from_cache_file",)

@@ -41,6 +41,8 @@ class ProcessorFolderWithDigest:
     trust: bool = False
     digest: str = ""
     """Of its files: other files give other tokens."""
+    max_pixels: int | None = None
+    """`--max_pixels`: larger images are scaled down before the processor sees them."""
 
 
 def processor_folder_and_files_digest(folder: Path, trust: bool) -> ProcessorFolderWithDigest:
@@ -93,6 +95,18 @@ class BlankImageConversation:
     inputs: Mapping[str, Tensor]
 
 
+def scale_to_max_pixels(image: Any, max_pixels: int | None) -> Any:
+    """A PIL image of at most `max_pixels` pixels (width x height), its shape kept (bilinear, as ms-swift scales).
+    Smaller ones as they are."""
+    width, height = image.size
+    if max_pixels is None or width * height <= max_pixels:
+        return image
+    ratio = (max_pixels / (width * height)) ** 0.5
+    from PIL.Image import Resampling
+
+    return image.resize((max(1, int(width * ratio)), max(1, int(height * ratio))), Resampling.BILINEAR)
+
+
 class Processor:
     """transformers' processor of one model folder."""
 
@@ -119,7 +133,8 @@ class Processor:
         bos = self.tokenizer.bos_token
         options["add_special_tokens"] = bos is None or not text.startswith(bos)
         try:
-            return self._mine(text=[text], images=[list(images)] if images else None, **options)
+            scaled = [scale_to_max_pixels(image, self.spec.max_pixels) for image in images]
+            return self._mine(text=[text], images=[scaled] if images else None, **options)
         except REFUSED as error:
             raise RowError(
                 "images",

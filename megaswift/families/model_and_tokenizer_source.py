@@ -204,12 +204,12 @@ def read_tokenizer(folder: Path, trust: bool, chat_template: str | None) -> Any:
 
 def training_processor(cfg: SwiftConfig, folder: Path) -> Processor:
     """The processor in `folder` as training takes it."""
-    return read_processor(folder, cfg.model.trust_remote_code, cfg.data.chat_template)
+    return read_processor(folder, cfg.model.trust_remote_code, cfg.data.chat_template, cfg.data.max_pixels)
 
 
-def read_processor(folder: Path, trust: bool, chat_template: str | None) -> Processor:
+def read_processor(folder: Path, trust: bool, chat_template: str | None, max_pixels: int | None = None) -> Processor:
     """The processor in `folder`; its tokenizer has the chat template of the options."""
-    processor = Processor(processor_folder_and_files_digest(folder, trust))
+    processor = Processor(replace(processor_folder_and_files_digest(folder, trust), max_pixels=max_pixels))
     if chat_template is not None:
         _use_template(processor.tokenizer, chat_template)
     return processor

@@ -13,7 +13,6 @@ from typing import Any
 
 from megaswift.config.accelerate_file import DEEPSPEED_SETTLED, SETTLED
 from megaswift.config.accelerate_options import options_from_accelerate_environment, settings_without_effect
-from megaswift.config.advice_for_foreign_options import foreign_option_advice
 from megaswift.config.parse_option_values import TRUE
 from megaswift.config.read_config_file_and_command_line import ConfigSource
 from megaswift.config.sections import NAMES
@@ -32,6 +31,7 @@ KEPT = re.compile(
     r"TRITON|RAY|LD|ASCEND|HCCL|TASK_QUEUE|DISABLE_VERSION_CHECK|KUBERNETES)_\w+|PYTHONPATH|\w+_proxy|\w+_PROXY"
 )
 """Variables that other programs read, whichever toolkit trains."""
+PIXELS_HINT = "--max_pixels N, or max_pixels in the model's preprocessor_config.json"
 PIXELS = re.compile(r"(MAX|MIN|VIDEO|IMAGE)_\w*(PIXELS|TOKEN_NUM|FRAMES)\w*|FPS\w*|NFRAMES|SIZE_FACTOR")
 WITHOUT_MEANING = frozenset({
     "standalone", "module", "m", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "max_restarts",
@@ -181,9 +181,7 @@ def _environment(run: MigratedRun, environment: Mapping[str, ExpandedWord]) -> N
         elif KEPT.fullmatch(name):
             _take_word(run, run.environment, name, word)
         elif PIXELS.fullmatch(name):
-            run.ask(
-                f"{name}={word.text}", "is a setting of ms-swift", foreign_option_advice("max_pixels", word.text, NAMES)
-            )
+            run.ask(f"{name}={word.text}", "is a setting of ms-swift", PIXELS_HINT)
         else:
             run.left_out.append(f"{name}={word.text}: not a variable that megaswift reads")
 

@@ -7,6 +7,7 @@ megaswift/data/token_store.py, megaswift/data/vision_batches.py.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,32 @@ def test_rows_with_images_are_certified(processor: Processor, folder: Path) -> N
     findings = LossMaskCertifier(spec).certify(located)
     assert not findings.faults, findings
     assert (findings.images, findings.answers, findings.refused) == (len(FORMS), len(FORMS), 1)
+
+
+def test_larger_images_are_scaled_down(processor: Processor, folder: Path) -> None:
+    """The tokens and pixels of the processor on images that were scaled by hand; smaller ones are left alone."""
+    from PIL import Image
+
+    with Image.open(folder / "images" / "0.png") as opened:
+        width, height = opened.size
+        most = width * height // 3
+        ratio = (most / (width * height)) ** 0.5
+        small = opened.convert("RGB").resize((int(width * ratio), int(height * ratio)), Image.Resampling.BILINEAR)
+    small.save(folder / "images" / "small.png")
+    limited = Processor(replace(processor.spec, max_pixels=most))
+    by_hand = turns("<image>" + ASK) | {"images": ["images/small.png"]}
+    want, got = (
+        sources(p, folder, row)
+        for p, row in ((processor, by_hand), (limited, turns("<image>" + ASK) | {"images": ["images/0.png"]}))
+    )
+    assert want.data.docs.read(0)[0].tolist() == got.data.docs.read(0)[0].tolist()
+    (expected,), (batch,) = want.next(), got.next()
+    for name, tensor in expected.extra.items():
+        assert bool((tensor == batch.extra[name]).all()), name
+    whole = sources(processor, folder, turns("<image>" + ASK) | {"images": ["images/0.png"]}).next()[0]
+    same = sources(Processor(replace(processor.spec, max_pixels=width * height)), folder, FORMS[4]).next()[0]
+    assert all(bool((whole.extra[name] == same.extra[name]).all()) for name in whole.extra)
+    assert any(whole.extra[n].shape != t.shape or bool((whole.extra[n] != t).any()) for n, t in batch.extra.items())
 
 
 def test_no_cut_goes_through_an_image(processor: Processor, folder: Path) -> None:
