@@ -140,7 +140,7 @@ POINTS = (
     Point(78, "4.1 batch size 0", answered=("batch size 0",)),
     Point(79, "4.1", ("gradient checkpointing", "zero2 offload", "QLoRA by train type")),
     Point(80, "4.2, 4.3", ("workers", FIRST)),
-    Point(81, "offloading", ("zero3 offload",), ("weights on a drive", "optimizer states on a drive")),
+    Point(81, "offloading", ("zero3 offload", "weights on a drive", "optimizer states on a drive")),
     Point(82, "auto", ("YAML: auto",)),
     Point(84, "run_distributed.py", ("entry: scripts/run_distributed.py --nproc_per_node 4 --config",)),
     Point(
