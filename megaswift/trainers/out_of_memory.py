@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import capabilities_of, requested_engine
 from megaswift.errors import Problem, UserError
+from megaswift.trainers.memory_snapshot import write_memory_snapshot
 from megaswift.trainers.tensor_memory_holders import tensor_memory_holders
 
 GIB = 2**30
@@ -50,18 +53,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in SAID)
 
 
-def out_of_memory_error(cfg: Any, experts: int, error: BaseException) -> OutOfMemory:
-    """The error for the user: what to try, cheapest first."""
+def out_of_memory_error(cfg: Any, experts: int, error: BaseException, profile: Path | None = None) -> OutOfMemory:
+    """The error for the user: what to try, cheapest first; what holds memory is written into the folder `profile`."""
     tries = "\n".join(f"         {i}. {text}" for i, text in enumerate(out_of_memory_advice(cfg, experts), 1))
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    usage = f"peak of this rank: {peak_gib():.1f} GiB{largest_holders_text()}"
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    holders, peak = tensor_memory_holders(device), peak_gib()
+    usage = f"peak of this rank: {peak:.1f} GiB{largest_holders_text(holders)}"
+    if profile is not None:
+        usage += "".join(f"; {file}" for file in write_memory_snapshot(profile, holders, peak, first))
     return OutOfMemory(Problem("memory", f"{first} ({usage})", f"in this order\n{tries}"))
 
 
-def largest_holders_text() -> str:
+def largest_holders_text(sizes: Mapping[str, int]) -> str:
     """`; largest: weights 15.3 GiB, ...`; empty where nothing large is held."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    holders = [(name, size) for name, size in tensor_memory_holders(device).items() if size > SMALLEST_HOLDER]
+    holders = [(name, size) for name, size in sizes.items() if size > SMALLEST_HOLDER]
     named = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in holders[:HOLDERS])
     return f"; largest: {named}" if named else ""
 

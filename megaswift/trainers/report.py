@@ -22,6 +22,7 @@ from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config import SwiftConfig
 from megaswift.log import count_text
 from megaswift.trainers.loss_png import median_smooth, metric_column, plot_limits, primary_metric, smoothing_window
+from megaswift.trainers.memory_snapshot import memory_snapshots
 from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.progress import duration_text
 from megaswift.trainers.startup_summary import Rows
@@ -60,6 +61,7 @@ PREFERENCE = (
 )
 """Curves of preference learning, in training and evaluation."""
 SAMPLES = 12
+HOLDERS = 12
 """Completions that the page shows: of the last generation."""
 
 STYLE = """
@@ -252,13 +254,23 @@ def sample_table_html(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def profile_html(folder: Path) -> str:
-    """Time of a step by kind of operation on each profiled rank; nothing where none was profiled."""
+    """Time of a step by kind of operation on each profiled rank, and what held the memory of those that ran out of it;
+    nothing where there is neither."""
     html = [
         f"<h3>rank {rank}: {summary['ms_per_step']:,.1f} ms a step, {summary['steps']} steps</h3>"
         + timing_bars_html(summary["by_kind_ms_per_step"], "ms")
         for rank, summary in profile_summaries(folder).items()
     ]
-    return f"<h2>Where a step's time goes</h2>{''.join(html)}" if html else ""
+    out_of_memory = [
+        f"<h3>rank {rank}: {escape(held['error'])}; peak {held['peak_gib']:.1f} GiB</h3>"
+        + timing_bars_html({k: n / 2**30 for k, n in [*held["holders_bytes"].items()][:HOLDERS]}, "GiB")
+        for rank, held in memory_snapshots(folder).items()
+    ]
+    return "".join(
+        f"<h2>{title}</h2>{''.join(parts)}"
+        for title, parts in (("Where a step's time goes", html), ("Out of memory: the largest holders", out_of_memory))
+        if parts
+    )
 
 
 def timing_bars_html(times: Mapping[str, float], unit: str = "s") -> str:

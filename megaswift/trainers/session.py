@@ -242,7 +242,8 @@ class TrainingSession:
                 raise
             if self.diagnosis is not None:
                 self.diagnosis.states.ask()  # the other ranks wait for this one
-            final = out_of_memory.out_of_memory_error(self.cfg, self.spec.experts, error)
+            profile = self.build.outputs.profile if self.cfg.train.profile else None
+            final = out_of_memory.out_of_memory_error(self.cfg, self.spec.experts, error, profile)
             raise retry_after(final, self.cfg, self.build.layout.dp, os.environ) from None
 
     def tell_rows(self, source: object) -> None:

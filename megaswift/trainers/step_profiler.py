@@ -21,6 +21,7 @@ from megaswift import distributed
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config.train import TrainConfig
 from megaswift.trainers.hook import Hook, StepRecord
+from megaswift.trainers.memory_snapshot import record_allocation_history
 from megaswift.trainers.progress import print_warning
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ class StepProfilerHook(Hook):
         self.calls: dict[str, int] = defaultdict(int)
 
     def on_start(self, loop: Loop) -> None:
-        """The first start of a process takes seconds, which are no step's."""
+        """The first start of a process takes seconds, which are no step's. Any rank may run out of memory."""
+        record_allocation_history()
         if self.chosen:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # a line at each start and stop otherwise
             with profile(activities=self._activities()):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megaswift.config import SwiftConfig
-from megaswift.trainers import out_of_memory
+from megaswift.trainers import memory_snapshot, out_of_memory, report
+from megaswift.trainers.memory_snapshot import memory_snapshots
+from megaswift.trainers.output_folder import OutputFolder
+from megaswift.trainers.session import TrainingSession
 
 
 def flags(cfg: SwiftConfig, experts: int = 0) -> list[str]:
@@ -92,6 +96,45 @@ def test_the_largest_holders_are_named() -> None:
     del held
 
 
+def failed_session(output: Path, profile: bool) -> TrainingSession:
+    """What `memory_advice` needs of a run."""
+    session = object.__new__(TrainingSession)
+    session.cfg = SwiftConfig(model="m", dataset="d", profile=profile)
+    session.spec, session.diagnosis = SimpleNamespace(experts=0), None  # type: ignore[assignment]
+    session.build = SimpleNamespace(layout=SimpleNamespace(dp=1), outputs=OutputFolder(output))  # type: ignore[assignment]
+    return session
+
+
+@pytest.mark.parametrize("profile", [True, False])
+def test_with_profile_a_file_has_the_holders_and_the_report_shows_them(profile: bool, tmp_path: Path) -> None:
+    """A real failed allocation beside a float64 tensor of 24 MiB; without --profile there is no file."""
+    held = torch.zeros(3, 1024, 1024, dtype=torch.float64)
+    with pytest.raises(out_of_memory.OutOfMemory) as caught, failed_session(tmp_path, profile).memory_advice():
+        torch.empty(2**60, dtype=torch.uint8)
+    snapshots, html = memory_snapshots(tmp_path / "profile"), report.profile_html(tmp_path / "profile")
+    assert (str(tmp_path / "profile" / "rank-0.memory.json") in caught.value.message()) == profile
+    if not profile:
+        assert not snapshots and not html and not (tmp_path / "profile").exists()
+        return
+    sizes = snapshots[0]["holders_bytes"]
+    assert sizes[f"float64 {list(held.shape)}"] >= held.nbytes and list(sizes.values()) == sorted(sizes.values())[::-1]
+    assert "rank 0: " in html and "allocate memory" in html and "float64 [3, 1024, 1024]" in html
+
+
+def test_on_a_gpu_the_allocator_s_history_goes_beside_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of torch's functions as they are called; a folder that cannot be written hides no error."""
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.memory._record_memory_history", lambda max_entries: calls.append((max_entries,)))
+    monkeypatch.setattr("torch.cuda.memory._dump_snapshot", lambda path: calls.append((path,)))
+    memory_snapshot.record_allocation_history()
+    names = [p.name for p in memory_snapshot.write_memory_snapshot(tmp_path, {"weights": 5}, 1.0, "no memory")]
+    assert names == ["rank-0.memory.json", "rank-0.memory.pickle"]
+    assert calls == [(memory_snapshot.HISTORY,), (str(tmp_path / "rank-0.memory.pickle"),)]
+    (tmp_path / "file").touch()
+    assert memory_snapshot.write_memory_snapshot(tmp_path / "file", {}, 1.0, "no memory") == []
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -109,11 +152,7 @@ def test_libraries_that_allocate_beside_torch(words: str) -> None:
 
 def test_a_run_that_runs_out_ends_with_the_advice() -> None:
     """Around the model's making and the loop; another error passes through as it is."""
-    from megaswift.trainers.session import TrainingSession
-
-    session = object.__new__(TrainingSession)
-    session.cfg, session.spec = SwiftConfig(model="m", dataset="d"), SimpleNamespace(experts=0)  # type: ignore[assignment]
-    session.diagnosis, session.build = None, SimpleNamespace(layout=SimpleNamespace(dp=1))  # type: ignore[assignment]
+    session = failed_session(Path(), profile=False)
     with (
         pytest.raises(out_of_memory.OutOfMemory, match="1. --recompute_granularity selective"),
         session.memory_advice(),
