@@ -154,10 +154,12 @@ class Engine(Protocol):
     def move_reference(self, share: float) -> None:
         """reference = share x model + (1 - share) x reference."""
 
-    def hf_weights(self, dtype: Any = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(
+        self, dtype: Any = None, everywhere: bool = False, on_device: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """Streamed (Hugging Face name, full tensor), adapters merged in: export and rollout sync.
 
-        Collective; rank 0 gets tensors, or every rank.
+        Collective; rank 0 gets tensors, or every rank; in host memory, or on the ranks' device.
         """
 
     def load_hf(self, directory: Path) -> None:

@@ -34,6 +34,7 @@ TENSORS = (
     "gather",
     "scatter",
 )
+MESSAGES = ("isend", "irecv")
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier")
 """Over NCCL they end with a read of the device."""
 SIZES = ("output_split_sizes", "input_split_sizes")
@@ -97,6 +98,25 @@ def _of_messages(stand_in: StandIn, function: Callable[..., Any]) -> Callable[..
     return batch_isend_irecv
 
 
+def _of_message(stand_in: StandIn, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """One that a rank sends or receives."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def message(*args: Any, **kwargs: Any) -> Any:
+        from megaswift.distributed import cpu_group
+
+        arguments, group = _group(signature, args, kwargs)
+        held, beside = stand_in.holds(arguments["tensor"]), cpu_group()
+        right = not held if beside is not None and group is beside else held or beside is None
+        if not right and not stand_in.quiet:
+            raise WrongDevice(f"{name} of a tensor in the wrong memory for its group")
+        with torch._C.DisableTorchFunction(), paused(stand_in):
+            return function(*args, **kwargs)
+
+    return message
+
+
 def install(stand_in: StandIn) -> None:
     """The collectives of torch.distributed, also where modules have bound them, and CUDA's synchronizations."""
     from megaswift.engine.megatron.cpu import cuda_stubs
@@ -106,6 +126,9 @@ def install(stand_in: StandIn) -> None:
         made[getattr(dist, name)] = _of_tensors(stand_in, name, getattr(dist, name))
     for name in OBJECTS:
         made[getattr(dist, name)] = _of_objects(stand_in, getattr(dist, name))
+    for name in MESSAGES:
+        made[getattr(dist, name)] = _of_message(stand_in, name, getattr(dist, name))
+        setattr(dist.distributed_c10d, name, made[getattr(dist, name)])  # a P2POp takes this one only
     made[dist.batch_isend_irecv] = _of_messages(stand_in, dist.batch_isend_irecv)
     for module in [m for k, m in sys.modules.items() if k == "torch.distributed" or k.startswith(OURS)]:
         for name, value in list(vars(module).items()):

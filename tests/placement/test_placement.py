@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megaswift.device_copy import copy_to_device_async
+from megaswift.rollout.weight_transfer.weight_buckets import BucketPacker, unpack_bucket
 from tests.parity.models import build
 from tests.parity.pool import shared
 from tests.placement.device import DEVICE, ReadTooEarly, StandIn, WrongDevice
@@ -178,6 +179,17 @@ def test_waits_are_counted(stand_in: StandIn, work: Any, kinds: list[str]) -> No
         x = torch.ones(3, device=DEVICE)
         work(x)
         assert [key.split()[0] for key in stand_in.counted()] == kinds
+
+
+def test_weights_on_the_device_fill_a_bucket_there(stand_in: StandIn) -> None:
+    """Packed and unpacked without a wait of the host: of two dtypes, one that is no contiguous tensor."""
+    with stand_in.running():
+        sent = {"a": torch.arange(6.0, device=DEVICE).view(2, 3).t(), "b": torch.ones(5, device=DEVICE).bfloat16()}
+        packer = BucketPacker(lambda size: torch.empty(size, dtype=torch.uint8, device=DEVICE))
+        [(entries, payload)] = packer.pack((name, tensor, None) for name, tensor in sent.items())
+        got = dict(unpack_bucket(entries, payload))
+        assert not stand_in.counted() and {t.device for t in (payload, *got.values())} == {DEVICE}
+        assert {name: tensor.tolist() for name, tensor in got.items()} == {n: t.tolist() for n, t in sent.items()}
 
 
 def test_a_copy_is_the_tensor(stand_in: StandIn) -> None:

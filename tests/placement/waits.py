@@ -46,7 +46,6 @@ LOOP = COUNTED | {"gloo megaswift.distributed:_reduce": 1}
 ROLLOUT_LOOP = LOOP | {"gloo megaswift.distributed:_reduce": 2}
 """Before a generation, which may take minutes, the ranks agree that there is no signal."""
 SAMPLER = {
-    "copy megaswift.rollout.transformers_weight_update:InPlaceWeightLoader._copy": 25,
     "read megaswift.rollout.decoding:_completions": 3,
     "read megaswift.rollout.decoding:_completions.<locals>.<genexpr>": 2,
     "read megaswift.rollout.decoding:decode_batch": 8,
@@ -54,9 +53,10 @@ SAMPLER = {
 }
 COLLECT = "read megaswift.engine.megatron.load_and_gather_rank_weights:RankWeights.collect"
 SCORES = "read megaswift.data.collate_rollout_batches:gather_completion_values"
-"""Of a generation: each decoded token, the reference's log-probabilities (a critic's values too), and the weights' way
-to the sampler, which is through host memory (25 tensors, 19 groups of them)."""
+"""Of a generation: each decoded token, and the reference's log-probabilities (a critic's values too). The weights stay
+on the device on their way to the sampler, over ranks too."""
 OBJECTS = "gloo megaswift.distributed:all_gather_objects"
+RANKS_OF_ROLLOUT = {SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
 
 
 def _checkpoint(
@@ -91,7 +91,6 @@ _FSDP_READ = {"save": {OBJECTS: 1}, "export": {OBJECTS: 1}, "load": {OBJECTS: 4,
 FSDP_ROLLOUT = FSDP | SAMPLER | ROLLOUT_LOOP
 FSDP_ROLLOUT |= {
     SCORES: 2,
-    _WHOLE: 25,
     OBJECTS: 5,
     "gloo megaswift.distributed:barrier": 1,
     "read transformers.masking_utils:find_packed_sequence_indices": 4,
@@ -102,7 +101,7 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
         "step:moe": STEP | TORCH_EXPERTS,
         "save:moe": _checkpoint(237, 63, counters=63),
         "run:dpo": STEP,
-        "run:grpo": STEP | SAMPLER | {COLLECT: 19, SCORES: 2},
+        "run:grpo": STEP | SAMPLER | {SCORES: 2},
         "run:sft --engine ddp": DDP,
     },
     ("", 2): {
@@ -132,7 +131,8 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "step:gemma2": STEP,
         "run:sft": STEP,
         "run:sft --train_type lora": STEP,
-        "run:ppo": {name: 2 * n for name, n in STEP.items()} | SAMPLER | {COLLECT: 19, SCORES: 6},
+        "run:ppo": {name: 2 * n for name, n in STEP.items()} | SAMPLER | {SCORES: 6},
+        "run:grpo --train_type lora --rollout_lora false": STEP | SAMPLER | {SCORES: 2},
     },
     ("", 2): {
         "step:dense cp2 packed": STEP | COUNTED,
@@ -146,11 +146,14 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "save:dense tp2 sp": [_checkpoint(117, 35, 35, 2), _checkpoint(117, 18, 35, 2, 66)],
         "run:sft --pipeline_parallel_size 2": [STEP | PIPELINE | LOOP, STEP | PIPELINE | LOOP],
         "run:grpo --tensor_parallel_size 2": [
-            STEP | SAMPLER | ROLLOUT_LOOP | {COLLECT: n, SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
-            if n == 19
-            else STEP | ROLLOUT_LOOP | {COLLECT: n, SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
-            for n in (19, 10)
+            STEP | ROLLOUT_LOOP | RANKS_OF_ROLLOUT | SAMPLER,
+            STEP | ROLLOUT_LOOP | RANKS_OF_ROLLOUT,
         ],
+        "run:grpo": STEP
+        | ROLLOUT_LOOP
+        | RANKS_OF_ROLLOUT
+        | SAMPLER
+        | {"gloo megaswift.distributed:broadcast_object": 19},
     },
     ("", 4): {
         "step:dense pp2 vpp2 tp2 packed": [

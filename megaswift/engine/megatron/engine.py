@@ -276,13 +276,15 @@ class MegatronEngine:
                 dist.broadcast(tensor, group=self.context.groups.pp, group_src=self.layout.pp - 1)
         return [named_head_outputs(fields, needs) for fields in outputs]
 
-    def hf_weights(self, dtype: torch.dtype | None = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(
+        self, dtype: torch.dtype | None = None, everywhere: bool = False, on_device: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. Adapters are merged in."""
         finish_weight_gathers(self.chunks)
+        exact, device = self.weights.exact, self.context.device if on_device else None
         if self.lora is not None:
-            return ((name, t if dtype is None else t.to(dtype)) for name, t in self.lora.merged(everywhere))
-        exact = self.weights.exact
-        return self.weights.stream(lambda p: exact(p) if dtype is None else exact(p).to(dtype), everywhere)
+            return ((name, t if dtype is None else t.to(dtype)) for name, t in self.lora.merged(everywhere, device))
+        return self.weights.stream(lambda p: exact(p) if dtype is None else exact(p).to(dtype), everywhere, device)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name in a PEFT folder without its prefix, full tensor) of what trains with LoRA, like `hf_weights`."""
@@ -324,8 +326,7 @@ class MegatronEngine:
         self.remembered.blend(share)
 
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
-        """A Hugging Face folder from all ranks' weights in the source's dtypes or in `dtype`; each rank that holds
-        weights writes its share, with adapters merged in rank 0 writes all. Collective."""
+        """A Hugging Face folder in the source's dtypes or in `dtype`: ranks write shares, with adapters rank 0 does."""
         options = HfExportOptions(source=source, dtype=dtype, overwrite=True)
         if self.lora is None:
             finish_weight_gathers(self.chunks)

@@ -26,7 +26,7 @@ from megaswift.bridge.hf_safetensors_writer import (
     PlannedSafetensorsFile,
     plan_safetensors_shards,
 )
-from megaswift.engine.megatron.load_and_gather_rank_weights import GatherRankAndTimeout, RankWeights
+from megaswift.engine.megatron.load_and_gather_rank_weights import GatherDestination, RankWeights
 from megaswift.errors import ROOM, Problem, UserError
 
 
@@ -116,7 +116,7 @@ def _write_rounds(
     for tasks in rounds:
         own: list[tuple[ExportTask, dict[str, Tensor]]] = []
         for task in tasks:
-            route = GatherRankAndTimeout(task.writer, distributed.PATIENCE)
+            route = GatherDestination(task.writer, distributed.PATIENCE)
             made = {} if task.group is None else dict(weights.stream_group(task.group, weights.exact, route))
             if task.writer == weights.context.rank:
                 own.append((task, made))

@@ -90,7 +90,7 @@ class LocalParam:
 
 
 @dataclass(frozen=True)
-class GatherRankAndTimeout:
+class GatherDestination:
     """Where gathered shards go."""
 
     to: int = 0
@@ -98,9 +98,11 @@ class GatherRankAndTimeout:
     hours: float | None = None
     """That ranks wait for one another, for one that writes meanwhile; None: as long as for a collective. A rank that
     has ended is noticed at once."""
+    device: torch.device | None = None
+    """The ranks' device: tensors stay there, and travel by its communication; None: they go through host memory."""
 
 
-TO_RANK0 = GatherRankAndTimeout()
+TO_RANK0 = GatherDestination()
 
 
 class RankWeights:
@@ -174,25 +176,22 @@ class RankWeights:
             yield placed, placed.entry.read(source, ranks, rank, self.padded)
 
     def stream(
-        self, value: Callable[[Tensor], Tensor | None], everywhere: bool = False
+        self, value: Callable[[Tensor], Tensor | None], everywhere: bool = False, device: torch.device | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor on the CPU) of `value(parameter)` for all entries in the plan's order.
+        """(Hugging Face name, full tensor) of `value(parameter)` for all entries in the plan's order.
 
         Collective: every rank iterates to the end; only rank 0 yields tensors, one group of entries at a time.
-        `everywhere`: all do.
+        `everywhere`: all do. On `device`, the ranks' own, or in host memory.
         """
         for group in self.plan.groups:
-            yield from (
-                distributed.broadcast_tensors_from_rank0(self.stream_group(group, value))
-                if everywhere
-                else self.stream_group(group, value)
-            )
+            named = self.stream_group(group, value, GatherDestination(device=device))
+            yield from distributed.broadcast_tensors_from_rank0(named, device) if everywhere else named
 
     def stream_group(
         self,
         group: EntriesOfSameHfTensors,
         value: Callable[[Tensor], Tensor | None],
-        route: GatherRankAndTimeout = TO_RANK0,
+        route: GatherDestination = TO_RANK0,
     ) -> Iterator[tuple[str, Tensor]]:
         """The part of `stream` that is about one group of entries; yields where `route` leads."""
         shards = (self._gather(entry, value, route) for entry in group.entries)
@@ -203,7 +202,7 @@ class RankWeights:
                 pass
 
     def _gather(
-        self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None], route: GatherRankAndTimeout
+        self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None], route: GatherDestination
     ) -> list[Tensor] | None:
         """The entry's shards in order, where `route` leads; None elsewhere."""
         holders = self.holders(entry)
@@ -219,16 +218,15 @@ class RankWeights:
         holders: Sequence[int],
         shapes: Sequence[tuple[int, ...]],
         get_own: Callable[[], Tensor | None],
-        route: GatherRankAndTimeout = TO_RANK0,
+        route: GatherDestination = TO_RANK0,
     ) -> list[Tensor] | None:
-        """`get_own()` of each holder (None: zeros), of these shapes, where `route` leads; None elsewhere. CPU tensors
-        travel, whatever the device."""
-        rank = self.context.rank
+        """`get_own()` of each holder (None: zeros), of these shapes, where `route` leads; None elsewhere."""
+        rank, device = self.context.rank, route.device or torch.device("cpu")
         parts: list[Tensor] = []
         for holder, shape in zip(holders, shapes, strict=False):
             if rank == holder:
                 value = get_own()
-                tensor = torch.zeros(shape) if value is None else value.detach().cpu().contiguous()
+                tensor = torch.zeros(shape, device=device) if value is None else value.detach().to(device).contiguous()
                 if holder == route.to:
                     parts.append(tensor)
                 else:
@@ -307,20 +305,26 @@ class RandomWeightSource:
 _WIRE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _send(tensor: Tensor, route: GatherRankAndTimeout) -> None:
-    for sent in (torch.tensor([_WIRE.index(tensor.dtype)]), tensor):
-        _wait(dist.isend(sent, route.to, group=distributed.cpu_group()), route)
+def _send(tensor: Tensor, route: GatherDestination) -> None:
+    code = torch.tensor([_WIRE.index(tensor.dtype)])
+    _wait(dist.isend(code, route.to, group=distributed.cpu_group()), route)
+    _wait(dist.isend(tensor, route.to, group=_group_of(route)), route)
 
 
-def _receive(shape: tuple[int, ...], source: int, route: GatherRankAndTimeout) -> Tensor:
+def _group_of(route: GatherDestination) -> Any:
+    """All ranks', by the communication of the device or of host memory."""
+    return distributed.cpu_group() if route.device is None else None
+
+
+def _receive(shape: tuple[int, ...], source: int, route: GatherDestination) -> Tensor:
     code = torch.zeros(1, dtype=torch.int64)
     _wait(dist.irecv(code, source, group=distributed.cpu_group()), route)
-    tensor = torch.empty(shape, dtype=_WIRE[int(code)])
-    _wait(dist.irecv(tensor, source, group=distributed.cpu_group()), route)
+    tensor = torch.empty(shape, dtype=_WIRE[int(code)], device=route.device)
+    _wait(dist.irecv(tensor, source, group=_group_of(route)), route)
     return tensor
 
 
-def _wait(work: dist.Work | None, route: GatherRankAndTimeout) -> None:
+def _wait(work: dist.Work | None, route: GatherDestination) -> None:
     assert work is not None, "no member of the group"
     if route.hours is None:
         work.wait()

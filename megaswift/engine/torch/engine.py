@@ -253,14 +253,14 @@ class TorchEngine:
         assert self.remembered is not None, "keep_reference was not called"
         self.remembered.blend(share)
 
-    def hf_weights(self, dtype: torch.dtype | None = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(
+        self, dtype: torch.dtype | None = None, everywhere: bool = False, on_device: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. With adapters for policies
         only: merged in."""
         assert not self.adapts or self.merging is not None, "exports are merged by bridge.merge_adapter_folder"
-        return (
-            (name, t if dtype is None else t.to(dtype))
-            for name, t in strategy_independent_checkpoint.stream_weights(self, WEIGHT, everywhere)
-        )
+        stream = strategy_independent_checkpoint.stream_weights(self, WEIGHT, everywhere, on_device)
+        return ((name, t if dtype is None else t.to(dtype)) for name, t in stream)
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, gradient) after `accumulate`, of a run without adapters; rank 0 gets tensors."""

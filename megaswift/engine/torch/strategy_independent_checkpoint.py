@@ -93,13 +93,17 @@ def write_tensor_stream_to_folder(
     return problems
 
 
-def stream_weights(engine: TorchEngine, kind: str, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(name in the model's files, whole tensor) on rank 0 or everywhere; others iterate over none. Collective.
+def stream_weights(
+    engine: TorchEngine, kind: str, everywhere: bool = False, on_device: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """(name in the model's files, whole tensor) on rank 0 or everywhere; others iterate over none. In host memory or
+    on the engine's device. Collective.
 
     Weights are all that the files hold, adapters merged in: buffers too, as the router's expert bias of DeepSeek-V3 is
     one.
     """
     bare, has_tensors, merging = unwrap_peft_model(engine.fields.model), everywhere or engine.rank == 0, engine.merging
+    device = engine.context.device if on_device else torch.device("cpu")
     if merging is not None:
         names, full = merging.names, merging.reader(lambda name: engine.strategy.full(name, WEIGHT), has_tensors)
     else:
@@ -109,11 +113,13 @@ def stream_weights(engine: TorchEngine, kind: str, everywhere: bool = False) -> 
         tensors = {name: full(name) for name in group}
         if has_tensors:
             yield from tensors_by_disk_name(
-                bare, {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+                bare, {name: tensor.detach().to(device) for name, tensor in tensors.items()}
             ).items()
     if kind == WEIGHT and has_tensors:
         model_buffers = persistent_buffers(bare) if merging is None else merging.buffers(bare)
-        yield from tensors_by_disk_name(bare, {name: tensor.cpu() for name, tensor in model_buffers.items()}).items()
+        yield from tensors_by_disk_name(
+            bare, {name: tensor.to(device) for name, tensor in model_buffers.items()}
+        ).items()
 
 
 def meta_tensors_by_disk_name(engine: TorchEngine) -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ class CompletionGenerator:
         if self.adapters is not None:
             self.send_adapters(self.adapters)
             return
-        weights = self.engine.hf_weights(everywhere=self.everywhere or self.layout.dp > 1)
+        weights = self.engine.hf_weights(everywhere=self.everywhere or self.layout.dp > 1, on_device=True)
         if self.sampler is not None and self.updates:
             self.sampler.update_weights(weights)
         for _ in weights:  # ranks without a sampler, and what a sampler left over: the stream is collective

@@ -27,7 +27,7 @@ from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors, Wei
 from megaswift.bridge.new_scalar_head import NEW
 from megaswift.bridge.peft_folder import PeftFolder, adapter_half_getter
 from megaswift.config.lora import LoraConfig
-from megaswift.engine.megatron.load_and_gather_rank_weights import LocalParam, RankWeights
+from megaswift.engine.megatron.load_and_gather_rank_weights import TO_RANK0, GatherDestination, LocalParam, RankWeights
 from megaswift.engine.megatron.lora import layer_adapters
 from megaswift.engine.megatron.lora.grouped_expert_adapters import GroupedAdapters, attach_grouped_adapters_to_layer
 from megaswift.engine.megatron.model import SwiftGPT
@@ -208,36 +208,41 @@ class RankAdapters:
             if saved & set(group.entries[0].hf):
                 yield from self.weights.stream_group(group, value)
 
-    def merged(self, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def merged(self, everywhere: bool = False, device: torch.device | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of the model with its adapters, in the engine's dtype: what rollouts sample
         from. Collective.
 
-        Rank 0 gets them, or every rank.
+        Rank 0 gets them, or every rank; on `device`, the ranks' own, or in host memory.
         """
         for group in self.weights.plan.groups:
-            yield from (
-                distributed.broadcast_tensors_from_rank0(self._merged(group)) if everywhere else self._merged(group)
-            )
+            named = self._merged(group, GatherDestination(device=device))
+            yield from distributed.broadcast_tensors_from_rank0(named, device) if everywhere else named
 
-    def _merged(self, group: EntriesOfSameHfTensors) -> Iterator[tuple[str, Tensor]]:
+    def _merged(self, group: EntriesOfSameHfTensors, route: GatherDestination) -> Iterator[tuple[str, Tensor]]:
         adapters_of = {name: self.plan.by_weight[name] for name in group.entries[0].hf if name in self.plan.by_weight}
         halves: dict[str, list[list[Tensor]]] = {}
         for name, adapters in adapters_of.items():
-            gathered = [[self.gather(one, half, lambda p: p.data) for half in one.halves] for one in adapters]
+            gathered = [[self.gather(one, half, lambda p: p.data, route) for half in one.halves] for one in adapters]
             halves[name] = [[t for t in one if t is not None] for one in gathered]  # only rank 0 gets tensors
-        for name, tensor in self.weights.stream_group(group, lambda p: p.data):
+        for name, tensor in self.weights.stream_group(group, lambda p: p.data, route):
             if name in adapters_of:
                 tensor = merge_adapters_into_weight(adapters_of[name], tensor, halves[name]).to(tensor.dtype)
             yield name, tensor
 
-    def gather(self, adapter: ModuleAdapterSpec, half: Half, value: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-        """One half whole, on rank 0; None elsewhere."""
+    def gather(
+        self,
+        adapter: ModuleAdapterSpec,
+        half: Half,
+        value: Callable[[Tensor], Tensor | None],
+        route: GatherDestination = TO_RANK0,
+    ) -> Tensor | None:
+        """One half whole, where `route` leads; None elsewhere."""
         ranks = self.weights.tp_of(adapter.entry)[0]
         shapes = [adapter.local_shape(half, ranks, rank) for rank in range(ranks)]
         holders = self.weights.holders(adapter.entry)
         if not adapter.sharded(half):
             holders = holders[:1]
-        parts = self.weights.collect(holders, shapes, lambda: value(self.by_name[adapter.name(half)].tensor))
+        parts = self.weights.collect(holders, shapes, lambda: value(self.by_name[adapter.name(half)].tensor), route)
         return adapter.join(half, parts) if parts is not None else None
 
 
