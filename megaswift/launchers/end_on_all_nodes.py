@@ -38,6 +38,8 @@ class RunEnd:
     """Of a signal to the command of a node: the node."""
     host: str
     signalled: bool = False
+    """The ranks of all nodes save and end together then; a signal to those that have left their loop would kill
+    them."""
 
     def text(self) -> str:
         """The line on the nodes where it did not occur."""
@@ -126,8 +128,9 @@ def end_run_on_all_nodes(ends: NodesEnd) -> None:
                     ends.publish(RunEnd(cause.code, cause.rank, socket.gethostname()))
                     return result
             if result.state != WorkerState.SUCCEEDED:
-                end = ends.read(GRACE_SECONDS if result.state == WorkerState.FAILED else 0.0)
-                if end is not None:  # after a signal this node's ranks get it too, and save with the others
+                failed = result.state == WorkerState.FAILED
+                end = ends.read(GRACE_SECONDS if failed else 0.0)
+                if end is not None and (failed or not end.signalled):
                     raise EndedElsewhere(end)
             return result
 

@@ -96,7 +96,7 @@ import os, pathlib, signal, sys, time
 rank, folder = os.environ["RANK"], pathlib.Path(__file__).parent
 with (folder / f"started-{rank}").open("a") as file:
     file.write("x")
-signal.signal(signal.SIGTERM, lambda *_: (folder / "stop").touch())
+signal.signal(signal.SIGTERM, lambda *_: ((folder / "stop").touch(), (folder / f"signal-{rank}").touch()))
 while not (folder / "stop").exists():
     time.sleep(0.02)
 time.sleep(float(sys.argv[1]) if rank == "0" else 0)  # it saves
@@ -119,6 +119,7 @@ def test_a_signal_to_one_command_ends_both(node: int, restarts: int, seconds: fl
     assert f"this node ends too: node {node} (" in errors[1 - node] and "received SIGTERM" in errors[1 - node], errors
     assert [(tmp_path / f"started-{r}").read_text() for r in (0, 1)] == ["x", "x"], "nothing was started again"
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
+    assert len(list(tmp_path.glob("signal-*"))) == 1, "the other ranks end by themselves"
 
 
 OUT_OF_MEMORY = """\
