@@ -147,6 +147,7 @@ CLASHING = [
         for more in (
             "--packing",
             "--recompute_granularity full",
+            "--context_parallel_size 2",
             "--freeze_parameters embed",
             "--fp8_format hybrid",
             "--tp_comm_overlap --tp 2",

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from megaswift.config import SwiftConfig
+from megaswift.config import SwiftConfig, load_config
 from megaswift.config.cuda_graph_rules import cuda_graph_model_problems
+from megaswift.errors import ConfigError
 from megaswift.families import family_of
 from tests.families.published import QWEN3_0_6B
 from tests.families.published_deepseek import DEEPSEEK_V3
@@ -30,3 +31,17 @@ def test_models(config: dict[str, Any], present: list[str]) -> None:
     assert [any(name in p.rule for name in present) for p in found] == [True] * len(present)
     assert all(p.fix == "--cuda_graph_impl none" for p in found)
     assert cuda_graph_model_problems(SwiftConfig(task="sft"), transformer) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--cuda_graph_impl transformer_engine", "--cuda_graph_impl transformer_engine: must be one of none | local"),
+        ("--cuda_graph_impl local --cp 2 --packing false", "is not supported with context parallelism"),
+    ],
+)
+def test_other_graphs_are_refused_by_one_message(words: str, message: str) -> None:
+    """By the options alone, before anything is loaded."""
+    with pytest.raises(ConfigError) as caught:
+        load_config("sft", ["--model", "m", "--dataset", "d", "--padding_free", "false", *words.split()])
+    assert message in caught.value.message() and len(caught.value.problems) == 1
