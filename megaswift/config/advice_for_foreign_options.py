@@ -253,9 +253,7 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("advantage_estimator", "reinforce++_baseline"): "--advantage_estimator reinforce_plus_plus",
     ("loss_type", "fipo"): "--loss_type grpo: FIPO is not supported",
     ("loss_type", "real"): "--loss_type grpo: REAL is not supported",
-    ("lr_scheduler_type", "greedy"): (
-        "--lr_scheduler_type linear: the learning rate depends on the step only, not on the loss"
-    ),
+    ("lr_scheduler_type", "greedy"): "--lr_scheduler_type reduce_lr_on_plateau: GreedyLR is not supported",
     ("lr_scheduler_type", "onecycle"): "--lr_scheduler_type cosine with --warmup_ratio 0.3: OneCycle is not supported",
     ("lr_scheduler_type", "lrrangetest"): "--lr_scheduler_type constant: a range test is several runs here",
     **dict.fromkeys(

@@ -105,13 +105,14 @@ class FilledDeepspeedConfig:
 def deepspeed_auto_values(cfg: Sections, world: int | None, dtype: str, hidden_size: int | None) -> DeepspeedAutoValues:
     """What `cfg` says, on `world` processes, in the precision that the run takes."""
     train, o = cfg.train, cfg.optim
+    warmup_init = o.lr_warmup_init if o.lr_warmup_init_ratio is None else o.lr_warmup_init_ratio * o.learning_rate
     return DeepspeedAutoValues(
         train.per_device_train_batch_size,
         accumulation_steps(train, world or 1),
         world,
         o.learning_rate,
-        o.lr_warmup_init if o.warmup_steps or o.warmup_ratio else None,
-        o.min_lr,
+        warmup_init if o.warmup_steps or o.warmup_ratio else None,
+        o.min_lr if o.min_lr_ratio is None else o.min_lr_ratio * o.learning_rate,
         (o.adam_beta1, o.adam_beta2),
         o.adam_epsilon,
         o.weight_decay,

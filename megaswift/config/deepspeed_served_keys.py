@@ -42,7 +42,7 @@ SERVED = (
 INSTEAD = {
     "amp": "bf16",
     "torch_autocast": "bf16",
-    "activation_checkpointing": "--recompute_granularity",
+    "activation_checkpointing": "--recompute_granularity full, and leave the section out",
     "tensorboard": "--report_to tensorboard",
     "wandb": "--report_to wandb",
     "pipeline": "use --engine megatron with --pp",

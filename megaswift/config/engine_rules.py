@@ -250,6 +250,14 @@ _FSDP_MISSING: tuple[tuple[Test, str], ...] = (
         "use --engine fsdp2 instead of --deepspeed",
     ),
 )
+_NATIVE_MISSING: tuple[tuple[Test, str], ...] = (
+    (lambda c: _TORCH(c) and not {*READS[1:]} & c.given, "--engine megatron"),
+    (lambda c: _TORCH(c) and "deepspeed" in c.given, "use --engine megatron without --deepspeed"),
+    (
+        lambda c: _TORCH(c) and "deepspeed" not in c.given and bool({*READS[1:]} & c.given),
+        "use --engine megatron without the options of FSDP",
+    ),
+)
 ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "fsdp_transformer_layer_cls_to_wrap",
@@ -271,11 +279,12 @@ ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
         IgnoredOption(
             name,
             READS,
-            _TORCH,
+            when,
             "applies only to the native engine",
-            "--engine megatron",
+            fix,
             (None, False, 0, (), OPTIONS[name].default),
         )
+        for when, fix in _NATIVE_MISSING
         for name in NATIVE_ONLY
     ),
     *(

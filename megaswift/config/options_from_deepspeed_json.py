@@ -107,7 +107,7 @@ def _options(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _schedule_numbers(schedule: Mapping[str, Any], rate: Any) -> Iterator[tuple[str, str, Any]]:
-    """Warmup, and where the schedule ends; ratios are of the peak, where the file has one."""
+    """Warmup, and where the schedule ends; ratios are of the peak, of the file or else of the run."""
     if _is_number(schedule.get("warmup_num_steps")):
         yield "warmup_num_steps", "warmup_steps", int(schedule["warmup_num_steps"])
     if _is_number(schedule.get("warmup_min_lr")):
@@ -115,6 +115,8 @@ def _schedule_numbers(schedule: Mapping[str, Any], rate: Any) -> Iterator[tuple[
     for key, name in (("warmup_min_ratio", "lr_warmup_init"), ("cos_min_ratio", "min_lr")):
         if _is_number(schedule.get(key)) and _is_number(rate):
             yield key, name, schedule[key] * rate
+        elif _is_number(schedule.get(key)) and schedule[key] > 0:
+            yield key, f"{name}_ratio", schedule[key]
 
 
 def _notices(config: Mapping[str, Any], file: str) -> Iterator[str]:

@@ -332,6 +332,21 @@ def test_deepspeed_s_own_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
+        ("--deepspeed zero2", "use --engine megatron without --deepspeed, or leave it out"),
+        ("--use_fsdp true", "use --engine megatron without the options of FSDP, or leave it out"),
+        ("--engine ddp", "--engine megatron, or leave it out"),
+    ],
+)
+def test_the_way_to_the_native_engine_is_whole(words: str, fix: str) -> None:
+    """What is told to be left out would be refused beside the engine."""
+    with pytest.raises(ConfigError) as error:
+        load_config("sft", ["--model", "m", "--dataset", "d", "--pp", "2", *words.split()], environ={})
+    assert [p.fix for p in error.value.problems] == [fix]
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
         ("--tp 2 --use_liger true", "--engine ddp without --tensor_parallel_size, or leave it out"),
         ("--tp 2 --torch_compile true", "--engine ddp without --tensor_parallel_size, or leave it out"),
         ("--tp 2 --torch_compile true --engine ddp", "--engine megatron without --torch_compile, or leave it out"),

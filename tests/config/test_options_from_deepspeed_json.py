@@ -120,6 +120,18 @@ def test_a_loss_scale(tmp_path: Path) -> None:
         assert load(tmp_path, {**zero, "fp16": {**section, **numbers}}, *words).optim.hysteresis == 2
 
 
+@pytest.mark.parametrize("lr", ["1e-5", "3e-4"])
+def test_ratios_of_the_rate_of_the_run(lr: str, tmp_path: Path) -> None:
+    """A file without a rate."""
+    params = {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.01, "warmup_num_steps": 5}
+    content = {"scheduler": {"type": "WarmupCosineLR", "params": params}, "zero_optimization": {"stage": 2}}
+    cfg = load(tmp_path, content, "--learning_rate", lr)
+    assert (cfg.optim.lr_warmup_init_ratio, cfg.optim.min_lr_ratio) == (0.1, 0.01)
+    assert filled_deepspeed_config(cfg, 1, "float32", 64).problems == ()
+    other = load(tmp_path, content, "--learning_rate", lr, "--min_lr", "1e-9")
+    assert ["min_lr" in p.what for p in filled_deepspeed_config(other, 1, "float32", 64).problems] == [True]
+
+
 def test_ratios_of_a_cosine(tmp_path: Path) -> None:
     params = {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.01, "warmup_num_steps": 5}
     content = {
