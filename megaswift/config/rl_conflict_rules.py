@@ -129,7 +129,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         ("max_completion_length", "max_length"),
         _rl(lambda c: c.rl.max_completion_length >= c.data.max_length),
         "leaves no room for the prompt within max_length {max_length}",
-        "use a larger --max_length",
+        "use a larger --max_length, which counts prompt and completion",
     ),
     ConflictingOptions(
         ("truncation_strategy",),

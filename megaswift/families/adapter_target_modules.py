@@ -215,19 +215,19 @@ OF_MEGATRON = {
 
 
 def modules_to_save_tensor_names(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[str]:
-    """Hugging Face tensors of the modules that `names` (whole names or their ends) mean; a ConfigError for each that
-    means none."""
+    """Hugging Face tensors of the modules that `names` (whole names or their ends, or Megatron-Core's names) mean; a
+    ConfigError for each that means none."""
     chosen: dict[str, None] = {}
     problems = []
     every = [_name(hf, layer, expert) for rule, layer, expert in _expand(family, spec) for hf in rule.hf]
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in every))
     for name in names:
         matching = [m for m in modules if m == name or m.endswith("." + name)]
+        matching = matching or [m for m in modules if m.rsplit(".", 1)[-1] == OF_MEGATRON.get(name)]
         chosen.update({hf: None for hf in every if hf.rpartition(".")[0] in matching})
         if not matching:
             leaves = list(dict.fromkeys(m.rsplit(".", 1)[-1] for m in modules))
-            hf_name = OF_MEGATRON.get(name.rsplit(".", 1)[-1], "")
-            close = f"--modules_to_save {hf_name}" if hf_name in leaves else did_you_mean_hint(name, leaves)
+            close = did_you_mean_hint(name, leaves)
             problems.append(
                 Problem(
                     f"--modules_to_save {name}",

@@ -8,7 +8,7 @@ import pytest
 
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
-from megaswift.families.adapter_target_modules import select_projections
+from megaswift.families.adapter_target_modules import modules_to_save_tensor_names, select_projections
 from tests.families.published import QWEN3_0_6B, QWEN3_30B_A3B
 from tests.families.published_moe import GPT_OSS_20B
 
@@ -71,3 +71,13 @@ def test_names_that_mean_nothing(
     config: dict[str, Any], modules: tuple[str, ...], parameters: tuple[str, ...], told: str
 ) -> None:
     assert told in refused(config, modules, parameters)
+
+
+def test_modules_to_save_by_megatron_s_names() -> None:
+    """As Megatron-SWIFT's examples name them; a tied output layer is refused under both names."""
+    family = family_of(QWEN3_30B_A3B)
+    saved = modules_to_save_tensor_names(family, family.spec(QWEN3_30B_A3B), ["word_embeddings", "output_layer"])
+    assert saved == ["model.embed_tokens.weight", "lm_head.weight"]
+    tied = family_of(QWEN3_0_6B)
+    with pytest.raises(ConfigError, match="--modules_to_save word_embeddings: is tied to the output layer"):
+        modules_to_save_tensor_names(tied, tied.spec(QWEN3_0_6B), ["word_embeddings"])
