@@ -74,8 +74,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "lora_target_modules": "--target_modules",
     "ref_adapters": "merge the adapters: megaswift export --merge_lora true, then --ref_model DIR",
     "reward_adapters": "merge the adapters: megaswift export --merge_lora true, then --reward_model DIR",
-    "vit_lr": _GONE + "all parts use --learning_rate; --freeze_vit true freezes the vision encoder",
-    "aligner_lr": _GONE + "all parts use --learning_rate; --freeze_aligner true freezes the aligner",
     "use_galore": "--optimizer galore_adamw",
     # batches, length, schedule
     "batch_size": "--per_device_train_batch_size",

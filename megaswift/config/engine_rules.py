@@ -87,7 +87,15 @@ FSDP_ONLY = (
     "fsdp_forward_prefetch",
 )
 TORCH_ONLY = ("use_liger", "torch_compile", "neftune_noise_alpha")
-VISION_ONLY = ("freeze_vit", "freeze_aligner", "freeze_llm", "max_pixels")
+VISION_ONLY = (
+    "freeze_vit",
+    "freeze_aligner",
+    "freeze_llm",
+    "vit_lr",
+    "aligner_lr",
+    "max_pixels",
+    "vit_gradient_checkpointing",
+)
 READS = ("engine", "deepspeed", "use_fsdp", "fsdp", "fsdp_config")
 """Options that name an engine, the last four by being given."""
 

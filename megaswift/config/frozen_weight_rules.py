@@ -30,4 +30,18 @@ FROZEN_WEIGHT_IGNORED: tuple[IgnoredOption, ...] = (
         "no weights are frozen",
         "--freeze_parameters . to train these weights only",
     ),
+    IgnoredOption(
+        "vit_lr",
+        ("freeze_vit",),
+        lambda c: c.model.freeze_vit is not False,
+        "the vision encoder is frozen, by default too",
+        "--freeze_vit false",
+    ),
+    IgnoredOption(
+        "aligner_lr",
+        ("freeze_aligner",),
+        lambda c: c.model.freeze_aligner is not False,
+        "the aligner is frozen, by default too",
+        "--freeze_aligner false",
+    ),
 )

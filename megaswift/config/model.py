@@ -189,6 +189,9 @@ class ModelConfig:
         metavar="PATTERN...",
     )
     freeze_vit: bool | None = option(None, "Freeze the vision encoder of a vision-language model", metavar="true")
+    vit_gradient_checkpointing: bool | None = option(
+        None, "Recompute the vision encoder's layers; unset: with recompute_granularity full", metavar="true|false"
+    )
     freeze_aligner: bool | None = option(
         None, "Freeze the aligner between vision encoder and language model", metavar="true"
     )

@@ -127,7 +127,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     "rope_fusion": _FUSED,
     "use_mcore_models": NeutralOption(ON, "Megatron-Core models are used", "leave it out"),
     "gradient_checkpointing_kwargs": NeutralOption(ANY, "recomputation gives the same gradients either way"),
-    "vit_gradient_checkpointing": NeutralOption(EITHER, "--gradient_checkpointing covers vision layers too"),
     "use_cpu_initialization": NeutralOption(EITHER, "every rank loads only its shard of the weights"),
     "perform_initialization": NeutralOption(OFF, "weights are loaded from --model DIR", "--random_init true"),
     "init_method_std": NeutralOption(ANY, "weights are loaded from --model DIR", unless="random_init"),

@@ -154,6 +154,12 @@ class OptimConfig:
         choices=("constant", "linear", "cosine"),
         tasks=NO_CRITIC,
     )
+    vit_lr: float | None = option(
+        None, "Peak learning rate of the vision encoder; unset: learning_rate", above=0, metavar="RATE"
+    )
+    aligner_lr: float | None = option(
+        None, "Peak learning rate of the aligner; unset: learning_rate", above=0, metavar="RATE"
+    )
     adam_beta1: float = option(
         0.9, "Decay rate of Adam's first moment (Lion: interpolation of the update)", minimum=0, below=1
     )

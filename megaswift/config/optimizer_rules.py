@@ -110,6 +110,24 @@ def _is_scaled(name: str) -> Test:
 OPTIMIZER_CLASHES: tuple[ConflictingOptions, ...] = (
     *(
         ConflictingOptions(
+            (name, "optimizer"),
+            lambda c, name=name: c.value(name) is not None and c.optim.optimizer in GALORE,  # type: ignore[misc]
+            "gives parts of the model learning rates of their own, which GaLore does not have",
+            "--optimizer adam",
+        )
+        for name in ("vit_lr", "aligner_lr")
+    ),
+    *(
+        ConflictingOptions(
+            (name, "lorap_lr_ratio"),
+            lambda c, name=name: c.value(name) is not None and c.optim.lorap_lr_ratio is not None,  # type: ignore[misc]
+            "conflicts with lorap_lr_ratio: each sets the learning rates of groups of weights",
+            ONE_OF,
+        )
+        for name in ("vit_lr", "aligner_lr")
+    ),
+    *(
+        ConflictingOptions(
             (name,),
             _is_scaled(name),
             "is not supported: Transformer Engine scales such moments by the largest of each shard, so a resumed run "

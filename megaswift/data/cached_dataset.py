@@ -27,7 +27,7 @@ VERSION = 1
 _OPTIONS = {
     "task": "the task",
     "tokenizer": "--model (its tokenizer)",
-    "processor": "--model (its image processor)",
+    "processor": "--model (its image processor) or --max_pixels",
     "chat_template": "--chat_template",
     "special_tokens": "--model (its special tokens) or --enable_thinking",
     "loss_scale": "--loss_scale",
@@ -49,7 +49,7 @@ def token_dependencies(spec: EncodeSpec) -> dict[str, Any]:
     return {
         "task": spec.task,
         "tokenizer": _hash([spec.tokenizer, spec.eos_id, spec.begin]),
-        "processor": spec.processor.digest if spec.processor else None,
+        "processor": [spec.processor.digest, spec.processor.max_pixels] if spec.processor else None,
         "chat_template": _hash(templates.named) if templates else None,
         "special_tokens": _hash([templates.special_tokens, templates.end_tokens]) if templates else None,
         "loss_scale": json.loads(json.dumps(asdict(spec.loss_scale))),

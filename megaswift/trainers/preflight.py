@@ -303,7 +303,15 @@ def tracker_problems(report_to: Sequence[str]) -> list[Problem]:
     ]
 
 
-FLAGS = ("freeze_vit", "freeze_aligner", "freeze_llm")
+FLAGS = (
+    "freeze_vit",
+    "freeze_aligner",
+    "freeze_llm",
+    "vit_lr",
+    "aligner_lr",
+    "max_pixels",
+    "vit_gradient_checkpointing",
+)
 
 
 def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:

@@ -133,6 +133,8 @@ IDLE = [
     ("--export_hf true --train_type lora", "--export_hf true --train_type lora --merge_lora"),
     ("--freeze_parameters embed --train_type lora", "--freeze_parameters embed"),
     ("--trainable_parameters embed --train_type lora", "--trainable_parameters embed --freeze_parameters ."),
+    ("--vit_lr 1e-6 --engine ddp", "--vit_lr 1e-6 --freeze_vit false --engine ddp"),
+    ("--aligner_lr 1e-6 --engine ddp", "--aligner_lr 1e-6 --freeze_aligner false --engine ddp"),
     ("--trainable_parameters_regex embed", "--trainable_parameters_regex embed --freeze_vit true --engine ddp"),
 ]
 

@@ -90,7 +90,6 @@ ANSWERS = [
     ("-lr 1e-4", "--lr 1e-4"),
     ("--training_task grpo", "megaswift grpo ..."),
     ("--lora_dtype bf16", "leave it out: adapters have the precision of --torch_dtype"),
-    ("--vit_lr 1e-5", "leave it out: all parts use --learning_rate"),
     ("--padded_vocab_size 4096", "leave it out: the model's config.json (--model DIR) sets it"),
     ("--wandb_notes x", "come from its own environment variables"),
     ("--swanlab_webhook_url x", "act on the exit code"),

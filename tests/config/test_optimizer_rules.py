@@ -13,6 +13,10 @@ from tests.config.refusals import assert_idle, problems
 from tests.trainers.inputs import write_model
 
 CLASHING = [
+    "--vit_lr 1e-6 --freeze_vit false --engine ddp --optim galore_adamw",
+    "--aligner_lr 1e-6 --freeze_aligner false --engine ddp --optim galore_adamw",
+    "--vit_lr 1e-6 --freeze_vit false --engine ddp --train_type lora --lorap_lr_ratio 4",
+    "--aligner_lr 1e-6 --freeze_aligner false --engine ddp --train_type lora --lorap_lr_ratio 4",
     "--precision_aware_optimizer --exp_avg_dtype fp16",
     "--precision_aware_optimizer --exp_avg_sq_dtype fp8",
     "--precision_aware_optimizer --main_grads_dtype bf16 --torch_dtype float16",

@@ -184,7 +184,9 @@ NEEDS = (
     }
     | {name: {"engine": "ddp", "freeze_aligner": False} for name in ("freeze_vit", "freeze_llm")}
     | {name: {"engine": "ddp", "optimizer": "muon"} for name in NAMES if name.startswith("muon_")}
-    | {"freeze_aligner": {"engine": "ddp"}}
+    | {"freeze_aligner": {"engine": "ddp"}, "max_pixels": {"engine": "ddp"}}
+    | {"vit_gradient_checkpointing": {"engine": "ddp"}}
+    | {f"{part}_lr": {"engine": "ddp", f"freeze_{part}": False} for part in ("vit", "aligner")}
     | {name: {"loss_type": "clip_cov"} for name in ("clip_cov_ratio", "clip_cov_lb")}
     | {"clip_cov_ub": {"loss_type": "clip_cov", "clip_cov_lb": 0.1}}
     | {name: {"loss_type": "kl_cov"} for name in ("kl_cov_ratio", "kl_cov_coef")}

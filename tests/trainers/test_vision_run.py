@@ -81,6 +81,17 @@ def test_learns_resumes_and_exports(inputs: list[str], tmp_path: Path) -> None:
     assert answer.shape[1] == row["input_ids"].shape[1] + 2
 
 
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_parts_have_their_own_learning_rates(inputs: list[str], tmp_path: Path, engine: str) -> None:
+    """At 1e-30 the encoder stays as it is, and the rest moves; without weight decay."""
+    rates = ["--freeze_vit", "false", "--freeze_aligner", "false", "--vit_lr", "1e-30", "--weight_decay", 0]
+    run(inputs, tmp_path / "out", *STEPS, *rates, "--engine", engine)
+    base, made = (load_file(f / "model.safetensors") for f in (Path(inputs[1]), tmp_path / "out" / "hf"))
+    tower = {n for n in base if ("visual." in n or "vision_tower." in n) and "merger" not in n}
+    moved = {n for n in base if not torch.equal(base[n], made[n])}
+    assert tower and not moved & tower and len(moved) > len(base.keys() - tower) // 2
+
+
 def test_adapters_stay_off_what_is_frozen(inputs: list[str], tmp_path: Path) -> None:
     import peft
     from transformers import AutoModelForImageTextToText

@@ -14,6 +14,7 @@ from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
 from megaswift.engine.torch.loss_scale import DynamicLossScale
+from megaswift.engine.torch.vision_model_parts import ALIGNER, VIT
 
 WEIGHT, GRADIENT = "weight", "gradient"
 
@@ -71,7 +72,11 @@ EMBEDDING_ADAPTER_RATE = 1e-6
 
 def lr_multiplier(name: str, parameter: Tensor, optim: OptimConfig) -> float:
     """What the learning rate is multiplied by: 1, but under LoRA+ (arXiv:2402.12354) for B, vectors and adapters on
-    embeddings, as PEFT's `create_loraplus_optimizer` groups them."""
+    embeddings, as PEFT's `create_loraplus_optimizer` groups them, and for parts of a vision-language model that have a
+    rate of their own."""
+    own = {VIT: optim.vit_lr, ALIGNER: optim.aligner_lr}.get(getattr(parameter, "vision_part", ""))
+    if own is not None:
+        return own / optim.learning_rate
     if optim.lorap_lr_ratio is None:
         return 1.0
     if "lora_embedding_" in name:

@@ -10,10 +10,12 @@ from megaswift.engine.torch.fsdp_bitsandbytes_32bit_optimizer import LocalShardO
 from megaswift.engine.torch.galore import GaloreOptimizer
 from megaswift.engine.torch.muon import MuonOptimizer
 from megaswift.engine.torch.optimizers_and_state_tensors import TorchEngineOptimizer, torch_engine_optimizer_class
+from megaswift.engine.torch.vision_model_parts import note_parts_with_own_learning_rates
 
 
 def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> TorchEngineOptimizer:
     """The optimizer of what trains in `module`."""
+    note_parts_with_own_learning_rates(module, optim)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if optim.optimizer in ON_PARTS and any(isinstance(p, DTensor) for _, p in named):
         return LocalShardOptimizer(named, optim)

@@ -10,7 +10,7 @@ from functools import partial
 from logging import LogRecord, getLogger
 from pathlib import Path
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -167,8 +167,7 @@ def build_model_for_wrapping(
     if cfg.model.use_liger:
         liger_layer_kernels.apply_liger(model)
     freeze_parts(model, cfg.model)
-    if cfg.model.recompute_granularity == "full":
-        cast(Any, model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    vision_model_parts.recompute_layers(model, cfg.model)
     if cfg.model.train_type != "full":
         model = add_peft(model, cfg)
     if cfg.model.torch_compile:

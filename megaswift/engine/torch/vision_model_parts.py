@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from megaswift.config.model import ModelConfig
+from megaswift.config.optim import OptimConfig
 from megaswift.errors import ConfigError, Problem
 
 VIT, ALIGNER, LLM = "vit", "aligner", "llm"
@@ -40,12 +42,14 @@ def trains_encoder_or_aligner(model: Any) -> bool:
 class VisionModelPartNames:
     """Which part of a model each name belongs to."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, wrapped: nn.Module | None = None) -> None:
+        """`wrapped`: what holds the model, if names are those in it."""
+        root = wrapped or model
         self._tower, self._language = (
-            _names(model, model.get_encoder(modality="image")),
-            _names(model, model.get_decoder()),
+            _names(root, model.get_encoder(modality="image")),
+            _names(root, model.get_decoder()),
         )
-        self._language += _names(model, model.get_output_embeddings()) if self._language else []
+        self._language += _names(root, model.get_output_embeddings()) if self._language else []
         if not self._tower or not self._language:
             raise ConfigError(
                 Problem(
@@ -92,6 +96,35 @@ def freeze_vision_model_parts(model: nn.Module, cfg: ModelConfig) -> None:
         for name, parameter in model.named_parameters():
             if parts.of(name) in frozen:
                 parameter.requires_grad_(False)
+
+
+def recompute_layers(model: Any, cfg: ModelConfig) -> None:
+    """Layers that the options name are computed again in the backward pass: all, or with `vit_gradient_checkpointing`
+    those of the vision encoder alone, or all others."""
+    whole, encoder = cfg.recompute_granularity == "full", cfg.vit_gradient_checkpointing
+    if not whole and not encoder:
+        return
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if encoder is None or encoder == whole:
+        return
+    tower = {*model.get_encoder(modality="image").modules()}
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing") and (module in tower) != encoder:
+            module.gradient_checkpointing = False
+
+
+def note_parts_with_own_learning_rates(wrapped: nn.Module, optim: OptimConfig) -> None:
+    """Sets `vision_part` of each parameter where `vit_lr` or `aligner_lr` is given, for its group in the optimizer.
+    ConfigError for a model without a vision encoder."""
+    given = [f"--{name}" for name in ("vit_lr", "aligner_lr") if getattr(optim, name) is not None]
+    if not given:
+        return
+    model = next((m for m in wrapped.modules() if isinstance(m, PreTrainedModel)), None)
+    if model is None or not model_has_tower(model):
+        raise ConfigError(Problem(" and ".join(given), "this model has no vision encoder", "leave it out"))
+    parts = VisionModelPartNames(model, wrapped)
+    for name, parameter in wrapped.named_parameters():
+        parameter.vision_part = parts.of(name)  # type: ignore[attr-defined]
 
 
 def frozen_modules_pattern(model: nn.Module, cfg: ModelConfig) -> str | None:

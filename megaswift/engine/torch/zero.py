@@ -47,6 +47,7 @@ from megaswift.engine.torch.data_parallel_strategy import (
 )
 from megaswift.engine.torch.loss_scale import DynamicLossScale
 from megaswift.engine.torch.meta_init import allocate_storage, is_unallocated
+from megaswift.engine.torch.vision_model_parts import note_parts_with_own_learning_rates
 from megaswift.engine.torch.zero_full_tensor_access import (
     MOMENTS,
     ZeroWholeTensorAccess,
@@ -98,6 +99,7 @@ class ZeroStrategy:
         if self.stage == 3 and (on_drive or any(is_unallocated(p) for p in self._names.values())):
             deepspeed_import_and_config_overrides.partition_meta_parameters(module, settings, device)
         allocate_storage(self._names.values(), device)
+        note_parts_with_own_learning_rates(module, optim)
         optimizer = make_adamw_or_sgd([(n, p) for n, p in self._names.items() if p.requires_grad], optim)
         self.module, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         self._inner, self._zero = optimizer, self.module.optimizer
