@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.parity.pool import shared
@@ -15,13 +17,18 @@ SAVE, LINE = "CheckpointHook", "MetricsJsonlHook"
 Records = dict[tuple[int, int], RankRecord]
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """(world, rank) -> what it did: three steps, lines after the second and third, a checkpoint after the third."""
-    folder = tmp_path_factory.mktemp("recorded")
+def command(folder: Path) -> list[str]:
+    """Three steps, lines after the second and third, a checkpoint after the third."""
     words = [word + "#20000" if word.endswith(".jsonl") else word for word in write_inputs(folder)]
     words += ["--engine", "megatron", "--max_steps", str(STEPS), "--logging_steps", "2", "--save_steps", "3"]
-    words += ["--export_hf", "false", "--dataset_num_proc", "1"]
+    return [*words, "--export_hf", "false", "--dataset_num_proc", "1"]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """(world, rank) -> what it did."""
+    folder = tmp_path_factory.mktemp("recorded")
+    words = command(folder)
     found = {}
     for world in WORLDS:
         scratch = folder / str(world)
@@ -78,6 +85,18 @@ def test_no_rank_reads_its_checkpoint_files_again(records: Records) -> None:
     for record in records.values():
         read = {name for phase, name in record.files_read if phase == SAVE}
         assert not {name for name in read if name.endswith((".distcp", ".safetensors", ".metadata"))}
+
+
+@pytest.mark.process
+def test_files_of_a_background_save_are_hashed_while_they_are_written(tmp_path: Path) -> None:
+    """Rank 0 of 64 writes its tensors and opens none of them to be read, in any phase or thread."""
+    (tmp_path / "scratch").mkdir()
+    own = ["--async_save", "true", "--global_batch_size", "256", "--output_dir", str(tmp_path / "scratch" / "out")]
+    job = RecordedRank(0, 64, [*command(tmp_path), *own], tmp_path / "scratch")
+    (record,) = shared("").run("tests.rank_recorder.run_rank:record_rank", job, 1)
+    written, read = ({name for _, name in files} for files in (record.files_written, record.files_read))
+    assert {"__0_0.distcp", "rng-00000.safetensors"} <= written
+    assert not {name for name in read if name.endswith((".distcp", ".metadata")) or name.startswith("rng-")}
 
 
 @pytest.mark.process
