@@ -21,6 +21,7 @@ LAYERS = {
     "closed_stdout": 0,
     "version": 0,
     "device_copy": 0,
+    "user_code_errors": 0,
     "config": 1,
     "error_exit": 2,
     "parallel": 2,

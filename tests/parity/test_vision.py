@@ -89,3 +89,37 @@ def test_only_what_is_not_frozen_moves(kind: str, engine: str, pool: Pool, made:
     assert got.gradients.keys() == text
     moved = {n for n, p in before.items() if not torch.equal(p, got.weights[n])}
     assert moved == text
+
+
+def part_of(name: str) -> str:
+    """By hand, for the two kinds below."""
+    if "merger" in name or "multi_modal_projector" in name:
+        return "aligner"
+    return "vit" if "visual" in name or "vision_tower" in name else "llm"
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        ("qwen2_vl", "ddp"),
+        ("gemma3", "fsdp2"),
+        *(pytest.param("qwen2_vl", engine, marks=pytest.mark.slow) for engine in ("zero2", "zero3")),
+    ],
+)
+def test_parts_have_learning_rates_of_their_own(kind: str, engine: str, pool: Pool, made: Made) -> None:
+    """One step is torch's AdamW in groups by hand, from the engine's gradients, which are transformers'."""
+    from transformers import AutoModelForImageTextToText
+
+    rates = {"vit": 3e-2, "aligner": 2e-3, "llm": 1e-2}
+    options = {"vit_lr": rates["vit"], "aligner_lr": rates["aligner"], "learning_rate": rates["llm"]}
+    got = run(pool, made, kind, engine, 2, steps=1, weight_decay=0.1, max_grad_norm=0.5, **options, **TRAINS_ALL)
+    model = AutoModelForImageTextToText.from_pretrained(made[kind][0], dtype=torch.float32)
+    groups = []
+    for name, parameter in model.named_parameters():
+        parameter.grad = got.gradients[name]
+        decay = 0.1 if parameter.dim() > 1 and not name.endswith("bias") else 0.0
+        groups.append({"params": [parameter], "lr": rates[part_of(name)], "weight_decay": decay})
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-6).step()
+    differences = tensors("weight", got.weights, dict(model.named_parameters()), 5e-6)
+    assert not any(d.bad for d in differences), table(f"{kind}, {engine}", differences)
