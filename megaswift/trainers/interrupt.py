@@ -2,6 +2,8 @@
 immediately.
 
 Owns the signal handlers while the loop runs; outside it the defaults hold, so start-up can be stopped at any time.
+After an interruption they stay until the ranks end together: a rank's own signal may come after another rank's has
+stopped all.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from megaswift import log
 from megaswift.closed_stdout import discard_closed_output
@@ -35,7 +38,9 @@ class ReceivedSignal:
 
     def __init__(self) -> None:
         self.number = 0
+        self.stopped = False
         self._since = 0.0
+        self._before: dict[signal.Signals, Any] = {}
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """The handler."""
@@ -49,18 +54,37 @@ class ReceivedSignal:
         elif now - self._since > SAME_SIGNAL_SECONDS:
             raise KeyboardInterrupt
 
+    def stop(self, number: int) -> None:
+        """The run stops for this signal, of any rank: this rank's own is the same one, when it comes."""
+        self.stopped = True
+        if not self.number:
+            self.number, self._since = number, time.monotonic()
+
+    def take_over(self) -> None:
+        """Becomes the handler of the signals that are not ignored."""
+        heard = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
+        self._before = {s: signal.signal(s, self) for s in heard}
+
+    def restore(self) -> None:
+        """Gives the signals back; a second call changes nothing."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
 
 @contextmanager
 def listen_for_signals() -> Iterator[ReceivedSignal]:
-    """Takes the signals over inside the context. In a thread other than the main one it does nothing."""
+    """Takes the signals over inside the context, and after `stop` until `restore`. In a thread other than the main one
+    it does nothing."""
     received = ReceivedSignal()
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    heard = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
-    before = {s: signal.signal(s, received) for s in heard}
+    received.take_over()
+    ended = False
     try:
         yield received
+        ended = True
     finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
+        if not (ended and received.stopped):
+            received.restore()

@@ -92,6 +92,8 @@ class Loop:
     """How many ranks had a hook that works in the background when this step began, the same on every rank."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the parts, for the report."""
+    signals: interrupt.ReceivedSignal = field(default_factory=interrupt.ReceivedSignal)
+    """Those of this run; after an interruption they are this object's until `restore`."""
     _inside: bool = False
 
     def run(self) -> None:
@@ -100,10 +102,13 @@ class Loop:
         try:
             self.emit("on_start")
             with interrupt.listen_for_signals() as signal:
+                self.signals = signal
                 while self.step < self.total_steps and not self.stopping and self.mistake is None:
                     self.emit("on_step_begin")
                     taken = self.take(signal)
                     if taken is None:
+                        if self.interrupted:
+                            signal.stop(self.interrupted)
                         break
                     microbatches, counted = taken
                     if not self.prepare_before_counts:

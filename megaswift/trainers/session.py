@@ -125,6 +125,7 @@ class TrainingSession:
         if monitor is not None:  # after an error it goes on answering other ranks
             monitor.close()
         log.LOG_FILE.close()
+        loop.signals.restore()
         if interrupted is not None:
             raise interrupted
         return self.build.outputs.root

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megaswift.trainers import interrupt
+from tests.trainers.planted import BACKWARD, run_with_fault
+
 SCRIPT = """
 import sys, time
 from megaswift import log
@@ -58,3 +61,53 @@ def test_nohup_stays(tmp_path: Path) -> None:
             assert received.number == signal.SIGUSR1
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_the_signal_of_another_rank_is_this_rank_s_too() -> None:
+    """It comes after the loop, where the default would end the process; then the defaults hold again."""
+    before = signal.getsignal(signal.SIGTERM)
+    with interrupt.listen_for_signals() as received:
+        received.stop(signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received.number == signal.SIGTERM
+    received.restore()
+    assert signal.getsignal(signal.SIGTERM) == before
+    with interrupt.listen_for_signals():
+        pass
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+LATE = (
+    BACKWARD
+    + """
+import os, signal, time
+import psutil
+from megaswift.trainers import report
+
+write = report.write_report
+
+def fault(number):
+    if number == 3:
+        others = [p for p in psutil.Process(os.getppid()).children() if p.pid != os.getpid()]
+        others[0].send_signal(signal.SIGTERM)
+        time.sleep(1)
+
+def late(*values):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+    write(*values)
+    open("told", "w").close()
+
+report.write_report = late
+"""
+)
+"""Rank 1 alone gets the signal in step 3; rank 0 gets it when it has left the loop."""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_signal_that_reaches_a_rank_late_does_not_end_it_before_the_others(tmp_path: Path) -> None:
+    done = run_with_fault(tmp_path, 0, LATE, "--engine ddp --nproc_per_node 2")
+    assert done.returncode == 143, done.stderr
+    assert "interrupted after step 3" in done.stderr + done.stdout and (tmp_path / "told").exists(), done.stderr
+    assert "training was stopped" not in done.stderr and "was killed by" not in done.stderr, done.stderr

@@ -74,6 +74,8 @@ def test_a_signal_ends_the_run_after_its_step(number: int) -> None:
     assert loop.interrupted == number and loop.step == 2
     assert book[-3:] == ["a 2", "a end", "a close"]
     assert len(taken) == 2, "a batch was sampled for a step that does not come"
+    assert signal.getsignal(number) is loop.signals, "until the ranks end together"
+    loop.signals.restore()
     assert signal.getsignal(number) is before
 
 
