@@ -195,17 +195,14 @@ class AnswerSearch:
             at, first = found + len(piece), found if first < 0 else first
         stop, end = self._end(text, at)
         turn = text[begin : stop if stop >= 0 else len(text)]
-        for call in message.get("tool_calls") or ():
-            function = call.get("function") or call
-            where = f"messages[{i}].tool_calls ({function.get('name')})"
-            lacking = [leaf for leaf in _leaves(function) if not any(form in turn for form in _forms(leaf))]
-            result.missing += [(CALL_MISSING, f"{where}: {lacking[0]}")] if lacking else []
-            named = text.find(str(function.get("name")), begin)
-            first = named if first < 0 else min(first, named) if named >= 0 else first
+        calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
+        result.missing += [(CALL_MISSING, f"messages[{i}].tool_calls {part}") for part in _missing_calls(turn, calls)]
+        names = [begin + named for call in calls if (named := turn.find(str(call.get("name")))) >= 0]
+        first = min([first, *names] if first >= 0 else names, default=-1)
         if stop < 0:
             result.missing.append((NO_END, f"messages[{i}]"))
-            stop = end = self._first_special(text, at)[0] if message.get("tool_calls") else at
-        last = at if pieces and not message.get("tool_calls") else stop
+            stop = end = self._first_special(text, at)[0] if calls else at
+        last = at if pieces and not calls else stop
         end_of_all = stop + len(self._closing)
         behind = max(end, end_of_all) if self._closing and text.startswith(self._closing, stop) else end
         own = max(begin, min(own, first - _leading_space(message))) if pieces else own
@@ -286,6 +283,14 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(inner)
     else:
         yield value
+
+
+def _missing_calls(turn: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Each call that is not in its turn, with the first name or value of it that is missing."""
+    for call in calls:
+        lacking = [leaf for leaf in _leaves(call) if not any(form in turn for form in _forms(leaf))]
+        if lacking:
+            yield f"({call.get('name')}): {lacking[0]}"
 
 
 def _missing_tools(text: str, tools: Any) -> Iterator[str]:
