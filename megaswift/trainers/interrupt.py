@@ -46,11 +46,7 @@ class ReceivedSignal:
         """The handler."""
         now = time.monotonic()
         if not self.number:
-            self.number, self._since = number, now
-            discard_closed_output()
-            log.info(
-                f"{signal.Signals(number).name} received: finishing this step and saving; send it again to stop at once"
-            )
+            self._take(number)
         elif now - self._since > SAME_SIGNAL_SECONDS:
             raise KeyboardInterrupt
 
@@ -58,7 +54,13 @@ class ReceivedSignal:
         """The run stops for this signal, of any rank: this rank's own is the same one, when it comes."""
         self.stopped = True
         if not self.number:
-            self.number, self._since = number, time.monotonic()
+            self._take(number)
+
+    def _take(self, number: int) -> None:
+        self.number, self._since = number, time.monotonic()
+        discard_closed_output()
+        name = signal.Signals(number).name
+        log.info(f"{name} received: finishing this step and saving; send it again to stop at once")
 
     def take_over(self) -> None:
         """Becomes the handler of the signals that are not ignored."""
