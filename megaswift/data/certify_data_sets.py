@@ -19,8 +19,9 @@ from megaswift.config.data import PREFERENCES, RL
 from megaswift.data import row_readers
 from megaswift.data.certify_loss_mask import FAULTS, NOTES, Findings, LossMaskCertifier, certify_first_rows
 from megaswift.data.coordinate_token_cache_build import data_cache_folder
+from megaswift.data.copy_remote_datasets import with_local_copy
 from megaswift.data.encode_rows import EncodeSpec, encode_spec
-from megaswift.data.resolve_dataset_files import DatasetFiles, FilePart, split_into_parts
+from megaswift.data.resolve_dataset_files import DatasetFiles, FilePart, cached_dataset_folder, split_into_parts
 from megaswift.data.tokenization import resolve_or_download_dataset_files
 from megaswift.log import count_text
 
@@ -49,21 +50,25 @@ def certify_sources(
     return findings
 
 
-def certify_run_data(data: Any, reader: Any, task: str, rows: int | None = None) -> Findings:
-    """Findings of a run's data sets (`--dataset`, `--val_dataset`), or of the first `rows` of each, with progress."""
+def certify_run_data(data: Any, reader: Any, task: str, rows: int | None = None) -> tuple[Findings, list[str]]:
+    """(findings of a run's data sets (`--dataset`, `--val_dataset`), or of the first `rows` of each, with progress;
+    the cached data sets, which hold tokens and no rows)."""
     spec, root = encode_spec(data, reader, task), data_cache_folder(data.dataset_cache_dir)
+    named = [("--dataset", name) for name in data.dataset] + [("--val_dataset", name) for name in data.val_dataset]
+    cached = [name for flag, name in named if cached_dataset_folder(with_local_copy(name, root, flag))]
     sources = [
         replace(resolve_or_download_dataset_files(name, root, flag), sample_by=data.sample_by, rows=None)
-        for flag, names in (("--dataset", data.dataset), ("--val_dataset", data.val_dataset))
-        for name in names
+        for flag, name in named
+        if name not in cached
     ]
     if rows is None:
         total = sum(row_readers.count_rows(file, source.kind(file)) for source in sources for file in source.files)
-        return certify_sources(sources, spec, data.dataset_num_proc, RowProgress(total, "checking loss masks"))
+        progress = RowProgress(total, "checking loss masks")
+        return certify_sources(sources, spec, data.dataset_num_proc, progress), cached
     findings = Findings()
     for source in sources:
         findings.merge(certify_first_rows(split_into_parts(source, 1), spec, rows))
-    return findings
+    return findings, cached
 
 
 def _results(work: Callable[[FilePart], Findings], parts: Sequence[FilePart], count: int) -> Iterator[Findings]:

@@ -63,6 +63,8 @@ COUNTED_AS = {UNUSED_TOOLS: search.TOOL_MISSING, UNUSED_SYSTEM: search.SYSTEM_MI
 """What is also counted of each row when it is tokenized."""
 FIRST_ROWS = 128
 """Rows of each data set that training looks at."""
+FIRST_IMAGE_ROWS = 16
+"""The same where each row brings images, which have to be opened."""
 SHOWN = 3
 """Rows that are named of each kind."""
 

@@ -160,12 +160,12 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     _check(cfg, words)
     for notice in cfg.notices:
         info(notice)
-    from megaswift.data.resolve_dataset_files import resolve_dataset_files
+    from megaswift.data.resolve_dataset_files import cached_dataset_folder, resolve_dataset_files
 
     first, count = _number(own, "first"), _number(own, "samples")
     certified_rows = None if own["certify"] == "all" else 0 if own["certify"] == "none" else _number(own, "certify")
     blend = parse_indexed_blend(cfg.data.dataset)
-    for name in () if blend else cfg.data.dataset:
+    for name in () if blend else (n for n in cfg.data.dataset if not cached_dataset_folder(n)):
         resolve_dataset_files(name, lambda *_: ())  # of paths; a hub is asked later
     reader, title = reader_for(cfg), f"megaswift data show: {', '.join(cfg.data.dataset)}"
     if blend is not None:
@@ -181,9 +181,10 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
         return _print_and_write(own["html"], title, [], blocks)
     from megaswift.data.certify_data_sets import certificate_lines, certify_run_data
 
-    findings = certify_run_data(cfg.data, reader, cfg.task, certified_rows)
+    findings, cached = certify_run_data(cfg.data, reader, cfg.task, certified_rows)
     scale = parse_loss_scale(cfg.data.loss_scale)
-    lines = ["", *certificate_lines(findings, cfg.task, scale.turns, bool(scale.tables))]
+    lines = ["", *certificate_lines(findings, cfg.task, scale.turns, bool(scale.tables))] if findings.rows else []
+    lines += [f"loss mask not checked: {name} is a cached data set, which holds tokens and no rows" for name in cached]
     _print_and_write(own["html"], title, lines, blocks)
     return 1 if findings.faults else 0
 

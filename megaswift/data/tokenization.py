@@ -24,7 +24,13 @@ from megaswift import log
 from megaswift.config.data import RL
 from megaswift.data import columns, download_hub_datasets
 from megaswift.data.cached_dataset import read_cached_dataset
-from megaswift.data.certify_loss_mask import COUNTED_AS, FAULTS, certify_first_rows
+from megaswift.data.certify_loss_mask import (
+    COUNTED_AS,
+    FAULTS,
+    FIRST_IMAGE_ROWS,
+    FIRST_ROWS,
+    certify_first_rows,
+)
 from megaswift.data.coordinate_token_cache_build import (
     build_once,
     content_hash_of_input_files,
@@ -259,7 +265,7 @@ def _build(scratch: Path, target: Path, source: DatasetFiles, how: tuple[EncodeS
         name: dict(sum((Counter(getattr(r, name)) for r in reports), Counter())) for name in ("causes", "notes")
     }
     if spec.templates is not None and not all(r.bad for r in reports):
-        found = certify_first_rows(parts, spec)
+        found = certify_first_rows(parts, spec, FIRST_ROWS if spec.processor is None else FIRST_IMAGE_ROWS)
         facts["mask_faults"] = {
             kind: [count, found.rows, *found.examples[kind]] for kind, count in found.faults.items()
         }

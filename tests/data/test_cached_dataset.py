@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaswift.cli import main
 from megaswift.config import SwiftConfig, load_config
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
@@ -126,6 +127,7 @@ def refused(tmp_path: Path, task: str, folder: str, *words: str) -> str:
         ("sft", ["--model", "other"], "another value of --model (its tokenizer) than this run has"),
         ("sft", ["--chat_template", "{% for m in messages %}{{ m.content }}</s>{% endfor %}"], "of --chat_template"),
         ("sft", ["--loss_scale", "last_round"], "of --loss_scale"),
+        ("sft", ["--add_non_thinking_prefix", "false"], "of --add_non_thinking_prefix"),
         ("sft", ["--system", "Be brief."], "--system: None, but 'Be brief.' in this run"),
         ("sft", ["--model_name", "A"], "--model_name: [], but ['A'] in this run"),
         ("sft", ["--columns", "a=query"], "--columns: {}, but {'a': 'query'} in this run"),
@@ -203,3 +205,17 @@ def test_ms_swift_s_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert some.rows == 32 and evaluation is not None and len(evaluation.data) == 23
     assert words_of_cached_dataset(["--to-cached-dataset=false", "--model", "m"]) is None
     assert words_of_cached_dataset(["--to-cached-dataset", "--model=m"]) == ["--model", "m"]
+
+
+def test_a_certificate_needs_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`data show` says of a cached data set that its masks are not checked, and checks the others."""
+    monkeypatch.setenv("MEGASWIFT_CACHE", str(tmp_path / "cache"))
+    tokenizer("qwen", "qwen3").save_pretrained(tmp_path / "m")
+    rows = jsonl(tmp_path / "d.jsonl", [chat("a", "b")] * 3)
+    model = ["--model", str(tmp_path / "m")]
+    assert main(["data", "cache", rows, *model, "--output_dir", str(tmp_path / "kept")]) == 0
+    assert main(["data", "show", str(tmp_path / "kept" / "train"), rows, *model, "--samples", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "loss mask certified: 3 rows" in out and f"{tmp_path}/kept/train is a cached data set" in out
