@@ -119,8 +119,8 @@ def test_a_data_format(recipe: Callable[[str], str], tmp_path: Path) -> None:
     assert tokens(tmp_path, data, *words) == tokens(tmp_path, plain, *words)
     Path(file).write_text(Path(file).read_text().replace("[{row['product']}] ", ""))
     assert tokens(tmp_path, data, *words) != tokens(tmp_path, plain, *words)
-    Path(file).write_text(Path(file).read_text().replace('row["solution"]', 'row["solutoin"]'))
-    with pytest.raises(DataError, match=r"tickets.jsonl:1 and (.|\n)*ticket failed(.|\n)*KeyError: 'solutoin'"):
+    Path(file).write_text(Path(file).read_text().replace('row["solution"]', 'row["solutoins"]'))
+    with pytest.raises(DataError, match=r"tickets.jsonl:1 and (.|\n)*ticket failed(.|\n)*KeyError: 'solutoins'"):
         tokens(tmp_path, data, *words)
 
 

@@ -1,7 +1,7 @@
 """Files to stores: every kind of file, sampling, errors with file and line, the cache and who builds it.
 
 Covers: megaswift/data/coordinate_token_cache_build.py, megaswift/data/columns.py,
-megaswift/data/gather_and_truncate_dataset_documents.py, megaswift/data/download_hf_datasets_as_parquet.py."""
+megaswift/data/gather_and_truncate_dataset_documents.py, megaswift/data/download_hub_datasets.py."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -63,7 +64,14 @@ def test_the_model_learns() -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM])
+def number(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A signal that is not ignored: background jobs of a shell inherit an ignored SIGINT."""
+    inherited = signal.signal(request.param, signal.default_int_handler)
+    yield request.param
+    signal.signal(request.param, inherited)
+
+
 def test_a_signal_ends_the_run_after_its_step(number: int) -> None:
     book: list[str] = []
     before = signal.getsignal(number)

@@ -153,6 +153,8 @@ def keep_gradients_in_memory(zero: Any) -> None:
 def give_gradients(zero: Any) -> None:
     """After the last backward pass of a step: the groups in files get the gradients that are in host memory."""
     start, in_files = 0, shards_in_files(zero)
+    if not in_files:
+        return
     for group, size in enumerate(zero.fp16_partitioned_groups_flat_numel):
         if group in in_files:
             gradient = zero.grad_partitions_flat_buffer.narrow(0, start, size)
