@@ -61,7 +61,7 @@ NOTES = {
 """What is said of rows that are certified."""
 COUNTED_AS = {UNUSED_TOOLS: search.TOOL_MISSING, UNUSED_SYSTEM: search.SYSTEM_MISSING}
 """What is also counted of each row when it is tokenized."""
-FIRST_ROWS = 128
+FIRST_ROWS = 64
 """Rows of each data set that training looks at."""
 FIRST_IMAGE_ROWS = 16
 """The same where each row brings images, which have to be opened."""

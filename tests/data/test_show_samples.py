@@ -216,7 +216,7 @@ def test_the_certificate_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixt
     assert show_samples.main(trained, tokenizer_or_processor_for) == 1
     printed = capsys.readouterr()
     assert "NOT certified (300 rows)" in printed.out and f"{data}:1: token" in printed.out
-    assert "in 128 of the first 128 rows tokens outside of the assistant's turns carry loss" in printed.err
+    assert "in 64 of the first 64 rows tokens outside of the assistant's turns carry loss" in printed.err
     assert show_samples.main([*trained, "--certify", "none"], tokenizer_or_processor_for) == 0
     assert show_samples.main([*trained, "--certify=10"], tokenizer_or_processor_for) == 1
     assert "NOT certified (10 rows)" in capsys.readouterr().out
