@@ -18,7 +18,7 @@ from megaswift.config.cuda_graph_rules import cuda_graph_model_problems
 from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import capabilities_of, filled_deepspeed_config, requested_engine
+from megaswift.config.engine_rules import VISION_ONLY, capabilities_of, filled_deepspeed_config, requested_engine
 from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_batch_problems
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_problems
 from megaswift.config.parse_option_values import option_value_text
@@ -303,17 +303,6 @@ def tracker_problems(report_to: Sequence[str]) -> list[Problem]:
     ]
 
 
-FLAGS = (
-    "freeze_vit",
-    "freeze_aligner",
-    "freeze_llm",
-    "vit_lr",
-    "aligner_lr",
-    "max_pixels",
-    "vit_gradient_checkpointing",
-)
-
-
 def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     """Options that do not fit the model; what reading images needs."""
     model = f"--model {cfg.model.model}"
@@ -324,7 +313,7 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
                 "applies only to vision-language models; this model accepts only text",
                 "leave it out",
             )
-            for name in FLAGS
+            for name in VISION_ONLY
             if cfg.value(name) is not None
         ]
     if cfg.task != "sft":
