@@ -215,13 +215,9 @@ class LossMaskCertifier:
         assert self._chat is not None
         tools = document.sample.tools
         if bool(tools) not in self._searches:
-            templates, chat = self._chat.templates, self._chat
-
-            def render(messages: Sequence[Mapping[str, Any]], some: Any, prompt: bool) -> str | None:
-                return chat.text_or_none(messages, some, prompt)
-
+            templates = self._chat.templates
             eos = str(templates.special_tokens.get("eos_token") or "")
-            self._searches[bool(tools)] = AnswerSearch(render, templates.end_tokens, eos)
+            self._searches[bool(tools)] = AnswerSearch(self._chat.text_or_none, templates.end_tokens, eos)
         return self._searches[bool(tools)].search(document.text, document.sample.messages, tools)
 
     def _prompt_at_inference(self, document: _Document, places: Sequence[AnswerPlace]) -> list[tuple[str, str]]:
