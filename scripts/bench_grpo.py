@@ -53,15 +53,6 @@ class Sampling(Turn):
     """Seconds by part, of each step; training is left out."""
     lengths: list[float] = field(default_factory=list)
     """Mean length of each step's completions."""
-    processor: list[float] = field(default_factory=list)
-    """Seconds of processor time of each step, which other programs on the machine change less."""
-
-    def step(self) -> float:
-        """Seconds of one step."""
-        before = time.process_time()
-        seconds = super().step()
-        self.processor.append(time.process_time() - before)
-        return seconds
 
 
 def prompts(args: argparse.Namespace) -> list[dict[str, str]]:
