@@ -198,14 +198,15 @@ def build_train_and_eval_sources(
         stream.watched = vocab_check.tokenizer_exceeds_embedding(words, geometry.vocabulary)
         source: BatchSource = stream
     else:
+        processor = tokenizer if isinstance(tokenizer, Processor) else None
         if task in PREFERENCES:
             some, others = load_preference_splits(data, train, tokenizer, task)
+            packs = data.packing is not False and processor is None
             rows: list[IndexedRows] = [
-                PreferenceDataset(u, data.packing is not False, prompt_labels) for u in (some, others) if u is not None
+                PreferenceDataset(u, packs, prompt_labels, processor) for u in (some, others) if u is not None
             ]
         else:
             docs, apart_docs = load_document_splits(data, train, tokenizer, task)
-            processor = tokenizer if isinstance(tokenizer, Processor) else None
             rows = [
                 make_document_rows(d, data.packing, data.max_length, shape, processor)
                 for d in (docs, apart_docs)

@@ -163,10 +163,7 @@ class LossMaskCertifier:
                 yield one
                 continue
             (ids, mask), (sample, text) = next(tokens), one
-            images = (
-                len(json.loads(text.beside)["files"]) if isinstance(text, TokenizedVisionRow) and text.beside else 0
-            )
-            yield [_Document(sample, text.text, ids, mask != 0, len(sample.prompt or ""), images)]
+            yield [_Document(sample, text.text, ids, mask != 0, len(sample.prompt or ""), _images_of(text))]
 
     def _rendered(
         self, encoder: RowEncoder, path: str, row: Any
@@ -223,6 +220,8 @@ class LossMaskCertifier:
     def _prompt_at_inference(self, document: _Document, places: Sequence[AnswerPlace]) -> list[tuple[str, str]]:
         """Whether what stands before the last answer is what a prompt without it is."""
         messages = document.sample.messages
+        if document.images:  # the document's text has the images' tokens, a rendered prompt has their placeholders
+            return []
         if not places or places[-1].message != len(messages) - 1:
             return []
         assert self._chat is not None
@@ -241,9 +240,23 @@ def certify_first_rows(parts: Sequence[FilePart], spec: EncodeSpec, rows: int = 
 def _preference_documents(unit: EncodedPreference) -> list[_Document]:
     assert unit.unit is not None
     return [
-        _Document(sample, rendered.text, ids, mask != 0, rendered.spans[0][0] if sample.text is not None else 0)
+        _Document(
+            sample,
+            rendered.text,
+            ids,
+            mask != 0,
+            rendered.spans[0][0] if sample.text is not None else 0,
+            _images_of(rendered),
+        )
         for sample, rendered, (ids, mask) in zip(unit.unit.samples, unit.rendered, unit.sides, strict=True)
     ]
+
+
+def _images_of(rendered: RenderedConversation) -> int:
+    """Images of a rendered conversation."""
+    if not isinstance(rendered, TokenizedVisionRow) or not rendered.beside:
+        return 0
+    return len(json.loads(rendered.beside)["files"])
 
 
 def _tokens_of(encoding: Encoding, begin: int, end: int) -> tuple[int, int]:

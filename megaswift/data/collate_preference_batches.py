@@ -24,6 +24,8 @@ from megaswift.data.encode_preferences import first_labeled_token
 from megaswift.data.gather_and_truncate_dataset_documents import Documents
 from megaswift.data.gather_and_truncate_preferences import PreferenceDocuments
 from megaswift.data.loader import collate_step_microbatches
+from megaswift.data.vision_batches import VisionCollator
+from megaswift.data.vision_processor import Processor
 from megaswift.losses.contract import Batch
 
 
@@ -62,11 +64,17 @@ class PreferenceCollator:
     prompt_labels: bool = False
     """Prompts carry labels too (ORPO's likelihood); `fields["completion"]` float32 [b, s] then holds the loss weights
     of the completion."""
+    towers: VisionCollator | None = None
+    """Of a vision-language model: brings the images of units that are not packed."""
 
     def batches(self, rows: Sequence[PreferenceMicrobatch], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""
         documents = [self._documents(micro) for micro in rows]
-        laid = collate_preferences(documents, self.packing, shape, uniform)
+        if self.towers is not None:
+            assert not self.packing and not self.prompt_labels
+            laid = [self.towers.batch(micro, shape) for micro in documents]
+        else:
+            laid = collate_preferences(documents, self.packing, shape, uniform)
         fields = [self._fields(micro) for micro in rows]
         if self.prompt_labels:
             fields = [{**f, "completion": batch.loss_weights} for f, batch in zip(fields, laid, strict=True)]
@@ -99,6 +107,8 @@ class PreferenceDataset:
     units: PreferenceDocuments
     packing: bool
     prompt_labels: bool = False
+    processor: Processor | None = None
+    """Of a vision-language model."""
 
     @property
     def docs(self) -> Documents:
@@ -111,9 +121,9 @@ class PreferenceDataset:
     @cached_property
     def layout(self) -> PreferenceCollator:
         """How they become batches."""
-        return PreferenceCollator(
-            self.units.width, self.packing, not np.isnan(self.units.values).any(), self.prompt_labels
-        )
+        towers = None if self.processor is None else VisionCollator(self.docs.stores, self.processor)
+        margins = not np.isnan(self.units.values).any()
+        return PreferenceCollator(self.units.width, self.packing, margins, self.prompt_labels, towers)
 
     def read(self, row: int) -> PreferenceUnit:
         """The documents of a unit and its margin or label."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megaswift.config.data import PREFERENCES, RL
-from megaswift.data.attach_and_open_row_images import reject_images
+from megaswift.data.attach_and_open_row_images import has_images, reject_images
 from megaswift.data.encode_prompts import PromptEncoder
 from megaswift.data.encode_rows import BATCH, SHOWN, EncodedRows, EncodeSpec, RowEncoder, malformed_row_problem
 from megaswift.data.encode_vision_row_tokens import VisionRowTokenEncoder
@@ -30,7 +30,7 @@ from megaswift.data.preference_rows import (
 from megaswift.data.render_chat_with_loss_spans import RenderedConversation
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.row_readers import LocatedRow
-from megaswift.data.untokenized_sample import RowError, with_default_system_message
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample, with_default_system_message
 from megaswift.errors import Problem
 
 Side = tuple[np.ndarray, np.ndarray]
@@ -77,7 +77,7 @@ class PreferenceEncoder:
 
     def __init__(self, spec: EncodeSpec) -> None:
         self.spec = spec
-        self._texts = RowEncoder(spec)
+        self._texts = RowEncoder(spec) if spec.processor is None else VisionRowTokenEncoder(spec)
         self._end = self._texts.token_text(spec.eos_id)
         self.tokenizer = self._texts.tokenizer
 
@@ -87,7 +87,7 @@ class PreferenceEncoder:
         unit = recognize_format(row, self.spec.task).parse(row)
         assert isinstance(unit, PreferenceExample)
         for sample in unit.samples:
-            reject_images(row, sample)
+            self._check_images(row, sample)
         if self.spec.system and not unit.samples[0].messages:
             raise RowError(
                 "prompt",
@@ -96,8 +96,23 @@ class PreferenceEncoder:
             )
         return replace(unit, samples=tuple(with_default_system_message(s, self.spec.system) for s in unit.samples))
 
-    def _rendered(self, unit: PreferenceExample) -> list[RenderedConversation]:
-        """The text and the loss spans of each document."""
+    def _check_images(self, row: dict[str, Any], sample: UntokenizedSample) -> None:
+        """RowError for images that the model, or a sample of its kind, cannot have."""
+        if row.get("rejected_images"):
+            fault = "other images for the rejected completion, which are not supported"
+            raise RowError("rejected_images", fault, "a row whose completions are about the same images")
+        if self.spec.processor is None:
+            reject_images(row, sample)
+        elif sample.text is not None and has_images(row, sample):
+            fault = "plain text, which is trained without a chat template, so its images have no place"
+            raise RowError("prompt", fault, "messages in `prompt`, `chosen` and `rejected`")
+
+    def _rendered(self, path: str, row: Any, unit: PreferenceExample) -> list[RenderedConversation]:
+        """The text and the loss spans of each document; of a model that reads images, tokens too."""
+        texts = self._texts
+        if isinstance(texts, VisionRowTokenEncoder) and unit.samples[0].text is None:
+            named = texts.named(row)
+            return [texts.with_images(path, named, sample) for sample in unit.samples]
         documents = []
         for sample in unit.samples:
             if sample.text is None:
@@ -151,10 +166,10 @@ class PreferenceEncoder:
         rows = iter(rows)
         while group := list(islice(rows, BATCH)):
             results: list[tuple[PreferenceExample, list[RenderedConversation]] | RowError] = []
-            for _, located in group:
+            for path, located in group:
                 try:
                     unit = self.unit(located.row)
-                    results.append((unit, self._rendered(unit)))
+                    results.append((unit, self._rendered(path, located.row, unit)))
                 except RowError as e:
                     results.append(e)
             tokens = self._texts.tokenize([r for one in results if not isinstance(one, RowError) for r in one[1]])
@@ -181,6 +196,7 @@ class PreferenceEncoder:
         problems: list[Problem] = []
         causes: Counter[str] = Counter()
         notes: Counter[str] = Counter()
+        beside: list[str] = []
         bad = 0
         rows, placed = tee(rows)
         for (path, located), result in zip(placed, self.read(rows), strict=True):
@@ -188,6 +204,7 @@ class PreferenceEncoder:
                 documents += result.sides
                 lines += [located.line] * len(result.sides)
                 values.append(result.value)
+                beside += [getattr(r, "beside", "") for r in result.rendered] if self._texts.keeps else []
                 notes.update(result.notes)
                 continue
             bad += 1
@@ -207,6 +224,7 @@ class PreferenceEncoder:
             bad,
             np.array(values, dtype=np.float32),
             dict(causes),
+            beside=beside,
             notes=dict(notes),
         )
 

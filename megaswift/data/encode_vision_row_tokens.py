@@ -9,7 +9,7 @@ trained on (`vision_batches.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from megaswift.data.attach_and_open_row_images import RowImageFolders, attach_images, open_image
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, reject_lone_surrogates
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, RenderedConversation
+from megaswift.data.untokenized_sample import UntokenizedSample
 from megaswift.data.vision_processor import ImageExpandedConversation, Processor
 from megaswift.errors import DataError, Problem
 
@@ -46,9 +47,13 @@ class VisionRowTokenEncoder(RowEncoder):
 
     def located(self, path: str, row: Any) -> RenderedConversation:
         """The row with its tokens; RowError for images that are missing or broken."""
-        sample, files = attach_images(
-            self.named(row), self.sample(row), RowImageFolders(Path(path).parent, Path(self.spec.image_folder))
-        )
+        return self.with_images(path, self.named(row), self.sample(row))
+
+    def with_images(self, path: str, row: Mapping[str, Any], sample: UntokenizedSample) -> TokenizedVisionRow:
+        """A sample of `row` (column names are the run's) of the file `path`, with its tokens; RowError for images that
+        are missing or broken."""
+        home = RowImageFolders(Path(path).parent, Path(self.spec.image_folder))
+        sample, files = attach_images(row, sample, home)
         assert self._chat is not None
         plain = self._chat.render(sample)
         reject_lone_surrogates(plain.text)

@@ -163,13 +163,18 @@ def _without_torn(docs: Documents, max_length: int, strategy: str) -> Documents:
     """Without documents that would lose an image: cut before the end of the last one, or on the left."""
     if strategy not in ("left", "right"):
         return docs
-    edge = max_length if strategy == "right" else 0
-    torn = (docs.length > max_length) & (docs.image_end > edge)
+    torn = truncation_cuts_image(docs, max_length, strategy)
     return (
         replace(docs, counted=docs.counted | {"deleted": int(torn.sum())}).take(np.flatnonzero(~torn))
         if torn.any()
         else docs
     )
+
+
+def truncation_cuts_image(docs: Documents, max_length: int, strategy: str) -> np.ndarray:
+    """bool [n]: documents that `left` or `right` would cut before the end of their last image."""
+    torn: np.ndarray = (docs.length > max_length) & (docs.image_end > (max_length if strategy == "right" else 0))
+    return torn
 
 
 def cut_tokens(docs: Documents, which: np.ndarray, size: int, strategy: str) -> Documents:

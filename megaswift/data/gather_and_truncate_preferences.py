@@ -20,6 +20,7 @@ from megaswift.data.gather_and_truncate_dataset_documents import (
     gather_documents,
     held_out_mask,
     too_long_documents_error,
+    truncation_cuts_image,
 )
 from megaswift.data.preference_rows import IDENTICAL
 from megaswift.data.resolve_dataset_files import DatasetFiles
@@ -86,8 +87,10 @@ def apply_truncation_to_preferences(units: PreferenceDocuments, max_length: int,
     out; counted.
 
     `delete`: a unit goes when one of its documents is too long. `right` cuts completions, `left` prompts, each document
-    by itself.
+    by itself; a unit that would lose a part of an image goes.
     """
+    if strategy in ("left", "right"):
+        units = _without_cut_images(units, max_length, strategy)
     docs = units.docs
     long = np.flatnonzero(docs.length > max_length)
     if len(long) and strategy == "raise":
@@ -104,18 +107,28 @@ def apply_truncation_to_preferences(units: PreferenceDocuments, max_length: int,
         counted["truncated"] += len(why)
         counted.update(cause for cause in why.values() if cause)
     if not usable.any():
-        longest = int(docs.length.max(initial=0))
-        raise DataError(
-            Problem(
-                f"--max_length {max_length}",
-                f"none of {len(units)} {'pairs' if units.width == 2 else 'rows'} remains: the "
-                f"longest completion with its prompt has {longest} tokens",
-                f"--max_length {longest}",
-            )
-        )
+        raise _none_remains(units, max_length)
     out = out.take(np.flatnonzero(usable))
     kept = {k: v for k, v in counted.items() if v}
     return replace(out, docs=replace(out.docs, counted=kept, beyond=docs.length[long] - max_length))
+
+
+def _none_remains(units: PreferenceDocuments, max_length: int) -> DataError:
+    longest = int(units.docs.length.max(initial=0))
+    kind = "pairs" if units.width == 2 else "rows"
+    rule = f"none of {len(units)} {kind} remains: the longest completion with its prompt has {longest} tokens"
+    return DataError(Problem(f"--max_length {max_length}", rule, f"--max_length {longest}"))
+
+
+def _without_cut_images(units: PreferenceDocuments, max_length: int, strategy: str) -> PreferenceDocuments:
+    """Without the units of which a document would be cut before the end of its last image; counted as deleted."""
+    torn = truncation_cuts_image(units.docs, max_length, strategy).reshape(-1, units.width).any(axis=1)
+    if torn.all():
+        raise _none_remains(units, max_length)
+    if not torn.any():
+        return units
+    kept = units.take(np.flatnonzero(~torn))
+    return replace(kept, docs=replace(kept.docs, counted=units.docs.counted | {"deleted": int(torn.sum())}))
 
 
 def _useless(units: PreferenceDocuments, whole: PreferenceDocuments, i: int) -> str | None:

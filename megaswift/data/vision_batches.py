@@ -39,10 +39,10 @@ class VisionCollator:
 
     def __init__(self, stores: Sequence[TokenStore], processor: Processor) -> None:
         self.stores, self.processor = tuple(stores), processor
-        self._first = np.cumsum([0, *(len(s) for s in self.stores)])
+        self._first = np.cumsum([0, *(len(s) // s.width for s in self.stores)])
 
     def batch(self, documents: Sequence[Document | None], shape: PaddingShape) -> Batch:
-        """`[b, s]`; None is a row without weight."""
+        """`[b, s]`; None is a row without weight. Of pairs both documents, one after the other."""
         rows = list(documents)
         pieces = [piece for i, d in enumerate(rows) if d is not None and (piece := self._piece(i, d)) is not None]
         blank = self._blank(rows) if not pieces else None
@@ -56,7 +56,8 @@ class VisionCollator:
     def _piece(self, row: int, document: Document) -> ImageInputs | None:
         ids, _, sample = document
         k = int(np.searchsorted(self._first, sample, side="right")) - 1
-        store, number = self.stores[k], sample - int(self._first[k])
+        store = self.stores[k]
+        number = (sample - int(self._first[k])) * store.width + row % store.width
         stored = store.beside(number)
         if stored is None:
             return None

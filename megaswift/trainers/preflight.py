@@ -70,6 +70,9 @@ EXPERT_OPTIONS = (
     "moe_expert_capacity_factor",
 )
 
+VISION_TASKS = ("sft", "dpo", "cpo", "simpo")
+"""Tasks that vision-language models train on, images and all."""
+
 Check = tuple[Callable[[], Sequence[Problem]], type[UserError]]
 """A check, and the error that it raises when it alone has found problems."""
 
@@ -316,16 +319,11 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
             for name in VISION_ONLY
             if cfg.value(name) is not None
         ]
-    if cfg.task != "sft":
-        return [
-            Problem(
-                model,
-                f"is a vision-language model, which only sft supports; {cfg.task} needs a language model",
-                "use megaswift sft, or a language model",
-            )
-        ]
+    if cfg.task not in VISION_TASKS:
+        rule = f"is a vision-language model, which {cfg.task} does not support"
+        return [Problem(model, rule, f"use a language model, or one of the tasks {', '.join(VISION_TASKS)}")]
     problems = []
-    if cfg.data.packing:
+    if cfg.data.packing and (cfg.task == "sft" or "packing" in cfg.given):  # other tasks pack by default
         problems.append(
             Problem(
                 "--packing true",

@@ -218,9 +218,9 @@ KINDS = {
 }
 
 
-def write_model(kind: str, folder: Path) -> Path:
+def write_model(kind: str, folder: Path, seed: int = 5) -> Path:
     """A model's folder: weights, tokenizer, processor, chat template."""
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     tokens = tokenizer(kind)
     model, processor = KINDS[kind](tokens)
     processor.chat_template = tokens.chat_template

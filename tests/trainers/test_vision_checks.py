@@ -28,13 +28,17 @@ def test_fits(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text("{}")
     assert told(tmp_path, SEES) == "" and told(tmp_path, SEES, freeze_vit=False) == ""
     assert told(tmp_path, {"model_type": "gpt2"} | TEXT, packing=True) == ""
+    assert all(told(tmp_path, SEES, task=task) == "" for task in ("dpo", "cpo", "simpo"))
 
 
 def test_does_not_fit(tmp_path: Path) -> None:
     assert "has no processor" in told(tmp_path, SEES)
     assert "cannot be packed" in told(tmp_path, SEES, packing=True)
     assert "cannot be streamed" in told(tmp_path, SEES, streaming=True, max_steps=1)
-    assert "which only sft supports" in told(tmp_path, SEES, task="pt")
+    assert "--packing true: samples of" in told(tmp_path, SEES, task="dpo", packing=True)
+    assert "cannot be streamed" in told(tmp_path, SEES, task="dpo", streaming=True, max_steps=1)
+    for task in ("pt", "kto", "orpo", "rm"):
+        assert f"which {task} does not support" in told(tmp_path, SEES, task=task), task
     assert "--freeze_llm false: applies only to vision-language models" in told(
         tmp_path, {"model_type": "gpt2"} | TEXT, freeze_llm=False
     )
