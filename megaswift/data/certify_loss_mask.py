@@ -186,6 +186,7 @@ class LossMaskCertifier:
             return [(TOKENS_DIFFER, "")]
         loss, sample = document.loss[before:], document.sample
         if self.spec.task in RL:
+            findings.images += document.images
             found = [] if sample.text is not None else self._search(document).missing
             return found + ([(PROMPT_TRAINED, "")] if document.loss.any() else [])
         if sample.text is not None:
@@ -254,9 +255,9 @@ def _preference_documents(unit: EncodedPreference) -> list[_Document]:
 
 def _images_of(rendered: RenderedConversation) -> int:
     """Images of a rendered conversation."""
-    if not isinstance(rendered, TokenizedVisionRow) or not rendered.beside:
+    if not isinstance(rendered, TokenizedVisionRow | RenderedPrompt) or not rendered.beside:
         return 0
-    return len(json.loads(rendered.beside)["files"])
+    return len(json.loads(rendered.beside).get("files", ()))
 
 
 def _tokens_of(encoding: Encoding, begin: int, end: int) -> tuple[int, int]:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from megaswift.data.collate import Document, PaddingShape
 from megaswift.data.collate_preference_batches import collate_preferences
+from megaswift.data.prompt_images import PromptImageReader, PromptImages
+from megaswift.data.vision_batches import ImageInputs, collate_rows_with_images
 from megaswift.losses.contract import Batch
 
 
@@ -36,6 +38,8 @@ class RolloutTokens:
     the same."""
     silent: bool = False
     """Counts as a completion, its tokens carry no loss (a truncated one under `mask_truncated_completions`)."""
+    images: PromptImages | None = None
+    """The prompt's."""
 
     @property
     def count(self) -> int:
@@ -64,16 +68,31 @@ class RolloutCollator:
     shape: PaddingShape
     packing: bool
     uniform: bool
+    images: PromptImageReader | None = None
+    """Of a vision-language model: reads the prompts' images; rows are not packed."""
 
     def batches(self, micros: Sequence[RolloutMicrobatch]) -> list[Batch]:
         """A step's micro-batches."""
-        laid = collate_preferences(
-            [[None if c is None else c.document for c in micro] for micro in micros],
-            self.packing,
-            self.shape,
-            self.uniform,
-        )
+        documents = [[None if c is None else c.document for c in micro] for micro in micros]
+        if self.images is None:
+            laid = collate_preferences(documents, self.packing, self.shape, self.uniform)
+        else:
+            laid = [self._with_images(self.images, rows, micro) for rows, micro in zip(documents, micros, strict=True)]
         return [replace(batch, fields=self._fields(batch, micro)) for batch, micro in zip(laid, micros, strict=True)]
+
+    def _with_images(
+        self, reader: PromptImageReader, rows: Sequence[Document | None], micro: RolloutMicrobatch
+    ) -> Batch:
+        """A micro-batch with the images of its prompts, each prompt's read once."""
+        assert not self.packing
+        read: dict[PromptImages, Mapping[str, Tensor]] = {}
+        pieces = []
+        for row, completed in enumerate(micro):
+            if completed is not None and completed.images is not None:
+                if completed.images not in read:
+                    read[completed.images] = reader.inputs(completed.images, completed.prompt)
+                pieces.append(ImageInputs(row, 0, len(completed.prompt), read[completed.images]))
+        return collate_rows_with_images(rows, pieces, reader.processor, self.shape)
 
     def _fields(self, batch: Batch, micro: RolloutMicrobatch) -> dict[str, Tensor]:
         completions = [(i, c) for i, c in enumerate(micro) if c is not None]

@@ -7,14 +7,18 @@ Owns what of a row is kept for rewards, as JSON. Which columns are the question 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megaswift.data.attach_and_open_row_images import reject_images
+import numpy as np
+
+from megaswift.data.attach_and_open_row_images import COLUMNS, has_images, reject_images
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, reject_lone_surrogates
-from megaswift.data.prompt_rows import split_prompt_row
+from megaswift.data.encode_vision_row_tokens import VisionRowTokenEncoder
+from megaswift.data.prompt_rows import PromptRow, split_prompt_row
 from megaswift.data.render_chat_with_loss_spans import RenderedConversation
-from megaswift.data.untokenized_sample import RowError, with_default_system_message
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample, with_default_system_message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,9 @@ class RenderedPrompt(RenderedConversation):
     """The text of a prompt, which carries no loss."""
 
     beside: str
-    """{"said", "columns", "tools"} as JSON."""
+    """{"said", "columns", "tools"} as JSON; of a prompt with images {"text", "files", "end"} too."""
+    ids: np.ndarray | None = None
+    """int32 [n]: of a model that reads images, the processor's tokens."""
 
 
 class PromptEncoder(RowEncoder):
@@ -31,12 +37,14 @@ class PromptEncoder(RowEncoder):
     def __init__(self, spec: EncodeSpec) -> None:
         super().__init__(spec)
         self.keeps = True
+        self._vision = None if spec.processor is None else VisionRowTokenEncoder(spec)
 
     def located(self, path: str, row: Any) -> RenderedConversation:
         """The prompt of a row; RowError when it has none."""
         row = self.named(row)
         question = split_prompt_row(row, self.spec.task, self.spec.columns)
-        reject_images(row, question.sample)
+        if self._vision is None:
+            reject_images(row, question.sample)
         sample = with_default_system_message(question.sample, self.spec.system)
         if sample.text is not None and self.spec.system:
             raise RowError(
@@ -48,6 +56,12 @@ class PromptEncoder(RowEncoder):
             raise RowError(
                 "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja, or plain text in prompt"
             )
+        if self._vision is not None:
+            if sample.text is None:
+                return self._with_images(self._vision, path, row, replace(question, sample=sample))
+            if has_images(row, sample):
+                fault = "plain text, which is used without a chat template, so its images have no place"
+                raise RowError("prompt", fault, "messages")
         content: Any = sample.text
         text = sample.text
         notes: tuple[str, ...] = ()
@@ -55,6 +69,34 @@ class PromptEncoder(RowEncoder):
             assert self._chat is not None
             content, text, notes = sample.messages, self._chat.prompt(sample), self._chat.prompt_notes(sample)
             reject_lone_surrogates(text)
-        # dates and the like as text
-        beside = json.dumps({"said": content, "columns": question.columns, "tools": sample.tools}, default=str)
+        beside = _beside(content, question.columns, sample)
         return RenderedPrompt(text, (), notes=notes, plain=sample.text is not None, beside=beside)
+
+    def _with_images(
+        self, vision: VisionRowTokenEncoder, path: str, row: dict[str, Any], question: PromptRow
+    ) -> RenderedPrompt:
+        """A prompt for a model that reads images, which rewards see as the paths of their files."""
+        sample, found = vision.prompt_with_images(path, row, question.sample)
+        images = json.loads(found.beside) if found.beside else {}
+        files = {name: images["files"] for name in COLUMNS if name in question.columns and images}
+        beside = _beside(sample.messages, question.columns | files, sample, images)
+        return RenderedPrompt(found.text, (), notes=found.notes, beside=beside, ids=found.ids)
+
+    def tokenize(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(int32 tokens [n], loss weights [n], all 0) of each prompt."""
+        if self._vision is None:
+            yield from super().tokenize(rendered)
+            return
+        for row in rendered:
+            if isinstance(row, RenderedPrompt) and row.ids is not None:
+                yield row.ids, np.zeros(len(row.ids), dtype=np.uint8)
+            else:
+                yield from super().tokenize([row])
+
+
+def _beside(
+    content: Any, columns: dict[str, Any], sample: UntokenizedSample, images: dict[str, Any] | None = None
+) -> str:
+    """What a prompt keeps, as JSON; dates and the like as text."""
+    kept = {"said": content, "columns": columns, "tools": sample.tools, **(images or {})}
+    return json.dumps(kept, default=str)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.data.attach_and_open_row_images import RowImageFolders, attach_images, open_image
+from megaswift.data.attach_and_open_row_images import RowImageFolders, Source, attach_images, open_image
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, reject_lone_surrogates
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, RenderedConversation
 from megaswift.data.untokenized_sample import UntokenizedSample
@@ -55,7 +55,21 @@ class VisionRowTokenEncoder(RowEncoder):
         home = RowImageFolders(Path(path).parent, Path(self.spec.image_folder))
         sample, files = attach_images(row, sample, home)
         assert self._chat is not None
-        plain = self._chat.render(sample)
+        return self._expanded(self._chat.render(sample), files)
+
+    def prompt_with_images(
+        self, path: str, row: Mapping[str, Any], sample: UntokenizedSample
+    ) -> tuple[UntokenizedSample, TokenizedVisionRow]:
+        """A prompt as `with_images` reads it, up to where the assistant's answer begins: the sample with its images as
+        parts, and its tokens, none with loss."""
+        home = RowImageFolders(Path(path).parent, Path(self.spec.image_folder))
+        sample, files = attach_images(row, sample, home)
+        assert self._chat is not None
+        text, notes = self._chat.prompt(sample), self._chat.prompt_notes(sample)
+        return sample, self._expanded(RenderedConversation(text, (), notes=notes), files)
+
+    def _expanded(self, plain: RenderedConversation, files: Sequence[Source]) -> TokenizedVisionRow:
+        """A rendered text with the images' tokens."""
         reject_lone_surrogates(plain.text)
         expanded = self._processor.expand(plain.text, [open_image(file) for file in files])
         spans = tuple((expanded.shifted(a), expanded.shifted(b)) for a, b in plain.spans)
@@ -95,5 +109,7 @@ class VisionRowTokenEncoder(RowEncoder):
     def tokenize(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 tokens [n], uint8 mask [n]) of each row."""
         for row in rendered:
-            assert isinstance(row, TokenizedVisionRow)
-            yield row.ids, row.mask
+            if isinstance(row, TokenizedVisionRow):
+                yield row.ids, row.mask
+            else:  # plain text
+                yield from super().tokenize([row])

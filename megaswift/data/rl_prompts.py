@@ -27,8 +27,10 @@ from megaswift.data.gather_and_truncate_dataset_documents import (
     gather_documents,
     hold_out_documents,
     store_row_of,
+    truncation_cuts_image,
 )
 from megaswift.data.interleave_datasets import interleave_documents, interleaving_of
+from megaswift.data.prompt_images import PromptImages
 from megaswift.data.resume_data_check import check_same_data, documents_fingerprint
 from megaswift.data.tokenization import tokenize_datasets
 from megaswift.errors import DataError, Problem
@@ -46,6 +48,7 @@ class Prompt:
     columns: Mapping[str, Any]
     """The row's other columns, for rewards; what JSON cannot hold (dates) as text."""
     tools: tuple[dict[str, Any], ...] | None = None
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class IndexedPrompts:
             content if isinstance(content, str) else tuple(content),
             stored["columns"],
             None if tools is None else tuple(tools),
+            PromptImages.from_dict(stored),
         )
 
     @property
@@ -204,8 +208,13 @@ def _room(longest: int, completion: int) -> str:
 
 
 def limit_prompt_lengths(docs: Documents, longest: int, completion: int, strategy: str) -> Documents:
-    """Prompts of at least one token that leave room for a completion; others by one of raise, delete, left."""
+    """Prompts of at least one token that leave room for a completion; others by one of raise, delete, left. One that
+    would lose an image is deleted."""
     room = longest - completion
+    if strategy == "left" and (torn := truncation_cuts_image(docs, room, strategy)).any():
+        if torn.all():
+            raise _no_prompt_remains(docs, longest, completion)
+        docs = replace(docs, counted=docs.counted | {"deleted": int(torn.sum())}).take(np.flatnonzero(~torn))
     long = np.flatnonzero(docs.length > room)
     counted = dict(docs.counted)
     if len(long) and strategy == "raise":
@@ -226,12 +235,13 @@ def limit_prompt_lengths(docs: Documents, longest: int, completion: int, strateg
     if empty := int((docs.length < 1).sum()):
         counted["empty"] = empty
     if not fits.any():
-        raise DataError(
-            Problem(
-                f"--max_length {longest}",
-                f"none of {len(docs)} prompts remains: the shortest has {int(docs.length.min())} "
-                f"tokens; {_room(longest, completion)}",
-                f"--max_length {int(docs.length.max()) + completion}",
-            )
-        )
+        raise _no_prompt_remains(docs, longest, completion)
     return replace(fitting, counted=counted, beyond=docs.length[long] - room).take(np.flatnonzero(fits))
+
+
+def _no_prompt_remains(docs: Documents, longest: int, completion: int) -> DataError:
+    rule = (
+        f"none of {len(docs)} prompts remains: the shortest has {int(docs.length.min())} tokens; "
+        f"{_room(longest, completion)}"
+    )
+    return DataError(Problem(f"--max_length {longest}", rule, f"--max_length {int(docs.length.max()) + completion}"))

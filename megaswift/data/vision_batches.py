@@ -43,15 +43,8 @@ class VisionCollator:
 
     def batch(self, documents: Sequence[Document | None], shape: PaddingShape) -> Batch:
         """`[b, s]`; None is a row without weight. Of pairs both documents, one after the other."""
-        rows = list(documents)
-        pieces = [piece for i, d in enumerate(rows) if d is not None and (piece := self._piece(i, d)) is not None]
-        blank = self._blank(rows) if not pieces else None
-        length = shape.row_length(max((len(d[0]) for d in rows if d is not None), default=1))
-        batch = collate_rows(rows, shape, length)
-        if blank is not None:
-            batch.valid[0, blank.start :] = False
-            pieces = [blank]
-        return replace(batch, extra=join_image_inputs(pieces, self.processor.kinds, (len(rows), length)))
+        pieces = [piece for i, d in enumerate(documents) if d is not None and (piece := self._piece(i, d)) is not None]
+        return collate_rows_with_images(documents, pieces, self.processor, shape)
 
     def _piece(self, row: int, document: Document) -> ImageInputs | None:
         ids, _, sample = document
@@ -77,13 +70,28 @@ class VisionCollator:
             )
         return ImageInputs(row, 0, len(ids), inputs)
 
-    def _blank(self, rows: list[Document | None]) -> ImageInputs:
-        """A blank image behind the tokens of the first row, which is changed in place."""
-        dummy, first = self.processor.dummy, rows[0]
-        ids, mask, sample = first if first is not None else (np.zeros(0, np.int32), np.zeros(0, np.uint8), -1)
-        more = np.array(dummy.ids, dtype=np.int32)
-        rows[0] = (np.concatenate([ids, more]), np.concatenate([mask, np.zeros(len(more), np.uint8)]), sample)
-        return ImageInputs(0, len(ids), len(more), dummy.inputs)
+
+def collate_rows_with_images(
+    documents: Sequence[Document | None], pieces: Sequence[ImageInputs], processor: Processor, shape: PaddingShape
+) -> Batch:
+    """`[b, s]`, one document a row, with the images of `pieces`, or a blank one; None is a row without weight."""
+    rows = list(documents)
+    blank = _append_blank_image(rows, processor) if not pieces else None
+    length = shape.row_length(max((len(d[0]) for d in rows if d is not None), default=1))
+    batch = collate_rows(rows, shape, length)
+    if blank is not None:
+        batch.valid[0, blank.start :] = False
+        pieces = [blank]
+    return replace(batch, extra=join_image_inputs(pieces, processor.kinds, (len(rows), length)))
+
+
+def _append_blank_image(rows: list[Document | None], processor: Processor) -> ImageInputs:
+    """A blank image behind the tokens of the first row, which is changed in place."""
+    dummy, first = processor.dummy, rows[0]
+    ids, mask, sample = first if first is not None else (np.zeros(0, np.int32), np.zeros(0, np.uint8), -1)
+    more = np.array(dummy.ids, dtype=np.int32)
+    rows[0] = (np.concatenate([ids, more]), np.concatenate([mask, np.zeros(len(more), np.uint8)]), sample)
+    return ImageInputs(0, len(ids), len(more), dummy.inputs)
 
 
 def join_image_inputs(

@@ -7,16 +7,18 @@ an eighth of it. Rows share nothing but the matrix products, so a row's tokens d
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megaswift.data.vision_batches import ImageInputs, join_image_inputs
 from megaswift.device_copy import copy_to_device_async
 from megaswift.errors import Problem, UserError
 from megaswift.rollout.kv_cache import STEP, build_preallocated_cache, keep_rows
-from megaswift.rollout.sampler import Completion, SamplingParams
+from megaswift.rollout.sampler import BatchImages, Completion, SamplingParams
 from megaswift.rollout.token_sampling import RowGenerators, choose_tokens
 
 
@@ -24,18 +26,28 @@ class DecodingBatch:
     """The state of a batch: KV cache, masks, positions and generators of its rows, each a prompt with its seed."""
 
     def __init__(
-        self, model: Any, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        model: Any,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        images: BatchImages | None = None,
     ) -> None:
         self.model, self.sampling, self.device = model, sampling, model.device
         self.draws = RowGenerators(seeds, self.device) if sampling.temperature else None
-        unique = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-        self.origin = copy_to_device_async(torch.tensor([unique[p] for p in prompts]), self.device)
-        self.width = max(map(len, unique))
+        asked = [*zip(prompts, [None] * len(prompts) if images is None else images.of, strict=True)]
+        numbers = {one: number for number, one in enumerate(dict.fromkeys(asked))}
+        self.origin = copy_to_device_async(torch.tensor([numbers[one] for one in asked]), self.device)
+        self.unique = [prompt for prompt, _ in numbers]
+        """Different prompts, or equal ones with other images."""
+        self.images = None if images is None else replace(images, of=[one for _, one in numbers])
+        self.width = max(map(len, self.unique))
         self.cache = build_preallocated_cache(model.config, self.origin, self.width + min(sampling.max_tokens, STEP))
         self.stops = copy_to_device_async(torch.tensor(sampling.stop_token_ids, dtype=torch.long), self.device)
         self.lengths = copy_to_device_async(torch.tensor([len(p) for p in prompts]), self.device)
-        """[rows]: length of each row's prompt, also the position of its first completion token."""
-        columns = self.width + sampling.max_tokens if len({len(p) for p in unique}) > 1 else 0
+        """[rows]: length of each row's prompt, also the position of its first completion token; after `read`, where
+        images stand on a grid, that position only."""
+        columns = self.width + sampling.max_tokens if len({len(p) for p in self.unique}) > 1 else 0
         self.mask = torch.ones(len(prompts), columns, dtype=torch.bool, device=self.device) if columns else None
         """[rows, columns] bool: False at padding; None where all prompts have one length."""
         if self.mask is not None:
@@ -44,7 +56,6 @@ class DecodingBatch:
             )
         self.seen: Tensor | None = None
         """[rows, V] bool: tokens of prompt and completion, for the repetition penalty; None without one."""
-        self.unique = list(unique)
 
     def read(self) -> Tensor:
         """Prefills the prompts; returns logits [rows, V] of the first token."""
@@ -55,7 +66,11 @@ class DecodingBatch:
         positions = (columns - (self.width - lengths[:, None])).clamp(min=0)
         padded = None if self.mask is None else columns >= self.width - lengths[:, None]
         last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
-        logits = self._forward(ids, padded, positions, **last)
+        extra = self._image_inputs()
+        if extra and (grid := self._grid_positions(ids, padded, extra)) is not None:
+            positions, moved = grid
+            self.lengths = self.lengths + moved.index_select(0, self.origin)  # where the text goes on
+        logits = self._forward(ids, padded, positions, **last, **extra)
         logits = logits.index_select(0, self.origin)
         if self.sampling.repetition_penalty != 1:
             seen = torch.zeros(len(self.unique), logits.shape[-1], dtype=torch.bool, device=self.device)
@@ -63,6 +78,36 @@ class DecodingBatch:
                 seen[row, list(prompt)] = True
             self.seen = seen.index_select(0, self.origin)
         return logits
+
+    def _image_inputs(self) -> dict[str, Tensor]:
+        """What the model reads beside the tokens of the different prompts; nothing where none has an image."""
+        if self.images is None:
+            return {}
+        reader, pieces = self.images.reader, []
+        for row, (prompt, images) in enumerate(zip(self.unique, self.images.of, strict=True)):
+            if images is not None:
+                start, size = self.width - len(prompt), len(prompt)
+                pieces.append(ImageInputs(row, start, size, reader.inputs(images, prompt)))
+        if not pieces:
+            return {}
+        joined = join_image_inputs(pieces, reader.processor.kinds, (len(self.unique), self.width))
+        return {
+            name: copy_to_device_async(t.to(self.model.dtype) if t.is_floating_point() else t, self.device)
+            for name, t in joined.items()
+        }
+
+    def _grid_positions(
+        self, ids: Tensor, padded: Tensor | None, extra: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        """(positions [3, prompts, width], [prompts]: by how much the position after a prompt differs from its length)
+        of a model that places images on a grid; None of another."""
+        of_model = getattr(getattr(self.model, "model", self.model), "get_rope_index", None)
+        if of_model is None:
+            return None
+        named = {name: extra[name] for name in inspect.signature(of_model).parameters if name in extra}
+        mask = torch.ones_like(ids) if padded is None else padded.to(ids.dtype)
+        positions, moved = of_model(input_ids=ids, attention_mask=mask, **named)
+        return positions, moved.reshape(-1)
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any) -> Tensor:
         """Logits [b, V] of the last position."""
@@ -96,10 +141,14 @@ class DecodingBatch:
 
 
 def decode_batch(
-    model: Any, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, seeds: Sequence[int]
+    model: Any,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingParams,
+    seeds: Sequence[int],
+    images: BatchImages | None = None,
 ) -> list[Completion]:
     """The completions of one batch, in the order of `prompts`."""
-    batch = DecodingBatch(model, prompts, sampling, seeds)
+    batch = DecodingBatch(model, prompts, sampling, seeds, images)
     steps, count = sampling.max_tokens, len(prompts)
     tokens: list[Tensor] = []
     logprobs: list[Tensor] = []

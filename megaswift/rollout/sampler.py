@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from megaswift.data.prompt_images import PromptImageReader, PromptImages
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.rollout import backends as package
 
@@ -38,6 +39,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Applied to the tokens of prompt and completion, before the temperature."""
     stop_token_ids: tuple[int, ...] = ()
+    forbidden_token_ids: tuple[int, ...] = ()
+    """Never sampled: an image's placeholder would be one image more. Log-probabilities do not change."""
 
     @property
     def scale(self) -> float:
@@ -128,6 +131,25 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """Releases all resources; the sampler is not used afterwards."""
+
+
+@dataclass(frozen=True)
+class BatchImages:
+    """The images of some prompts."""
+
+    of: Sequence[PromptImages | None]
+    """Of each prompt; None: it has none."""
+    reader: PromptImageReader
+
+
+@runtime_checkable
+class ImageSampler(Protocol):
+    """A sampler of vision-language models."""
+
+    def generate_with_images(
+        self, prompts: Sequence[Sequence[int]], images: BatchImages, sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """`Sampler.generate` for prompts of which some have images."""
 
 
 def sampler_backend_names() -> list[str]:

@@ -55,7 +55,11 @@ from megaswift.trainers.device_dependent_options import device_dependent_option_
 from megaswift.trainers.fit_to_device import fit_problems
 from megaswift.trainers.hub_clients import hub_client_problems
 from megaswift.trainers.rl.choose_adapter_or_merged_weight_sync import adapter_sync_problems
-from megaswift.trainers.rl.preflight_checks import reward_environment_and_model_problems, rl_run_problems
+from megaswift.trainers.rl.preflight_checks import (
+    reward_environment_and_model_problems,
+    rl_run_problems,
+    vision_rollout_problems,
+)
 from megaswift.trainers.task_model_spec import model_spec_for_task, transformers_class_problems
 from megaswift.trainers.torch_engine_machine_checks import torch_engine_machine_problems
 
@@ -70,7 +74,7 @@ EXPERT_OPTIONS = (
     "moe_expert_capacity_factor",
 )
 
-VISION_TASKS = ("sft", "dpo", "cpo", "simpo")
+VISION_TASKS = ("sft", "dpo", "cpo", "simpo", "grpo")
 """Tasks that vision-language models train on, images and all."""
 
 Check = tuple[Callable[[], Sequence[Problem]], type[UserError]]
@@ -340,4 +344,5 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
                 "use --streaming false: images are read on demand, and only tokens are cached",
             )
         )
+    problems += vision_rollout_problems(cfg) if cfg.task in RL else []
     return problems + image_support_problems(locate_model(cfg.model, weights=False), model)

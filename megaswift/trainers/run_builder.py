@@ -29,7 +29,7 @@ from megaswift.data.load_tokenizer import padding_token_of
 from megaswift.data.loader import BatchSource, EvaluationSource, TokenStoreBatchSource
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.stream_batches import StreamBatchSource
-from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
+from megaswift.data.vision_processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
 from megaswift.families.checkpoint_folder import MODEL
 from megaswift.families.model_and_tokenizer_source import tokenizer_with_run_template, training_processor
@@ -101,6 +101,8 @@ class RunBuilder:
     context: RankContext
     outputs: OutputFolder
     tokenizer: Any = None
+    processor: Processor | None = None
+    """Of a vision-language model, once its data have been read."""
     resumed: Path | None = None
     """The checkpoint that the run goes on from."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -151,12 +153,17 @@ class RunBuilder:
             vocabulary=0 if has_vision_tower(self.spec.hf_config) else self.spec.vocab_size,
         )
 
+    def reader(self) -> Any:
+        """What the model's texts are read with: its tokenizer, or a vision-language model's `Processor`."""
+        if not has_vision_tower(self.spec.hf_config):
+            return tokenizer_with_run_template(self.cfg, self.folder)
+        self.processor = training_processor(self.cfg, self.folder)
+        return self.processor
+
     def data(self) -> tuple[BatchSource, EvaluationSource | None]:
         """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a
         pipeline has stages."""
-        reader = (training_processor if has_vision_tower(self.spec.hf_config) else tokenizer_with_run_template)(
-            self.cfg, self.folder
-        )
+        reader = self.reader()
         self.tokenizer = tokenizer_of_tokenizer_or_processor(reader)
         if self.spec.scored:
             self.spec = replace(

@@ -7,6 +7,7 @@ is in `decoding`. Adapters are PEFT layers loaded from the PEFT folder that the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from megaswift.inference.load_generation_model import quiet_transformers
 from megaswift.inference.transformers_load_errors import REFUSALS
 from megaswift.rollout.decoding import decode_batch
 from megaswift.rollout.kv_cache import check_kv_cache_layer_types
-from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
+from megaswift.rollout.sampler import BatchImages, Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.transformers_weight_update import InPlaceAdapterLoader, InPlaceWeightLoader
+
+PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+"""Of a configuration: where models name them."""
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
@@ -47,7 +51,7 @@ def missing(options: SamplerOptions) -> list[Problem]:
 
 def _model(folder: Path, options: SamplerOptions) -> Any:
     """The transformers model on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     quiet_transformers()
     trust = options.trust_remote_code
@@ -60,9 +64,9 @@ def _model(folder: Path, options: SamplerOptions) -> Any:
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # weight sync sends floating-point tensors
         with torch.random.fork_rng(), meta_init.init_empty_weights():
-            model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=dtype or torch.float32, trust_remote_code=trust, **attention
-            )
+            sees = getattr(config, "vision_config", None) is not None
+            auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+            model: Any = auto.from_config(config, dtype=dtype or torch.float32, trust_remote_code=trust, **attention)
     except REFUSALS as error:
         raise WeightsError(
             Problem(f"--model {folder}", f"transformers cannot build it for sampling: {first_line(error)}")
@@ -122,22 +126,47 @@ class TransformersSampler:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
         """Decodes batches of prompts of similar length."""
+        return self._generate(prompts, None, sampling, seeds)
+
+    def generate_with_images(
+        self, prompts: Sequence[Sequence[int]], images: BatchImages, sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """The same; a batch's images are opened when its turn comes."""
+        return self._generate(prompts, images, sampling, seeds)
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: BatchImages | None,
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+    ) -> list[Completion]:
         assert self.ready, "update_weights or update_adapter comes before generate, and again after sleep"
         assert len(prompts) == len(seeds) and all(len(p) for p in prompts) and sampling.max_tokens > 0
         unpadded = [tuple(p) for p in prompts]
-        order = sorted(range(len(unpadded)), key=lambda i: (-len(unpadded[i]), unpadded[i]))  # equal prompts adjacent
+        shown = [repr(one) for one in images.of] if images is not None else [""] * len(unpadded)
+        order = sorted(range(len(unpadded)), key=lambda i: (-len(unpadded[i]), unpadded[i], shown[i]))  # equal adjacent
+        sampling = replace(sampling, forbidden_token_ids=placeholder_token_ids(self.model.config))
         completions: dict[int, Completion] = {}
         try:
             with torch.inference_mode():
                 for start in range(0, len(order), self.options.batch_size):
                     batch = order[start : start + self.options.batch_size]
-                    done = decode_batch(self.model, [unpadded[i] for i in batch], sampling, [seeds[i] for i in batch])
+                    some = None if images is None else replace(images, of=[images.of[i] for i in batch])
+                    rows, drawn = [unpadded[i] for i in batch], [seeds[i] for i in batch]
+                    done = decode_batch(self.model, rows, sampling, drawn, some)
                     completions |= dict(zip(batch, done, strict=True))
         except torch.OutOfMemoryError as error:
             raise UserError(
                 Problem("GPU memory during sampling", first_line(error), "use a smaller --rollout_batch_size")
             ) from None
         return [completions[i] for i in range(len(prompts))]
+
+
+def placeholder_token_ids(config: Any) -> tuple[int, ...]:
+    """The tokens that stand for images and videos in a prompt; none of a language model."""
+    named = [getattr(config, name, None) for name in PLACEHOLDERS]
+    return tuple(sorted({token for token in named if isinstance(token, int) and token >= 0}))
 
 
 def build(folder: Path, options: SamplerOptions) -> TransformersSampler:

@@ -6,6 +6,9 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.errors import ConfigError
+from megaswift.families.family import read_config_json
+from megaswift.families.model_and_tokenizer_source import locate_model
+from megaswift.families.vision_language_detection import has_vision_tower
 
 OPTION = "rollout_backend"
 
@@ -18,6 +21,10 @@ def resolve_sampler_backend(cfg: SwiftConfig, tell: bool = True) -> SwiftConfig:
     import torch
 
     if not torch.cuda.is_available():
+        return cfg
+    if has_vision_tower(read_config_json(locate_model(cfg.model, weights=False))):
+        if tell:
+            log.info("rollout_backend transformers: only it gets the images of prompts")
         return cfg
     from megaswift.rollout.backends import vllm_sampler
     from megaswift.rollout.installed_vllm_version_and_support import is_cpu_build

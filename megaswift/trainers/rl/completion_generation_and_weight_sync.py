@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megaswift import distributed
+from megaswift.data.prompt_images import PromptImageReader
 from megaswift.data.rl_prompts import Prompt
 from megaswift.engine.protocol import Engine
 from megaswift.parallel.layout import Coordinates, Layout
-from megaswift.rollout.sampler import Completion, Sampler, SamplingParams
+from megaswift.rollout.sampler import BatchImages, Completion, ImageSampler, Sampler, SamplingParams
 from megaswift.rollout.write_weight_sync_folders import SyncRounds
 from megaswift.trainers.rl.multi_turn import MultiTurnRunner
 
@@ -53,6 +54,8 @@ class CompletionGenerator:
     ranks_per_engine: int = 1
     """Consecutive ranks whose samplers are one engine: they are given the same prompts, and each gets the
     completions. More than 1 only with `everywhere`."""
+    images: PromptImageReader | None = None
+    """Of a vision-language model: reads the prompts' images."""
 
     @property
     def layout(self) -> Layout:
@@ -140,7 +143,12 @@ class CompletionGenerator:
         """One completion for each prompt, in conversation with the environment where there is one."""
         if self.multi_turn is not None:
             return self.multi_turn.write(sampler, sampling, prompts, row_seeds)
-        return sampler.generate([p.token_ids for p in prompts], sampling, row_seeds)
+        tokens = [p.token_ids for p in prompts]
+        if self.images is not None and any(p.images is not None for p in prompts):
+            assert isinstance(sampler, ImageSampler), "preflight lets only these backends through"
+            images = BatchImages([p.images for p in prompts], self.images)
+            return sampler.generate_with_images(tokens, images, sampling, row_seeds)
+        return sampler.generate(tokens, sampling, row_seeds)
 
     def joined(self, work: Callable[[], list[Completion]]) -> list[Completion]:
         """All engines' shares, on every rank. Collective."""

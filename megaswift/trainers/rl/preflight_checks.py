@@ -48,6 +48,22 @@ def _found(checks: Sequence[Callable[[], Iterator[Problem]]]) -> list[Problem]:
     return problems
 
 
+def vision_rollout_problems(cfg: SwiftConfig) -> list[Problem]:
+    """What sampling from a vision-language model does not support."""
+    rl, model = cfg.rl, "a vision-language model"
+    problems = []
+    if rl.rollout_backend != TRANSFORMERS:
+        rule = f"does not get the images of {model}'s prompts"
+        problems.append(Problem(f"--rollout_backend {rl.rollout_backend}", rule, f"--rollout_backend {TRANSFORMERS}"))
+    if rl.environment is not None:
+        rule = f"conversations with {model} have one turn"
+        problems.append(Problem(f"--environment {rl.environment}", rule, "leave it out, and use --reward_funcs"))
+    for folder in rl.reward_model:
+        rule = f"reads only text, but prompts of {model} may have images"
+        problems.append(Problem(f"--reward_model {folder}", rule, "use --reward_funcs, which get the images' paths"))
+    return problems
+
+
 def batch_problems_of(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:
     """Generations that no whole groups or batches fill."""
     try:

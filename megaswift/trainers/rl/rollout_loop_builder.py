@@ -15,11 +15,12 @@ from megaswift.config.rl_defaults import advantage_estimator_entry_of
 from megaswift.data import build_batch_sources as data
 from megaswift.data import vocab_check
 from megaswift.data.collate_rollout_batches import RolloutCollator
+from megaswift.data.prompt_images import PromptImageReader
 from megaswift.data.read_template_and_system import thinking_variable
 from megaswift.data.rl_prompts import IndexedPrompts, Prompt, PromptSource, load_prompt_splits
+from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
-from megaswift.families.model_and_tokenizer_source import tokenizer_with_run_template
 from megaswift.log import count_text
 from megaswift.losses.value import ValueLoss
 from megaswift.rewards.load_built_in_and_user_reward_functions import load_reward_functions
@@ -72,10 +73,11 @@ Rate = Callable[[int], float]
 def build_training_and_held_out_prompts(build: RunBuilder) -> tuple[PromptSource, list[Prompt]]:
     """What completions are asked for, and the held-out ones; the tokenizer is the build's from here on."""
     cfg = build.cfg
-    build.tokenizer = tokenizer_with_run_template(cfg, build.folder)
+    reader: Any = build.reader()
+    build.tokenizer = tokenizer_of_tokenizer_or_processor(reader)
     plan = generation_batch_plan(cfg, build.layout.dp)
-    source, held_out = load_prompt_splits(cfg, build.tokenizer, plan.prompts, plan.steps)
-    vocab_check.check_dataset_token_ids([source.prompts.docs], build.tokenizer, build.spec.vocab_size)
+    source, held_out = load_prompt_splits(cfg, reader, plan.prompts, plan.steps)
+    vocab_check.check_dataset_token_ids([source.prompts.docs], build.tokenizer, build.geometry().vocabulary)
     if problems := missing_reward_column_problems(reward_functions_of(cfg), common_columns(source.prompts)):
         raise DataError(problems)
     return source, held_out or []
@@ -234,6 +236,8 @@ def rollout_dependencies(
     """What rollouts are made by: the sampler, the reward functions, the estimator."""
     cfg, context, tokenizer = build.cfg, build.context, build.tokenizer
     settings, geometry = rl_settings(cfg, build.layout.dp), build.geometry()
+    images = None if build.processor is None else PromptImageReader(build.processor)
+    packs = cfg.data.packing is not False and images is None
     adapters_only = build.adapts and syncs_adapters_only(cfg, build.spec, build.folder)
     dtype = str(engine.dtype).removeprefix("torch.")
     generation = CompletionGenerator(
@@ -247,6 +251,7 @@ def rollout_dependencies(
         build.base,
         samples_on_every_rank(cfg),
         cfg.vllm.vllm_tensor_parallel_size,
+        images,
     )
     critic = critic_of()  # after the sampler, which reserves its share of the memory first
     offloaded = {"optimizer": cfg.rl.offload_optimizer, "model": cfg.rl.offload_model}
@@ -268,7 +273,7 @@ def rollout_dependencies(
             lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         ),
         AdvantageEstimator(cfg, settings, settings.beta),
-        RolloutCollator(data.padding_shape_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform),
+        RolloutCollator(data.padding_shape_of(tokenizer, geometry), packs, geometry.uniform, images),
         geometry,
         critic,
     )

@@ -25,6 +25,7 @@ from megaswift.data.collate_rollout_batches import (
     gather_completion_values,
 )
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
+from megaswift.data.prompt_images import PromptImages
 from megaswift.engine.protocol import Engine
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, RequestedModelOutputs
@@ -294,7 +295,13 @@ def scored_completion_to_rollout_tokens(number: int, rollout: ScoredCompletion, 
     silent = silent or advantage_estimator_entry(settings.estimator).critic and math.isnan(rollout.total)
     values = {"sampled": NOTHING if silent else np.asarray(completion.logprobs, dtype=np.float32)}
     return RolloutTokens(
-        number, rollout.prompt.token_ids, completion.token_ids, model_token_mask(completion), values, silent
+        number,
+        rollout.prompt.token_ids,
+        completion.token_ids,
+        model_token_mask(completion),
+        values,
+        silent,
+        rollout.prompt.images,
     )
 
 
@@ -308,15 +315,15 @@ def rollout_tokens_to_dict(c: RolloutTokens) -> dict[str, Any]:
         "own": [*map(int, c.own)],
         "values": values,
         "silent": c.silent,
+        **({} if c.images is None else {"images": c.images.to_dict()}),
     }
 
 
 def rollout_tokens_from_dict(state: Mapping[str, Any]) -> RolloutTokens:
     """The inverse."""
     values = {name: np.asarray(v, dtype=dtype) for name, (dtype, v) in state["values"].items()}
-    return RolloutTokens(
-        state["number"], state["prompt"], state["written"], [*map(bool, state["own"])], values, state["silent"]
-    )
+    own, images = [*map(bool, state["own"])], PromptImages.from_dict(state.get("images"))
+    return RolloutTokens(state["number"], state["prompt"], state["written"], own, values, state["silent"], images)
 
 
 CompletionScores = dict[int, np.ndarray]

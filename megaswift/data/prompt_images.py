@@ -1,0 +1,57 @@
+"""The images of a prompt for reinforcement learning, read again for each batch that samples from it or trains on it.
+
+Owns what is kept of them beside the prompt's tokens, and the check that they still give those tokens. How several
+prompts' images become one batch belongs to `vision_batches.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megaswift.data.attach_and_open_row_images import open_image
+from megaswift.data.untokenized_sample import RowError
+from megaswift.data.vision_processor import Processor
+from megaswift.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """What a prompt's images are read from."""
+
+    text: str
+    """The rendered prompt, a placeholder for each image."""
+    files: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"text": self.text, "files": [*self.files]}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any] | None) -> PromptImages | None:
+        """The inverse; None for a prompt without images."""
+        return cls(state["text"], tuple(state["files"])) if state and state.get("files") else None
+
+
+class PromptImageReader:
+    """Opens prompts' images and gives what the model reads of them."""
+
+    def __init__(self, processor: Processor) -> None:
+        self.processor = processor
+
+    def inputs(self, images: PromptImages, prompt: Sequence[int]) -> Mapping[str, Tensor]:
+        """The processor's outputs for the prompt with these tokens (`input_ids` [1, n] among them); DataError where an
+        image cannot be read any more or has another size."""
+        names = f"the images {', '.join(images.files)}"
+        try:
+            inputs = self.processor.inputs(images.text, [open_image(file) for file in images.files])
+        except RowError as error:
+            raise DataError(Problem(names, error.found, error.expected)) from None
+        if inputs["input_ids"][0].tolist() != [*prompt]:
+            fix = "restore the images, or use another --dataset_cache_dir"
+            raise DataError(Problem(names, "have changed since tokenization: their sizes differ", fix))
+        return inputs
