@@ -16,6 +16,7 @@ import torch
 
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.config import SwiftConfig
+from megaswift.data import show_samples
 from megaswift.data.prompt_images import PromptImageReader
 from megaswift.data.rl_prompts import Prompt, load_prompt_splits
 from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
@@ -172,6 +173,17 @@ def test_rows_name_their_faults_and_none_loses_an_image(inputs: Inputs) -> None:
     kept = inputs.load("trl", max_length=8 + room, truncation_strategy="left")
     assert kept and all(p.images is None or len(p.token_ids) <= room for p in kept)
     assert len(kept) < ROWS
+
+
+def test_data_show_prints_prompts_with_images(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(inputs.folder / "trl.jsonl"), "--task", "grpo", "--model", "unused", "--samples", "1"]
+    cache = ["--dataset_cache_dir", str(inputs.folder / "cache"), "--max_length", "128", "--max_completion_length", "8"]
+    capsys.readouterr()
+    assert show_samples.main([*words, *cache], lambda cfg: inputs.processor) == 0
+    printed = capsys.readouterr().out
+    files = inputs.prompts[0].images
+    assert files is not None and " x " in printed.split("images: ")[0] and f"images: {json.dumps([*files.files])}" in printed
+    assert f"certified: {ROWS} rows" in printed, printed
 
 
 def test_rewards_see_messages_with_parts_and_paths(inputs: Inputs) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
+from megaswift.rollout.sampler import BatchImages, Completion, SamplerOptions, SamplingParams
 from tests.parity.models import build as build_model
 from tests.parity.pool import shared
 from tests.trainers.inputs import write_model
@@ -76,6 +76,13 @@ class Player:
     ) -> list[Completion]:
         """What belongs to the seeds."""
         return [played(seed, self.length) for _, seed in zip(prompts, seeds, strict=True)]
+
+    def generate_with_images(
+        self, prompts: Sequence[Sequence[int]], images: BatchImages, sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """The same, whatever the images."""
+        assert len(images.of) == len(prompts)
+        return self.generate(prompts, sampling, seeds)
 
     def update_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Takes them all: the stream is collective."""

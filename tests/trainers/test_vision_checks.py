@@ -29,6 +29,7 @@ def test_fits(tmp_path: Path) -> None:
     assert told(tmp_path, SEES) == "" and told(tmp_path, SEES, freeze_vit=False) == ""
     assert told(tmp_path, {"model_type": "gpt2"} | TEXT, packing=True) == ""
     assert all(told(tmp_path, SEES, task=task) == "" for task in ("dpo", "cpo", "simpo"))
+    assert told(tmp_path, SEES, task="grpo", reward_funcs=["format"]) == ""
 
 
 def test_does_not_fit(tmp_path: Path) -> None:
@@ -37,6 +38,13 @@ def test_does_not_fit(tmp_path: Path) -> None:
     assert "cannot be streamed" in told(tmp_path, SEES, streaming=True, max_steps=1)
     assert "--packing true: samples of" in told(tmp_path, SEES, task="dpo", packing=True)
     assert "cannot be streamed" in told(tmp_path, SEES, task="dpo", streaming=True, max_steps=1)
+    rl = {"task": "grpo", "reward_funcs": ["format"]}
+    found = told(tmp_path, SEES, **rl, rollout_backend="vllm", environment="e.py:E", max_turns=2)
+    assert "--rollout_backend vllm: does not get the images" in found and "--rollout_backend transformers" in found
+    assert "--environment e.py:E: conversations with a vision-language model have one turn" in found
+    assert "--reward_model rm: reads only text" in told(tmp_path, SEES, task="grpo", reward_model=["rm"])
+    assert "--packing true: samples of" in told(tmp_path, SEES, **rl, packing=True)
+    assert "which ppo does not support" in told(tmp_path, SEES, task="ppo", reward_funcs=["format"])
     for task in ("pt", "kto", "orpo", "rm"):
         assert f"which {task} does not support" in told(tmp_path, SEES, task=task), task
     assert "--freeze_llm false: applies only to vision-language models" in told(

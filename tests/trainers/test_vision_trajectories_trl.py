@@ -19,10 +19,9 @@ from tests.trainers.runs import run
 from tests.trainers.test_trajectories_trl import ALIKE, BATCH, SPREAD, STEPS, arguments, assert_same, curve
 from tests.trainers.vision_rows import inner_processor, trl_rows, write_pairs
 
-pytestmark = pytest.mark.process
-SLOW = pytest.mark.slow
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 WHOLE = ("--freeze_vit", "false", "--freeze_aligner", "false")
-KINDS = ["qwen2_vl", pytest.param("llava", marks=SLOW), pytest.param("gemma3", marks=SLOW)]
+KINDS = ["qwen2_vl", "llava", "gemma3"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -75,10 +74,10 @@ def dpo(folder: Path) -> list[tuple[float, float]]:
     ("rows", "layout"),
     [
         ("swift", ("--engine", "ddp")),
-        pytest.param("trl", ("--engine", "ddp", *SPREAD), marks=SLOW),
-        pytest.param("swift", ("--engine", "fsdp2", *SPREAD), marks=SLOW),
-        pytest.param("trl", ("--engine", "zero3", *SPREAD), marks=SLOW),
-        pytest.param("swift", ("--engine", "ddp", "--precompute_ref_log_probs", "true"), marks=SLOW),
+        ("trl", ("--engine", "ddp", *SPREAD)),
+        ("swift", ("--engine", "fsdp2", *SPREAD)),
+        ("trl", ("--engine", "zero3", *SPREAD)),
+        ("swift", ("--engine", "ddp", "--precompute_ref_log_probs", "true")),
     ],
 )
 def test_dpo(
@@ -87,7 +86,6 @@ def test_dpo(
     assert_same(ours(folder, tmp_path / "out", *layout, *WHOLE, rows=rows), dpo)
 
 
-@SLOW
 @pytest.mark.parametrize("layout", [("--engine", "ddp"), ("--engine", "fsdp2", *SPREAD)])
 def test_adapters(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
     """Adapters on the language model that start at random numbers on both sides; their reference is how they start."""
@@ -103,7 +101,6 @@ def test_adapters(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> N
     assert_same(mine, of_trl(folder, adapter))
 
 
-@SLOW
 def test_new_adapters_have_the_model_as_reference(folder: Path, tmp_path: Path) -> None:
     """Our own first adapters, taken from a step of next to nothing, go on in PEFT."""
     lora = ("--engine", "ddp", "--train_type", "lora", "--lora_rank", 4)
@@ -113,7 +110,6 @@ def test_new_adapters_have_the_model_as_reference(folder: Path, tmp_path: Path) 
     assert_same(mine, theirs)
 
 
-@SLOW
 @pytest.mark.parametrize(
     "options", [("--vit_lr", 1e-30, *WHOLE), ("--freeze_vit", "true", "--freeze_aligner", "false")]
 )
