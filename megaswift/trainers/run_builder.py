@@ -102,7 +102,6 @@ class RunBuilder:
     outputs: OutputFolder
     tokenizer: Any = None
     processor: Processor | None = None
-    """Of a vision-language model, once its data have been read."""
     resumed: Path | None = None
     """The checkpoint that the run goes on from."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -139,7 +138,6 @@ class RunBuilder:
     def geometry(self) -> LoaderGeometry:
         """What the loader must know of this rank and its batches."""
         plan, layout = batch_plan(self.cfg.train, self.layout.dp), self.layout
-        # towers' tokens may lie beyond
         return LoaderGeometry(
             dp_rank=self.context.coordinates.dp,
             dp_size=layout.dp,
@@ -150,15 +148,14 @@ class RunBuilder:
             uniform=layout.pp > 1,
             full_length=self.cfg.parallel.tp_comm_overlap and layout.tp > 1 or uses_cuda_graphs(self.cfg),
             seed=data.data_seed(self.cfg.data, self.cfg.train),
-            vocabulary=0 if has_vision_tower(self.spec.hf_config) else self.spec.vocab_size,
+            vocabulary=0 if has_vision_tower(self.spec.hf_config) else self.spec.vocab_size,  # or an image's beyond it
         )
 
     def reader(self) -> Any:
         """What the model's texts are read with: its tokenizer, or a vision-language model's `Processor`."""
-        if not has_vision_tower(self.spec.hf_config):
-            return tokenizer_with_run_template(self.cfg, self.folder)
-        self.processor = training_processor(self.cfg, self.folder)
-        return self.processor
+        if has_vision_tower(self.spec.hf_config):
+            self.processor = training_processor(self.cfg, self.folder)
+        return self.processor or tokenizer_with_run_template(self.cfg, self.folder)
 
     def data(self) -> tuple[BatchSource, EvaluationSource | None]:
         """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a

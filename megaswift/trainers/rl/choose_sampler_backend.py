@@ -5,7 +5,7 @@ from __future__ import annotations
 from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
-from megaswift.errors import ConfigError
+from megaswift.errors import ConfigError, UserError
 from megaswift.families.family import read_config_json
 from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.families.vision_language_detection import has_vision_tower
@@ -22,7 +22,7 @@ def resolve_sampler_backend(cfg: SwiftConfig, tell: bool = True) -> SwiftConfig:
 
     if not torch.cuda.is_available():
         return cfg
-    if has_vision_tower(read_config_json(locate_model(cfg.model, weights=False))):
+    if _reads_images(cfg):
         if tell:
             log.info("rollout_backend transformers: only it gets the images of prompts")
         return cfg
@@ -43,6 +43,14 @@ def resolve_sampler_backend(cfg: SwiftConfig, tell: bool = True) -> SwiftConfig:
     if tell:
         log.info(f"rollout_backend transformers, which generates much more slowly than vLLM: {'; '.join(lacking)}")
     return cfg
+
+
+def _reads_images(cfg: SwiftConfig) -> bool:
+    """Whether the model is a vision-language model; False where it cannot be read, which is reported later."""
+    try:
+        return has_vision_tower(read_config_json(locate_model(cfg.model, weights=False)))
+    except UserError:
+        return False
 
 
 def _with_vllm(cfg: SwiftConfig) -> tuple[SwiftConfig | None, list[str]]:

@@ -5,6 +5,8 @@ Covers: megaswift/trainers/rl/choose_sampler_backend.py.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,3 +57,15 @@ def test_backend(  # noqa: PLR0913
     assert cfg.rl.rollout_backend == backend
     said = "".join(capsys.readouterr())
     assert says in said and bool(says) == bool(said), said
+
+
+def test_prompts_with_images_keep_the_sampler_that_gets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    support: Any = installed_vllm_version_and_support
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(support, "installed_vllm_package_and_version", lambda: ("vllm", "0.30.0"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": {}}))
+    words = ["--model", str(tmp_path), *GRPO[2:]]
+    assert resolve_sampler_backend(load_config("grpo", words, environ={})).rl.rollout_backend == "transformers"
+    assert "only it gets the images of prompts" in "".join(capsys.readouterr())
