@@ -23,6 +23,8 @@ ALIGNMENT = PREFERENCES + RL
 """Tasks that `rlhf_type` may name."""
 CHATS = SFT + ALIGNMENT
 """Tasks of conversations."""
+VISION_TASKS = (*SFT, "dpo", "cpo", "simpo", *GRPO)
+"""Tasks that vision-language models train on, images and all."""
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
@@ -154,7 +156,7 @@ class DataConfig:
         "Scale images with more pixels (width x height) down to this many",
         minimum=1,
         unit="pixels",
-        tasks=("sft",),
+        tasks=VISION_TASKS,
     )
     strict: bool = option(True, "Stop at a malformed row; false: skip and count it")
     use_dataset_cache: bool = option(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.cuda_graph_rules import cuda_graph_model_problems
-from megaswift.config.data import RL
+from megaswift.config.data import RL, VISION_TASKS
 from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import VISION_ONLY, capabilities_of, filled_deepspeed_config, requested_engine
@@ -73,9 +73,6 @@ EXPERT_OPTIONS = (
     "moe_shared_expert_overlap",
     "moe_expert_capacity_factor",
 )
-
-VISION_TASKS = ("sft", "dpo", "cpo", "simpo", "grpo")
-"""Tasks that vision-language models train on, images and all."""
 
 Check = tuple[Callable[[], Sequence[Problem]], type[UserError]]
 """A check, and the error that it raises when it alone has found problems."""

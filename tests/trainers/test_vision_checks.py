@@ -28,7 +28,7 @@ def test_fits(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text("{}")
     assert told(tmp_path, SEES) == "" and told(tmp_path, SEES, freeze_vit=False) == ""
     assert told(tmp_path, {"model_type": "gpt2"} | TEXT, packing=True) == ""
-    assert all(told(tmp_path, SEES, task=task) == "" for task in ("dpo", "cpo", "simpo"))
+    assert all(told(tmp_path, SEES, task=task, max_pixels=9) == "" for task in ("dpo", "cpo", "simpo"))
     assert told(tmp_path, SEES, task="grpo", reward_funcs=["format"]) == ""
 
 

@@ -35,7 +35,7 @@ STEPS = {
     "--num_generations": 4,
     "--generation_batch_size": 32,
     "--global_batch_size": 16,
-    "--lr": 1e-2,
+    "--lr": 2e-3,
     "--adam_epsilon": 1e-6,
     "--lr_scheduler_type": "constant",
     "--max_steps": 6,
@@ -67,11 +67,11 @@ def train(folder: Path, out: Path, *options: object, ranks: int = 1) -> list[dic
 def close(mine: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
     for line, wanted in zip(mine, theirs, strict=True):
         for name in ("loss", "reward", "grad_norm"):
-            assert line[name] == pytest.approx(wanted[name], rel=2e-4, abs=2e-6), (line["step"], name)
+            assert line[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-6), (line["step"], name)
 
 
 def test_the_reward_rises(folder: Path, tmp_path: Path) -> None:
-    lines = train(folder, tmp_path / "out", "--engine", "ddp", "--max_steps", 40, "--save_steps", 40)
+    lines = train(folder, tmp_path / "out", "--engine", "ddp", "--max_steps", 40, "--save_steps", 40, "--lr", 1e-2)
     first, last = (sum(line["reward"] for line in part) / 8 for part in (lines[:8], lines[-8:]))
     assert last > first + 0.2, (first, last)
     logged = read_lines(tmp_path / "out" / "completions.jsonl")
