@@ -32,8 +32,9 @@ from megaswift.parallel.layout import Layout
 HALF = ("bfloat16", "float16")
 ALIGNED, BUCKET = 64, 128
 """Elements: where a parameter begins in a buffer, and what a buffer's size is a multiple of."""
-HOST_CHUNK = 2**24
-"""Elements that the host optimizer moves at a time (`engine/megatron/host_adam.py`)."""
+HOST_CHUNK, HOST_SLOTS = 2**23, 2
+"""Elements that the host optimizer moves at a time, and how many chunks it has room for
+(`engine/megatron/host_adam.py`)."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def held_bytes(cfg: SwiftConfig, dtype: str, layout: Layout, chunks: Sequence[Ra
             step_copies=copies * own,
         )
         largest = max(largest, min(own, buffer.largest))
-    return total + HeldBytes(host=8 * min(HOST_CHUNK, largest) if fraction else 0)
+    return total + HeldBytes(host=8 * HOST_SLOTS * min(HOST_CHUNK, largest) if fraction else 0)
 
 
 def _frozen_bytes(chunk: RankParameters, width: int) -> int:

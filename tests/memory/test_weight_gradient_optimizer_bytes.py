@@ -130,7 +130,7 @@ def test_offloaded_moments_are_in_host_memory(pool: Pool, folders: Path) -> None
     (rank,), (stage,) = counted(run, pool), computed(run)
     elements = stage.gradients // 4
     assert rank.optimizer == 12 * elements
-    assert stage.optimizer == 4 * elements and stage.host == 8 * elements + 8 * 128 * 512
+    assert stage.optimizer == 4 * elements and stage.host == 8 * elements + 2 * 8 * 128 * 512
 
 
 def test_remainders_and_the_host_optimizer() -> None:

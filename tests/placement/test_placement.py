@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megaswift.device_copy import copy_to_device_async
+from megaswift.engine.megatron import host_adam
 from megaswift.rollout.weight_transfer.weight_buckets import BucketPacker, unpack_bucket
 from tests.parity.models import build
 from tests.parity.pool import shared
@@ -213,3 +215,18 @@ def test_a_copy_is_waited_for_before_it_is_read(stand_in: StandIn) -> None:
         stand_in.synchronized()
         assert back.tolist() == [1, 1, 1]
         assert [key.split()[0] for key in stand_in.counted()] == ["sync"]
+
+
+def test_the_host_s_adam_waits_once_a_chunk(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its arrival: copies are asynchronous, both ways, from and to pinned memory."""
+    monkeypatch.setattr(host_adam, "CHUNK", 32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    event = SimpleNamespace(record=lambda: None, synchronize=stand_in.synchronized)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    with stand_in.running():
+        weight = torch.nn.Parameter(torch.ones(100, device=DEVICE))
+        adam = host_adam.HostAdam.instead_of(torch.optim.AdamW([weight], lr=0.1))
+        weight.grad = torch.ones(100, device=DEVICE)
+        adam.step()
+        assert stand_in.counted() == {"sync megaswift.engine.megatron.host_adam:HostAdam._update": 4}
+    assert weight.max() < 1

@@ -4,21 +4,42 @@ Owns where the moments lie and what a step moves. A fraction of the elements may
 parameters; the moments of the others stay beside their weights, which are updated there. The formula is torch's AdamW,
 which all of Megatron-Core's choices for adam (torch's, apex's, Transformer Engine's) implement. Weights that the
 optimizer keeps in float32 stay on their device.
+
+On a GPU the copies are asynchronous, from and to pinned memory: while a chunk is updated on the host, the next one
+arrives and the one before returns. All of them are on the current stream, so a buffer is filled again only after the
+device has read it, and the host waits once a chunk, for its arrival.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-CHUNK = 2**24
-"""Elements moved and updated at a time: 64 MiB of gradients and as much of weights. A multiple of every vector width,
+CHUNK = 2**23
+"""Elements moved and updated at a time: 32 MiB of gradients and as much of weights. A multiple of every vector width,
 so that the kernel splits a tensor as it would without chunks; a power of two, which pinned memory is rounded up to."""
+SLOTS = 2
+"""Pairs of buffers, one for weights and one for gradients: a chunk arrives in one while the other one is updated."""
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+@dataclass(frozen=True)
+class _MovedChunk:
+    """Elements of a parameter on their way through a pair of buffers."""
+
+    parameter: Tensor
+    group: dict[str, Any]
+    part: slice
+    weight: Tensor
+    gradient: Tensor
+    arrived: torch.cuda.Event | None
+    """After both copies; None where they are done already."""
 
 
 class HostAdam(torch.optim.AdamW):
@@ -65,13 +86,31 @@ class HostAdam(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         assert closure is None, "Megatron-Core gives gradients, no closure"
-        buffers = self._buffers()
+        before: _MovedChunk | None = None
+        for chunk in self._arriving_chunks():
+            if before is not None:
+                self._update(before)
+            before = chunk
+        if before is not None:
+            self._update(before)
+
+    def _arriving_chunks(self) -> Iterator[_MovedChunk]:
+        """Each chunk of what is offloaded, once its copies are under way; updates the other parameters."""
+        buffers = cycle(self._buffers())
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None and self.offloads(p):
-                    self._update(p, group, buffers)
-                elif p.grad is not None:
+                if p.grad is None:
+                    continue
+                if not self.offloads(p):
                     self._update_on_device(p, group)
+                    continue
+                flat, gradients = p.view(-1), p.grad.reshape(-1)
+                for start in range(0, max(1, p.numel()), CHUNK):
+                    part = slice(start, min(start + CHUNK, p.numel()))
+                    weight, gradient = (b[: part.stop - start] for b in next(buffers))
+                    weight.copy_(flat[part], non_blocking=True)
+                    gradient.copy_(gradients[part], non_blocking=True)
+                    yield _MovedChunk(p, group, part, weight, gradient, _event_on_current_stream(p))
 
     def _update_on_device(self, p: Tensor, group: dict[str, Any]) -> None:
         state = self.materialize(p)
@@ -79,19 +118,16 @@ class HostAdam(torch.optim.AdamW):
         _adamw(p, p.grad, (state["exp_avg"], state["exp_avg_sq"]), state["step"], group)
         state["step"] += 1
 
-    def _update(self, p: Tensor, group: dict[str, Any], buffers: tuple[Tensor, Tensor]) -> None:
-        """Copies from and to a device wait for their end here, so the two buffers serve every chunk."""
-        state = self.materialize(p)
-        flat, gradients = p.view(-1), p.grad.reshape(-1)  # type: ignore[union-attr]
-        first, second = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-        for start in range(0, p.numel(), CHUNK):
-            part = slice(start, min(start + CHUNK, p.numel()))
-            weight, gradient = (b[: part.stop - start] for b in buffers)
-            weight.copy_(flat[part])
-            gradient.copy_(gradients[part])
-            _adamw(weight, gradient, (first[part], second[part]), state["step"], group)
-            flat[part].copy_(weight)
-        state["step"] += 1
+    def _update(self, chunk: _MovedChunk) -> None:
+        """Waits for the chunk, updates it, and sends its weights back."""
+        state = self.materialize(chunk.parameter)
+        moments = tuple(state[name].view(-1)[chunk.part] for name in ("exp_avg", "exp_avg_sq"))
+        if chunk.arrived is not None:
+            chunk.arrived.synchronize()
+        _adamw(chunk.weight, chunk.gradient, moments, state["step"], chunk.group)
+        chunk.parameter.view(-1)[chunk.part].copy_(chunk.weight, non_blocking=True)
+        if chunk.part.stop == chunk.parameter.numel():
+            state["step"] += 1
 
     def _staged(self) -> int:
         """Elements of a buffer."""
@@ -101,18 +137,18 @@ class HostAdam(torch.optim.AdamW):
         """Elements of each parameter whose state is on the CPU."""
         return [p.numel() for group in self.param_groups for p in group["params"] if self.offloads(p)]
 
-    def _buffers(self) -> tuple[Tensor, Tensor]:
-        """For weights and for gradients, pinned where a GPU copies from and to them; torch keeps them for the next
+    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Pairs for weights and gradients, pinned where a GPU copies from and to them; torch keeps them for the next
         step."""
-        weight, gradient = (
-            torch.empty(self._staged(), dtype=torch.float32, device="cpu", pin_memory=torch.cuda.is_available())
-            for _ in range(2)
-        )
-        return weight, gradient
+        pinned = torch.cuda.is_available()
+        buffers = [
+            torch.empty(self._staged(), dtype=torch.float32, device="cpu", pin_memory=pinned) for _ in range(2 * SLOTS)
+        ]
+        return list(zip(buffers[:SLOTS], buffers[SLOTS:], strict=True))
 
     def host_bytes(self) -> int:
         """Of the moments of offloaded parameters, which exist from the first step on, and of the buffers of a step."""
-        return 8 * (sum(self._offloaded()) + self._staged())
+        return 8 * (sum(self._offloaded()) + SLOTS * self._staged())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, which would leave the moments beside the weights."""
@@ -135,9 +171,16 @@ def parameters_beyond_fraction(parameters: list[Tensor], fraction: float) -> lis
     return beyond
 
 
-def _adamw(
-    weight: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], step: Tensor, group: dict[str, Any]
-) -> None:
+def _event_on_current_stream(p: Tensor) -> torch.cuda.Event | None:
+    """That all copies so far are done; None without a GPU, where they are."""
+    if not p.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _adamw(weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]) -> None:
     """One update in place, the counter left as it is."""
     adamw(
         [weight],

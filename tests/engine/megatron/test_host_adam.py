@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from megaswift.engine.megatron import host_adam
 from megaswift.engine.megatron.host_adam import HostAdam, materialize_host_adam_state
@@ -71,7 +72,81 @@ def test_a_fraction_of_the_elements_is_offloaded(fraction: float, offloaded: lis
         assert all(torch.equal(torchs.state[p][name], ours.state[q][name]) for name in ours.state[q])
     sizes = [p.numel() for p in parameters_of(ours) if ours.offloads(p)]
     assert sizes == ([35, 130, 3, 40] if offloaded is None else offloaded)
-    assert ours.host_bytes() == 8 * (sum(sizes) + max(sizes, default=0))
+    assert ours.host_bytes() == 8 * (sum(sizes) + 2 * max(sizes, default=0))
+
+
+class LateStream(TorchFunctionMode):
+    """A GPU that begins no asynchronous copy before the host waits for it: parameters are on it, its copies run in
+    order, and an event has all of those before it done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.left: list[int] = []
+        """Copies that are still to come after each wait."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.copy_ and kwargs.get("non_blocking"):
+            self.copies.append(args[:2])
+            return args[0]
+        if getattr(func, "__self__", None) is Tensor.is_cuda:
+            return True
+        return func(*args, **kwargs)
+
+    @torch.no_grad()
+    def run(self, count: int) -> None:
+        """The first copies."""
+        for target, source in self.copies[:count]:
+            target.copy_(source)
+        del self.copies[:count]
+
+    def event(self) -> Any:
+        """As `torch.cuda.Event`."""
+        stream = self
+
+        class Event:
+            def record(self) -> None:
+                self.last = stream.copies[-1]
+
+            def synchronize(self) -> None:
+                stream.run(next((i + 1 for i, c in enumerate(stream.copies) if c is self.last), 0))
+                stream.left.append(len(stream.copies))
+
+        return Event()
+
+
+def test_copies_overlap_with_updates_and_none_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit as torch's, though every copy runs as late as it may; while a chunk is updated, the one before is on
+    its way back and the next one's two copies are under way."""
+    monkeypatch.setattr(host_adam, "CHUNK", 32)
+    torchs, ours = pair(torch.optim.AdamW, fused=True)
+    stream = LateStream()
+    monkeypatch.setattr(torch.cuda, "Event", stream.event)
+    torch.manual_seed(1)
+    for _ in range(3):
+        for p, q in zip(parameters_of(torchs), parameters_of(ours), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        torchs.step()
+        with stream:
+            ours.step()
+        stream.run(len(stream.copies))
+        chunks = 2 + 5 + 1 + 2
+        assert stream.left == [2, *[3] * (chunks - 2), 1]
+        stream.left.clear()
+    for p, q in zip(parameters_of(torchs), parameters_of(ours), strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(torchs.state[p][name], ours.state[q][name]) for name in ours.state[q])
+
+
+def test_a_parameter_without_elements() -> None:
+    """As a rank's share of a small parameter can be."""
+    ours = HostAdam.instead_of(torch.optim.AdamW([torch.nn.Parameter(torch.empty(0))], **SETTINGS))
+    (p,) = parameters_of(ours)
+    p.grad = torch.empty(0)
+    ours.step()
+    assert int(ours.state[p]["step"]) == 1
 
 
 def test_torch_s_plain_loop() -> None:
@@ -129,7 +204,7 @@ def test_states_that_stay_are_beside_their_parameters() -> None:
 
 
 def test_bytes_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the states really take, and two buffers of a chunk or of the largest parameter."""
+    """What the states really take, and four buffers of a chunk or of the largest parameter."""
     _, ours = pair(torch.optim.AdamW)
     before = ours.host_bytes()
     materialize_host_adam_state(ours)
@@ -137,8 +212,8 @@ def test_bytes_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         before
         == ours.host_bytes()
-        == moments + sum(b.nbytes for b in ours._buffers())
-        == 8 * (35 + 130 + 3 + 40) + 8 * 130
+        == moments + sum(b.nbytes for pair in ours._buffers() for b in pair)
+        == 8 * (35 + 130 + 3 + 40) + 2 * 8 * 130
     )
     monkeypatch.setattr(host_adam, "CHUNK", 32)
-    assert ours.host_bytes() == moments + 8 * 32
+    assert ours.host_bytes() == moments + 2 * 8 * 32
