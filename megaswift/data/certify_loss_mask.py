@@ -35,6 +35,7 @@ from megaswift.data.row_count_names_and_texts import UNUSED_SYSTEM, UNUSED_TOOLS
 from megaswift.data.row_readers import LocatedRow
 from megaswift.data.search_answers_in_rendered_text import AnswerPlace, AnswerSearch
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
+from megaswift.data.write_tools_as_agent_text import TurnPart, write_tools_as_agent_text
 
 PROMPT_TRAINED, ANSWER_UNTRAINED = "prompt_trained", "answer_untrained"
 END_UNTRAINED, EXCLUDED_TRAINED = "end_untrained", "excluded_trained"
@@ -185,6 +186,15 @@ class LossMaskCertifier:
         if before < 0 or document.ids[before:].tolist() != encoding.ids:
             return [(TOKENS_DIFFER, "")]
         loss, sample = document.loss[before:], document.sample
+        tools, agent, trained = sample.tools, None, list[bool]()
+        if self._chat is not None and self._chat.templates.agent_text and sample.text is None:
+            trained = [True] * len(sample.messages)
+            trained = trained if self.spec.task in RL else trained_turn_flags(sample, self._turns)
+            agent = write_tools_as_agent_text(sample, self._chat.templates.agent_text, trained)
+            sample = agent.sample
+            if self.spec.task in RL and sample.messages[-1]["role"] == "assistant":  # it goes on behind a result
+                sample = replace(sample, messages=sample.messages[:-1], loss=sample.loss[:-1])
+            document = replace(document, sample=sample)
         if self.spec.task in RL:
             findings.images += document.images
             found = [] if sample.text is not None else self._search(document).missing
@@ -193,11 +203,15 @@ class LossMaskCertifier:
             findings.answers += 1
             return _compare_plain(document, encoding, loss) if self._turns != "all" else []
         result = self._search(document)
+        inner: list[tuple[str, str]] = []
+        if agent is not None:
+            result.missing += search.missing_tools(document.text, tools)
+            loss, inner = _compare_parts(agent.parts, trained, result.places, (document, encoding, loss))
         flags = iter(trained_turn_flags(sample, self._turns))
         wanted = {i: next(flags) for i, m in enumerate(sample.messages) if m["role"] == "assistant"}
         findings.answers += sum(wanted.values())
         findings.excluded += len(wanted) - sum(wanted.values())
-        findings.tools += len(sample.tools or ())
+        findings.tools += len(tools or ())
         findings.images += document.images
         if self._turns == "all":
             return result.missing
@@ -207,7 +221,7 @@ class LossMaskCertifier:
             *result.missing,
             *_compare_turns(result.places, wanted, (document, encoding, loss), bool(lost), marked),
         ]
-        return found + self._prompt_at_inference(document, result.places)
+        return found + inner + self._prompt_at_inference(document, result.places)
 
     def _search(self, document: _Document) -> search.SearchResult:
         assert self._chat is not None
@@ -268,6 +282,40 @@ def _tokens_of(encoding: Encoding, begin: int, end: int) -> tuple[int, int]:
     while begin < end and (last := encoding.char_to_token(end - 1)) is None:
         end -= 1
     return (0, 0) if first is None or last is None else (first, last + 1)
+
+
+def _compare_parts(
+    turns: Sequence[Sequence[TurnPart]],
+    trained: Sequence[bool],
+    places: Sequence[AnswerPlace],
+    tokens: tuple[_Document, Encoding, np.ndarray],
+) -> tuple[np.ndarray, list[tuple[str, str]]]:
+    """(the mask with those parts of turns filled in that carry no loss, what does not hold of them). A token over the
+    edge of a part is the model's."""
+    document, encoding, loss = tokens
+    loss, found = loss.copy(), []
+    answers = [i for i, m in enumerate(document.sample.messages) if m["role"] == "assistant"]
+    by_message = {place.message: place for place in places}
+    for i, parts in zip(answers, turns, strict=True):
+        at = by_message[i].begin if i in by_message else len(document.text)
+        for part in parts:
+            text = part.text.strip()
+            begin = document.text.find(text, at)
+            if begin < 0 or i not in by_message:
+                continue
+            at = begin + len(text)
+            if (
+                part.turn is not None
+                and trained[part.turn]
+                or not any(t.turn is not None and trained[t.turn] for t in parts)
+            ):
+                continue
+            first, last = _tokens_of(encoding, begin, at)
+            if loss[first + 1 : last - 1].any():
+                found.append((PROMPT_TRAINED, f"messages[{i}]: {text[:40]!r}"))
+            turn = _tokens_of(encoding, by_message[i].begin, by_message[i].limit)[0]
+            loss[max(first - 1, turn) : last + 1] = True
+    return loss, found
 
 
 def _compare_plain(document: _Document, encoding: Encoding, loss: np.ndarray) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
-from megaswift.config.agent_templates import AGENT_FORMATS
+from megaswift.config.agent_templates import AGENT_FORMATS, AGENT_TEXTS, REFUSED_AGENT_FORMATS
 from megaswift.config.data import CHATS
 from megaswift.config.external_plugins import files_with_data_formats
 from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
@@ -133,13 +133,18 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
 def _templates(data: Any, tokenizer: Any) -> ChatTemplateTexts:
     """The chat templates of a run; ConfigError where they do not write tool calls as `--agent_template` says."""
     templates = load_chat_templates(tokenizer, data.chat_template, data.enable_thinking)
-    if data.agent_template is not None:
+    name = data.agent_template
+    if name in REFUSED_AGENT_FORMATS:
+        raise ConfigError(Problem(f"--agent_template {name}", *REFUSED_AGENT_FORMATS[name]))
+    if name in AGENT_TEXTS:
+        templates = replace(templates, agent_text=name)
+    elif name is not None:
         call = ChatRenderer(templates).rendered_tool_call()
-        if AGENT_FORMATS[data.agent_template] not in call:
+        if AGENT_FORMATS[name] not in call:
             how = f"as {call[-120:]!r}" if call else "not at all"
             rule = f"the chat template writes tool calls otherwise: {how}"
             fix = "leave it out, or give another template (--template qwen3, or FILE.jinja)"
-            raise ConfigError(Problem(f"--agent_template {data.agent_template}", rule, fix))
+            raise ConfigError(Problem(f"--agent_template {name}", rule, fix))
     return replace(templates, keep_empty_reasoning=data.add_non_thinking_prefix)
 
 

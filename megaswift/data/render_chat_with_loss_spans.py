@@ -21,13 +21,22 @@ from megaswift.data.jinja_sandbox_limits import REFUSED, TemplateLimitExceeded, 
 from megaswift.data.locate_assistant_turns_in_rendered_text import AssistantTurnFinder
 from megaswift.data.parts_that_template_renders import RenderedPartsProbe
 from megaswift.data.read_template_and_system import read_template, thinking_variable
+from megaswift.data.row_count_names_and_texts import UNUSED_SYSTEM, UNUSED_TOOLS
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.data.weigh_turn_text import TurnWeights, WeightedSpan
+from megaswift.data.write_tools_as_agent_text import (
+    AgentTextConversation,
+    TurnPart,
+    locate_turn_parts,
+    write_tools_as_agent_text,
+)
 from megaswift.errors import DataError, Problem, first_line
 
 install_template_limits()
 _Span = tuple[int, int]
 Notes = tuple[str, ...]
+_InnerParts = tuple[Sequence[Sequence[TurnPart]], Sequence[bool]]
+"""Parts of each assistant message, and of all parts in order whether they carry loss."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -57,6 +66,8 @@ class ChatTemplateTexts:
     """Texts of the special tokens, any of which may end a turn."""
     keep_empty_reasoning: bool = True
     """Whether an empty block of reasoning that the template writes before an answer stays."""
+    agent_text: str = ""
+    """The format in which tools and calls are written as text; empty: the template writes them."""
 
     def pick(self, tools: Any) -> str:
         """The template for a conversation with or without tools, as transformers chooses."""
@@ -202,22 +213,62 @@ class ChatRenderer:
 
     def prompt_notes(self, sample: UntokenizedSample) -> tuple[str, ...]:
         """What is counted of a prompt; RowError for parts that the template leaves out."""
+        if self.templates.agent_text:
+            return self._agent_notes(self._as_text(sample, [True] * len(sample.messages)), sample.tools)
         return self._probe(self.templates.pick(sample.tools)).notes(sample, ())
 
     def prompt(self, sample: UntokenizedSample) -> str:
         """The text of a conversation up to where the assistant's answer begins; RowError when the template refuses
         it."""
+        if self.templates.agent_text:
+            agent = self._as_text(sample, [True] * len(sample.messages)).sample
+            ends = bool(agent.messages) and agent.messages[-1]["role"] == "assistant"  # it goes on behind a result
+            text = self._text(self.templates.pick(None), agent.messages[: -1 if ends else None], None, prompt=True)
+            return text + agent.messages[-1]["content"] if ends else text
         return self._text(self.templates.pick(sample.tools), sample.messages, sample.tools, prompt=True)
 
     def render(self, sample: UntokenizedSample) -> RenderedConversation:
         """The text of the whole conversation and its loss spans; RowError when the template refuses it."""
+        if self.templates.agent_text:
+            return self._render_agent_text(sample)
         template = self.templates.pick(sample.tools)
         wanted = trained_turn_flags(sample, self._trains)
         notes = self._probe(template).notes(sample, wanted)
+        return self._render_turns(sample, wanted, notes, None)
+
+    def _as_text(self, sample: UntokenizedSample, trained: Sequence[bool]) -> AgentTextConversation:
+        return write_tools_as_agent_text(sample, self.templates.agent_text, trained)
+
+    def _render_agent_text(self, sample: UntokenizedSample) -> RenderedConversation:
+        """The same where tools and calls are text of the conversation."""
+        trained = trained_turn_flags(sample, self._trains)
+        agent = self._as_text(sample, trained)
+        whole = [any(p.turn is not None and trained[p.turn] for p in parts) for parts in agent.parts]
+        keep = [
+            self._trains == "all" if part.turn is None else trained[part.turn]
+            for parts in agent.parts
+            for part in parts
+        ]
+        notes = self._agent_notes(agent, sample.tools)
+        return self._render_turns(agent.sample, whole, notes, (agent.parts, keep))
+
+    def _agent_notes(self, agent: AgentTextConversation, tools: Any) -> Notes:
+        flags = [bool(flag) for flag in agent.sample.loss if flag is not None]
+        notes = self._probe(self.templates.pick(None)).notes(agent.sample, flags)
+        lost = (UNUSED_TOOLS,) if tools and UNUSED_SYSTEM in notes else ()
+        dropped = (UNUSED_SYSTEM,) if agent.drops_system else ()
+        return tuple(dict.fromkeys([*notes, *lost, *dropped]))
+
+    def _render_turns(
+        self, sample: UntokenizedSample, wanted: Sequence[bool], notes: Notes, inner: _InnerParts | None
+    ) -> RenderedConversation:
+        """The conversation whose assistant messages carry loss where `wanted`, or where their parts do."""
+        template = self.templates.pick(sample.tools)
         marked = self.marks_answers(sample.tools)
         text, spans = self._render(template, sample.messages, sample.tools, False, marked)
         everything = self._trains == "all"
         whole = not self._turn_weights.divides and self.templates.keep_empty_reasoning
+        whole = whole and (inner is None or all(inner[1]))
         if everything and all(wanted) and whole:
             return RenderedConversation(text, ((0, len(text)),), notes=notes)
         if not marked:
@@ -234,15 +285,20 @@ class ChatRenderer:
             )
         if not self.templates.keep_empty_reasoning:
             text, turns = without_empty_reasoning(text, turns)
-        return self._weighted(text, turns, wanted, sample, notes)
+        questions = _questions(sample)
+        if inner is not None:
+            located = [locate_turn_parts(text, a, b, own) for (a, b), own in zip(turns, inner[0], strict=True)]
+            questions = [asked for asked, own in zip(questions, inner[0], strict=True) for _ in own]
+            turns, wanted = [span for spans in located for span in spans], inner[1]
+        return self._weighted(text, turns, wanted, questions, notes)
 
     def _weighted(
-        self, text: str, turns: Sequence[_Span], wanted: Sequence[bool], sample: UntokenizedSample, notes: Notes
+        self, text: str, turns: Sequence[_Span], wanted: Sequence[bool], questions: Sequence[str], notes: Notes
     ) -> RenderedConversation:
         """The conversation with the weights of its turns; of everything else under `all`."""
         parts: list[WeightedSpan] = []
         edge = 0
-        for (begin, end), question, keep in zip(turns, _questions(sample), wanted, strict=True):
+        for (begin, end), question, keep in zip(turns, questions, wanted, strict=True):
             if self._trains == "all" and edge < begin:
                 parts.append((edge, begin, 1.0))
             parts += self._turn_weights.spans(text, begin, end, question) if keep else []

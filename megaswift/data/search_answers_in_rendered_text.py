@@ -150,7 +150,7 @@ class AnswerSearch:
                         break
                     at = end
             before = role
-        result.missing += [(TOOL_MISSING, where) for where in _missing_tools(text, tools)]
+        result.missing += missing_tools(text, tools)
         return result
 
     def _end(self, text: str, at: int) -> tuple[int, int]:
@@ -293,12 +293,12 @@ def _missing_calls(turn: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[st
             yield f"({call.get('name')}): {lacking[0]}"
 
 
-def _missing_tools(text: str, tools: Any) -> Iterator[str]:
-    """Each tool that is not described, with the first text of it that is missing: name, description, parameters."""
+def missing_tools(text: str, tools: Any) -> Iterator[tuple[str, str]]:
+    """(TOOL_MISSING, where) of each tool that is not described, with the first text of it that is missing."""
     for i, tool in enumerate(tools or ()):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
         properties = (function.get("parameters") or {}).get("properties") or {}
         wanted = [function.get("name"), function.get("description"), *properties]
         lacking = [word for word in wanted if word and not any(form in text for form in _forms(word))]
         if lacking:
-            yield f"tools[{i}] ({function.get('name')}): {str(lacking[0])[:60]}"
+            yield TOOL_MISSING, f"tools[{i}] ({function.get('name')}): {str(lacking[0])[:60]}"

@@ -159,7 +159,7 @@ def test_agent_templates() -> None:
     with pytest.raises(ConfigError, match="otherwise: not at all"):
         spec("hermes", "llama3")
     with pytest.raises(ConfigError, match="react_en"):
-        spec("react_en", "qwen3")
+        spec("react_de", "qwen3")
 
 
 @pytest.mark.parametrize("own", ["tokenizer", "named"])
