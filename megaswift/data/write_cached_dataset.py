@@ -35,6 +35,7 @@ READ = frozenset(
     (
         *("dataset", "val_dataset", "model", "use_hf", "model_revision", "trust_remote_code", "columns", "system"),
         *("chat_template", "enable_thinking", "loss_scale", "model_name", "model_author", "sample_by", "strict"),
+        *("agent_template", "add_non_thinking_prefix", "max_pixels", "external_plugins"),
         *("dataset_num_proc", "dataset_cache_dir", "use_dataset_cache", "shuffle", "seed", "data_seed"),
     )
 )
