@@ -19,6 +19,7 @@ from megaswift.data.collate_preference_batches import PreferenceCollator, Prefer
 from megaswift.data.coordinate_token_cache_build import data_cache_folder
 from megaswift.data.encode_preferences import PreferenceEncoder
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, encode_spec
+from megaswift.data.encode_vision_row_tokens import VisionRowTokenEncoder
 from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.gather_and_truncate_dataset_documents import (
     Documents,
@@ -46,6 +47,7 @@ from megaswift.data.tokenization import (
     resolve_or_download_dataset_files,
     tokenize_datasets,
 )
+from megaswift.data.vision_batches import StreamedRowImages, VisionCollator
 from megaswift.data.vision_processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem
 
@@ -184,17 +186,19 @@ def build_train_and_eval_sources(
     per_device = train.per_device_eval_batch_size or geometry.per_device
     apart = replace(geometry, per_device=per_device, accumulation=1)
     check_split_truncation_option(data, task)
+    processor = tokenizer if isinstance(tokenizer, Processor) else None
     if data.streaming:
-        assert not isinstance(tokenizer, Processor), "rows with images cannot be streamed"
         evaluation: IndexedRows | None = None
         if data.val_dataset and task in PREFERENCES:
             evaluation = PreferenceDataset(
                 _held_out_units(data, tokenizer, task), data.packing is not False, prompt_labels
             )
         elif data.val_dataset:
-            evaluation = make_document_rows(_held_out(data, tokenizer, task), data.packing, data.max_length, shape)
+            held_out = _held_out(data, tokenizer, task)
+            evaluation = make_document_rows(held_out, data.packing, data.max_length, shape, processor)
         vocab_check.check_dataset_token_ids([] if evaluation is None else [evaluation.docs], words, geometry.vocabulary)
-        stream = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, training_shape), prompt_labels)
+        spec = encode_spec(data, tokenizer, task)
+        stream = _stream(data, train, (spec, processor), (geometry, training_shape), prompt_labels)
         stream.watched = vocab_check.tokenizer_exceeds_embedding(words, geometry.vocabulary)
         source: BatchSource = stream
     else:
@@ -247,9 +251,14 @@ def _stored(
 
 
 def _stream(
-    data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, PaddingShape], prompt_labels: bool
+    data: Any,
+    train: Any,
+    reader: tuple[EncodeSpec, Processor | None],
+    where: tuple[LoaderGeometry, PaddingShape],
+    prompt_labels: bool,
 ) -> StreamBatchSource:
-    (geometry, shape), units = where, spec.task in PREFERENCES
+    (spec, processor), (geometry, shape) = reader, where
+    units = spec.task in PREFERENCES
     datasets = [
         resolve_or_download_dataset_files(name, data_cache_folder(data.dataset_cache_dir)) for name in data.dataset
     ]
@@ -257,8 +266,14 @@ def _stream(
     packs = bool(data.packing) and not units  # which units are in a micro-batch does not depend on how they lie there
     seed = data_seed(data, train)
     options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, seed)
-    contents: StreamRowProcessor = StreamRowEncoderAndPacker(RowEncoder(spec), options, shape)
-    if units:
+    contents: StreamRowProcessor
+    if processor is not None:
+        images = StreamedRowImages()
+        towers = VisionCollator(images, processor)
+        contents = StreamRowEncoderAndPacker(VisionRowTokenEncoder(spec), options, shape, towers, images)
+    elif not units:
+        contents = StreamRowEncoderAndPacker(RowEncoder(spec), options, shape)
+    else:
         layout = PreferenceCollator(2 if spec.task in PAIRS else 1, data.packing is not False, False, prompt_labels)
         contents = PreferenceStreamProcessor(PreferenceEncoder(spec), options, layout, shape)
     check_renamed_columns_exist(data, spec.task)

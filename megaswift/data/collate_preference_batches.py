@@ -24,7 +24,7 @@ from megaswift.data.encode_preferences import first_labeled_token
 from megaswift.data.gather_and_truncate_dataset_documents import Documents
 from megaswift.data.gather_and_truncate_preferences import PreferenceDocuments
 from megaswift.data.loader import collate_step_microbatches
-from megaswift.data.vision_batches import VisionCollator
+from megaswift.data.vision_batches import StoredRowImages, VisionCollator
 from megaswift.data.vision_processor import Processor
 from megaswift.losses.contract import Batch
 
@@ -121,7 +121,7 @@ class PreferenceDataset:
     @cached_property
     def layout(self) -> PreferenceCollator:
         """How they become batches."""
-        towers = None if self.processor is None else VisionCollator(self.docs.stores, self.processor)
+        towers = None if self.processor is None else VisionCollator(StoredRowImages(self.docs.stores), self.processor)
         margins = not np.isnan(self.units.values).any()
         return PreferenceCollator(self.units.width, self.packing, margins, self.prompt_labels, towers)
 

@@ -26,7 +26,7 @@ from megaswift.data.repack_remaining_rows import (
     remaining_rows,
 )
 from megaswift.data.resume_data_check import FIX, WHAT, check_same_data, documents_fingerprint
-from megaswift.data.vision_batches import VisionCollator
+from megaswift.data.vision_batches import StoredRowImages, VisionCollator
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import DataError, Problem
 from megaswift.log import info
@@ -138,7 +138,9 @@ def make_document_rows(
     multiple)."""
     assert not (packing and processor), "documents with images are not packed"
     if not packing:
-        return DocumentRows(docs, towers=None if processor is None else VisionCollator(docs.stores, processor))
+        return DocumentRows(
+            docs, towers=None if processor is None else VisionCollator(StoredRowImages(docs.stores), processor)
+        )
     pack_shape = PackingParameters(shape.doc_multiple, shape.row_length(max_length))
     return DocumentRows(docs, pack_shape.pack(docs.length), pack_shape)
 

@@ -5,6 +5,7 @@ A row that is too long or (with `--strict false`) malformed keeps its place in t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,13 +34,14 @@ from megaswift.data.stream_batches import (
 )
 from megaswift.data.stream_cursor import Cursor, read_from_cursor
 from megaswift.data.untokenized_sample import RowError
+from megaswift.data.vision_batches import RowImages, StreamedRowImages, VisionCollator
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 
 Tokens = tuple[np.ndarray, np.ndarray]
 """int32 tokens [n] and loss weights [n]."""
-_ReadRow = tuple[Tokens, tuple[str, ...]] | Problem
-"""A row's tokens and what is counted of it, or what is wrong with it."""
+_ReadRow = tuple[Tokens, tuple[str, ...], str] | Problem
+"""A row's tokens, what is counted of it, and its images as JSON; or what is wrong with it."""
 _RowResult = Tokens | Problem | None
 """A row's tokens; its problem, raised when the row is reached; or None, where such rows are skipped."""
 
@@ -51,27 +53,37 @@ class StreamRowEncoderAndPacker:
     encoder: RowEncoder
     options: StreamOptions
     shape: PaddingShape
+    towers: VisionCollator | None = None
+    """Of a vision-language model: brings the images of the rows that `images` keeps."""
+    images: StreamedRowImages = field(default_factory=StreamedRowImages)
     tally: StreamRowCountsAndWarnings = field(default_factory=StreamRowCountsAndWarnings)
 
     def items(self, rows: Sequence[NumberedRow], spread: Spread) -> list[tuple[_RowResult, int]] | list[list[Document]]:
         """Tokens of rows, or packed rows."""
-        items = [(self._kept(one), number) for one, (_, _, number) in zip(spread(rows, self._made), rows, strict=True)]
+        self.images.begin_block()
+        items = [(self._kept(one, row), row[2]) for one, row in zip(spread(rows, self._made), rows, strict=True)]
         return self._pack(items) if self.options.packing else items
 
     def _made(self, rows: Sequence[NumberedRow]) -> list[_ReadRow]:
         rendered = [self._render(path, located) for path, located, _ in rows]
         tokens = self.encoder.tokenize([r for r in rendered if isinstance(r, RenderedConversation)])
-        return [(next(tokens), r.notes) if isinstance(r, RenderedConversation) else r for r in rendered]
+        return [
+            (next(tokens), r.notes, getattr(r, "beside", "")) if isinstance(r, RenderedConversation) else r
+            for r in rendered
+        ]
 
     def _render(self, path: str, located: LocatedRow) -> RenderedConversation | Problem:
         try:
-            return self.encoder.render(located.row)
+            return self.encoder.located(path, located.row)
         except RowError as e:
             return malformed_row_problem(path, located.line, e)
 
-    def _kept(self, made: _ReadRow) -> _RowResult:
+    def _kept(self, made: _ReadRow, row: NumberedRow) -> _RowResult:
         if isinstance(made, tuple):
             self.tally.note(made[1])
+            if made[2]:
+                path, located, number = row
+                self.images.add(number, RowImages(f"{path}:{located.line}", json.loads(made[2])))
             return made[0]
         if self.encoder.spec.strict:
             return made
@@ -93,8 +105,11 @@ class StreamRowEncoderAndPacker:
             return [(ids, mask, number)] if len(ids) else []
         if strategy == "raise":
             raise self._too_long(number, len(ids))
-        self.tally.long("deleted" if strategy == "delete" else "truncated", number, size)
-        if strategy == "delete":
+        images = self.images.row_images(number)
+        # none loses a part of an image
+        torn = images is not None and images.beside["end"] > (size if strategy == "right" else 0)
+        self.tally.long("deleted" if strategy == "delete" or torn else "truncated", number, size)
+        if strategy == "delete" or torn:
             return []
         if strategy == "split" and self.options.packing:
             return [(ids[i : i + size], mask[i : i + size], number) for i in range(0, len(ids), size)]
@@ -128,7 +143,12 @@ class StreamRowEncoderAndPacker:
         """Tensors of a step's micro-batches; rows are cut to length now, because one that is too long may stop the
         run."""
         rows = taken if self.options.packing else [documents[:1] for documents in self._documents(taken)]
-        return collate_step_microbatches(geometry.own(rows), self.options.packing, self.shape, geometry.uniform)
+        own = geometry.own(rows)
+        if self.towers is None:
+            return collate_step_microbatches(own, self.options.packing, self.shape, geometry.uniform)
+        batches = [self.towers.batch([r[0] if r else None for r in micro], self.shape) for micro in own]
+        self.images.forget_earlier_blocks()
+        return batches
 
     def useless(self, sources: Sequence[DatasetFiles]) -> DataError:
         """No label within max_length."""

@@ -1,14 +1,16 @@
 """Micro-batches of vision-language models: text as for other models, plus the inputs of the vision encoder.
 
-Owns `Batch.extra`. Every micro-batch has an image: where no row brings one, a blank one stands behind the first row's
-end, where causal attention does not look back from. So all parameters of the towers take part on every rank, with
-gradients of exactly zero, and no collective of a sharded model waits for a rank that went past its towers.
+Owns `Batch.extra`, and finding the images of a document again. Every micro-batch has an image: where no row brings one,
+a blank one stands behind the first row's end, where causal attention does not look back from. So all parameters of the
+towers take part on every rank, with gradients of exactly zero, and no collective of a sharded model waits for a rank
+that went past its towers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,12 +36,67 @@ class ImageInputs:
     inputs: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True)
+class RowImages:
+    """The images of a row that has been tokenized."""
+
+    place: str
+    """`file:line`."""
+    beside: Mapping[str, Any]
+    """{"text", "files", "end"}: the rendered text, the names of its images, tokens up to the end of the last one."""
+
+
+class RowImageLookup(Protocol):
+    """Where the images of samples are written down."""
+
+    def row_images(self, sample: int, row: int = 0) -> RowImages | None:
+        """Those of a sample; None where it has none. `row`: of pairs, the document's row in the micro-batch."""
+
+
+class StoredRowImages:
+    """Of the rows of token stores, numbered through all of them."""
+
+    def __init__(self, stores: Sequence[TokenStore]) -> None:
+        self.stores = tuple(stores)
+        self._first = np.cumsum([0, *(len(s) // s.width for s in self.stores)])
+
+    def row_images(self, sample: int, row: int = 0) -> RowImages | None:
+        """Read from the store's files."""
+        k = int(np.searchsorted(self._first, sample, side="right")) - 1
+        store = self.stores[k]
+        number = (sample - int(self._first[k])) * store.width + row % store.width
+        beside = store.beside(number)
+        return None if beside is None else RowImages(store.place(number), beside)
+
+
+@dataclass
+class StreamedRowImages:
+    """Of the rows of a stream that have been read and may still be trained on, in memory."""
+
+    _blocks: list[dict[int, RowImages]] = field(default_factory=lambda: [{}])
+
+    def begin_block(self) -> None:
+        """Rows that are added from now on belong to another block."""
+        self._blocks.append({})
+
+    def add(self, sample: int, images: RowImages) -> None:
+        """Those of a row of the present block."""
+        self._blocks[-1][sample] = images
+
+    def forget_earlier_blocks(self) -> None:
+        """All but the present block's: their rows have been trained on."""
+        del self._blocks[:-1]
+
+    def row_images(self, sample: int, row: int = 0) -> RowImages | None:
+        """Looked up in the latest blocks."""
+        return next((block[sample] for block in self._blocks if sample in block), None)
+
+
 class VisionCollator:
     """Reads the images of rows again when their turn comes. Used by several threads."""
 
-    def __init__(self, stores: Sequence[TokenStore], processor: Processor) -> None:
-        self.stores, self.processor = tuple(stores), processor
-        self._first = np.cumsum([0, *(len(s) // s.width for s in self.stores)])
+    def __init__(self, images: RowImageLookup, processor: Processor) -> None:
+        self.images, self.processor = images, processor
 
     def batch(self, documents: Sequence[Document | None], shape: PaddingShape) -> Batch:
         """`[b, s]`; None is a row without weight. Of pairs both documents, one after the other."""
@@ -48,22 +105,18 @@ class VisionCollator:
 
     def _piece(self, row: int, document: Document) -> ImageInputs | None:
         ids, _, sample = document
-        k = int(np.searchsorted(self._first, sample, side="right")) - 1
-        store = self.stores[k]
-        number = (sample - int(self._first[k])) * store.width + row % store.width
-        stored = store.beside(number)
-        if stored is None:
+        images = self.images.row_images(sample, row)
+        if images is None:
             return None
+        stored = images.beside
         try:
             inputs = self.processor.inputs(stored["text"], [open_image(file) for file in stored["files"]])
         except RowError as error:
-            raise DataError(
-                Problem(store.place(number), f"column {error.column}: {error.found}", error.expected)
-            ) from None
+            raise DataError(Problem(images.place, f"column {error.column}: {error.found}", error.expected)) from None
         if inputs["input_ids"][0, : len(ids)].tolist() != ids.tolist():
             raise DataError(
                 Problem(
-                    store.place(number),
+                    images.place,
                     "its images have changed since tokenization: their sizes differ",
                     "restore the images, or use another --dataset_cache_dir",
                 )

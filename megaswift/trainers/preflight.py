@@ -333,11 +333,11 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
                 "--packing false",
             )
         )
-    if cfg.data.streaming:
+    if cfg.data.streaming and cfg.task != "sft":
         problems.append(
             Problem(
                 "--streaming true",
-                "rows with images cannot be streamed",
+                f"{cfg.task} does not stream rows with images; only sft does",
                 "use --streaming false: images are read on demand, and only tokens are cached",
             )
         )

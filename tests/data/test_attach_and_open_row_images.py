@@ -1,7 +1,7 @@
 """Rows with images: their forms, the tokens and masks that transformers gives them, what is refused, what is cut.
 
 Covers: megaswift/data/encode_rows.py, megaswift/data/encode_vision_row_tokens.py, megaswift/data/vision_processor.py,
-megaswift/data/token_store.py, megaswift/data/vision_batches.py.
+megaswift/data/token_store.py, megaswift/data/vision_batches.py, megaswift/data/stream_encode_and_pack_rows.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megaswift.config import SwiftConfig
 from megaswift.data import build_batch_sources
@@ -51,12 +52,8 @@ def turns(asked: Any, answer: Any = ANSWER) -> dict[str, Any]:
 def sources(processor: Processor, folder: Path, *rows: dict[str, Any], per_device: int = 1, **options: Any) -> Any:
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {
-        "dataset": [str(data)],
-        "dataset_cache_dir": str(folder / "cache"),
-        "shuffle": False,
-        "engine": "ddp",
-    } | options
+    cached = {} if "streaming" in options else {"dataset_cache_dir": str(folder / "cache")}
+    given = {"dataset": [str(data)], "shuffle": False, "engine": "ddp"} | cached | options
     cfg = SwiftConfig(task="sft", model="unused", **given)
     geometry = LoaderGeometry(per_device=per_device)
     return build_batch_sources.build_train_and_eval_sources(cfg.data, cfg.train, processor, geometry, "sft")[0]
@@ -247,3 +244,59 @@ def test_images_that_changed_or_went_are_told(processor: Processor, folder: Path
         source.data.batches([[source.data.read(0)]], source.shape, False)
     with pytest.raises(DataError, match=r"data.jsonl:1: column images: no such file"):
         sources(processor, folder, turns(PARTS))
+
+
+MIXED = [turns(PARTS), turns("no"), turns([vision.image("1.png"), vision.part("and"), vision.image("2.png")]), FORMS[4]]
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Two micro-batches, tensor by tensor; samples of later passes have further numbers in a stream."""
+    named = [{**vars(b), **b.extra, "sample_ids": b.sample_ids % len(MIXED)} for b in (one, other)]
+    tensors = [{k: v for k, v in n.items() if isinstance(v, torch.Tensor)} for n in named]
+    return tensors[0].keys() == tensors[1].keys() and all(torch.equal(v, tensors[1][k]) for k, v in tensors[0].items())
+
+
+def test_a_stream_gives_the_batches_of_stored_rows(
+    processor: Processor, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the ends of blocks and passes, and after a resume within a block."""
+    monkeypatch.setattr("megaswift.data.stream_batches.BLOCK", 3)
+    stored = sources(processor, folder, *MIXED, per_device=2)
+    whole = sources(processor, folder, *MIXED, per_device=2, streaming=True, max_steps=9)
+    for _ in range(2):
+        assert equal(whole.next()[0], stored.next()[0])
+    again = sources(processor, folder, *MIXED, per_device=2, streaming=True, max_steps=9)
+    again.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    for _ in range(3):
+        (want,), (one,), (other,) = stored.next(), whole.next(), again.next()
+        assert equal(one, want) and equal(other, want)
+
+
+def test_a_stream_names_or_skips_a_broken_image(
+    processor: Processor, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "images" / "broken.png").write_bytes((folder / "images" / "0.png").read_bytes()[:60])
+    rows = [turns(PARTS), turns([vision.image("broken.png"), vision.part(ASK)]), turns("no")]
+    strict = sources(processor, folder, *rows, streaming=True, max_steps=3)
+    strict.next()
+    with pytest.raises(DataError, match=r"data.jsonl:2: column images: .*broken.png cannot be read"):
+        strict.next()
+    source = sources(processor, folder, *rows, streaming=True, max_steps=3, strict=False)
+    counts = [source.next()[0].label_tokens for _ in range(3)]
+    assert counts[0] and not counts[1] and counts[2] and source.stats["malformed"] == 1
+    assert "data.jsonl:2" in capsys.readouterr().err
+    lost = sources(processor, folder, turns("no"), turns(PARTS), streaming=True, max_steps=3)
+    lost.next()
+    (folder / "images" / "0.png").unlink()
+    with pytest.raises(DataError, match=r"data.jsonl:2: column images: .*0.png"):
+        lost.next()
+
+
+def test_no_cut_in_a_stream_goes_through_an_image(processor: Processor, folder: Path) -> None:
+    rows = [turns(PARTS, "a" * 30), turns("b", "b" * 60), turns([vision.part("c" * 40), vision.image("0.png")])]
+    size = len(ASK) + int(sources(processor, folder, *rows).data.docs.image_end[0]) + 6
+    for strategy, kept in (("right", [True, True, False]), ("left", [False, True, False])):
+        options = {"max_length": size, "truncation_strategy": strategy, "streaming": True, "max_steps": 3}
+        source = sources(processor, folder, *rows, **options)
+        assert [bool(source.next()[0].label_tokens) for _ in range(3)] == kept
+        assert source.stats["deleted"] == kept.count(False)

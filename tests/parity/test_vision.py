@@ -71,6 +71,15 @@ def test_equals_transformers(kind: str, engine: str, ranks: int, pool: Pool, mad
     assert any(float(g.abs().max()) for n, g in got.gradients.items() if "vis" in n), "no gradient reaches the tower"
 
 
+def test_streamed_rows_equal_transformers(pool: Pool, made: Made) -> None:
+    """Each rank tokenizes half of the rows and opens the images of its own micro-batches."""
+    want = made["qwen2_vl"][2]
+    got = run(pool, made, "qwen2_vl", "ddp", 2, streaming=True, max_steps=1)
+    trained = {n: g for n, g in want.gradients.items() if n in got.gradients}
+    differences = [number("loss", got.loss, want.loss, 1e-6), *tensors("gradient", got.gradients, trained, 5e-6)]
+    assert not any(d.bad for d in differences), table("streamed", differences)
+
+
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [

@@ -353,6 +353,8 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
         "dataset_cache_dir": str(task.data.parent / "cache"),
         "ddp_timeout": 60,
     }
+    if task.options.get("streaming"):
+        del options["dataset_cache_dir"]
     cfg = SwiftConfig(
         task="sft", model=str(task.folder), dataset=[str(task.data)], engine=task.engine, **options | dict(task.options)
     )

@@ -27,6 +27,7 @@ def told(folder: Path, config: dict[str, Any], task: str = "sft", **options: Any
 def test_fits(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text("{}")
     assert told(tmp_path, SEES) == "" and told(tmp_path, SEES, freeze_vit=False) == ""
+    assert told(tmp_path, SEES, streaming=True, max_steps=1) == ""
     assert told(tmp_path, {"model_type": "gpt2"} | TEXT, packing=True) == ""
     assert all(told(tmp_path, SEES, task=task, max_pixels=9) == "" for task in ("dpo", "cpo", "simpo"))
     assert told(tmp_path, SEES, task="grpo", reward_funcs=["format"]) == ""
@@ -35,9 +36,8 @@ def test_fits(tmp_path: Path) -> None:
 def test_does_not_fit(tmp_path: Path) -> None:
     assert "has no processor" in told(tmp_path, SEES)
     assert "cannot be packed" in told(tmp_path, SEES, packing=True)
-    assert "cannot be streamed" in told(tmp_path, SEES, streaming=True, max_steps=1)
     assert "--packing true: samples of" in told(tmp_path, SEES, task="dpo", packing=True)
-    assert "cannot be streamed" in told(tmp_path, SEES, task="dpo", streaming=True, max_steps=1)
+    assert "dpo does not stream rows with images" in told(tmp_path, SEES, task="dpo", streaming=True, max_steps=1)
     rl = {"task": "grpo", "reward_funcs": ["format"]}
     found = told(tmp_path, SEES, **rl, rollout_backend="vllm", environment="e.py:E", max_turns=2)
     assert "--rollout_backend vllm: does not get the images" in found and "--rollout_backend transformers" in found
