@@ -2,19 +2,21 @@
 # What to run on a machine with a CUDA device, in this order: Transformer Engine's modules, the engine's tests, whole
 # runs, and the benchmarks.
 #
-#   bash scripts/gpu_check.sh [--python PYTHON] [--budget SECONDS] [FOLDER for the logs]
+#   bash scripts/gpu_check.sh [--python PYTHON] [--budget SECONDS] [--cpu] [FOLDER for the logs]
 #
 # Uses the Python given (python3 unless said) as it is and installs nothing, so that it also works offline. A step that
 # has passed is not repeated (FOLDER/NAME.passed; remove the file to repeat it), and each step ends within ten minutes:
 # where a command may only run for some minutes, type it again until it says that all have passed. With --budget no step
-# is started after that many seconds.
+# is started after that many seconds. With --cpu the tests, which need a device, are left out, and the benchmarks run on
+# shapes for a CPU: that shows that they work, and measures nothing.
 set -uo pipefail
 
-python=python3 budget=0
+python=python3 budget=0 cpu=
 while [ $# -gt 0 ]; do
   case "$1" in
     --python) python=${2:?"gpu_check.sh: --python needs a command or a path"}; shift 2 ;;
     --budget) budget=${2:?"gpu_check.sh: --budget needs a number of seconds"}; shift 2 ;;
+    --cpu) cpu=1; shift ;;
     -*) echo "gpu_check.sh: unknown option $1" >&2; exit 2 ;;
     *) break ;;
   esac
@@ -24,11 +26,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 mkdir -p "$out"
 
-if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if [ -z "$cpu" ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   echo "gpu_check.sh: torch of '$python' sees no CUDA device" >&2
   exit 2
 fi
-failed=() left=()
+failed=() left=() without=()
 step() {
   local name=$1 code; shift
   if [ -e "$out/$name.passed" ]; then echo "== $name: passed before"; return; fi
@@ -38,8 +40,12 @@ step() {
   if [ $code -eq 0 ]; then echo "== $name: passed"; touch "$out/$name.passed"
   else echo "== $name: FAILED (code $code)"; failed+=("$name"); fi
 }
-tests() { local name=$1; shift; step "$name" "$python" -m pytest -q -rs -p no:cacheprovider --durations=5 -m gpu "$@"; }
-bench() { local name=$1; shift; step "$name" "$python" scripts/bench_gpu.py --out "$out/bench" --limit 280 "$@"; }
+tests() {
+  local name=$1; shift
+  if [ -n "$cpu" ]; then without+=("$name"); return; fi
+  step "$name" "$python" -m pytest -q -rs -p no:cacheprovider --durations=5 -m gpu "$@"
+}
+bench() { local name=$1; shift; step "$name" "$python" scripts/bench_gpu.py --out "$out/bench" --limit 280 "$@" ${cpu:+--small}; }
 
 step doctor "$python" -m megaswift doctor
 tests te_modules tests/gpu/test_transformer_engine_modules.py
@@ -61,4 +67,5 @@ bench moe_30b --only 'qwen3-30b-a3b/lora/4096/te'
 echo
 if [ ${#failed[@]} -gt 0 ]; then echo "gpu_check.sh: failed: ${failed[*]}; logs in $out"; exit 1; fi
 if [ ${#left[@]} -gt 0 ]; then echo "gpu_check.sh: not yet run: ${left[*]}; type the command again"; exit 3; fi
+if [ -n "$cpu" ]; then echo "gpu_check.sh: not run, for they need a CUDA device: ${without[*]}"; fi
 echo "gpu_check.sh: all passed; logs in $out, figures in $out/bench/results.md"

@@ -27,13 +27,29 @@ def python(tmp_path: Path) -> Path:
     return path
 
 
+ORDER = (
+    "doctor",
+    "test_transformer_engine_modules.py",
+    "test_native.py",
+    "-k float16",
+    "-k resumes",
+    "full/packed/te --synchronizations",
+    "qwen3-8b/full/4096/te",
+    "test_vllm_sleep.py",
+    "-k fp8",
+    "-k export",
+)
+"""What is most likely to go wrong on a first GPU comes first; benchmarks that only compare come last."""
+
+
 def check(python: Path, *words: str) -> tuple[int, list[str], str]:
     """Exit code, the commands of this call without the look for a device, output."""
     calls = python.with_name("calls")
     calls.unlink(missing_ok=True)
     command = ["bash", str(SCRIPT), "--python", str(python), *words, str(python.with_name("out"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return done.returncode, calls.read_text().splitlines()[1:], done.stdout + done.stderr
+    asked = calls.read_text().splitlines()
+    return done.returncode, asked[1:] if "is_available" in asked[0] else asked, done.stdout + done.stderr
 
 
 def test_what_has_passed_is_not_repeated(python: Path) -> None:
@@ -41,11 +57,8 @@ def test_what_has_passed_is_not_repeated(python: Path) -> None:
     code, first, text = check(python)
     assert code == 1
     assert "failed: fp8" in text
-    modules, engine, runs = (
-        next(i for i, call in enumerate(first) if f"tests/gpu/{name}" in call)
-        for name in ("test_transformer_engine_modules.py", "test_native.py", "test_runs.py")
-    )
-    assert 0 < modules < engine < runs
+    assert all(words in call for words, call in zip(ORDER, first, strict=False))
+    assert all("scripts/bench_gpu.py" in call for call in first[len(ORDER) :])
     python.with_name("fails").unlink()
     code, second, text = check(python)
     assert code == 0
@@ -61,6 +74,21 @@ def test_a_budget(python: Path) -> None:
     assert code == 3
     assert "not yet run: " in text
     assert 1 <= len(calls) <= 3
+
+
+def test_shapes_of_a_cpu(python: Path) -> None:
+    """Without the look for a device; the benchmarks with small models, resumed as on a GPU, and no test."""
+    python.with_name("fails").write_text("qwen3-4b")
+    code, calls, text = check(python, "--cpu")
+    assert code == 1
+    assert "failed: medium_model" in text
+    assert calls[0] == "-m megaswift doctor"
+    assert len(calls) > 5
+    assert all("scripts/bench_gpu.py" in call and call.endswith("--small") for call in calls[1:])
+    python.with_name("fails").unlink()
+    code, calls, text = check(python, "--cpu")
+    assert (code, len(calls)) == (0, 1)
+    assert "not run, for they need a CUDA device: te_modules engine float16 resume vllm_sleep fp8 export" in text
 
 
 def test_wrong_options() -> None:

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.cuda_graph_rules import cuda_graph_model_problems
 from megaswift.config.data import RL, VISION_TASKS
@@ -80,6 +81,7 @@ Check = tuple[Callable[[], Sequence[Problem]], type[UserError]]
 
 def preflight(cfg: SwiftConfig, world_size: int) -> None:
     """Raises one UserError with all problems of this run on `world_size` processes."""
+    log.quiet_libraries()  # some checks import Megatron-Core
     errors = collect_check_errors(
         [
             (

@@ -7,9 +7,11 @@ megaswift/rollout/weight_transfer/vllm_worker_extension.py.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megaswift.errors import ConfigError
 from megaswift.rollout.weight_transfer import connect_vllm_servers
@@ -59,3 +61,26 @@ def test_servers_without_the_extension_are_told_how_to_start(model: Path, tmp_pa
             with pytest.raises(ConfigError, match="without the worker extension") as caught:
                 client("vllm_server", model, url, sync_folder=tmp_path, **asked)
             assert "--worker-extension-cls megaswift.rollout" in caught.value.problems[0].fix
+
+
+@pytest.mark.parametrize(
+    ("device", "workers", "transport"),
+    [
+        ("cuda:0", [("cuda", "here", "GPU-a GPU-b"), ("cuda", "here", "GPU-b GPU-a")], "cuda_ipc"),
+        ("cuda:0", [("cuda", "here", "GPU-a GPU-b"), ("cuda", "here", "GPU-b")], "nccl"),
+        ("cuda:0", [("cuda", "here", "GPU-a"), ("cuda", "there", "GPU-a")], "nccl"),
+        ("cuda:0", [("cuda", "here", "GPU-a"), ("cpu", "here", "")], "shared_memory"),
+        ("cpu", [("cuda", "here", "GPU-a")], "shared_memory"),
+        ("cpu", [("cpu", "here", ""), ("cpu", "there", "")], "gloo"),
+    ],
+)
+def test_transport_by_what_all_workers_have(
+    device: str, workers: list[tuple[str, str, str]], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA IPC on one machine where every worker sees the trainer's GPU (GPU-a), else NCCL; both need a GPU on either
+    side."""
+    facts = SimpleNamespace(uuid="GPU-a")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    monkeypatch.setattr(connect_vllm_servers, "this_machine", lambda: "here")
+    described = [{"device": d, "machine": m, "gpus": gpus.split()} for d, m, gpus in workers]
+    assert connect_vllm_servers.choose_transport(described, device) == transport

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,16 @@ def test_when_it_is_chosen(options: tuple[object, ...], packs: bool, inputs: lis
     words = ("--global_batch_size", 4, "--max_steps", 1, "--report_to", "none", "--save_strategy", "no")
     words = (*words, *options, *(() if "--max_length" in options else ("--max_length", 2048)))
     assert (SAYS in run(inputs, tmp_path / "out", *words, ranks=1)) == packs
+
+
+def test_the_median_is_at_most_a_quarter_of_max_length(inputs: list[str], tmp_path: Path) -> None:
+    """By the median that the message names: at four times its length, and not below it."""
+    words = ("--global_batch_size", 4, "--max_steps", 1, "--report_to", "none", "--save_strategy", "no")
+    text = run(inputs, tmp_path / "long", *words, "--max_length", 2048, ranks=1)
+    (median,) = re.findall(r"because their median length is (\d+)", text)
+    for length in (4 * int(median), 4 * int(median) - 1):
+        text = run(inputs, tmp_path / str(length), *words, "--max_length", length, ranks=1)
+        assert (SAYS in text) == (length == 4 * int(median)), length
 
 
 def test_asked_for_with_long_samples(inputs: list[str], tmp_path: Path) -> None:

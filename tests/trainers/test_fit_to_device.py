@@ -6,6 +6,8 @@ Covers: megaswift/trainers/fit_to_device.py, megaswift/config/fit_rules.py.
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from megaswift.trainers.create_process_groups_and_engine import native_kernels
 from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.preflight import preflight
 from tests.parity.pool import RankError
+from tests.sources import ROOT
 from tests.trainers.inputs import write_inputs, write_model
 from tests.trainers.runs import run
 
@@ -104,6 +107,16 @@ def test_nothing_fits(model: Path, tmp_path: Path) -> None:
     assert re.search(r"no settings fit 96.0 KiB usable of a device with 100.0 KiB; estimate [\d.]+ KiB: weights", text)
     assert re.search(r"With --recompute_granularity \w+ .*it would still be [\d.]+ KiB", text)
     assert "--train_type lora, or more devices, with --tp or --pp" in text
+
+
+@pytest.mark.process
+def test_the_message_is_all_that_is_printed(inputs: list[str], tmp_path: Path) -> None:
+    """No warnings of Megatron-Core, which the estimate imports in the first process."""
+    words = [*inputs, "--output_dir", str(tmp_path / "out"), "--fit", "true", "--device_memory", "100KiB"]
+    command = [sys.executable, "-m", "megaswift", "sft", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"megaswift: cannot run this\n  - --fit true: .*\n    try: .*\n", done.stdout + done.stderr)
 
 
 def test_what_the_user_set_is_named_where_it_is_in_the_way(model: Path, tmp_path: Path) -> None:
