@@ -9,14 +9,18 @@ Owns the folder's layout and the comparison of what tokens depend on with a run'
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megaswift.atomic_disk_writes import fsync_tree
 from megaswift.data.encode_rows import EncodeSpec
 from megaswift.data.resolve_dataset_files import CACHED_DATASET, DatasetFiles, cached_dataset_folder
 from megaswift.data.token_store import TokenStore
@@ -24,6 +28,8 @@ from megaswift.errors import DataError, Problem
 from megaswift.version import __version__
 
 VERSION = 1
+NODE = "node-"
+"""Files of these names say which nodes of a run share a folder."""
 _OPTIONS = {
     "task": "the task",
     "tokenizer": "--model (its tokenizer)",
@@ -65,21 +71,68 @@ def token_dependencies(spec: EncodeSpec) -> dict[str, Any]:
 
 
 def write_cached_dataset(
-    folder: Path, stores: Sequence[tuple[DatasetFiles, TokenStore]], spec: EncodeSpec, tokenizer_name: str
+    folder: Path,
+    stores: Sequence[tuple[DatasetFiles, TokenStore]],
+    spec: EncodeSpec,
+    tokenizer_name: str,
+    node: str = "",
+    names: Sequence[str] = (),
 ) -> None:
-    """Copies token stores into `folder`, which appears under its name when it is complete; one that is there goes."""
-    scratch = folder.with_name(f"{folder.name}.writing")
-    shutil.rmtree(scratch, ignore_errors=True)
+    """Copies token stores into `folder`, which appears under its name when it is complete; one that is there goes.
+    `node`: the rank of this node in a run of several; `names`: the data sets as given."""
+    scratch, old = (folder.with_name(f"{folder.name}.{what}-{uuid.uuid4().hex[:8]}") for what in ("writing", "old"))
     scratch.mkdir(parents=True)
     sets = []
     for number, (source, store) in enumerate(stores):
         shutil.copytree(store.folder, scratch / str(number))
         sets.append({"name": source.name, "rows": source.rows, "draw": source.draw, "store": str(number)})
-    facts = {"tokenizer_name": tokenizer_name, "megaswift": __version__, "depends_on": token_dependencies(spec)}
+    facts = {
+        "tokenizer_name": tokenizer_name,
+        "given": list(names),
+        "megaswift": __version__,
+        "depends_on": token_dependencies(spec),
+    }
     text = json.dumps({"version": VERSION, "datasets": sets, **facts}, indent=1, ensure_ascii=False)
     (scratch / CACHED_DATASET).write_text(text, encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
+    if node:
+        (scratch / f"{NODE}{node}").touch()
+    fsync_tree(scratch)
+    if folder.exists():
+        folder.rename(old)
     scratch.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def only_writer(output: Path) -> Iterator[None]:
+    """One process at a time writes into `output`, on all nodes that share it; what interrupted ones left is removed.
+    On a file system without locks each writes, and the last one's folder stays."""
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / ".lock").open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for scratch in [*output.glob("*.writing-*"), *output.glob("*.old-*")]:
+                shutil.rmtree(scratch, ignore_errors=True)
+        yield
+
+
+def written_by_another_node(folder: Path, node: str) -> bool:
+    """Whether other nodes of a run have written this folder, of which `node` has not taken part: in a later run it
+    has, so that nothing stale is taken for its own."""
+    return bool(node) and any(folder.glob(f"{NODE}*")) and not (folder / f"{NODE}{node}").exists()
+
+
+def join_writer(folder: Path, node: str, spec: EncodeSpec, names: Sequence[str]) -> None:
+    """Take the folder that another node has written as this one's; DataError where options or data differ."""
+    facts = json.loads((folder / CACHED_DATASET).read_text(encoding="utf-8"))
+    was, now = facts["depends_on"], token_dependencies(spec)
+    differing = [_OPTIONS[key] for key in _OPTIONS if was.get(key) != json.loads(json.dumps(now[key]))]
+    if facts.get("given") != list(names):
+        differing.append("--dataset")
+    if differing:
+        rule = f"another node has written it with another value of {', '.join(differing)}"
+        raise DataError(Problem(str(folder), rule, "use the same options on all nodes, or a folder for each"))
+    (folder / f"{NODE}{node}").touch()
 
 
 def read_cached_dataset(

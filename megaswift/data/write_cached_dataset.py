@@ -3,6 +3,7 @@ any number of runs train on."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ tokens depend (--columns, --system, --chat_template, --enable_thinking, --loss_s
   --task TASK         the task of the runs: pt, dpo, kto, grpo, ... (default sft)
   --overwrite true    replace folders that exist (default false)
 """
+NODE_RANKS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
+"""Variables that hold a node's rank."""
 _TO_CACHED = "to_cached_dataset"
 READ = frozenset(
     (
@@ -65,13 +68,19 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     folders = _folders(cfg, own)
     for notice in cfg.notices:
         info(notice)
+    node = node_rank_text()
     idle = ", ".join(f"--{name}" for name in sorted(cfg.given - READ))
     if idle:
         info(f"{idle}: without effect on tokens; for the training run")
     reader = reader_for(cfg)
 
     from megaswift.data.build_batch_sources import data_seed
-    from megaswift.data.cached_dataset import write_cached_dataset
+    from megaswift.data.cached_dataset import (
+        join_writer,
+        only_writer,
+        write_cached_dataset,
+        written_by_another_node,
+    )
     from megaswift.data.encode_rows import encode_spec
     from megaswift.data.tokenization import tokenize_datasets
     from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
@@ -79,17 +88,30 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     data = cfg.data if "use_dataset_cache" in cfg.given else cfg.replace(use_dataset_cache=False).data
     spec = encode_spec(data, reader, cfg.task)
     name = str(tokenizer_of_tokenizer_or_processor(reader).name_or_path)
-    for folder, val in folders:
-        stores = tokenize_datasets(data, reader, cfg.task, val, None if val else data_seed(data, cfg.train))
-        write_cached_dataset(folder, stores, spec, name)
-        rows = sum(store.manifest.get("units", len(store)) for _, store in stores)
-        tokens = sum(store.manifest["tokens"] for _, store in stores)
-        print(f"{folder}: {rows:,} rows, {tokens:,} tokens for {cfg.task}; --cached_{'val_' * val}dataset {folder}")
+    with only_writer(folders[0][0].parent):
+        for folder, val in _folders(cfg, own):  # another process may have written in the meantime
+            names = data.val_dataset if val else data.dataset
+            use = f"--cached_{'val_' * val}dataset {folder}"
+            if written_by_another_node(folder, node):
+                join_writer(folder, node, spec, names)
+                print(f"{folder}: written by another node; {use}")
+                continue
+            stores = tokenize_datasets(data, reader, cfg.task, val, None if val else data_seed(data, cfg.train))
+            write_cached_dataset(folder, stores, spec, name, node, names)
+            rows = sum(store.manifest.get("units", len(store)) for _, store in stores)
+            tokens = sum(store.manifest["tokens"] for _, store in stores)
+            print(f"{folder}: {rows:,} rows, {tokens:,} tokens for {cfg.task}; {use}")
     return 0
+
+
+def node_rank_text() -> str:
+    """This node's rank as its launcher says; empty outside a run of several nodes."""
+    return next((rank for name in NODE_RANKS if (rank := os.environ.get(name, "")).isdecimal()), "")
 
 
 def _folders(cfg: SwiftConfig, own: dict[str, str]) -> list[tuple[Path, bool]]:
     """The folders to write, and whether each is of evaluation data; DataError for what is missing."""
+    from megaswift.data.cached_dataset import written_by_another_node
     from megaswift.data.resolve_dataset_files import CACHED_DATASET
 
     problems = []
@@ -100,7 +122,7 @@ def _folders(cfg: SwiftConfig, own: dict[str, str]) -> list[tuple[Path, bool]]:
     for folder, _ in folders if own["output_dir"] else ():
         if folder.exists() and not (folder / CACHED_DATASET).is_file():
             problems.append(Problem(f"--output_dir {output}", f"{folder} holds something else", "another FOLDER"))
-        elif folder.exists() and own["overwrite"] != "true":
+        elif folder.exists() and own["overwrite"] != "true" and not written_by_another_node(folder, node_rank_text()):
             problems.append(Problem(f"--output_dir {output}", f"{folder} already exists", "--overwrite true"))
     if not cfg.data.dataset:
         problems.append(Problem("--dataset", "is missing", "--dataset data.jsonl"))

@@ -7,6 +7,9 @@ Covers: megaswift/data/write_cached_dataset.py.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +222,69 @@ def test_a_certificate_needs_rows(
     assert main(["data", "show", str(tmp_path / "kept" / "train"), rows, *model, "--samples", "0"]) == 0
     out = capsys.readouterr().out
     assert "loss mask certified: 3 rows" in out and f"{tmp_path}/kept/train is a cached data set" in out
+
+
+NODE = """
+import sys
+from tests.data.test_cached_dataset import cache, reader
+sys.exit(cache(sys.argv[1:], reader))
+"""
+
+
+def shared(tmp_path: Path) -> list[str]:
+    file = jsonl(tmp_path / "rows.jsonl", CHATS)
+    return [file, "--model", "m", "--output_dir", str(tmp_path / "out"), "--dataset_cache_dir", str(tmp_path / "cache")]
+
+
+@pytest.mark.slow
+def test_two_nodes_at_once(tmp_path: Path) -> None:
+    """One writes, the other waits and takes it."""
+    command = [sys.executable, "-c", NODE, *shared(tmp_path)]
+    nodes = [
+        subprocess.Popen(command, env={**os.environ, "NODE_RANK": rank}, stdout=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    said = sorted("written by another node" in node.communicate(timeout=120)[0] for node in nodes)
+    assert said == [False, True] and [node.returncode for node in nodes] == [0, 0]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".lock", "train"]
+    assert source(tmp_path, "sft", str(tmp_path / "out" / "train")).stats["rows"] == len(CHATS)
+
+
+def test_nodes_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The second node takes what the first wrote; in a later run the first writes again, and is told to say so."""
+    words = shared(tmp_path)
+    for rank, more, said in (
+        ("0", [], "tokens for sft"),
+        ("1", [], "written by another node"),
+        ("0", ["--overwrite", "true"], "tokens for sft"),
+        ("1", ["--overwrite", "true"], "written by another node"),
+    ):
+        monkeypatch.setenv("NODE_RANK", rank)
+        assert cache([*words, *more], reader) == 0
+        assert said in capsys.readouterr().out
+    assert source(tmp_path, "sft", str(tmp_path / "out" / "train")).stats["rows"] == len(CHATS)
+    with pytest.raises(DataError, match="already exists"):
+        cache(words, reader)
+    monkeypatch.setenv("NODE_RANK", "2")
+    with pytest.raises(DataError, match="another value of --system"):
+        cache([*words, "--system", "Be kind."], reader)
+    other = jsonl(tmp_path / "other.jsonl", CHATS)
+    with pytest.raises(DataError, match="another value of --dataset"):
+        cache([other, *words[1:]], reader)
+
+
+def test_a_writer_that_dies_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before its folder is complete; the next one removes what it left."""
+    _, folder = written(tmp_path, "sft")
+    files = {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+    def die(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("megaswift.data.cached_dataset.fsync_tree", die)
+        written(tmp_path, "sft", "--system", "Be kind.")
+    assert {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()} == files
+    assert len(list(Path(folder).parent.glob("*.writing-*"))) == 1
+    written(tmp_path, "sft", "--system", "Be kind.")
+    assert sorted(path.name for path in Path(folder).parent.iterdir()) == [".lock", "train"]
