@@ -5,7 +5,9 @@ Covers: megaswift/engine/megatron/rank_microbatch_inputs.py.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from torch import Tensor
 
 import megaswift.engine.megatron  # noqa: F401 (before megatron.core)
 from megaswift.losses.contract import Batch
+from tests.parity.pool import shared
+from tests.trainers.inputs import write_inputs
 
 CPU = torch.device("cpu")
 
@@ -80,3 +84,36 @@ def test_indices_of_other_tensors_are_not_used() -> None:
     )
     other = microbatch_inputs(ahead, 2, 1, CPU, "torch")
     assert other.labels.shape == (2, 8) and other.index is not None
+
+
+def seen_by_steps(rank: int, world: int, words: list[str]) -> tuple[list[str], list[bool]]:
+    """(threads that prepared micro-batches, whether each that was trained on had been prepared) of a run."""
+    from megaswift.engine.megatron.engine import MegatronEngine
+    from megaswift.training_command_entry import main
+
+    threads: list[str] = []
+    prepared: list[bool] = []
+    prepare, train = MegatronEngine.prepare_ahead, MegatronEngine.train_batch
+
+    def noted(self: Any, microbatches: list[Batch]) -> list[Batch]:
+        threads.append(threading.current_thread().name)
+        return prepare(self, microbatches)
+
+    def trained(self: Any, microbatches: list[Batch], *more: Any) -> Any:
+        prepared.extend(batch.ahead is not None for batch in microbatches)
+        return train(self, microbatches, *more)
+
+    MegatronEngine.prepare_ahead, MegatronEngine.train_batch = noted, trained  # type: ignore[method-assign]
+    assert main("sft", words) == 0
+    return threads, prepared
+
+
+@pytest.mark.process
+def test_a_run_prepares_in_its_loader_threads(tmp_path: Path) -> None:
+    """By default: all that a step trains on."""
+    words = [*write_inputs(tmp_path), "--max_steps", "3", "--report_to", "none", "--save_strategy", "no"]
+    words += ["--output_dir", str(tmp_path / "out")]
+    job = "tests.engine.megatron.test_rank_microbatch_inputs:seen_by_steps"
+    ((threads, prepared),) = shared("").run(job, words, 1)
+    assert threads and all(name.startswith("megaswift-data") for name in threads)
+    assert prepared == [True] * 3
