@@ -45,7 +45,10 @@ tests() {
   if [ -n "$cpu" ]; then without+=("$name"); return; fi
   step "$name" "$python" -m pytest -q -rs -p no:cacheprovider --durations=5 -m gpu "$@"
 }
-bench() { local name=$1; shift; step "$name" "$python" scripts/bench_gpu.py --out "$out/bench" --limit 280 "$@" ${cpu:+--small}; }
+bench() {
+  local name=$1; shift
+  step "$name" "$python" scripts/bench_gpu.py --out "$out/bench" --limit 280 --redo "$@" ${cpu:+--small}
+}
 
 step doctor "$python" -m megaswift doctor
 tests te_modules tests/gpu/test_transformer_engine_modules.py

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from megaswift.families import family_of
 from tests.sources import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
+import bench_gpu  # type: ignore[import-not-found]  # noqa: E402 (of scripts/)
 from gpu_benchmark.cases import (  # type: ignore[import-not-found]  # noqa: E402 (of scripts/)
     LENGTHS,
     SHAPES,
@@ -82,6 +84,32 @@ def test_contenders_count_the_same_work(tmp_path: Path) -> None:
         for contender in (ours, theirs):
             assert contender.step(batches) == pytest.approx(math.log(512), rel=0.05)
             contender.close()
+
+
+def test_what_counts_as_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case that takes too long or does not fit is one, but for a peer's model; a case with a result is run again with
+    --redo only."""
+    outcomes = {
+        "qwen3-8b/full/4096/te": "out of memory",
+        "qwen3-8b/full/4096/hf": "out of memory",
+        "qwen3-8b/lora/4096/te": "timed out",
+        "qwen3-4b/full/4096/te": "failed",
+        "qwen3-8b/fp8/4096/te": "not run",
+    }
+    run: list[str] = []
+
+    def result(case: Any, args: Any, limit: float) -> dict[str, Any]:
+        run.append(case.name)
+        return {"status": outcomes[case.name], "reason": "so"}
+
+    monkeypatch.setattr(bench_gpu, "run_in_process", result)
+    cases = [parse_case(name) for name in outcomes]
+    for words, again in (((), 1), ((), 1), (("--redo",), 2)):
+        args = bench_gpu.command_line().parse_args(["--out", str(tmp_path), *words])
+        assert bench_gpu.run_cases(cases, args) == 3
+        assert run == [*outcomes] * again
+    bench_gpu.run_cases(cases[:1], bench_gpu.command_line().parse_args(["--out", str(tmp_path)]))
+    assert all(f"| {name} | {outcomes[name]}" in (tmp_path / "results.md").read_text() for name in outcomes)
 
 
 @pytest.mark.process
