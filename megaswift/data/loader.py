@@ -115,6 +115,8 @@ class DocumentRows:
 
     def batches(self, rows: Sequence[Sequence[list[Document]]], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""
+        if self.towers is not None and self.packing is not None:
+            return [self.towers.packed_batch(micro, shape) for micro in rows]
         if self.towers is not None:
             return [self.towers.batch([r[0] if r else None for r in micro], shape) for micro in rows]
         packed = self.packing is not None or self.step_packing is not None
@@ -136,13 +138,11 @@ def make_document_rows(
 ) -> DocumentRows:
     """Rows of one document each, or packed by best fit into rows of `max_length` (rounded up to the padding's
     multiple)."""
-    assert not (packing and processor), "documents with images are not packed"
+    towers = None if processor is None else VisionCollator(StoredRowImages(docs.stores), processor)
     if not packing:
-        return DocumentRows(
-            docs, towers=None if processor is None else VisionCollator(StoredRowImages(docs.stores), processor)
-        )
+        return DocumentRows(docs, towers=towers)
     pack_shape = PackingParameters(shape.doc_multiple, shape.row_length(max_length))
-    return DocumentRows(docs, pack_shape.pack(docs.length), pack_shape)
+    return DocumentRows(docs, pack_shape.pack(docs.length), pack_shape, towers=towers)
 
 
 def collate_step_microbatches(

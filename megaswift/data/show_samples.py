@@ -251,7 +251,7 @@ def sample_report(cfg: SwiftConfig, task: str, reader: Any, which: range) -> lis
     for i in _shown(which, len(docs), "samples"):
         blocks += [_document(docs, i, reader, f"--- sample {i} (row {docs.sample[i]}): "), ""]
     sees = isinstance(reader, Processor)
-    show_packing = not sees and (bool(cfg.data.packing) or "packing" not in cfg.given)
+    show_packing = bool(cfg.data.packing) or (not sees and "packing" not in cfg.given)
     return blocks + data_summary(docs, evaluation, cfg.data.max_length, show_packing)
 
 

@@ -146,7 +146,10 @@ class StreamRowEncoderAndPacker:
         own = geometry.own(rows)
         if self.towers is None:
             return collate_step_microbatches(own, self.options.packing, self.shape, geometry.uniform)
-        batches = [self.towers.batch([r[0] if r else None for r in micro], self.shape) for micro in own]
+        if self.options.packing:
+            batches = [self.towers.packed_batch(micro, self.shape) for micro in own]
+        else:
+            batches = [self.towers.batch([r[0] if r else None for r in micro], self.shape) for micro in own]
         self.images.forget_earlier_blocks()
         return batches
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megaswift.data.attach_and_open_row_images import open_image
-from megaswift.data.collate import Document, PaddingShape, collate_rows
+from megaswift.data.collate import Document, PaddingShape, collate_packed, collate_rows
 from megaswift.data.token_store import TokenStore
 from megaswift.data.untokenized_sample import RowError
 from megaswift.data.vision_processor import ROW, TOKEN, Processor
@@ -103,6 +103,27 @@ class VisionCollator:
         pieces = [piece for i, d in enumerate(documents) if d is not None and (piece := self._piece(i, d)) is not None]
         return collate_rows_with_images(documents, pieces, self.processor, shape)
 
+    def packed_batch(self, rows: Sequence[Sequence[Document]], shape: PaddingShape) -> Batch:
+        """`[1, s]`: packed rows one after the other. A blank image is a document of its own, behind all others."""
+        laid, pieces, begin = [list(row) for row in rows], [], 0
+        for row in laid:
+            start = begin
+            for document in row:
+                piece = self._piece(0, document)
+                pieces += [] if piece is None else [replace(piece, start=start)]
+                start += -(-len(document[0]) // shape.doc_multiple) * shape.doc_multiple
+            begin += shape.packed_length(row)
+        blank = None
+        if not pieces:
+            ids = np.array(self.processor.dummy.ids, dtype=np.int32)
+            blank = sum(shape.packed_length(row) for row in laid)
+            laid.append([(ids, np.zeros(len(ids), np.uint8), -1)])
+            pieces = [ImageInputs(0, blank, len(ids), self.processor.dummy.inputs)]
+        batch = collate_packed(laid, shape, [shape.packed_length(row) for row in laid])
+        if blank is not None:
+            batch.valid[0, blank:] = False
+        return replace(batch, extra=join_image_inputs(pieces, self.processor.kinds, (1, batch.input_ids.shape[1])))
+
     def _piece(self, row: int, document: Document) -> ImageInputs | None:
         ids, _, sample = document
         images = self.images.row_images(sample, row)
@@ -150,16 +171,17 @@ def _append_blank_image(rows: list[Document | None], processor: Processor) -> Im
 def join_image_inputs(
     pieces: Sequence[ImageInputs], kinds: Mapping[str, str], size: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """The pieces' outputs as those of one micro-batch `[b, s]`; what is padded is 0."""
+    """The pieces' outputs as those of one micro-batch `[b, s]`; what is padded is 0. Several pieces in one row (packed
+    documents) have their images one after the other."""
     rows, length = size
-    joined = {}
+    joined, packed = {}, rows == 1 < len(pieces)
     for key, kind in kinds.items():
         parts = [p.inputs[key] for p in pieces]
-        skipped = 2 if kind == TOKEN else 1
+        skipped = 2 if kind == TOKEN or (packed and kind == ROW) else 1
         widths = [max(p.shape[d] for p in parts) for d in range(skipped, parts[0].dim())]
         parts = [_padded(p, widths, skipped) for p in parts]
-        if kind not in (TOKEN, ROW):
-            joined[key] = torch.cat(parts)
+        if kind not in (TOKEN, ROW) or (packed and kind == ROW):
+            joined[key] = torch.cat(parts, dim=1 if kind == ROW else 0)
             continue
         whole = parts[0].new_zeros((rows, length, *widths) if kind == TOKEN else (rows, *widths))
         for piece, part in zip(pieces, parts, strict=True):

@@ -8,6 +8,29 @@ from typing import Any
 
 from megaswift.errors import Problem
 
+PACKED = ("idefics3", "internvl", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+"""Model types whose packed documents have the loss and gradients of separate ones (`tests/parity/test_vision.py`).
+Gemma 3's do not."""
+PACKED_TEXT = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types of language models in them; beside their own, as `qwen2_vl_text`."""
+
+
+def vision_packing_problems(hf_config: Mapping[str, Any], task: str) -> list[Problem]:
+    """Why documents with images cannot share a row (`--packing true`) of this vision-language model; none where they
+    can."""
+    kind, text = hf_config.get("model_type"), hf_config.get("text_config")
+    language_model = text.get("model_type", f"{kind}_text") if isinstance(text, Mapping) else f"{kind}_text"
+    if task != "sft":
+        rule = f"{task} does not pack rows with images; only sft does"
+    elif kind not in PACKED or language_model not in (*PACKED_TEXT, f"{kind}_text"):
+        rule = (
+            f"is not supported by this model (model_type {kind}, language model {language_model}): documents with "
+            f"images are known to stay separate in {', '.join(PACKED)}, with {', '.join(PACKED_TEXT)} or their own"
+        )
+    else:
+        return []
+    return [Problem("--packing true", rule, "--packing false")]
+
 
 def has_vision_tower(hf_config: Mapping[str, Any]) -> bool:
     """Whether a model looks at images: transformers keeps a tower's configuration apart."""

@@ -41,7 +41,7 @@ from megaswift.families.family import read_config_json
 from megaswift.families.megatron_options_match_config import megatron_architecture_problems
 from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems
 from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
-from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.families.vision_language_detection import has_vision_tower, vision_packing_problems
 from megaswift.parallel.layout_checks import layout_problems
 from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
@@ -327,14 +327,7 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
         return [Problem(model, rule, f"use a language model, or one of the tasks {', '.join(VISION_TASKS)}")]
     problems = []
     if cfg.data.packing and (cfg.task == "sft" or "packing" in cfg.given):  # other tasks pack by default
-        problems.append(
-            Problem(
-                "--packing true",
-                "samples of vision-language models cannot be packed: the positions and attention of their images "
-                "would mix",
-                "--packing false",
-            )
-        )
+        problems += vision_packing_problems(spec.hf_config, cfg.task)
     if cfg.data.streaming and cfg.task != "sft":
         problems.append(
             Problem(

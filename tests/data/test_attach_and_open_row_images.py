@@ -300,3 +300,27 @@ def test_no_cut_in_a_stream_goes_through_an_image(processor: Processor, folder: 
         source = sources(processor, folder, *rows, **options)
         assert [bool(source.next()[0].label_tokens) for _ in range(3)] == kept
         assert source.stats["deleted"] == kept.count(False)
+
+
+def test_packed_documents_bring_their_images(processor: Processor, folder: Path) -> None:
+    """In the documents' order; a row of text alone has a blank one as a document of its own; streamed alike."""
+    longest = max(sources(processor, folder, *MIXED, turns("b" * 60)).data.docs.length)
+    options = {"packing": True, "max_length": int(longest)}
+    rows = [*MIXED, turns("b" * 60)]
+    stored = sources(processor, folder, *rows, **options)
+    streamed = sources(processor, folder, *rows, **options, streaming=True, max_steps=9)
+    alone = sources(processor, folder, *rows)
+    single = {int(b.sample_ids[0]): b for b in (alone.next()[0] for _ in rows)}
+    seen = []
+    for _ in range(stored.rows):
+        (batch,), (other,) = stored.next(), streamed.next()
+        assert batch.cu_seqlens.tolist() == other.cu_seqlens.tolist() and torch.equal(batch.input_ids, other.input_ids)
+        assert all(torch.equal(v, other.extra[k]) for k, v in batch.extra.items())
+        samples = batch.sample_ids.tolist()
+        seen += [i for i in samples if i >= 0]
+        pictured = [single[i].extra["pixel_values"] for i in samples if i in (0, 2, 3)]
+        if pictured:
+            assert torch.equal(batch.extra["pixel_values"], torch.cat(pictured))
+        else:
+            assert samples[-1] == -1 and not batch.valid[0, int(batch.cu_seqlens[-2]) :].any()
+    assert sorted(seen) == list(range(len(rows))) and stored.rows > 1

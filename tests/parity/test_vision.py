@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megaswift.config.engine import ZERO
+from megaswift.engine.torch.loss_fields_from_logits import packed_positions
 from tests.parity import vision
 from tests.parity.compare import number, table, tensors
 from tests.parity.pool import Pool
@@ -69,6 +70,40 @@ def test_equals_transformers(kind: str, engine: str, ranks: int, pool: Pool, mad
     differences = [number("loss", got.loss, want.loss, 1e-6), *tensors("gradient", got.gradients, want.gradients, 5e-6)]
     assert not any(d.bad for d in differences), table(f"{kind}, {engine} on {ranks}", differences)
     assert any(float(g.abs().max()) for n, g in got.gradients.items() if "vis" in n), "no gradient reaches the tower"
+
+
+PACKED = {"packing": True, "max_length": 1024, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen2_vl", *(pytest.param(k, marks=pytest.mark.slow) for k in vision.KINDS if k not in ("qwen2_vl", "gemma3"))],
+)
+def test_packed_documents_equal_transformers(kind: str, pool: Pool, made: Made) -> None:
+    """All documents in one row; the reference reads each alone."""
+    want = made[kind][2]
+    got = run(pool, made, kind, "ddp", 1, **PACKED)
+    trained = {n: g for n, g in want.gradients.items() if n in got.gradients}
+    differences = [number("loss", got.loss, want.loss, 1e-6), *tensors("gradient", got.gradients, trained, 5e-6)]
+    assert not any(d.bad for d in differences), table(f"{kind}, packed", differences)
+
+
+def test_positions_of_packed_documents_are_their_own(made: Made) -> None:
+    """Those that the model gives each document alone, behind the positions that tell documents apart."""
+    from transformers import AutoModelForImageTextToText
+
+    folder, data, _ = made["qwen2_vl"]
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = vision.Processor(vision.processor_folder_and_files_digest(folder, False)).inner
+    lines = data.read_text(encoding="utf-8").splitlines()
+    rows = [vision.inputs_of(processor, lines[i], data.parent) for i in (0, 2, 6)]
+    names = ("mm_token_type_ids", "image_grid_thw")
+    own = [model.model.get_rope_index(r["input_ids"], **{n: r[n] for n in names})[0] for r in rows]
+    plain = torch.cat([torch.arange(r["input_ids"].shape[1]) for r in rows])[None]
+    extra = {"mm_token_type_ids": torch.cat([r["mm_token_type_ids"] for r in rows], 1)}
+    extra["image_grid_thw"] = torch.cat([r["image_grid_thw"] for r in rows])
+    found = packed_positions(model, torch.cat([r["input_ids"] for r in rows], 1), plain, extra)
+    assert torch.equal(found, torch.cat([plain[None], torch.cat(own, 2)]))
 
 
 def test_streamed_rows_equal_transformers(pool: Pool, made: Made) -> None:

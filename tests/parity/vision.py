@@ -40,6 +40,15 @@ TOWER = {
     "patch_size": 4,
 }
 
+QWEN_TOWER = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+
 
 @dataclass
 class Files:
@@ -85,6 +94,21 @@ def _qwen2_vl(tokens: Any) -> tuple[Any, Any]:
     return Qwen2VLForConditionalGeneration(config), Files(tokens, images, "Qwen2VLProcessor")
 
 
+def _qwen2_5_vl(tokens: Any) -> tuple[Any, Any]:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    text = {k: v for k, v in TEXT.items() if k != "head_dim"}
+    config = Qwen2_5_VLConfig(
+        text_config=text
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
+        vision_config=QWEN_TOWER | {"window_size": 16, "fullatt_block_indexes": [1]},
+        **MARKS,
+    )
+    images = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 512})
+    return Qwen2_5_VLForConditionalGeneration(config), Files(tokens, images, "Qwen2_5_VLProcessor")
+
+
 def _qwen3_vl(tokens: Any) -> tuple[Any, Any]:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -93,16 +117,7 @@ def _qwen3_vl(tokens: Any) -> tuple[Any, Any]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     config = Qwen3VLConfig(
         text_config=text | {"rope_parameters": rope},
-        vision_config={
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_heads": 2,
-            "out_hidden_size": 32,
-            "patch_size": 4,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-        },
+        vision_config=QWEN_TOWER | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         **MARKS,
     )
     images = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 512})
@@ -210,6 +225,7 @@ def _internvl(tokens: Any) -> tuple[Any, Any]:
 KINDS = {
     "internvl": _internvl,
     "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "llava": _llava,
     "llava_next": _llava_next,

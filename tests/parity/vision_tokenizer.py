@@ -23,7 +23,7 @@ SPECIAL = [
 ]
 VOCAB = [*SPECIAL, *WORDS]
 QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
-PLACEHOLDER = {"qwen2_vl": QWEN, "qwen3_vl": QWEN, "gemma3": "<boi>"}
+PLACEHOLDER = {"qwen2_vl": QWEN, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "gemma3": "<boi>"}
 TEMPLATE = (
     "{%% macro body(c) %%}{%% if c is string %%}{{ c }}{%% else %%}{%% for p in c %%}{%% if p['type'] == 'image' "
     "%%}%s{%% else %%}{{ p['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}{%% endmacro %%}{%% for m in messages "

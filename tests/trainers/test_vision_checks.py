@@ -28,6 +28,8 @@ def test_fits(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text("{}")
     assert told(tmp_path, SEES) == "" and told(tmp_path, SEES, freeze_vit=False) == ""
     assert told(tmp_path, SEES, streaming=True, max_steps=1) == ""
+    packs = SEES | {"text_config": TEXT | {"model_type": "llama"}}
+    assert told(tmp_path, packs, packing=True) == ""
     assert told(tmp_path, {"model_type": "gpt2"} | TEXT, packing=True) == ""
     assert all(told(tmp_path, SEES, task=task, max_pixels=9) == "" for task in ("dpo", "cpo", "simpo"))
     assert told(tmp_path, SEES, task="grpo", reward_funcs=["format"]) == ""
@@ -35,15 +37,18 @@ def test_fits(tmp_path: Path) -> None:
 
 def test_does_not_fit(tmp_path: Path) -> None:
     assert "has no processor" in told(tmp_path, SEES)
-    assert "cannot be packed" in told(tmp_path, SEES, packing=True)
-    assert "--packing true: samples of" in told(tmp_path, SEES, task="dpo", packing=True)
+    gemma = SEES | {"model_type": "gemma3", "text_config": TEXT | {"model_type": "gemma3_text"}}
+    assert "is not supported by this model (model_type gemma3," in told(tmp_path, gemma, packing=True)
+    other = SEES | {"text_config": TEXT | {"model_type": "gpt_oss"}}
+    assert "--packing true: is not supported by this model" in told(tmp_path, other, packing=True)
+    assert "does not pack rows with images" in told(tmp_path, SEES, task="dpo", packing=True)
     assert "dpo does not stream rows with images" in told(tmp_path, SEES, task="dpo", streaming=True, max_steps=1)
     rl = {"task": "grpo", "reward_funcs": ["format"]}
     found = told(tmp_path, SEES, **rl, rollout_backend="vllm", environment="e.py:E", max_turns=2)
     assert "--rollout_backend vllm: does not get the images" in found and "--rollout_backend transformers" in found
     assert "--environment e.py:E: conversations with a vision-language model have one turn" in found
     assert "--reward_model rm: reads only text" in told(tmp_path, SEES, task="grpo", reward_model=["rm"])
-    assert "--packing true: samples of" in told(tmp_path, SEES, **rl, packing=True)
+    assert "does not pack rows with images" in told(tmp_path, SEES, **rl, packing=True)
     assert "which ppo does not support" in told(tmp_path, SEES, task="ppo", reward_funcs=["format"])
     for task in ("pt", "kto", "orpo", "rm"):
         assert f"which {task} does not support" in told(tmp_path, SEES, task=task), task

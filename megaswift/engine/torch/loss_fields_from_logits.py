@@ -8,6 +8,7 @@ a soft cap's factor) do not keep their output. Autograd refuses to go on where o
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,6 +66,21 @@ def labeled_columns(labeled: Tensor) -> Tensor:
     return columns if columns.numel() else columns.new_zeros(1)  # every rank goes through every layer
 
 
+def packed_positions(model: Any, input_ids: Tensor, positions: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
+    """int64 [1, s], or [4, 1, s] of a model that places the tokens of images on a grid: `positions`, which begin anew
+    with each document and tell transformers the documents apart, and the model's own (time, height, width).
+
+    The model places a whole row as one document; each document's positions are these less the first of its own.
+    """
+    if not hasattr(model.base_model, "get_rope_index"):
+        return positions
+    names = inspect.signature(model.base_model.get_rope_index).parameters
+    whole, _ = model.base_model.get_rope_index(input_ids, **{k: v for k, v in extra.items() if k in names})
+    first = torch.where(positions[0] == 0, torch.arange(positions.shape[1], device=positions.device), 0)
+    grid = whole.to(positions) - whole[0, 0, first.cummax(0).values].to(positions)
+    return torch.cat([positions[None], grid])
+
+
 class LossFieldsModel(nn.Module):
     """A causal language model whose forward pass ends in fields, so that a wrapper's hooks see the head too."""
 
@@ -95,6 +111,8 @@ class LossFieldsModel(nn.Module):
         packed documents by their positions. Rows of one document get none: a model counts for itself, not all from 0.
         """
         placed = {"position_ids": positions} if self.placed and positions is not None else {}
+        if self.places and positions is not None:
+            placed = {"position_ids": packed_positions(unwrap_peft_model(self.model), input_ids, positions, extra)}
         inputs = {"input_ids": input_ids, **placed, **extra}
         if self.needs.head:
             return self._values(columns, labeled, inputs)
