@@ -76,8 +76,46 @@ def dpo_loss(name: str, formula: Callable[[Any], Any]) -> None:
     """A value of `--loss_type` in dpo: `formula(PairLogprobsAndRatios)` -> [p], a loss for each pair."""
     from megaswift.losses.dpo_loss_types import LOSS_TYPES
 
-    _take("loss", name, LOSS_TYPES)
-    _loss("dpo", name, None)
+    _loss("dpo", name, LOSS_TYPES)
+    LOSS_TYPES[name] = formula
+
+
+def kto_loss(name: str, formula: Callable[[Any, Any, Any], Any], needs_kl: bool = False) -> None:
+    """A value of `--loss_type` in kto: `formula(rewards, desirable, zero)` -> [n], a loss for each completion.
+    `rewards` [n]: beta x log-ratios; `desirable` [n]: labels; `zero` []: with `needs_kl` beta x KL of mismatched pairs,
+    else 0."""
+    from megaswift.config.loss_table import KL_PAIRS
+    from megaswift.losses.kto import LOSS_TYPES
+
+    _loss("kto", name, LOSS_TYPES, needs=frozenset({KL_PAIRS} if needs_kl else ()))
+    LOSS_TYPES[name] = formula
+
+
+def cpo_loss(name: str, formula: Callable[[Any, Any], Any], per_token: bool = False) -> None:
+    """A value of `--loss_type` in cpo: `formula(rewards, settings)` -> [p], a loss for each pair. `rewards.chosen`,
+    `.rejected`, `.difference` [p]: log-probabilities of answers, sums, with `per_token` means; `settings`: `beta`,
+    `simpo_gamma`, `label_smoothing`."""
+    from megaswift.losses.cpo import LOSS_TYPES, CpoLossType
+
+    _loss("cpo", name, LOSS_TYPES)
+    LOSS_TYPES[name] = CpoLossType(formula, per_token)
+
+
+def orpo_loss(name: str, formula: Callable[[Any], Any]) -> None:
+    """A value of `--loss_type` in orpo: `formula(logps)` -> [p], in place of the odds ratio's term, of weight `beta`.
+    `logps.chosen`, `.rejected`, `.difference` [p]: mean log-probabilities of answers."""
+    from megaswift.losses.orpo import LOSS_TYPES
+
+    _loss("orpo", name, LOSS_TYPES)
+    LOSS_TYPES[name] = formula
+
+
+def rm_loss(name: str, formula: Callable[[Any, Any], Any]) -> None:
+    """A value of `--loss_type` in rm: `formula(scores, margin)` -> [p], a loss for each pair. `scores.chosen`,
+    `.rejected`, `.difference` [p]; `margin` [p]: that of the rows, or 0."""
+    from megaswift.losses.reward import LOSS_TYPES
+
+    _loss("rm", name, LOSS_TYPES)
     LOSS_TYPES[name] = formula
 
 
@@ -86,16 +124,18 @@ def policy_loss(name: str, formula: Callable[[Any], Any], loss_agg_mode: str = "
     nor reduced; `loss_agg_mode`: by what the sum is divided, unless the option is given."""
     from megaswift.losses.policy_loss_types import LOSS_TYPES, PolicyLossType
 
-    _take("loss", name, LOSS_TYPES)
-    _loss("grpo", name, loss_agg_mode)
+    _loss("grpo", name, LOSS_TYPES, loss_agg_mode)
     LOSS_TYPES[name] = PolicyLossType(formula)
 
 
-def _loss(task: str, name: str, mode: str | None) -> None:
+def _loss(
+    task: str, name: str, formulas: Mapping[str, Any], mode: str | None = None, needs: frozenset[str] = frozenset()
+) -> None:
     from megaswift.config.loss_table import LOSS_OPTIONS, PLUGIN_LOSSES, LossEntry, loss_names
     from megaswift.config.preference import LOSSES
 
-    PLUGIN_LOSSES[task, name] = LossEntry(name, task, "plugin", frozenset(LOSS_OPTIONS), loss_agg_mode=mode)
+    _take(f"{task} loss", name, (*formulas, *loss_names(task)))
+    PLUGIN_LOSSES[task, name] = LossEntry(name, task, "plugin", frozenset(LOSS_OPTIONS), needs, loss_agg_mode=mode)
     LOSSES[task] = loss_names(task)
     _choice("loss_type", name)
 

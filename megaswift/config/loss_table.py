@@ -166,6 +166,8 @@ LOSS_TABLE: tuple[LossEntry, ...] = (
     _entry("cpo", "ipo", "arXiv:2310.12036"),
     _entry("cpo", "simpo", "arXiv:2405.14734", "label_smoothing simpo_gamma"),
     _entry("cpo", ALPHAPO, "arXiv:2501.03884", "label_smoothing simpo_gamma"),
+    _entry("orpo", "odds_ratio", "arXiv:2403.07691"),
+    _entry("rm", "bradley_terry", "arXiv:2203.02155"),
     _policy("dapo", "arXiv:2503.14476", TOKEN_MEAN, _CLIP),
     _policy("grpo", "arXiv:2402.03300", SEQ_MEAN_TOKEN_MEAN, _CLIP),
     _policy("bnpo", "arXiv:2402.03300", TOKEN_MEAN, _CLIP),

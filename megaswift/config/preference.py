@@ -13,7 +13,7 @@ from megaswift.config.data import RL
 from megaswift.config.loss_table import ALPHAPO, loss_names
 from megaswift.config.option import option
 
-LOSSES = {task: loss_names(task) for task in ("dpo", "kto", "cpo", "grpo")}
+LOSSES = {task: loss_names(task) for task in ("dpo", "kto", "orpo", "cpo", "rm", "grpo")}
 """The values of `loss_type` by task, the default first."""
 BETAS = {"simpo": 2.0, "grpo": 0.0, "ppo": 0.05}
 """Where the default is not 0.1."""
@@ -35,7 +35,7 @@ class PreferenceConfig:
     )
     loss_type: tuple[str, ...] = option(
         (),
-        "Loss types, summed; unset: sigmoid (kto: kto, grpo: dapo)",
+        "Loss types, summed; unset: the first of the task",
         choices=ALL_LOSSES,
         choices_of=LOSSES,
         spellings={"aot_pair": "aot_unpaired"},

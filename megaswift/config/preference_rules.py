@@ -16,7 +16,7 @@ def _foreign(c: Sections) -> bool:
 
 
 def _single(c: Sections) -> bool:
-    return c.task in ("kto", "cpo", "grpo") and len(c.preference.loss_type) > 1
+    return c.task in LOSSES and c.task != "dpo" and len(c.preference.loss_type) > 1
 
 
 def _pairs_prompts(c: Sections) -> bool:

@@ -30,8 +30,8 @@ from megaswift.losses.preference_pairs import (
 class CpoLossType:
     """A formula and the log-probabilities that it compares."""
 
-    formula: Callable[[Tensor, CPO], Tensor]
-    """(difference of the two rewards, before beta, [p]; settings) -> [p]."""
+    formula: Callable[[PairTensors, CPO], Tensor]
+    """(the two rewards, before beta, [p] each; settings) -> [p]."""
     per_token: bool = False
     """Log-probabilities are means over an answer's tokens, not sums."""
 
@@ -66,7 +66,7 @@ class CPO:
         kind = LOSS_TYPES[self.loss_type]
         logps = self._logps(outputs.logprobs, batch, kind.per_token)
         rewards = PairTensors(self._reward(logps.chosen), self._reward(logps.rejected))
-        terms = [LossTerm(f"loss/{self.loss_type}", kind.formula(rewards.difference, self).sum(), "pairs")]
+        terms = [LossTerm(f"loss/{self.loss_type}", kind.formula(rewards, self).sum(), "pairs")]
         metrics = {**implicit_reward_metrics(self.beta * rewards), **preference_logp_metrics(outputs, batch, logps)}
         if self.cpo_alpha:
             chosen, _ = chosen_and_rejected(batch, completion_weights(batch))
@@ -83,24 +83,24 @@ class CPO:
         return logps if self.alpha == 0 else -torch.expm1(-self.alpha * logps) / self.alpha
 
 
-def _sigmoid(difference: Tensor, s: CPO) -> Tensor:
+def _sigmoid(rewards: PairTensors, s: CPO) -> Tensor:
     """CPO eq. 3, with label smoothing."""
-    return label_smoothed_sigmoid_loss(s.beta * difference, s.label_smoothing)
+    return label_smoothed_sigmoid_loss(s.beta * rewards.difference, s.label_smoothing)
 
 
-def _simpo(difference: Tensor, s: CPO) -> Tensor:
+def _simpo(rewards: PairTensors, s: CPO) -> Tensor:
     """SimPO, arXiv 2405.14734 eq. 6, with label smoothing."""
-    return label_smoothed_sigmoid_loss(s.beta * difference - s.simpo_gamma, s.label_smoothing)
+    return label_smoothed_sigmoid_loss(s.beta * rewards.difference - s.simpo_gamma, s.label_smoothing)
 
 
-def _hinge(difference: Tensor, s: CPO) -> Tensor:
+def _hinge(rewards: PairTensors, s: CPO) -> Tensor:
     """SLiC-HF, arXiv 2305.10425."""
-    return torch.relu(1 - s.beta * difference)
+    return torch.relu(1 - s.beta * rewards.difference)
 
 
-def _ipo(difference: Tensor, s: CPO) -> Tensor:
+def _ipo(rewards: PairTensors, s: CPO) -> Tensor:
     """IPO, arXiv 2310.12036 eq. 17, without a reference."""
-    return (difference - 1 / (2 * s.beta)) ** 2
+    return (rewards.difference - 1 / (2 * s.beta)) ** 2
 
 
 LOSS_TYPES: dict[str, CpoLossType] = {

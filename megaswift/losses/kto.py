@@ -67,10 +67,16 @@ LOSS_TYPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "bco": _bco,
 }
 """(rewards [n], desirable [n], where a reward counts as 0) -> [n]."""
-USES_KL = losses_needing("kto", KL_PAIRS)
-"""Types that need z0, and so a pass over mismatched answers."""
-USES_DELTA = losses_needing("kto", RUNNING_MEAN)
-"""Types that need the running mean of rewards."""
+
+
+def uses_kl(loss_type: str) -> bool:
+    """Whether a type needs z0, and so a pass over mismatched answers."""
+    return loss_type in losses_needing("kto", KL_PAIRS)
+
+
+def uses_delta(loss_type: str) -> bool:
+    """Whether a type needs the running mean of rewards."""
+    return loss_type in losses_needing("kto", RUNNING_MEAN)
 
 
 @dataclass(frozen=True)
@@ -106,12 +112,10 @@ class KTO:
 
     def _zero(self, batch: Batch, rewards: Tensor) -> Tensor:
         """0-d: the reward that counts as neither good nor bad."""
-        if self.loss_type in USES_KL:
+        if uses_kl(self.loss_type):
             return self.beta * batch.fields["kl"].to(rewards.dtype).reshape(())
         return (
-            batch.fields["delta"].to(rewards.dtype).reshape(())
-            if self.loss_type in USES_DELTA
-            else rewards.new_zeros(())
+            batch.fields["delta"].to(rewards.dtype).reshape(()) if uses_delta(self.loss_type) else rewards.new_zeros(())
         )
 
     def _metrics(self, outputs: ModelOutputs, batch: Batch, rewards: Tensor, answers: Tensor) -> dict[str, Metric]:
@@ -126,7 +130,7 @@ class KTO:
                 outputs.mean_logit, mask & token_mask_of_documents(batch, examples[of])
             )
         metrics["rewards/margins"] = DifferenceMetric("rewards/chosen", "rewards/rejected")
-        for name, used in (("kl", USES_KL), ("delta", USES_DELTA)):
-            if self.loss_type in used:
+        for name, used in (("kl", uses_kl), ("delta", uses_delta)):
+            if used(self.loss_type):
                 metrics[name] = MeanMetric(batch.fields[name].sum() * examples.numel(), examples.numel())
         return metrics

@@ -1,13 +1,13 @@
 """ORPO (arXiv 2403.07691): NLL of the chosen documents and odds ratio of chosen and rejected completions, without a
 reference model.
 
-Owns both terms. The likelihood covers the prompt too, as in TRL: `loss_weights` marks every label,
-`fields["completion"]` those of the answers. Without that field the two are the same.
+Owns both terms, of which `LOSS_TYPES` holds the second. The likelihood covers the prompt too, as in TRL:
+`loss_weights` marks every label, `fields["completion"]` those of the answers. Without that field the two are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,7 @@ class ORPO:
 
     beta: float = 0.1
     """Weight of the odds ratio: lambda of the paper."""
+    loss_type: str = "odds_ratio"
     needs: RequestedModelOutputs = RequestedModelOutputs(
         fields=frozenset({"logprobs", "mean_logit"}), without_gradient=frozenset({"mean_logit"})
     )
@@ -48,18 +49,17 @@ class ORPO:
         logps = split_pairs(batch, document_sums(batch, outputs.logprobs * completion_weights(batch))) / split_pairs(
             batch, completion_weight_per_document(batch)
         )
-        log_odds = (logps - PairTensors(_log1mexp(logps.chosen), _log1mexp(logps.rejected))).difference
-        ratio = F.logsigmoid(log_odds)
-        chosen = _chosen(batch)
+        log_odds, chosen = _log_odds(logps), _chosen(batch)
+        preference = LOSS_TYPES[self.loss_type](logps)
         terms = [
             LossTerm("loss/sft", -(outputs.logprobs * chosen).sum(), "chosen_tokens"),
-            LossTerm("loss/odds_ratio", -ratio.sum(), "pairs", self.beta),
+            LossTerm(f"loss/{self.loss_type}", preference.sum(), "pairs", self.beta),
         ]
         metrics: dict[str, Metric] = {
             **implicit_reward_metrics(self.beta * logps),
             **preference_logp_metrics(outputs, batch, logps),
             "nll_loss": token_mean_metric(-outputs.logprobs, chosen),
-            "log_odds_ratio": pair_mean_metric(ratio),
+            "log_odds_ratio": pair_mean_metric(F.logsigmoid(log_odds)),
             "log_odds_chosen": pair_mean_metric(log_odds),
         }
         return terms, metrics
@@ -68,6 +68,20 @@ class ORPO:
 def _chosen(batch: Batch) -> Tensor:
     """float32 [b, s]: loss weights of chosen documents."""
     return chosen_and_rejected(batch, batch.loss_weights)[0]
+
+
+def _log_odds(logps: PairTensors) -> Tensor:
+    """[p]: the log of the odds ratio of chosen and rejected answers."""
+    return (logps - PairTensors(_log1mexp(logps.chosen), _log1mexp(logps.rejected))).difference
+
+
+def _odds_ratio(logps: PairTensors) -> Tensor:
+    """Eq. 7."""
+    return -F.logsigmoid(_log_odds(logps))
+
+
+LOSS_TYPES: dict[str, Callable[[PairTensors], Tensor]] = {"odds_ratio": _odds_ratio}
+"""(log-probabilities of the two answers, means over their tokens, [p] each) -> [p]."""
 
 
 def _log1mexp(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ models do. That is the one position that `weight_last_tokens_only` marks, and so
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +24,7 @@ from megaswift.losses.contract import (
     RequestedModelOutputs,
 )
 from megaswift.losses.document_segments import document_index, document_sums
-from megaswift.losses.preference_pairs import pair_count, pair_mean_metric, split_pairs
+from megaswift.losses.preference_pairs import PairTensors, pair_count, pair_mean_metric, split_pairs
 
 
 def weight_last_tokens_only(batch: Batch) -> Batch:
@@ -35,13 +35,23 @@ def weight_last_tokens_only(batch: Batch) -> Batch:
     return replace(batch, loss_weights=(valid & ~goes_on).view_as(batch.valid).to(batch.loss_weights.dtype))
 
 
+def _bradley_terry(scores: PairTensors, margin: Tensor) -> Tensor:
+    """-log sigmoid(score of the chosen - score of the rejected - margin)."""
+    return -F.logsigmoid(scores.difference - margin)
+
+
+LOSS_TYPES: dict[str, Callable[[PairTensors, Tensor], Tensor]] = {"bradley_terry": _bradley_terry}
+"""(scores of the two answers, [p] each; margin [p]) -> [p]."""
+
+
 @dataclass(frozen=True)
 class RewardLoss:
-    """-log sigmoid(score of the chosen - score of the rejected - margin), and centring where it has a weight."""
+    """A loss on the scores of pairs, and centring where it has a weight."""
 
     center_rewards_coefficient: float | None = None
     """Weight of the squared sum of a pair's scores (arXiv 2312.09244)."""
     needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset(), head="score")
+    loss_type: str = "bradley_terry"
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`."""
@@ -51,9 +61,9 @@ class RewardLoss:
         """The preference, centring, and TRL's metrics."""
         assert outputs.values is not None
         scores = split_pairs(batch, document_sums(batch, outputs.values * (batch.loss_weights != 0)))
-        difference = scores.difference
-        margin = batch.fields["margin"].to(difference.dtype) if "margin" in batch.fields else 0.0
-        terms = [LossTerm("loss/preference", -F.logsigmoid(difference - margin).sum(), "pairs")]
+        zeros = torch.zeros_like(scores.chosen)
+        margin = batch.fields["margin"].to(zeros.dtype) if "margin" in batch.fields else zeros
+        terms = [LossTerm("loss/preference", LOSS_TYPES[self.loss_type](scores, margin).sum(), "pairs")]
         if self.center_rewards_coefficient is not None:
             squares = ((scores.chosen + scores.rejected) ** 2).sum()
             terms.append(LossTerm("loss/centring", squares, "pairs", self.center_rewards_coefficient))

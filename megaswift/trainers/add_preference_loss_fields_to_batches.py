@@ -21,7 +21,7 @@ from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_pairs_ov
 from megaswift.config.preference import beta_of, loss_types_of, needs_reference
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, RequestedModelOutputs
-from megaswift.losses.kto import USES_DELTA, USES_KL, log_ratios
+from megaswift.losses.kto import log_ratios, uses_delta, uses_kl
 from megaswift.losses.reward import weight_last_tokens_only
 from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.reference_logprobs_precomputed_in_memory import PrecomputedReferenceLogprobs
@@ -162,7 +162,7 @@ def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:
     if not needs_reference(cfg):
         return 0
     kind, once = loss_types_of(cfg)[0], cfg.preference.precompute_ref_log_probs
-    return 3 if kind in USES_KL else (not once) + (kind in USES_DELTA)
+    return 3 if uses_kl(kind) else (not once) + uses_delta(kind)
 
 
 def make_batch_transform(
@@ -175,8 +175,8 @@ def make_batch_transform(
         return None
     p, kind = cfg.preference, loss_types_of(cfg)[0]
     moves = (p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
-    if kind in USES_KL:
+    if uses_kl(kind):
         return KtoBaseline(mismatched, partial(kto_pairs_over_global_batch, cfg), *moves)
-    transform = BcoReferencePoint(beta_of(cfg), *moves) if kind in USES_DELTA else ReferenceLogprobs(*moves)
+    transform = BcoReferencePoint(beta_of(cfg), *moves) if uses_delta(kind) else ReferenceLogprobs(*moves)
     transform.known = known
     return transform

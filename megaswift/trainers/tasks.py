@@ -106,7 +106,7 @@ for _task in (
     Task(
         "orpo",
         "odds-ratio preference optimization",
-        lambda cfg: ORPO(beta_of(cfg)),
+        lambda cfg: ORPO(beta_of(cfg), loss_types_of(cfg)[0]),
         "pairs",
         "pairs",
         prompt_labels=True,
@@ -116,7 +116,7 @@ for _task in (
     Task(
         "rm",
         "reward model",
-        lambda cfg: RewardLoss(cfg.preference.center_rewards_coefficient),
+        lambda cfg: RewardLoss(cfg.preference.center_rewards_coefficient, loss_type=loss_types_of(cfg)[0]),
         "pairs",
         "pairs",
         scored=True,

@@ -13,7 +13,7 @@ from megaswift.config.loss_table import ALPHAPO, loss_names
 from megaswift.config.preference import beta_of, cpo_alpha_of, loss_types_of, needs_reference
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
 from megaswift.config.sections import NAMES
-from megaswift.losses import cpo, dpo_loss_types, kto
+from megaswift.losses import cpo, dpo_loss_types, kto, orpo, reward
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = [
@@ -84,6 +84,7 @@ def test_every_row_is_tried() -> None:
 
 def test_each_loss_of_the_table_has_its_formula() -> None:
     assert {*loss_names("dpo")} == {*dpo_loss_types.LOSS_TYPES, dpo_loss_types.SFT}
+    assert {*loss_names("orpo")} == {*orpo.LOSS_TYPES} and {*loss_names("rm")} == {*reward.LOSS_TYPES}
     assert {*loss_names("kto")} == {*kto.LOSS_TYPES} and {*loss_names("cpo")} == {*cpo.LOSS_TYPES, ALPHAPO}
 
 
@@ -94,8 +95,8 @@ def test_each_loss_of_the_table_has_its_formula() -> None:
         ("kto", 0.1, ("kto",), 0.0, True),
         ("cpo", 0.1, ("sigmoid",), 1.0, False),
         ("simpo", 2.0, ("simpo",), 0.0, False),
-        ("orpo", 0.1, (), 0.0, False),
-        ("rm", 0.1, (), 0.0, False),
+        ("orpo", 0.1, ("odds_ratio",), 0.0, False),
+        ("rm", 0.1, ("bradley_terry",), 0.0, False),
     ],
 )
 def test_defaults_of_a_task(task: str, beta: float, types: tuple[str, ...], likelihood: float, reference: bool) -> None:
