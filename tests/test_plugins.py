@@ -29,7 +29,7 @@ from megaswift.data.formats import FORMATS
 from megaswift.engine.torch.optimizers_and_state_tensors import PLUGIN_OPTIMIZERS
 from megaswift.errors import ConfigError, DataError
 from megaswift.families.family import FAMILIES
-from megaswift.losses import dpo_loss_types, policy_loss_types
+from megaswift.losses import cpo, dpo_loss_types, kto, orpo, policy_loss_types, reward
 from megaswift.losses.advantage_estimators import ESTIMATORS, estimate_advantage_fields
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_loss_types import DpoSettings
@@ -57,6 +57,7 @@ def as_before() -> Iterator[None]:
     """What a test has registered goes with it."""
     tables: list[Any] = [PLUGIN_CHOICES, PLUGIN_LOSSES, PLUGIN_ESTIMATORS, PLUGIN_HOOKS, PLUGIN_OPTIMIZERS, LOSSES]
     tables += [ESTIMATOR_NAMES, NAMED, dpo_loss_types.LOSS_TYPES, policy_loss_types.LOSS_TYPES, PLUGINS.rewards]
+    tables += [module.LOSS_TYPES for module in (kto, cpo, orpo, reward)]
     tables += [PLUGINS.read, plugins._OWN, *(registry._items for registry in (FORMATS, ESTIMATORS, FAMILIES))]
     for registry in (FORMATS, FAMILIES):
         registry.names()
