@@ -343,7 +343,7 @@ def _compare_turns(
         (allowed if wanted[place.message] else excluded)[begin:limit] = True
         if not wanted[place.message]:
             continue
-        first, last = _tokens_of(encoding, place.first, place.last)
+        first, last = _tokens_of(encoding, place.first if marked else place.header, place.last)
         if not loss[first:last].all():
             found.append((ANSWER_UNTRAINED, where))
         stop, end = _tokens_of(encoding, place.stop, place.end)

@@ -30,6 +30,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 REASONS = "<think>"
 EMPTY_BLOCK = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
 """The generation prompt may have brought its beginning."""
+REASONING_WORDS = re.compile("think|thought", re.IGNORECASE)
+"""In the special tokens of an empty block of reasoning, whatever the model."""
 _CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}
 
 
@@ -248,7 +250,7 @@ class AssistantTurnFinder:
         content = where.get(_start(i))
         calls = messages[i].get("tool_calls")  # Gemma 4 writes them before the content
         if content is not None and not calls and not _has_reasoning(messages[i]):
-            return content
+            return self._behind_header(marked, position, content)
         if i and _end(i - 1) in where and position == where[_end(i - 1)] + 1:
             tail = self._tail(messages[i - 1]["role"])
             # the mark may stand before white space that the template keeps
@@ -261,6 +263,17 @@ class AssistantTurnFinder:
             behind = _behind_opening(marked, self.header, header_at) if header_at >= 0 else -1
             return _behind_empty_block(messages[i], marked, behind) if behind >= 0 else content
         return content
+
+    def _behind_header(self, marked: str, position: int, content: int) -> int:
+        """Where an answer begins whose content begins at `content`: special tokens between it and the generation
+        prompt, such as gpt-oss's `<|channel|>final<|message|>`, are the model's; an empty block of reasoning is not."""
+        header_at = marked.rfind(self.header, position, content) if self.header else -1
+        if header_at < 0:
+            return content
+        begin = header_at + len(self.header)
+        written = marked[begin:content]
+        own = any(t in written for t in self._specials) and not REASONING_WORDS.search(written)
+        return begin if own else content
 
     def _stop(self, marked: str, begin: int, has_content: bool, calls: bool) -> int:
         """Where the turn ends whose content ends at `begin`, with its tool calls."""

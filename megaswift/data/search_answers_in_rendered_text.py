@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 Render = Callable[[Sequence[Mapping[str, Any]], Any, bool], str | None]
 """Text of messages, tools, and whether a generation prompt follows; None where the template refuses them."""
-ASKED, ANSWERED = "megaswiftquestion", "megaswiftanswer"
+ASKED, ANSWERED, _SECOND = "megaswiftquestion", "megaswiftanswer", "megaswiftsecond"
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 OPENING, CLOSING = "<think>", "</think>"
 MOST_SPACE = 64
@@ -45,6 +46,9 @@ class AnswerPlace:
     """Behind an empty block of reasoning that the template itself writes there; else `begin`."""
     own: int
     """The same with the white space that follows."""
+    header: int
+    """Where the special tokens begin that the model writes before the message's own texts (gpt-oss's channel); else
+    `first`."""
     first: int
     """The first character of the message's own texts."""
     last: int
@@ -73,6 +77,7 @@ class AnswerSearch:
         self._render = render
         self._specials = sorted(filter(None, special_tokens), key=len, reverse=True)
         self._openers: dict[str, str] = {}
+        self._frames: dict[str, str] = {}
         self._header = self._learn_header()
         self._ends, self._closing = self._learn_ends(eos_token)
 
@@ -100,6 +105,19 @@ class AnswerSearch:
             before = messages.get(role)
             self._openers[role] = self._between(before).partition(OPENING)[0].strip() if before else ""
         return self._openers[role]
+
+    def _behind_frame(self, text: str, role: str, at: int, found: int) -> int:
+        """Where the contents of `role` may begin, if what stands at `found` is part of what the template writes before
+        them: a tool's result INST in [INST]; else `found`."""
+        if role not in self._frames:
+            tool = role == "tool"
+            before: Sequence[Mapping[str, Any]] = (_USER, _CALLING, _RESULT) if tool else (_USER, _ANSWER)
+            written = self._render([*before, {**before[-1 if tool else 0], "content": _SECOND}], None, False) or ""
+            first = written[: written.rfind(ASKED) if tool else written.find(ASKED)]
+            self._frames[role] = os.path.commonprefix([first[::-1], written.partition(_SECOND)[0][::-1]])[::-1]
+        frame = self._frames[role]
+        begin = text.find(frame, at) if frame.strip() else -1
+        return begin + len(frame) if 0 <= begin < found + 1 <= begin + len(frame) else found
 
     def _learn_ends(self, eos_token: str) -> tuple[tuple[str, ...], str]:
         """(the texts that end a turn, all that follows the last answer). A text is one or more special tokens in a row:
@@ -145,6 +163,8 @@ class AnswerSearch:
             else:
                 for piece in content_pieces(message):
                     found, end = _find(text, piece, at)
+                    if found >= 0 and (behind := self._behind_frame(text, role, at, found)) > found:
+                        found, end = _find(text, piece, behind)
                     if found < 0:
                         result.missing.append((MESSAGE_MISSING, f"messages[{i}] ({role})"))
                         break
@@ -207,9 +227,18 @@ class AnswerSearch:
         behind = max(end, end_of_all) if self._closing and text.startswith(self._closing, stop) else end
         own = max(begin, min(own, first - _leading_space(message))) if pieces else own
         limit = _behind_space(text, behind)
-        place = AnswerPlace(i, begin, block, own, last if first < 0 else first, last, stop, end, limit)
+        first = last if first < 0 else first
+        header = first if calls else self._own_header(text, begin, first)
+        place = AnswerPlace(i, begin, block, own, header, first, last, stop, end, limit)
         result.places.append(place)
         return place
+
+    def _own_header(self, text: str, begin: int, first: int) -> int:
+        """Where an answer begins with special tokens of its own behind the generation prompt at `begin`."""
+        written = text[begin:first]
+        reasoning = any(word in written.lower() for word in ("think", "thought"))
+        own = bool(self._header) and not reasoning and self._first_special(written, 0)[1]
+        return begin if own else first
 
 
 def _closing(text: str, piece: str, at: int, bound: int) -> int:

@@ -44,6 +44,8 @@ SPECIAL = {
         "<|START_RESPONSE|>",
         "<|END_RESPONSE|>",
     ),
+    "harmony": ("<|endoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
+    "glimmer": ("<|endoftext|>", "<|start|>", "<|message|>", "<|eot|>", "<|eom|>"),
 }
 EOS = {
     "qwen": "<|im_end|>",
@@ -52,6 +54,8 @@ EOS = {
     "glm": "<|endoftext|>",
     "gemma": "<eos>",
     "cohere": "<|END_OF_TURN_TOKEN|>",
+    "harmony": "<|return|>",
+    "glimmer": "<|eot|>",
 }
 BOS = {"llama": "<|begin_of_text|>", "mistral": "<s>"}
 

@@ -64,6 +64,9 @@ FOUND_AS = {
 }
 
 
+ADD = {"name": "add", "arguments": {"a": 1}}
+
+
 def spec_of(text: str, kind: str = "qwen", task: str = "sft", **options: Any) -> EncodeSpec:
     tok = tokenizer(kind)
     tok.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
@@ -100,6 +103,16 @@ def test_there_are_many_kinds() -> None:
 def test_masks_of_every_kind_are_those_of_a_plain_rendering(group: int) -> None:
     for seed, kind in enumerate(KINDS[group::8]):
         check_kind(kind, seed, 4)
+
+
+def test_results_that_the_template_also_writes_before_them() -> None:
+    """[INST] around a tool's result INST is not the result."""
+    kind = next(k for k in KINDS if (k.frame, k.thinking, k.calls, k.marked) == ("inst", "empty", "list", False))
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": ADD}]}
+    results = [{"role": "tool", "content": text} for text in ("INST ", "INST")]
+    row = {"messages": [{"role": "user", "content": "I"}, call, *results, {**call, "content": "think"}]}
+    findings = certified(spec_of(jinja(kind)), [row])
+    assert findings.answers == 2 and not findings.faults and not findings.refused, findings
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ def encoded(kind: str, name: str, row: dict[str, Any], **options: Any) -> tuple[
     return tok, ids.tolist(), mask.tolist(), [rendered.text[a:b] for a, b in rendered.spans]
 
 
+FINAL = "<|channel|>final<|message|>"
 XML_CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 GLM_CALL = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
 PUBLISHED = [
@@ -155,6 +156,31 @@ PUBLISHED = [
         "cohere2",
         [Q, answer("a"), user("b"), answer("b")],
         ["a<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "b<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"],
+    ),
+    # the generation prompt ends before the channel, which the model writes
+    (
+        "harmony",
+        "gptoss",
+        [Q, answer("a"), user("and?"), answer("b")],
+        [f"{FINAL}a<|end|>", f"{FINAL}b<|return|>"],
+    ),
+    (
+        "harmony",
+        "gptoss",
+        [Q, CALL, RESULT, answer("b", thinking="well")],
+        [
+            ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+            f"<|channel|>analysis<|message|>well<|end|><|start|>assistant{FINAL}b<|return|>",
+        ],
+    ),
+    (
+        "glimmer",
+        "muse_glimmer",
+        [Q, answer("a"), user("and?"), answer("b", reasoning_content="well")],
+        [
+            " to=user<|message|>a<|eot|>",
+            " to=self<|message|>well<|eom|><|start|>assistant to=user<|message|>b<|eot|>",
+        ],
     ),
 ]
 
