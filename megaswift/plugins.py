@@ -181,16 +181,20 @@ def callback(name: str, make: Callable[[], Any]) -> None:
 
 
 def optimizer(
-    name: str, make: Callable[[list[dict[str, Any]], Any], Any], states: Sequence[str], step: str | None = None
+    name: str,
+    make: Callable[[list[dict[str, Any]], Any], Any],
+    states: Sequence[str],
+    step: str | None = None,
+    elementwise: bool = False,
 ) -> None:
-    """A value of `--optimizer` on engine ddp: `make(groups, options)` -> a torch optimizer of these parameter groups,
-    whose `lr` and `weight_decay` are set before each step; `options`: section `optim`. `states`: names of its states,
-    each of the parameter's shape and float32; `step`: the name under which it counts steps, if it does."""
-    from megaswift.config.optim import OPTIMIZERS
-    from megaswift.engine.torch.optimizers_and_state_tensors import PLUGIN_OPTIMIZERS, PluginOptimizerParts
+    """A value of `--optimizer`: `make(groups, options)` -> a torch optimizer of these parameter groups, whose `lr` and
+    `weight_decay` are set before each step; `options`: section `optim`. `states`: names of its states, each of the
+    parameter's shape and float32; `step`: the name under which it counts steps, if it does. `elementwise`: it updates
+    each number by itself; others run on engine ddp only, where tensors are whole."""
+    from megaswift.config.optim import OPTIMIZERS, PLUGIN_OPTIMIZERS, PluginOptimizerParts
 
     _take("optimizer", name, OPTIMIZERS)
-    PLUGIN_OPTIMIZERS[name] = PluginOptimizerParts(make, tuple(states), step)
+    PLUGIN_OPTIMIZERS[name] = PluginOptimizerParts(make, tuple(states), step, elementwise)
     _choice("optimizer", name)
 
 

@@ -21,12 +21,12 @@ from megaswift.config.advantage_estimator_table import ESTIMATOR_NAMES, PLUGIN_E
 from megaswift.config.external_plugins import PLUGINS
 from megaswift.config.loss_scale import NAMED
 from megaswift.config.loss_table import PLUGIN_LOSSES
+from megaswift.config.optim import PLUGIN_OPTIMIZERS
 from megaswift.config.option import PLUGIN_CHOICES
 from megaswift.config.preference import LOSSES
 from megaswift.data import tokenization
 from megaswift.data.build_batch_sources import load_document_splits
 from megaswift.data.formats import FORMATS
-from megaswift.engine.torch.optimizers_and_state_tensors import PLUGIN_OPTIMIZERS
 from megaswift.errors import ConfigError, DataError
 from megaswift.families.family import FAMILIES
 from megaswift.losses import cpo, dpo_loss_types, kto, orpo, policy_loss_types, reward

@@ -17,7 +17,7 @@ from megaswift.config.deepspeed_json import (
 from megaswift.config.deepspeed_served_keys import READ_AHEAD_ON_A_DRIVE, offload_parts_on_a_drive
 from megaswift.config.engine import FSDP_STRATEGIES, NOTHING_WRAPPED, ZERO
 from megaswift.config.non_lora_peft_methods import METHODS
-from megaswift.config.optim import EVERYWHERE
+from megaswift.config.optim import EVERYWHERE, is_elementwise_plugin
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.errors import ConfigError
@@ -125,7 +125,7 @@ def first_given_torch_only_option(c: Sections) -> str:
         **{name: c.value(name) is not None for name in VISION_ONLY},
         "train_type": c.model.train_type in METHODS,
         "quantization_bit": c.model.train_type == "lora" and c.quantization.quantization_bit is not None,
-        "optimizer": c.optim.optimizer not in EVERYWHERE,
+        "optimizer": c.optim.optimizer not in EVERYWHERE and not is_elementwise_plugin(c.optim.optimizer),
         "attn_impl": c.model.attn_impl in ("flex", "flash_3"),
     }
     return next((name for name, wanted in values.items() if wanted and name in c.given), "")

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from megaswift.config.data import GRPO, PREFERENCES
 from megaswift.config.option import option
@@ -46,6 +48,27 @@ SPELLINGS = {
 """transformers' and bitsandbytes' names."""
 BETAS = ("adam", MUON, "galore_adamw", "galore_adamw_8bit", *OF_BITSANDBYTES)
 EPSILON = tuple(name for name in BETAS if name not in LIONS)
+
+
+@dataclass(frozen=True)
+class PluginOptimizerParts:
+    """An optimizer that a file of `--external_plugins` has registered."""
+
+    make: Callable[[list[dict[str, Any]], OptimConfig], Any]
+    states: tuple[str, ...]
+    """float32 tensors of the parameter's shape."""
+    step: str | None
+    """The state that counts steps."""
+    elementwise: bool = False
+    """Each number is updated by itself, so that a part of a tensor may be stepped alone."""
+
+
+PLUGIN_OPTIMIZERS: dict[str, PluginOptimizerParts] = {}
+
+
+def is_elementwise_plugin(name: str) -> bool:
+    """Whether an optimizer is a plugin's that may step parts of tensors: on every engine."""
+    return name in PLUGIN_OPTIMIZERS and PLUGIN_OPTIMIZERS[name].elementwise
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import NATIVE, READS, requested_engine
+from megaswift.config.engine_rules import AUTO, NATIVE, READS, drive_parts_of_option, requested_engine
 from megaswift.config.optim import (
     BETAS,
     EPSILON,
@@ -12,7 +12,9 @@ from megaswift.config.optim import (
     MUON,
     ON_PARTS,
     PAGED,
+    PLUGIN_OPTIMIZERS,
     SCALED_MOMENT_DTYPES,
+    is_elementwise_plugin,
 )
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import OPTIONS, Sections
@@ -67,7 +69,7 @@ OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "distributed_optimizer",
         ("optimizer",),
-        lambda c: c.optim.optimizer == "sgd",
+        lambda c: c.optim.optimizer == "sgd" or c.optim.optimizer in PLUGIN_OPTIMIZERS,
         "Megatron-Core shards only the state of adam",
         "--optimizer adam",
     ),
@@ -101,6 +103,15 @@ OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (
         for name in _GALORE_OPTIONS
     ),
 )
+
+
+def _needs_whole_tensors(c: Sections) -> bool:
+    return c.optim.optimizer in PLUGIN_OPTIMIZERS and not is_elementwise_plugin(c.optim.optimizer)
+
+
+def _serves(c: Sections, built_in: tuple[str, ...]) -> bool:
+    """Whether an engine with these optimizers steps the run's; of plugins a rule of its own says it."""
+    return c.optim.optimizer in (*built_in, *PLUGIN_OPTIMIZERS)
 
 
 def _is_scaled(name: str) -> Test:
@@ -144,19 +155,31 @@ OPTIMIZER_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("optimizer", *READS),
-        lambda c: requested_engine(c) == NATIVE and c.optim.optimizer not in EVERYWHERE,
+        lambda c: requested_engine(c) not in ("ddp", AUTO) and _needs_whole_tensors(c),
+        "is a plugin's, registered without elementwise=True, but this engine steps parts of tensors",
+        "plugins.optimizer(..., elementwise=True) if it updates each number by itself, or --engine ddp",
+    ),
+    ConflictingOptions(
+        ("optimizer", "deepspeed"),
+        lambda c: c.optim.optimizer in PLUGIN_OPTIMIZERS and bool(drive_parts_of_option(c.engine.deepspeed)),
+        "is a plugin's, whose states DeepSpeed cannot keep on a drive",
+        '"device": "cpu" in the file, or --optimizer adam',
+    ),
+    ConflictingOptions(
+        ("optimizer", *READS),
+        lambda c: requested_engine(c) == NATIVE and not _serves(c, EVERYWHERE),
         "the native engine supports adam and sgd",
         "--engine ddp, or --optimizer adam",
     ),
     ConflictingOptions(
         ("optimizer", *READS),
-        lambda c: requested_engine(c) in ZERO and c.optim.optimizer != "adam",
+        lambda c: requested_engine(c) in ZERO and not _serves(c, ("adam",)),
         "ZeRO supports only adam (AdamW)",
         "--optimizer adam, or --engine ddp",
     ),
     ConflictingOptions(
         ("optimizer", *READS),
-        lambda c: requested_engine(c) == "fsdp2" and c.optim.optimizer not in (*EVERYWHERE, *ON_PARTS),
+        lambda c: requested_engine(c) == "fsdp2" and not _serves(c, (*EVERYWHERE, *ON_PARTS)),
         "needs whole matrices or blocks, but fsdp2 shards them",
         "--engine ddp, or --optimizer adam",
     ),

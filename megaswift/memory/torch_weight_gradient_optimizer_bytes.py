@@ -26,7 +26,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.deepspeed_json import KINDS
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import requested_engine
-from megaswift.config.optim import GALORE, LIONS, MUON, OF_BITSANDBYTES
+from megaswift.config.optim import GALORE, LIONS, MUON, OF_BITSANDBYTES, PLUGIN_OPTIMIZERS
 from megaswift.families.expand_weight_table_and_shard_shapes import expand_weight_table, format_rule_name
 from megaswift.families.family import family_of
 from megaswift.families.model_spec import ModelSpec
@@ -74,7 +74,7 @@ def torch_engine_bytes(cfg: SwiftConfig, dtype: str, ranks: int, parameters: Ite
     are those of one replica."""
     kind = requested_engine(cfg)
     if kind in ZERO:
-        return _zero_bytes(kind, dtype, ranks, list(parameters))
+        return _zero_bytes(kind, dtype, ranks, list(parameters), state_bytes(cfg, (1,)))
     total = HeldBytes()
     for p in parameters:
         shape = (math.ceil(p.shape[0] / ranks), *p.shape[1:]) if kind == "fsdp2" else p.shape
@@ -90,6 +90,8 @@ def state_bytes(cfg: SwiftConfig, shape: tuple[int, ...]) -> int:
     Muon's."""
     o, n = cfg.optim, math.prod(shape)
     assert o.optimizer not in (*GALORE, MUON), "its states follow from which matrices are chosen"
+    if (plugin := PLUGIN_OPTIMIZERS.get(o.optimizer)) is not None:
+        return 4 * len(plugin.states) * n
     if o.optimizer == "sgd":
         return 4 * n if o.sgd_momentum else 0
     if o.optimizer == "adafactor":
@@ -100,20 +102,21 @@ def state_bytes(cfg: SwiftConfig, shape: tuple[int, ...]) -> int:
     return states * 4 * n
 
 
-def _zero_bytes(kind: str, dtype: str, ranks: int, parameters: list[TorchParameter]) -> HeldBytes:
+def _zero_bytes(kind: str, dtype: str, ranks: int, parameters: list[TorchParameter], states: int) -> HeldBytes:
+    """`states`: bytes of the optimizer's states for an element."""
     stage, offload, offload_weights = KINDS[kind]
     width = 2 if dtype in HALF else 4
     elements = sum(p.elements for p in parameters)
     trained = sum(p.elements for p in parameters if p.trains)
     if stage == 0:
-        return HeldBytes(width * elements, 4 * trained, moments=8 * trained)
+        return HeldBytes(width * elements, 4 * trained, moments=states * trained)
     shard = sum(_flat_shards(parameters, stage, ranks))
     weights = width * (elements if stage < 3 else sum(math.ceil(p.elements / ranks) for p in parameters))
     gradients = 4 * (trained if stage == 1 else shard)
     if offload:
-        host = 12 * shard + gradients + (weights if offload_weights else 0)
+        host = (4 + states) * shard + gradients + (weights if offload_weights else 0)
         return HeldBytes(0 if offload_weights else weights, host=host)
-    return HeldBytes(weights, gradients, main_weights=4 * shard, moments=8 * shard)
+    return HeldBytes(weights, gradients, main_weights=4 * shard, moments=states * shard)
 
 
 def _flat_shards(parameters: list[TorchParameter], stage: int, ranks: int) -> Iterator[int]:

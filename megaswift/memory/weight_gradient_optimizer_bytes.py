@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from megaswift.config import SwiftConfig
+from megaswift.config.optim import PLUGIN_OPTIMIZERS
 from megaswift.config.optimizer_rules import uses_distributed_optimizer
 from megaswift.families.qlora_weights_and_block_fit import BLOCK
 from megaswift.memory.rank_parameters import RankParameters
@@ -110,6 +111,8 @@ def _state_bytes_per_element(cfg: SwiftConfig, dtype: str) -> tuple[int, int, in
     aware = o.precision_aware_optimizer and not o.optimizer_cpu_offload
     remainders = aware and o.store_param_remainders and dtype == "bfloat16"
     main = 0 if dtype not in HALF else 2 if remainders else 4
+    if (plugin := PLUGIN_OPTIMIZERS.get(o.optimizer)) is not None:
+        return main, 4 * len(plugin.states), 0
     if o.optimizer != "adam":
         return main, 4 if o.sgd_momentum else 0, 0
     small = [o.exp_avg_dtype, o.exp_avg_sq_dtype].count("bf16") if aware else 0

@@ -20,7 +20,7 @@ from megaswift.config.engine_rules import (
     requested_engine,
     uses_model_parallelism,
 )
-from megaswift.config.optim import EVERYWHERE, ON_PARTS
+from megaswift.config.optim import EVERYWHERE, ON_PARTS, is_elementwise_plugin
 from megaswift.errors import UserError
 from megaswift.families import FAMILIES
 from megaswift.families.family import read_config_json
@@ -97,7 +97,7 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
     optimizer = cfg.optim.optimizer
     if kind != "ddp" and optimizer in ON_PARTS:
         kind, why = "fsdp2", f"only fsdp2 and ddp support the optimizer {optimizer}"
-    elif kind != "ddp" and optimizer not in EVERYWHERE:
+    elif kind != "ddp" and optimizer not in EVERYWHERE and not is_elementwise_plugin(optimizer):
         kind, why = "ddp", f"the optimizer {optimizer} needs whole matrices"
     if non_lora_peft_method_of(cfg) is not None or base_quantization_bits(cfg) is not None:
         kind, why = restrict_engine_for_adapters(cfg, kind, why)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.optim import OPTIMIZERS, SPELLINGS
-from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
+from megaswift.config.optim import OPTIMIZERS, PLUGIN_OPTIMIZERS, SPELLINGS, PluginOptimizerParts
+from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED, uses_distributed_optimizer
+from megaswift.config.option import PLUGIN_CHOICES
 from megaswift.config.sections import OPTIONS
 from megaswift.trainers.engine_choice import resolve_engine
 from tests.config.refusals import assert_idle, problems
@@ -20,6 +24,8 @@ CLASHING = [
     "--precision_aware_optimizer --exp_avg_dtype fp16",
     "--precision_aware_optimizer --exp_avg_sq_dtype fp8",
     "--precision_aware_optimizer --main_grads_dtype bf16 --torch_dtype float16",
+    "--engine zero1 --optim whole",
+    "--deepspeed {drive} --optim parts",
     "--optim adafactor --engine megatron",
     "--engine zero1 --optim adamw_8bit",
     "--engine fsdp2 --optim adafactor",
@@ -63,9 +69,20 @@ IDLE = [
 ]
 
 
-def test_contradictions() -> None:
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two optimizers, one of which may step parts of tensors."""
+    monkeypatch.setitem(PLUGIN_CHOICES, "optimizer", ["whole", "parts"])
+    for name in ("whole", "parts"):
+        parts = PluginOptimizerParts(lambda groups, options: None, (), None, name == "parts")
+        monkeypatch.setitem(PLUGIN_OPTIMIZERS, name, parts)
+
+
+def test_contradictions(plugins: None, tmp_path: Path) -> None:
+    drive = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "shards"}}}
+    (tmp_path / "drive.json").write_text(json.dumps(drive))
     for words, clash in zip(CLASHING, OPTIMIZER_CLASHES, strict=True):
-        found = problems(words)
+        found = problems(words.format(drive=tmp_path / "drive.json"))
         name = clash.options[0]
         assert len(found) == 1 and found[0].startswith("--optim" if name == "optimizer" else f"--{name}"), found
     assert all({r.option, *r.reads} <= set(OPTIONS) for r in OPTIMIZER_IGNORED)
@@ -95,3 +112,16 @@ def test_auto_takes_an_engine_that_can(
     assert resolve_engine(SwiftConfig(model=model, engine="auto", optim="adafactor"), 2).engine.engine == "ddp"
     assert "the optimizer adafactor needs whole matrices" in capsys.readouterr().err
     assert resolve_engine(SwiftConfig(model=model, engine="auto", optim="lion"), 2).engine.engine == "fsdp2"
+
+
+@pytest.mark.parametrize("engine", ["megatron", "zero3", "fsdp2"])
+def test_an_optimizer_of_a_plugin(plugins: None, engine: str) -> None:
+    """One that needs whole tensors runs on ddp only; no other is sharded by Megatron-Core."""
+    for given in (f"--engine {engine}", *(["--tp 2"] if engine == "megatron" else [])):
+        (found,) = problems(f"{given} --optim whole")
+        assert "registered without elementwise=True" in found
+        assert problems(f"{given} --optim parts") == []
+    (found,) = problems("--engine megatron --distributed_optimizer --optim parts")
+    assert "Megatron-Core shards only the state of adam" in found
+    assert not uses_distributed_optimizer(SwiftConfig(optim="parts"))
+    assert problems("--engine ddp --optim whole") == problems("--optim whole") == []

@@ -11,6 +11,7 @@ from torch import nn
 from megaswift import distributed
 from megaswift.bridge.adapter_plan import AdapterPlan
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
+from megaswift.config.optim import PLUGIN_OPTIMIZERS
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
@@ -30,7 +31,9 @@ def _optimizer_bytes(engine: MegatronEngine) -> tuple[int, int]:
     Moments exist from the first step on; they are counted before it.
     """
     o = engine.cfg.optim
-    moments = 4 * MOMENTS[o.optimizer] if o.optimizer == "adam" or o.sgd_momentum else 0
+    plugin = PLUGIN_OPTIMIZERS.get(o.optimizer)
+    count = MOMENTS[o.optimizer] if plugin is None else len(plugin.states)
+    moments = 0 if o.optimizer == "sgd" and not o.sgd_momentum else 4 * count
     half = engine.config.bf16 or engine.config.fp16
     device = host = 0
     for part in optim.optimizer_parts(engine.optimizer):

@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
+from megaswift.config.optim import PLUGIN_OPTIMIZERS, PluginOptimizerParts
 from megaswift.config.optimizer_rules import uses_distributed_optimizer
 from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
 from megaswift.engine.megatron.host_adam import HostAdam, materialize_host_adam_state
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Of main gradients and moments, by Megatron-LM's names."""
+_PLUGIN_OF: WeakKeyDictionary[torch.optim.Optimizer, PluginOptimizerParts] = WeakKeyDictionary()
 LORA_B = re.compile(r"\.lora\.B\d+$")
 """Names of B in a layer's adapters (`lora.layer_adapters`)."""
 
@@ -43,9 +46,9 @@ def build_optimizer(
     chunks: list[DistributedDataParallel], config: TransformerConfig, cfg: SwiftConfig
 ) -> MegatronOptimizer:
     """The optimizer over this rank's chunks."""
-    o = cfg.optim
+    o, plugin = cfg.optim, PLUGIN_OPTIMIZERS.get(cfg.optim.optimizer)
     options = OptimizerConfig(
-        optimizer=o.optimizer,
+        optimizer="sgd" if plugin else o.optimizer,
         lr=o.learning_rate,
         min_lr=o.min_lr,
         weight_decay=o.weight_decay,
@@ -79,7 +82,9 @@ def build_optimizer(
         extra["config_overrides"] = loraplus_overrides(options, o.lorap_lr_ratio)
     optimizer = get_megatron_optimizer(options, chunks, **extra)
     for part in optimizer_parts(optimizer):
-        if o.optimizer_cpu_offload:
+        if plugin is not None:
+            part.optimizer = _of_plugin(plugin, part.optimizer, cfg)
+        elif o.optimizer_cpu_offload:
             part.optimizer, part.init_state_fn = (
                 HostAdam.instead_of(part.optimizer, o.optimizer_offload_fraction),
                 materialize_host_adam_state,
@@ -88,6 +93,19 @@ def build_optimizer(
             _fuse(part)
     share_loss_scaler(optimizer)
     return optimizer
+
+
+def _of_plugin(plugin: PluginOptimizerParts, fresh: torch.optim.Optimizer, cfg: SwiftConfig) -> torch.optim.Optimizer:
+    """A plugin's optimizer over the groups of a fresh one of Megatron-Core's, whose own settings are left out."""
+    groups = [{k: v for k, v in group.items() if k not in fresh.defaults} for group in fresh.param_groups]
+    made: torch.optim.Optimizer = plugin.make(groups, cfg.optim)
+    _PLUGIN_OF[made] = plugin
+    return made
+
+
+def plugin_of_part(part: MegatronOptimizer) -> PluginOptimizerParts | None:
+    """What a plugin has registered of the optimizer inside."""
+    return _PLUGIN_OF.get(part.optimizer)
 
 
 def loraplus_overrides(options: OptimizerConfig, ratio: float) -> dict[ParamKey, Any]:

@@ -1,5 +1,5 @@
-"""bitsandbytes' optimizers with 32-bit states under FSDP2: they update the local shards, whose storage torch's
-DTensors share."""
+"""Optimizers that know no DTensor under FSDP2, bitsandbytes' with 32-bit states and plugins': they update the local
+shards, whose storage torch's DTensors share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch.optimizers_and_state_tensors import (
-    BitsAndBytesOptimizer,
     Metas,
     NamedParameters,
     TorchEngineOptimizer,
+    torch_engine_optimizer_class,
 )
 
 
@@ -28,7 +28,8 @@ class LocalShardOptimizer(TorchEngineOptimizer):
 
     def __init__(self, named: NamedParameters, optim: OptimConfig) -> None:
         self.parts = {p: nn.Parameter(local_tensor(p.data)) for _, p in named}
-        self.stepped = BitsAndBytesOptimizer([(name, self.parts[p]) for name, p in named], optim)
+        make = torch_engine_optimizer_class(optim.optimizer)
+        self.stepped = make([(name, self.parts[p]) for name, p in named], optim)
         super().__init__(named, optim)
 
     def make(self, named: NamedParameters) -> torch.optim.Optimizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megaswift.config.optim import GALORE, MUON, ON_PARTS, OptimConfig
+from megaswift.config.optim import GALORE, MUON, ON_PARTS, OptimConfig, is_elementwise_plugin
 from megaswift.engine.torch.fsdp_bitsandbytes_32bit_optimizer import LocalShardOptimizer
 from megaswift.engine.torch.galore import GaloreOptimizer
 from megaswift.engine.torch.muon import MuonOptimizer
@@ -17,7 +17,8 @@ def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> TorchEngineOp
     """The optimizer of what trains in `module`."""
     note_parts_with_own_learning_rates(module, optim)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    if optim.optimizer in ON_PARTS and any(isinstance(p, DTensor) for _, p in named):
+    on_parts = optim.optimizer in ON_PARTS or is_elementwise_plugin(optim.optimizer)
+    if on_parts and any(isinstance(p, DTensor) for _, p in named):
         return LocalShardOptimizer(named, optim)
     if optim.optimizer == MUON:
         return MuonOptimizer(named, optim, module)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.hf_safetensors_source import TensorMeta
-from megaswift.config.optim import LIONS, OF_BITSANDBYTES, PAGED, OptimConfig
+from megaswift.config.optim import LIONS, OF_BITSANDBYTES, PAGED, PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
 from megaswift.engine.torch.data_parallel_strategy import make_adamw_or_sgd, param_groups_of
 
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -143,20 +142,6 @@ class BitsAndBytesOptimizer(TorchEngineOptimizer):
         self.count(parameter, steps)
 
 
-@dataclass(frozen=True)
-class PluginOptimizerParts:
-    """An optimizer that a file of `--external_plugins` has registered."""
-
-    make: Callable[[list[dict[str, Any]], OptimConfig], torch.optim.Optimizer]
-    states: tuple[str, ...]
-    """float32 tensors of the parameter's shape."""
-    step: str | None
-    """The state that counts steps."""
-
-
-PLUGIN_OPTIMIZERS: dict[str, PluginOptimizerParts] = {}
-
-
 class PluginOptimizer(TorchEngineOptimizer):
     """One of `PLUGIN_OPTIMIZERS`."""
 
@@ -167,7 +152,8 @@ class PluginOptimizer(TorchEngineOptimizer):
 
     def make(self, named: NamedParameters) -> torch.optim.Optimizer:
         """By the user's function."""
-        return self.parts.make(param_groups_of(named, self.optim), self.optim)
+        made: torch.optim.Optimizer = self.parts.make(param_groups_of(named, self.optim), self.optim)
+        return made
 
     def metas(self, parameter: Tensor) -> Metas:
         """The states of a parameter, whole."""

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.config.deepspeed_json import KINDS, matching_deepspeed_preset, offloads_optimizer_and_weights
 from megaswift.config.deepspeed_served_keys import offload_parts_on_a_drive
-from megaswift.config.optim import OptimConfig
+from megaswift.config.optim import PLUGIN_OPTIMIZERS, OptimConfig
 from megaswift.engine.accurate_sum_of_squares import sum_of_squares
 from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
 from megaswift.engine.torch import deepspeed_import_and_config_overrides, zero_drive
@@ -42,18 +42,18 @@ from megaswift.engine.torch.data_parallel_strategy import (
     GRADIENT,
     WEIGHT,
     clip_grads_with_norm,
-    make_adamw_or_sgd,
     set_param_groups_lr_and_weight_decay,
 )
 from megaswift.engine.torch.loss_scale import DynamicLossScale
 from megaswift.engine.torch.meta_init import allocate_storage, is_unallocated
+from megaswift.engine.torch.optimizers_and_state_tensors import torch_engine_optimizer_class
 from megaswift.engine.torch.vision_model_parts import note_parts_with_own_learning_rates
 from megaswift.engine.torch.zero_full_tensor_access import (
     MOMENTS,
     ZeroWholeTensorAccess,
-    get_adam_step_count,
-    initialize_missing_adam_states,
-    set_adam_step_count,
+    get_optimizer_step_count,
+    initialize_missing_states,
+    set_optimizer_step_count,
     tensors_stepped_on_this_rank,
 )
 from megaswift.errors import ConfigError, Problem
@@ -80,8 +80,13 @@ class ZeroStrategy:
         device: torch.device,
         loss_scale: DynamicLossScale | None = None,
     ) -> None:
-        if optim.optimizer != "adam":
-            raise ConfigError(Problem(f"--optimizer {optim.optimizer}", "ZeRO supports AdamW only", "--optimizer adam"))
+        plugin = PLUGIN_OPTIMIZERS.get(optim.optimizer)
+        if optim.optimizer != "adam" and (plugin is None or not plugin.elementwise):
+            raise ConfigError(
+                Problem(
+                    f"--optimizer {optim.optimizer}", "ZeRO supports AdamW and elementwise plugins", "--optimizer adam"
+                )
+            )
         self.kind, self._device = matching_deepspeed_preset(config) or "", device
         self.stage, (self._offload, self._offload_weights) = KINDS[self.kind][0], offloads_optimizer_and_weights(config)
         self._world = dist.get_world_size()
@@ -100,15 +105,17 @@ class ZeroStrategy:
             deepspeed_import_and_config_overrides.partition_meta_parameters(module, settings, device)
         allocate_storage(self._names.values(), device)
         note_parts_with_own_learning_rates(module, optim)
-        optimizer = make_adamw_or_sgd([(n, p) for n, p in self._names.items() if p.requires_grad], optim)
+        trained = [(n, p) for n, p in self._names.items() if p.requires_grad]
+        optimizer = torch_engine_optimizer_class(optim.optimizer)(trained, optim).inner
+        self._moments, self._counter = (plugin.states, plugin.step) if plugin else (MOMENTS, "step")
         self.module, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         self._inner, self._zero = optimizer, self.module.optimizer
         self._undo = float(self._world) if self.module.gradient_average else 1.0
-        self._micro = 0
+        self._micro = self._taken = 0
         self._check()
         self._own_loss_scale()
         zero_drive.keep_gradients_in_memory(self._zero)
-        initialize_missing_adam_states(self._zero, optimizer)
+        initialize_missing_states(self._zero, optimizer, self._moments, self._counter)
         self._tensors = ZeroWholeTensorAccess(deepspeed, self.module, optimizer)
         for name, tensor in exact.items():
             self.put(name, WEIGHT, tensor)
@@ -162,6 +169,7 @@ class ZeroStrategy:
         its norm itself."""
         read([])
         norm, stepped = self._step(lr, optim)
+        self._taken += stepped
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=not stepped)
         return norm, stepped
@@ -222,7 +230,7 @@ class ZeroStrategy:
         """The optimizer's tensors for a parameter, whole."""
         parameter = self._names[name]
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        return {moment: TensorMeta(shape, torch.float32) for moment in MOMENTS}
+        return {moment: TensorMeta(shape, torch.float32) for moment in self._moments}
 
     def trained(self) -> Iterator[str]:
         """Names of the parameters that train."""
@@ -241,7 +249,7 @@ class ZeroStrategy:
         return tensors
 
     def full(self, name: str, kind: str) -> Tensor:
-        """The whole float32 tensor: weight, gradient (after the last backward of a step), exp_avg or exp_avg_sq.
+        """The whole float32 tensor: weight, gradient (after the last backward of a step), or a state.
         Collective."""
         tensor = self._tensors.get(self._names[name], kind)
         return tensor / self.loss_scale.value if kind == GRADIENT and self.loss_scale and self.stage else tensor
@@ -257,12 +265,16 @@ class ZeroStrategy:
 
     @property
     def steps(self) -> int:
-        """Adam's step count."""
-        return get_adam_step_count(self._zero, self._inner)
+        """The optimizer's step count; the strategy's where it has none."""
+        if self._counter is None:
+            return self._taken
+        return get_optimizer_step_count(self._zero, self._inner, self._counter)
 
     @steps.setter
     def steps(self, value: int) -> None:
-        set_adam_step_count(self._zero, self._inner, value)
+        self._taken = value
+        if self._counter is not None:
+            set_optimizer_step_count(self._zero, self._inner, self._counter, value)
 
     def close(self) -> None:
         """Removes DeepSpeed's hooks from the module."""

@@ -9,7 +9,7 @@ gives, the full tensor. Faults of DeepSpeed 0.19.8 that are gone round:
 - `safe_set_full_fp32_param` writes the fp32 master only; the weights that the next forward pass reads stay as they
   were, so they are written here too.
 - Optimizer state does not exist before the first step, and `safe_get_full_optimizer_state` then fails;
-  `initialize_missing_adam_states` makes it.
+  `initialize_missing_states` makes it.
 """
 
 from __future__ import annotations
@@ -36,28 +36,32 @@ def tensors_stepped_on_this_rank(zero: Any) -> list[Tensor]:
     return list(partitions) if partitions is not None else [p for group in zero.param_groups for p in group["params"]]
 
 
-def initialize_missing_adam_states(zero: Any, inner: torch.optim.Optimizer) -> None:
-    """Adam's state, all zero, where the first step has not made it."""
+def initialize_missing_states(
+    zero: Any, inner: torch.optim.Optimizer, names: tuple[str, ...] = MOMENTS, counter: str | None = "step"
+) -> None:
+    """The optimizer's states, all zero, where the first step has not made them."""
     on_device = inner.defaults.get("fused") or inner.defaults.get("capturable")
     in_files = zero_drive.shards_in_files(zero)
     for group, shard in enumerate(tensors_stepped_on_this_rank(zero)):
         with zero_drive.states_in_memory(zero, group) if group in in_files else nullcontext():
             if not inner.state[shard]:
                 step = torch.zeros((), dtype=torch.float32, device=shard.device if on_device else "cpu")
-                inner.state[shard] |= {"step": step, **{name: torch.zeros_like(shard.data) for name in MOMENTS}}
+                inner.state[shard] |= {name: torch.zeros_like(shard.data) for name in names}
+                inner.state[shard] |= {} if counter is None else {counter: step}
     if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
         zero._lazy_init_hp_params_optimizer_state()
 
 
-def get_adam_step_count(zero: Any, inner: torch.optim.Optimizer) -> int:
-    """Adam's step count."""
-    return int(inner.state[tensors_stepped_on_this_rank(zero)[0]]["step"])
+def get_optimizer_step_count(zero: Any, inner: torch.optim.Optimizer, counter: str) -> int:
+    """The optimizer's own count of steps."""
+    return int(inner.state[tensors_stepped_on_this_rank(zero)[0]][counter])
 
 
-def set_adam_step_count(zero: Any, inner: torch.optim.Optimizer, steps: int) -> None:
-    """The inverse of `get_adam_step_count`."""
+def set_optimizer_step_count(zero: Any, inner: torch.optim.Optimizer, counter: str, steps: int) -> None:
+    """The inverse of `get_optimizer_step_count`."""
     for shard in tensors_stepped_on_this_rank(zero):
-        inner.state[shard]["step"].fill_(steps)
+        count = inner.state[shard][counter]
+        inner.state[shard][counter] = count.fill_(steps) if isinstance(count, Tensor) else steps
 
 
 class ZeroWholeTensorAccess:

@@ -17,8 +17,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
+from megaswift.config.optim import PluginOptimizerParts
 from megaswift.engine.megatron.host_adam import HostAdam
-from megaswift.engine.megatron.optimizer import optimizer_parts, uses_precision_aware_optimizer
+from megaswift.engine.megatron.optimizer import optimizer_parts, plugin_of_part, uses_precision_aware_optimizer
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
 
 REMAINDER = torch.int16
@@ -113,8 +114,11 @@ def _whole(part: MegatronOptimizer) -> Iterator[StateSlice]:
         pairs.extend((p, p) for group in part.fp32_from_fp32_groups for p in group)
     else:
         pairs.extend((p, p) for group in part.optimizer.param_groups for p in group["params"])
+    plugin = plugin_of_part(part)
     for weight, main in pairs:
-        yield StateSlice(weight, 0, weight.numel(), False, _kept({MAIN: main, **part.optimizer.state[main]}, weight))
+        state = part.optimizer.state[main]
+        state = state if plugin is None else {k: t for k, t in state.items() if k in plugin.states}
+        yield StateSlice(weight, 0, weight.numel(), False, _kept({MAIN: main, **state}, weight))
 
 
 def _kept(tensors: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
@@ -149,6 +153,9 @@ def materialize_states(optimizer: MegatronOptimizer) -> None:
     """States that come into being with the first step exist afterwards, as zeros: the first step is the same."""
     for part in optimizer_parts(optimizer):
         inner = part.optimizer
+        if (plugin := plugin_of_part(part)) is not None:
+            _materialize_plugin_states(inner, plugin)
+            continue
         if part.init_state_fn is not None and part.config.optimizer == "adam":
             _initialize(part)
         for group in inner.param_groups:
@@ -157,6 +164,15 @@ def materialize_states(optimizer: MegatronOptimizer) -> None:
                     inner.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 if _counts_by_weight(part) and "step" not in inner.state[p]:
                     inner.state[p]["step"] = _counter(0, group, p)
+
+
+def _materialize_plugin_states(inner: torch.optim.Optimizer, plugin: PluginOptimizerParts) -> None:
+    for group in inner.param_groups:
+        for p in group["params"]:
+            state = inner.state[p]
+            if not state:
+                state |= {name: torch.zeros_like(p.data) for name in plugin.states}
+                state |= {} if plugin.step is None else {plugin.step: torch.tensor(0.0)}
 
 
 @torch.no_grad()
@@ -227,6 +243,10 @@ def get_step_count(optimizer: MegatronOptimizer) -> int:
     """Steps taken, by this rank's states (0 where it has none)."""
     counts = [0]
     for part in optimizer_parts(optimizer):
+        plugin = plugin_of_part(part)
+        if plugin is not None and plugin.step is not None:
+            counts += [int(s[plugin.step]) for s in part.optimizer.state.values()]
+            continue
         counts += [int(s["step"]) for s in part.optimizer.state.values() if "step" in s]
         counts += [int(g["step"]) for g in part.optimizer.param_groups if "step" in g]
     return max(counts)
@@ -235,6 +255,11 @@ def get_step_count(optimizer: MegatronOptimizer) -> int:
 def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
     """The counter of every weight or group."""
     for part in optimizer_parts(optimizer):
+        plugin = plugin_of_part(part)
+        if plugin is not None and plugin.step is not None:
+            for state in part.optimizer.state.values():
+                state[plugin.step] = torch.tensor(float(step))
+            continue
         for group in part.optimizer.param_groups:
             if not _counts_by_weight(part) and part.config.optimizer == "adam":
                 group["step"] = step
