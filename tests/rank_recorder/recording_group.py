@@ -139,12 +139,77 @@ class RecordingGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
         for tensor in tensors:
-            tensor.zero_()
+            tensor.detach().zero_()
         return self._done("recv", (), tensors)
 
 
-def register(record: RankRecord, tape: Tape) -> None:
-    """Makes the backend known to torch. Once a process."""
-    dist.Backend.register_backend(
-        BACKEND, lambda store, rank, size, timeout: RecordingGroup(rank, size, record, tape), devices=["cpu"]
-    )
+class CountedGlooGroup(dist.ProcessGroup):
+    """A group of real ranks: counts as `RecordingGroup` does, and gloo works."""
+
+    def __init__(self, gloo: Any, rank: int, ranks: int, record: RankRecord) -> None:
+        super().__init__(rank, ranks)
+        self.gloo, self.ranks, self.record = gloo, ranks, record
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        sent = tensors if opts.rootRank == self.rank() else ()
+        self.record.add("broadcast", self.ranks, _bytes(sent), _bytes(tensors))
+        return self.gloo.broadcast(tensors, opts)
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        """By a sum of everything, which any release of gloo has."""
+        self.record.add("reduce_scatter", self.ranks, _bytes(source), _bytes(output))
+        summed, how = source.clone(), dist.AllreduceOptions()
+        how.reduceOp = dist.ReduceOp.SUM
+        work = self.gloo.allreduce([summed], how)
+        work.wait()
+        summed = summed.view(self.ranks, -1)[self.rank()]
+        average = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
+        output.view(-1).copy_(summed / self.ranks if average else summed)
+        return work
+
+    _reduce_scatter_base = reduce_scatter_single
+
+
+def _counted(method: str, name: str, sent: int | None, received: int | None) -> Any:
+    """A collective of gloo whose arguments number `sent` and `received` hold this rank's tensors and the result."""
+
+    def call(self: CountedGlooGroup, *values: Any, **named: Any) -> dist.Work:
+        own, result = (values[i] if i is not None else () for i in (sent, received))
+        self.record.add(name, self.ranks, _bytes(own), _bytes(result))
+        return getattr(self.gloo, method)(*values, **named)
+
+    return call
+
+
+for _method, _name, _sent, _received in (
+    ("allreduce", "all_reduce", 0, 0),
+    ("allreduce_coalesced", "all_reduce", 0, 0),
+    ("reduce", "reduce", 0, 0),
+    ("barrier", "barrier", None, None),
+    ("scatter", "scatter", 1, 0),
+    ("gather", "gather", 1, 0),
+    ("allgather", "all_gather", 1, 0),
+    ("_allgather_base", "all_gather", 1, 0),
+    ("send", "send", 0, None),
+    ("recv", "recv", None, 0),
+):
+    setattr(CountedGlooGroup, _method, _counted(_method, _name, _sent, _received))
+CountedGlooGroup.all_gather_single = CountedGlooGroup._allgather_base  # type: ignore[attr-defined]
+
+
+def register(record: RankRecord, tape: Tape | None) -> None:
+    """Makes the backend known to torch, once a process: of one real rank with a tape, else of gloo's."""
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> dist.ProcessGroup:
+        if tape is not None:
+            return RecordingGroup(rank, size, record, tape)
+        return CountedGlooGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size, record)
+
+    dist.Backend.register_backend(BACKEND, create, devices=["cpu"])

@@ -1,11 +1,12 @@
-"""A whole training run of one rank of a large world: the real code, over groups that count."""
+"""A whole training run of one rank of a large world, or of all ranks of a small one: the real code, over groups that
+count."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,31 @@ class RecordedRank:
 
 
 def record_rank(_: int, __: int, job: RecordedRank) -> RankRecord:
-    """Runs the rank in this process, which ends with it."""
-    os.environ |= {"RANK": str(job.rank), "WORLD_SIZE": str(job.world), "LOCAL_RANK": str(job.rank % job.per_node)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(job.per_node), "GROUP_RANK": str(job.rank // job.per_node)}
-    record, tape = RankRecord(), Tape(job.folder / "tape", job.rank)
-    register(record, tape)
-    _torch_collectives()
-    _count_files(record, job.folder)
-    _start_groups(job)
+    """Runs one rank of a large world in this process, which ends with it."""
+    tape = Tape(job.folder / "tape", job.rank)
     torch_dist_chunk_io._validate_global_plan = (
         lambda plans, metadata: []
     )  # all ranks have this rank's part of a tensor
     if job.rank != 0:  # rank 0 of this world has renamed the folder
         checkpoint_store.hash_files = lambda folder, names: {}
+    record = _run(job, tape)
+    tape.save()
+    return record
+
+
+def record_real_rank(rank: int, world: int, job: RecordedRank) -> RankRecord:
+    """Runs a rank among as many others, over gloo."""
+    return _run(replace(job, rank=rank, world=world, per_node=world), None)
+
+
+def _run(job: RecordedRank, tape: Tape | None) -> RankRecord:
+    os.environ |= {"RANK": str(job.rank), "WORLD_SIZE": str(job.world), "LOCAL_RANK": str(job.rank % job.per_node)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(job.per_node), "GROUP_RANK": str(job.rank // job.per_node)}
+    record = RankRecord()
+    register(record, tape)
+    _torch_collectives()
+    _count_files(record, job.folder)
+    _start_groups(job)
     _mark_phases(record)
     from megaswift.config import load_config
     from megaswift.trainers.engine_choice import resolve_engine
@@ -52,7 +65,6 @@ def record_rank(_: int, __: int, job: RecordedRank) -> RankRecord:
     cfg = resolve_engine(load_config("sft", job.words, complete=True), job.world)
     preflight(cfg, job.world)
     run_training(cfg)
-    tape.save()
     return record
 
 

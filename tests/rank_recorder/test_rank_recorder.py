@@ -1,7 +1,12 @@
-"""What ranks of 64 and of 1,024 send, read and write: the same for every size, but for lists of files on rank 0."""
+"""What ranks of 64 and of 1,024 send, read and write: the same for every size, but for lists of files on rank 0.
+
+Real ranks over gloo, 2 to 8 of them, do the same."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,7 @@ SAVE, LINE = "CheckpointHook", "MetricsJsonlHook"
 Records = dict[tuple[int, int], RankRecord]
 
 
+@cache
 def command(folder: Path) -> list[str]:
     """Three steps, lines after the second and third, a checkpoint after the third."""
     words = [word + "#20000" if word.endswith(".jsonl") else word for word in write_inputs(folder)]
@@ -24,20 +30,36 @@ def command(folder: Path) -> list[str]:
     return [*words, "--export_hf", "false", "--dataset_num_proc", "1"]
 
 
+def job_of(rank: int, world: int, layout: str, folder: Path) -> RecordedRank:
+    """Four rows a replica and step. The ranks of a large world have folders of their own."""
+    ranks = dict(zip(("--tp", "--cp"), layout.split(), strict=False))
+    replicas = world // math.prod(map(int, ranks.values()))
+    scratch = folder / f"{layout} {world}"
+    scratch.mkdir(exist_ok=True)
+    own = ["--global_batch_size", str(4 * replicas), "--output_dir", str(scratch / f"out{rank}")]
+    return RecordedRank(rank, world, [*command(folder), *own, *(w for one in ranks.items() for w in one)], scratch)
+
+
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
     """(world, rank) -> what it did."""
     folder = tmp_path_factory.mktemp("recorded")
-    words = command(folder)
-    found = {}
-    for world in WORLDS:
-        scratch = folder / str(world)
-        scratch.mkdir()
-        for rank in (0, 1, world - 1):
-            own = ["--global_batch_size", str(4 * world), "--output_dir", str(scratch / f"out{rank}")]
-            job = RecordedRank(rank, world, [*words, *own], scratch)
-            (found[world, rank],) = shared("").run("tests.rank_recorder.run_rank:record_rank", job, 1)
-    return found
+    return {key: recorded(*key, "", folder) for world in WORLDS for key in ((world, r) for r in (0, 1, world - 1))}
+
+
+def recorded(world: int, rank: int, layout: str, folder: Path) -> RankRecord:
+    """What `rank` of a world does; rank 0 comes first."""
+    job = job_of(rank, world, layout, folder)
+    (record,) = shared("").run("tests.rank_recorder.run_rank:record_rank", job, 1)
+    return record
+
+
+def calls_of(record: RankRecord, phase: str) -> dict[str, int]:
+    """Kind -> calls, over groups of all sizes."""
+    found: Counter[str] = Counter()
+    for (kind, _), (calls, _) in record.of(phase).items():
+        found[kind] += calls
+    return dict(found)
 
 
 def per_step(record: RankRecord, phase: str, times: int) -> dict[str, tuple[float, float]]:
@@ -116,3 +138,35 @@ def test_starting_does_not_grow_with_the_world(records: Records) -> None:
         assert kinds[0] == kinds[1]
         gathered = max(n for k, n in many.largest_received.items() if k.phase == START)
         assert gathered <= 512 * 1024
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [("", 2), ("2", 4), pytest.param("", 4, marks=pytest.mark.slow), pytest.param("2 2", 8, marks=pytest.mark.slow)],
+)
+def test_real_ranks_do_what_is_recorded_of_large_worlds(layout: str, ranks: int, tmp_path: Path) -> None:
+    """The first and the last rank: as many collectives of each kind in each phase, and bytes of a line."""
+    job = job_of(0, ranks, layout, tmp_path)
+    real = shared("").run("tests.rank_recorder.run_rank:record_real_rank", job, ranks)
+    for rank, own in ((0, real[0]), (63, real[-1])):
+        large = recorded(64, rank, layout, tmp_path)
+        for phase in (START, STEP, LINE, SAVE):
+            assert calls_of(own, phase) == calls_of(large, phase), (rank, phase)
+        assert per_step(own, LINE, LINES) == {"all_reduce": (1, 16 + 8 * ranks)}
+        if not layout:
+            assert per_step(own, STEP, STEPS)["all_reduce"] == (2, 128 + 32)
+
+
+@pytest.mark.process
+def test_tensor_and_context_parallel_ranks_of_either_world(tmp_path: Path) -> None:
+    """TP2 CP2: as many collectives at 1,024 ranks as at 64, what
+    starting leaves on a rank stays small."""
+    for rank in (0, -1):
+        few, many = (recorded(w, rank % w, "2 2", tmp_path) for w in WORLDS)
+        for phase in (START, STEP, LINE, SAVE):
+            assert calls_of(few, phase) == calls_of(many, phase), (rank, phase)
+        sizes = [{n for _, n in record.of(STEP)} for record in (few, many)]
+        assert {2, 64} <= sizes[0] and {2, 1024} <= sizes[1], "tensor-parallel ranks, all ranks"
+        assert many.of(STEP)["all_reduce", 1024] == few.of(STEP)["all_reduce", 64]
+        assert max(n for k, n in many.largest_received.items() if k.phase == START) <= 512 * 1024
