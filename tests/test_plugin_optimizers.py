@@ -12,6 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megaswift.config.optim import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
+from megaswift.engine.torch.fsdp_bitsandbytes_32bit_optimizer import LocalShardOptimizer
+from megaswift.engine.torch.vision_model_parts import VIT
 from megaswift.trainers.metrics_jsonl import read_lines
 from tests.test_plugins import RECIPES
 from tests.trainers.inputs import write_inputs
@@ -99,6 +102,17 @@ def assert_same(out: Path, folder: Path, optimizer: str) -> None:
     found = load_file(out / "hf" / "model.safetensors")
     for name, weight in weights.items():
         assert (found[name] - weight).abs().max() < 3e-4 * weight.abs().max(), name
+
+
+def test_parts_have_the_learning_rates_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As --vit_lr sets them."""
+    parts = PluginOptimizerParts(lambda groups, _: torch.optim.SGD(groups, RATE), (), None, True)
+    monkeypatch.setitem(PLUGIN_OPTIMIZERS, "mine", parts)
+    named = [(name, torch.nn.Parameter(torch.ones(2, 2))) for name in ("encoder", "model")]
+    setattr(named[0][1], "vision_part", VIT)  # noqa: B010 (as the engine marks it)
+    optimizer = LocalShardOptimizer(named, OptimConfig(optimizer="mine", learning_rate=1e-2, vit_lr=1e-3))
+    rates = {p: group["lr_mult"] for group in optimizer.inner.param_groups for p in group["params"]}
+    assert [rates[optimizer.parts[p]] for _, p in named] == pytest.approx([0.1, 1.0])
 
 
 @pytest.mark.process

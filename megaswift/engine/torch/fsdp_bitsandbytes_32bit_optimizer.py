@@ -23,11 +23,19 @@ def local_tensor(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _parameter_of_part(whole: nn.Parameter) -> nn.Parameter:
+    """This rank's part, with the mark that gives parts of a vision-language model learning rates of their own."""
+    part = nn.Parameter(local_tensor(whole.data))
+    if (mark := getattr(whole, "vision_part", None)) is not None:
+        part.vision_part = mark  # type: ignore[attr-defined]
+    return part
+
+
 class LocalShardOptimizer(TorchEngineOptimizer):
     """Each parameter's part as a parameter of the optimizer. States are whole to the outside, as the weights are."""
 
     def __init__(self, named: NamedParameters, optim: OptimConfig) -> None:
-        self.parts = {p: nn.Parameter(local_tensor(p.data)) for _, p in named}
+        self.parts = {p: _parameter_of_part(p) for _, p in named}
         make = torch_engine_optimizer_class(optim.optimizer)
         self.stepped = make([(name, self.parts[p]) for name, p in named], optim)
         super().__init__(named, optim)

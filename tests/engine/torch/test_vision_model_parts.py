@@ -22,6 +22,7 @@ from tests.parity.vision import KINDS, image, inputs_of, part, tokenizer, write_
 
 ALIGNERS = {
     "qwen2_vl": ("model.visual.merger",),
+    "qwen2_5_vl": ("model.visual.merger",),
     "qwen3_vl": ("model.visual.merger", "model.visual.deepstack_merger_list"),
     "llava": ("model.multi_modal_projector",),
     "llava_next": ("model.multi_modal_projector", "model.image_newline"),
