@@ -27,6 +27,8 @@ from megaswift.data.untokenized_sample import (
 from megaswift.errors import first_line
 
 TAG = "<image>"
+OTHER_MEDIA = {"videos": "<video>", "video": "<video>", "audios": "<audio>", "audio": "<audio>"}
+"""Columns of files that no model here reads, and their placeholders in texts."""
 COLUMNS = ("images", "image")
 KEYS = ("image", "path", "url", "image_url")
 """Of an image part: where its file may stand."""
@@ -74,8 +76,21 @@ def has_images(row: Mapping[str, Any], sample: UntokenizedSample) -> bool:
     return bool(row.get("image")) and any(isinstance(c, str) and TAG in c for c in texts)
 
 
+def reject_other_media(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
+    """RowError for a row with videos or audio, which would be left out; a column `video` or `audio` alone, without a
+    place in the texts, says nothing."""
+    texts = [c for m in sample.messages if isinstance(c := m.get("content"), str)]
+    for column, tag in OTHER_MEDIA.items():
+        files = isinstance(row.get(column), str | list | tuple | dict) and bool(row[column])
+        if files and (column.endswith("s") or any(tag in text for text in texts)):
+            kind = "videos" if tag == "<video>" else "audio"
+            expected = "rows of text and images; of a video, its frames as images" if kind == "videos" else "other rows"
+            raise RowError(column, f"{kind}, which no model is trained on yet", expected)
+
+
 def reject_images(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
-    """RowError for a row that speaks of images where the model reads text only."""
+    """RowError for a row that speaks of images where the model reads text only, and for videos and audio."""
+    reject_other_media(row, sample)
     if has_images(row, sample):
         raise RowError(
             "images", "images, but this model accepts only text", "rows without them, or a vision-language model"
@@ -85,7 +100,8 @@ def reject_images(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
 def attach_images(
     row: Mapping[str, Any], sample: UntokenizedSample, home: RowImageFolders
 ) -> tuple[UntokenizedSample, list[Source]]:
-    """(the sample with each image as a part of a content, the images in order)."""
+    """(the sample with each image as a part of a content, the images in order). RowError for videos and audio."""
+    reject_other_media(row, sample)
     given = raw_image_entries(row)
     waiting = iter(given)
     files: list[Source] = []

@@ -140,6 +140,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (turns("<image>") | {"images": ["images/0.png", "images/1.png"]}, "2 files for 1 placeholders"),
     (turns(ASK) | {"images": [7]}, "int 7"),
     (turns([{"type": "video", "video": "a.mp4"}]), "a part of type 'video'"),
+    (turns("<video> what?") | {"videos": ["a.mp4"]}, "data.jsonl:1: column videos: videos, which no model"),
+    (turns("<video> what?") | {"video": "a.mp4"}, "column video: videos"),
+    (turns(PARTS) | {"audios": ["a.wav"]}, "column audios: audio, which no model"),
     (turns([vision.image("broken.png")]), r"broken.png cannot be read"),
 ]
 
@@ -165,7 +168,10 @@ def test_text_models_refuse_images() -> None:
     for row in FORMS:
         with pytest.raises(RowError, match="accepts only text"):
             encoder.render(row)
-    encoder.render(turns(ASK) | {"image": "an unused column"})
+    for media in ({"videos": ["a.mp4"]}, {"audios": [["a.wav"]]}):
+        with pytest.raises(RowError, match="no model is trained on yet"):
+            encoder.render(turns(ASK) | media)
+    encoder.render(turns(ASK) | {"image": "an unused column", "video": "another", "videos": [], "audios": 3})
 
 
 def test_rows_with_images_are_certified(processor: Processor, folder: Path) -> None:
