@@ -1,7 +1,7 @@
 """Data sets by their ids on Hugging Face and ModelScope: which hub an entry of `--dataset` is from, and the id that a
 usual data set has on the other one. No network.
 
-Owns the prefixes `HF::` and `MS::` and the table of ids that differ between the hubs.
+Owns the prefixes `HF::` and `MS::`, the table of ids that differ between the hubs, and the variables that choose one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from megaswift.config.parse_option_values import FALSE, TRUE
+from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 
 HUGGING_FACE, MODELSCOPE = "HF", "MS"
 _PREFIX = re.compile(r"(HF|MS)::(.+)", re.IGNORECASE | re.DOTALL)
@@ -110,3 +113,15 @@ def with_hub_of_ids(entries: Iterable[str], use_hf: bool) -> tuple[str, ...]:
         else entry
         for entry in entries
     )
+
+
+def hub_source_from_environment(environ: Mapping[str, str]) -> ConfigSource:
+    """`use_hf` from USE_HF, as ms-swift reads it, or from LLaMA-Factory's USE_MODELSCOPE_HUB."""
+    for name, means_hf in (("USE_HF", TRUE), ("USE_MODELSCOPE_HUB", FALSE)):
+        text = environ.get(name, "").strip().lower()
+        if text in (*TRUE, *FALSE):
+            label = f"{name}={environ[name]} (environment)"
+            return ConfigSource(
+                (GivenOptionValue("use_hf", text in means_hf, label, f"{name} (environment)"),), ambient=True
+            )
+    return ConfigSource()

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from megaswift import log
 from megaswift.command_line_common import HELP
 from megaswift.config.help_page import option_lines, section_heading
+from megaswift.config.hub_dataset_ids import dataset_hubs, hub_source_from_environment
 from megaswift.config.merge_config_sources import ResolveState, set_option_value, unknown_option_problem
 from megaswift.config.neutral_and_unsupported_inference_options import (
     NEUTRAL_OF,
@@ -113,10 +114,13 @@ class CommandParser(Generic[Config]):
         sources = [read_config_file(file) for file in line.files]
         state.problems += [problem for source in sources for problem in source.problems]
         state.notices += [notice for source in sources for notice in source.notices]
+        if "use_hf" in self.table.options:
+            state.values |= {given.name: given.value for given in hub_source_from_environment(os.environ).givens}
         for givens in (*(source.givens for source in sources), line.givens):
             self._take(state, list(translated_inference_options(givens)))
+        values = dataset_hubs(state.values, state.wrong)
         sections = {
-            key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
+            key: cls(**{n: v for n, v in values.items() if self.table.options[n].section == key})
             for key, cls in self.sections.items()
         }
         neutral = neutral_notice(((label, name) for name, (label, _) in state.neutral.items()), self.neutral)

@@ -11,11 +11,10 @@ from megaswift.config.accelerate_options import options_from_accelerate_environm
 from megaswift.config.adapter_rules import train_type_defaults
 from megaswift.config.check_all_option_rules import ignored_option_names
 from megaswift.config.external_plugins import plugins_of_sources
+from megaswift.config.hub_dataset_ids import hub_source_from_environment
 from megaswift.config.merge_config_sources import checked_sections_from_sources
-from megaswift.config.parse_option_values import FALSE, TRUE
 from megaswift.config.read_config_file_and_command_line import (
     ConfigSource,
-    GivenOptionValue,
     launch_source_from_environment,
     read_command_line,
     read_config_file,
@@ -126,7 +125,7 @@ def load_config(
     environ = os.environ if environ is None else environ
     line = read_command_line(list(argv))
     try:
-        ambient = [options_from_accelerate_environment(environ), _hub_source_from_environment(environ)]
+        ambient = [options_from_accelerate_environment(environ), hub_source_from_environment(environ)]
         sources = [*ambient, *(read_config_file(f) for f in line.files)]
         if not is_launched_worker(environ):
             sources.append(launch_source_from_environment(environ))
@@ -134,15 +133,3 @@ def load_config(
         return SwiftConfig.from_sources(task, sources, complete, beyond)
     except OSError as error:  # a value that is no path: the rules ask whether some of them exist
         raise storage_error(error) or error from None
-
-
-def _hub_source_from_environment(environ: Mapping[str, str]) -> ConfigSource:
-    """`use_hf` from USE_HF, as ms-swift reads it, or from LLaMA-Factory's USE_MODELSCOPE_HUB."""
-    for name, means_hf in (("USE_HF", TRUE), ("USE_MODELSCOPE_HUB", FALSE)):
-        text = environ.get(name, "").strip().lower()
-        if text in (*TRUE, *FALSE):
-            label = f"{name}={environ[name]} (environment)"
-            return ConfigSource(
-                (GivenOptionValue("use_hf", text in means_hf, label, f"{name} (environment)"),), ambient=True
-            )
-    return ConfigSource()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
@@ -19,6 +20,8 @@ from megaswift.config.hub_dataset_ids import SAME_DATASETS, id_on_hub, names_hub
 from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_document_splits
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.errors import DataError
+from megaswift.infer import COMMAND as INFER
+from megaswift.serve.prompt_file_rows import prompt_dataset_files
 from tests.data.dataset_hub_server import TOKEN, DatasetHub, dataset_hub_server
 from tests.data.makers import chat, tokenizer
 
@@ -85,6 +88,17 @@ def test_the_training_split_of_either_hub(tmp_path: Path, hub: DatasetHub, use_h
     assert all(r.startswith(("GET /api/v1/", "GET /api/agent")) for r in hub.requests) == (use_hf == "false")
     before = len(hub.requests)
     assert texts(tmp_path, *given, "org/plain") == ["a", "b", "c"] and len(hub.requests) == before
+
+
+def test_prompts_of_either_hub(hub: DatasetHub, use_hf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`infer --dataset`, with the option or with the variable."""
+    for words, variable in (["--use_hf", use_hf], "1"), ([], "1" if use_hf == "true" else "0"):
+        monkeypatch.setenv("USE_HF", variable)
+        parsed = INFER.parse(["--model", "unused", *words, "--dataset", "org/plain", CHINESE])
+        first, second = prompt_dataset_files(parsed.sections["file"].dataset)
+        (row,) = pyarrow.parquet.read_table(second.files[0]).to_pylist()
+        hub_of_row = "huggingface" if use_hf == "true" else "modelscope"
+        assert first.files and row["messages"][0]["content"] == hub_of_row
 
 
 def test_subsets(tmp_path: Path, hub: DatasetHub, use_hf: str) -> None:
