@@ -7,6 +7,7 @@ own environment variables (HF_ENDPOINT, HF_TOKEN, MODELSCOPE_ENDPOINT, MODELSCOP
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from megaswift.log import info
 
 TITLES = {HUGGING_FACE: "Hugging Face", "MS": "ModelScope"}
 TRAIN = "train"
+NOT_WORD = re.compile(r"\W")
 
 
 def download_dataset_as_parquet(
@@ -28,17 +30,20 @@ def download_dataset_as_parquet(
     subsets `first/second`, where a split may stand for a subset."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise DataError(Problem(f"{flag} {name}", "is neither a local file or folder nor a hub ID"))
-    owner = "" if hub == HUGGING_FACE else f"{hub}__"
-    targets = {
-        part: cache / "hub" / (re.sub(r"\W", "_", f"{owner}{name}__{part or 'default'}") + ".parquet")
-        for part in (subset.split("/") if subset else [None])
-    }
+    parts = subset.split("/") if subset else [None]
+    targets = {part: cache / "hub" / _file_name(hub, name, part) for part in parts}
     missing = [part for part, target in targets.items() if not target.is_file()]
     if missing:
         load = _loader(flag, name, id_on_hub(name, hub), hub)
         for part in missing:
             _store(targets[part], _training_split(f"{flag} {name}", load(part)))
     return tuple(targets.values())
+
+
+def _file_name(hub: str, name: str, part: str | None) -> str:
+    """Different for `a-b` and `a_b`."""
+    words = f"{'' if hub == HUGGING_FACE else f'{hub}__'}{name}__{part or 'default'}"
+    return f"{NOT_WORD.sub('_', words)}-{hashlib.sha256(words.encode()).hexdigest()[:8]}.parquet"
 
 
 def _store(target: Path, split: Any) -> None:

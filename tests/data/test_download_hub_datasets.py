@@ -44,6 +44,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[DatasetHub]
         "org/plain": {"README.md": b"# rows\n", "train.jsonl": rows("a", "b", "c"), "test.jsonl": rows("t")},
         "org/two": {"README.md": CARD.encode(), "zh.jsonl": rows("z"), "en.jsonl": rows("e", "f")},
         "org/splits": {"test.jsonl": rows("x"), "validation.jsonl": rows("y")},
+        "org/a-b": {"train.jsonl": rows("dash")},
+        "org/a_b": {"train.jsonl": rows("underscore")},
         CHINESE: {"train.jsonl": rows("modelscope")},
         "llm-wizard/alpaca-gpt4-data-zh": {"train.jsonl": rows("huggingface")},
     }
@@ -99,6 +101,11 @@ def test_prompts_of_either_hub(hub: DatasetHub, use_hf: str, monkeypatch: pytest
         (row,) = pyarrow.parquet.read_table(second.files[0]).to_pylist()
         hub_of_row = "huggingface" if use_hf == "true" else "modelscope"
         assert first.files and row["messages"][0]["content"] == hub_of_row
+
+
+def test_names_that_differ_by_a_sign_are_stored_apart(tmp_path: Path, hub: DatasetHub, use_hf: str) -> None:
+    given = ["--use_hf", use_hf, "--dataset"]
+    assert [texts(tmp_path, *given, name) for name in ("org/a-b", "org/a_b")] == [["dash"], ["underscore"]]
 
 
 def test_subsets(tmp_path: Path, hub: DatasetHub, use_hf: str) -> None:
