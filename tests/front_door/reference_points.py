@@ -130,7 +130,7 @@ POINTS = (
     Point(67, "appendix: memory", page="layouts.md: ## Memory and compute"),
     Point(68, "older GPUs", ("float16", "float16 DDP", "float16 ZeRO", "float16 FSDP")),
     Point(69, "tasks", (*ALGORITHMS, "algorithm kto", "algorithm cpo", "algorithm orpo")),
-    Point(70, "quantized models; images packed", ("GPTQ model",), ("images packed",)),
+    Point(70, "quantized models; images packed", ("GPTQ model", "images packed")),
     Point(71, "installation", later="pip: it refuses Python 3.10; the extra `all` exists"),
     Point(73, "3.2 command", (FIRST,)),
     Point(74, "3.3 file", ("DeepSpeed file: a warmup from above 0",)),
