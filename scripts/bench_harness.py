@@ -71,7 +71,7 @@ class Turn:
         self._began = time.process_time()
 
 
-class Contender:
+class ContenderProcess:
     """A contender's process, seen from the benchmark's."""
 
     def __init__(self, name: str, args: argparse.Namespace, folder: Path) -> None:
@@ -120,7 +120,7 @@ def _same_options(args: argparse.Namespace) -> list[str]:
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in same.items()]
 
 
-def rounds(contenders: Mapping[str, Contender], args: argparse.Namespace) -> list[dict[str, float]]:
+def rounds(contenders: Mapping[str, ContenderProcess], args: argparse.Namespace) -> list[dict[str, float]]:
     """Seconds of each contender in each measured round; who goes first moves on."""
     times, names = [], list(contenders)
     for k in range(args.warmup + args.steps):
@@ -161,10 +161,10 @@ class Benchmark:
         self, names: Sequence[str], args: argparse.Namespace, scratch: str
     ) -> tuple[dict[str, Turn], list[dict[str, float]]]:
         """What the contenders measured, and the seconds of each round."""
-        contenders: dict[str, Contender] = {}
+        contenders: dict[str, ContenderProcess] = {}
         try:
             for name in names:
-                contenders[name] = Contender(name, args, Path(scratch))
+                contenders[name] = ContenderProcess(name, args, Path(scratch))
                 print(f"{name} is set up", file=sys.stderr)
             times = rounds(contenders, args)
             return {name: self.turn(**contender.finish()) for name, contender in contenders.items()}, times

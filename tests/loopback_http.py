@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @contextmanager
-def serve_loopback(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+def serve_loopback(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[str]:
     """The address of a server that answers by `handler`; it ends with the context."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"

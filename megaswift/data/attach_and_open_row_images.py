@@ -97,6 +97,14 @@ def reject_images(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
         )
 
 
+def reject_media_beside_plain_text(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
+    """RowError for a prompt in plain text that has images, videos or audio."""
+    reject_other_media(row, sample)
+    if has_images(row, sample):
+        fault = "plain text, which is used without a chat template, so its images have no place"
+        raise RowError("prompt", fault, "messages")
+
+
 def attach_images(
     row: Mapping[str, Any], sample: UntokenizedSample, home: RowImageFolders
 ) -> tuple[UntokenizedSample, list[Source]]:

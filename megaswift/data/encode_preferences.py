@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megaswift.config.data import PREFERENCES, RL
-from megaswift.data.attach_and_open_row_images import has_images, reject_images
+from megaswift.data.attach_and_open_row_images import reject_images, reject_media_beside_plain_text
 from megaswift.data.encode_prompts import PromptEncoder
 from megaswift.data.encode_rows import BATCH, SHOWN, EncodedRows, EncodeSpec, RowEncoder, malformed_row_problem
 from megaswift.data.encode_vision_row_tokens import VisionRowTokenEncoder
@@ -103,9 +103,8 @@ class PreferenceEncoder:
             raise RowError("rejected_images", fault, "a row whose completions are about the same images")
         if self.spec.processor is None:
             reject_images(row, sample)
-        elif sample.text is not None and has_images(row, sample):
-            fault = "plain text, which is trained without a chat template, so its images have no place"
-            raise RowError("prompt", fault, "messages in `prompt`, `chosen` and `rejected`")
+        elif sample.text is not None:
+            reject_media_beside_plain_text(row, sample)
 
     def _rendered(self, path: str, row: Any, unit: PreferenceExample) -> list[RenderedConversation]:
         """The text and the loss spans of each document; of a model that reads images, tokens too."""

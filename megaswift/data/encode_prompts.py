@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.data.attach_and_open_row_images import COLUMNS, has_images, reject_images
+from megaswift.data.attach_and_open_row_images import COLUMNS, reject_images, reject_media_beside_plain_text
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, reject_lone_surrogates
 from megaswift.data.encode_vision_row_tokens import VisionRowTokenEncoder
 from megaswift.data.prompt_rows import PromptRow, split_prompt_row
@@ -59,9 +59,7 @@ class PromptEncoder(RowEncoder):
         if self._vision is not None:
             if sample.text is None:
                 return self._with_images(self._vision, path, row, replace(question, sample=sample))
-            if has_images(row, sample):
-                fault = "plain text, which is used without a chat template, so its images have no place"
-                raise RowError("prompt", fault, "messages")
+            reject_media_beside_plain_text(row, sample)
         content: Any = sample.text
         text = sample.text
         notes: tuple[str, ...] = ()

@@ -115,10 +115,8 @@ class DocumentRows:
 
     def batches(self, rows: Sequence[Sequence[list[Document]]], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""
-        if self.towers is not None and self.packing is not None:
-            return [self.towers.packed_batch(micro, shape) for micro in rows]
         if self.towers is not None:
-            return [self.towers.batch([r[0] if r else None for r in micro], shape) for micro in rows]
+            return self.towers.batches(rows, self.packing is not None, shape)
         packed = self.packing is not None or self.step_packing is not None
         return collate_step_microbatches(rows, packed, shape, uniform)
 

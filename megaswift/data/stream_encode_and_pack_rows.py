@@ -146,10 +146,7 @@ class StreamRowEncoderAndPacker:
         own = geometry.own(rows)
         if self.towers is None:
             return collate_step_microbatches(own, self.options.packing, self.shape, geometry.uniform)
-        if self.options.packing:
-            batches = [self.towers.packed_batch(micro, self.shape) for micro in own]
-        else:
-            batches = [self.towers.batch([r[0] if r else None for r in micro], self.shape) for micro in own]
+        batches = self.towers.batches(own, self.options.packing, self.shape)
         self.images.forget_earlier_blocks()
         return batches
 

@@ -98,6 +98,12 @@ class VisionCollator:
     def __init__(self, images: RowImageLookup, processor: Processor) -> None:
         self.images, self.processor = images, processor
 
+    def batches(self, rows: Sequence[Sequence[list[Document]]], packing: bool, shape: PaddingShape) -> list[Batch]:
+        """A step's micro-batches of rows: packed documents, or one document each (none: a row without weight)."""
+        if packing:
+            return [self.packed_batch(micro, shape) for micro in rows]
+        return [self.batch([row[0] if row else None for row in micro], shape) for micro in rows]
+
     def batch(self, documents: Sequence[Document | None], shape: PaddingShape) -> Batch:
         """`[b, s]`; None is a row without weight. Of pairs both documents, one after the other."""
         pieces = [piece for i, d in enumerate(documents) if d is not None and (piece := self._piece(i, d)) is not None]

@@ -95,10 +95,6 @@ def inverse_transform_sample_tokens(weights: Tensor, sums: Tensor, uniform: Tens
     return columns.gather(1, _passed(inside, within.clamp(0, LARGEST)))[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 
-def _columns(token_ids: Sequence[int], device: torch.device) -> Tensor:
-    return copy_to_device_async(torch.tensor(token_ids), device)
-
-
 def choose_tokens(
     logits: Tensor, sampling: SamplingParams, uniform: Tensor | None, seen: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -110,7 +106,8 @@ def choose_tokens(
         penalty = sampling.repetition_penalty
         penalized = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
     if sampling.forbidden_token_ids:
-        penalized = penalized.index_fill(-1, _columns(sampling.forbidden_token_ids, logits.device), float("-inf"))
+        forbidden = copy_to_device_async(torch.tensor(sampling.forbidden_token_ids), logits.device)
+        penalized = penalized.index_fill(-1, forbidden, float("-inf"))
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp_()
     sums = vocabulary_part_sums(weights)

@@ -12,6 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from megaswift.config import SwiftConfig
+from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from tests.parity import vision
 
 HERE = Path(__file__).parent
 TEXT = [
@@ -130,3 +132,12 @@ def config(tmp_path: Path, dataset: str | list[str], task: str = "sft", **option
         options["dataset_cache_dir"] = str(tmp_path / "cache")
     names = [dataset] if isinstance(dataset, str) else dataset
     return SwiftConfig(task=task, model="unused", dataset=names, **options)
+
+
+def vision_processor(kind: str, folder: Path) -> Processor:
+    """The processor of one of `tests.parity.vision.KINDS`, read from its files."""
+    tokens = vision.tokenizer(kind)
+    made = vision.KINDS[kind](tokens)[1]
+    made.chat_template = tokens.chat_template
+    made.save_pretrained(folder)
+    return Processor(processor_folder_and_files_digest(folder, False))

@@ -19,8 +19,9 @@ from megaswift.config import SwiftConfig
 from megaswift.data import build_batch_sources
 from megaswift.data.encode_rows import RowEncoder, encode_spec
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
-from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from megaswift.data.vision_processor import Processor
 from megaswift.errors import DataError
+from tests.data.makers import vision_processor
 from tests.parity import vision
 
 pytestmark = pytest.mark.wide
@@ -31,12 +32,7 @@ PARTS = [vision.image("0.png"), vision.part(ASK)]
 
 @pytest.fixture(scope="module", params=["llava", "gemma3"])
 def processor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Processor:
-    folder = tmp_path_factory.mktemp("model")
-    tokens = vision.tokenizer(request.param)
-    made = vision.KINDS[request.param](tokens)[1]
-    made.chat_template = tokens.chat_template
-    made.save_pretrained(folder)
-    return Processor(processor_folder_and_files_digest(folder, False))
+    return vision_processor(request.param, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from megaswift.rollout.backends.transformers_sampler import TransformersSampler
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.weight_transfer.connect_vllm_servers import EXTENSION
 from megaswift.rollout.weight_transfer.vllm_worker_extension import WeightSyncExtension
+from tests.loopback_http import serve_loopback
 
 VLLM_FIELDS = {
     "model",
@@ -303,15 +304,8 @@ def serving(backend: Backend, token: str | None = None, port: int = 0) -> Iterat
         def do_POST(self) -> None:
             self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serve_loopback(Handler, port) as address:
+        yield address
 
 
 class Worker(WeightSyncExtension):
