@@ -92,7 +92,7 @@ def _run(cfg: InferConfig) -> int:
     if cfg.file.dataset:
         log.print_result(f"wrote {_answer_files(cfg, prepared, sampling)}")
         return 0
-    from megaswift.data.attach_and_open_row_images import RowImageFolders
+    from megaswift.data.attach_row_media import RowImageFolders
 
     prompts = ChatInputRenderer(prepared, cfg.conversation, RowImageFolders(Path.cwd()))
     prompts.need_template()
@@ -117,7 +117,7 @@ def _start_process_group(has_rows: bool) -> None:
 
 
 def _answer_files(cfg: InferConfig, prepared: ModelConfigAndTokenizer, sampling: Any) -> Path:
-    from megaswift.data.attach_and_open_row_images import RowImageFolders
+    from megaswift.data.attach_row_media import RowImageFolders
     from megaswift.inference.chat_inputs import ChatInputRenderer
     from megaswift.serve.answer_prompt_file import PromptFileRun, answer_journal_with_run_fingerprint
     from megaswift.serve.prompt_file_rows import PromptRows, read_prompt_file

@@ -158,6 +158,27 @@ class DataConfig:
         unit="pixels",
         tasks=VISION_TASKS,
     )
+    video_fps: float | None = option(
+        None,
+        "Frames to read of a second of video; unset: as the model's processor says",
+        aliases=("fps",),
+        minimum=1e-3,
+        unit="frames/s",
+        tasks=VISION_TASKS,
+    )
+    video_min_frames: int | None = option(
+        None, "Fewest frames to read of a video", aliases=("fps_min_frames",), minimum=1, tasks=VISION_TASKS
+    )
+    video_max_frames: int | None = option(
+        None, "Most frames to read of a video", aliases=("fps_max_frames",), minimum=1, tasks=VISION_TASKS
+    )
+    video_max_pixels: int | None = option(
+        None,
+        "Scale frames of videos with more pixels down to this many",
+        minimum=1,
+        unit="pixels",
+        tasks=VISION_TASKS,
+    )
     strict: bool = option(True, "Stop at a malformed row; false: skip and count it")
     use_dataset_cache: bool = option(
         True, "Use cached tokens of the same rows; false: tokenize again", aliases=("load_from_cache_file",)

@@ -94,6 +94,10 @@ VISION_ONLY = (
     "vit_lr",
     "aligner_lr",
     "max_pixels",
+    "video_fps",
+    "video_min_frames",
+    "video_max_frames",
+    "video_max_pixels",
     "vit_gradient_checkpointing",
 )
 READS = ("engine", "deepspeed", "use_fsdp", "fsdp", "fsdp_config")

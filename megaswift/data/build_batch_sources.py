@@ -39,6 +39,7 @@ from megaswift.data.interleave_datasets import interleave_documents, interleave_
 from megaswift.data.load_tokenizer import padding_token_of
 from megaswift.data.loader import BatchSource, EvaluationSource, IndexedRows, TokenStoreBatchSource, make_document_rows
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
+from megaswift.data.row_media import IMAGE, VIDEO
 from megaswift.data.stream_batches import StreamBatchSource, StreamOptions, StreamRowProcessor
 from megaswift.data.stream_encode_and_pack_rows import StreamRowEncoderAndPacker
 from megaswift.data.stream_preferences import PreferenceStreamProcessor
@@ -268,7 +269,7 @@ def _stream(
     options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, seed)
     contents: StreamRowProcessor
     if processor is not None:
-        images = StreamedRowImages()
+        images = StreamedRowImages(frozenset({IMAGE, VIDEO} if processor.reads_videos() else {IMAGE}))
         towers = VisionCollator(images, processor)
         contents = StreamRowEncoderAndPacker(VisionRowTokenEncoder(spec), options, shape, towers, images)
     elif not units:

@@ -22,8 +22,10 @@ from typing import Any
 
 from megaswift.atomic_disk_writes import fsync_tree
 from megaswift.data.encode_rows import EncodeSpec
+from megaswift.data.open_media_files import VideoSampling
 from megaswift.data.resolve_dataset_files import CACHED_DATASET, DatasetFiles, cached_dataset_folder
 from megaswift.data.token_store import TokenStore
+from megaswift.data.vision_processor import ProcessorFolderWithDigest
 from megaswift.errors import DataError, Problem
 from megaswift.version import __version__
 
@@ -33,7 +35,7 @@ NODE = "node-"
 _OPTIONS = {
     "task": "the task",
     "tokenizer": "--model (its tokenizer)",
-    "processor": "--model (its image processor) or --max_pixels",
+    "processor": "--model (its image processor), --max_pixels or --video_*",
     "chat_template": "--chat_template",
     "special_tokens": "--model (its special tokens) or --enable_thinking",
     "empty_reasoning": "--add_non_thinking_prefix",
@@ -57,7 +59,7 @@ def token_dependencies(spec: EncodeSpec) -> dict[str, Any]:
     return {
         "task": spec.task,
         "tokenizer": _hash([spec.tokenizer, spec.eos_id, spec.begin]),
-        "processor": [spec.processor.digest, spec.processor.max_pixels] if spec.processor else None,
+        "processor": _processor(spec.processor) if spec.processor else None,
         "chat_template": _hash(templates.named) if templates else None,
         "special_tokens": _hash([templates.special_tokens, templates.end_tokens]) if templates else None,
         "empty_reasoning": templates.keep_empty_reasoning if templates else None,
@@ -68,6 +70,12 @@ def token_dependencies(spec: EncodeSpec) -> dict[str, Any]:
         "model_author": list(spec.placeholders.get("{{AUTHOR}}", ())),
         "columns": spec.columns,
     }
+
+
+def _processor(spec: ProcessorFolderWithDigest) -> list[Any]:
+    """Which frames are read of videos counts where options say so."""
+    videos = [] if spec.videos == VideoSampling() else [asdict(spec.videos)]
+    return [spec.digest, spec.max_pixels, *videos]
 
 
 def write_cached_dataset(

@@ -32,6 +32,7 @@ from megaswift.data.encode_vision_row_tokens import TokenizedVisionRow
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, RenderedConversation, trained_turn_flags
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.row_count_names_and_texts import UNUSED_SYSTEM, UNUSED_TOOLS
+from megaswift.data.row_media import RowMedia
 from megaswift.data.row_readers import LocatedRow
 from megaswift.data.search_answers_in_rendered_text import AnswerPlace, AnswerSearch
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
@@ -268,10 +269,10 @@ def _preference_documents(unit: EncodedPreference) -> list[_Document]:
 
 
 def _images_of(rendered: RenderedConversation) -> int:
-    """Images of a rendered conversation."""
+    """Images and videos of a rendered conversation."""
     if not isinstance(rendered, TokenizedVisionRow | RenderedPrompt) or not rendered.beside:
         return 0
-    return len(json.loads(rendered.beside).get("files", ()))
+    return len(RowMedia.from_dict(json.loads(rendered.beside)))
 
 
 def _tokens_of(encoding: Encoding, begin: int, end: int) -> tuple[int, int]:

@@ -91,8 +91,9 @@ class RolloutCollator:
             if completed is not None and completed.images is not None:
                 if completed.images not in read:
                     read[completed.images] = reader.inputs(completed.images, completed.prompt)
-                pieces.append(ImageInputs(row, 0, len(completed.prompt), read[completed.images]))
-        return collate_rows_with_images(rows, pieces, reader.processor, self.shape)
+                inputs, kinds = read[completed.images], completed.images.media.kinds
+                pieces.append(ImageInputs(row, 0, len(completed.prompt), inputs, kinds))
+        return collate_rows_with_images(rows, pieces, reader.processor, self.shape, reader.kinds)
 
     def _fields(self, batch: Batch, micro: RolloutMicrobatch) -> dict[str, Tensor]:
         completions = [(i, c) for i, c in enumerate(micro) if c is not None]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megaswift.config.data import PREFERENCES, RL
-from megaswift.data.attach_and_open_row_images import reject_images, reject_media_beside_plain_text
+from megaswift.data.attach_row_media import reject_media, reject_media_beside_plain_text
 from megaswift.data.encode_prompts import PromptEncoder
 from megaswift.data.encode_rows import BATCH, SHOWN, EncodedRows, EncodeSpec, RowEncoder, malformed_row_problem
 from megaswift.data.encode_vision_row_tokens import VisionRowTokenEncoder
@@ -102,7 +102,7 @@ class PreferenceEncoder:
             fault = "other images for the rejected completion, which are not supported"
             raise RowError("rejected_images", fault, "a row whose completions are about the same images")
         if self.spec.processor is None:
-            reject_images(row, sample)
+            reject_media(row, sample)
         elif sample.text is not None:
             reject_media_beside_plain_text(row, sample)
 

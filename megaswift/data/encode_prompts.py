@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.data.attach_and_open_row_images import COLUMNS, reject_images, reject_media_beside_plain_text
+from megaswift.data.attach_row_media import COLUMNS, reject_media, reject_media_beside_plain_text
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, reject_lone_surrogates
 from megaswift.data.encode_vision_row_tokens import VisionRowTokenEncoder
 from megaswift.data.prompt_rows import PromptRow, split_prompt_row
 from megaswift.data.render_chat_with_loss_spans import RenderedConversation
+from megaswift.data.row_media import IMAGE, VIDEO, RowMedia
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample, with_default_system_message
 
 
@@ -44,7 +45,7 @@ class PromptEncoder(RowEncoder):
         row = self.named(row)
         question = split_prompt_row(row, self.spec.task, self.spec.columns)
         if self._vision is None:
-            reject_images(row, question.sample)
+            reject_media(row, question.sample)
         sample = with_default_system_message(question.sample, self.spec.system)
         if sample.text is not None and self.spec.system:
             raise RowError(
@@ -76,7 +77,11 @@ class PromptEncoder(RowEncoder):
         """A prompt for a model that reads images, which rewards see as the paths of their files."""
         sample, found = vision.prompt_with_images(path, row, question.sample)
         images = json.loads(found.beside) if found.beside else {}
-        files = {name: images["files"] for name in COLUMNS if name in question.columns and images}
+        media = RowMedia.from_dict(images)
+        shown = {IMAGE: [*media.images], VIDEO: [video.named for video in media.videos]}
+        files = {
+            name: shown[kind] for kind in COLUMNS for name in COLUMNS[kind] if name in question.columns and shown[kind]
+        }
         beside = _beside(sample.messages, question.columns | files, sample, images)
         return RenderedPrompt(found.text, (), notes=found.notes, beside=beside, ids=found.ids)
 

@@ -20,7 +20,7 @@ from megaswift.config.agent_templates import AGENT_FORMATS, AGENT_TEXTS, REFUSED
 from megaswift.config.data import CHATS
 from megaswift.config.external_plugins import files_with_data_formats
 from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
-from megaswift.data.attach_and_open_row_images import reject_images
+from megaswift.data.attach_row_media import reject_media
 from megaswift.data.columns import fill_self_cognition_name_placeholders, rename_columns
 from megaswift.data.coordinate_token_cache_build import data_cache_folder
 from megaswift.data.encode_distinct_pieces_with_loss_mask import DistinctPieceEncoder
@@ -229,7 +229,7 @@ class RowEncoder:
     def render(self, row: Any) -> RenderedConversation:
         """The text of a row and its loss spans."""
         sample = self.sample(row)
-        reject_images(self.named(row), sample)
+        reject_media(self.named(row), sample)
         return self.rendered(sample)
 
     def rendered(self, sample: UntokenizedSample) -> RenderedConversation:

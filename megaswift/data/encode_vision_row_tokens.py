@@ -1,9 +1,9 @@
-"""Encodes rows with images as tokens and loss masks: `encode_rows.py` for vision-language models.
+"""Encodes rows with images and videos as tokens and loss masks: `encode_rows.py` for vision-language models.
 
-A row is rendered as any other, then the model's processor puts each image's tokens where its placeholder is. The longer
-text is tokenized by the same code as text rows, loss spans moved along, and must give the processor's own tokens. Every
-image is opened here once, so a broken one stops the run before it begins; its pixels are read again when the row is
-trained on (`vision_batches.py`).
+A row is rendered as any other, then the model's processor puts each image's and video's tokens where its placeholder
+is. The longer text is tokenized by the same code as text rows, loss spans moved along, and must give the processor's
+own tokens. Every file is opened here once, so a broken one stops the run before it begins; its pixels are read again
+when the row is trained on (`vision_batches.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.data.attach_and_open_row_images import RowImageFolders, Source, attach_images, open_image
+from megaswift.data.attach_row_media import RowImageFolders, attach_media
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, reject_lone_surrogates
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, RenderedConversation
+from megaswift.data.row_media import RowMedia
 from megaswift.data.untokenized_sample import UntokenizedSample
-from megaswift.data.vision_processor import ImageExpandedConversation, Processor
+from megaswift.data.vision_processor import MediaExpandedConversation, Processor
 from megaswift.errors import DataError, Problem
 
 
@@ -53,9 +54,9 @@ class VisionRowTokenEncoder(RowEncoder):
         """A sample of `row` (column names are the run's) of the file `path`, with its tokens; RowError for images that
         are missing or broken."""
         home = RowImageFolders(Path(path).parent, Path(self.spec.image_folder))
-        sample, files = attach_images(row, sample, home)
+        sample, media = attach_media(row, sample, home)
         assert self._chat is not None
-        return self._expanded(self._chat.render(sample), files)
+        return self._expanded(self._chat.render(sample), media)
 
     def prompt_with_images(
         self, path: str, row: Mapping[str, Any], sample: UntokenizedSample
@@ -63,24 +64,25 @@ class VisionRowTokenEncoder(RowEncoder):
         """A prompt as `with_images` reads it, up to where the assistant's answer begins: the sample with its images as
         parts, and its tokens, none with loss."""
         home = RowImageFolders(Path(path).parent, Path(self.spec.image_folder))
-        sample, files = attach_images(row, sample, home)
+        sample, media = attach_media(row, sample, home)
         assert self._chat is not None
         text, notes = self._chat.prompt(sample), self._chat.prompt_notes(sample)
-        return sample, self._expanded(RenderedConversation(text, (), notes=notes), files)
+        return sample, self._expanded(RenderedConversation(text, (), notes=notes), media)
 
-    def _expanded(self, plain: RenderedConversation, files: Sequence[Source]) -> TokenizedVisionRow:
-        """A rendered text with the images' tokens."""
+    def _expanded(self, plain: RenderedConversation, media: RowMedia) -> TokenizedVisionRow:
+        """A rendered text with the tokens of its images and videos."""
         reject_lone_surrogates(plain.text)
-        expanded = self._processor.expand(plain.text, [open_image(file) for file in files])
+        expanded = self._processor.expand(plain.text, media)
         spans = tuple((expanded.shifted(a), expanded.shifted(b)) for a, b in plain.spans)
         ids, mask, pictured = self._tokens(expanded, spans, plain.weights)
         mask[pictured] = 0
         end = int(pictured.nonzero()[0].max(initial=-1)) + 1
-        images = json.dumps({"text": plain.text, "files": files, "end": end}, ensure_ascii=False) if files else ""
-        return TokenizedVisionRow(expanded.text, spans, plain.weights, plain.notes, ids=ids, mask=mask, beside=images)
+        kept = {"text": plain.text, **media.to_dict(), "end": end}
+        beside = json.dumps(kept, ensure_ascii=False) if media else ""
+        return TokenizedVisionRow(expanded.text, spans, plain.weights, plain.notes, ids=ids, mask=mask, beside=beside)
 
     def _tokens(
-        self, expanded: ImageExpandedConversation, spans: Sequence[tuple[int, int]], weights: Sequence[float]
+        self, expanded: MediaExpandedConversation, spans: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tokens, loss mask, whether a token is an image's); what the processor puts before the text carries no
         loss."""

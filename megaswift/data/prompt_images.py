@@ -1,4 +1,5 @@
-"""The images of a prompt for reinforcement learning, read again for each batch that samples from it or trains on it.
+"""The images and videos of a prompt for reinforcement learning, read again for each batch that samples from it or
+trains on it.
 
 Owns what is kept of them beside the prompt's tokens, and the check that they still give those tokens. How several
 prompts' images become one batch belongs to `vision_batches.py`.
@@ -6,11 +7,11 @@ prompts' images become one batch belongs to `vision_batches.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megaswift.data.attach_and_open_row_images import open_image
+from megaswift.data.row_media import IMAGE, RowMedia
 from megaswift.data.untokenized_sample import RowError
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import DataError, Problem
@@ -24,34 +25,36 @@ class PromptImages:
     """What a prompt's images are read from."""
 
     text: str
-    """The rendered prompt, a placeholder for each image."""
-    files: tuple[str, ...]
+    """The rendered prompt, a placeholder for each image and video."""
+    media: RowMedia
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
-        return {"text": self.text, "files": [*self.files]}
+        return {"text": self.text, **self.media.to_dict()}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any] | None) -> PromptImages | None:
         """The inverse; None for a prompt without images."""
-        return cls(state["text"], tuple(state["files"])) if state and state.get("files") else None
+        media = RowMedia.from_dict(state or {})
+        return cls(state["text"], media) if state and media else None
 
 
 class PromptImageReader:
-    """Opens prompts' images and gives what the model reads of them."""
+    """Opens prompts' images and videos and gives what the model reads of them."""
 
-    def __init__(self, processor: Processor) -> None:
-        self.processor = processor
+    def __init__(self, processor: Processor, kinds: Collection[str] = (IMAGE,)) -> None:
+        """`kinds`: of media that prompts of the run have."""
+        self.processor, self.kinds = processor, frozenset(kinds)
 
     def inputs(self, images: PromptImages, prompt: Sequence[int]) -> Mapping[str, Tensor]:
         """The processor's outputs for the prompt with these tokens (`input_ids` [1, n] among them); DataError where an
         image cannot be read any more or has another size."""
-        names = f"the images {', '.join(images.files)}"
+        names = f"the files {', '.join(images.media.paths)}"
         try:
-            inputs = self.processor.inputs(images.text, [open_image(file) for file in images.files])
+            inputs = self.processor.inputs(images.text, images.media)
         except RowError as error:
             raise DataError(Problem(names, error.found, error.expected)) from None
         if inputs["input_ids"][0].tolist() != [*prompt]:
-            fix = "restore the images, or use another --dataset_cache_dir"
+            fix = "restore the files, or use another --dataset_cache_dir"
             raise DataError(Problem(names, "have changed since tokenization: their sizes differ", fix))
         return inputs

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaswift.data.row_count_names_and_texts import MALFORMED, skipped_rows_counter_name
+from megaswift.data.row_media import IMAGE, RowMedia
 from megaswift.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -228,13 +230,24 @@ class TokenStore:
             columns: dict[str, Any] = json.loads(f.read(int(self._beside[0, i + 1] - self._beside[0, i])))
         return columns
 
+    def keeps_media(self, kind: str) -> bool:
+        """Whether any row has images, or videos."""
+        if self._beside is None or not self._beside[0, -1]:
+            return False
+        some = b'"files": ["' if kind == IMAGE else b'"videos": ['  # in a text, quotes have backslashes
+        with (self.folder / "beside.bin").open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as kept:
+            return kept.find(some) >= 0
+
     def check_images(self) -> None:
-        """DataError for rows whose images are gone since they were tokenized."""
+        """DataError for rows whose images or videos are gone since they were tokenized."""
         rows = np.flatnonzero(self.image_ends).tolist()
         lost = [
-            (i, file) for i in rows for file in (self.beside(i) or {"files": ()})["files"] if not Path(file).is_file()
+            (i, file)
+            for i in rows
+            for file in RowMedia.from_dict(self.beside(i) or {}).paths
+            if not Path(file).is_file()
         ]
         if lost:
-            problems = [Problem(self.place(i), f"column images: no such file: {file}") for i, file in lost[:10]]
-            more = [Problem(f"and {len(lost) - 10} more images", "are missing too")] if len(lost) > 10 else []
+            problems = [Problem(self.place(i), f"no such file: {file}") for i, file in lost[:10]]
+            more = [Problem(f"and {len(lost) - 10} more files", "are missing too")] if len(lost) > 10 else []
             raise DataError([*problems, *more])

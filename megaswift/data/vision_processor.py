@@ -1,4 +1,4 @@
-"""Wraps the processor of a vision-language model: from a conversation's text and images to model inputs.
+"""Wraps the processor of a vision-language model: from a conversation's text, images and videos to model inputs.
 
 Owns loading it, one call for one conversation, and what each of its outputs is: a value a token, a row or an image.
 transformers does the work; which rows come together belongs to `vision_batches.py`.
@@ -13,10 +13,22 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from megaswift.data.open_media_files import (
+    OpenedVideo,
+    VideoSampling,
+    open_image,
+    open_video,
+    scale_to_max_pixels,
+)
+from megaswift.data.row_media import IMAGE as MEDIUM_IMAGE
+from megaswift.data.row_media import VIDEO as MEDIUM_VIDEO
+from megaswift.data.row_media import RowMedia
 from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import Problem, WeightsError, first_line
 
@@ -26,6 +38,9 @@ if TYPE_CHECKING:
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """Of a model folder, beside its tokenizer."""
 EXTRA = "run pip install pillow; some models also need the torchvision built for the installed torch"
+VIDEO_EXTRA = (
+    "install the torchvision that was built for the installed torch; video files need a decoder too: pip install av"
+)
 OWN = ("input_ids", "attention_mask")
 """Outputs that the batch has already; rows are padded on the right, where causal attention does not look."""
 TOKEN, ROW, IMAGE = "token", "row", "image"
@@ -43,6 +58,7 @@ class ProcessorFolderWithDigest:
     """Of its files: other files give other tokens."""
     max_pixels: int | None = None
     """`--max_pixels`: larger images are scaled down before the processor sees them."""
+    videos: VideoSampling = VideoSampling()
 
 
 def processor_folder_and_files_digest(folder: Path, trust: bool) -> ProcessorFolderWithDigest:
@@ -71,14 +87,14 @@ def image_support_problems(folder: Path, label: str) -> list[Problem]:
 
 
 @dataclass(frozen=True)
-class ImageExpandedConversation:
+class MediaExpandedConversation:
     """A conversation as the processor reads it."""
 
     ids: list[int]
     text: str
-    """With each image's placeholder replaced by its tokens."""
+    """With each image's and video's placeholder replaced by its tokens."""
     spans: tuple[tuple[int, int], ...]
-    """Characters of `text` that stand for images."""
+    """Characters of `text` that stand for images and videos."""
     gained: tuple[tuple[int, int], ...]
     """(end of a placeholder in the text before, characters that the text has grown by up to there)."""
 
@@ -88,23 +104,11 @@ class ImageExpandedConversation:
 
 
 @dataclass(frozen=True)
-class BlankImageConversation:
-    """A conversation about a blank image, for a micro-batch that has none."""
+class BlankMediaConversation:
+    """A conversation about a blank image or video, for a micro-batch that has none."""
 
     ids: list[int]
     inputs: Mapping[str, Tensor]
-
-
-def scale_to_max_pixels(image: Any, max_pixels: int | None) -> Any:
-    """A PIL image of at most `max_pixels` pixels (width x height), its shape kept (bilinear, as ms-swift scales).
-    Smaller ones as they are."""
-    width, height = image.size
-    if max_pixels is None or width * height <= max_pixels:
-        return image
-    ratio = (max_pixels / (width * height)) ** 0.5
-    from PIL.Image import Resampling
-
-    return image.resize((max(1, int(width * ratio)), max(1, int(height * ratio))), Resampling.BILINEAR)
 
 
 class Processor:
@@ -117,6 +121,8 @@ class Processor:
         own = getattr(self.inner, "chat_template", None)
         if own and not self.tokenizer.chat_template:
             self.tokenizer.chat_template = own
+        _choose_frames(self.inner, spec.videos)
+        self._blanks: dict[tuple[str, ...], BlankMediaConversation] = {}
         self._local = threading.local()
 
     @property
@@ -128,25 +134,39 @@ class Processor:
             self._local.copy = copy.deepcopy(self.inner)
         return self._local.copy
 
-    def _call(self, text: str, images: Sequence[Any], **options: Any) -> Any:
+    def _opened(self, media: RowMedia, sent: bool) -> tuple[list[Any], list[OpenedVideo]]:
+        """The pixels of images and videos, none larger than the options allow; RowError for broken files."""
+        if media.videos and self.video_problem:
+            raise RowError(*self.video_problem)
+        images = [scale_to_max_pixels(open_image(file, sent), self.spec.max_pixels) for file in media.images]
+        reader = getattr(self._mine, "video_processor", None)
+        choose = None
+        if reader is not None and reader.do_sample_frames:
+            choose = partial(reader.sample_frames, fps=reader.fps, num_frames=reader.num_frames)
+        return images, [open_video(video, self.spec.videos, choose) for video in media.videos]
+
+    def _call(self, text: str, images: Sequence[Any], videos: Sequence[OpenedVideo], **options: Any) -> Any:
         """One conversation; special tokens are added as `apply_chat_template` adds them."""
         bos = self.tokenizer.bos_token
         options["add_special_tokens"] = bos is None or not text.startswith(bos)
+        if videos:  # frames have been chosen
+            options |= {"videos": [[video.frames for video in videos]], "do_sample_frames": False}
+            options["video_metadata"] = [copy.deepcopy(video.metadata) for video in videos]
         try:
-            scaled = [scale_to_max_pixels(image, self.spec.max_pixels) for image in images]
-            return self._mine(text=[text], images=[scaled] if images else None, **options)
+            return self._mine(text=[text], images=[[*images]] if images else None, **options)
         except REFUSED as error:
+            column = "videos" if videos else "images"
             raise RowError(
-                "images",
+                column,
                 f"the model's processor rejects this conversation ({first_line(error)})",
-                "as many images as placeholders in the text",
+                f"as many {'images and videos' if videos else 'images'} as placeholders in the text",
             ) from None
 
-    def expand(self, text: str, images: Sequence[Any]) -> ImageExpandedConversation:
-        """The tokens of a rendered conversation, and where its images are."""
-        out = self._call(text, images, return_text_replacement_offsets=True)
+    def expand(self, text: str, media: RowMedia) -> MediaExpandedConversation:
+        """The tokens of a rendered conversation, and where its images and videos are."""
+        out = self._call(text, *self._opened(media, False), return_text_replacement_offsets=True, return_tensors="pt")
         replacements = out.get("text_replacement_offsets")
-        if images and not (replacements and replacements[0]):
+        if media and not (replacements and replacements[0]):
             raise WeightsError(
                 Problem(
                     f"the processor in {self.spec.folder} ({type(self.inner).__name__})",
@@ -155,27 +175,34 @@ class Processor:
                 )
             )
         pieces, spans, gained, position = [], [], [], 0
-        for item in replacements[0] if images else ():
+        for item in replacements[0] if media else ():
             begin, end = item["span"]
             pieces += [text[position:begin], item["replacement"]]
             spans.append(tuple(item["new_span"]))
             gained.append((end, item["new_span"][1] - end))
             position = end
-        return ImageExpandedConversation(
-            list(out["input_ids"][0]), "".join([*pieces, text[position:]]), tuple(spans), tuple(gained)
+        return MediaExpandedConversation(
+            out["input_ids"][0].tolist(), "".join([*pieces, text[position:]]), tuple(spans), tuple(gained)
         )
 
-    def inputs(self, text: str, images: Sequence[Any]) -> dict[str, Tensor]:
-        """What the model reads of a conversation with images, its tokens (`input_ids` [1, n]) among it."""
+    def inputs(self, text: str, media: RowMedia, sent: bool = False) -> dict[str, Tensor]:
+        """What the model reads of a conversation with images and videos, its tokens (`input_ids` [1, n]) among it.
+        `sent`: a stranger sent the files."""
+        return self._tensors(text, *self._opened(media, sent))
+
+    def _tensors(self, text: str, images: Sequence[Any], videos: Sequence[OpenedVideo]) -> dict[str, Tensor]:
         from torch import Tensor
 
-        return {k: v for k, v in self._call(text, images, return_tensors="pt").items() if isinstance(v, Tensor)}
+        out = self._call(text, images, videos, return_tensors="pt")
+        return {k: v for k, v in out.items() if isinstance(v, Tensor)}
 
-    def _blank(self, images: int) -> tuple[str, dict[str, Tensor]]:
+    def _blank(self, kinds: Sequence[str]) -> dict[str, Tensor]:
+        """What the model reads of a conversation about blank images and videos of these kinds."""
         from jinja2.exceptions import TemplateError
         from PIL import Image
+        from transformers.video_utils import VideoMetadata
 
-        parts = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": "x"}]
+        parts = [*({"type": kind} for kind in kinds), {"type": "text", "text": "x"}]
         try:
             text = self.inner.apply_chat_template(
                 [{"role": "user", "content": parts}], chat_template=self.tokenizer.chat_template
@@ -184,31 +211,82 @@ class Processor:
             raise WeightsError(
                 Problem(
                     f"the chat template in {self.spec.folder}",
-                    f"rejects a user message with images ({first_line(error)})",
-                    "give --chat_template FILE that supports images",
+                    f"rejects a user message with {' and '.join(sorted({f'{kind}s' for kind in kinds}))} "
+                    f"({first_line(error)})",
+                    "give --chat_template FILE that supports them",
                 )
             ) from None
         # not of one color: some models drop images of zeros
         picture = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
-        return text, self.inputs(text, [picture] * images)
+        frames = np.stack([np.asarray(picture)] * 2)
+        metadata = VideoMetadata(total_num_frames=2, fps=2.0, frames_indices=[0, 1], height=32, width=32)
+        return self._tensors(
+            text,
+            [picture for kind in kinds if kind == MEDIUM_IMAGE],
+            [OpenedVideo(frames, metadata) for kind in kinds if kind == MEDIUM_VIDEO],
+        )
 
     @cached_property
-    def dummy(self) -> BlankImageConversation:
-        """The same on every rank."""
-        inputs = self._blank(1)[1]
-        return BlankImageConversation(inputs["input_ids"][0].tolist(), inputs)
+    def video_problem(self) -> tuple[str, str, str] | None:
+        """Of a row with videos: the column, why the model does not read them, and what is expected; None where it
+        does. WeightsError where a package is missing."""
+        expected = "rows without videos; frames can be given as images"
+        if "video_processor" not in type(self.inner).get_attributes():
+            return "videos", "videos, but this model accepts only text and images", expected
+        if getattr(self.inner, "video_processor", None) is None:
+            needs = "are read by torchvision, which is not installed"
+            raise WeightsError(Problem(f"videos for the processor in {self.spec.folder}", needs, VIDEO_EXTRA))
+        try:
+            self._blank([MEDIUM_VIDEO])
+        except (RowError, WeightsError) as error:
+            return (
+                "videos",
+                f"videos, but the model's chat template has no place for them ({first_line(error)})",
+                expected,
+            )
+        return None
+
+    def blank(self, kinds: Sequence[str]) -> BlankMediaConversation:
+        """A conversation about one of each of these kinds, the same on every rank."""
+        key = tuple(kinds)
+        if key not in self._blanks:
+            inputs = self._blank(key)
+            self._blanks[key] = BlankMediaConversation(inputs["input_ids"][0].tolist(), inputs)
+        return self._blanks[key]
+
+    def reads_videos(self) -> bool:
+        """Whether the model reads videos, and this machine can."""
+        try:
+            return self.video_problem is None
+        except WeightsError:
+            return False
 
     @cached_property
     def kinds(self) -> dict[str, str]:
         """Of each output beside the tokens: whether it has a value a token [1, n, ...], a row [1, ...] or an image
         [..., ...]."""
-        inputs = self._blank(2)[1]
-        length = inputs["input_ids"].shape[1]
-        return {
-            k: TOKEN if v.shape[:2] == (1, length) else ROW if v.shape[0] == 1 else IMAGE
-            for k, v in inputs.items()
-            if k not in OWN
-        }
+        found: dict[str, str] = {}
+        for kind in (MEDIUM_IMAGE, *([MEDIUM_VIDEO] if self.reads_videos() else [])):
+            inputs = self._blank([kind, kind])
+            length = inputs["input_ids"].shape[1]
+            found |= {
+                k: TOKEN if v.shape[:2] == (1, length) else ROW if v.shape[0] == 1 else IMAGE
+                for k, v in inputs.items()
+                if k not in OWN
+            }
+        return found
+
+
+def _choose_frames(processor: Any, wanted: VideoSampling) -> None:
+    """Its part for videos takes the settings of the options."""
+    reader = getattr(processor, "video_processor", None)
+    if reader is None:
+        return
+    if wanted.fps is not None:
+        reader.fps, reader.num_frames, reader.do_sample_frames = wanted.fps, None, True
+    for name in ("min_frames", "max_frames"):
+        if getattr(wanted, name) is not None and hasattr(reader, name):
+            setattr(reader, name, getattr(wanted, name))
 
 
 def tokenizer_of_tokenizer_or_processor(reader: Any) -> Any:

@@ -39,6 +39,7 @@ READ = frozenset(
         *("dataset", "val_dataset", "model", "use_hf", "model_revision", "trust_remote_code", "columns", "system"),
         *("chat_template", "enable_thinking", "loss_scale", "model_name", "model_author", "sample_by", "strict"),
         *("agent_template", "add_non_thinking_prefix", "max_pixels", "external_plugins"),
+        *("video_fps", "video_min_frames", "video_max_frames", "video_max_pixels"),
         *("dataset_num_proc", "dataset_cache_dir", "use_dataset_cache", "shuffle", "seed", "data_seed"),
     )
 )

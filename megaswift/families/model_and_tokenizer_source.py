@@ -17,6 +17,7 @@ from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.inference import ModelPathOptions
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.data.named_chat_templates import named_templates, template_tokens
+from megaswift.data.open_media_files import VideoSampling
 from megaswift.data.read_template_and_system import read_template
 from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
 from megaswift.errors import Problem, WeightsError, first_line, missing_path_hint
@@ -204,12 +205,21 @@ def read_tokenizer(folder: Path, trust: bool, chat_template: str | None) -> Any:
 
 def training_processor(cfg: SwiftConfig, folder: Path) -> Processor:
     """The processor in `folder` as training takes it."""
-    return read_processor(folder, cfg.model.trust_remote_code, cfg.data.chat_template, cfg.data.max_pixels)
+    data = cfg.data
+    frames = VideoSampling(data.video_fps, data.video_min_frames, data.video_max_frames, data.video_max_pixels)
+    return read_processor(folder, cfg.model.trust_remote_code, data.chat_template, data.max_pixels, frames)
 
 
-def read_processor(folder: Path, trust: bool, chat_template: str | None, max_pixels: int | None = None) -> Processor:
+def read_processor(
+    folder: Path,
+    trust: bool,
+    chat_template: str | None,
+    max_pixels: int | None = None,
+    videos: VideoSampling = VideoSampling(),  # noqa: B008
+) -> Processor:
     """The processor in `folder`; its tokenizer has the chat template of the options."""
-    processor = Processor(replace(processor_folder_and_files_digest(folder, trust), max_pixels=max_pixels))
+    spec = processor_folder_and_files_digest(folder, trust)
+    processor = Processor(replace(spec, max_pixels=max_pixels, videos=videos))
     if chat_template is not None:
         _use_template(processor.tokenizer, chat_template)
     return processor

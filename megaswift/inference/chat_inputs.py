@@ -1,7 +1,7 @@
 """Converts conversations to model inputs: tokens, and the vision encoder's inputs for images.
 
 Owns rendering for an answer and the limit of the context. Reading rows of files is `prompt_file_rows.py`'s; which
-images a conversation may name is said by its `RowImageFolders` (`data/attach_and_open_row_images.py`), whose reading
+images a conversation may name is said by its `RowImageFolders` (`data/attach_row_media.py`), whose reading
 and placing of them is training's.
 """
 
@@ -13,18 +13,18 @@ from functools import cached_property
 from typing import Any
 
 from megaswift.config.inference import ChatTemplateOptions
-from megaswift.data.attach_and_open_row_images import RowImageFolders, Source, attach_images, open_image
+from megaswift.data.attach_row_media import TYPES, RowImageFolders, attach_media
 from megaswift.data.jinja_sandbox_limits import REFUSED
+from megaswift.data.open_media_files import open_image
 from megaswift.data.read_template_and_system import read_system_message, thinking_variable
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
+from megaswift.data.row_media import RowMedia
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample, checked_conversation_sample
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.inference.generator import AnswerRequest, Listener, ProcessedImageInputs
 from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
 
-IMAGES = ("image", "image_url")
-"""Types of a content's parts that are images."""
 _Message = Mapping[str, Any]
 STRANGERS = RowImageFolders(None)
 """Whoever asks names no file of this machine."""
@@ -41,7 +41,7 @@ class TokenizedChat:
     ids: tuple[int, ...]
     text: str = ""
     """Of a conversation with images, as it was rendered."""
-    images: tuple[Source, ...] = ()
+    media: RowMedia = RowMedia()
     pictures: ProcessedImageInputs | None = None
     """What the towers read of them; None: they are opened when the answer's turn comes."""
 
@@ -107,8 +107,8 @@ class ChatInputRenderer:
     def _text(self, parts: Sequence[Any]) -> str:
         """Text parts of a content joined; other parts are for models of another kind."""
         other = sorted({str(p.get("type")) if isinstance(p, Mapping) else "?" for p in parts} - {"text"})
-        if {*other} & {*IMAGES}:
-            raise ChatInputError(f"images are not supported: {self.blind}")
+        if {*other} & {*TYPES}:
+            raise ChatInputError(f"images and videos are not supported: {self.blind}")
         if other:
             raise ChatInputError(f"parts of type {', '.join(other)} are not supported; only text parts are")
         return "".join(str(p.get("text", "")) for p in parts)
@@ -118,23 +118,21 @@ class ChatInputRenderer:
         if not self.tokenizer.chat_template:
             raise ChatInputError("the model has no chat template")
         try:
-            sample, images = attach_images(row, checked_conversation_sample(turns, "messages", tools=tools), self.home)
+            sample, media = attach_media(row, checked_conversation_sample(turns, "messages", tools=tools), self.home)
             text = self._chat.prompt(sample)
-            return self._looked(reader, TokenizedChat((), text, tuple(images)))
+            return self._looked(reader, TokenizedChat((), text, media))
         except RowError as error:
             raise _told(error) from None
 
     def _looked(self, reader: Processor, prompt: TokenizedChat) -> TokenizedChat:
         """The prompt with its tokens and what its towers read."""
-        model_inputs = reader.inputs(
-            prompt.text, [open_image(image, sent=self.home.data is None) for image in prompt.images]
-        )
+        model_inputs = reader.inputs(prompt.text, prompt.media, sent=self.home.data is None)
         seen = (
             ProcessedImageInputs({k: v for k, v in model_inputs.items() if k in reader.kinds}, reader.kinds)
-            if prompt.images
+            if prompt.media
             else None
         )
-        return TokenizedChat(self._checked(model_inputs["input_ids"][0].tolist()), prompt.text, prompt.images, seen)
+        return TokenizedChat(self._checked(model_inputs["input_ids"][0].tolist()), prompt.text, prompt.media, seen)
 
     def image(self, path: str) -> dict[str, Any]:
         """The message part for this image file, which is opened here so that a bad file is reported at once."""
@@ -142,8 +140,8 @@ class ChatInputRenderer:
             raise ChatInputError(f"images are not supported: {self.blind}")
         message = {"role": "user", "content": [{"type": "image", "image": path}]}
         try:
-            sample, images = attach_images({}, UntokenizedSample((message,), (None,)), self.home)
-            open_image(images[0])
+            sample, media = attach_media({}, UntokenizedSample((message,), (None,)), self.home)
+            open_image(media.images[0])
         except RowError as error:
             raise _told(error) from None
         return sample.messages[0]["content"][0]
@@ -183,7 +181,7 @@ class ChatInputRenderer:
     ) -> AnswerRequest:
         """An answer of up to `most` tokens, or what the context leaves; images that were let go are opened again."""
         pictures = prompt.pictures
-        if prompt.images and pictures is None:
+        if prompt.media and pictures is None:
             assert isinstance(self._reader, Processor), "it has read them before"
             try:
                 again = self._looked(self._reader, prompt)

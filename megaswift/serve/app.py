@@ -19,12 +19,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from megaswift.config.inference import GenerationOptions
-from megaswift.data.attach_and_open_row_images import KEYS
+from megaswift.data.attach_row_media import KEYS, TYPES
 from megaswift.errors import UserError
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat
 from megaswift.inference.generator import Answer, TokenLogprob
 from megaswift.serve.openai_requests import (
-    IMAGES,
     ChatRequest,
     CompletionRequest,
     InvalidRequest,
@@ -197,7 +196,8 @@ def _characters(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        drawn = KEYS if value.get("type") in IMAGES and "role" not in value else ()
+        kind = TYPES.get(str(value.get("type")))
+        drawn = KEYS[kind] if kind is not None and "role" not in value else ()
         return sum(_characters(v) for name, v in value.items() if name not in drawn)
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 

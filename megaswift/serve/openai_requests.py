@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json
 
 from megaswift.config.inference import COLD, PENALTIES, GenerationOptions
+from megaswift.data.attach_row_media import TYPES
 from megaswift.data.role_aliases_and_tool_call_turns import ROLES
-from megaswift.inference.chat_inputs import IMAGES
+from megaswift.data.row_media import IMAGE
 from megaswift.inference.generator import GenerationParams, generation_params
 
 MOST_CHOICES, MOST_TOP, MOST_STOPS, MOST_IMAGES = 16, 20, 16, 16
@@ -49,7 +50,8 @@ OFF: dict[str, tuple[Any, ...]] = {
 def image_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     """The parts of a message that are images."""
     content = message["content"]
-    return [p for p in content if isinstance(p, dict) and p.get("type") in IMAGES] if isinstance(content, list) else []
+    parts = content if isinstance(content, list) else []
+    return [p for p in parts if isinstance(p, dict) and TYPES.get(str(p.get("type"))) == IMAGE]
 
 
 class InvalidRequest(Exception):

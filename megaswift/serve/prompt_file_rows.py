@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.data.attach_and_open_row_images import has_images
+from megaswift.data.attach_row_media import kinds_of_media
 from megaswift.data.coordinate_token_cache_build import data_cache_folder
 from megaswift.data.encode_rows import malformed_row_problem
 from megaswift.data.formats import parse_sample
@@ -59,10 +59,9 @@ def _prompt(
     """(the prompt, the row's reference answer)."""
     named = {columns.get(k, k): v for k, v in row.items()}
     sample = _sample(named)
-    if has_images(named, sample) and (prompts.blind or sample.text is not None):
-        raise ChatInputError(
-            f"images are not supported: {prompts.blind or 'a plain text is continued without a chat template'}"
-        )
+    if kinds_of_media(named, sample) and (prompts.blind or sample.text is not None):
+        why = prompts.blind or "a plain text is continued without a chat template"
+        raise ChatInputError(f"images and videos are not supported: {why}")
     if sample.prompt is not None and sample.text is not None:
         return prompts.of_text(sample.prompt), sample.text.removeprefix(sample.prompt) or None
     if sample.text is not None:

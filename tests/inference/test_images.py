@@ -21,8 +21,8 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from megaswift.config.inference import ChatTemplateOptions, GenerationOptions
-from megaswift.data import attach_and_open_row_images
-from megaswift.data.attach_and_open_row_images import RowImageFolders
+from megaswift.data import attach_row_media
+from megaswift.data.attach_row_media import RowImageFolders
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import DataError
 from megaswift.infer import main
@@ -177,7 +177,7 @@ def test_a_file_of_rows(
     looked: list[Any] = []
     monkeypatch.setattr(
         "megaswift.inference.chat_inputs.open_image",
-        lambda image, sent: looked.append(sent) or attach_and_open_row_images.open_image(image),
+        lambda image, sent: looked.append(sent) or attach_row_media.open_image(image),
     )
     words = ["--model", str(folder), "--dataset", str(data), "--max_new_tokens", str(NEW), "--batch_size", "3"]
     assert main([*words, "--result_path", str(tmp_path / "a.jsonl")]) == 0
@@ -310,7 +310,7 @@ def test_the_server_reads_what_it_was_sent_and_nothing_else(
     Image.new("RGB", (8, 8)).save(held, "TIFF")
     tiff = "data:image/tiff;base64," + base64.b64encode(held.getvalue()).decode()
     assert "expected an image in PNG, JPEG" in clients.refused(sent(tiff), "x")
-    monkeypatch.setattr(attach_and_open_row_images, "MOST_PIXELS", 100)
+    monkeypatch.setattr(attach_row_media, "MOST_PIXELS", 100)
     assert "pixels; expected at most 100 pixels" in clients.refused(sent(url(folder, 0)), "x")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -318,19 +318,19 @@ class Reference:
     shards: dict[str, int] = field(default_factory=dict)
 
 
-def reference(folder: Path, data: Path, rows: int) -> Reference:
-    """transformers alone, a row at a time without padding, in one process."""
+def reference(folder: Path, data: Path, rows: int, read: Callable[..., dict[str, Tensor]] = inputs_of) -> Reference:
+    """transformers alone, a row at a time without padding, in one process. `read`: makes a row's inputs."""
     from transformers import AutoModelForImageTextToText
 
     processor = Processor(processor_folder_and_files_digest(folder, False)).inner
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
     lines = data.read_text(encoding="utf-8").splitlines()[:rows]
-    made = [inputs_of(processor, line, data.parent) for line in lines]
+    made = [read(processor, line, data.parent) for line in lines]
     count = sum(int(inputs["assistant_masks"][0, 1:].sum()) for inputs in made)
     total = 0.0
     for inputs in made:
         mask = inputs.pop("assistant_masks")[:, 1:].bool()
-        if "pixel_values" not in inputs:
+        if not {"pixel_values", "pixel_values_videos"} & inputs.keys():
             inputs.pop("mm_token_type_ids", None)
         logits = model(**inputs).logits[:, :-1].float()
         loss = (

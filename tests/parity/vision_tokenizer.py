@@ -22,13 +22,15 @@ SPECIAL = [
     "<end_of_utterance>",
 ]
 VOCAB = [*SPECIAL, *WORDS]
-QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN, QWEN_VIDEO = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
 PLACEHOLDER = {"qwen2_vl": QWEN, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "gemma3": "<boi>"}
+VIDEO_PLACEHOLDER = {kind: QWEN_VIDEO for kind in PLACEHOLDER if "qwen" in kind} | {"internvl": "<|video_pad|>"}
 TEMPLATE = (
     "{%% macro body(c) %%}{%% if c is string %%}{{ c }}{%% else %%}{%% for p in c %%}{%% if p['type'] == 'image' "
-    "%%}%s{%% else %%}{{ p['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}{%% endmacro %%}{%% for m in messages "
-    "%%}{%% if m['role'] == 'assistant' %%}<a>{%% generation %%}{{ body(m['content']) }}<e>{%% endgeneration %%}{%% "
-    "else %%}<u>{{ body(m['content']) }}<e>{%% endif %%}{%% endfor %%}{%% if add_generation_prompt %%}<a>{%% endif %%}"
+    "%%}%s{%% elif p['type'] == 'video' %%}%s{%% else %%}{{ p['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}"
+    "{%% endmacro %%}{%% for m in messages %%}{%% if m['role'] == 'assistant' %%}<a>{%% generation %%}"
+    "{{ body(m['content']) }}<e>{%% endgeneration %%}{%% else %%}<u>{{ body(m['content']) }}<e>{%% endif %%}"
+    "{%% endfor %%}{%% if add_generation_prompt %%}<a>{%% endif %%}"
 )
 
 
@@ -57,5 +59,5 @@ def tokenizer(kind: str) -> Any:
     made = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", eos_token="<e>", unk_token="<unk>", extra_special_tokens=extra
     )
-    made.chat_template = TEMPLATE % PLACEHOLDER.get(kind, "<image>")
+    made.chat_template = TEMPLATE % (PLACEHOLDER.get(kind, "<image>"), VIDEO_PLACEHOLDER.get(kind, ""))
     return made

@@ -18,6 +18,7 @@ from megaswift.data.collate_rollout_batches import RolloutCollator
 from megaswift.data.prompt_images import PromptImageReader
 from megaswift.data.read_template_and_system import thinking_variable
 from megaswift.data.rl_prompts import IndexedPrompts, Prompt, PromptSource, load_prompt_splits
+from megaswift.data.vision_batches import media_kinds
 from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
@@ -236,7 +237,9 @@ def rollout_dependencies(
     """What rollouts are made by: the sampler, the reward functions, the estimator."""
     cfg, context, tokenizer = build.cfg, build.context, build.tokenizer
     settings, geometry = rl_settings(cfg, build.layout.dp), build.geometry()
-    images = None if build.processor is None else PromptImageReader(build.processor)
+    images = None
+    if build.processor is not None:
+        images = PromptImageReader(build.processor, media_kinds(prompts.prompts.docs.stores))
     packs = cfg.data.packing is not False and images is None
     adapters_only = build.adapts and syncs_adapters_only(cfg, build.spec, build.folder)
     dtype = str(engine.dtype).removeprefix("torch.")
