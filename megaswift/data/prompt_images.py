@@ -49,7 +49,7 @@ class PromptImageReader:
     def inputs(self, images: PromptImages, prompt: Sequence[int]) -> Mapping[str, Tensor]:
         """The processor's outputs for the prompt with these tokens (`input_ids` [1, n] among them); DataError where an
         image cannot be read any more or has another size."""
-        names = f"the files {', '.join(images.media.paths)}"
+        names = f"the files {', '.join(path for _, path in images.media.paths)}"
         try:
             inputs = self.processor.inputs(images.text, images.media)
         except RowError as error:

@@ -7,7 +7,7 @@ again when the row is trained on. Finding them in a row belongs to `attach_row_m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,11 @@ Source = str | bytes
 """An image or a video: the path of its file, or what is in it."""
 IMAGE, VIDEO = "image", "video"
 """Kinds of media, by the types of their parts in a content."""
+
+
+def plural_of_kinds(kinds: Iterable[str]) -> str:
+    """`images`, `videos`, or `images and videos`."""
+    return " and ".join(f"{kind}s" for kind in sorted(kinds))
 
 
 @dataclass(frozen=True)
@@ -65,10 +70,11 @@ class RowMedia:
         return frozenset([IMAGE] * bool(self.images) + [VIDEO] * bool(self.videos))
 
     @property
-    def paths(self) -> list[str]:
-        """All files by name."""
-        files = [*self.images, *(file for video in self.videos for file in video.files)]
-        return [file for file in files if isinstance(file, str)]
+    def paths(self) -> list[tuple[str, str]]:
+        """(column, path) of all files that have one."""
+        files = [("images", file) for file in self.images]
+        files += [("videos", file) for video in self.videos for file in video.files]
+        return [(column, file) for column, file in files if isinstance(file, str)]
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values; `videos` only where there are any."""

@@ -242,12 +242,12 @@ class TokenStore:
         """DataError for rows whose images or videos are gone since they were tokenized."""
         rows = np.flatnonzero(self.image_ends).tolist()
         lost = [
-            (i, file)
+            (i, column, file)
             for i in rows
-            for file in RowMedia.from_dict(self.beside(i) or {}).paths
+            for column, file in RowMedia.from_dict(self.beside(i) or {}).paths
             if not Path(file).is_file()
         ]
         if lost:
-            problems = [Problem(self.place(i), f"no such file: {file}") for i, file in lost[:10]]
+            problems = [Problem(self.place(i), f"column {name}: no such file: {file}") for i, name, file in lost[:10]]
             more = [Problem(f"and {len(lost) - 10} more files", "are missing too")] if len(lost) > 10 else []
             raise DataError([*problems, *more])

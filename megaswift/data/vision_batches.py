@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megaswift.data.collate import Document, PaddingShape, collate_packed, collate_rows
-from megaswift.data.row_media import IMAGE, VIDEO, RowMedia
+from megaswift.data.row_media import IMAGE, VIDEO, RowMedia, plural_of_kinds
 from megaswift.data.token_store import TokenStore
 from megaswift.data.untokenized_sample import RowError
 from megaswift.data.vision_processor import ROW, TOKEN, Processor
@@ -161,8 +161,7 @@ class VisionCollator:
             raise DataError(
                 Problem(
                     images.place,
-                    f"its {' and '.join(sorted(f'{kind}s' for kind in media.kinds))} have changed since tokenization: "
-                    "their sizes differ",
+                    f"its {plural_of_kinds(media.kinds)} have changed since tokenization: their sizes differ",
                     "restore the files, or use another --dataset_cache_dir",
                 )
             )

@@ -28,7 +28,7 @@ from megaswift.data.open_media_files import (
 )
 from megaswift.data.row_media import IMAGE as MEDIUM_IMAGE
 from megaswift.data.row_media import VIDEO as MEDIUM_VIDEO
-from megaswift.data.row_media import RowMedia
+from megaswift.data.row_media import RowMedia, plural_of_kinds
 from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import Problem, WeightsError, first_line
 
@@ -211,8 +211,7 @@ class Processor:
             raise WeightsError(
                 Problem(
                     f"the chat template in {self.spec.folder}",
-                    f"rejects a user message with {' and '.join(sorted({f'{kind}s' for kind in kinds}))} "
-                    f"({first_line(error)})",
+                    f"rejects a user message with {plural_of_kinds({*kinds})} ({first_line(error)})",
                     "give --chat_template FILE that supports them",
                 )
             ) from None

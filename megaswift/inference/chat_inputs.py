@@ -18,7 +18,7 @@ from megaswift.data.jinja_sandbox_limits import REFUSED
 from megaswift.data.open_media_files import open_image
 from megaswift.data.read_template_and_system import read_system_message, thinking_variable
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
-from megaswift.data.row_media import RowMedia
+from megaswift.data.row_media import RowMedia, plural_of_kinds
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample, checked_conversation_sample
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import ConfigError, Problem, first_line
@@ -107,8 +107,9 @@ class ChatInputRenderer:
     def _text(self, parts: Sequence[Any]) -> str:
         """Text parts of a content joined; other parts are for models of another kind."""
         other = sorted({str(p.get("type")) if isinstance(p, Mapping) else "?" for p in parts} - {"text"})
-        if {*other} & {*TYPES}:
-            raise ChatInputError(f"images and videos are not supported: {self.blind}")
+        media = {TYPES[kind] for kind in other if kind in TYPES}
+        if media:
+            raise ChatInputError(f"{plural_of_kinds(media)} are not supported: {self.blind}")
         if other:
             raise ChatInputError(f"parts of type {', '.join(other)} are not supported; only text parts are")
         return "".join(str(p.get("text", "")) for p in parts)

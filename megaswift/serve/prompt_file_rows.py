@@ -17,6 +17,7 @@ from megaswift.data.formats import parse_sample
 from megaswift.data.prompt_rows import lacks_only_answer, make_row_readable_as_prompt
 from megaswift.data.resolve_dataset_files import DatasetFiles, split_into_parts
 from megaswift.data.tokenization import resolve_or_download_dataset_files
+from megaswift.data.row_media import plural_of_kinds
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.errors import DataError, Problem, merge_similar_problems
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat
@@ -59,9 +60,10 @@ def _prompt(
     """(the prompt, the row's reference answer)."""
     named = {columns.get(k, k): v for k, v in row.items()}
     sample = _sample(named)
-    if kinds_of_media(named, sample) and (prompts.blind or sample.text is not None):
+    media = kinds_of_media(named, sample)
+    if media and (prompts.blind or sample.text is not None):
         why = prompts.blind or "a plain text is continued without a chat template"
-        raise ChatInputError(f"images and videos are not supported: {why}")
+        raise ChatInputError(f"{plural_of_kinds(media)} are not supported: {why}")
     if sample.prompt is not None and sample.text is not None:
         return prompts.of_text(sample.prompt), sample.text.removeprefix(sample.prompt) or None
     if sample.text is not None:

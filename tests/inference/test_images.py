@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from megaswift.config.inference import ChatTemplateOptions, GenerationOptions
-from megaswift.data import attach_row_media
+from megaswift.data import open_media_files
 from megaswift.data.attach_row_media import RowImageFolders
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import DataError
@@ -176,8 +176,8 @@ def test_a_file_of_rows(
     data.write_text("".join(json.dumps(r) + "\n" for r in rows))
     looked: list[Any] = []
     monkeypatch.setattr(
-        "megaswift.inference.chat_inputs.open_image",
-        lambda image, sent: looked.append(sent) or attach_row_media.open_image(image),
+        "megaswift.data.vision_processor.open_image",
+        lambda image, sent: looked.append(sent) or open_media_files.open_image(image),
     )
     words = ["--model", str(folder), "--dataset", str(data), "--max_new_tokens", str(NEW), "--batch_size", "3"]
     assert main([*words, "--result_path", str(tmp_path / "a.jsonl")]) == 0
@@ -192,7 +192,7 @@ def test_an_image_that_went_before_its_turn_is_told(model: Callable[[str], Opene
     prompts = ChatInputRenderer(prepared, ChatTemplateOptions(), RowImageFolders(tmp_path))
     image = vision.write_images(tmp_path)[0]
     prompt = prompts.of_chat(ask({"type": "image", "image": image}, "x"))
-    kept = type(prompt)(prompt.ids, prompt.text, prompt.images)
+    kept = type(prompt)(prompt.ids, prompt.text, prompt.media)
     assert prompts.request(kept, NEW, ()).pictures is not None
     (folder.parent / "images" / "2.png").rename(tmp_path / image)
     with pytest.raises(ChatInputError, match="its images changed size"):
@@ -209,7 +209,7 @@ def test_rows_that_cannot_be_asked(model: Callable[[str], Opened], tmp_path: Pat
         ask({"type": "image", "path": "9.png"}),
         ask({"type": "image", "url": "http://host/a.png"}),
         ask({"type": "image", "path": "broken.png"}),
-        ask({"type": "video", "video": "a.mp4"}),
+        ask({"type": "audio", "audio": "a.wav"}),
     ]
     data = tmp_path / "rows.jsonl"
     data.write_text(
@@ -222,7 +222,7 @@ def test_rows_that_cannot_be_asked(model: Callable[[str], Opened], tmp_path: Pat
         "rows.jsonl:2: images: http://host/a.png: URLs are not downloaded",
         "rows.jsonl:3: images: ",
         "unknown format",
-        "rows.jsonl:4: messages[0].content: a part of type 'video'",
+        "rows.jsonl:4: messages[0].content: a part of type 'audio'",
         "rows.jsonl:5: images are not supported: a plain text is continued without",
     ):
         assert part in str(caught.value), caught.value
@@ -310,7 +310,7 @@ def test_the_server_reads_what_it_was_sent_and_nothing_else(
     Image.new("RGB", (8, 8)).save(held, "TIFF")
     tiff = "data:image/tiff;base64," + base64.b64encode(held.getvalue()).decode()
     assert "expected an image in PNG, JPEG" in clients.refused(sent(tiff), "x")
-    monkeypatch.setattr(attach_row_media, "MOST_PIXELS", 100)
+    monkeypatch.setattr(open_media_files, "MOST_PIXELS", 100)
     assert "pixels; expected at most 100 pixels" in clients.refused(sent(url(folder, 0)), "x")
 
 

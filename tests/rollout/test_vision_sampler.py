@@ -18,6 +18,7 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.config import SwiftConfig
 from megaswift.data import show_samples
 from megaswift.data.prompt_images import PromptImageReader
+from megaswift.data.row_media import RowMedia
 from megaswift.data.rl_prompts import Prompt, load_prompt_splits
 from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
 from megaswift.errors import DataError
@@ -117,7 +118,7 @@ def test_a_completion_depends_on_its_own_images_alone(inputs: Inputs) -> None:
     together = inputs.draw(SAMPLING)
     prompts, one = (
         inputs.prompts,
-        next(i for i, p in enumerate(inputs.prompts) if p.images and len(p.images.files) == 2),
+        next(i for i, p in enumerate(inputs.prompts) if p.images and len(p.images.media) == 2),
     )
     images = BatchImages([prompts[one].images], PromptImageReader(inputs.processor))
     alone = inputs.sampler.generate_with_images([prompts[one].token_ids], images, SAMPLING, [100 + one])[0]
@@ -128,9 +129,9 @@ def test_a_completion_depends_on_its_own_images_alone(inputs: Inputs) -> None:
     turned = inputs.folder / "turned.png"
     pictures = prompts[one].images
     assert pictures is not None
-    with Image.open(pictures.files[0]) as opened:
+    with Image.open(pictures.media.images[0]) as opened:
         ImageOps.invert(opened.convert("RGB")).save(turned)
-    other = replace(pictures, files=(str(turned), *pictures.files[1:]))
+    other = replace(pictures, media=RowMedia((str(turned), *pictures.media.images[1:])))
     both = replace(images, of=[pictures, other])
     first, second = inputs.sampler.generate_with_images([prompts[one].token_ids] * 2, both, SAMPLING, [100 + one] * 2)
     assert first.token_ids == alone.token_ids and first.logprobs[0] != pytest.approx(second.logprobs[0], abs=1e-5)
@@ -183,7 +184,7 @@ def test_data_show_prints_prompts_with_images(inputs: Inputs, capsys: pytest.Cap
     assert (
         files is not None
         and " x " in printed.split("images: ")[0]
-        and f"images: {json.dumps([*files.files])}" in printed
+        and f"images: {json.dumps([*files.media.images])}" in printed
     )
     assert f"certified: {ROWS} rows" in printed, printed
 
@@ -192,5 +193,5 @@ def test_rewards_see_messages_with_parts_and_paths(inputs: Inputs) -> None:
     for prompt in inputs.prompts:
         parts = [part for message in prompt.content if isinstance(message, dict) for part in message["content"]]
         files = [part["image"] for part in parts if isinstance(part, dict) and part["type"] == "image"]
-        assert [*(prompt.images.files if prompt.images else ())] == files
+        assert [*(prompt.images.media.images if prompt.images else ())] == files
         assert prompt.columns["images"] == files
