@@ -12,6 +12,7 @@ set -euo pipefail
 
 TORCH=2.13.0
 TRANSFORMER_ENGINE="2.12.0 2.20.2"  # their Python alone, for tests/te: nothing imports it from here by itself
+TORCHVISION=0.28.0  # its Python alone, for tests of videos: compiled for a torch with CUDA, beside which alone it imports
 python=python3 named=0 extras=""
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -39,7 +40,7 @@ fi
 env="$root/.venv"
 [ "$named" = 0 ] || env="$root/.venv-$version"
 
-want="$("$python" -c 'import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' "$root/pyproject.toml") $TORCH $TRANSFORMER_ENGINE $version"
+want="$("$python" -c 'import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' "$root/pyproject.toml") $TORCH $TRANSFORMER_ENGINE $TORCHVISION $version"
 stamp="$env/.megaswift-ready"
 if [ -f "$stamp" ] && [ -x "$env/bin/python" ]; then
   have=$(cat "$stamp")
@@ -65,6 +66,10 @@ fi
     rm -rf "$env/te/$release"
     "${pip[@]}" --no-deps --no-compile --target "$env/te/$release" "transformer_engine==$release"
   done
+  if [ -n "$extras" ]; then
+    rm -rf "$env/torchvision"
+    "${pip[@]}" --no-deps --no-compile --target "$env/torchvision" "torchvision==$TORCHVISION"
+  fi
   echo "$want $extras" > "$stamp"
 } >&2
 echo "$env"

@@ -16,8 +16,8 @@ from megaswift.data.encode_rows import malformed_row_problem
 from megaswift.data.formats import parse_sample
 from megaswift.data.prompt_rows import lacks_only_answer, make_row_readable_as_prompt
 from megaswift.data.resolve_dataset_files import DatasetFiles, split_into_parts
-from megaswift.data.tokenization import resolve_or_download_dataset_files
 from megaswift.data.row_media import plural_of_kinds
+from megaswift.data.tokenization import resolve_or_download_dataset_files
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.errors import DataError, Problem, merge_similar_problems
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat

@@ -14,6 +14,7 @@ import pytest
 from tests.parity import videos, vision
 from tests.parity.compare import number, table, tensors
 from tests.parity.pool import Pool
+from tests.parity.vision_preferences import PairTask
 
 pytestmark = pytest.mark.process
 
@@ -53,11 +54,17 @@ def check(ranks: Pool, made: Made, kind: str, engine: str, count: int, **options
     folder, data, want = made[kind]
     extra = {"gradient_accumulation_steps": 4 // count} | TRAINS_ALL | options
     got = ranks.run("tests.parity.vision:train", vision.Task(folder, data, engine, extra), count)[0]
+    compare(got, want, (1e-6, 5e-6), f"{kind}, {engine} on {count}, {options}")
+
+
+def compare(got: vision.Reference, want: vision.Reference, limits: tuple[float, float], label: str) -> None:
+    """Loss and gradients, in limits."""
     for gradients in (got.gradients, want.gradients):  # a softmax does not see what is added to all keys
         for name in [n for n in gradients if n.endswith("k_proj.bias") and "vision" in n]:
             assert float(gradients.pop(name).abs().max()) < 1e-6
-    differences = [number("loss", got.loss, want.loss, 1e-6), *tensors("gradient", got.gradients, want.gradients, 5e-6)]
-    assert not any(d.bad for d in differences), table(f"{kind}, {engine} on {count}, {options}", differences)
+    differences = [number("loss", got.loss, want.loss, limits[0])]
+    differences += tensors("gradient", got.gradients, want.gradients, limits[1])
+    assert not any(d.bad for d in differences), table(label, differences)
     assert any(float(g.abs().max()) for n, g in got.gradients.items() if "vis" in n), "no gradient reaches the tower"
 
 
@@ -80,7 +87,9 @@ def test_equals_transformers(kind: str, engine: str, count: int, ranks: Pool, ma
     check(ranks, made, kind, engine, count)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", *(pytest.param(k, marks=pytest.mark.slow) for k in videos.KINDS)])
+@pytest.mark.parametrize(
+    "kind", ["qwen2_5_vl", *(pytest.param(k, marks=pytest.mark.slow) for k in videos.KINDS if k != "qwen2_5_vl")]
+)
 def test_packed_documents_equal_transformers(kind: str, ranks: Pool, made: Made) -> None:
     """All documents in one row; the reference reads each alone."""
     check(ranks, made, kind, "ddp", 1, **PACKED)
@@ -89,3 +98,31 @@ def test_packed_documents_equal_transformers(kind: str, ranks: Pool, made: Made)
 def test_streamed_rows_equal_transformers(ranks: Pool, made: Made) -> None:
     """A stream does not know whether a video will come: every micro-batch has one."""
     check(ranks, made, "qwen2_5_vl", "fsdp2", 2, streaming=True, max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "count"),
+    [
+        ("qwen3_vl", "ddp", 1),
+        *(pytest.param(kind, "fsdp2", 2, marks=pytest.mark.slow) for kind in ("qwen2_vl", "qwen2_5_vl", "internvl")),
+    ],
+)
+def test_preferences_equal_the_formula(kind: str, engine: str, count: int, ranks: Pool, tmp_path: Path) -> None:
+    folder = videos.write_pairs(tmp_path, kind)
+    options = {"ref_model": str(folder / "reference"), "video_fps": 2.0}
+    got = ranks.run("tests.parity.vision_preferences:train", PairTask(folder, "pairs", engine, "dpo", options), count)[
+        0
+    ]
+    want = ranks.run("tests.parity.videos:dpo_reference", (folder, 4), 1)[0]
+    compare(got, want, (2e-6, 1e-5), f"{kind}, dpo, {engine} on {count}")
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen2_5_vl", *(pytest.param(k, marks=pytest.mark.slow) for k in videos.KINDS if k != "qwen2_5_vl")]
+)
+def test_completions_have_the_logprobs_of_transformers(kind: str, ranks: Pool, tmp_path: Path) -> None:
+    folder = videos.write_pairs(tmp_path, kind)
+    found = ranks.run("tests.parity.videos:sampled", folder, 1)[0]
+    assert len(found) == 2 * ROWS and len({len(own) for own, _ in found}) > 1
+    for own, wanted in found:
+        assert own == pytest.approx(wanted, abs=2e-5)

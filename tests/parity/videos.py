@@ -9,14 +9,19 @@ import copy
 import json
 import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
+from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
 from tests.parity import vision
 from tests.parity.pool import PRELOAD, ROOT, Pool
+from tests.parity.vision_preferences import BETA
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
 FILE_RATE, FILE_FRAMES = 8, 24
@@ -30,7 +35,7 @@ FRAMES_RATE = 4.0
 
 def torchvision_folder() -> Path:
     """Where `scripts/setup_env.sh --dev` puts torchvision's Python."""
-    return Path(os.environ.get("MEGASWIFT_TORCHVISION", ROOT / ".venv" / "torchvision"))
+    return Path(sys.prefix) / "torchvision"
 
 
 def video_pool() -> Pool:
@@ -131,7 +136,7 @@ def decoded(path: Path, taken: tuple[int, ...]) -> np.ndarray:
     return np.stack([frames[i] for i in taken])
 
 
-def inputs_of(processor: Any, line: str, folder: Path) -> dict[str, Tensor]:
+def inputs_of(processor: Any, line: str, folder: Path, **options: Any) -> dict[str, Tensor]:
     """What transformers makes of a row, the assistant's mask among it: frames are arrays, chosen by hand."""
     from PIL import Image
     from transformers.video_utils import VideoMetadata
@@ -157,6 +162,7 @@ def inputs_of(processor: Any, line: str, folder: Path) -> dict[str, Tensor]:
         return_assistant_tokens_mask=True,
         return_tensors="pt",
         processor_kwargs=given,
+        **options,
     )
     return {k: v for k, v in made.items() if isinstance(v, Tensor)}
 
@@ -165,3 +171,104 @@ def reference(rank: int, world: int, task: tuple[Path, Path, int]) -> vision.Ref
     """`vision.reference` of rows with videos."""
     folder, data, rows = task
     return vision.reference(folder, data, rows, inputs_of)
+
+
+def write_pairs(folder: Path, kind: str) -> Path:
+    """The rows up to their first answer, with another one that is rejected; model/ and reference/ beside them."""
+    rows = [json.loads(line) for line in write_rows(folder / "rows.jsonl", kind).read_text().splitlines()]
+    pairs = [{"messages": row["messages"][:2], "rejected_response": "not at all."[i:]} for i, row in enumerate(rows)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_model(kind, folder / "model")
+    vision.write_model(kind, folder / "reference", seed=6)
+    return folder
+
+
+def _logprob(model: Any, processor: Any, messages: list[Any], folder: Path) -> Tensor:
+    """The sum over the answer's tokens."""
+    inputs = inputs_of(processor, json.dumps({"messages": messages}), folder)
+    mask = inputs.pop("assistant_masks")[:, 1:].bool()
+    if not {"pixel_values", "pixel_values_videos"} & inputs.keys():
+        inputs.pop("mm_token_type_ids", None)
+    logprobs = model(**inputs).logits[:, :-1].float().log_softmax(-1)
+    return logprobs.gather(2, inputs["input_ids"][:, 1:, None])[..., 0][mask].sum()
+
+
+def dpo_reference(rank: int, world: int, task: tuple[Path, int]) -> vision.Reference:
+    """The paper's formula (arXiv:2305.18290) on the first pairs, a conversation at a time."""
+    from transformers import AutoModelForImageTextToText
+
+    folder, count = task
+    processor = Processor(processor_folder_and_files_digest(folder / "model", False)).inner
+    model, still = (
+        AutoModelForImageTextToText.from_pretrained(folder / name, dtype=torch.float32)
+        for name in ("model", "reference")
+    )
+    total = torch.zeros(())
+    for line in (folder / "pairs.jsonl").read_text().splitlines()[:count]:
+        row = json.loads(line)
+        bad = {"role": "assistant", "content": [vision.part(row["rejected_response"])]}
+        sides = [row["messages"], [row["messages"][0], bad]]
+        own = [_logprob(model, processor, side, folder) for side in sides]
+        with torch.no_grad():
+            kept = [_logprob(still, processor, side, folder) for side in sides]
+        total = total - logsigmoid(BETA * ((own[0] - kept[0]) - (own[1] - kept[1]))) / count
+    total.backward()
+    named = model.named_parameters()
+    return vision.Reference(
+        float(total.detach()), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+    )
+
+
+def sampled(rank: int, world: int, folder: Path) -> list[tuple[list[float], list[float]]]:
+    """Of completions of prompts with videos, two of each: (the sampler's log-probabilities, transformers')."""
+    from transformers import AutoModelForImageTextToText
+
+    from megaswift.bridge.open_weight_source import open_weights
+    from megaswift.config import SwiftConfig
+    from megaswift.data.prompt_images import PromptImageReader
+    from megaswift.data.rl_prompts import load_prompt_splits
+    from megaswift.data.vision_batches import media_kinds
+    from megaswift.families.model_and_tokenizer_source import training_processor
+    from megaswift.rollout.backends.transformers_sampler import build
+    from megaswift.rollout.sampler import BatchImages, SamplerOptions, SamplingParams
+
+    cfg = SwiftConfig(
+        task="grpo", model=str(folder / "model"), dataset=[str(folder / "rows.jsonl")], shuffle=False, engine="ddp",
+        dataset_cache_dir=str(folder / "cache"), reward_funcs=["format"], max_length=512, max_completion_length=8,
+        video_fps=2.0,
+    )  # fmt: skip
+    processor = training_processor(cfg, folder / "model")
+    source = load_prompt_splits(cfg, processor, 1)[0]
+    prompts = [source.prompts.read(i) for i in range(len(source.prompts)) for _ in range(2)]
+    sampler = build(folder / "model", SamplerOptions(batch_size=5))
+    weights = open_weights(folder / "model")
+    sampler.update_weights((name, weights.slice(name)) for name in weights.names())
+    images = BatchImages(
+        [p.images for p in prompts], PromptImageReader(processor, media_kinds(source.prompts.docs.stores))
+    )
+    drawn = sampler.generate_with_images(
+        [p.token_ids for p in prompts],
+        images,
+        SamplingParams(6, temperature=1.0, stop_token_ids=(1,)),
+        [*range(len(prompts))],
+    )
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    found = []
+    for i, (prompt, completion) in enumerate(zip(prompts, drawn, strict=True)):
+        messages = json.loads(lines[i // 2])["messages"]
+        messages.pop()
+        own = inputs_of(processor.inner, json.dumps({"messages": messages}), folder, add_generation_prompt=True)
+        own.pop("assistant_masks")
+        assert own["input_ids"][0].tolist() == [*prompt.token_ids]
+        written = torch.tensor([completion.token_ids])
+        for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
+            if name in own:
+                more = {"input_ids": written, "attention_mask": torch.ones_like(written)}
+                own[name] = torch.cat([own[name], more.get(name, torch.zeros_like(written))], dim=1)
+        if not {"pixel_values", "pixel_values_videos"} & own.keys():
+            own.pop("mm_token_type_ids", None)
+        with torch.no_grad():
+            logits = model(**own).logits[0, len(prompt.token_ids) - 1 : -1].float()
+        found.append(([*completion.logprobs], logits.log_softmax(-1).gather(1, written[0, :, None])[:, 0].tolist()))
+    return found

@@ -18,8 +18,8 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.config import SwiftConfig
 from megaswift.data import show_samples
 from megaswift.data.prompt_images import PromptImageReader
-from megaswift.data.row_media import RowMedia
 from megaswift.data.rl_prompts import Prompt, load_prompt_splits
+from megaswift.data.row_media import RowMedia
 from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
 from megaswift.errors import DataError
 from megaswift.rollout.backends.transformers_sampler import build

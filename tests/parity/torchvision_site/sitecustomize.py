@@ -22,8 +22,8 @@ class DeclaredOperators:
         if name == "torchvision" and self.library is None:
             import torch
 
-            self.library = torch.library.Library("torchvision", "DEF")
-            for operator in OPERATORS:
+            self.library = torch.library.Library("torchvision", "FRAGMENT")
+            for operator in OPERATORS if torch.version.cuda is None else ():
                 self.library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 

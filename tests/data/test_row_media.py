@@ -1,0 +1,136 @@
+"""Videos in rows: their forms, what is kept of them, what is refused.
+
+Covers: megaswift/data/row_media.py, megaswift/data/attach_row_media.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.data.attach_row_media import RowImageFolders, attach_media, kinds_of_media
+from megaswift.data.row_media import RowMedia, RowVideo
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample
+
+ASK = "what is it?"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a.mp4", "b.mp4", "0.png", "1.png", "2.png"):
+        (tmp_path / name).write_bytes(name.encode())
+    return tmp_path
+
+
+def sample(asked: Any) -> UntokenizedSample:
+    return UntokenizedSample(({"role": "user", "content": asked}, {"role": "assistant", "content": "y"}), (None, None))
+
+
+def attached(folder: Path, asked: Any, **row: Any) -> tuple[list[Any], RowMedia]:
+    """(the parts of the question, files below `folder`)."""
+    made, media = attach_media(row, sample(asked), RowImageFolders(folder, folder / "kept"))
+    assert RowMedia.from_dict(json.loads(json.dumps({"text": "t", **media.to_dict()}))) == media
+    content = made.messages[0]["content"]
+    return content if isinstance(content, list) else [content], media
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+PARTS: list[dict[str, Any]] = [
+    {"type": "video", "video": "a.mp4"},
+    {"type": "video", "path": "a.mp4"},
+    {"type": "video", "url": "file://{}/a.mp4"},
+    {"type": "video_url", "video_url": {"url": "a.mp4"}},
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts(part: dict[str, Any], folder: Path) -> None:
+    part = {k: v.format(folder) if isinstance(v, str) else v for k, v in part.items()}
+    parts, media = attached(folder, [part, text(ASK)])
+    assert media == RowMedia(videos=(RowVideo((str(folder / "a.mp4"),)),))
+    assert parts == [{"type": "video", "video": str(folder / "a.mp4")}, text(ASK)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "row"),
+    [
+        ("<video>" + ASK, {"videos": ["a.mp4"]}),
+        ("<video>" + ASK, {"videos": "a.mp4"}),
+        ("<video>" + ASK, {"videos": '["a.mp4"]'}),
+        ("<video>" + ASK, {"video": "a.mp4"}),
+        ("<video>" + ASK, {"videos": [{"path": "a.mp4"}]}),
+        ([{"type": "video"}, text(ASK)], {"videos": ["a.mp4"]}),
+        (ASK, {"videos": ["a.mp4"]}),
+    ],
+)
+def test_a_column_of_files(asked: Any, row: dict[str, Any], folder: Path) -> None:
+    parts, media = attached(folder, asked, **row)
+    assert media == RowMedia(videos=(RowVideo((str(folder / "a.mp4"),)),))
+    assert [p["type"] for p in parts] == ["video", "text"] and kinds_of_media(row, sample(asked)) == {"video"}
+
+
+def test_lists_of_frames(folder: Path) -> None:
+    """With their number a second where the row says it."""
+    names = ["0.png", "1.png", "2.png"]
+    files = tuple(str(folder / name) for name in names)
+    for row in ({"videos": [names]}, {"video": names}, {"videos": json.dumps([names])}):
+        assert attached(folder, "<video>" + ASK, **row)[1].videos == (RowVideo(files, True),)
+    for part in ({"video": names, "fps": 2}, {"video": names, "sample_fps": 2.0}):
+        parts, media = attached(folder, [{"type": "video", **part}, text(ASK)])
+        assert media.videos == (RowVideo(files, True, 2.0),) and parts[0]["video"] == [*files]
+    entry = {"frames": names, "fps": 0.5}
+    assert attached(folder, "<video>", videos=[entry, "b.mp4"][:1])[1].videos == (RowVideo(files, True, 0.5),)
+
+
+def test_images_and_videos_keep_their_places(folder: Path) -> None:
+    """Each kind has files of its own; what no text has a place for stands in front, images first."""
+    row = {"images": ["0.png", "1.png"], "videos": ["a.mp4", ["1.png", "2.png"]]}
+    parts, media = attached(folder, "<video>a<image>b<video><image>", **row)
+    assert [p["type"] for p in parts] == ["video", "text", "image", "text", "video", "image"]
+    assert [Path(name).name for name in media.images] == ["0.png", "1.png"]
+    assert [[Path(f).name for f in v.files] for v in media.videos] == [["a.mp4"], ["1.png", "2.png"]]
+    parts, media = attached(folder, "no place", **row)
+    assert [p["type"] for p in parts] == ["image", "image", "video", "video", "text"] and len(media) == 4
+    parts, media = attached(folder, [{"type": "image", "image": "2.png"}, text("x")], images=["0.png", "1.png"])
+    assert [Path(name).name for name in media.images] == ["0.png", "1.png", "2.png"]
+    assert [Path(p["image"]).name for p in parts[:3]] == ["0.png", "1.png", "2.png"]
+
+
+def test_bytes_become_a_file(folder: Path) -> None:
+    _, media = attached(folder, "<video>", videos=[{"bytes": b"film", "path": None}])
+    kept = Path(str(media.videos[0].files[0]))
+    assert kept.read_bytes() == b"film" and kept.parent == folder / "kept"
+
+
+@pytest.mark.parametrize(
+    ("asked", "row", "told"),
+    [
+        ("<video> and <video>", {"videos": ["a.mp4"]}, "column 'videos': no file for video 2"),
+        ("<video>", {"videos": ["a.mp4", "b.mp4"]}, r"2 files for 1 placeholders; .* \(<video>\)"),
+        ("<video>", {"videos": ["c.mp4"]}, "column 'videos': no such file: .*c.mp4"),
+        ("<video>", {"videos": ["https://host/a.mp4"]}, "URLs are not downloaded"),
+        ("<video>", {"videos": [[]]}, "an empty list of frames"),
+        ("<video>", {"videos": [["0.png", "9.png"]]}, "no such file: .*9.png"),
+        ("<video>", {"videos": [{"frames": ["0.png"], "fps": -1}]}, "-1 frames a second"),
+        ("<video>", {"videos": [7]}, "int 7"),
+    ],
+)
+def test_refused(asked: str, row: dict[str, Any], told: str, folder: Path) -> None:
+    with pytest.raises(RowError, match=told):
+        attached(folder, asked, **row)
+
+
+def test_strangers_send_no_videos(folder: Path) -> None:
+    for value in ("a.mp4", "data:video/mp4;base64,AAAA"):
+        with pytest.raises(RowError, match="not read for clients"):
+            attach_media({}, sample([{"type": "video", "video": value}]), RowImageFolders(None))
+
+
+def test_a_column_video_without_a_place_says_nothing(folder: Path) -> None:
+    assert not attached(folder, ASK, video="v_123")[1] and not kinds_of_media({"video": "v_123"}, sample(ASK))
