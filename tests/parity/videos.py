@@ -88,8 +88,8 @@ def write_video(path: Path) -> Path:
 
 
 def write_rows(path: Path, kind: str) -> Path:
-    """Eight rows: of the first two, and of the next, only one has a video; images, two videos, a file, a second
-    question."""
+    """Eight rows; of the first two only one has a video, the next two have images alone, so that with two ranks one
+    is without; two videos, files, a video in a second question."""
     path.parent.mkdir(parents=True, exist_ok=True)
     counts = (4, 4) if kind == "internvl" else (4, 3)  # its processor wants videos of one length in a conversation
     images, frames = vision.write_images(path.parent / "images"), write_frames(path.parent / "frames", counts)
@@ -105,10 +105,10 @@ def write_rows(path: Path, kind: str) -> Path:
         [shown("a")],
         [],
         [vision.image(images[0])],
-        [vision.image(images[1]), shown("b")],
+        [vision.image(images[1])],
         [shown("b"), vision.part("and"), shown("a")],
         [shown("film")],
-        [],
+        [vision.image(images[3]), shown("b")],
         [shown("film"), vision.image(images[2])],
     ]
     with path.open("w", encoding="utf-8") as file:
@@ -119,7 +119,7 @@ def write_rows(path: Path, kind: str) -> Path:
                 {"role": "assistant", "content": [vision.part(words[::-1])]},
             ]
             if i % 3 == 0:
-                asked = [*([shown("b")] if i == 3 else []), vision.part("more")]
+                asked = [*([shown("b")] if i == 6 else []), vision.part("more")]
                 answer = {"role": "assistant", "content": [vision.part("no more")]}
                 turns += [{"role": "user", "content": asked}, answer]
             file.write(json.dumps({"messages": turns}) + "\n")
