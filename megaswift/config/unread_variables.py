@@ -6,8 +6,16 @@ Owns their names and the lines about them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+OPTIONS = {
+    "MAX_PIXELS": "max_pixels",
+    "FPS": "video_fps",
+    "FPS_MIN_FRAMES": "video_min_frames",
+    "FPS_MAX_FRAMES": "video_max_frames",
+    "VIDEO_MAX_PIXELS": "video_max_pixels",
+}
+"""Variables whose values are options here."""
 SIZES = re.compile(
     r"(VIDEO_|IMAGE_)?(MAX|MIN|TOTAL)_(PIXELS|TOKEN_NUM)|VIDEO_TOTAL_PIXELS|FPS|FPS_(MAX|MIN)_FRAMES|NFRAMES|FRAME_FACTOR"
     r"|SIZE_FACTOR|IMAGE_FACTOR|SPATIAL_MERGE_SIZE|MAX_RATIO|(VIDEO_)?MAX_SLICE_NUMS|MAX_NUM_FRAMES|VIDEO_SEGMENTS"
@@ -18,13 +26,19 @@ OTHERS = (
     (re.compile("NCCL_TIMEOUT"), "neither NCCL nor PyTorch reads it either; --ddp_timeout SECONDS sets the timeout"),
     (re.compile("ASCEND_RT_VISIBLE_DEVICES"), "Ascend NPUs are not supported; CUDA_VISIBLE_DEVICES selects GPUs"),
 )
-"""Names of variables, and what to say of them."""
+"""Names of other variables, and what to say of them."""
 
 
 def unread_variables_notices(environ: Mapping[str, str]) -> Iterator[str]:
     """A line for each kind of those that are set."""
+    known = sorted(name for name in environ if name in OPTIONS)
+    if known:
+        yield _notice(known, "give " + " ".join(f"--{OPTIONS[name]} {environ[name]}" for name in known))
     for names, instead in OTHERS:
-        found = sorted(name for name in environ if names.fullmatch(name))
+        found = sorted(name for name in environ if names.fullmatch(name) and name not in OPTIONS)
         if found:
-            verb = "is" if len(found) == 1 else "are"
-            yield f"{', '.join(found)} (environment): {verb} not read; {instead}"
+            yield _notice(found, instead)
+
+
+def _notice(found: Sequence[str], instead: str) -> str:
+    return f"{', '.join(found)} (environment): {'is' if len(found) == 1 else 'are'} not read; {instead}"

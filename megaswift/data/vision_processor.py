@@ -294,9 +294,14 @@ def tokenizer_of_tokenizer_or_processor(reader: Any) -> Any:
 
 
 def _load(spec: ProcessorFolderWithDigest) -> Any:
-    from transformers import AutoProcessor
-
     label = f"processor in {spec.folder}"
+    try:
+        from transformers import AutoProcessor
+    except (ImportError, RuntimeError) as error:
+        torchvision = importlib.util.find_spec("torchvision") is not None
+        rule = "cannot be read: transformers cannot be imported" + " with the installed torchvision" * torchvision
+        fix = "install the torchvision built for the installed torch, or uninstall it" if torchvision else EXTRA
+        raise WeightsError(Problem(label, f"{rule} ({first_line(error.__cause__ or error)})", fix)) from None
     try:
         processor = AutoProcessor.from_pretrained(spec.folder, trust_remote_code=spec.trust)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from megaswift.command_line_common import ELSEWHERE
 from megaswift.config.infer_deploy_export_parser import CommandParser
+from megaswift.config.unread_variables import OPTIONS
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.migration.migrated_run import NOT_SET, SECRET, MigratedRun
 from megaswift.migration.recognize_toolkit_and_task_of_command import ForeignCommand
-from megaswift.migration.translate_launcher_and_environment import launch_of_command, launch_words
+from megaswift.migration.translate_launcher_and_environment import PIXELS_HINT, launch_of_command, launch_words
 from megaswift.migration.write_run_file import head_lines, remark_lines
 from megaswift.redaction import is_secret
 
@@ -38,7 +39,9 @@ def migrated_command(command: ForeignCommand, parser: CommandParser | None, fold
     if parser is None:
         made.run.ask(f"{command.toolkit} {name}", "is not a command here", ELSEWHERE.get(name, "megaswift --help"))
         return made
-    launch_of_command(made.run, command, folder)
+    for given in [given for source in launch_of_command(made.run, command, folder) for given in source.givens]:
+        if given.name in OPTIONS.values():
+            made.run.ask(given.label, "is a setting of ms-swift", PIXELS_HINT)
     for word in command.words:
         if word.text.startswith("--") or not made.groups:
             made.groups.append([])

@@ -14,9 +14,10 @@ from typing import Any
 from megaswift.config.accelerate_file import DEEPSPEED_SETTLED, SETTLED
 from megaswift.config.accelerate_options import options_from_accelerate_environment, settings_without_effect
 from megaswift.config.parse_option_values import TRUE
-from megaswift.config.read_config_file_and_command_line import ConfigSource
+from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 from megaswift.config.sections import NAMES
 from megaswift.config.translated_options import RENAMED
+from megaswift.config.unread_variables import OPTIONS
 from megaswift.errors import ConfigError
 from megaswift.migration.accelerate_settings_to_environment import BUNDLED, accelerate_environment, read_settings_file
 from megaswift.migration.migrated_run import NOT_SET, MigratedRun
@@ -31,7 +32,7 @@ KEPT = re.compile(
     r"TRITON|RAY|LD|ASCEND|HCCL|TASK_QUEUE|DISABLE_VERSION_CHECK|KUBERNETES)_\w+|PYTHONPATH|\w+_proxy|\w+_PROXY"
 )
 """Variables that other programs read, whichever toolkit trains."""
-PIXELS_HINT = "--max_pixels N, or max_pixels in the model's preprocessor_config.json"
+PIXELS_HINT = "set sizes of images and videos in the model's preprocessor_config.json"
 PIXELS = re.compile(r"(MAX|MIN|VIDEO|IMAGE)_\w*(PIXELS|TOKEN_NUM|FRAMES)\w*|FPS\w*|NFRAMES|SIZE_FACTOR")
 WITHOUT_MEANING = frozenset({
     "standalone", "module", "m", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "max_restarts",
@@ -59,9 +60,8 @@ VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 
 def launch_of_command(run: MigratedRun, command: ForeignCommand, folder: Path) -> list[ConfigSource]:
     """Sets the launch and the environment of a run; returns the options that the launcher's settings are."""
-    _environment(run, command.environment)
+    sources = [_environment(run, command.environment)]
     launch = dict(command.launch)
-    sources = []
     settings: dict[str, Any] = {}
     if command.launcher == "accelerate" or "accelerate_config" in command.launcher_options:
         settings = _accelerate_settings(run, command, folder)
@@ -172,7 +172,9 @@ def _processes(
         run.ask("NPROC_PER_NODE", why, "set it to the number of GPUs to use on each machine")
 
 
-def _environment(run: MigratedRun, environment: Mapping[str, ExpandedWord]) -> None:
+def _environment(run: MigratedRun, environment: Mapping[str, ExpandedWord]) -> ConfigSource:
+    """The options that variables amount to here."""
+    givens = []
     for name, word in environment.items():
         if name.lower() in LAUNCH_FIELDS:
             continue
@@ -180,10 +182,13 @@ def _environment(run: MigratedRun, environment: Mapping[str, ExpandedWord]) -> N
             run.left_out.append(f"{name}, a secret, is not copied; set it where you run the command")
         elif KEPT.fullmatch(name):
             _take_word(run, run.environment, name, word)
+        elif name in OPTIONS and not word.unresolved:
+            givens.append(GivenOptionValue(OPTIONS[name], word.text, f"{name}={word.text}"))
         elif PIXELS.fullmatch(name):
             run.ask(f"{name}={word.text}", "is a setting of ms-swift", PIXELS_HINT)
         else:
             run.left_out.append(f"{name}={word.text}: not a variable that megaswift reads")
+    return ConfigSource(tuple(givens))
 
 
 def _accelerate_settings(run: MigratedRun, command: ForeignCommand, folder: Path) -> dict[str, Any]:

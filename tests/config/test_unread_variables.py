@@ -24,7 +24,9 @@ def test_each_is_named(name: str) -> None:
 
 def test_one_line_names_all() -> None:
     (text,) = unread_variables_notices({"MAX_PIXELS": "1", "FPS": "2"})
-    assert text.startswith("FPS, MAX_PIXELS (environment): are not read; ") and "\n" not in text
+    assert text == "FPS, MAX_PIXELS (environment): are not read; give --video_fps 2 --max_pixels 1"
+    (text,) = unread_variables_notices({"MIN_PIXELS": "1", "VIDEO_TOTAL_PIXELS": "2"})
+    assert text.startswith("MIN_PIXELS, VIDEO_TOTAL_PIXELS (environment): are not read; the model's")
     assert list(unread_variables_notices({"PATH": "x", "MAX_PIXELS_OF_MINE": "1", "NCCL_DEBUG": "INFO"})) == []
     assert [*unread_variables_notices({"NCCL_TIMEOUT": "9", "FPS": "2"})][1].endswith(
         "--ddp_timeout SECONDS sets the timeout"

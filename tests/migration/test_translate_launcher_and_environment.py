@@ -56,12 +56,18 @@ def test_the_command(text: str, line: str, tmp_path: Path) -> None:
 
 
 def test_the_environment(tmp_path: Path) -> None:
-    script = "export WANDB_API_KEY=abcd1234 HF_TOKEN=hf_abc MINE=1\nMAX_PIXELS=100 swift sft --model m"
+    script = "export WANDB_API_KEY=abcd1234 HF_TOKEN=hf_abc MINE=1\nMIN_PIXELS=100 swift sft --model m"
     run = translated(script, tmp_path)
-    assert run.environment == {} and any("MAX_PIXELS=100" in line for line in run.open)
+    assert run.environment == {} and any("MIN_PIXELS=100" in line for line in run.open)
     assert any(line.startswith("MINE=1: ") for line in run.left_out)
     text = repr(run.left_out) + repr(run.open)
     assert "abcd1234" not in text and "hf_abc" not in text and "WANDB_API_KEY" in text
+
+
+def test_sizes_of_images_and_videos_become_options(tmp_path: Path) -> None:
+    script = "MAX_PIXELS=1003520 VIDEO_MAX_PIXELS=50176 FPS=2 FPS_MAX_FRAMES=16 swift sft --model m --dataset d"
+    data = loaded(translated(f"{script} --train_type lora --deepspeed zero2", tmp_path), tmp_path).data
+    assert (data.max_pixels, data.video_max_pixels, data.video_fps, data.video_max_frames) == (1003520, 50176, 2, 16)
 
 
 def test_what_the_shell_computes_is_asked(tmp_path: Path) -> None:

@@ -6,14 +6,19 @@ megaswift/data/vision_batches.py.
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.parity import videos, vision
 from tests.parity.compare import number, table, tensors
-from tests.parity.pool import Pool
+from tests.parity.pool import ROOT, Pool
 from tests.parity.vision_preferences import PairTask
 
 pytestmark = pytest.mark.process
@@ -126,3 +131,37 @@ def test_completions_have_the_logprobs_of_transformers(kind: str, ranks: Pool, t
     assert len(found) == 2 * ROWS and len({len(own) for own, _ in found}) > 1
     for own, wanted in found:
         assert own == pytest.approx(wanted, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_vl", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen2_vl", "internvl"))]
+)
+def test_answers_are_those_of_generate(kind: str, ranks: Pool, tmp_path: Path) -> None:
+    """Of rows in batches, with frames, files, images and without any."""
+    found = ranks.run("tests.parity.videos:answered", videos.write_pairs(tmp_path, kind), 1)[0]
+    assert len(found) == ROWS and len({own for own, _ in found}) > 1
+    assert all(own == wanted for own, wanted in found), found
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+processor = Processor(processor_folder_and_files_digest(Path(sys.argv[1]), False))
+print(processor.video_problem)
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torchvision fits this torch")
+@pytest.mark.parametrize(
+    ("folders", "told"),
+    [
+        ([], r"are read by torchvision, which is not installed"),
+        ([videos.torchvision_folder()], r"with the installed torchvision \(operator torchvision::nms does not exist\)"),
+    ],
+)
+def test_torchvision_that_is_missing_or_does_not_fit(folders: list[Path], told: str, tmp_path: Path) -> None:
+    paths = os.pathsep.join(map(str, [*folders, ROOT]))
+    command = [sys.executable, "-c", LOAD, str(videos.write_model("qwen2_vl", tmp_path))]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=100)
+    assert re.search(f"WeightsError: .*{told}", done.stderr, re.S), done.stderr

@@ -272,3 +272,31 @@ def sampled(rank: int, world: int, folder: Path) -> list[tuple[list[float], list
             logits = model(**own).logits[0, len(prompt.token_ids) - 1 : -1].float()
         found.append(([*completion.logprobs], logits.log_softmax(-1).gather(1, written[0, :, None])[:, 0].tolist()))
     return found
+
+
+def answered(rank: int, world: int, folder: Path) -> list[tuple[str, str]]:
+    """Of the rows: (what `megaswift infer` answers, what transformers' `generate` writes)."""
+    from transformers import AutoModelForImageTextToText
+
+    from megaswift.infer import main
+
+    settings = folder / "model" / "video_preprocessor_config.json"  # inference reads these
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"fps": 2.0, "do_sample_frames": True}))
+    words = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--max_new_tokens", "4"]
+    assert (
+        main([*words, "--temperature", "0", "--batch_size", "3", "--result_path", str(folder / "answers.jsonl")]) == 0
+    )
+    processor = Processor(processor_folder_and_files_digest(folder / "model", False)).inner
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    found = []
+    for line, answer in zip(
+        *((folder / f"{n}.jsonl").read_text().splitlines() for n in ("rows", "answers")), strict=True
+    ):
+        asked = json.dumps({"messages": json.loads(line)["messages"][:-1]})
+        own = inputs_of(processor, asked, folder, add_generation_prompt=True)
+        own.pop("assistant_masks")
+        if not {"pixel_values", "pixel_values_videos"} & own.keys():
+            own.pop("mm_token_type_ids", None)
+        whole = model.generate(**own, do_sample=False, max_new_tokens=4)[0, own["input_ids"].shape[1] :]
+        found.append((json.loads(answer)["response"], processor.tokenizer.decode(whole, skip_special_tokens=True)))
+    return found
