@@ -111,9 +111,8 @@ def certificate_lines(findings: Findings, task: str, turns: str, tables: bool = 
     else:
         answers = count_text(findings.answers, "completion" if task in PREFERENCES else "answer")
         excluded = f"; {count_text(findings.excluded, 'answer')} without loss" if findings.excluded else ""
-        with_parts = "".join(
-            f", {count_text(n, w)}" for n, w in ((findings.tools, "tool"), (findings.images, "image")) if n
-        )
+        parts = ((findings.tools, "tool"), (findings.images, "image"), (findings.videos, "video"))
+        with_parts = "".join(f", {count_text(n, name)}" for n, name in parts if n)
         what = "every token carries loss (--loss_scale all)" if turns == "all" else _HOLDS
         lines = [f"loss mask certified: {rows}, {answers}{with_parts}{excluded}: {what}"]
     if tables and turns != "all":

@@ -82,7 +82,8 @@ class Findings:
     """Assistant messages that do not."""
     tools: int = 0
     images: int = 0
-    """Each has its place in the text: the model's processor refuses rows with more or fewer."""
+    videos: int = 0
+    """Each image and video has its place in the text: the model's processor refuses rows with more or fewer."""
     refused: int = 0
     """Malformed rows: not trained on."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -103,9 +104,14 @@ class Findings:
             if len(examples) < SHOWN:
                 examples.append(f"{row}: {where}" if where else row)
 
+    def add_media(self, media: RowMedia) -> None:
+        """The images and videos of one document."""
+        self.images += len(media.images)
+        self.videos += len(media.videos)
+
     def merge(self, other: Findings) -> None:
         """Add the counts of rows that follow."""
-        for name in ("rows", "answers", "excluded", "tools", "images", "refused"):
+        for name in ("rows", "answers", "excluded", "tools", "images", "videos", "refused"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.counts += other.counts
         for kind, examples in other.examples.items():
@@ -121,7 +127,7 @@ class _Document:
     """bool [n]"""
     begin: int
     """Of plain text: the first character with loss."""
-    images: int = 0
+    media: RowMedia = RowMedia()
 
 
 class LossMaskCertifier:
@@ -165,7 +171,7 @@ class LossMaskCertifier:
                 yield one
                 continue
             (ids, mask), (sample, text) = next(tokens), one
-            yield [_Document(sample, text.text, ids, mask != 0, len(sample.prompt or ""), _images_of(text))]
+            yield [_Document(sample, text.text, ids, mask != 0, len(sample.prompt or ""), _media_of(text))]
 
     def _rendered(
         self, encoder: RowEncoder, path: str, row: Any
@@ -197,7 +203,7 @@ class LossMaskCertifier:
                 sample = replace(sample, messages=sample.messages[:-1], loss=sample.loss[:-1])
             document = replace(document, sample=sample)
         if self.spec.task in RL:
-            findings.images += document.images
+            findings.add_media(document.media)
             found = [] if sample.text is not None else self._search(document).missing
             return found + ([(PROMPT_TRAINED, "")] if document.loss.any() else [])
         if sample.text is not None:
@@ -213,7 +219,7 @@ class LossMaskCertifier:
         findings.answers += sum(wanted.values())
         findings.excluded += len(wanted) - sum(wanted.values())
         findings.tools += len(tools or ())
-        findings.images += document.images
+        findings.add_media(document.media)
         if self._turns == "all":
             return result.missing
         lost = {kind for kind, _ in result.missing} & {search.ANSWER_CHANGED}
@@ -236,7 +242,7 @@ class LossMaskCertifier:
     def _prompt_at_inference(self, document: _Document, places: Sequence[AnswerPlace]) -> list[tuple[str, str]]:
         """Whether what stands before the last answer is what a prompt without it is."""
         messages = document.sample.messages
-        if document.images:  # the document's text has the images' tokens, a rendered prompt has their placeholders
+        if document.media:  # the document's text has the images' tokens, a rendered prompt has their placeholders
             return []
         if not places or places[-1].message != len(messages) - 1:
             return []
@@ -262,17 +268,17 @@ def _preference_documents(unit: EncodedPreference) -> list[_Document]:
             ids,
             mask != 0,
             rendered.spans[0][0] if sample.text is not None else 0,
-            _images_of(rendered),
+            _media_of(rendered),
         )
         for sample, rendered, (ids, mask) in zip(unit.unit.samples, unit.rendered, unit.sides, strict=True)
     ]
 
 
-def _images_of(rendered: RenderedConversation) -> int:
+def _media_of(rendered: RenderedConversation) -> RowMedia:
     """Images and videos of a rendered conversation."""
     if not isinstance(rendered, TokenizedVisionRow | RenderedPrompt) or not rendered.beside:
-        return 0
-    return len(RowMedia.from_dict(json.loads(rendered.beside)))
+        return RowMedia()
+    return RowMedia.from_dict(json.loads(rendered.beside))
 
 
 def _tokens_of(encoding: Encoding, begin: int, end: int) -> tuple[int, int]:

@@ -11,13 +11,14 @@ import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from megaswift.data.row_media import RowVideo, Source
 from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import Problem, WeightsError, first_line
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SENT = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """What strangers may send, by Pillow's names: it starts other programs for some formats, and few look at most of
@@ -87,6 +88,7 @@ def open_video(video: RowVideo, sampling: VideoSampling, choose_frames: Callable
     opened = _frames_of_images(video, sampling) if video.frames else _frames_of_file(video, sampling, choose_frames)
     if sampling.max_pixels is None or opened.frames.shape[1] * opened.frames.shape[2] <= sampling.max_pixels:
         return opened
+    import numpy as np
     from PIL import Image
 
     scaled = [scale_to_max_pixels(Image.fromarray(frame), sampling.max_pixels) for frame in opened.frames]
@@ -95,6 +97,7 @@ def open_video(video: RowVideo, sampling: VideoSampling, choose_frames: Callable
 
 def _frames_of_images(video: RowVideo, sampling: VideoSampling) -> OpenedVideo:
     """Images of one size; all of them are taken, unless there are more than `max_frames`."""
+    import numpy as np
     from transformers.video_utils import VideoMetadata
 
     images = [np.asarray(open_image(file)) for file in video.files]
@@ -111,6 +114,7 @@ def _frames_of_images(video: RowVideo, sampling: VideoSampling) -> OpenedVideo:
 
 
 def _frames_of_file(video: RowVideo, sampling: VideoSampling, choose_frames: Callable[..., Any] | None) -> OpenedVideo:
+    import numpy as np
     from transformers.video_utils import load_video
 
     def chosen(metadata: Any, **_: Any) -> list[int]:
@@ -144,7 +148,8 @@ def _at_most(indices: list[int], count: int | None) -> list[int]:
     """These, or `count` of them at equal distances."""
     if count is None or len(indices) <= count:
         return indices
-    return [indices[int(i)] for i in np.linspace(0, len(indices) - 1, count).round()]
+    apart = (len(indices) - 1) / max(count - 1, 1)
+    return [indices[round(i * apart)] for i in range(count)]
 
 
 def video_decoder() -> str:

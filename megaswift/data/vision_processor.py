@@ -17,8 +17,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from megaswift.data.open_media_files import (
     OpenedVideo,
     VideoSampling,
@@ -198,6 +196,7 @@ class Processor:
 
     def _blank(self, kinds: Sequence[str]) -> dict[str, Tensor]:
         """What the model reads of a conversation about blank images and videos of these kinds."""
+        import numpy as np
         from jinja2.exceptions import TemplateError
         from PIL import Image
         from transformers.video_utils import VideoMetadata
