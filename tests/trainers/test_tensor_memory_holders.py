@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import nn
 
 from megaswift.trainers.tensor_memory_holders import GRADIENTS, OPTIMIZER, WEIGHTS, tensor_memory_holders
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_garbage() -> Iterator[None]:
+    """What earlier tests left behind goes before the first count, and nothing goes between two."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def test_sizes_by_kind() -> None:
