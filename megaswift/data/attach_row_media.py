@@ -80,10 +80,11 @@ def kinds_of_media(row: Mapping[str, Any], sample: UntokenizedSample) -> frozens
 def reject_audio(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
     """RowError for a row with audio, which would be left out; a column `audio` alone, without a place in the texts,
     says nothing."""
-    texts = [c for m in sample.messages if isinstance(c := m.get("content"), str)]
     for column in AUDIO:
-        files = isinstance(row.get(column), str | list | tuple | dict) and bool(row[column])
-        if files and (column.endswith("s") or any(AUDIO_TAG in text for text in texts)):
+        if column not in row or not isinstance(row[column], str | list | tuple | dict) or not row[column]:
+            continue
+        texts = [c for m in sample.messages if isinstance(c := m.get("content"), str)]
+        if column.endswith("s") or any(AUDIO_TAG in text for text in texts):
             raise RowError(column, "audio, which no model is trained on yet", "rows of text, images and videos")
 
 

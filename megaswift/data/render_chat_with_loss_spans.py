@@ -121,6 +121,7 @@ class ChatRenderer:
         self._finders: dict[str, AssistantTurnFinder] = {}
         self._probes: dict[str, RenderedPartsProbe] = {}
         self._parts: dict[str, bool] = {}
+        self._marked: dict[str, bool] = {}
         self._asks = parts
 
     def _text(self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool = False) -> str:
@@ -204,7 +205,10 @@ class ChatRenderer:
 
     def marks_answers(self, tools: Any) -> bool:
         """Whether the template has {% generation %}."""
-        return GENERATION.search(self.templates.pick(tools)) is not None
+        template = self.templates.pick(tools)
+        if template not in self._marked:
+            self._marked[template] = GENERATION.search(template) is not None
+        return self._marked[template]
 
     def rendered_tool_call(self) -> str:
         """How the template writes a tool call; empty where it does not."""
@@ -266,17 +270,16 @@ class ChatRenderer:
         template = self.templates.pick(sample.tools)
         marked = self.marks_answers(sample.tools)
         text, spans = self._render(template, sample.messages, sample.tools, False, marked)
-        everything = self._trains == "all"
         whole = not self._turn_weights.divides and self.templates.keep_empty_reasoning
         whole = whole and (inner is None or all(inner[1]))
-        if everything and all(wanted) and whole:
+        if self._trains == "all" and all(wanted) and whole:
             return RenderedConversation(text, ((0, len(text)),), notes=notes)
+        if marked and all(wanted) and whole and (inner is None or len(spans) != len(wanted)):
+            return RenderedConversation(text, tuple(spans), notes=notes)
         if not marked:
             turns = self._finder(template).find(sample.messages, sample.tools, text)
         elif len(spans) == len(wanted):
             turns = list(spans)
-        elif all(wanted) and not everything and whole:
-            return RenderedConversation(text, tuple(spans), notes=notes)
         else:
             raise RowError(
                 "messages",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megaswift.data import sample_report, show_samples
+from megaswift.data import sample_report, show_samples, tokenization
 from megaswift.data.build_batch_sources import load_document_splits
 from megaswift.errors import DataError, UserError
 from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
@@ -234,3 +235,28 @@ def test_training_warns_of_a_faulty_template(tmp_path: Path, capsys: pytest.Capt
         assert f"{tmp_path}/d.jsonl:1: messages[1]" in said
     load_document_splits(cfg.data, cfg.train, tokenizer("qwen", "qwen3"))
     assert "first 3 rows" not in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_training_warns_while_workers_tokenize(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check runs beside the workers; malformed rows come before its own error."""
+    monkeypatch.setattr(tokenization, "WORKER_BYTES", 1)
+    tok = tokenizer("qwen", "glm4moe")
+    cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [chat("a" * 1000, "b")] * 200), dataset_num_proc=2)
+    load_document_splits(cfg.data, cfg.train, tok)
+    said = capsys.readouterr().err
+    assert "in 64 of the first 64 rows the template writes no special token after an answer" in said
+
+    def broken(*how: Any) -> Any:
+        raise ValueError("the check failed")
+
+    monkeypatch.setattr(tokenization, "certify_first_rows", broken)
+    for rows, error, text in (
+        ([chat("c" * 1000, "d")] * 200, ValueError, "check failed"),
+        ([{"c": "d" * 1000}] * 200, DataError, "d.jsonl:1"),
+    ):
+        cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", rows), dataset_num_proc=2)
+        with pytest.raises(error, match=text):
+            load_document_splits(cfg.data, cfg.train, tok)

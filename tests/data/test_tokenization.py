@@ -8,8 +8,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,7 +21,7 @@ import pytest
 from megaswift.data import coordinate_token_cache_build, encode_rows
 from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_document_splits
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
-from megaswift.data.tokenization import ENTRY, tokenization_code_files, tokenize_datasets
+from megaswift.data.tokenization import tokenize_datasets
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 from tests.parity.pool import Pool
@@ -372,24 +370,3 @@ def test_ranks_of_a_node_build_once(tmp_path: Path, pool: Pool) -> None:
     path = jsonl(tmp_path / "d.jsonl", ROWS)
     (built, parts), (waited, none) = pool.run("tests.data.test_tokenization:building", (tmp_path, path), 2)
     assert waited == built and none == 0 and parts > 0
-
-
-@pytest.mark.process
-def test_the_cache_key_covers_the_modules_that_tokenize() -> None:
-    """What a worker has loaded once it has the encoders, against the files that the key is computed from."""
-    loaded = (
-        "import sys, megaswift.data.tokenize_worker as entry; from megaswift.data.formats import FORMATS; "
-        "FORMATS.names(); "
-        "print(*{m.__file__ for n, m in sys.modules.items() if n.startswith('megaswift.data.')})"
-    )
-    run = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
-    keyed = {str(path) for path in tokenization_code_files()}
-    assert set(run.stdout.split()) <= keyed
-    assert {Path(path).name for path in keyed} >= {
-        ENTRY,
-        "render_chat_with_loss_spans.py",
-        "jinja_sandbox_limits.py",
-        "token_safe_split_points.py",
-        "alpaca.py",
-    }
-    assert not any(path.endswith(("/packing.py", "/loader.py", "/epoch_order.py")) for path in keyed)
