@@ -58,17 +58,22 @@ def run(pool: Pool, made: Made, kind: str, engine: str, ranks: int, **options: o
 @pytest.mark.parametrize(("kind", "engine", "ranks"), CASES)
 def test_equals_transformers(kind: str, engine: str, ranks: int, pool: Pool, made: Made) -> None:
     """With a micro-batch on one rank that has no image, and one that has a row without."""
-    want = made[kind][2]
-    got = run(pool, made, kind, engine, ranks, **TRAINS_ALL)
-    # a softmax does not see what is added to all keys: rounding alone is left
-    for gradients in (
-        got.gradients,
-        want.gradients,
-    ):
-        for name in [n for n in gradients if n.endswith("k_proj.bias") and "vision" in n]:
-            assert float(gradients.pop(name).abs().max()) < 1e-6
-    differences = [number("loss", got.loss, want.loss, 1e-6), *tensors("gradient", got.gradients, want.gradients, 5e-6)]
-    assert not any(d.bad for d in differences), table(f"{kind}, {engine} on {ranks}", differences)
+    check_all_gradients(
+        run(pool, made, kind, engine, ranks, **TRAINS_ALL), made[kind][2], f"{kind}, {engine} on {ranks}"
+    )
+
+
+def check_all_gradients(got: vision.Reference, want: vision.Reference, name: str) -> None:
+    """Those of the tower and of what joins it to the language model among them."""
+    seen = [
+        # a softmax does not see what is added to all keys: rounding alone is left
+        {n: g for n, g in one.gradients.items() if not (n.endswith("k_proj.bias") and "vision" in n)}
+        for one in (got, want)
+    ]
+    for one, kept in zip((got, want), seen, strict=True):
+        assert all(float(g.abs().max()) < 1e-6 for n, g in one.gradients.items() if n not in kept)
+    differences = [number("loss", got.loss, want.loss, 1e-6), *tensors("gradient", *seen, 5e-6)]
+    assert not any(d.bad for d in differences), table(name, differences)
     assert any(float(g.abs().max()) for n, g in got.gradients.items() if "vis" in n), "no gradient reaches the tower"
 
 
@@ -81,11 +86,30 @@ PACKED = {"packing": True, "max_length": 1024, "per_device_train_batch_size": 1,
 )
 def test_packed_documents_equal_transformers(kind: str, pool: Pool, made: Made) -> None:
     """All documents in one row; the reference reads each alone."""
-    want = made[kind][2]
-    got = run(pool, made, kind, "ddp", 1, **PACKED)
-    trained = {n: g for n, g in want.gradients.items() if n in got.gradients}
-    differences = [number("loss", got.loss, want.loss, 1e-6), *tensors("gradient", got.gradients, trained, 5e-6)]
-    assert not any(d.bad for d in differences), table(f"{kind}, packed", differences)
+    check_all_gradients(run(pool, made, kind, "ddp", 1, **PACKED, **TRAINS_ALL), made[kind][2], f"{kind}, packed")
+
+
+ROW_LENGTHS = {"internvl": 99, "llava": 82, "llava_next": 110, "idefics3": 61}
+"""Four rows of one to three documents, most of which have images; else 64."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        ("qwen2_vl", "fsdp2"),
+        *(pytest.param("qwen2_vl", engine, marks=pytest.mark.slow) for engine in ("ddp", *ZERO)),
+        *(
+            pytest.param(kind, engine, marks=pytest.mark.slow)
+            for kind in vision.KINDS
+            for engine in ("fsdp2", "zero3")
+            if kind not in ("qwen2_vl", "gemma3")
+        ),
+    ],
+)
+def test_towers_learn_from_packed_documents(kind: str, engine: str, pool: Pool, made: Made) -> None:
+    """The gradients of the tower and of what joins it to the language model, with two rows on each of two ranks."""
+    options = {**PACKED, **TRAINS_ALL, "max_length": ROW_LENGTHS.get(kind, 64), "gradient_accumulation_steps": 2}
+    check_all_gradients(run(pool, made, kind, engine, 2, **options), made[kind][2], f"{kind}, packed, {engine}")
 
 
 def test_positions_of_packed_documents_are_their_own(made: Made) -> None:
