@@ -1,4 +1,4 @@
-"""Copies from host memory to a device for which the host does not wait."""
+"""Copies between host memory and a device during which the host goes on."""
 
 from __future__ import annotations
 
@@ -22,3 +22,23 @@ def pin_where_copied(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     with torch.cuda.device(device):
         return tensor.pin_memory()
+
+
+class HostCopy:
+    """Numbers [n] of a device on their way to the host, which waits for them in `wait`, but not for what the device is
+    given to do after this copy."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._values, self._arrived = numbers, None
+        if numbers.is_cuda:
+            self._values = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._values.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> list[float]:
+        """The numbers."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        values: list[float] = self._values.tolist()
+        return values

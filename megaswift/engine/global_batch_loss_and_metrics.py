@@ -7,7 +7,7 @@ the engines'.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaswift import distributed
-from megaswift.device_copy import copy_to_device_async
+from megaswift.device_copy import HostCopy, copy_to_device_async
 from megaswift.engine.own_compute_time import OwnComputeClock
 from megaswift.engine.protocol import GlobalBatchCounts, MicrobatchLossAndSamples, StepResult
 from megaswift.losses.contract import (
@@ -40,6 +40,17 @@ class ReadNumbers(Protocol):
     def __call__(self, more: Sequence[Tensor], groups: Sequence[Any] = ()) -> list[float]:
         """`groups`: of each number the process group over which it is still to be added up; none where all are
         sums."""
+
+
+class StepNumbers(Protocol):
+    """Scalars [] of a step: added up over ranks, then read from the device, which may be given more to do between."""
+
+    def reduce(self, more: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> list[Tensor]:
+        """The numbers, added up on the device; `groups` as in `ReadNumbers`. Collective; once."""
+
+    def start_read(self, more: Sequence[Tensor] = ()) -> Callable[[], list[float]]:
+        """Waits for numbers that are the same on all ranks, and returns them. After `reduce`; to be called once,
+        collective."""
 
 
 class ParallelContextProtocol(Protocol):
@@ -203,40 +214,62 @@ class StepReport:
         """Further metrics [], the same on every rank already; those that are on every pipeline stage."""
         self.result = StepResult(0.0)
         """What was read."""
+        self.last = context.coordinates.pp == context.layout.pp - 1
+        """Whether this pipeline stage has the loss."""
+        self._summed: tuple[list[Tensor | float], _Places, list[Tensor] | None] = ([], _Places.of([]), None)
 
-    def read(self, more: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> list[float]:
-        """Reads the report, and the numbers `more` [] of this rank, which are returned; `groups` as in `ReadNumbers`.
-        Sums over the data-parallel ranks travel with the report's. Collective; once, after the last micro-batch."""
-        context, objective, device = self.context, self.objective, self.context.device
-        last = context.coordinates.pp == context.layout.pp - 1
-        values = objective.values() if last else []
-        places = _Places.of(objective.parts if last else [])
-        own = [v for v in values if isinstance(v, Tensor) and v.device.type == device.type]
-        reports = last and context.layout.dp > 1
+    def reduce(self, more: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> list[Tensor]:
+        """Adds up the report over ranks, on the device, and the numbers `more` [] of this rank, which are returned;
+        `groups` as in `ReadNumbers`. Sums over the data-parallel ranks travel with the report's. Collective; once,
+        after the last micro-batch."""
+        context = self.context
+        reports = self.last and context.layout.dp > 1
+        values = self.objective.values() if self.last else []
+        places = _Places.of(self.objective.parts if self.last else [])
         beside = [i for i, group in enumerate(groups) if reports and _has_ranks_of(group, context.groups.dp)]
         for i, group in enumerate(groups):
             if i not in beside:
                 dist.all_reduce(more[i], group=group)
         reduced = _reduced_over_dp(values, places, context, [more[i] for i in beside]) if reports else None
-        if reduced is not None:
-            sums = dict(zip(beside, reduced, strict=False))
-            reduced, more = reduced[len(beside) :], [sums.get(i, number) for i, number in enumerate(more)]
+        self._summed = values, places, None if reduced is None else reduced[len(beside) :]
+        sums = dict(zip(beside, reduced or (), strict=False))
+        return [sums.get(i, number) for i, number in enumerate(more)]
+
+    def start_read(self, more: Sequence[Tensor] = ()) -> Callable[[], list[float]]:
+        """Copies the report, and the numbers `more` [], to the host. What is returned waits for them, makes `result` of
+        the report, and returns the numbers; collective. After `reduce`."""
+        values, _, reduced = self._summed
+        own = [v for v in values if isinstance(v, Tensor) and v.device.type == self.context.device.type]
         asked = [v.detach().reshape(()).double() for v in (*own, *(reduced or ()), *self.metrics.values(), *more)]
-        numbers = iter(torch.stack(asked).tolist() if asked else [])
-        of_own = dict(zip(map(id, own), numbers, strict=False))
-        local = [of_own[id(v)] if id(v) in of_own else float(v) for v in values]
+        copied = HostCopy(torch.stack(asked)) if asked else None
+
+        def finish() -> list[float]:
+            numbers = iter(copied.wait() if copied is not None else [])
+            of_own = dict(zip(map(id, own), numbers, strict=False))
+            self._finish([of_own[id(v)] if id(v) in of_own else float(v) for v in values], numbers)
+            return list(numbers)
+
+        return finish
+
+    def read(self, more: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> list[float]:
+        """Both at once."""
+        return self.start_read(self.reduce(more, groups))()
+
+    def _finish(self, local: list[float], numbers: Iterator[float]) -> None:
+        """`result`, from the values of this rank and the next numbers."""
+        context, objective, counted = self.context, self.objective, self.counted
+        _, places, reduced = self._summed
         add, high, low = places.joined(local) if reduced is None else places.named(numbers)
         further = dict(zip(self.metrics, numbers, strict=False))
         result: tuple[float, dict[str, float]] = (0.0, {})
-        if last:
+        if self.last:
             total, metrics = _finish(add, high, low)
             result = (total, metrics | _differences(objective, metrics))
         if context.layout.pp > 1:
-            result = distributed.broadcast_object(result, context.layout.pp - 1, context.groups.pp, device)
-        counted, parts = self.counted, objective.local(self.microbatches, local) if last else ()
+            result = distributed.broadcast_object(result, context.layout.pp - 1, context.groups.pp, context.device)
+        parts = objective.local(self.microbatches, local) if self.last else ()
         facts = counted.tokens, counted.label_tokens, counted.counts, parts, self.clock.take()
         self.result = StepResult(result[0], {**result[1], **further}, None, False, *facts)
-        return list(numbers)
 
     def read_result(self) -> StepResult:
         """Reads the report alone."""

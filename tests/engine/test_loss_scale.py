@@ -5,6 +5,7 @@ Covers: megaswift/engine/megatron/optimizer.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,19 @@ from megaswift.trainers.skipped_step_and_loss_spike_monitor import (
     SkippedStepAndLossSpikeMonitor,
     TrainingDiverged,
 )
+
+
+class Numbers:
+    """A step's numbers on one rank."""
+
+    def reduce(self, more: Sequence[torch.Tensor] = (), groups: Sequence[Any] = ()) -> list[torch.Tensor]:
+        return list(more)
+
+    def start_read(self, more: Sequence[torch.Tensor] = ()) -> Callable[[], list[float]]:
+        return lambda: [float(t) for t in more]
+
+
+ALONE = Numbers()
 
 
 def scaler(megatron: ModuleType) -> Any:
@@ -93,16 +107,27 @@ def test_dense_and_expert_gradients_are_unscaled_by_the_scale_of_the_loss(megatr
                 part.grad = torch.ones(3) * float(chained.get_loss_scale())
                 if number in (1, 2) and index == bad:
                     part.grad[0] = torch.inf
-            taken.append(
-                optim.optimizer_step(
-                    chained, 0.0, torch.device("cpu"), lambda found, groups: [float(t) for t in found]
-                )[1]
-            )
+            taken.append(optim.optimizer_step(chained, 0.0, torch.device("cpu"), ALONE)[1])
     assert taken == [True, False, False, True, True]
     scales = [part.grad_scaler for part in chained.chained_optimizers]
     assert [float(s.scale) for s in scales] == [2**15, 2**15], "the second of two overflows lowers it (hysteresis 2)"
     assert [s.state_dict()["growth_tracker"] for s in scales] == [2, 2], "one update a step"
     assert all(torch.equal(w, torch.full((3,), -3.0)) for w in weights)
+
+
+def test_a_rank_that_trains_nothing_takes_part_in_the_decision(megatron: ModuleType) -> None:
+    """Its optimizers are empty, and the other ranks wait for it."""
+    chained, _ = parts_of(megatron)
+    optim.share_loss_scaler(chained)
+    for part in chained.chained_optimizers:
+        part.is_stub_optimizer = True
+        part.get_main_grads_for_grad_norm = lambda: []
+    with (
+        patch.object(torch.distributed, "all_reduce"),
+        patch.object(optim.SharedLossScaler, "decide", return_value=True) as decide,
+    ):
+        norm, taken = optim.optimizer_step(chained, 1.0, torch.device("cpu"), ALONE)
+    assert decide.call_count == 1 and not taken and norm != norm
 
 
 def run(made: Any, fits: float, steps: int) -> tuple[SkippedStepAndLossSpikeMonitor, list[int]]:

@@ -26,6 +26,8 @@ HOST = torch.device("cpu")
 READ, COPY, SYNC, GLOO = "read", "copy", "sync", "gloo"
 """Of the device by the host, which waits for all work before it; from pageable host memory, which waits too; an
 explicit synchronization; a collective in host memory, which waits for the other ranks' hosts."""
+AFTER_UPDATE = " after the update was launched"
+"""In the names of waits."""
 READERS = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__"})
 """Methods that give Python numbers."""
 NAMES = (str, torch.device)
@@ -76,6 +78,8 @@ class StandIn:
         self.pending: dict[int, StorageWeakRef] = {}
         """Targets in host memory of copies that run until the next wait."""
         self.waits: Counter[str] = Counter()
+        self.launched = ""
+        """What the host has launched in the scenario, where that matters: part of the names of waits."""
         self.quiet = False
 
     def mark(self, value: Any) -> Any:
@@ -91,7 +95,7 @@ class StandIn:
     def wait(self, kind: str) -> None:
         """Counts a wait of the host, under the innermost function that is not torch's."""
         if not self.quiet:
-            self.waits[f"{kind} {_caller()}"] += 1
+            self.waits[f"{kind} {_caller()}{self.launched}"] += 1
             if kind in (READ, SYNC):
                 self.pending.clear()
 
@@ -118,7 +122,7 @@ class StandIn:
 
     def counted(self) -> dict[str, int]:
         """The waits since the last call."""
-        found, self.waits = dict(sorted(self.waits.items())), Counter()
+        found, self.waits, self.launched = dict(sorted(self.waits.items())), Counter(), ""
         return found
 
 

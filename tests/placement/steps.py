@@ -18,9 +18,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.placement import collectives, torch_device_module
-from tests.placement.device import DEVICE, StandIn, WrongDevice
+from tests.placement.device import AFTER_UPDATE, DEVICE, StandIn, WrongDevice
 
 STAND_IN = StandIn()
 STEPS = 2
@@ -56,6 +57,7 @@ def install() -> None:
     torch.cuda.current_device = lambda: DEVICE  # type: ignore[assignment,return-value]
     collectives.install(STAND_IN)
     torch_device_module.register()
+    _name_the_devices_of_optimizers()
     torch_context = start_data_parallel_and_seed.TorchContext.__init__
 
     def on_the_stand_in(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,6 +83,21 @@ def install() -> None:
 
     engine.transformer_config = on_the_device
     cuda_stubs.sum_of_squares = lambda tensors, _: norm(tensors, DEVICE)  # apex's kernel, which this replaces, stays
+
+
+def _name_the_devices_of_optimizers() -> None:
+    """Where they ask torch's C++ for the devices of their tensors, and where Transformer Engine makes its flag."""
+    grouped = torch.optim.Optimizer._group_tensors_by_device_and_dtype
+
+    def by_device(lists: Any, with_indices: bool = False) -> Any:
+        groups = grouped(lists, with_indices)
+        return {(lists[0][0].device if d is not None else d, t): v for (d, t), v in groups.items()}
+
+    torch.optim.Optimizer._group_tensors_by_device_and_dtype = staticmethod(by_device)  # type: ignore[method-assign]
+    if "transformer_engine_torch" in sys.modules:
+        from transformer_engine.pytorch.optimizers import FusedAdam
+
+        FusedAdam.__init__.__code__ = _with_constants(FusedAdam.__init__.__code__)
 
 
 def _with_constants(value: Any) -> Any:
@@ -124,9 +141,23 @@ def _train(engine: Any, case: Any, number: int, loss: Any = None) -> float:
     return engine.train_batch(mine, loss or CrossEntropy(), 1e-3).loss
 
 
+@contextmanager
+def updates_named() -> Iterator[None]:
+    """Waits after an optimizer's update was launched have it in their names."""
+
+    def launched(*_: Any) -> None:
+        STAND_IN.launched = AFTER_UPDATE
+
+    handle = register_optimizer_step_post_hook(launched)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def step(text: str, folder: Path) -> Any:
-    """Waits of one optimizer step."""
-    with engine_of(text, folder) as (engine, case):
+    """Waits of one optimizer step; those after the update's launch are named so."""
+    with engine_of(text, folder) as (engine, case), updates_named():
         for number in range(STEPS):
             STAND_IN.counted()
             _train(engine, case, number)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.placement.device import AFTER_UPDATE
+
 Waits = dict[str, int]
 LAYERS, MICROBATCHES = 4, 2
-STEP = {"read megaswift.engine.global_batch_loss_and_metrics:StepReport.read": 1}
-"""Losses, metrics, routers' losses and gradient norms of the step, in one read, which decides on the update."""
+STEP = {"sync megaswift.device_copy:HostCopy.wait": 1}
+"""Losses, metrics, routers' losses and gradient norms of the step, in one read."""
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 DISPATCH = {f"sync {_DISPATCHER}._maybe_dtoh_and_synchronize": LAYERS * MICROBATCHES}
 """Megatron-Core's: tokens of each expert, which set the shapes of the exchange and of the products."""
@@ -23,13 +25,16 @@ TORCH_EXPERTS = DISPATCH | {
 """Megatron-Core's permutation without Transformer Engine's kernels asks once more."""
 COUNTED = {"read megaswift.engine.global_batch_loss_and_metrics:count_global_batch": 1}
 """Over all ranks: counts before the step, which losses are divided by, and whether the step is taken."""
-PIPELINE = {
-    "read megaswift.distributed:broadcast_object": 1,
-    "sync megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": 3,
-}
-"""The report from the last stage; Megatron-Core synchronizes after every batched exchange (`batch_p2p_sync`), of which
-a stage of two has three for two micro-batches."""
 INTERLEAVED = {"read megaswift.distributed:broadcast_object": 1}
+"""The report from the last stage."""
+EXCHANGES = {"sync megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": 3}
+"""Megatron-Core synchronizes after every batched exchange (`batch_p2p_sync`), of which a stage of two has three for two
+micro-batches."""
+PIPELINE = INTERLEAVED | EXCHANGES
+LAUNCHED = {name + AFTER_UPDATE: n for name, n in STEP.items()}
+"""Of a step on the native engine: the device decides on the update, which is launched before the host waits."""
+LAUNCHED_INTERLEAVED = {name + AFTER_UPDATE: n for name, n in (STEP | INTERLEAVED).items()}
+LAUNCHED_PIPELINE = LAUNCHED_INTERLEAVED | EXCHANGES
 PADDED_PACKING = {"read transformers.masking_utils:find_packed_sequence_indices": 2}
 """transformers asks each micro-batch's positions whether rows are packed."""
 DDP = STEP | PADDED_PACKING
@@ -60,10 +65,11 @@ RANKS_OF_ROLLOUT = {SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier":
 
 
 def _checkpoint(
-    read: int, exported: int, counters: int = 0, ranks: int = 1, written: int | None = None
+    read: int, exported: int, counters: int = 0, ranks: int = 1, written: int | None = None, groups: int = 0
 ) -> dict[str, Waits]:
     """Waits of a checkpoint, an export and a load: one a tensor. `counters`: step counts of torch's Adam, a read and a
-    copy each. `written`: tensors of this rank's file, where they are not those that it reads."""
+    copy each; `groups`: of Transformer Engine's, a read each. `written`: tensors of this rank's file, where they are
+    not those that it reads."""
     files, states = "megaswift.bridge.torch_dist_chunk_io:", "megaswift.engine.megatron.checkpoint.optimizer_states:"
     several = ranks > 1
     save = {f"read {files}write_rank_chunks": read if written is None else written}
@@ -73,8 +79,9 @@ def _checkpoint(
         save |= {OBJECTS: 2, "gloo megaswift.distributed:_reduce": 1, "gloo megaswift.distributed:gather_on_rank0": 1}
         load |= {OBJECTS: 3}
         export |= {OBJECTS: 3, "gloo megaswift.distributed:broadcast_object": 2}
+    if counters or groups:
+        save |= {f"read {states}get_step_count.<locals>.<listcomp>": counters or groups}
     if counters:
-        save |= {f"read {states}get_step_count.<locals>.<listcomp>": counters}
         load |= {f"copy {states}_counter": counters}
     return {"save": save, "export": export, "load": load}
 
@@ -98,24 +105,24 @@ FSDP_ROLLOUT |= {
 
 WAITS: dict[tuple[str, int], dict[str, Any]] = {
     ("", 1): {
-        "step:moe": STEP | TORCH_EXPERTS,
+        "step:moe": LAUNCHED | TORCH_EXPERTS,
         "save:moe": _checkpoint(237, 63, counters=63),
         "run:dpo": STEP,
         "run:grpo": STEP | SAMPLER | {SCORES: 2},
         "run:sft --engine ddp": DDP,
     },
     ("", 2): {
-        "step:dense pp2": [STEP | PIPELINE | COUNTED, STEP | PIPELINE | COUNTED],
-        "step:moe dp2 ep2": STEP | TORCH_EXPERTS | COUNTED,
+        "step:dense pp2": [LAUNCHED_PIPELINE | COUNTED, LAUNCHED_PIPELINE | COUNTED],
+        "step:moe dp2 ep2": LAUNCHED | TORCH_EXPERTS | COUNTED,
         "save:dense dp2 --engine fsdp2": [_FSDP_SAVED, _FSDP_READ],
     },
     ("2.12.0", 1): {
-        "step:moe te packed": STEP | DISPATCH,
-        "save:dense te": _checkpoint(117, 35),
+        "step:moe te packed": LAUNCHED | DISPATCH,
+        "save:dense te": _checkpoint(117, 35, groups=2),
     },
     ("2.12.0", 2): {
-        "step:dense te tp2 sp": STEP | COUNTED,
-        "step:dense te cp2 packed": STEP | COUNTED,
+        "step:dense te tp2 sp": LAUNCHED | COUNTED,
+        "step:dense te cp2 packed": LAUNCHED | COUNTED,
     },
 }
 """(Release of Transformer Engine or none, ranks) -> scenario -> its waits, or a list of each rank's."""
@@ -127,17 +134,17 @@ A2A = {
 """Transformer Engine 2.12 reads every bound of packed rows in every layer: prefer `p2p` for them."""
 SLOW: dict[tuple[str, int], dict[str, Any]] = {
     ("", 1): {
-        "step:dense packed": STEP,
-        "step:gemma2": STEP,
+        "step:dense packed": LAUNCHED,
+        "step:gemma2": LAUNCHED,
         "run:sft": STEP,
         "run:sft --train_type lora": STEP,
         "run:ppo": {name: 2 * n for name, n in STEP.items()} | SAMPLER | {SCORES: 6},
         "run:grpo --train_type lora --rollout_lora false": STEP | SAMPLER | {SCORES: 2},
     },
     ("", 2): {
-        "step:dense cp2 packed": STEP | COUNTED,
-        "step:dense dp2 do overlap": STEP | COUNTED,
-        "step:moe tp2 sp ep2 etp1": STEP | TORCH_EXPERTS | COUNTED,
+        "step:dense cp2 packed": LAUNCHED | COUNTED,
+        "step:dense dp2 do overlap": LAUNCHED | COUNTED,
+        "step:moe tp2 sp ep2 etp1": LAUNCHED | TORCH_EXPERTS | COUNTED,
         "run:grpo --engine fsdp2": FSDP_ROLLOUT,
         "run:dpo --engine fsdp2": FSDP | LOOP | {"read transformers.masking_utils:find_packed_sequence_indices": 4},
         "run:sft --engine fsdp2 --fsdp shard_grad_op": FSDP | LOOP,
@@ -157,22 +164,22 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
     },
     ("", 4): {
         "step:dense pp2 vpp2 tp2 packed": [
-            STEP | INTERLEAVED | COUNTED,
-            STEP | INTERLEAVED | COUNTED,
-            STEP | INTERLEAVED | COUNTED,
-            STEP | INTERLEAVED | COUNTED,
+            LAUNCHED_INTERLEAVED | COUNTED,
+            LAUNCHED_INTERLEAVED | COUNTED,
+            LAUNCHED_INTERLEAVED | COUNTED,
+            LAUNCHED_INTERLEAVED | COUNTED,
         ],
     },
     ("2.12.0", 1): {
-        "step:dense te": STEP,
-        "step:gpt_oss te": STEP | DISPATCH,
+        "step:dense te": LAUNCHED,
+        "step:gpt_oss te": LAUNCHED | DISPATCH,
         "run:sft --train_type lora": STEP,
     },
     ("2.12.0", 2): {
-        "step:dense te pp2 packed": [STEP | PIPELINE | COUNTED, STEP | PIPELINE | COUNTED],
-        "step:moe te tp2 sp ep2 etp1 packed": STEP | DISPATCH | COUNTED,
-        "step:moe te cp2 packed comm=a2a": STEP | DISPATCH | A2A | COUNTED,
-        "save:dense te dp2 do": [_checkpoint(79, 35, 0, 2), _checkpoint(77, 0, 0, 2, 38)],
+        "step:dense te pp2 packed": [LAUNCHED_PIPELINE | COUNTED, LAUNCHED_PIPELINE | COUNTED],
+        "step:moe te tp2 sp ep2 etp1 packed": LAUNCHED | DISPATCH | COUNTED,
+        "step:moe te cp2 packed comm=a2a": LAUNCHED | DISPATCH | A2A | COUNTED,
+        "save:dense te dp2 do": [_checkpoint(79, 35, 0, 2, groups=2), _checkpoint(77, 0, 0, 2, 38, groups=2)],
     },
 }
 FAULTS = {

@@ -37,6 +37,23 @@ def multi_tensor_adam(chunk: int, overflow: Tensor, lists: list[list[Tensor]], *
             weight.copy_(main)
 
 
+@kernel
+def multi_tensor_adam_capturable(chunk: int, skip: Tensor, lists: list[list[Tensor]], *rule: Any) -> None:
+    """Lists: gradients, weights, moments. Rate, step and the gradients' factor are tensors; gradients are written back
+    scaled; nothing happens where `skip` is 1."""
+    lr, beta1, beta2, eps, step, mode, correct, decay, factor = rule
+    assert lr.dtype == factor.dtype == torch.float32 and step.dtype == skip.dtype == torch.int
+    if int(skip) == 1:
+        return
+    for grad, weight, first, second in zip(*lists, strict=True):
+        assert grad.dtype == weight.dtype
+        grad.copy_(grad.float() * factor)
+        moved = _moved(
+            weight.float(), grad, first, second, (float(lr), beta1, beta2, eps, int(step), mode, correct, decay)
+        )
+        weight.copy_(moved)
+
+
 def joined(high: Tensor, low: Tensor) -> Tensor:
     """The float32 of a bfloat16, rounded to nearest, and the signed 16 bits that it lacks."""
     return ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)

@@ -185,6 +185,20 @@ def test_adam(remainder: bool) -> None:
     assert_close(optimizer.joined(weight, low) if remainder else weight, reference.detach(), 1e-6)
 
 
+def test_adam_that_can_skip() -> None:
+    """Gradients times a factor, which are written back; nothing happens where the flag is 1."""
+    plain, ours = ([[randn(9, seed=1)], [randn(9)], [torch.zeros(9)], [torch.zeros(9)]] for _ in range(2))
+    plain[0][0] *= 0.25
+    optimizer.multi_tensor_adam(2048, torch.zeros(1), plain, 0.5, 0.8, 0.9, 1e-6, 1, 1, True, 0.2)
+    rule = (torch.tensor(0.5), 0.8, 0.9, 1e-6, torch.ones(1, dtype=torch.int), 1, True, 0.2, torch.tensor([0.25]))
+    before = [[t.clone() for t in one] for one in ours]
+    for flag, want in ((1, before), (0, plain)):
+        optimizer.multi_tensor_adam_capturable(2048, torch.tensor([flag], dtype=torch.int), ours, *rule)
+        assert all(
+            torch.equal(a, b) for one, other in zip(ours, want, strict=True) for a, b in zip(one, other, strict=True)
+        )
+
+
 def test_remainders_are_those_of_the_kernel() -> None:
     """Against the kernel's rule written in numpy (tests/engine/fused_adam.py), negative numbers and ties included."""
     main = torch.cat([randn(200) * 100, torch.tensor([1.0 + 2**-8, -1.0 - 2**-8, 0.0, -0.0, 2**-120])])

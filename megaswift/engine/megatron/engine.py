@@ -204,7 +204,7 @@ class MegatronEngine:
         o, device = self.cfg.optim, self.context.device
         optim.set_lr_and_weight_decay(self.optimizer, lr, o.weight_decay if weight_decay is None else weight_decay)
         scale = optim.get_loss_scale(self.optimizer)
-        norm, stepped = optim.optimizer_step(self.optimizer, o.max_grad_norm, device, report.read)
+        norm, stepped = optim.optimizer_step(self.optimizer, o.max_grad_norm, device, report)
         falling = not stepped and optim.can_lower_loss_scale(self.optimizer)
         return replace(report.result, grad_norm=norm, skipped=not stepped, loss_scale=scale, loss_scale_falling=falling)
 

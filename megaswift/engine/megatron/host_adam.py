@@ -47,6 +47,8 @@ class HostAdam(torch.optim.AdamW):
     on; but for those in `resident`."""
 
     resident: list[Tensor]
+    grad_scale: float | None = None
+    """What the next step divides gradients by, as torch's fused kernel does with its tensor of this name."""
 
     @classmethod
     def instead_of(cls, optimizer: torch.optim.Optimizer, fraction: float = 1.0) -> HostAdam:
@@ -115,7 +117,7 @@ class HostAdam(torch.optim.AdamW):
     def _update_on_device(self, p: Tensor, group: dict[str, Any]) -> None:
         state = self.materialize(p)
         assert p.grad is not None
-        _adamw(p, p.grad, (state["exp_avg"], state["exp_avg_sq"]), state["step"], group)
+        self._adamw(p, p.grad, (state["exp_avg"], state["exp_avg_sq"]), state["step"], group)
         state["step"] += 1
 
     def _update(self, chunk: _MovedChunk) -> None:
@@ -124,10 +126,33 @@ class HostAdam(torch.optim.AdamW):
         moments = tuple(state[name].view(-1)[chunk.part] for name in ("exp_avg", "exp_avg_sq"))
         if chunk.arrived is not None:
             chunk.arrived.synchronize()
-        _adamw(chunk.weight, chunk.gradient, moments, state["step"], chunk.group)
+        self._adamw(chunk.weight, chunk.gradient, moments, state["step"], chunk.group)
         chunk.parameter.view(-1)[chunk.part].copy_(chunk.weight, non_blocking=True)
         if chunk.part.stop == chunk.parameter.numel():
             state["step"] += 1
+
+    def _adamw(
+        self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]
+    ) -> None:
+        """One update in place, the counter left as it is."""
+        scale = self.grad_scale
+        adamw(
+            [weight],
+            [gradient],
+            [moments[0]],
+            [moments[1]],
+            [],
+            [step.clone()],
+            fused=True,
+            grad_scale=None if scale is None else torch.full((), scale, dtype=torch.float32, device=weight.device),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
     def _staged(self) -> int:
         """Elements of a buffer."""
@@ -178,26 +203,6 @@ def _event_on_current_stream(p: Tensor) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record()
     return event
-
-
-def _adamw(weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]) -> None:
-    """One update in place, the counter left as it is."""
-    adamw(
-        [weight],
-        [gradient],
-        [moments[0]],
-        [moments[1]],
-        [],
-        [step.clone()],
-        fused=True,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
 
 
 def materialize_host_adam_state(optimizer: HostAdam, config: Any = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,12 +33,21 @@ from torch import Tensor
 from megaswift.config import SwiftConfig
 from megaswift.config.optim import PLUGIN_OPTIMIZERS, PluginOptimizerParts
 from megaswift.config.optimizer_rules import uses_distributed_optimizer
-from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
+from megaswift.engine.global_batch_loss_and_metrics import StepNumbers
+from megaswift.engine.megatron.clip_and_skip_in_update import (
+    clipping_by,
+    clips_in_update,
+    decided_on_device,
+    device_decides,
+    let_device_decide,
+)
 from megaswift.engine.megatron.host_adam import HostAdam, materialize_host_adam_state
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Of main gradients and moments, by Megatron-LM's names."""
 _PLUGIN_OF: WeakKeyDictionary[torch.optim.Optimizer, PluginOptimizerParts] = WeakKeyDictionary()
+CLIP_EPSILON = 1e-6
+"""Megatron-Core's: gradients are multiplied by the limit over (norm + this), where that is below 1."""
 LORA_B = re.compile(r"\.lora\.B\d+$")
 """Names of B in a layer's adapters (`lora.layer_adapters`)."""
 
@@ -92,6 +102,8 @@ def build_optimizer(
         else:
             _fuse(part)
     share_loss_scaler(optimizer)
+    if plugin is None:
+        let_device_decide(optimizer_parts(optimizer))
     return optimizer
 
 
@@ -126,7 +138,11 @@ def _fuse(part: MegatronOptimizer) -> None:
 def set_lr_and_weight_decay(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
     """Learning rate and weight decay of every group: biases and norms (1-D parameters) do not decay."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_mult", 1.0)
+        rate = lr * group.get("lr_mult", 1.0)
+        if isinstance(group["lr"], Tensor):  # of a kernel that reads it on the device
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
 
@@ -203,30 +219,49 @@ def _shared_scaler(optimizer: MegatronOptimizer) -> SharedLossScaler | None:
 
 @torch.no_grad()
 def optimizer_step(
-    optimizer: MegatronOptimizer, clip: float, device: torch.device, read: ReadNumbers
+    optimizer: MegatronOptimizer, clip: float, device: torch.device, numbers: StepNumbers
 ) -> tuple[float, bool]:
     """(gradient norm before clipping, whether the step was taken). Not taken where a gradient is not finite.
 
-    `read` is called once, before the update is launched: whether it is, and whether gradients are scaled, the host
-    decides. Transformer Engine's FusedAdam has no way to skip on the device, and to scale gradients unasked would cost
-    more of the device's time than the host's way to it.
+    Of `numbers` the device is read once: after the update is launched where the device decides on it, before it where
+    the host has to (`reason_for_host_decision`).
     """
-    overflow = optimizer.prepare_grads()
+    overflow, parts = optimizer.prepare_grads(), optimizer_parts(optimizer)
     scaler = _shared_scaler(optimizer)
+    if scaler is None and device_decides(parts):
+        return _launch_then_read(optimizer, clip, numbers.reduce(*_launch_squared_norms(optimizer, device)), numbers)
     if scaler is not None:
         overflow = scaler.decide(overflow)
-    squares = read(*(((), ()) if overflow else _launch_squared_norms(optimizer, device)))
-    norm = math.nan if overflow else math.sqrt(sum(squares))
+    squares = numbers.reduce(*(((), ()) if overflow else _launch_squared_norms(optimizer, device)))
+    read = numbers.start_read(squares)()
+    norm = math.nan if overflow else math.sqrt(sum(read))
     if not math.isfinite(norm):
         return norm, False
-    if clip > 0:
-        for part in optimizer_parts(optimizer):
-            parameters = part.get_parameters()
-            if parameters:
+    with ExitStack() as updates:
+        for part in parts if clip > 0 else ():
+            if clips_in_update(part):
+                updates.enter_context(clipping_by(part, (norm + CLIP_EPSILON) / clip))
+            elif parameters := part.get_parameters():
                 clip_grad_by_total_norm_fp32(
                     parameters, max_norm=clip, total_norm=norm, use_decoupled_grad=uses_precision_aware_optimizer(part)
                 )
-    return norm, bool(optimizer.step_with_ready_grads())
+        return norm, bool(optimizer.step_with_ready_grads())
+
+
+def _launch_then_read(
+    optimizer: MegatronOptimizer, clip: float, squares: list[Tensor], numbers: StepNumbers
+) -> tuple[float, bool]:
+    """`optimizer_step` without a decision of the host. `squares` [] add up to the square of all gradients."""
+    norm = torch.stack([square.double() for square in squares]).sum().sqrt()
+    wait = numbers.start_read([norm])
+    skip = 1 - norm.isfinite().float()
+    divisor = ((norm + CLIP_EPSILON) / clip).clamp(min=1) if clip > 0 else None
+    with ExitStack() as updates:
+        for part in optimizer_parts(optimizer):
+            updates.enter_context(decided_on_device(part, skip, divisor))
+        optimizer.step_with_ready_grads()
+    [value] = wait()
+    return value, math.isfinite(value)
 
 
 def _launch_squared_norms(optimizer: MegatronOptimizer, device: torch.device) -> tuple[list[Tensor], list[Any]]:

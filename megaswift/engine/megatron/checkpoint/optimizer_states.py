@@ -262,7 +262,8 @@ def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
             continue
         for group in part.optimizer.param_groups:
             if not _counts_by_weight(part) and part.config.optimizer == "adam":
-                group["step"] = step
+                counter = group.get("step")
+                group["step"] = torch.full_like(counter, step) if isinstance(counter, Tensor) else step
             for p in group["params"]:
                 if _counts_by_weight(part):
                     part.optimizer.state[p]["step"] = _counter(step, group, p)
