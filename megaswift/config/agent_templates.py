@@ -52,3 +52,5 @@ REFUSED_AGENT_FORMATS = {
     )
 }
 """Name -> (why megaswift does not write it, what does)."""
+AGENT_TEMPLATES = (*AGENT_FORMATS, *AGENT_TEXTS, *REFUSED_AGENT_FORMATS)
+"""What --agent_template takes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megaswift.config.agent_templates import AGENT_FORMATS, AGENT_TEXTS, REFUSED_AGENT_FORMATS
+from megaswift.config.agent_templates import AGENT_TEMPLATES
 from megaswift.config.option import LARGEST_SEED, option
 
 SFT = ("sft",)
@@ -139,7 +139,7 @@ class DataConfig:
     agent_template: str | None = option(
         None,
         "Format of tool calls: the chat template's (checked), or text (react_en)",
-        choices=(*AGENT_FORMATS, *AGENT_TEXTS, *REFUSED_AGENT_FORMATS),
+        choices=AGENT_TEMPLATES,
         tasks=CHATS,
     )
     add_non_thinking_prefix: bool = option(

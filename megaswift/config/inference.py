@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaswift.config.agent_templates import AGENT_TEMPLATES
 from megaswift.config.inference_backend_options import BackendOptions
 from megaswift.config.model import DTYPES
 from megaswift.config.option import option
@@ -168,6 +169,9 @@ class ChatTemplateOptions:
         "Replaces the tokenizer's chat template: Jinja file or text, or a name (qwen3)",
         aliases=("template", "template_type"),
         metavar="FILE",
+    )
+    agent_template: str | None = option(
+        None, "Format of tools and calls, as in training; unset: the run's, if it is text", choices=AGENT_TEMPLATES
     )
     system: str | None = option(
         None, "System message for conversations without one: text or a file", metavar="TEXT|FILE"

@@ -52,6 +52,7 @@ TRANSFORMERS_ONLY = (
     "owned_by",
     "system",
     "stop",
+    "agent_template",
 )
 """Options of `deploy` that vLLM's own server has no word for."""
 VLLM_LACKS = (

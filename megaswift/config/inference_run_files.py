@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megaswift.config.agent_templates import AGENT_TEXTS
 from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.infer_launch_rules import with_launch_variables
 from megaswift.config.inference import (
@@ -23,9 +24,10 @@ from megaswift.config.inference import (
     split_adapter_name,
 )
 from megaswift.config.nodes_of_single_process_commands import unused_processes_notice
-from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER
+from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER, read_config_file
 from megaswift.config.swift_config import SwiftConfig, load_config
 from megaswift.config.user_spelling import TypedOption
+from megaswift.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
 RUN_CONFIG = "config.yaml"
@@ -127,6 +129,29 @@ def _with_run_data(parsed: ParsedCommand) -> ParsedCommand:
     return replace(parsed, sections=sections, typed=typed, notices=(*parsed.notices, *notices))
 
 
+def _with_agent_template_of_run(parsed: ParsedCommand) -> ParsedCommand:
+    """The --agent_template of the run, where it is text: the prompts are then those of training."""
+    weights: ModelPathOptions = parsed.sections["weights"]
+    source = run_config_file([*weights.adapter_folders, weights.model])
+    if source is None or parsed.given("agent_template"):
+        return parsed
+    try:
+        given = read_config_file(str(source)).givens
+    except ConfigError:
+        return parsed
+    name = next((one.value for one in given if one.name == "agent_template" and one.value in AGENT_TEXTS), None)
+    if name is None:
+        return parsed
+    if "server" in parsed.sections and parsed.sections["backend"].infer_backend == "vllm":
+        told = (
+            f"--agent_template {name} of the run ({source}) has no effect: vLLM's chat template writes tools and calls"
+        )
+        return replace(parsed, notices=(*parsed.notices, told))
+    talk = replace(parsed.sections["conversation"], agent_template=name)
+    told = f"--agent_template {name}: as the run has it ({source})"
+    return replace(parsed, sections={**parsed.sections, "conversation": talk}, notices=(*parsed.notices, told))
+
+
 def _result_path(weights: ModelPathOptions, datasets: tuple[str, ...]) -> str:
     """A file that does not exist yet; that of an interrupted run is the same again."""
     owner = next(iter(weights.adapter_folders), weights.model or "model")
@@ -139,13 +164,16 @@ def _result_path(weights: ModelPathOptions, datasets: tuple[str, ...]) -> str:
 
 def complete_infer_options(parsed: ParsedCommand) -> ParsedCommand:
     """`megaswift infer`: base model, data of a run, result file."""
-    parsed = _with_run_data(_with_base_model(parsed, "weights"))
+    parsed = _with_agent_template_of_run(_with_run_data(_with_base_model(parsed, "weights")))
     weights: ModelPathOptions = parsed.sections["weights"]
     weights = replace(weights, adapters=weights.adapter_folders)
     parsed = with_launch_variables(replace(parsed, sections={**parsed.sections, "weights": weights}), os.environ)
     file: PromptFileOptions = parsed.sections["file"]
     if file.dataset and parsed.given("stream"):
         told = f"{parsed.label('stream')} has no effect: answers to a prompt file are written to its result file"
+        parsed = replace(parsed, notices=(*parsed.notices, told))
+    if not file.dataset and parsed.given("agent_template"):
+        told = f"{parsed.label('agent_template')} has no effect: a conversation in the terminal has no tools"
         parsed = replace(parsed, notices=(*parsed.notices, told))
     if not file.dataset or file.result_path is not None:
         return parsed
@@ -163,7 +191,7 @@ def _one_process(parsed: ParsedCommand, why: str) -> ParsedCommand:
 def complete_deploy_options(parsed: ParsedCommand) -> ParsedCommand:
     """`megaswift deploy`: base model; several adapters without names are called as their folders are."""
     told = "a server is one process; --vllm_data_parallel_size N starts several models of a vLLM server"
-    parsed = _one_process(_with_base_model(parsed, "weights"), told)
+    parsed = _one_process(_with_agent_template_of_run(_with_base_model(parsed, "weights")), told)
     weights: ModelPathOptions = parsed.sections["weights"]
     if len(weights.adapters) < 2:
         return parsed

@@ -171,7 +171,6 @@ _GENERATION = {
     **_HINTS,
     "hub_token": _TOKEN,
     "hf_token": _TOKEN,
-    "agent_template": _TEMPLATE,
     "response_prefix": _TEMPLATE,
     "truncation_strategy": _CONTEXT,
     "do_sample": "--temperature: above 0 samples, 0 is greedy",

@@ -131,21 +131,27 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
 
 
 def _templates(data: Any, tokenizer: Any) -> ChatTemplateTexts:
-    """The chat templates of a run; ConfigError where they do not write tool calls as `--agent_template` says."""
+    """The chat templates of a run."""
     templates = load_chat_templates(tokenizer, data.chat_template, data.enable_thinking)
-    name = data.agent_template
+    return replace(
+        with_agent_template(templates, data.agent_template), keep_empty_reasoning=data.add_non_thinking_prefix
+    )
+
+
+def with_agent_template(templates: ChatTemplateTexts, name: str | None) -> ChatTemplateTexts:
+    """The templates under `--agent_template`; ConfigError where they do not write tool calls as it says."""
     if name in REFUSED_AGENT_FORMATS:
         raise ConfigError(Problem(f"--agent_template {name}", *REFUSED_AGENT_FORMATS[name]))
     if name in AGENT_TEXTS:
-        templates = replace(templates, agent_text=name)
-    elif name is not None:
+        return replace(templates, agent_text=name)
+    if name is not None:
         call = ChatRenderer(templates).rendered_tool_call()
         if AGENT_FORMATS[name] not in call:
             how = f"as {call[-120:]!r}" if call else "not at all"
             rule = f"the chat template writes tool calls otherwise: {how}"
             fix = "leave it out, or give another template (--template qwen3, or FILE.jinja)"
             raise ConfigError(Problem(f"--agent_template {name}", rule, fix))
-    return replace(templates, keep_empty_reasoning=data.add_non_thinking_prefix)
+    return templates
 
 
 def _before(tokenizer: Any) -> list[int]:

@@ -13,14 +13,17 @@ from functools import cached_property
 from typing import Any
 
 from megaswift.config.inference import ChatTemplateOptions
+from megaswift.data.agent_text_instructions import AGENT_TEXT_FORMATS, AgentTextFormat
 from megaswift.data.attach_row_media import TYPES, RowImageFolders, attach_media
+from megaswift.data.encode_rows import with_agent_template
 from megaswift.data.jinja_sandbox_limits import REFUSED
 from megaswift.data.open_media_files import open_image
 from megaswift.data.read_template_and_system import read_system_message, thinking_variable
-from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
+from megaswift.data.render_chat_with_loss_spans import ChatRenderer, ChatTemplateTexts, load_chat_templates
 from megaswift.data.row_media import RowMedia, plural_of_kinds
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample, checked_conversation_sample
 from megaswift.data.vision_processor import Processor
+from megaswift.data.write_tools_as_agent_text import RESULTS
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.inference.generator import AnswerRequest, Listener, ProcessedImageInputs
 from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
@@ -44,6 +47,8 @@ class TokenizedChat:
     media: RowMedia = RowMedia()
     pictures: ProcessedImageInputs | None = None
     """What the towers read of them; None: they are opened when the answer's turn comes."""
+    stop: tuple[str, ...] = ()
+    """Texts behind which not the model goes on but a tool's result."""
 
 
 class ChatInputRenderer:
@@ -56,17 +61,28 @@ class ChatInputRenderer:
         self.system, self._longest = read_system_message(options.system), options.max_length
         self._variables = thinking_variable(options.enable_thinking, prepared.tokenizer.chat_template)
         self._reader, self._name = prepared.reader, str(prepared.options.model)
+        self._agent = options.agent_template
+        if self._agent is not None and prepared.tokenizer.chat_template:
+            self._templates()  # an error of the option before the model is loaded
 
     @property
     def blind(self) -> str:
         """Why images are not supported; empty where they are."""
         return self._reader if isinstance(self._reader, str) else ""
 
-    @cached_property
-    def _chat(self) -> ChatRenderer:
+    def _templates(self) -> ChatTemplateTexts:
         templates = load_chat_templates(self.tokenizer, None)
         variables = {**templates.special_tokens, **self._variables}
-        return ChatRenderer(replace(templates, special_tokens=variables), parts=True)
+        return with_agent_template(replace(templates, special_tokens=variables), self._agent)
+
+    @cached_property
+    def _chat(self) -> ChatRenderer:
+        return ChatRenderer(self._templates(), parts=isinstance(self._reader, Processor))
+
+    @property
+    def agent(self) -> AgentTextFormat | None:
+        """The format in which tools and calls are text; None: the chat template writes them."""
+        return AGENT_TEXT_FORMATS.get(self._agent or "")
 
     def need_template(self) -> None:
         """ConfigError where the tokenizer has no chat template."""
@@ -91,6 +107,8 @@ class ChatInputRenderer:
         for turn in turns:
             if isinstance(turn.get("content"), list):
                 turn["content"] = self._text(turn["content"])
+        if self.agent is not None:
+            return self._of_agent_text(turns, tools)
         try:
             ids = self.tokenizer.apply_chat_template(
                 turns,
@@ -103,6 +121,21 @@ class ChatInputRenderer:
         except REFUSED as error:
             raise ChatInputError(f"the chat template rejects this conversation ({first_line(error)})") from None
         return TokenizedChat(self._checked(ids))
+
+    def _of_agent_text(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedChat:
+        """The same where tools and calls are text of the conversation."""
+        self.need_template()
+        try:
+            text = self._chat.prompt(checked_conversation_sample(turns, "messages", tools=tools))
+        except RowError as error:
+            raise _told(error) from None
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return TokenizedChat(self._checked(ids), stop=self._stops(turns, tools))
+
+    def _stops(self, turns: Sequence[_Message], tools: Any) -> tuple[str, ...]:
+        """The word for a result, where the model may call a tool."""
+        called = any(turn["role"] in RESULTS or turn.get("tool_calls") for turn in turns)
+        return (self.agent.result,) if self.agent is not None and (tools or called) else ()
 
     def _text(self, parts: Sequence[Any]) -> str:
         """Text parts of a content joined; other parts are for models of another kind."""
@@ -121,7 +154,7 @@ class ChatInputRenderer:
         try:
             sample, media = attach_media(row, checked_conversation_sample(turns, "messages", tools=tools), self.home)
             text = self._chat.prompt(sample)
-            return self._looked(reader, TokenizedChat((), text, media))
+            return self._looked(reader, TokenizedChat((), text, media, stop=self._stops(turns, tools)))
         except RowError as error:
             raise _told(error) from None
 
@@ -133,7 +166,8 @@ class ChatInputRenderer:
             if prompt.media
             else None
         )
-        return TokenizedChat(self._checked(model_inputs["input_ids"][0].tolist()), prompt.text, prompt.media, seen)
+        ids = self._checked(model_inputs["input_ids"][0].tolist())
+        return replace(prompt, ids=ids, pictures=seen)
 
     def image(self, path: str) -> dict[str, Any]:
         """The message part for this image file, which is opened here so that a bad file is reported at once."""
@@ -192,7 +226,7 @@ class ChatInputRenderer:
                 raise ChatInputError("its images changed size since the file was read")
             pictures = again.pictures
         room = most if self.context is None else min(most, self.context - len(prompt.ids))
-        return AnswerRequest(prompt.ids, room, stop, logprobs, listener, pictures)
+        return AnswerRequest(prompt.ids, room, (*stop, *prompt.stop), logprobs, listener, pictures)
 
 
 def _told(error: RowError) -> ChatInputError:

@@ -38,6 +38,7 @@ from megaswift.serve.openai_response_bodies import (
     token_usage,
 )
 from megaswift.serve.request_queue import QueuedRequest, QueueFull, RequestQueue
+from megaswift.serve.tool_calls_in_answers import ToolCallParser, ToolCallResponseWriter
 
 PATIENCE_SECONDS = 0.5
 """Between two looks at whether a client is still there."""
@@ -153,9 +154,27 @@ def _chat(served: ServerState, body: bytes) -> ParsedRequest:
         raise RequestRefused(400, f"top_logprobs may be at most {served.max_logprobs} here", "top_logprobs")
     if parsed.top_logprobs is not None and not parsed.logprobs:
         raise RequestRefused(400, "top_logprobs requires logprobs: true", "top_logprobs")
-    prompt = _prompt(served, served.prompts.of_chat, parsed.messages, "messages")
-    form = ChatResponseWriter(adapter or served.name, served.tokenizer, bool(parsed.logprobs))
+    agent, tools = served.prompts.agent, parsed.offered()
+    if agent is None:
+        _refuse_tools(parsed)
+    prompt = _prompt(served, lambda said: served.prompts.of_chat(*said), [parsed.messages, tools], "messages")
+    words = (adapter or served.name, served.tokenizer, bool(parsed.logprobs))
+    if agent is None or not tools:
+        return ParsedRequest(parsed, [prompt], parsed.told(), ChatResponseWriter(*words), adapter)
+    names = frozenset(tool["function"]["name"] for tool in tools)
+    parser = ToolCallParser(agent, names, 1 if parsed.parallel_tool_calls is False else None)
+    form = ToolCallResponseWriter(*words, parser=parser)
     return ParsedRequest(parsed, [prompt], parsed.told(), form, adapter)
+
+
+def _refuse_tools(parsed: ChatRequest) -> None:
+    """Tools and calls without text, of a server whose chat template would have to write them."""
+    if parsed.tools:
+        rule = "is not supported by this server: it runs without --agent_template react_en, or another that is text"
+        raise InvalidRequest(f"tools: {rule}", "tools")
+    empty = next((i for i, message in enumerate(parsed.messages) if message.get("content") is None), None)
+    if empty is not None:
+        raise InvalidRequest(f"messages: [{empty}] has no content", "messages")
 
 
 def _text(served: ServerState, body: bytes) -> ParsedRequest:
@@ -262,10 +281,11 @@ async def _stream(
         while (piece := await pieces.get()) is not None:
             index, text, logprobs = piece
             if form.logprobs:
-                chunk = await served.write(form.piece, index, text, logprobs, lengths[index])
+                more = await served.write(form.piece, index, text, logprobs, lengths[index])
             else:
-                chunk = form.piece(index, text, logprobs, lengths[index])
-            yield server_sent_event(chunk)
+                more = form.piece(index, text, logprobs, lengths[index])
+            if more is not None:
+                yield server_sent_event(more)
             lengths[index] += len(text)
         failed = ticket.done.exception()
         if failed is not None:
@@ -273,7 +293,8 @@ async def _stream(
             return
         answers: list[Answer] = ticket.done.result()
         for index, answer in enumerate(answers):
-            yield server_sent_event(form.last(index, answer))
+            for chunk in form.last(index, answer):
+                yield server_sent_event(chunk)
         if read is not None:
             yield server_sent_event(form.counts(token_usage(read, answers)))
         yield server_sent_event("[DONE]")

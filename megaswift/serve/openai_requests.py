@@ -24,6 +24,7 @@ MOST_ANSWERS = 128
 """Of one request: its prompts times `n`."""
 MOST_MESSAGES = 2048
 """Of one conversation."""
+MOST_TOOLS = 128
 MOST_NUMBER = 2**31 - 1
 SHOWN_ERRORS, SHOWN_CHARACTERS = 4, 200
 """Maximum number of mistakes in an error response, and length of a quoted part of the request."""
@@ -31,7 +32,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -173,7 +173,8 @@ class ChatRequest(CommonRequestFields):
                 raise ValueError(f"[{i}] has no role")
             if message["role"] not in ROLES:
                 raise ValueError(f"[{i}] has the role {message['role'][:40]!r}; roles are {', '.join(ROLES)}")
-            if not isinstance(message.get("content"), str | list):
+            calls = message["role"] == "assistant" and isinstance(message.get("tool_calls"), list)
+            if not isinstance(message.get("content"), str | list) and (message.get("content") or not calls):
                 raise ValueError(f"[{i}] has no content")
         images = [part for message in value for part in image_parts(message)]
         if len(images) > MOST_IMAGES:
@@ -184,6 +185,21 @@ class ChatRequest(CommonRequestFields):
         ):
             raise ValueError("request an image detail other than high, which is not supported by this server")
         return value
+
+    @field_validator("tools")
+    @classmethod
+    def _tools(cls, value: Any) -> Any:
+        if value is not None and (not isinstance(value, list) or len(value) > MOST_TOOLS):
+            raise ValueError(f"must be a list of at most {MOST_TOOLS} tools")
+        for i, tool in enumerate(value or ()):
+            function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise ValueError(f'[{i}] is not a tool: {{"type": "function", "function": {{"name": ...}}}}')
+        return value
+
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     def wanted(self, default: int) -> int:
         """Maximum tokens of an answer."""

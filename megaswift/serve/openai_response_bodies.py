@@ -77,13 +77,13 @@ class ChatResponseWriter:
         """Before any text of a choice."""
         return [self._chunk(index, {"role": "assistant", "content": ""}, None, None)]
 
-    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob], before: int) -> dict[str, Any]:
-        """Some more text; `before`: characters before it."""
+    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob], before: int) -> dict[str, Any] | None:
+        """Some more text, if there is any to send yet; `before`: characters before it."""
         return self._chunk(index, {"content": text}, self._logprobs(entries), None)
 
-    def last(self, index: int, answer: Answer) -> dict[str, Any]:
+    def last(self, index: int, answer: Answer) -> list[dict[str, Any]]:
         """Why a choice ended."""
-        return self._chunk(index, {}, None, finish_reason(answer))
+        return [self._chunk(index, {}, None, finish_reason(answer))]
 
     def counts(self, counts: dict[str, int]) -> dict[str, Any]:
         """The chunk that clients ask for with stream_options."""
@@ -127,9 +127,9 @@ class CompletionResponseWriter(ChatResponseWriter):
         """Some more text."""
         return self._body("text_completion", [self._choice(index, text, self._tokens(entries, before), None)], {})
 
-    def last(self, index: int, answer: Answer) -> dict[str, Any]:
+    def last(self, index: int, answer: Answer) -> list[dict[str, Any]]:
         """Why a choice ended."""
-        return self._body("text_completion", [self._choice(index, "", None, finish_reason(answer))], {})
+        return [self._body("text_completion", [self._choice(index, "", None, finish_reason(answer))], {})]
 
     def counts(self, counts: dict[str, int]) -> dict[str, Any]:
         """The chunk that clients ask for with stream_options."""

@@ -95,6 +95,28 @@ def test_the_data_of_the_run(run: Path, tmp_path: Path) -> None:
         infer.COMMAND.parse(["--model", str(tmp_path), "--load_data_args", "true"])
 
 
+def test_the_agent_template_of_the_run(run: Path, tmp_path: Path) -> None:
+    """Where it is text and the command gives none; a format of the chat template's own needs no option."""
+    config, plain = run / "config.yaml", (run / "config.yaml").read_text()
+    for text, want in (("react_en", "react_en"), ("hermes", None), ("[a", None)):
+        config.write_text(f"{plain}agent_template: {text}\n")
+        for command in (infer, deploy):
+            parsed = command.COMMAND.parse(["--adapters", str(run)])
+            assert parsed.sections["conversation"].agent_template == want
+            assert any(f"--agent_template {want}: as the run has it" in line for line in parsed.notices) == bool(want)
+    config.write_text(f"{plain}agent_template: qwen_zh\n")
+    own = ("--adapters", str(run), "--agent_template", "react_zh")
+    assert sections(deploy, *own)["conversation"].agent_template == "react_zh"
+    vllm = deploy.COMMAND.parse(["--adapters", str(run), "--infer_backend", "vllm"])
+    assert vllm.sections["conversation"].agent_template is None
+    assert any("--agent_template qwen_zh of the run" in line and "has no effect" in line for line in vllm.notices)
+    with pytest.raises(ConfigError, match="--agent_template react_zh: would be ignored by vLLM"):
+        deploy.COMMAND.parse([*own, "--infer_backend", "vllm"])
+    assert any("react_zh has no effect: a conversation" in line for line in infer.COMMAND.parse([*own]).notices)
+    rows = sections(infer, *own, "--dataset", str(tmp_path / "rows.jsonl"))
+    assert rows["conversation"].agent_template == "react_zh"
+
+
 def test_results_have_a_name_of_their_own(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("--adapters", str(run), "--val_dataset", "val.jsonl")

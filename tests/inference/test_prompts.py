@@ -1,16 +1,34 @@
-"""Conversations of a client that the chat template cannot render are an error of the request, whatever it raises."""
+"""Prompts of conversations: what the chat template refuses, its variables, tools as --agent_template writes them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megaswift.config.agent_templates import AGENT_TEXTS
 from megaswift.config.inference import ChatTemplateOptions
+from megaswift.data.encode_rows import RowEncoder, encode_spec
+from megaswift.data.render_chat_with_loss_spans import load_chat_templates
 from megaswift.errors import ConfigError
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer
-from tests.data.makers import tokenizer
+from megaswift.serve.prompt_file_rows import PromptRows, read_prompt_file
+from tests.data.makers import config, jsonl, tokenizer
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}}}
+CALLS = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "Thought: add", "tool_calls": CALLS},
+    {"role": "tool", "content": "four", "tool_call_id": "1"},
+    {"role": "assistant", "content": "Final Answer: 4"},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+]
 
 
 @pytest.mark.parametrize(
@@ -53,3 +71,42 @@ def test_the_template_s_variable_for_reasoning() -> None:
     tokens.chat_template = "{{ messages[0].content }}"
     with pytest.raises(ConfigError, match="the chat template of this model does not read it"):
         ChatInputRenderer(prepared, ChatTemplateOptions(enable_thinking=True))
+
+
+def agent_prompts(name: str | None) -> ChatInputRenderer:
+    tokens = tokenizer("qwen", None)
+    tokens.chat_template = load_chat_templates(tokens, "chatml").named["default"]
+    prepared: Any = SimpleNamespace(tokenizer=tokens, context=None, reader="text", options=SimpleNamespace(model="m"))
+    return ChatInputRenderer(prepared, ChatTemplateOptions(agent_template=name))
+
+
+@pytest.mark.parametrize("name", AGENT_TEXTS)
+def test_tools_as_text_are_the_tokens_of_training(name: str, tmp_path: Path) -> None:
+    """The prompt of each answer is what stands before its loss in the trained row; of a file's row the last one."""
+    row = {"messages": TALK, "tools": [TOOL]}
+    data = config(tmp_path, "x", agent_template=name, chat_template="chatml").data
+    encoder = RowEncoder(encode_spec(data, tokenizer("qwen"), "sft"))
+    ids, mask = next(encoder.tokenize([encoder.render(row)]))
+    starts = np.flatnonzero(np.diff(np.concatenate([[0], mask]).astype(int)) == 1)
+    prompts = agent_prompts(name)
+    answers = [i for i, message in enumerate(TALK) if message["role"] == "assistant"]
+    assert len(starts) == len(answers) == 3
+    for start, answer in zip(starts, answers, strict=True):
+        made = prompts.of_chat(TALK[:answer], [TOOL])
+        assert made.ids == tuple(ids[:start].tolist())
+        word = "Observation:" if name.startswith("react") else "✿RESULT✿:"
+        assert prompts.request(made, 5, ("x",)).stop == ("x", word)
+    assert prompts.request(prompts.of_chat(TALK[5:6]), 5, ()).stop == ()
+    rows = read_prompt_file(PromptRows((jsonl(tmp_path / "d.jsonl", [row]),), {}), lambda path: prompts)
+    assert rows[0].prompt.ids == tuple(ids[: starts[-1]].tolist()) and rows[0].prompt.stop
+
+
+def test_formats_of_tool_calls_that_do_not_fit() -> None:
+    """A format of a chat template is checked, as in training; what a format cannot say is an error of the request."""
+    with pytest.raises(ConfigError, match="--agent_template hermes: the chat template writes tool calls otherwise"):
+        agent_prompts("hermes")
+    with pytest.raises(ConfigError, match="--agent_template toolbench: has instructions that are prose"):
+        agent_prompts("toolbench")
+    with pytest.raises(ChatInputError, match=r"tools\[0\]: .*a tool with a name and a description"):
+        agent_prompts("react_en").of_chat(TALK[:2], [{"name": "add"}])
+    assert agent_prompts(None).agent is None
