@@ -11,13 +11,25 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megaswift.atomic_disk_writes import write_atomically
-from megaswift.data.row_media import IMAGE, VIDEO, RowMedia, RowVideo, Source
+from megaswift.data.row_media import (
+    FRAMES_SETTINGS,
+    IMAGE,
+    SETTING_FIXES,
+    SETTINGS,
+    VIDEO,
+    RowMedia,
+    RowVideo,
+    Source,
+    positive_number,
+    reading_settings,
+)
 from megaswift.data.untokenized_sample import (
     RowError,
     UntokenizedSample,
@@ -30,8 +42,8 @@ TAGS = {IMAGE: "<image>", VIDEO: "<video>"}
 COLUMNS = {IMAGE: ("images", "image"), VIDEO: ("videos", "video")}
 AUDIO, AUDIO_TAG = ("audios", "audio"), "<audio>"
 """Columns of files that no model here reads, and their placeholder."""
-KEYS = {IMAGE: ("image", "path", "url", "image_url"), VIDEO: ("video", "path", "url", "video_url")}
-"""Of a part: where its file may stand."""
+KEYS = {IMAGE: ("image", "path", "url", "image_url", "source"), VIDEO: ("video", "path", "url", "video_url")}
+"""Of a part: where its file may stand (`source`: Anthropic's)."""
 RATES = ("fps", "sample_fps")
 """Of a video that is a list of frames: where their number a second may stand."""
 TYPES = {"image": IMAGE, "image_url": IMAGE, "video": VIDEO, "video_url": VIDEO}
@@ -65,6 +77,14 @@ def media_entries(row: Mapping[str, Any], kind: str) -> list[Any]:
     return []
 
 
+OF_ROW = "chat_template_kwargs"
+"""The column of what a row says of all its images and videos."""
+PATH_TAG = re.compile(r"<img>(.+?)</img>", re.DOTALL)
+"""An image in a text, by its file."""
+BOXES = ("<bbox>", "<ref-object>")
+"""Placeholders for what ms-swift's column `objects` holds."""
+
+
 def kinds_of_media(row: Mapping[str, Any], sample: UntokenizedSample) -> frozenset[str]:
     """What a row speaks of, images or videos: parts of contents, a column `images`, or a column `image` with a place
     for it."""
@@ -77,20 +97,50 @@ def kinds_of_media(row: Mapping[str, Any], sample: UntokenizedSample) -> frozens
     return frozenset(found)
 
 
-def reject_audio(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
-    """RowError for a row with audio, which would be left out; a column `audio` alone, without a place in the texts,
-    says nothing."""
+def texts_of(sample: UntokenizedSample) -> list[str]:
+    """The texts of all messages, parts of contents among them."""
+    contents = [m.get("content") for m in sample.messages]
+    parts = [p for content in contents if isinstance(content, list) for p in content]
+    return [c for c in contents if isinstance(c, str)] + [p["text"] for p in parts if p["type"] == "text"]
+
+
+def has_tag_without_file(sample: UntokenizedSample) -> bool:
+    """Whether a text still has a placeholder, of a sample whose images and videos are parts."""
+    return any(tag in text for text in texts_of(sample) for tag in (*TAGS.values(), AUDIO_TAG))
+
+
+def settings_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row says of all its images and videos. RowError for variables of the chat template, which are the
+    run's."""
+    given = decode_json_cell(row.get(OF_ROW) or {}, OF_ROW, "an object")
+    if not isinstance(given, Mapping):
+        raise RowError(OF_ROW, describe_value(given), "an object")
+    settings = {name: value for name, value in given.items() if value is not None}
+    other = [name for name in settings if name not in SETTINGS[VIDEO] and name not in SETTING_FIXES]
+    if other:
+        fault = f"{', '.join(other)}, which is not read from rows"
+        raise RowError(OF_ROW, fault, "options of the run, as --enable_thinking, and rows without it")
+    return settings
+
+
+def reject_unread_columns(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
+    """RowError for a row with audio, boxes or variables of the chat template, which would be left out; a column `audio`
+    or `objects` alone, without a place in the texts, says nothing."""
+    if OF_ROW in row and sample.messages:
+        settings_of_row(row)
+    if row.get("objects") and any(tag in text for text in texts_of(sample) for tag in BOXES):
+        fault = f"boxes and names for {' and '.join(BOXES)}, which are not filled in"
+        raise RowError("objects", fault, "texts that have them already, as the model writes them")
     for column in AUDIO:
         if column not in row or not isinstance(row[column], str | list | tuple | dict) or not row[column]:
             continue
-        texts = [c for m in sample.messages if isinstance(c := m.get("content"), str)]
-        if column.endswith("s") or any(AUDIO_TAG in text for text in texts):
+        if column.endswith("s") or any(AUDIO_TAG in text for text in texts_of(sample)):
             raise RowError(column, "audio, which no model is trained on yet", "rows of text, images and videos")
 
 
 def reject_media(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
     """RowError for a row that speaks of images, videos or audio where the model reads text only."""
-    reject_audio(row, sample)
+    reject_unread_columns(row, sample)
     for kind in sorted(kinds_of_media(row, sample)):
         found = f"{kind}s, but this model accepts only text"
         raise RowError(f"{kind}s", found, "rows without them, or a vision-language model")
@@ -98,7 +148,7 @@ def reject_media(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
 
 def reject_media_beside_plain_text(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
     """RowError for a prompt in plain text that has images, videos or audio."""
-    reject_audio(row, sample)
+    reject_unread_columns(row, sample)
     for kind in sorted(kinds_of_media(row, sample)):
         fault = f"plain text, which is used without a chat template, so its {kind}s have no place"
         raise RowError("prompt", fault, "messages")
@@ -108,11 +158,13 @@ def attach_media(
     row: Mapping[str, Any], sample: UntokenizedSample, home: RowImageFolders
 ) -> tuple[UntokenizedSample, RowMedia]:
     """(the sample with each image and video as a part of a content, their files in order). RowError for audio."""
-    reject_audio(row, sample)
+    reject_unread_columns(row, sample)
     given = {kind: media_entries(row, kind) for kind in COLUMNS}
+    if not given[IMAGE]:
+        sample, given[IMAGE] = _with_tags_for_paths(sample)
     if row.get(COLUMNS[VIDEO][0]) is None and VIDEO not in kinds_of_media(row, sample):
         given[VIDEO] = []  # a column `video` alone says nothing
-    attached = _AttachedMedia(home, {kind: iter(values) for kind, values in given.items()})
+    attached = _AttachedMedia(home, {kind: iter(values) for kind, values in given.items()}, settings_of_row(row))
     messages = []
     for i, message in enumerate(sample.messages):
         tagged = [kind for kind, values in given.items() if values]
@@ -136,9 +188,12 @@ def attach_media(
 class _AttachedMedia:
     """The files that the parts of a row's contents have been given."""
 
-    def __init__(self, home: RowImageFolders, waiting: Mapping[str, Iterator[Any]]) -> None:
-        self.home, self.waiting = home, waiting
-        self._made: list[tuple[Part, Source | RowVideo]] = []
+    def __init__(
+        self, home: RowImageFolders, waiting: Mapping[str, Iterator[Any]], settings: Mapping[str, Any]
+    ) -> None:
+        """`settings`: what the row says of all of them."""
+        self.home, self.waiting, self.settings = home, waiting, settings
+        self._made: list[tuple[Part, Source | RowVideo, float | None]] = []
         self._counts = dict.fromkeys(COLUMNS, 0)
 
     def filed(self, part: Part) -> Part:
@@ -159,24 +214,29 @@ class _AttachedMedia:
 
     def part(self, kind: str, part: Part, value: Any) -> Part:
         """What templates and people read of an image or a video."""
+        max_pixels = None
         if kind == IMAGE:
+            sources = [source for source in (part, value, self.settings) if isinstance(source, Mapping)]
+            max_pixels = dict(reading_settings(kind, False, sources)).get("max_pixels")
             file: Source | RowVideo = _file(value, self.home, IMAGE)
             shown: Any = file if isinstance(file, str) else CARRIED
         else:
-            file = _video(part, value, self.home)
+            file = _video(part, value, self.home, self.settings)
             names = [one if isinstance(one, str) else CARRIED for one in file.files]
             shown = names if file.frames else names[0]
         made = {"type": kind, kind: shown}
-        self._made.append((made, file))
+        self._made.append((made, file, max_pixels))
         return made
 
     def media(self, messages: list[dict[str, Any]]) -> RowMedia:
         """The files in the order of their parts."""
         contents = [c for m in messages if isinstance(c := m.get("content"), list)]
         places = {id(part): n for n, part in enumerate(part for content in contents for part in content)}
-        files = [file for _, file in sorted(self._made, key=lambda made: places[id(made[0])])]
-        videos = tuple(file for file in files if isinstance(file, RowVideo))
-        return RowMedia(tuple(file for file in files if not isinstance(file, RowVideo)), videos)
+        made = sorted(self._made, key=lambda one: places[id(one[0])])
+        videos = tuple(file for _, file, _ in made if isinstance(file, RowVideo))
+        images = [(file, limit) for _, file, limit in made if not isinstance(file, RowVideo)]
+        limits = tuple(limit for _, limit in images)
+        return RowMedia(tuple(file for file, _ in images), videos, limits if any(limits) else ())
 
 
 def _parts(content: Any, tagged: list[str], where: str) -> Iterator[Part]:
@@ -185,11 +245,22 @@ def _parts(content: Any, tagged: list[str], where: str) -> Iterator[Part]:
         if part["type"] == "text":
             yield from _split_at_tags(part, tagged)
         elif part["type"] in TYPES:
-            kind = TYPES[part["type"]]
-            kept = (*KEYS[kind], *(RATES if kind == VIDEO else ()))
-            yield {"type": kind, **{k: part[k] for k in kept if part.get(k) is not None}}
+            yield {k: v for k, v in part.items() if v is not None} | {"type": TYPES[part["type"]]}
         else:
             raise RowError(where, f"a part of type {part['type']!r}", "text, image and video parts")
+
+
+def _with_tags_for_paths(sample: UntokenizedSample) -> tuple[UntokenizedSample, list[str]]:
+    """The sample with `<image>` in place of each `<img>FILE</img>`, and the files, in order."""
+    files: list[str] = []
+    messages = []
+    for message in sample.messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            files += PATH_TAG.findall(content)
+            message = {**message, "content": PATH_TAG.sub(TAGS[IMAGE], content)}
+        messages.append(message)
+    return (replace(sample, messages=tuple(messages)), files) if files else (sample, files)
 
 
 def _split_at_tags(part: Part, tagged: list[str]) -> Iterator[Part]:
@@ -216,9 +287,10 @@ def _in_front(messages: list[dict[str, Any]], kind: str, parts: list[Part]) -> N
     messages[first_user] = {**messages[first_user], "content": [*parts, *rest]}
 
 
-def _video(part: Part, value: Any, home: RowImageFolders) -> RowVideo:
-    """A file, or a list of frames with their number a second."""
-    rates = [source[k] for source in (part, value) if isinstance(source, Mapping) for k in RATES if source.get(k)]
+def _video(part: Part, value: Any, home: RowImageFolders, settings: Mapping[str, Any]) -> RowVideo:
+    """A file, or a list of frames with their number a second. `settings`: what the row says of all its videos."""
+    sources = [source for source in (part, value) if isinstance(source, Mapping)]
+    rates = [source[k] for source in sources for k in RATES if source.get(k)]
     if isinstance(value, Mapping):
         value = next((value[k] for k in ("video", "frames", "bytes", "path", "url") if value.get(k)), None)
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -229,17 +301,20 @@ def _video(part: Part, value: Any, home: RowImageFolders) -> RowVideo:
         file = _file(value, home, VIDEO)
         if isinstance(file, bytes):
             raise RowError("videos", f"a video as {len(file):,} bytes", "the path of its file")
-        return RowVideo((file,))
+        return RowVideo((file,), settings=reading_settings(VIDEO, False, [*sources, settings]))
     if not value:
         raise RowError("videos", "an empty list of frames", "the files of a video's frames")
-    if rates and not (isinstance(rates[0], int | float) and rates[0] > 0):
-        raise RowError("videos", f"{rates[0]!r} frames a second", "a number above 0")
-    return RowVideo(tuple(_file(one, home, VIDEO) for one in value), True, float(rates[0]) if rates else None)
+    of_row = {name: settings.get(name) for name in (*FRAMES_SETTINGS, *SETTING_FIXES)}
+    own = reading_settings(VIDEO, True, [*sources, of_row])
+    rate = positive_number(rates[0], "videos", "fps") if rates else None
+    return RowVideo(tuple(_file(one, home, VIDEO) for one in value), True, rate, own)
 
 
 def _file(value: Any, home: RowImageFolders, kind: str) -> Source:
     """The file of an image, a video or a frame; RowError where there is none."""
     if isinstance(value, Mapping):
+        if value.get("type") == "base64":  # Anthropic's
+            value = {"url": f"data:;base64,{value.get('data')}"}
         value = next((value[k] for k in ("bytes", "path", "url", "image") if value.get(k)), None)
     if isinstance(value, str) and value.startswith("data:"):
         value = _decoded(value, kind)

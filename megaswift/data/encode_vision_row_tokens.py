@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megaswift.data.attach_row_media import RowImageFolders, attach_media
+from megaswift.data.attach_row_media import RowImageFolders, attach_media, has_tag_without_file
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, reject_lone_surrogates
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, RenderedConversation
+from megaswift.data.row_count_names_and_texts import TAGS_WITHOUT_FILES
 from megaswift.data.row_media import RowMedia
 from megaswift.data.untokenized_sample import UntokenizedSample
 from megaswift.data.vision_processor import MediaExpandedConversation, Processor
@@ -56,7 +57,7 @@ class VisionRowTokenEncoder(RowEncoder):
         home = RowImageFolders(Path(path).parent, Path(self.spec.image_folder))
         sample, media = attach_media(row, sample, home)
         assert self._chat is not None
-        return self._expanded(self._chat.render(sample), media)
+        return self._expanded(_noted(self._chat.render(sample), sample), media)
 
     def prompt_with_images(
         self, path: str, row: Mapping[str, Any], sample: UntokenizedSample
@@ -67,7 +68,7 @@ class VisionRowTokenEncoder(RowEncoder):
         sample, media = attach_media(row, sample, home)
         assert self._chat is not None
         text, notes = self._chat.prompt(sample), self._chat.prompt_notes(sample)
-        return sample, self._expanded(RenderedConversation(text, (), notes=notes), media)
+        return sample, self._expanded(_noted(RenderedConversation(text, (), notes=notes), sample), media)
 
     def _expanded(self, plain: RenderedConversation, media: RowMedia) -> TokenizedVisionRow:
         """A rendered text with the tokens of its images and videos."""
@@ -115,3 +116,10 @@ class VisionRowTokenEncoder(RowEncoder):
                 yield row.ids, row.mask
             else:  # plain text
                 yield from super().tokenize([row])
+
+
+def _noted(rendered: RenderedConversation, sample: UntokenizedSample) -> RenderedConversation:
+    """A rendered sample; a placeholder in its texts that no file came for is counted."""
+    if not has_tag_without_file(sample):
+        return rendered
+    return replace(rendered, notes=(*rendered.notes, TAGS_WITHOUT_FILES))

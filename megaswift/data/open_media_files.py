@@ -10,7 +10,7 @@ import importlib.util
 import io
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megaswift.data.row_media import RowVideo, Source
@@ -39,6 +39,15 @@ class VideoSampling:
     max_frames: int | None = None
     max_pixels: int | None = None
     """Larger frames are scaled down before the processor sees them."""
+    num_frames: int | None = None
+    """Frames of a file in all, in place of `fps`; rows alone say it."""
+
+    def of(self, video: RowVideo) -> VideoSampling:
+        """With what the row says of this video."""
+        own: dict[str, Any] = dict(video.settings)
+        if "nframes" in own:
+            own |= {"num_frames": own.pop("nframes"), "fps": None}
+        return replace(self, **own)
 
 
 @dataclass(frozen=True)
@@ -61,9 +70,9 @@ def scale_to_max_pixels(image: Any, max_pixels: int | None) -> Any:
     return image.resize((max(1, int(width * ratio)), max(1, int(height * ratio))), Resampling.BILINEAR)
 
 
-def open_image(image: Source, sent: bool = False) -> Any:
+def open_image(image: Source, sent: bool = False, column: str = "images") -> Any:
     """The image in RGB, the right way up: as transformers reads one. `sent`: a stranger's, of few formats and of
-    limited size."""
+    limited size; `column`: what a fault is of."""
     from PIL import Image, UnidentifiedImageError
     from transformers.image_utils import load_image
 
@@ -79,12 +88,13 @@ def open_image(image: Source, sent: bool = False) -> Any:
         # what Pillow raises for a broken file
         reason = "unknown format" if isinstance(error, UnidentifiedImageError) else first_line(error)
         expected = f"an image in {', '.join(SENT)}" if sent else "an image file that Pillow opens"
-        raise RowError("images", f"{label} cannot be read ({reason})", expected) from None
+        raise RowError(column, f"{label} cannot be read ({reason})", expected) from None
 
 
 def open_video(video: RowVideo, sampling: VideoSampling, choose_frames: Callable[..., Any] | None) -> OpenedVideo:
-    """The frames of a video. `choose_frames(metadata=...)` gives the indices of those to read of a file, as
-    transformers' processors do; None: all of them. RowError for a file that cannot be read."""
+    """The frames of a video, with what its row says in `sampling` already. `choose_frames(metadata=...)` gives the
+    indices of those to read of a file, as transformers' processors do; None: all of them. RowError for a file that
+    cannot be read."""
     opened = _frames_of_images(video, sampling) if video.frames else _frames_of_file(video, sampling, choose_frames)
     if sampling.max_pixels is None or opened.frames.shape[1] * opened.frames.shape[2] <= sampling.max_pixels:
         return opened
@@ -100,7 +110,7 @@ def _frames_of_images(video: RowVideo, sampling: VideoSampling) -> OpenedVideo:
     import numpy as np
     from transformers.video_utils import VideoMetadata
 
-    images = [np.asarray(open_image(file)) for file in video.files]
+    images = [np.asarray(open_image(file, column="videos")) for file in video.files]
     shapes = sorted({image.shape[:2] for image in images})
     if len(shapes) > 1:
         sizes = ", ".join(f"{width} x {height}" for height, width in shapes[:3])

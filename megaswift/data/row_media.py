@@ -11,10 +11,61 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaswift.data.untokenized_sample import RowError, describe_value
+
 Source = str | bytes
 """An image or a video: the path of its file, or what is in it."""
 IMAGE, VIDEO = "image", "video"
 """Kinds of media, by the types of their parts in a content."""
+SETTINGS = {
+    IMAGE: ("max_pixels",),
+    VIDEO: ("fps", "nframes", "min_frames", "max_frames", "max_pixels"),
+}
+"""What a row may say of one image or video, by the names of qwen-vl-utils."""
+FRAMES_SETTINGS = ("max_frames", "max_pixels")
+"""Of a video that is a list of frames."""
+SETTING_FIXES = {
+    "min_pixels": "a larger image, or `size` in the model's preprocessor_config.json",
+    "total_pixels": "max_pixels, of one frame",
+    "resized_height": "max_pixels, or an image of that size",
+    "resized_width": "max_pixels, or an image of that size",
+    "raw_fps": "sample_fps, how many frames a second these are",
+    "video_start": "a file with that part of the video",
+    "video_end": "a file with that part of the video",
+}
+"""Settings of qwen-vl-utils that are not followed, and what to do instead."""
+
+
+def reading_settings(kind: str, frames: bool, sources: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:
+    """What a row says of how an image or a video is read, the first source first; RowError for what is not followed.
+    `frames`: the video is a list of them, whose number a second is another thing."""
+    column, settings = f"{kind}s", dict[str, float]()
+    for source in sources:
+        for name, fix in SETTING_FIXES.items():
+            if source.get(name) is not None:
+                raise RowError(column, f"{name} of one {kind}, which is not supported", fix)
+        for name in SETTINGS[kind]:
+            value = source.get(name)
+            if value is None or name in settings or (frames and name == "fps"):
+                continue
+            if frames and name not in FRAMES_SETTINGS:
+                raise RowError(column, f"{name} of a video that is a list of frames", "the frames that are to be read")
+            settings[name] = positive_number(value, column, name, whole=name != "fps")
+    if {"fps", "nframes"} <= settings.keys():
+        raise RowError(column, "fps and nframes of one video", "one of the two")
+    return tuple(settings.items())
+
+
+def positive_number(value: Any, column: str, name: str, whole: bool = False) -> float:
+    """A number above 0, which may be written as text; RowError for anything else."""
+    try:
+        number = 0.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < float("inf") or (whole and number != int(number)):
+        expected = "a whole number above 0" if whole else "a number above 0"
+        raise RowError(column, f"{name} {describe_value(value)}", expected)
+    return int(number) if whole else number
 
 
 def plural_of_kinds(kinds: Iterable[str]) -> str:
@@ -31,6 +82,8 @@ class RowVideo:
     frames: bool = False
     fps: float | None = None
     """Frames a second, of frames alone; a file says so itself."""
+    settings: tuple[tuple[str, float], ...] = ()
+    """What the row says of how it is read, by `SETTINGS`; the options of the run hold for the rest."""
 
     @property
     def named(self) -> Source | list[Source]:
@@ -39,16 +92,18 @@ class RowVideo:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
+        own: dict[str, Any] = {"settings": dict(self.settings)} if self.settings else {}
         if not self.frames:
-            return {"video": self.files[0]}
-        return {"frames": [*self.files]} | ({} if self.fps is None else {"fps": self.fps})
+            return {"video": self.files[0]} | own
+        return {"frames": [*self.files]} | ({} if self.fps is None else {"fps": self.fps}) | own
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> RowVideo:
         """The inverse."""
+        own = tuple(state.get("settings", {}).items())
         if "video" in state:
-            return cls((state["video"],))
-        return cls(tuple(state["frames"]), True, state.get("fps"))
+            return cls((state["video"],), settings=own)
+        return cls(tuple(state["frames"]), True, state.get("fps"), own)
 
 
 @dataclass(frozen=True)
@@ -57,6 +112,8 @@ class RowMedia:
 
     images: tuple[Source, ...] = ()
     videos: tuple[RowVideo, ...] = ()
+    max_pixels: tuple[float | None, ...] = ()
+    """Of each image, where the row says it of any."""
 
     def __bool__(self) -> bool:
         return bool(self.images or self.videos)
@@ -77,12 +134,12 @@ class RowMedia:
         return [(column, file) for column, file in files if isinstance(file, str)]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values; `videos` only where there are any."""
-        videos = [video.to_dict() for video in self.videos]
-        return {"files": [*self.images]} | ({"videos": videos} if videos else {})
+        """As plain values; `videos` and `max_pixels` only where there are any."""
+        more = {"videos": [video.to_dict() for video in self.videos], "max_pixels": [*self.max_pixels]}
+        return {"files": [*self.images]} | {name: values for name, values in more.items() if values}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> RowMedia:
         """The inverse; other keys are left alone."""
         videos = tuple(RowVideo.from_dict(video) for video in state.get("videos", ()))
-        return cls(tuple(state.get("files", ())), videos)
+        return cls(tuple(state.get("files", ())), videos, tuple(state.get("max_pixels", ())))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 OPENING, CLOSING = "<think>", "</think>"
 MOST_SPACE = 64
 """Characters of white space that may follow the end of a turn."""
+MEDIUM = re.compile(r"<image>|<video>|<img>.+?</img>", re.DOTALL)
+"""Where an image or a video stands in a text of a row."""
 _USER, _ANSWER = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
 _CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
@@ -259,11 +262,11 @@ def _leading_space(message: Mapping[str, Any]) -> int:
 
 
 def content_pieces(message: Mapping[str, Any]) -> list[str]:
-    """The texts of a message, without outer white space, cut where images stand."""
+    """The texts of a message, without outer white space, cut where images and videos stand."""
     content = message.get("content")
     if isinstance(content, list):
         content = "<image>".join(str(part.get("text") or "") for part in content)
-    return [piece.strip() for piece in str(content or "").split("<image>") if piece.strip()]
+    return [piece.strip() for piece in MEDIUM.split(str(content or "")) if piece.strip()]
 
 
 def split_reasoning(message: Mapping[str, Any]) -> tuple[str, list[str]]:

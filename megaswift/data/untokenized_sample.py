@@ -49,6 +49,10 @@ class LineError(RowError):
         return self.column
 
 
+LOSS_FIELDS = ("loss", "loss_scale")
+"""Of a message: what chat templates do not read."""
+
+
 @dataclass(frozen=True)
 class UntokenizedSample:
     """A conversation (`messages`, as the chat template takes them) or a plain `text`."""
@@ -121,7 +125,7 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], bool | None]:
     loss = _flag(message, where)
     if loss and role != "assistant":
         raise RowError(f"{where}.loss", f"true on a {role} message", "true on assistant messages only")
-    fields = {k: v for k, v in message.items() if k != "loss" and v is not None}
+    fields = {k: v for k, v in message.items() if k not in LOSS_FIELDS and v is not None}
     return fields if fields["role"] == role else fields | {"role": role}, loss
 
 
@@ -129,7 +133,13 @@ def _flag(message: Mapping[str, Any], where: str) -> bool | None:
     loss = message.get("loss")
     if loss not in (None, True, False):
         raise RowError(f"{where}.loss", describe_value(loss), "true or false")
-    return None if loss is None else bool(loss)
+    scale = message.get("loss_scale")  # ms-swift's
+    if scale is None or (scale == 1 and not isinstance(scale, bool)):
+        return None if loss is None else bool(loss)
+    if scale != 0 or isinstance(scale, bool):
+        fault = f"{describe_value(scale)}, a weight of one message, which is not supported"
+        raise RowError(f"{where}.loss_scale", fault, "1, or 0 for no loss; --loss_scale NAME or FILE.json for parts")
+    return False
 
 
 def _call(message: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from megaswift.data.open_media_files import (
 )
 from megaswift.data.row_media import IMAGE as MEDIUM_IMAGE
 from megaswift.data.row_media import VIDEO as MEDIUM_VIDEO
-from megaswift.data.row_media import RowMedia, plural_of_kinds
+from megaswift.data.row_media import RowMedia, RowVideo, plural_of_kinds
 from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import Problem, WeightsError, first_line
 
@@ -119,7 +119,7 @@ class Processor:
         own = getattr(self.inner, "chat_template", None)
         if own and not self.tokenizer.chat_template:
             self.tokenizer.chat_template = own
-        _choose_frames(self.inner, spec.videos)
+        _choose_frames(getattr(self.inner, "video_processor", None), spec.videos)
         self._blanks: dict[tuple[str, ...], BlankMediaConversation] = {}
         self._local = threading.local()
 
@@ -136,12 +136,26 @@ class Processor:
         """The pixels of images and videos, none larger than the options allow; RowError for broken files."""
         if media.videos and self.video_problem:
             raise RowError(*self.video_problem)
-        images = [scale_to_max_pixels(open_image(file, sent), self.spec.max_pixels) for file in media.images]
+        limits = media.max_pixels or (None,) * len(media.images)
+        images = [
+            scale_to_max_pixels(open_image(file, sent), self.spec.max_pixels if limit is None else int(limit))
+            for file, limit in zip(media.images, limits, strict=True)
+        ]
+        return images, [self._opened_video(video) for video in media.videos]
+
+    def _opened_video(self, video: RowVideo) -> OpenedVideo:
+        """The frames of a video; what its row says of them goes before the options."""
+        sampling, choose = self.spec.videos.of(video), None
         reader = getattr(self._mine, "video_processor", None)
-        choose = None
+        if reader is not None and video.settings:
+            if "min_frames" in dict(video.settings) and not hasattr(reader, "min_frames"):
+                fault = "min_frames, which the model's processor does not have"
+                raise RowError("videos", fault, "fps or nframes")
+            reader = copy.copy(reader)
+            _choose_frames(reader, sampling)
         if reader is not None and reader.do_sample_frames:
             choose = partial(reader.sample_frames, fps=reader.fps, num_frames=reader.num_frames)
-        return images, [open_video(video, self.spec.videos, choose) for video in media.videos]
+        return open_video(video, sampling, choose)
 
     def _call(self, text: str, images: Sequence[Any], videos: Sequence[OpenedVideo], **options: Any) -> Any:
         """One conversation; special tokens are added as `apply_chat_template` adds them."""
@@ -275,12 +289,13 @@ class Processor:
         return found
 
 
-def _choose_frames(processor: Any, wanted: VideoSampling) -> None:
-    """Its part for videos takes the settings of the options."""
-    reader = getattr(processor, "video_processor", None)
+def _choose_frames(reader: Any, wanted: VideoSampling) -> None:
+    """A processor's part for videos takes these settings."""
     if reader is None:
         return
-    if wanted.fps is not None:
+    if wanted.num_frames is not None:
+        reader.fps, reader.num_frames, reader.do_sample_frames = None, wanted.num_frames, True
+    elif wanted.fps is not None:
         reader.fps, reader.num_frames, reader.do_sample_frames = wanted.fps, None, True
     for name in ("min_frames", "max_frames"):
         if getattr(wanted, name) is not None and hasattr(reader, name):

@@ -156,6 +156,28 @@ def test_a_broken_image_can_be_skipped_and_is_counted(processor: Processor, fold
     assert source.rows == 1 and source.data.docs.stores[0].manifest["bad"] == 1
 
 
+def test_max_pixels_of_one_image(processor: Processor, folder: Path) -> None:
+    """As the option scales it, for this image alone."""
+    parts = [{"type": "image", "image": f"images/{i}.png"} for i in (0, 1)]
+    limited = [parts[0], parts[1] | {"max_pixels": 64}]
+    (plain,) = sources(processor, folder, turns([*parts, vision.part(ASK)])).next()
+    (own,) = sources(processor, folder, turns([*limited, vision.part(ASK)])).next()
+    scaled = Processor(replace(processor.spec, max_pixels=64))
+    (whole,) = sources(scaled, folder, turns([*parts, vision.part(ASK)])).next()
+    first, second = own.extra["pixel_values"]
+    assert bool((first == plain.extra["pixel_values"][0]).all()) and not bool((first == second).all())
+    assert bool((second == whole.extra["pixel_values"][1]).all())
+
+
+def test_a_placeholder_without_a_file_is_counted(tmp_path: Path) -> None:
+    """Of a model whose own placeholder is another."""
+    vision.write_images(tmp_path / "images")
+    reader = vision_processor("qwen2_vl", tmp_path / "model")
+    rows = [turns("<image>" + ASK), turns("<image>" + ASK) | {"images": ["images/0.png"]}, turns(ASK)]
+    notes = sources(reader, tmp_path, *rows).data.docs.stores[0].manifest["notes"]
+    assert notes == {"tags_without_files": 1}
+
+
 def test_text_models_refuse_images() -> None:
     tokens = vision.tokenizer("llava")
     data = SwiftConfig(task="sft", model="unused", dataset=["x"]).data
@@ -168,6 +190,8 @@ def test_text_models_refuse_images() -> None:
     for media, told in (({"videos": ["a.mp4"]}, "videos, but .* only text"), ({"audios": [["a.wav"]]}, "no model is")):
         with pytest.raises(RowError, match=told):
             encoder.render(turns(ASK) | media)
+    with pytest.raises(RowError, match="enable_thinking, which is not read from rows"):
+        encoder.render(turns(ASK) | {"chat_template_kwargs": {"enable_thinking": False}})
     encoder.render(turns(ASK) | {"image": "an unused column", "video": "another", "videos": [], "audios": 3})
 
 

@@ -280,3 +280,10 @@ def test_several_processes_give_one_certificate(tmp_path: Path, monkeypatch: pyt
     assert one.examples[search.SYSTEM_MISSING] == [f"{path}:{i}: messages[0]" for i in (1, 2, 3)]
     text = "\n".join(certificate_lines(one, "sft", "default"))
     assert "NOT certified (400 rows)" in text and "400 rows: the system message is not rendered" in text
+
+
+def test_images_and_videos_cut_a_text() -> None:
+    """Their placeholders are not searched for; what stands between them is."""
+    content = "a<video>b<image> c <img>x.png</img>d"
+    assert search.content_pieces({"content": content}) == ["a", "b", "c", "d"]
+    assert search.content_pieces({"content": [{"type": "text", "text": "a"}, {"type": "video"}]}) == ["a"]

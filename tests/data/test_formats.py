@@ -153,6 +153,8 @@ BAD = [
     ({"messages": [U, {"role": "assistant", "content": 3}]}, "messages[1].content", "int 3"),
     ({"messages": [U | {"loss": True}]}, "messages[0].loss", "assistant messages only"),
     ({"messages": [A | {"loss": 2}]}, "messages[0].loss", "true or false"),
+    ({"messages": [A | {"loss_scale": 2.0}]}, "messages[0].loss_scale", "a weight of one message"),
+    ({"messages": [A | {"loss_scale": False}]}, "messages[0].loss_scale", "a weight of one message"),
     ({"messages": [A | {"tool_calls": "f"}]}, "messages[0].tool_calls", "list"),
     ({"messages": [U, A], "tools": [1]}, "tools", "objects"),
     ({"messages": [U, A], "system": 1}, "system", "a string"),
@@ -175,6 +177,13 @@ def test_a_malformed_row_names_its_column(row: dict[str, Any], column: str, said
 def test_a_prompt_of_messages_carries_no_loss() -> None:
     row = {"prompt": [U, A, V], "completion": [B]}
     assert recognize_format(row, "sft").parse(row).loss == (None, False, None, None)
+
+
+def test_weights_of_messages_that_are_flags() -> None:
+    """ms-swift's `loss_scale`, which chat templates do not see."""
+    row = {"messages": [U, A | {"loss_scale": 0.0}, V, B | {"loss_scale": 1.0, "loss": True}]}
+    made = recognize_format(row, "sft").parse(row)
+    assert made.loss == (None, False, None, True) and list(made.messages) == [U, A, V, B]
 
 
 def test_the_role_table_is_documented() -> None:

@@ -5,6 +5,7 @@ Covers: megaswift/data/row_media.py, megaswift/data/attach_row_media.py.
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from megaswift.data.attach_row_media import RowImageFolders, attach_media, kinds_of_media
+from megaswift.data.open_media_files import VideoSampling
 from megaswift.data.row_media import RowMedia, RowVideo
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 
@@ -117,7 +119,39 @@ def test_bytes_become_a_file(folder: Path) -> None:
         ("<video>", {"videos": ["https://host/a.mp4"]}, "URLs are not downloaded"),
         ("<video>", {"videos": [[]]}, "an empty list of frames"),
         ("<video>", {"videos": [["0.png", "9.png"]]}, "no such file: .*9.png"),
-        ("<video>", {"videos": [{"frames": ["0.png"], "fps": -1}]}, "-1 frames a second"),
+        ("<video>", {"videos": [{"frames": ["0.png"], "fps": -1}]}, "fps int -1; expected a number above 0"),
+        ("<video>", {"videos": [{"path": "a.mp4", "fps": "fast"}]}, 'fps str "fast"'),
+        (
+            "<video>",
+            {"videos": [{"path": "a.mp4", "max_pixels": 0.5}]},
+            "max_pixels float 0.5; expected a whole number",
+        ),
+        ("<video>", {"videos": [{"path": "a.mp4", "fps": True}]}, "fps bool true"),
+        ("<video>", {"videos": [{"path": "a.mp4", "fps": 1, "nframes": 4}]}, "fps and nframes of one video"),
+        ("<video>", {"videos": [{"frames": ["0.png"], "nframes": 4}]}, "nframes of a video that is a list of frames"),
+        ([{"type": "video", "video": "a.mp4", "video_start": 1.0}], {}, "video_start of one video, .* not supported"),
+        (
+            [{"type": "image", "image": "0.png", "resized_height": 28}],
+            {},
+            "column 'images': resized_height of one image",
+        ),
+        (
+            "<image>",
+            {"images": [{"path": "0.png", "min_pixels": 4}]},
+            "min_pixels of one image, which is not supported",
+        ),
+        ("<video>", {"videos": [["0.png"]], "chat_template_kwargs": {"total_pixels": 9}}, "total_pixels of one video"),
+        (
+            "<video>",
+            {"videos": ["a.mp4"], "chat_template_kwargs": '{"enable_thinking": false}'},
+            "enable_thinking, which",
+        ),
+        (
+            "<bbox>",
+            {"images": ["0.png"], "objects": {"bbox": [[1, 2]]}},
+            "column 'objects': boxes and names for <bbox>",
+        ),
+        ("<img>9.png</img>", {}, "no such file: .*9.png"),
         ("<video>", {"videos": [7]}, "int 7"),
     ],
 )
@@ -134,3 +168,46 @@ def test_strangers_send_no_videos(folder: Path) -> None:
 
 def test_a_column_video_without_a_place_says_nothing(folder: Path) -> None:
     assert not attached(folder, ASK, video="v_123")[1] and not kinds_of_media({"video": "v_123"}, sample(ASK))
+
+
+@pytest.mark.parametrize(
+    ("asked", "row"),
+    [
+        ([{"type": "video", "video": "a.mp4", "fps": 1.0, "max_pixels": 100, "min_frames": None}, text(ASK)], {}),
+        ("<video>" + ASK, {"videos": [{"path": "a.mp4", "fps": "1", "max_pixels": 100.0}]}),
+        ("<video>" + ASK, {"videos": ["a.mp4"], "chat_template_kwargs": {"fps": 1, "max_pixels": 100}}),
+        ([{"type": "video", "fps": 1}], {"videos": ["a.mp4"], "chat_template_kwargs": {"fps": 9, "max_pixels": 100}}),
+    ],
+)
+def test_what_a_row_says_of_a_video(asked: Any, row: dict[str, Any], folder: Path) -> None:
+    """The part goes before the row; a sampling knows them all, and the option for what is left."""
+    video = attached(folder, asked, **row)[1].videos[0]
+    assert dict(video.settings) == {"fps": 1.0, "max_pixels": 100} and len({video, video}) == 1
+    assert VideoSampling(fps=3.0, max_frames=7).of(video) == VideoSampling(1.0, None, 7, 100)
+    frames = attached(folder, [{"type": "video", "video": ["0.png"], "sample_fps": "1", "max_frames": 2}])[1].videos[0]
+    assert frames.fps == 1.0 and VideoSampling().of(frames) == VideoSampling(max_frames=2)
+    few = attached(folder, [{"type": "video", "video": "a.mp4", "nframes": 4}])[1].videos[0]
+    assert VideoSampling(fps=3.0).of(few) == VideoSampling(num_frames=4)
+
+
+def test_what_a_row_says_of_images(folder: Path) -> None:
+    asked = [{"type": "image", "image": "0.png"}, {"type": "image", "image": "1.png", "max_pixels": 64}]
+    assert attached(folder, asked)[1].max_pixels == (None, 64) and not attached(folder, asked[:1])[1].max_pixels
+    assert attached(folder, asked, chat_template_kwargs={"max_pixels": 9, "fps": 2})[1].max_pixels == (9, 64)
+
+
+def test_images_as_other_programs_write_them(folder: Path) -> None:
+    """ms-swift's `<img>`, and Anthropic's `source`."""
+    parts, media = attached(folder, "a<img>1.png</img>b<img>0.png</img>")
+    assert [Path(str(f)).name for f in media.images] == ["1.png", "0.png"]
+    assert [p.get("text", "image") for p in parts] == ["a", "image", "b", "image"]
+    parts, media = attached(folder, "<img>9.png</img><image>", images=["0.png"])
+    assert len(media) == 1 and parts[0] == text("<img>9.png</img>")
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(b"picture").decode()}
+    media = attached(folder, [{"type": "image", "source": source}])[1]
+    assert Path(str(media.images[0])).read_bytes() == b"picture"
+
+
+def test_columns_that_say_nothing(folder: Path) -> None:
+    row = {"objects": {"bbox": []}, "chat_template_kwargs": {"enable_thinking": None}}
+    assert not attached(folder, ASK, **row)[1]

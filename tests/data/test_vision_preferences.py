@@ -117,8 +117,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (swift("<image><image>", **FILE), "no file for image 2"),
     (swift("<image>" + ASK, bad="<image>", **FILE), "no file for image 2"),
     (swift(ASK, rejected_images=["images/1.png"], **FILE), "column rejected_images: other images for the rejected"),
+    (swift(ASK, rejected_videos=["a.mp4"], **FILE), "column rejected_videos: other videos for the rejected"),
     ({"prompt": ASK, "chosen": GOOD, "rejected": BAD, **FILE}, "column prompt: plain text, .* its images have no"),
 ]
+
+
+def test_the_same_images_for_the_rejected_completion(processor: Processor, folder: Path) -> None:
+    """As ms-swift's documentation writes them."""
+    row = swift("<image>" + ASK, **FILE)
+    source = sources(processor, folder, row, row | {"rejected_images": row["images"]})
+    assert source.rows == 2
 
 
 @pytest.mark.parametrize(("row", "told"), REFUSED, ids=[told for _, told in REFUSED])

@@ -143,6 +143,16 @@ def test_answers_are_those_of_generate(kind: str, ranks: Pool, tmp_path: Path) -
     assert all(own == wanted for own, wanted in found), found
 
 
+def test_a_row_may_say_how_its_video_is_read(ranks: Pool, tmp_path: Path) -> None:
+    """Frames a second, frames in all, at most, and their size, before the options of the run."""
+    found = ranks.run("tests.parity.videos:own_settings", tmp_path, 1)[0]
+    assert len(found) == len(videos.OWN_SETTINGS)
+    for own, want in found:
+        assert own.keys() == want.keys()
+        assert all(torch.equal(own[name], want[name]) for name in want)
+    assert len({own["pixel_values_videos"].shape for own, _ in found}) == len(found)
+
+
 LOAD = """
 import sys
 from pathlib import Path

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,47 @@ def reference(rank: int, world: int, task: tuple[Path, Path, int]) -> vision.Ref
     """`vision.reference` of rows with videos."""
     folder, data, rows = task
     return vision.reference(folder, data, rows, inputs_of)
+
+
+OWN_SETTINGS: tuple[tuple[dict[str, Any], tuple[int, ...]], ...] = (
+    ({"fps": 4.0}, tuple(range(0, 24, 2))),
+    ({"nframes": 4}, (0, 6, 12, 18)),
+    ({"fps": "4", "max_frames": 6}, (0, 4, 8, 12, 16, 20)),
+    ({"max_frames": 2, "max_pixels": 128}, (0, 12)),
+)
+"""What a part may say of its file where the run says two frames a second, and the frames that are then taken."""
+
+
+def own_settings(rank: int, world: int, folder: Path) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Of a question about a file, with each of `OWN_SETTINGS`: (ours, transformers')."""
+    from PIL import Image
+    from transformers.video_utils import VideoMetadata
+
+    from megaswift.data.attach_row_media import RowImageFolders, attach_media
+    from megaswift.data.open_media_files import VideoSampling
+    from megaswift.data.untokenized_sample import UntokenizedSample
+
+    spec = processor_folder_and_files_digest(write_model("qwen2_5_vl", folder / "model"), False)
+    processor = Processor(replace(spec, videos=VideoSampling(fps=2.0)))
+    file = write_video(folder / "film.mp4")
+    found = []
+    for settings, taken in OWN_SETTINGS:
+        part = {"type": "video", "video": file.name, **settings}
+        asked = {"role": "user", "content": [part, vision.part("what?")]}
+        sample, media = attach_media({}, UntokenizedSample((asked,), (None,)), RowImageFolders(folder))
+        text = processor.inner.apply_chat_template(
+            [*sample.messages], chat_template=processor.tokenizer.chat_template, add_generation_prompt=True
+        )
+        frames = decoded(file, taken)
+        if "max_pixels" in settings:  # 32 x 16, so half of each side
+            small = [Image.fromarray(frame).resize((16, 8), Image.Resampling.BILINEAR) for frame in frames]
+            frames = np.stack([np.asarray(frame) for frame in small])
+        metadata = VideoMetadata(FILE_FRAMES, fps=float(FILE_RATE), frames_indices=[*taken])
+        want = processor.inner(
+            text=[text], videos=[[frames]], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt"
+        )
+        found.append((processor.inputs(text, media), {k: v for k, v in want.items() if isinstance(v, Tensor)}))
+    return found
 
 
 def write_pairs(folder: Path, kind: str) -> Path:
