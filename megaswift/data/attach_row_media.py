@@ -64,17 +64,26 @@ class RowImageFolders:
     """Where images go that the row itself holds; None: they stay in memory."""
 
 
-def media_entries(row: Mapping[str, Any], kind: str) -> list[Any]:
-    """What the columns of a row say of its images, or of its videos."""
+def media_entries(row: Mapping[str, Any], kind: str, places: int) -> list[Any]:
+    """What the columns of a row say of its images, or of its videos, for so many placeholders."""
     plural, one = COLUMNS[kind]
     for column in (plural, one):
         value = row.get(column)
         if isinstance(value, str) and value.lstrip().startswith("["):
             value = decode_json_cell(value, column, "a list of files")
         if value:
-            # a list in the column of one video is its frames
-            return value if isinstance(value, list) and (kind == IMAGE or column == plural) else [value]
+            # a list in the column of one video is its frames, but for several placeholders
+            several = kind == IMAGE or column == plural or (isinstance(value, list) and places == len(value) > 1)
+            return value if isinstance(value, list) and several else [value]
     return []
+
+
+def places_without_files(sample: UntokenizedSample, kind: str) -> int:
+    """Placeholders of a kind in texts, and parts that name no file."""
+    contents = [m.get("content") for m in sample.messages]
+    parts = [p for c in contents if isinstance(c, list) for p in c if TYPES.get(p["type"]) == kind]
+    tags = sum(text.count(TAGS[kind]) for text in texts_of(sample))
+    return tags + sum(all(part.get(key) is None for key in KEYS[kind]) for part in parts)
 
 
 OF_ROW = "chat_template_kwargs"
@@ -159,7 +168,7 @@ def attach_media(
 ) -> tuple[UntokenizedSample, RowMedia]:
     """(the sample with each image and video as a part of a content, their files in order). RowError for audio."""
     reject_unread_columns(row, sample)
-    given = {kind: media_entries(row, kind) for kind in COLUMNS}
+    given = {kind: media_entries(row, kind, places_without_files(sample, kind)) for kind in COLUMNS}
     if not given[IMAGE]:
         sample, given[IMAGE] = _with_tags_for_paths(sample)
     if row.get(COLUMNS[VIDEO][0]) is None and VIDEO not in kinds_of_media(row, sample):

@@ -208,6 +208,14 @@ def test_images_as_other_programs_write_them(folder: Path) -> None:
     assert Path(str(media.images[0])).read_bytes() == b"picture"
 
 
+def test_a_list_in_the_column_of_one_video(folder: Path) -> None:
+    """Its frames, or as many videos as there are placeholders (Qwen's rows for fine-tuning)."""
+    one = attached(folder, "<video>", video=["0.png", "1.png"])[1].videos
+    assert [len(video.files) for video in one] == [2]
+    two = attached(folder, "<video> and <video>", video=["a.mp4", "b.mp4"])[1].videos
+    assert [Path(str(v.files[0])).name for v in two] == ["a.mp4", "b.mp4"] and not any(v.frames for v in two)
+
+
 def test_columns_that_say_nothing(folder: Path) -> None:
     row = {"objects": {"bbox": []}, "chat_template_kwargs": {"enable_thinking": None}}
     assert not attached(folder, ASK, **row)[1]
