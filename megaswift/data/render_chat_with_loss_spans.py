@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
@@ -122,6 +122,7 @@ class ChatRenderer:
         self._probes: dict[str, RenderedPartsProbe] = {}
         self._parts: dict[str, bool] = {}
         self._marked: dict[str, bool] = {}
+        self._lists: dict[str, bool] = {}
         self._asks = parts
 
     def _text(self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool = False) -> str:
@@ -175,6 +176,22 @@ class ChatRenderer:
             return True
         return "\ue000" not in text or "\ue001" not in text
 
+    def _joined(self, template: str, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Messages with contents that are lists of text parts as one text, where the template does not read lists.
+        RowError for other parts, unless the model may read them."""
+        lists = [content for m in messages if isinstance(content := m.get("content"), list)]
+        if not lists or (self._asks and any(part["type"] != "text" for content in lists for part in content)):
+            return messages
+        if template not in self._lists:
+            asked, answered = ([{"type": "text", "text": mark}] for mark in ("\ue000", "\ue001"))
+            probe = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+            try:
+                text = self._text(template, probe, None)
+            except RowError:
+                text = ""
+            self._lists[template] = "\ue000" in text and "\ue001" in text
+        return messages if self._lists[template] else [_with_joined_text(m, i) for i, m in enumerate(messages)]
+
     def _finder(self, template: str) -> AssistantTurnFinder:
         if template not in self._finders:
 
@@ -198,8 +215,9 @@ class ChatRenderer:
 
     def text_or_none(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool) -> str | None:
         """The text of a conversation, with a generation prompt if `prompt`; None when the template refuses it."""
+        template = self.templates.pick(tools)
         try:
-            return self._text(self.templates.pick(tools), [dict(m) for m in messages], tools, prompt)
+            return self._text(template, self._joined(template, [dict(m) for m in messages]), tools, prompt)
         except RowError:
             return None
 
@@ -229,13 +247,16 @@ class ChatRenderer:
             ends = bool(agent.messages) and agent.messages[-1]["role"] == "assistant"  # it goes on behind a result
             text = self._text(self.templates.pick(None), agent.messages[: -1 if ends else None], None, prompt=True)
             return text + agent.messages[-1]["content"] if ends else text
-        return self._text(self.templates.pick(sample.tools), sample.messages, sample.tools, prompt=True)
+        template = self.templates.pick(sample.tools)
+        return self._text(template, self._joined(template, sample.messages), sample.tools, prompt=True)
 
     def render(self, sample: UntokenizedSample) -> RenderedConversation:
         """The text of the whole conversation and its loss spans; RowError when the template refuses it."""
         if self.templates.agent_text:
             return self._render_agent_text(sample)
         template = self.templates.pick(sample.tools)
+        messages = self._joined(template, sample.messages)
+        sample = sample if messages is sample.messages else replace(sample, messages=tuple(messages))
         wanted = trained_turn_flags(sample, self._trains)
         notes = self._probe(template).notes(sample, wanted)
         return self._render_turns(sample, wanted, notes, None)
@@ -340,6 +361,19 @@ def _questions(sample: UntokenizedSample) -> list[str]:
         elif message["role"] == "assistant":
             questions.append(asked)
     return questions
+
+
+def _with_joined_text(message: dict[str, Any], i: int) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    other = next((part["type"] for part in content if part["type"] != "text"), None)
+    if other is not None:
+        fault = f"a part of type {other!r}, which the chat template omits"
+        raise RowError(
+            f"messages[{i}].content", fault, "text parts; calls and results of tools as messages of their own"
+        )
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -341,3 +341,37 @@ def test_a_tool_call_inside_of_another_turn_is_refused() -> None:
     """Gemma 4's later template puts calls, results and the answer into one turn, without a mark between them."""
     with pytest.raises(RowError, match="omits a tool call of this assistant message, or its end cannot be located"):
         encoded("gemma", "gemma4", {"messages": [Q, CALL, RESULT, answer("It is 3.")], "tools": TOOLS})
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    text = message["content"]
+    return message | {"content": [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}]}
+
+
+LISTS = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}|{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", None])
+def test_parts_of_texts_are_the_texts(name: str | None) -> None:
+    """Of templates that leave lists out, or would write Python's; None: ChatML."""
+    messages = [SYSTEM, Q, CALL, RESULT, A] if name else [SYSTEM, Q, A]
+    row = {"messages": messages, "tools": TOOLS} if name else {"messages": messages}
+    parts = row | {"messages": [_in_parts(m) if m["content"] else m for m in messages]}
+    options = {} if name else {"chat_template": "chatml"}
+    want, got = (encoded("qwen", name or "qwen3", one, **options)[1:] for one in (row, parts))
+    assert got == want and any(want[1])
+    chats = ChatRenderer(load_chat_templates(tokenizer("qwen", name or "qwen3"), None))
+    assert chats.text_or_none(parts["messages"][:2], None, True) == chats.text_or_none(messages[:2], None, True)
+
+
+def test_a_template_that_reads_lists_gets_them() -> None:
+    renderer = ChatRenderer(load_chat_templates(tokenizer("qwen", "qwen3"), LISTS))
+    messages = [_in_parts(Q)]
+    assert renderer.text_or_none(messages, None, False) == f"<user>{Q['content'][:3]}|{Q['content'][3:]}|"
+
+
+def test_parts_that_a_template_omits_are_refused() -> None:
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
+    with pytest.raises(RowError, match="part of type 'tool_use', which the chat template omits") as error:
+        encoded("qwen", "qwen3", {"messages": [Q, use]})
+    assert error.value.column == "messages[1].content"
