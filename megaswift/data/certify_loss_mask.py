@@ -248,8 +248,7 @@ class LossMaskCertifier:
             return []
         assert self._chat is not None
         prompt = self._chat.text_or_none(messages[:-1], document.sample.tools, True)
-        begin = places[-1].begin
-        same = prompt is None or prompt[:begin].rstrip() == document.text[:begin].rstrip()
+        same = prompt is None or document.text.startswith(prompt)
         return [] if same else [(PROMPT_DIFFERS, "")]
 
 

@@ -287,3 +287,13 @@ def test_images_and_videos_cut_a_text() -> None:
     content = "a<video>b<image> c <img>x.png</img>d"
     assert search.content_pieces({"content": content}) == ["a", "b", "c", "d"]
     assert search.content_pieces({"content": [{"type": "text", "text": "a"}, {"type": "video"}]}) == ["a"]
+
+
+def test_a_prompt_with_more_than_stands_before_the_answer() -> None:
+    """White space, or a token."""
+    text, rows = template("qwen3_training"), [chat("hello", "Paris")]
+    begin = "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n"
+    assert text.count(begin) == 1 and not certified(spec_of(text), rows).counts
+    for more in ("\\n", "<|im_end|>"):
+        found = certified(spec_of(text.replace(begin, begin + more)), rows)
+        assert found.counts == {certify.PROMPT_DIFFERS: 1} and not found.faults

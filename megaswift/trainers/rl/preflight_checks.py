@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.batch_arithmetic import batch_problems
+from megaswift.config.external_plugins import PLUGINS, load_external_plugins
 from megaswift.config.generation_batch import generation_batch_plan
 from megaswift.errors import Problem, UserError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.families.family import read_config_json
@@ -77,12 +78,17 @@ def batch_problems_of(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:
 
 def reward_problems(cfg: SwiftConfig) -> Iterator[Problem]:
     """Reward functions that nobody knows, files and environments that are not there."""
+    files = [file for file in cfg.train.external_plugins if Path(file).expanduser().is_file()]
+    load_external_plugins(files)  # mostly read already, with the configuration
+    registered = PLUGINS.rewards if files else {}
     for flag, texts in (
         ("reward_funcs", cfg.rl.reward_funcs),
         ("environment", [cfg.rl.environment] if cfg.rl.environment else []),
     ):
         for text in texts:
             file = Path(text.rpartition(":")[0]).expanduser()
+            if flag == "reward_funcs" and text in registered:
+                continue
             if flag == "reward_funcs" and not is_file_function(text):
                 try:
                     NAMED.get(SPELLINGS.get(text, text))
