@@ -180,7 +180,7 @@ def test_losses_by_hand(recipe: Callable[[str], str]) -> None:
 
 def test_an_advantage_estimator_by_hand(recipe: Callable[[str], str]) -> None:
     words = ["--external_plugins", recipe("Advantage estimators"), "--advantage_estimator", "median"]
-    cfg = load_config("grpo", [*words, "--reward_funcs", "format"], environ={})
+    cfg = load_config("grpo", [*words, "--reward_funcs", "format", "--num_generations", "2"], environ={})
     assert cfg.rl.advantage_estimator == "median"
     found = estimate_advantage_fields("median", inputs([1.0, 5.0, 2.0, 0.0, 0.0, 9.0], 3))["advantages"]
     assert found[:, 0].tolist() == [-1.0, 3.0, 0.0, 0.0, 0.0, 9.0]

@@ -95,9 +95,8 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("pass_at_k", "num_generations", "advantage_estimator"),
-        lambda c: (
-            "pass_at_k" in advantage_estimator_entry_of(c).reads and c.rl.pass_at_k > generations_per_prompt_of(c)
-        ),
+        # an estimator of a plugin may read every option
+        lambda c: c.rl.advantage_estimator == "pass_at_k" and c.rl.pass_at_k > generations_per_prompt_of(c),
         "exceeds the number of completions per prompt",
         "--num_generations 8",
     ),
