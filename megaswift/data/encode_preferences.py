@@ -35,7 +35,7 @@ from megaswift.errors import Problem
 
 Side = tuple[np.ndarray, np.ndarray]
 """(int32 tokens [n], loss weights [n])."""
-OWN_MEDIA = ("images", "videos", "audios")
+OF_ONE_SIDE = ("images", "videos", "audios", "tools")
 """Columns that a rejected completion may have of its own, as `rejected_images`."""
 
 
@@ -100,11 +100,11 @@ class PreferenceEncoder:
 
     def _check_images(self, row: dict[str, Any], sample: UntokenizedSample) -> None:
         """RowError for images that the model, or a sample of its kind, cannot have."""
-        for name in OWN_MEDIA:
+        for name in OF_ONE_SIDE:
             column = f"rejected_{name}"
             if row.get(column) and row[column] != row.get(name):
                 fault = f"other {name} for the rejected completion, which are not supported"
-                raise RowError(column, fault, f"a row whose completions are about the same {name}")
+                raise RowError(column, fault, f"a row whose completions have the same {name}")
         if self.spec.processor is None:
             reject_media(row, sample)
         elif sample.text is not None:

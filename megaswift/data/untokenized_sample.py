@@ -89,8 +89,11 @@ def decode_json_cell(value: Any, column: str, expected: str) -> Any:
 
 
 def text_in_column(row: Mapping[str, Any], column: str, optional: bool = False) -> str:
-    """The text in `column`; "" for a missing optional one."""
+    """The text in `column`; "" for a missing optional one. `system_prompt` is another name of `system`, as in
+    ms-swift."""
     value = row.get(column)
+    if value is None and column == "system" and isinstance(row.get("system_prompt"), str):
+        value = row["system_prompt"]
     if value is None and optional:
         return ""
     if not isinstance(value, str):

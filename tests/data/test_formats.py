@@ -179,6 +179,14 @@ def test_a_prompt_of_messages_carries_no_loss() -> None:
     assert recognize_format(row, "sft").parse(row).loss == (None, False, None, None)
 
 
+def test_the_system_message_by_another_name() -> None:
+    """A column of another type is no system message."""
+    for row in ({"messages": [U, A]}, {"query": "q1", "response": "a1"}, {"instruction": "q1", "output": "a1"}):
+        for column, messages in (("system", [S, U, A]), ("system_prompt", [S, U, A])):
+            assert list(recognize_format(row, "sft").parse(row | {column: "s"}).messages) == messages
+        assert list(recognize_format(row, "sft").parse(row | {"system_prompt": 3}).messages) == [U, A]
+
+
 def test_weights_of_messages_that_are_flags() -> None:
     """ms-swift's `loss_scale`, which chat templates do not see."""
     row = {"messages": [U, A | {"loss_scale": 0.0}, V, B | {"loss_scale": 1.0, "loss": True}]}

@@ -118,6 +118,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (swift("<image>" + ASK, bad="<image>", **FILE), "no file for image 2"),
     (swift(ASK, rejected_images=["images/1.png"], **FILE), "column rejected_images: other images for the rejected"),
     (swift(ASK, rejected_videos=["a.mp4"], **FILE), "column rejected_videos: other videos for the rejected"),
+    (swift(ASK, rejected_tools=[{"name": "f"}], **FILE), "column rejected_tools: other tools for the rejected"),
     ({"prompt": ASK, "chosen": GOOD, "rejected": BAD, **FILE}, "column prompt: plain text, .* its images have no"),
 ]
 
