@@ -169,7 +169,7 @@ def attach_media(
     """(the sample with each image and video as a part of a content, their files in order). RowError for audio."""
     reject_unread_columns(row, sample)
     given = {kind: media_entries(row, kind, places_without_files(sample, kind)) for kind in COLUMNS}
-    if not given[IMAGE]:
+    if not given[IMAGE] and home.data is not None:  # a stranger's text is text
         sample, given[IMAGE] = _with_tags_for_paths(sample)
     if row.get(COLUMNS[VIDEO][0]) is None and VIDEO not in kinds_of_media(row, sample):
         given[VIDEO] = []  # a column `video` alone says nothing

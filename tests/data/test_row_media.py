@@ -160,6 +160,11 @@ def test_refused(asked: str, row: dict[str, Any], told: str, folder: Path) -> No
         attached(folder, asked, **row)
 
 
+def test_a_stranger_s_text_names_no_files() -> None:
+    asked = "what is <img>a.png</img> in HTML?"
+    assert attach_media({}, sample(asked), RowImageFolders(None)) == (sample(asked), RowMedia())
+
+
 def test_strangers_send_no_videos(folder: Path) -> None:
     for value in ("a.mp4", "data:video/mp4;base64,AAAA"):
         with pytest.raises(RowError, match="not read for clients"):
