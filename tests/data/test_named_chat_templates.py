@@ -113,7 +113,9 @@ def test_masks_of_every_template(name: str) -> None:
     assert [s.replace("yes", "no") for s in said] == [said[1]] * 2 and said[1].lstrip().startswith("no")
 
 
-def test_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
     assert read_template("llama2") == read_template("llama") and read_template("gemma3_text") == read_template("gemma")
     assert read_template("qwen2_5_vl", own="{{ own }}") == "{{ own }}"
     check_template("qwen2_5_vl")
