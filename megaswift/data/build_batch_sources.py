@@ -269,7 +269,9 @@ def _stream(
     options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, seed)
     contents: StreamRowProcessor
     if processor is not None:
-        images = StreamedRowImages(frozenset({IMAGE, VIDEO} if processor.reads_videos() else {IMAGE}))
+        # whether a video will come is not known
+        both = geometry.divided_weights and processor.reads_videos()
+        images = StreamedRowImages(frozenset({IMAGE, VIDEO} if both else {IMAGE}))
         towers = VisionCollator(images, processor)
         contents = StreamRowEncoderAndPacker(VisionRowTokenEncoder(spec), options, shape, towers, images)
     elif not units:

@@ -40,6 +40,8 @@ class LoaderGeometry:
     seed: int = 42
     vocabulary: int = 0
     """Rows of the model's embedding; 0: not known."""
+    divided_weights: bool = False
+    """Ranks hold parts of every weight, so all must go through a vision model's towers equally often."""
 
     @property
     def global_batch(self) -> int:

@@ -18,6 +18,7 @@ from megaswift import distributed, log
 from megaswift.bridge.weights_fingerprint import sampled_weights_fingerprint
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
+from megaswift.config.adapter_rules import SHARDED
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.cuda_graph_rules import uses_cuda_graphs
 from megaswift.config.data import PPO
@@ -74,18 +75,8 @@ TEMPLATE = "chat_template.jinja"
 REFERENCE, HF = "reference", "hf"
 """Within a checkpoint: a reference that moves."""
 SHAPE = (
-    "family",
-    "num_layers",
-    "hidden_size",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "ffn",
-    "vocab_size",
-    "tied",
-    "experts",
-    "topk",
-    "expert_ffn",
+    *("family", "num_layers", "hidden_size", "heads", "kv_heads", "head_dim"),
+    *("ffn", "vocab_size", "tied", "experts", "topk", "expert_ffn"),
 )
 """What a checkpoint and the model it is loaded into must agree on."""
 
@@ -149,6 +140,7 @@ class RunBuilder:
             full_length=self.cfg.parallel.tp_comm_overlap and layout.tp > 1 or uses_cuda_graphs(self.cfg),
             seed=data.data_seed(self.cfg.data, self.cfg.train),
             vocabulary=0 if has_vision_tower(self.spec.hf_config) else self.spec.vocab_size,  # or an image's beyond it
+            divided_weights=self.cfg.engine.engine in SHARDED,
         )
 
     def reader(self) -> Any:

@@ -153,6 +153,14 @@ def test_a_row_may_say_how_its_video_is_read(ranks: Pool, tmp_path: Path) -> Non
     assert len({own["pixel_values_videos"].shape for own, _ in found}) == len(found)
 
 
+@pytest.mark.parametrize("divided", [True, False])
+def test_streams_bring_blank_videos_where_weights_are_divided(divided: bool, ranks: Pool, tmp_path: Path) -> None:
+    """Elsewhere they would be computed for nothing."""
+    folder, data = videos.write_model("qwen2_vl", tmp_path / "model"), vision.write_rows(tmp_path / "rows.jsonl", 2)
+    found = ranks.run("tests.parity.videos:streamed_media", (folder, data, divided), 1)[0]
+    assert found == [{"pixel_values", "pixel_values_videos"} if divided else {"pixel_values"}] * 2
+
+
 LOAD = """
 import sys
 from pathlib import Path

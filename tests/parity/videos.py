@@ -316,6 +316,22 @@ def sampled(rank: int, world: int, folder: Path) -> list[tuple[list[float], list
     return found
 
 
+def streamed_media(rank: int, world: int, task: tuple[Path, Path, bool]) -> list[set[str]]:
+    """What micro-batches of a stream of rows without videos bring beside the tokens, by whether weights are divided."""
+    from megaswift.config import SwiftConfig
+    from megaswift.data.build_batch_sources import build_train_and_eval_sources
+    from megaswift.data.numbered_rows_batch_source import LoaderGeometry
+    from megaswift.families.model_and_tokenizer_source import training_processor
+
+    folder, data, divided = task
+    cfg = SwiftConfig(
+        task="sft", model=str(folder), dataset=[str(data)], engine="ddp", streaming=True, max_steps=2, shuffle=False
+    )
+    geometry = LoaderGeometry(divided_weights=divided)
+    source, _ = build_train_and_eval_sources(cfg.data, cfg.train, training_processor(cfg, folder), geometry, "sft")
+    return [{*source.next()[0].extra} & {"pixel_values", "pixel_values_videos"} for _ in range(2)]
+
+
 def answered(rank: int, world: int, folder: Path) -> list[tuple[str, str]]:
     """Of the rows: (what `megaswift infer` answers, what transformers' `generate` writes)."""
     from transformers import AutoModelForImageTextToText
