@@ -52,6 +52,12 @@ Part = dict[str, Any]
 DATA_URL = "data:image/png;base64,..."
 CARRIED = "(in the row)"
 """What a part says of an image that has no path."""
+OF_ROW = "chat_template_kwargs"
+"""The column of what a row says of all its images and videos."""
+PATH_TAG = re.compile(r"<img>(.+?)</img>", re.DOTALL)
+"""An image in a text, by its file."""
+BOXES = ("<bbox>", "<ref-object>")
+"""Placeholders for what ms-swift's column `objects` holds."""
 
 
 @dataclass(frozen=True)
@@ -80,37 +86,30 @@ def media_entries(row: Mapping[str, Any], kind: str, places: int) -> list[Any]:
 
 def places_without_files(sample: UntokenizedSample, kind: str) -> int:
     """Placeholders of a kind in texts, and parts that name no file."""
-    contents = [m.get("content") for m in sample.messages]
-    parts = [p for c in contents if isinstance(c, list) for p in c if TYPES.get(p["type"]) == kind]
+    parts = [part for part in _parts_of(sample) if TYPES.get(part["type"]) == kind]
     tags = sum(text.count(TAGS[kind]) for text in texts_of(sample))
     return tags + sum(all(part.get(key) is None for key in KEYS[kind]) for part in parts)
-
-
-OF_ROW = "chat_template_kwargs"
-"""The column of what a row says of all its images and videos."""
-PATH_TAG = re.compile(r"<img>(.+?)</img>", re.DOTALL)
-"""An image in a text, by its file."""
-BOXES = ("<bbox>", "<ref-object>")
-"""Placeholders for what ms-swift's column `objects` holds."""
 
 
 def kinds_of_media(row: Mapping[str, Any], sample: UntokenizedSample) -> frozenset[str]:
     """What a row speaks of, images or videos: parts of contents, a column `images`, or a column `image` with a place
     for it."""
-    contents = [m.get("content") for m in sample.messages]
-    found = {TYPES[p["type"]] for c in contents if isinstance(c, list) for p in c if p["type"] in TYPES}
-    texts = [c for c in contents if isinstance(c, str)]
+    found = {TYPES[part["type"]] for part in _parts_of(sample) if part["type"] in TYPES}
     for kind, (plural, one) in COLUMNS.items():
-        if row.get(plural) or (row.get(one) and any(TAGS[kind] in text for text in texts)):
+        if row.get(plural) or (row.get(one) and any(TAGS[kind] in text for text in texts_of(sample))):
             found.add(kind)
     return frozenset(found)
 
 
 def texts_of(sample: UntokenizedSample) -> list[str]:
     """The texts of all messages, parts of contents among them."""
-    contents = [m.get("content") for m in sample.messages]
-    parts = [p for content in contents if isinstance(content, list) for p in content]
-    return [c for c in contents if isinstance(c, str)] + [p["text"] for p in parts if p["type"] == "text"]
+    plain = [c for m in sample.messages if isinstance(c := m.get("content"), str)]
+    return plain + [part["text"] for part in _parts_of(sample) if part["type"] == "text"]
+
+
+def _parts_of(sample: UntokenizedSample) -> list[Part]:
+    """The parts of all contents that are lists."""
+    return [part for m in sample.messages if isinstance(c := m.get("content"), list) for part in c]
 
 
 def has_tag_without_file(sample: UntokenizedSample) -> bool:

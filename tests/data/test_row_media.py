@@ -77,6 +77,13 @@ def test_a_column_of_files(asked: Any, row: dict[str, Any], folder: Path) -> Non
     assert [p["type"] for p in parts] == ["video", "text"] and kinds_of_media(row, sample(asked)) == {"video"}
 
 
+def test_a_placeholder_in_a_text_part_takes_the_column_video(folder: Path) -> None:
+    asked = [text("<video>" + ASK)]
+    parts, media = attached(folder, asked, video="a.mp4")
+    assert media == RowMedia(videos=(RowVideo((str(folder / "a.mp4"),)),)) and parts[1] == text(ASK)
+    assert kinds_of_media({"image": "0.png"}, sample([text("<image>")])) == {"image"}
+
+
 def test_lists_of_frames(folder: Path) -> None:
     """With their number a second where the row says it."""
     names = ["0.png", "1.png", "2.png"]
