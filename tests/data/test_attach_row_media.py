@@ -30,17 +30,6 @@ ASK, ANSWER = "what is it?", "a cat."
 PARTS = [vision.image("0.png"), vision.part(ASK)]
 
 
-@pytest.fixture(scope="module", params=["llava", "gemma3"])
-def processor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Processor:
-    return vision_processor(request.param, tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    vision.write_images(tmp_path / "images")
-    return tmp_path
-
-
 def turns(asked: Any, answer: Any = ANSWER) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
 

@@ -17,7 +17,6 @@ from megaswift.data import build_batch_sources, show_samples
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import DataError
-from tests.data.makers import vision_processor
 from tests.parity import vision
 
 pytestmark = pytest.mark.wide
@@ -54,17 +53,6 @@ FORMS: list[dict[str, Any]] = [
     trl(PARTS),
     {"chosen": [user(ASK), *says(GOOD)], "rejected": [user(ASK), *says(BAD)], **FILE},
 ]
-
-
-@pytest.fixture(scope="module", params=["llava", "gemma3"])
-def processor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Processor:
-    return vision_processor(request.param, tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    vision.write_images(tmp_path / "images")
-    return tmp_path
 
 
 def write(folder: Path, rows: tuple[dict[str, Any], ...], name: str = "data") -> str:
