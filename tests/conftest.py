@@ -33,6 +33,9 @@ TOGETHER = {
 eight ranks at a time cost more than one after the other, and what their tests share would be made twice."""
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+"""torch looks up the name of each connection's address: a name service that is slow to answer must not make tests wait,
+in this process and those that it starts."""
 gc.disable()  # what is imported and collected stays to the end: the collector would look through it again and again
 
 
