@@ -30,10 +30,12 @@ from megaswift.diagnosis.installed_versions_and_import_probe import (
 from megaswift.diagnosis.node_reachability_and_clocks import NodeAddress, node_findings, parse_nodes
 from megaswift.diagnosis.package_requirement_check import requirement_findings
 from megaswift.diagnosis.read_machine_files_and_programs import Machine
+from megaswift.diagnosis.reverse_lookups import LOOPBACK, reverse_lookup_finding
 from megaswift.diagnosis.smoke_run import smoke_finding
 from megaswift.diagnosis.storage import storage_findings
 from megaswift.diagnosis.torch_build import torch_findings
 from megaswift.errors import ConfigError, Problem
+from megaswift.launchers.local_address_and_interface import addresses_of_interfaces
 from megaswift.version import __version__
 
 MOST_CPU_PROCESSES = 2
@@ -108,6 +110,7 @@ def all_findings(
     yield from variable_findings(machine.environ, facts)
     yield from storage_findings(given.output_dir, machine.environ)
     yield from hub_findings(machine.environ, given.offline)
+    yield reverse_lookup_finding("reverse lookups", [LOOPBACK, *addresses_of_interfaces().values()])
     yield from node_findings(nodes, machine)
     if given.smoke:
         yield smoke_finding(processes, machine.environ)

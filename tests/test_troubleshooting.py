@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megaswift import bench
 from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
+from megaswift.diagnosis.reverse_lookups import LOOPBACK, reverse_lookup_finding
 from megaswift.engine import start_default_process_group
 from megaswift.errors import ConfigError, UserError
 from megaswift.launchers.torchrun_launcher import port_in_use_problems
@@ -231,6 +232,12 @@ def test_a_missing_node(rank: int, tmp_path: Path) -> None:
 out = test_checkpoint.out
 
 
+def test_a_slow_name_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/diagnosis/test_reverse_lookups.py has name servers that are slow."""
+    monkeypatch.setattr("megaswift.diagnosis.reverse_lookups.seconds_for_name", lambda address: 5.0)
+    check("\n".join(reverse_lookup_finding("reverse lookups", [LOOPBACK]).lines()), tmp_path)
+
+
 def test_a_damaged_checkpoint(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     test_checkpoint.flip(test_checkpoint.step(out, 4) / "engine" / "weights.bin")
     code, said, error = test_checkpoint.ran(capsys, "verify", out)
@@ -240,5 +247,5 @@ def test_a_damaged_checkpoint(out: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 def test_every_quoted_message_is_provoked_above() -> None:
     """Each test shows one block, those with two cases two, and that of slow data."""
-    assert all(len(quoted(page)) == 14 for page in PAGES)
+    assert all(len(quoted(page)) == 15 for page in PAGES)
     assert quoted(PAGES[0]) == quoted(PAGES[1])

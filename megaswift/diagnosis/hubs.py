@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 
+from megaswift.diagnosis.answers_within_time import answers_within
 from megaswift.diagnosis.finding import Finding
 
 LIMIT_S = 2.0
@@ -62,23 +63,17 @@ def hub_finding(name: str, address: str, error: str | None, environ: Mapping[str
 
 
 def ask(endpoints: Mapping[str, str]) -> dict[str, str]:
-    """Hub to the error of a request, empty where there was an answer. One that takes longer is left out: its thread
-    does not keep the program from ending."""
-    answers: dict[str, str] = {}
+    """Hub to the error of a request, empty where there was an answer; hubs without an answer in time are left out."""
+    return answers_within(LIMIT_S, {name: functools.partial(request, address) for name, address in endpoints.items()})
 
-    def request(name: str, address: str) -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=LIMIT_S).close()
-            answers[name] = ""
-        except urllib.error.HTTPError:  # also an answer
-            answers[name] = ""
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            answers[name] = str(getattr(reason, "strerror", None) or reason)
 
-    threads = [threading.Thread(target=request, args=row, daemon=True) for row in endpoints.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    return dict(answers)
+def request(address: str) -> str:
+    """Its error, empty where there was an answer."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=LIMIT_S).close()
+    except urllib.error.HTTPError:  # also an answer
+        pass
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        return str(getattr(reason, "strerror", None) or reason)
+    return ""

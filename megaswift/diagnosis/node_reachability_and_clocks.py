@@ -1,4 +1,5 @@
-"""Other nodes: whether their names resolve, whether they can be reached, and whether their clocks agree."""
+"""Other nodes: whether their names resolve, and their addresses in time, whether they can be reached, and whether their
+clocks agree."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from megaswift.diagnosis.finding import Finding
 from megaswift.diagnosis.read_machine_files_and_programs import Machine
+from megaswift.diagnosis.reverse_lookups import reverse_lookup_finding
 from megaswift.errors import ConfigError, Problem
 
 SSH_PORT = 22
@@ -91,6 +93,9 @@ def one_node_findings(node: NodeAddress, machine: Machine) -> Iterator[Finding]:
         yield Finding(
             name, "problem", found, "correct /etc/hosts: the name stands for an address of the nodes' network"
         )
+    lookup = reverse_lookup_finding(f"reverse lookup of {node.host}", addresses)
+    if lookup.state != "ok":
+        yield lookup
     finding, answered = reach(node)
     yield finding
     if answered:

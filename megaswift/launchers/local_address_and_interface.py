@@ -22,10 +22,15 @@ def local_address(address: str, port: int) -> str:
 
 def interface_of_address(address: str) -> str:
     """The network interface that has an IPv4 address; empty where none has."""
+    return next((name for name, found in addresses_of_interfaces().items() if found == address), "")
+
+
+def addresses_of_interfaces() -> dict[str, str]:
+    """The IPv4 address of each network interface that has one."""
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
                 found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return ""
+                addresses[name] = socket.inet_ntoa(found[20:24])
+    return addresses
