@@ -20,14 +20,14 @@ from megaswift.data.named_chat_templates import named_templates, template_tokens
 from megaswift.data.open_media_files import VideoSampling
 from megaswift.data.read_template_and_system import read_template
 from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
-from megaswift.errors import Problem, WeightsError, first_line, missing_path_hint
+from megaswift.errors import ConfigError, Problem, WeightsError, first_line, missing_path_hint
 from megaswift.families.adapter_folder import CONFIG as ADAPTERS
 from megaswift.families.adapter_folder import adapter_given_as_model_problem
 from megaswift.families.checkpoint_folder import find_checkpoint, find_intact_checkpoint
 from megaswift.families.download_once_per_node import download_once_per_node
 from megaswift.families.family import read_config_json
 from megaswift.families.saved_step_integrity import MARKER
-from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.families.vision_language_detection import has_vision_tower, vision_task_problems
 from megaswift.log import warn
 
 CONFIG_FILES = (
@@ -238,12 +238,16 @@ def _use_template(tokenizer: Any, chat_template: str) -> None:
 
 
 def tokenizer_or_processor_for(cfg: SwiftConfig) -> Any:
-    """What training on `--model` reads text with: its tokenizer, or a vision-language model's processor."""
+    """What training on `--model` reads text with: its tokenizer, or a vision-language model's processor. ConfigError
+    where the task does not train such a model."""
     folder = Path(str(cfg.model.model))
     if not (folder / "config.json").is_file() and any((folder / name).is_file() for name in TOKENIZER_FILES):
         return tokenizer_for(cfg)
     folder = locate_model(cfg.model, weights=False)
-    if not has_vision_tower(read_config_json(folder)):
+    hf_config = read_config_json(folder)
+    if problems := vision_task_problems(hf_config, str(cfg.model.model), cfg.task):
+        raise ConfigError(problems)
+    if not has_vision_tower(hf_config):
         return tokenizer_for(cfg)
     return training_processor(cfg, folder)
 

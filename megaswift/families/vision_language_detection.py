@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megaswift.config.data import VISION_TASKS
 from megaswift.errors import Problem
 
 PACKED = ("idefics3", "internvl", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
@@ -30,6 +31,14 @@ def vision_packing_problems(hf_config: Mapping[str, Any], task: str) -> list[Pro
     else:
         return []
     return [Problem("--packing true", rule, "--packing false")]
+
+
+def vision_task_problems(hf_config: Mapping[str, Any], model: str, task: str) -> list[Problem]:
+    """Why a task does not train `--model MODEL`; none where it does, or the model reads only text."""
+    if task in VISION_TASKS or not has_vision_tower(hf_config):
+        return []
+    rule = f"is a vision-language model, which {task} does not support"
+    return [Problem(f"--model {model}", rule, f"use a language model, or one of the tasks {', '.join(VISION_TASKS)}")]
 
 
 def has_vision_tower(hf_config: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.cuda_graph_rules import cuda_graph_model_problems
-from megaswift.config.data import RL, VISION_TASKS
+from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import VISION_ONLY, capabilities_of, filled_deepspeed_config, requested_engine
@@ -41,7 +41,11 @@ from megaswift.families.family import read_config_json
 from megaswift.families.megatron_options_match_config import megatron_architecture_problems
 from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems
 from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
-from megaswift.families.vision_language_detection import has_vision_tower, vision_packing_problems
+from megaswift.families.vision_language_detection import (
+    has_vision_tower,
+    vision_packing_problems,
+    vision_task_problems,
+)
 from megaswift.parallel.layout_checks import layout_problems
 from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
@@ -322,10 +326,8 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
             for name in VISION_ONLY
             if cfg.value(name) is not None
         ]
-    if cfg.task not in VISION_TASKS:
-        rule = f"is a vision-language model, which {cfg.task} does not support"
-        return [Problem(model, rule, f"use a language model, or one of the tasks {', '.join(VISION_TASKS)}")]
-    problems = []
+    if problems := vision_task_problems(spec.hf_config, str(cfg.model.model), cfg.task):
+        return problems
     if cfg.data.packing and (cfg.task == "sft" or "packing" in cfg.given):  # other tasks pack by default
         problems += vision_packing_problems(spec.hf_config, cfg.task)
     if cfg.data.streaming and cfg.task != "sft":

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megaswift.cli import main
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
@@ -55,6 +56,24 @@ def test_does_not_fit(tmp_path: Path) -> None:
     assert "--freeze_llm false: applies only to vision-language models" in told(
         tmp_path, {"model_type": "gpt2"} | TEXT, freeze_llm=False
     )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [*(["show", "--task", task] for task in ("pt", "kto", "orpo", "rm", "ppo")), ["cache", "--task", "kto"], ["index"]],
+    ids=lambda words: words[-1],
+)
+def test_data_commands_refuse_what_training_refuses(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a row is read."""
+    task = command[-1] if command[1:] else "pt"
+    message = told(tmp_path, SEES, task=task, **{"reward_funcs": ["format"]} if task == "ppo" else {})
+    (tmp_path / "d.jsonl").write_text("{}\n")
+    output = {"show": [], "cache": ["--output_dir", str(tmp_path / "c")], "index": ["--output", str(tmp_path / "i")]}
+    words = ["data", *command, "--dataset", str(tmp_path / "d.jsonl"), "--model", str(tmp_path)]
+    assert main(words + output[command[0]]) == 2
+    assert message.startswith("--model ") and message in capsys.readouterr().err
 
 
 def test_native_engine_names_those_that_do_it(tmp_path: Path) -> None:
