@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megaswift.data.collate import Document, PaddingShape
 from megaswift.data.collate_preference_batches import collate_preferences
+from megaswift.data.prefix_sharing import share_prefixes
 from megaswift.data.prompt_images import PromptImageReader, PromptImages
 from megaswift.data.vision_batches import ImageInputs, collate_rows_with_images
 from megaswift.losses.contract import Batch
@@ -70,15 +71,33 @@ class RolloutCollator:
     uniform: bool
     images: PromptImageReader | None = None
     """Of a vision-language model: reads the prompts' images; rows are not packed."""
+    shares_prefixes: bool = False
+    """Neighbours in a packed micro-batch with the same prompt have it once."""
 
     def batches(self, micros: Sequence[RolloutMicrobatch]) -> list[Batch]:
         """A step's micro-batches."""
+        if self.shares_prefixes:
+            return self._with_shared_prefixes(micros)
         documents = [[None if c is None else c.document for c in micro] for micro in micros]
         if self.images is None:
             laid = collate_preferences(documents, self.packing, self.shape, self.uniform)
         else:
             laid = [self._with_images(self.images, rows, micro) for rows, micro in zip(documents, micros, strict=True)]
-        return [replace(batch, fields=self._fields(batch, micro)) for batch, micro in zip(laid, micros, strict=True)]
+        numbers = [
+            [n if self.packing else i for n, i in enumerate(i for i, c in enumerate(micro) if c is not None)]
+            for micro in micros
+        ]
+        return [_with_fields(*one) for one in zip(laid, micros, numbers, strict=True)]
+
+    def _with_shared_prefixes(self, micros: Sequence[RolloutMicrobatch]) -> list[Batch]:
+        assert self.packing and self.images is None
+        completed = [[c for c in micro if c is not None] for micro in micros]
+        rows = [share_prefixes([c.document for c in micro], [len(c.prompt) for c in micro]) for micro in completed]
+        laid = collate_preferences([row.documents for row in rows], True, self.shape, self.uniform)
+        return [
+            _with_fields(row.mark(batch), micro, row.numbers)
+            for row, batch, micro in zip(rows, laid, micros, strict=True)
+        ]
 
     def _with_images(
         self, reader: PromptImageReader, rows: Sequence[Document | None], micro: RolloutMicrobatch
@@ -95,15 +114,15 @@ class RolloutCollator:
                 pieces.append(ImageInputs(row, 0, len(completed.prompt), inputs, kinds))
         return collate_rows_with_images(rows, pieces, reader.processor, self.shape, reader.kinds)
 
-    def _fields(self, batch: Batch, micro: RolloutMicrobatch) -> dict[str, Tensor]:
-        completions = [(i, c) for i, c in enumerate(micro) if c is not None]
-        numbers = [n if self.packing else i for n, (i, _) in enumerate(completions)]
-        fields = {"completions": torch.tensor(numbers, dtype=torch.int64)}
-        for name in completions[0][1].values if completions else ():
-            fields[name] = scatter_completion_values(
-                batch, torch.from_numpy(np.concatenate([c.values[name] for _, c in completions]))
-            )
-        return fields
+
+def _with_fields(batch: Batch, micro: RolloutMicrobatch, numbers: Sequence[int]) -> Batch:
+    """The batch with its fields. `numbers`: the documents that are completions."""
+    completions = [c for c in micro if c is not None]
+    fields = {"completions": torch.tensor(numbers, dtype=torch.int64)}
+    for name in completions[0].values if completions else ():
+        values = torch.from_numpy(np.concatenate([c.values[name] for c in completions]))
+        fields[name] = scatter_completion_values(batch, values)
+    return replace(batch, fields=fields)
 
 
 def scatter_completion_values(batch: Batch, values: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ FIELDS = ("logprobs", "entropy", "logsumexp", "correct", "mean_logit", "log_sum_
 class Batch:
     """One micro-batch on one data-parallel rank, whole sequences (the engine makes the context-parallel slices).
 
-    Shapes: `[b, s]` for every tensor but `cu_seqlens`. A packed batch has b = 1 and `cu_seqlens`.
+    Shapes: `[b, s]` for every tensor but `cu_seqlens` and `prefixes`. A packed batch has b = 1 and `cu_seqlens`.
     """
 
     input_ids: Tensor
@@ -33,11 +33,14 @@ class Batch:
     loss_weights: Tensor
     """float32 [b, s]: weight of the label at t; 0 where there is none."""
     positions: Tensor
-    """int64 [b, s]: position within the document, from 0."""
+    """int64 [b, s]: position within the document, from 0; after a shared prefix, from its length."""
     valid: Tensor
     """bool [b, s]: False on padding (routers leave these tokens out of their losses)."""
     cu_seqlens: Tensor | None = None
     """int32 [documents + 1], starts of the padded documents in a packed row and its end; None when not packed."""
+    prefixes: Tensor | None = None
+    """int64 [documents]: the number of the document that holds the first tokens of this one, to which it attends as to
+    its own; -1: none. None where no document has such a prefix."""
     sample_ids: Tensor | None = None
     """int64 [rows or documents]: which samples of the data set these are."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)

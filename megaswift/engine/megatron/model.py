@@ -76,11 +76,14 @@ class SwiftGPT(GPTModel):
         return module(step.input_ids, step.positions, None, packed_seq_params=step.rows, padding_mask=mask)
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Megatron's, with rotary angles for latent attention too."""
+        """Megatron's, with rotary angles for latent attention too, and after shared prefixes by position."""
         prepared = super()._preprocess(*args, **kwargs)
-        if not self.config.multi_latent_attention:
-            return prepared
-        return (prepared[0], self.rotary_pos_emb(), *prepared[2:])
+        angles = prepared[1]
+        if self.config.multi_latent_attention:
+            angles = self.rotary_pos_emb()
+        elif getattr(self.step.rows, "prefixed", None) is not None:
+            angles = angles.index_select(0, self.step.positions[0])
+        return (prepared[0], angles, *prepared[2:])
 
     def _padding_mask(self, step: MicrobatchInputs) -> Tensor | None:
         """[b, s / cp], or its sequence-parallel part on later stages: Megatron cuts it on the first stage only."""

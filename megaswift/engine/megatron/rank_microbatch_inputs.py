@@ -5,6 +5,7 @@ Owns the cut of a Batch for context parallelism and the layout objects of packed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megaswift.device_copy import copy_to_device_async, pin_where_copied
 from megaswift.engine.megatron.context_parallel import gather_order, local_row_positions
-from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams
+from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams, prefixes_of_documents
 from megaswift.losses.contract import Batch
 
 
@@ -38,11 +39,52 @@ class MicrobatchInputs:
     """int64 [s]: how joined slices become the sequence; None without context parallelism."""
 
 
+@dataclass(frozen=True)
+class PrefixedAttention:
+    """How the documents of a packed row attend where some have shared prefixes: each to its prefix, then to itself."""
+
+    query_bounds: Tensor
+    """int32 [documents + 1]: where each document's queries begin, and the end."""
+    key_bounds: Tensor
+    """The same of keys and values once they are taken by `index`."""
+    index: Tensor
+    """int64 [keys]: which of the row's tokens these are."""
+    longest: tuple[int, int]
+    """Queries, and keys, of the document that has most."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> PrefixedAttention | None:
+        """Of a batch in host memory; None where no document has a prefix."""
+        if batch.prefixes is None or batch.cu_seqlens is None:
+            return None
+        edges = batch.cu_seqlens.tolist()
+        pieces, sizes = [], []
+        for document, (prefix, length) in enumerate(prefixes_of_documents(batch.prefixes, batch.positions, edges)):
+            first, start, end = edges[prefix], edges[document], edges[document + 1]
+            pieces += [torch.arange(first, first + length), torch.arange(start, end)]
+            sizes.append(length + end - start)
+        bounds = torch.tensor([0, *sizes]).cumsum(0).int()
+        longest = int(batch.cu_seqlens.diff().max()), max(sizes)
+        return cls(batch.cu_seqlens.int(), bounds, torch.cat(pieces), longest)
+
+    def with_tensors(self, function: Callable[[Tensor], Tensor]) -> PrefixedAttention:
+        """With what `function` makes of the tensors."""
+        return replace(
+            self,
+            query_bounds=function(self.query_bounds),
+            key_bounds=function(self.key_bounds),
+            index=function(self.index),
+        )
+
+
 @dataclass
 class TEPackedSeqParams(PackedSeqParams):
     """Megatron-Core's, and what it leaves for Transformer Engine to find out on the device."""
 
     pad_between_seqs: bool = False
+    prefixed: PrefixedAttention | None = None
+    """Where documents have shared prefixes. The other bounds are then those of the whole row, whose rotary angles come
+    token by token."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +102,7 @@ class MicrobatchHostIndices:
     """int32 `cu_seqlens`."""
     longest: int
     """Tokens of the longest document of a packed row."""
+    prefixed: PrefixedAttention | None
     same_positions: bool
 
     @classmethod
@@ -81,6 +124,7 @@ class MicrobatchHostIndices:
             order=order,
             bounds=None if batch.cu_seqlens is None else batch.cu_seqlens.int(),
             longest=0 if batch.cu_seqlens is None else int(batch.cu_seqlens.diff().max()),
+            prefixed=PrefixedAttention.of(batch),
             same_positions=bool((batch.positions == batch.positions[:1]).all()),
         )
 
@@ -91,7 +135,7 @@ class MicrobatchHostIndices:
 
 
 def _sources(batch: Batch) -> tuple[Tensor | None, ...]:
-    return batch.input_ids, batch.loss_weights, batch.positions, batch.cu_seqlens
+    return batch.input_ids, batch.loss_weights, batch.positions, batch.cu_seqlens, batch.prefixes
 
 
 def prepare_batch_ahead(batch: Batch, cp: int, rank: int, device: torch.device) -> Batch:
@@ -100,16 +144,24 @@ def prepare_batch_ahead(batch: Batch, cp: int, rank: int, device: torch.device) 
     computed = MicrobatchHostIndices.compute(pinned, cp, rank)
     copied = {name: getattr(computed, name) for name in ("labeled_rows", "index", "order", "bounds")}
     copied = {name: pin_where_copied(t, device) for name, t in copied.items() if t is not None}
-    return replace(pinned, ahead=replace(computed, **copied))
+    prefixed = computed.prefixed
+    if prefixed is not None:
+        prefixed = prefixed.with_tensors(lambda tensor: pin_where_copied(tensor, device))
+    return replace(pinned, ahead=replace(computed, **copied, prefixed=prefixed))
 
 
-def _thd(bounds: Tensor | None, longest: int, cp: int, device: torch.device) -> PackedSeqParams | None:
-    """Packed rows as Transformer Engine takes them; None when not packed. `bounds` is in host memory.
+def _thd(host: MicrobatchHostIndices, cp: int, device: torch.device) -> PackedSeqParams | None:
+    """Packed rows as Transformer Engine takes them; None when not packed.
 
     Context parallelism needs the padded bounds too; they are the others: padding belongs to documents.
     """
-    if bounds is None:
+    if host.bounds is None:
         return None
+    assert host.prefixed is None or cp == 1, "config.rl_prefix_sharing_rules says so"
+    bounds, longest, prefixed = host.bounds, host.longest, host.prefixed
+    if prefixed is not None:
+        bounds, longest = bounds[[0, -1]], prefixed.longest[1]
+        prefixed = prefixed.with_tensors(lambda tensor: copy_to_device_async(tensor, device))
     bounds = copy_to_device_async(bounds, device)
     padded = bounds if cp > 1 else None
     return TEPackedSeqParams(
@@ -120,6 +172,7 @@ def _thd(bounds: Tensor | None, longest: int, cp: int, device: torch.device) -> 
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        prefixed=prefixed,
     )
 
 
@@ -132,9 +185,10 @@ def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, at
     index, order = (None if t is None else copy_to_device_async(t, device) for t in (host.index, host.order))
     rows: PackedSeqParams | None
     if attention == "torch":
-        rows = RowPackedSeqParams(batch.input_ids.shape[1], batch.cu_seqlens, cp, rank, index, order)
+        documents = batch.cu_seqlens, batch.prefixes, batch.positions
+        rows = RowPackedSeqParams(batch.input_ids.shape[1], *documents, cp, rank, index, order)
     else:
-        rows = _thd(host.bounds, host.longest, cp, device)
+        rows = _thd(host, cp, device)
     whole = batch.to(device)
 
     def cut(x: Tensor) -> Tensor:

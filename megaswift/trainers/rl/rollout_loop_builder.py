@@ -44,6 +44,7 @@ from megaswift.trainers.rl.choose_adapter_or_merged_weight_sync import (
     merged_sync_reason,
     syncs_adapters_only,
 )
+from megaswift.trainers.rl.choose_prefix_sharing import prefix_sharing_text, shares_prefixes
 from megaswift.trainers.rl.completion_generation_and_weight_sync import CompletionGenerator
 from megaswift.trainers.rl.completions_log import CompletionsLog
 from megaswift.trainers.rl.critic import CriticTrainer, critic_engine
@@ -108,6 +109,7 @@ def add_rl_summary_rows(
     rows = source.rows * plan.generations * plan.iterations
     more = (
         ("sampling", sampling),
+        ("prompts", prefix_sharing_text(cfg, build.spec, build.layout)),
         *weight_sync_summary_rows(build),
         ("rewards", judges),
         *(() if critic is None else critic_summary_row(cfg, critic)),
@@ -276,7 +278,13 @@ def rollout_dependencies(
             lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         ),
         AdvantageEstimator(cfg, settings, settings.beta),
-        RolloutCollator(data.padding_shape_of(tokenizer, geometry), packs, geometry.uniform, images),
+        RolloutCollator(
+            data.padding_shape_of(tokenizer, geometry),
+            packs,
+            geometry.uniform,
+            images,
+            shares_prefixes(cfg, build.spec, build.layout),
+        ),
         geometry,
         critic,
     )

@@ -184,7 +184,11 @@ class RolloutSource:
     def micros(self, part: int) -> list[RolloutMicrobatch]:
         """This rank's micro-batches of one of the generation's optimizer steps, as completions."""
         order = np.random.default_rng([self.settings.seed, self.generations]).permutation(len(self.completed))
-        which = order[part * self.settings.batch : (part + 1) * self.settings.batch]
+        which = order[part * self.settings.batch : (part + 1) * self.settings.batch].tolist()
+        if self.parts.layout.shares_prefixes:  # those of a prompt side by side; the first of a prompt keeps its place
+            prompts = [tuple(self.completed[i].prompt) for i in which]
+            first = {prompt: place for place, prompt in reversed([*enumerate(prompts)])}
+            which = [i for _, i in sorted(zip((first[p] for p in prompts), which, strict=True), key=lambda e: e[0])]
         return [[self.completed[i] for i in micro] for micro in self.parts.geometry.own(which)]
 
     def with_uncertain_ones(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import nn
+from torch import Tensor, nn
 
 from megaswift.engine.megatron.layers.gated_activations import GATED
 from megaswift.engine.megatron.layers.latent_attention import ReplicatedLinear, TELatentAttention, TorchLatentAttention
@@ -111,12 +111,37 @@ def _te_attention_class() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class PackedTEDotProductAttention(TEDotProductAttention):
-        """Hands on `TEPackedSeqParams.pad_between_seqs`: without it Transformer Engine compares the bounds of packed
-        rows on the device in every layer, and the host waits."""
+        """Hands on what is `TEPackedSeqParams`'s own.
+
+        Without `pad_between_seqs` Transformer Engine compares the bounds of packed rows on the device in every layer,
+        and the host waits.
+        """
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.kept_packed_seq_params.add("pad_between_seqs")
+
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+        ) -> Tensor:
+            """Megatron-Core's. Documents with a shared prefix have more keys than queries, the last of both aligned,
+            which is a mask that Megatron-Core has no name for."""
+            prefixed = getattr(packed_seq_params, "prefixed", None)
+            if prefixed is None:
+                return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)
+            key, value = (t.index_select(0, prefixed.index) for t in (key, value))
+            return super(TEDotProductAttention, self).forward(
+                query,
+                key,
+                value,
+                qkv_format="thd",
+                cu_seqlens_q=prefixed.query_bounds,
+                cu_seqlens_kv=prefixed.key_bounds,
+                max_seqlen_q=prefixed.longest[0],
+                max_seqlen_kv=prefixed.longest[1],
+                attn_mask_type="padding_causal_bottom_right",
+                pad_between_seqs=packed_seq_params.pad_between_seqs,
+            )
 
     return PackedTEDotProductAttention
 

@@ -9,7 +9,7 @@ rope.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,15 @@ class RowPackedSeqParams(PackedSeqParams):
     """How the rows of a batch are made of documents and context-parallel slices.
 
     `qkv_format` is not "thd": queries keep their [s, b, heads, d] shape and rotary angles come by position. `index` and
-    `order`: those of `MicrobatchInputs`.
+    `order`: those of `MicrobatchInputs`, the others those of `Batch`, in host memory.
     """
 
     def __init__(
         self,
         length: int,
         cu_seqlens: Tensor | None = None,
+        prefixes: Tensor | None = None,
+        positions: Tensor | None = None,
         cp: int = 1,
         rank: int = 0,
         index: Tensor | None = None,
@@ -50,6 +52,9 @@ class RowPackedSeqParams(PackedSeqParams):
         super().__init__(qkv_format="rows")
         self.length, self.cp, self.rank = length, cp, rank
         self.bounds: list[int] = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
+        self.prefixes = [(-1, 0)] * (len(self.bounds) - 1)
+        if prefixes is not None and positions is not None:
+            self.prefixes = prefixes_of_documents(prefixes, positions, self.bounds)
         self.index, self.order = index, order
         self._masks: dict[tuple[int, int, int, int | None], Tensor | None] = {}
 
@@ -65,7 +70,7 @@ class RowPackedSeqParams(PackedSeqParams):
 
     def parts(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Parts, int]]:
         """Of each run of consecutive local queries: these, and all keys and values [b, heads, run, d] of its document
-        up to its end, with the place of the first query among these keys.
+        up to its end, after those of the document's prefix, with the place of the first query among these keys.
 
         Rows are cut by `split`, whose gradient is put together once. A slice's is as large as the row, for every
         document.
@@ -74,14 +79,26 @@ class RowPackedSeqParams(PackedSeqParams):
         lengths = [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
         runs = [length // (2 * self.cp) if self.cp > 1 else length for length in lengths]
         queries = iter(query.split([run for run in runs for _ in chunks], dim=2))
-        for run, length, keys, values in zip(
-            runs, lengths, key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True
-        ):
+        every = list(zip(key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True))
+        for run, length, own, (prefix, before) in zip(runs, lengths, every, self.prefixes, strict=True):
             for chunk in chunks:
                 q, end = next(queries), (chunk + 1) * run
-                if run:
-                    visible = (keys, values) if end == length else (keys[:, :, :end], values[:, :, :end])
-                    yield (q, *visible), chunk * run
+                if not run:
+                    continue
+                keys, values = own if end == length else (t[:, :, :end] for t in own)
+                if before:
+                    first = (t[:, :, :before] for t in every[prefix])
+                    keys, values = (torch.cat(both, dim=2) for both in zip(first, (keys, values), strict=True))
+                yield (q, keys, values), before + chunk * run
+
+
+def prefixes_of_documents(prefixes: Tensor, positions: Tensor, bounds: Sequence[int]) -> list[tuple[int, int]]:
+    """(number of the document that is its prefix, tokens of it) for each document of a packed row; (-1, 0): none."""
+    numbers, row = prefixes.tolist(), positions[0].tolist()
+    return [
+        (number, row[start] if start < end else 0) if number >= 0 else (-1, 0)
+        for number, start, end in zip(numbers, bounds, bounds[1:], strict=False)
+    ]
 
 
 def visibility_mask(shape: tuple[int, int], offset: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -1,0 +1,68 @@
+"""Lays a prompt once for all of its completions in a packed row.
+
+Owns which tokens are shared: a prompt's but the last, which stays with each completion because its label is the
+completion's first token. Attention of a completion to the shared tokens is the engines' (`Batch.prefixes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from megaswift.data.collate import Document
+from megaswift.losses.contract import Batch
+
+UNSHARED = -1
+"""In place of the number of a prefix."""
+
+
+@dataclass(frozen=True)
+class SharedPrefixDocuments:
+    """The documents of one packed row, prefixes among them."""
+
+    documents: list[Document]
+    prefixes: list[int]
+    """Of each document, the number of the one that holds its first tokens, or `UNSHARED`."""
+    starts: list[int]
+    """Position of each document's first token."""
+    numbers: list[int]
+    """Where the given documents are, in their order."""
+
+    def mark(self, batch: Batch) -> Batch:
+        """The collated row with positions that go on from a prefix, and `Batch.prefixes`."""
+        if not any(self.starts):
+            return batch
+        assert batch.cu_seqlens is not None
+        first = torch.tensor(self.starts).repeat_interleave(batch.cu_seqlens.diff())
+        return replace(batch, positions=batch.positions + first, prefixes=torch.tensor(self.prefixes))
+
+
+def share_prefixes(documents: Sequence[Document], prompts: Sequence[int]) -> SharedPrefixDocuments:
+    """Neighbours with equal prompts share these. `prompts`: tokens of each document's prompt."""
+    laid = SharedPrefixDocuments([], [], [], [])
+    groups = [_shared_with_next(documents, prompts, i) for i in range(len(documents) - 1)] + [False]
+    prefix, shared = UNSHARED, 0
+    for i, (ids, weights, sample) in enumerate(documents):
+        if prefix == UNSHARED and groups[i]:
+            prefix, shared = len(laid.documents), prompts[i] - 1
+            _append(laid, (ids[:shared], np.zeros(shared, dtype=weights.dtype), -1), UNSHARED, 0)
+        laid.numbers.append(len(laid.documents))
+        _append(laid, (ids[shared:], weights[shared:], sample), prefix, shared)
+        if not groups[i]:
+            prefix, shared = UNSHARED, 0
+    return laid
+
+
+def _shared_with_next(documents: Sequence[Document], prompts: Sequence[int], i: int) -> bool:
+    count = prompts[i]
+    equal = count == prompts[i + 1] and np.array_equal(documents[i][0][:count], documents[i + 1][0][:count])
+    return count > 1 and bool(equal)
+
+
+def _append(laid: SharedPrefixDocuments, document: Document, prefix: int, start: int) -> None:
+    laid.documents.append(document)
+    laid.prefixes.append(prefix)
+    laid.starts.append(start)

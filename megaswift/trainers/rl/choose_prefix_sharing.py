@@ -1,0 +1,87 @@
+"""Decides whether completions of a prompt share it in training (`--prefix_sharing`).
+
+Owns the default: on where the numbers are those of separate prompts. What is shared is in `data/prefix_sharing.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megaswift.config import SwiftConfig
+from megaswift.config.batch_arithmetic import batch_plan
+from megaswift.config.engine_rules import NATIVE, requested_engine
+from megaswift.errors import Problem
+from megaswift.families.model_spec import ModelSpec
+from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.parallel.layout import Layout
+
+DROPOUTS = ("attention_dropout", "hidden_dropout")
+
+
+def shares_prefixes(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> bool:
+    """Whether the run's micro-batches have each prompt once."""
+    return not _reason_why_not(cfg, spec, layout)
+
+
+def prefix_sharing_text(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> str:
+    """For the first screen."""
+    why = _reason_why_not(cfg, spec, layout)
+    return f"computed for each completion: {why}" if why else "computed once for the completions of a micro-batch"
+
+
+def _reason_why_not(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> str:
+    if cfg.rl.prefix_sharing is False:
+        return "--prefix_sharing false"
+    if batch_plan(cfg.train, layout.dp).per_device == 1:
+        return "micro-batches have one completion (--per_device_train_batch_size)"
+    why = reason_against_prefix_sharing(cfg, spec, layout.cp)
+    return f"prefix sharing {why}" if why else ""
+
+
+def prefix_sharing_problems(cfg: SwiftConfig, spec: ModelSpec, cp: int) -> Iterator[Problem]:
+    """Why prompts cannot be shared where that was asked for."""
+    if cfg.rl.prefix_sharing and (why := reason_against_prefix_sharing(cfg, spec, cp)):
+        yield Problem("--prefix_sharing true", why, "leave it out")
+
+
+def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) -> str:
+    """Why the numbers of a run would not be those of separate prompts; empty where they are. `cp`: context-parallel
+    ranks."""
+    reasons: tuple[tuple[Any, str], ...] = (
+        (requested_engine(cfg) != NATIVE, f"is supported on the engine {NATIVE} only"),
+        (has_vision_tower(spec.hf_config), "is not supported with vision-language models"),
+        (cfg.data.packing is False, "needs packed rows (--packing true)"),
+        (
+            _drops_out(cfg, spec),
+            "each completion would have the same dropout on its prompt, where separate prompts have their own",
+        ),
+        (
+            spec.experts and _counts_tokens(cfg, spec),
+            "router losses, capacity and bias updates count a prompt once for each completion",
+        ),
+        (
+            cp > 1 and _may_take_transformer_engine(cfg),
+            "is supported with context parallelism by torch's attention only (--attn_impl sdpa)",
+        ),
+    )
+    return next((why for applies, why in reasons if applies), "")
+
+
+def _drops_out(cfg: SwiftConfig, spec: ModelSpec) -> bool:
+    adapters = cfg.lora.lora_dropout if cfg.model.train_type != "full" else 0.0
+    return bool(adapters or any(spec.transformer.get(name) for name in DROPOUTS))
+
+
+def _counts_tokens(cfg: SwiftConfig, spec: ModelSpec) -> bool:
+    m, default = cfg.model, spec.transformer.get("moe_aux_loss_coeff") or 0.0
+    balances = default if m.moe_aux_loss_coeff is None else m.moe_aux_loss_coeff
+    updates = spec.transformer.get("moe_router_enable_expert_bias")
+    return bool(balances or m.moe_z_loss_coeff or m.moe_expert_capacity_factor or updates)
+
+
+def _may_take_transformer_engine(cfg: SwiftConfig) -> bool:
+    import torch
+
+    torch_only = cfg.model.transformer_impl == "torch" or cfg.model.attn_impl == "sdpa"
+    return torch.cuda.is_available() and not torch_only

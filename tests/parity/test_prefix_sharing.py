@@ -1,0 +1,152 @@
+"""Prompts that are computed once for all of their completions, against Hugging Face on each completion by itself.
+
+Loss, every gradient and two steps, on layouts, families and both attention cores. Groups are uneven: prompts with one
+completion, of one token, longer than a window, twice in a micro-batch but apart, completions with text of a tool in
+them.
+
+Covers: megaswift/data/prefix_sharing.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megaswift.data.collate import PaddingShape
+from megaswift.data.collate_rollout_batches import RolloutCollator, RolloutTokens
+from megaswift.losses.contract import Batch, RequestedModelOutputs
+from tests.parity.cases import Case, own, parse
+from tests.parity.compare import GRADIENT, LOSS, NORM, WEIGHT, number, table, tensors
+from tests.parity.measure import MIX, TEMPERATURE, MixedLoss, Task, build, full, recipe_options
+from tests.parity.models import VOCAB
+from tests.parity.oracle import Oracle, Recipe, Reference, fields
+from tests.parity.pool import Pool
+from tests.parity.references import References
+
+pytestmark = pytest.mark.process
+STEPS = 2
+GROUPS = (
+    ((9, (5, 7, 1)), (1, (4, 6)), (12, (3,))),
+    ((17, (6, 2, 8, 4)),),
+    ((5, (9, 3)), (2, (4, 4)), (5, (6, 5))),
+    ((21, (1, 1)), (3, (10, 2, 7))),
+)
+"""Of each micro-batch, in turn: (tokens of a prompt, tokens of each of its completions)."""
+
+
+def rollouts(total: int, step: int) -> list[list[RolloutTokens]]:
+    """The completions of each of `total` micro-batches of a step, with ids that are the same on every layout."""
+    rng, number = np.random.default_rng([step, total]), 0
+    micros = []
+    for m in range(total):
+        micro = []
+        for prompt_length, lengths in GROUPS[m % len(GROUPS)]:
+            prompt = rng.integers(3, VOCAB, prompt_length).tolist()
+            for length in lengths:
+                written, owned = rng.integers(3, VOCAB, length).tolist(), rng.random(length) < 0.8
+                owned[0] |= not owned.any()
+                micro.append(RolloutTokens(number, prompt, written, owned.tolist()))
+                number += 1
+        micros.append(micro)
+    return micros
+
+
+def collated(micros: list[list[RolloutTokens]], case: Case, shared: bool) -> list[Batch]:
+    """As a run of the case has them."""
+    unit = 2 * case.cp if case.cp > 1 else 1
+    shape = PaddingShape(unit, case.tp * unit)
+    return RolloutCollator(shape, shared, case.pp > 1, shares_prefixes=shared).batches(micros)
+
+
+def train(rank: int, world: int, task: Task) -> tuple[Reference, list[np.ndarray]] | None:
+    """The engine's numbers on shared prompts, and the log-probabilities of the first step's own tokens (on the
+    ranks)."""
+    case = task.case
+    engine, context = build(case, task.folder, world, **recipe_options(task.recipe, case.moe), **task.options)
+    dp = context.layout.coordinates(rank).dp
+    mine = [collated(own(rollouts(case.total, k), case.dp, dp), case, True) for k in range(STEPS)]
+    assert any(batch.prefixes is not None for batch in mine[0])
+    scored = engine.score(mine[0], RequestedModelOutputs())
+    found = [s.logprobs.cpu()[b.loss_weights != 0].numpy() for s, b in zip(scored, mine[0], strict=True)]
+    out = Reference(loss=engine.accumulate(mine[0], MixedLoss()).loss, gradients=full(engine.hf_gradients()))
+    for batches in mine:
+        result = engine.train_batch(engine.prepare_ahead(batches), MixedLoss(), task.recipe.lr)
+        out.losses.append(result.loss)
+        out.norms.append(result.grad_norm)
+    out.weights = full(engine.hf_weights())
+    torch.distributed.barrier()
+    context.close()
+    return (out, found) if rank == 0 else None
+
+
+def mixed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`MixedLoss` of the oracle."""
+    return sum(w * fields(logits, labels, TEMPERATURE)[name] for name, w in MIX.items())
+
+
+def expected(case: Case, oracle: Oracle) -> tuple[Reference, list[np.ndarray]]:
+    """The same of Hugging Face, each completion with its own prompt."""
+    plain, out = replace(case, tp=1, cp=1, pp=1), Reference()
+    for k in range(STEPS):
+        batches = collated(rollouts(case.total, k), plain, False)
+        if k == 0:
+            found = [oracle.logprobs(b)[b.loss_weights != 0].numpy() for b in own(batches, case.dp, 0)]
+        loss, _, _ = oracle.accumulate(batches, mixed)
+        out.losses.append(loss)
+        if k == 0:
+            out.loss, out.gradients = loss, oracle.gradients()
+        out.norms.append(oracle.step())
+    out.weights = oracle.weights()
+    return out, found
+
+
+def cases() -> Iterator[Any]:
+    """Layouts of a dense model, then what families do with keys."""
+    quick = ("dense single", "gemma2 single", "dense tp2 sp cp2", "deepseek_v3 single", "gpt_oss single")
+    more = ("dense pp2 vpp2", "dense dp2 do", "dense cp2 recompute=selective", "moe dp2 ep2", "gemma3_text cp2")
+    more += ("mistral-window single", "mistral-window tp2", "deepseek_v3 tp2 sp pp2", "dense tp2 sp pp2 recompute=full")
+    for text in (*quick, *more):
+        marks = () if text in quick else (pytest.mark.slow,)
+        yield pytest.param(replace(parse(text), packed=True), marks=marks, id=text)
+
+
+@pytest.mark.parametrize("case", list(cases()))
+def test_shared_prompts_train_as_separate_ones(case: Case, pool: Pool, references: References) -> None:
+    """With torch's attention."""
+    check(case, pool, references)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dense single attn=fused",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in ("dense tp2 sp", "dense pp2 recompute=selective", "moe dp2 ep2", "mistral-window single")
+        ),
+    ],
+)
+def test_shared_prompts_on_transformer_engine(text: str, te_pool: Pool, references: References) -> None:
+    """With its attention, whose queries and keys then have bounds of their own."""
+    check(replace(parse(text), packed=True, te=True), te_pool, references)
+
+
+def check(case: Case, pool: Pool, references: References) -> None:
+    """A case against the oracle."""
+    recipe, folder = Recipe(), references.model(case.variant)
+    want, logprobs = expected(case, Oracle(folder, recipe))
+    got, scored = pool.run("tests.parity.test_prefix_sharing:train", Task(case, folder, recipe), case.world)[0]
+    found = [number("loss of accumulate", got.loss, want.loss, LOSS)]
+    found += tensors("gradient", got.gradients, want.gradients, GRADIENT)
+    for k in range(STEPS):
+        found.append(number(f"loss of step {k}", got.losses[k], want.losses[k], LOSS if k == 0 else NORM))
+        found.append(number(f"grad norm of step {k}", got.norms[k], want.norms[k], NORM))
+    found += tensors("weight", got.weights, want.weights, WEIGHT)
+    assert not any(d.bad for d in found), "\n" + table(str(case), found)
+    for one, other in zip(scored, logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
