@@ -38,15 +38,15 @@ class Batch:
     """bool [b, s]: False on padding (routers leave these tokens out of their losses)."""
     cu_seqlens: Tensor | None = None
     """int32 [documents + 1], starts of the padded documents in a packed row and its end; None when not packed."""
-    prefixes: Tensor | None = None
-    """int64 [documents]: the number of the document that holds the first tokens of this one, to which it attends as to
-    its own; -1: none. None where no document has such a prefix."""
     sample_ids: Tensor | None = None
     """int64 [rows or documents]: which samples of the data set these are."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """What the algorithm needs besides: pair indices, advantages, old and reference log-probabilities."""
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     """Inputs of towers (images)."""
+    prefixes: Tensor | None = None
+    """int64 [documents]: the number of the document that holds the first tokens of this one, to which it attends as to
+    its own; -1: none. None where no document has such a prefix."""
     ahead: object = None
     """What an engine has computed of this batch beforehand (`Engine.prepare_ahead`), for itself."""
 

@@ -185,8 +185,7 @@ def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, at
     index, order = (None if t is None else copy_to_device_async(t, device) for t in (host.index, host.order))
     rows: PackedSeqParams | None
     if attention == "torch":
-        documents = batch.cu_seqlens, batch.prefixes, batch.positions
-        rows = RowPackedSeqParams(batch.input_ids.shape[1], *documents, cp, rank, index, order)
+        rows = RowPackedSeqParams.of_batch(batch, cp, rank, index, order)
     else:
         rows = _thd(host, cp, device)
     whole = batch.to(device)

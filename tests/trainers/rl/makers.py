@@ -150,8 +150,9 @@ class Samples:
         return work()
 
 
-def source(worth: Any = None, **options: Any) -> RolloutSource:
-    """A source of a run with `options`; rewards are `worth` of a sample, its number of tokens if not given."""
+def source(worth: Any = None, shares: bool = False, **options: Any) -> RolloutSource:
+    """A source of a run with `options`; rewards are `worth` of a sample, its number of tokens if not given. `shares`:
+    completions of a prompt have it once."""
     cfg = config(**options)
     settings = rl_settings(cfg, 1)
     judge = RewardScorer(
@@ -174,7 +175,7 @@ def source(worth: Any = None, **options: Any) -> RolloutSource:
         drawing,
         judge,
         AdvantageEstimator(cfg, settings, settings.beta),
-        RolloutCollator(PaddingShape(), True, False),
+        RolloutCollator(PaddingShape(), True, False, shares_prefixes=shares),
         geometry,
     )
     return RolloutSource(settings, parts)

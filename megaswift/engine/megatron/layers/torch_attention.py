@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from megaswift.engine.megatron.context_parallel import gather_key_value_sequence
 from megaswift.engine.megatron.layers.softcap_attention import SoftCappedAttention, SoftcapScores
+from megaswift.losses.contract import Batch
 
 Parts = tuple[Tensor, Tensor, Tensor]
 BLOCK = 1024
@@ -35,15 +36,13 @@ class RowPackedSeqParams(PackedSeqParams):
     """How the rows of a batch are made of documents and context-parallel slices.
 
     `qkv_format` is not "thd": queries keep their [s, b, heads, d] shape and rotary angles come by position. `index` and
-    `order`: those of `MicrobatchInputs`, the others those of `Batch`, in host memory.
+    `order`: those of `MicrobatchInputs`.
     """
 
     def __init__(
         self,
         length: int,
         cu_seqlens: Tensor | None = None,
-        prefixes: Tensor | None = None,
-        positions: Tensor | None = None,
         cp: int = 1,
         rank: int = 0,
         index: Tensor | None = None,
@@ -53,10 +52,19 @@ class RowPackedSeqParams(PackedSeqParams):
         self.length, self.cp, self.rank = length, cp, rank
         self.bounds: list[int] = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
         self.prefixes = [(-1, 0)] * (len(self.bounds) - 1)
-        if prefixes is not None and positions is not None:
-            self.prefixes = prefixes_of_documents(prefixes, positions, self.bounds)
+        """Of each document, as from `prefixes_of_documents`."""
         self.index, self.order = index, order
         self._masks: dict[tuple[int, int, int, int | None], Tensor | None] = {}
+
+    @classmethod
+    def of_batch(
+        cls, batch: Batch, cp: int, rank: int, index: Tensor | None, order: Tensor | None
+    ) -> RowPackedSeqParams:
+        """Of the rows of a batch in host memory."""
+        made = cls(batch.input_ids.shape[1], batch.cu_seqlens, cp, rank, index, order)
+        if batch.prefixes is not None:
+            made.prefixes = prefixes_of_documents(batch.prefixes, batch.positions, made.bounds)
+        return made
 
     def mask(self, shape: tuple[int, int], offset: int, window: int | None, device: torch.device) -> Tensor | None:
         """bool [queries, keys] on the device, True where seen; None: plain causal. A window's is made once for all

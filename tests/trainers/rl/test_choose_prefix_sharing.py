@@ -1,0 +1,112 @@
+"""When a prompt is computed once for its completions: what stands in the way is named, and asking for it all the same
+is a mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.errors import UserError
+from megaswift.families import load_spec
+from megaswift.families.model_spec import ModelSpec
+from megaswift.parallel.layout import Layout
+from megaswift.trainers.preflight import preflight
+from megaswift.trainers.rl.choose_prefix_sharing import (
+    prefix_sharing_problems,
+    prefix_sharing_text,
+    reason_against_prefix_sharing,
+    shares_prefixes,
+)
+from tests.families.published_moe import OLMOE_1B_7B
+from tests.test_cli import model_folder
+from tests.trainers.rl.makers import config, source
+
+ONE = Layout(1)
+
+
+def model(folder: Path, raw: dict[str, Any]) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(raw))
+    return load_spec(folder)
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> ModelSpec:
+    return load_spec(model_folder(tmp_path))
+
+
+def test_it_is_on_where_the_numbers_are_the_same(dense: ModelSpec) -> None:
+    assert shares_prefixes(config(), dense, ONE)
+    assert prefix_sharing_text(config(), dense, ONE) == "computed once for the completions of a micro-batch"
+    assert shares_prefixes(config(task="ppo", num_generations=2), dense, ONE)
+    assert not shares_prefixes(config(prefix_sharing=False), dense, ONE)
+
+
+def test_one_completion_shares_with_none(dense: ModelSpec) -> None:
+    alone = config(per_device_train_batch_size=1)
+    assert not shares_prefixes(alone, dense, ONE) and not reason_against_prefix_sharing(alone, dense, 1)
+    assert "micro-batches have one completion" in prefix_sharing_text(alone, dense, ONE)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"packing": False}, "packed rows"),
+        ({"train_type": "lora", "lora_dropout": 0.1}, "dropout"),
+        ({"engine": "ddp", "packing": False}, "supported on the engine"),
+    ],
+)
+def test_what_stands_in_the_way_is_named(dense: ModelSpec, options: dict[str, Any], why: str) -> None:
+    cfg = config(**options)
+    assert why in reason_against_prefix_sharing(cfg, dense, 1) and not shares_prefixes(cfg, dense, ONE)
+    asked = cfg.replace(prefix_sharing=True)
+    (problem,) = prefix_sharing_problems(asked, dense, 1)
+    assert problem.what == "--prefix_sharing true" and why in problem.rule
+
+
+def test_dropout_of_the_model_counts(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    assert "dropout" in reason_against_prefix_sharing(config(), model(folder, {**raw, "attention_dropout": 0.1}), 1)
+
+
+def test_routers_count_tokens(tmp_path: Path) -> None:
+    """OLMoE's balancing loss is in its configuration; without it a prompt may be there once."""
+    experts = model(tmp_path, {**OLMOE_1B_7B, "router_aux_loss_coef": 0.01})
+    assert "router losses" in reason_against_prefix_sharing(config(), experts, 1)
+    off = {"moe_aux_loss_coeff": 0.0}
+    assert not reason_against_prefix_sharing(config(**off), experts, 1)
+    assert "router losses" in reason_against_prefix_sharing(config(**off, moe_z_loss_coeff=0.1), experts, 1)
+    assert "router losses" in reason_against_prefix_sharing(config(**off, moe_expert_capacity_factor=1.0), experts, 1)
+
+
+def test_context_parallelism_needs_attention_of_torch(dense: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not reason_against_prefix_sharing(config(), dense, 2), "without a GPU attention is torch's"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "--attn_impl sdpa" in reason_against_prefix_sharing(config(), dense, 2)
+    assert not reason_against_prefix_sharing(config(attn_impl="sdpa"), dense, 2)
+    assert not reason_against_prefix_sharing(config(), dense, 1)
+
+
+def test_preflight_refuses_what_would_not_be_exact(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path)
+    asked = config(model=str(folder), prefix_sharing=True, packing=False, output_dir=str(tmp_path / "out"))
+    with pytest.raises(UserError, match="--prefix_sharing true: needs packed rows"):
+        preflight(asked, 1)
+
+
+def test_completions_of_a_prompt_come_together() -> None:
+    """In a step's micro-batches, four completions of a prompt each; the same completions make up the step."""
+    options = {"num_generations": 4, "per_device_train_batch_size": 4, "global_batch_size": 16}
+    apart, together = source(**options), source(shares=True, **options)
+    for made in (apart, together):
+        made.generate()
+    before, after = apart.micros(0), together.micros(0)
+    groups = [[tuple(c.prompt) for c in micro if c is not None] for micro in after]
+    assert all(len(set(group)) == 1 for group in groups)
+    assert any(len({tuple(c.prompt) for c in micro if c is not None}) > 1 for micro in before)
+    flat = [[c.number for micro in micros for c in micro if c is not None] for micros in (before, after)]
+    assert sorted(flat[0]) == sorted(flat[1]) == [*range(16)]
+    assert [*dict.fromkeys(tuple(c.prompt) for m in before for c in m if c)] == [g[0] for g in groups]
