@@ -18,7 +18,7 @@ from torch import Tensor
 from megaswift import distributed
 from megaswift.device_copy import HostCopy, copy_to_device_async
 from megaswift.engine.own_compute_time import OwnComputeClock
-from megaswift.engine.protocol import GlobalBatchCounts, MicrobatchLossAndSamples, StepResult
+from megaswift.engine.protocol import GlobalBatchCounts, MicrobatchLossAndSamples, StartedCount, StepResult
 from megaswift.losses.contract import (
     Batch,
     DifferenceMetric,
@@ -67,10 +67,11 @@ MOST_COUNTS = 6
 """Counts that a loss may have: the reduction has room for so many, so that a rank without a batch can take part."""
 
 
-def count_global_batch(
+def start_count_global_batch(
     microbatches: Sequence[Batch], loss: Loss, context: ParallelContextProtocol, beside: Sequence[float] = ()
-) -> GlobalBatchCounts:
-    """Counts the global batch, by one reduction over all ranks. Collective.
+) -> StartedCount:
+    """Counts the global batch, by one reduction over all ranks. Collective; what is returned is not, and waits for the
+    counts, which are on their way to the host meanwhile.
 
     `beside`: numbers of this rank to add up over all ranks, equally many on each. A rank that has no batch passes no
     micro-batches, and the step cannot be taken.
@@ -89,10 +90,15 @@ def count_global_batch(
     if context.layout.world_size > 1:
         sums = copy_to_device_async(sums, context.device)
         dist.all_reduce(sums)
-    values = sums.tolist()
-    tokens, label_tokens, real_microbatches = (round(value) for value in values[MOST_COUNTS : MOST_COUNTS + 3])
-    counts_by_name = dict(zip(names, values, strict=False))
-    return GlobalBatchCounts(counts_by_name, tokens, label_tokens, real_microbatches, tuple(values[MOST_COUNTS + 3 :]))
+    copied = HostCopy(sums)
+
+    def finish() -> GlobalBatchCounts:
+        values = copied.wait()
+        tokens, label_tokens, real_microbatches = (round(value) for value in values[MOST_COUNTS : MOST_COUNTS + 3])
+        counts, rest = dict(zip(names, values, strict=False)), tuple(values[MOST_COUNTS + 3 :])
+        return GlobalBatchCounts(counts, tokens, label_tokens, real_microbatches, rest)
+
+    return finish
 
 
 def named_head_outputs(fields: Tensor, needs: RequestedModelOutputs) -> ModelOutputs:
@@ -214,6 +220,8 @@ class StepReport:
         """Further metrics [], the same on every rank already; those that are on every pipeline stage."""
         self.result = StepResult(0.0)
         """What was read."""
+        self.before_read: Callable[[], None] = lambda: None
+        """Called once all passes are launched, before the host waits for them; may be collective."""
         self.last = context.coordinates.pp == context.layout.pp - 1
         """Whether this pipeline stage has the loss."""
         self._summed: tuple[list[Tensor | float], _Places, list[Tensor] | None] = ([], _Places.of([]), None)
@@ -222,6 +230,7 @@ class StepReport:
         """Adds up the report over ranks, on the device, and the numbers `more` [] of this rank, which are returned;
         `groups` as in `ReadNumbers`. Sums over the data-parallel ranks travel with the report's. Collective; once,
         after the last micro-batch."""
+        self.before_read()
         context = self.context
         reports = self.last and context.layout.dp > 1
         values = self.objective.values() if self.last else []

@@ -3,7 +3,7 @@ curve."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,8 @@ class GlobalBatchCounts:
     """Sums over all ranks of what each passed beside its micro-batches."""
 
 
+StartedCount = Callable[[], GlobalBatchCounts]
+"""Waits for counts that are being added up over the ranks."""
 Counted = GlobalBatchCounts | None
 """Of micro-batches that were counted before they are trained on; None: they are counted then."""
 
@@ -121,8 +123,8 @@ class Engine(Protocol):
     def kernels(self) -> str:
         """For the first screen: which layers, why, and the precision."""
 
-    def count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> GlobalBatchCounts:
-        """The counts of the global batch; `beside` is added up over all ranks in the same reduction. Collective."""
+    def start_count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> StartedCount:
+        """The counts of the global batch, and `beside` added up over all ranks in the same reduction. Collective."""
 
     def prepare_ahead(self, microbatches: list[Batch]) -> list[Batch]:
         """The same micro-batches with what the engine computes of them in host memory, for loader threads."""
@@ -134,9 +136,11 @@ class Engine(Protocol):
         lr: float,
         weight_decay: float | None = None,
         counted: Counted = None,
+        before_read: Callable[[], None] | None = None,
     ) -> StepResult:
-        """Forward, backward and one optimizer step (or a skipped one) over this rank's micro-batches. `counted`: the
-        result of `count` for them; None: they are counted here."""
+        """Forward, backward and one optimizer step (or a skipped one) over this rank's micro-batches. `counted`: of
+        `start_count` for them; None: they are counted here. `before_read` is called once, with all passes launched,
+        before the host waits for the step's numbers."""
 
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """The same numbers, no gradient, no state touched."""

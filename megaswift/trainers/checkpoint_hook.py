@@ -71,7 +71,7 @@ class CheckpointHook(Hook):
 
     def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Saves when it is due; a checkpoint that all ranks have written in the background counts from now on."""
-        if not loop.busy_ranks:
+        if self.pending is not None and self.pending.step <= loop.busy_after and not loop.busy_ranks:
             self.finish_pending()
         improved = self.interval.every == BEST and self.best is not None and self.best.improved_at(step.number)
         exits = self.exit_interval is not None and step.number % self.exit_interval == 0
@@ -117,7 +117,7 @@ class CheckpointHook(Hook):
             self.best.before_save(loop.step)
         hooks = {type(h).__name__: state for h in loop.hooks if (state := h.state_dict())}
         steps = {"total_steps": loop.total_steps, "skipped_steps": loop.skipped}
-        state = {**self.facts, **steps, "data": loop.source.state_dict(), "hooks": copy.deepcopy(hooks)}
+        state = {**self.facts, **steps, "data": loop.position, "hooks": copy.deepcopy(hooks)}
         engines = {} if self.write_weights_only else {ENGINE: loop.engine, **loop.engines}
         if self.write_weights_only:
             state[saved_step_integrity.WEIGHTS_ONLY] = True

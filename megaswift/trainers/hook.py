@@ -66,7 +66,11 @@ class Hook:
         """Before the first step, after a checkpoint was restored."""
 
     def on_step_begin(self, loop: Loop) -> None:
-        """Before the batch of a step is requested."""
+        """Before each optimizer step."""
+
+    def on_batch_begin(self, loop: Loop) -> None:
+        """Before a batch is requested: on several ranks it is the next step's, and `loop.step` does not count the
+        present one yet."""
 
     def on_batch(self, loop: Loop) -> None:
         """The batch is there."""

@@ -1,5 +1,5 @@
-"""Signals (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1): the first one finishes the step and saves, a second one ends the process
-immediately.
+"""Signals (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1): the first one finishes the step (on several ranks at most one more) and
+saves, a second one ends the process immediately.
 
 Owns the signal handlers while the loop runs; outside it the defaults hold, so start-up can be stopped at any time.
 After an interruption they stay until the ranks end together: a rank's own signal may come after another rank's has
@@ -60,7 +60,7 @@ class ReceivedSignal:
         self.number, self._since = number, time.monotonic()
         discard_closed_output()
         name = signal.Signals(number).name
-        log.info(f"{name} received: finishing this step and saving; send it again to stop at once")
+        log.info(f"{name} received: saving after this step or the next; send it again to stop at once")
 
     def take_over(self) -> None:
         """Becomes the handler of the signals that are not ignored."""

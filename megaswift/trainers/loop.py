@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megaswift import distributed
-from megaswift.engine.protocol import Engine, GlobalBatchCounts, StepResult
+from megaswift.engine.protocol import Engine, GlobalBatchCounts, StartedCount, StepResult
 from megaswift.errors import DataError, Problem, UserError, first_line
 from megaswift.losses.contract import Batch, Loss
 from megaswift.trainers import interrupt
@@ -55,6 +55,24 @@ def unchanged(engine: Engine, batches: list[Batch], training: bool) -> list[Batc
     return batches
 
 
+@dataclass(frozen=True)
+class TakenBatch:
+    """A global batch that was taken from the source, while its counts are added up over the ranks."""
+
+    microbatches: list[Batch]
+    counts: StartedCount
+    mistake: UserError | None
+    """Why this rank has no micro-batches."""
+    epoch: float
+    """Of the source behind it."""
+    before: Mapping[str, Any]
+    """Position of the source before it; empty with `Loop.mark`."""
+    back: Callable[[], None]
+    """Takes the source back to there."""
+    step: int
+    """Steps that were taken when signals and busy hooks were asked for."""
+
+
 @dataclass
 class Loop:
     """Steps from `step` to `total_steps`, the same on every rank."""
@@ -70,7 +88,8 @@ class Loop:
     prepare_before_counts: bool = False
     """`prepare` is not collective, and changes what is counted."""
     agree_before_batch: bool = False
-    """A batch may take minutes or is made by all ranks together: with a signal on any rank none is asked for."""
+    """A batch may take minutes or is made by all ranks together: with a signal on any rank none is asked for, and it is
+    taken when its step begins."""
     step_extras: Callable[[], StepExtras] = StepExtras
     mark: Callable[[], Callable[[], None]] | None = None
     """What takes the source back to where it is now, on every rank; None: its `load_state_dict`."""
@@ -89,11 +108,15 @@ class Loop:
     stopping: str = ""
     """Why a hook ends the run before its last step, the same on every rank."""
     busy_ranks: int = 0
-    """How many ranks had a hook that works in the background when this step began, the same on every rank."""
+    """How many ranks had a hook that works in the background after step `busy_after`, the same on every rank."""
+    busy_after: int = 0
+    """This step's number less one, or two where its batch was taken ahead."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the parts, for the report."""
     signals: interrupt.ReceivedSignal = field(default_factory=interrupt.ReceivedSignal)
     """Those of this run; after an interruption they are this object's until `restore`."""
+    ahead: TakenBatch | None = None
+    """The next step's batch, where it was taken during this step (`take_ahead`)."""
     _inside: bool = False
 
     def run(self) -> None:
@@ -105,20 +128,21 @@ class Loop:
                 self.signals = signal
                 while self.step < self.total_steps and not self.stopping and self.mistake is None:
                     self.emit("on_step_begin")
-                    taken = self.take(signal)
+                    taken = self.take()
                     if taken is None:
                         if self.interrupted:
                             signal.stop(self.interrupted)
                         break
-                    microbatches, counted = taken
+                    batch, counted = taken
+                    microbatches = batch.microbatches
                     if not self.prepare_before_counts:
                         microbatches = self.prepare(self.engine, microbatches, True)
                     rate = self.learning_rate(self.step - self.skipped)
                     decay = self.weight_decay(self.step - self.skipped)
-                    result = self.engine.train_batch(microbatches, self.loss, rate, decay, counted)
+                    result = self.engine.train_batch(microbatches, self.loss, rate, decay, counted, self.take_ahead)
                     self.step += 1
                     self.skipped += result.skipped
-                    self.emit("on_step", self.record(rate, result, round(counted.beside[SQUARES])))
+                    self.emit("on_step", self.record(batch.epoch, rate, result, round(counted.beside[SQUARES])))
                 if self.step or self.mistake is None:
                     self.emit("on_end")
             if self.mistake is not None:
@@ -130,57 +154,77 @@ class Loop:
                 except OSError as error:  # what hooks write late must not hide the run's own error
                     print_warning(f"{type(hook).__name__} could not write its last output: {first_line(error)}")
 
-    def record(self, rate: float, result: StepResult, squares: int) -> StepRecord:
+    def record(self, epoch: float, rate: float, result: StepResult, squares: int) -> StepRecord:
         """What hooks see of the step that was taken."""
         extras = self.step_extras()
         result = replace(result, metrics={**result.metrics, **extras.metrics})
-        return StepRecord(self.step, self.source.epoch, rate, result, squares=squares, extras=extras)
+        return StepRecord(self.step, epoch, rate, result, squares=squares, extras=extras)
 
-    def take(self, signal: interrupt.ReceivedSignal) -> tuple[list[Batch], GlobalBatchCounts] | None:
+    def take(self) -> tuple[TakenBatch, GlobalBatchCounts] | None:
         """The next global batch and its counts, or None on every rank when any has a signal or met a row that cannot be
         used: the ranks agree in the reduction of the counts.
 
         The position is then the one before this batch, so that a resumed run meets the row again.
         """
+        if self.ahead is None:
+            self.emit("on_batch_begin")
         if self.agree_before_batch:
-            self.interrupted = int(distributed.all_max([signal.number])[0])
+            self.interrupted = int(distributed.all_max([self.signals.number])[0])
         elif distributed.global_world_size() == 1:
-            self.interrupted = signal.number
+            self.interrupted = self.signals.number
         if self.interrupted:
             return None
-        back = self.back()
-        microbatches: list[Batch] = []
-        try:
-            microbatches = self.source.next()
-        except UserError as error:
-            self.mistake = error
-        self.emit("on_batch")
-        if self.prepare_before_counts and microbatches:
-            microbatches = self.prepare(self.engine, microbatches, True)
-        squares = sum(length_squares(b) for b in microbatches)
-        layout = self.engine.layout
-        # a batch that takes minutes is trained on: with agree_before_batch its signal counts before the next one
-        signals = [signal.number == number and not self.agree_before_batch for number in interrupt.SIGNALS]
-        beside = [*signals, self.mistake is not None, squares / (layout.tp * layout.pp * layout.cp)]
-        beside.append(any(hook.busy for hook in self.hooks))
-        counted = self.engine.count(microbatches, self.loss, beside)
-        self.busy_ranks = round(counted.beside[BUSY])
+        taken, self.ahead = self.ahead or self.start_taking(), None
+        counted, self.mistake = taken.counts(), taken.mistake
+        self.busy_ranks, self.busy_after = round(counted.beside[BUSY]), taken.step
         if counted.beside[FAILED] and self.mistake is None:
             self.mistake = DataError(Problem("the next batch", "another rank found an unusable row; see its message"))
         self.interrupted = max(
             (n for n, ranks in zip(interrupt.SIGNALS, counted.beside, strict=False) if ranks), default=0
         )
         if self.mistake is None and not self.interrupted:
-            return microbatches, counted
-        back()
+            return taken, counted
+        taken.back()
         return None
 
-    def back(self) -> Callable[[], None]:
-        """What takes the source back to where it is now."""
-        if self.mark is not None:
-            return self.mark()
-        state = self.source.state_dict()
-        return lambda: self.source.load_state_dict(state)
+    def take_ahead(self) -> None:
+        """On several ranks takes the next step's batch and starts to add up its counts, before the host waits for this
+        step's numbers: the counts have then arrived with them, and the host does not wait for the device again.
+
+        One rank has nothing to add up; a batch that takes minutes, or needs the weights of this step, is not taken.
+        """
+        last = self.step + 1 >= self.total_steps
+        if self.ahead is None and not last and not self.agree_before_batch and distributed.global_world_size() > 1:
+            self.emit("on_batch_begin")
+            self.ahead = self.start_taking()
+
+    def start_taking(self) -> TakenBatch:
+        """The next global batch, whose counts are on their way. Collective."""
+        state = self.source.state_dict() if self.mark is None else {}
+        back = (lambda: self.source.load_state_dict(state)) if self.mark is None else self.mark()
+        microbatches: list[Batch] = []
+        mistake = None
+        try:
+            microbatches = self.source.next()
+        except UserError as error:
+            mistake = error
+        self.emit("on_batch")
+        if self.prepare_before_counts and microbatches:
+            microbatches = self.prepare(self.engine, microbatches, True)
+        squares = sum(length_squares(b) for b in microbatches)
+        layout = self.engine.layout
+        # a batch that takes minutes is trained on: with agree_before_batch its signal counts before the next one
+        signals = [self.signals.number == number and not self.agree_before_batch for number in interrupt.SIGNALS]
+        beside = [*signals, mistake is not None, squares / (layout.tp * layout.pp * layout.cp)]
+        beside.append(any(hook.busy for hook in self.hooks))
+        counts = self.engine.start_count(microbatches, self.loss, beside)
+        return TakenBatch(microbatches, counts, mistake, self.source.epoch, state, back, self.step)
+
+    @property
+    def position(self) -> Mapping[str, Any]:
+        """State of the source behind the last batch that was trained on: a batch taken ahead is taken again by a
+        resumed run."""
+        return self.source.state_dict() if self.ahead is None else self.ahead.before
 
     def emit(self, event: str, *values: Any) -> None:
         """Calls every hook's method of this name; the time of an event that a hook emits itself counts as that

@@ -29,20 +29,25 @@ class StepTimer(Hook):
     loop: it completes the record of the step before the others read it."""
 
     def __init__(self) -> None:
-        self.began = self.waited = 0.0
+        self.began = self.asked = self.waited = 0.0
 
     def on_step_begin(self, loop: Loop) -> None:
         """The clock starts."""
         self.began = time.perf_counter()
 
+    def on_batch_begin(self, loop: Loop) -> None:
+        """A wait begins: in a step may be one for its own batch and one for the next step's."""
+        self.asked = time.perf_counter()
+
     def on_batch(self, loop: Loop) -> None:
         """The wait ends."""
-        self.waited = time.perf_counter() - self.began
+        self.waited += time.perf_counter() - self.asked
 
     def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Seconds of the step, and of each part of the run."""
         extras = step.extras
         step.seconds, step.data_wait = time.perf_counter() - self.began, self.waited - extras.waiting
+        self.waited = 0.0
         training = step.seconds - step.data_wait - sum(extras.seconds.values())
         if extras.training:
             step.result = replace(step.result, metrics={**step.result.metrics, extras.training: training})

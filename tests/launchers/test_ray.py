@@ -122,7 +122,7 @@ def test_a_signal_saves_the_state_and_the_run_goes_on_from_it(
     finally:
         process.kill()
     assert process.returncode == 128 + number, text
-    assert text.count(f"{number.name} received: finishing this step and saving") == 1, text
+    assert text.count(f"{number.name} received: saving after this step or the next") == 1, text
     step = CheckpointStore(out / "checkpoints").latest()
     assert step is not None
     done = int(step.name.split("-")[1])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.placement.device import GLOO, OURS, READ, StandIn, WrongDevice, paused
+from tests.placement.device import GLOO, OURS, READ, SYNC, StandIn, WrongDevice, paused
 
 TENSORS = (
     "all_reduce",
@@ -117,6 +117,25 @@ def _of_message(stand_in: StandIn, name: str, function: Callable[..., Any]) -> C
     return message
 
 
+def event_class(stand_in: StandIn) -> Any:
+    """Events of a device that is as slow as it can be, and runs in order."""
+
+    class Event:
+        def record(self, *_: Any) -> None:
+            stand_in.recorded += 1
+            self.number = stand_in.recorded
+
+        def query(self) -> bool:
+            return getattr(self, "number", 0) <= stand_in.reached
+
+        def synchronize(self) -> None:
+            before = stand_in.reached
+            stand_in.wait(SYNC)
+            stand_in.reached = max(before, getattr(self, "number", 0))  # what was recorded later may still run
+
+    return Event
+
+
 def install(stand_in: StandIn) -> None:
     """The collectives of torch.distributed, also where modules have bound them, and CUDA's synchronizations."""
     from megaswift.engine.megatron.cpu import cuda_stubs
@@ -136,5 +155,6 @@ def install(stand_in: StandIn) -> None:
                 setattr(module, name, made[value])
     torch.cuda.synchronize = stand_in.synchronized
     Tensor.record_stream = lambda *_: None  # type: ignore[method-assign,assignment]
-    for kind in (cuda_stubs.Stream, cuda_stubs.Event):
-        kind.synchronize = lambda self: stand_in.synchronized()  # type: ignore[method-assign]
+    cuda_stubs.Stream.synchronize = lambda self: stand_in.synchronized()  # type: ignore[method-assign]
+    for name in ("record", "query", "synchronize"):
+        setattr(cuda_stubs.Event, name, getattr(event_class(stand_in), name))

@@ -81,6 +81,7 @@ class StandIn:
         self.launched = ""
         """What the host has launched in the scenario, where that matters: part of the names of waits."""
         self.quiet = False
+        self.recorded = self.reached = 0  # events, and the last one that the host has seen (collectives.py)
 
     def mark(self, value: Any) -> Any:
         """Every tensor in `value` is on the device from now on."""
@@ -97,7 +98,7 @@ class StandIn:
         if not self.quiet:
             self.waits[f"{kind} {_caller()}{self.launched}"] += 1
             if kind in (READ, SYNC):
-                self.pending.clear()
+                self.pending, self.reached = {}, self.recorded
 
     def synchronized(self, *_: Any, **__: Any) -> None:
         """In place of `torch.cuda.synchronize` and its kin."""

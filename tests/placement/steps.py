@@ -6,6 +6,7 @@ of Transformer Engine's the stand-ins of its kernels are the device's, too.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +28,7 @@ from tests.placement.device import AFTER_UPDATE, DEVICE, StandIn, WrongDevice
 STAND_IN = StandIn()
 STEPS = 2
 """The last one is counted: the first one makes states."""
+LR = 1e-3
 
 
 def install() -> None:
@@ -132,13 +135,18 @@ def engine_of(text: str, folder: Path) -> Iterator[tuple[Any, Any]]:
             context.close()
 
 
-def _train(engine: Any, case: Any, number: int, loss: Any = None) -> float:
-    """One optimizer step on this rank's part of a global batch; its loss."""
-    from megaswift.losses.sft import CrossEntropy
+def _microbatches(engine: Any, case: Any, number: int) -> Any:
+    """This rank's part of a global batch."""
     from tests.parity.cases import global_batch, own
 
-    mine = own(global_batch(case, number), case.dp, engine.context.layout.coordinates(engine.context.rank).dp)
-    return engine.train_batch(mine, loss or CrossEntropy(), 1e-3).loss
+    return own(global_batch(case, number), case.dp, engine.context.layout.coordinates(engine.context.rank).dp)
+
+
+def _train(engine: Any, case: Any, number: int, loss: Any = None) -> float:
+    """One optimizer step that counts its global batch itself; its loss."""
+    from megaswift.losses.sft import CrossEntropy
+
+    return engine.train_batch(_microbatches(engine, case, number), loss or CrossEntropy(), LR).loss
 
 
 @contextmanager
@@ -156,12 +164,22 @@ def updates_named() -> Iterator[None]:
 
 
 def step(text: str, folder: Path) -> Any:
-    """Waits of one optimizer step; those after the update's launch are named so."""
+    """Waits of one step of the loop, neither its first nor its last; those after the update's launch are named so."""
+    from megaswift.losses.sft import CrossEntropy
+    from megaswift.trainers.hook import Hook
+    from megaswift.trainers.loop import Loop
+
+    waits: list[Any] = []
+
+    class Count(Hook):
+        def on_step(self, loop: Any, step: Any) -> None:
+            waits.append(STAND_IN.counted())
+
     with engine_of(text, folder) as (engine, case), updates_named():
-        for number in range(STEPS):
-            STAND_IN.counted()
-            _train(engine, case, number)
-        return STAND_IN.counted()
+        source = SimpleNamespace(epoch=0.0, state_dict=dict, taken=itertools.count())
+        source.next = lambda: _microbatches(engine, case, next(source.taken))
+        Loop(engine, source, CrossEntropy(), lambda number: LR, STEPS + 1, [Count()]).run()
+        return waits[STEPS - 1]
 
 
 def saving(text: str, folder: Path) -> Any:

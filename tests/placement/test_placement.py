@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.device_copy import copy_to_device_async
+from megaswift.device_copy import HostCopy, copy_to_device_async
 from megaswift.engine.megatron import host_adam
 from megaswift.rollout.weight_transfer.weight_buckets import BucketPacker, unpack_bucket
 from tests.parity.models import build
 from tests.parity.pool import shared
+from tests.placement.collectives import event_class
 from tests.placement.device import DEVICE, ReadTooEarly, StandIn, WrongDevice
 from tests.placement.steps import case_and_options, prepare_run
 from tests.placement.waits import FAULTS, SHARDED_FAULTS, SLOW, WAITS
@@ -215,6 +216,18 @@ def test_a_copy_is_waited_for_before_it_is_read(stand_in: StandIn) -> None:
         stand_in.synchronized()
         assert back.tolist() == [1, 1, 1]
         assert [key.split()[0] for key in stand_in.counted()] == ["sync"]
+
+
+def test_numbers_that_have_arrived_with_later_ones_are_not_waited_for(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device runs in order: of two copies, the first has arrived with the second, and not the other way round."""
+    monkeypatch.setattr(torch.cuda, "Event", event_class(stand_in))
+    with stand_in.running():
+        for order, waits in (((1, 0), 1), ((0, 1), 2)):
+            copies = [HostCopy(torch.full((2,), float(n), device=DEVICE)) for n in range(2)]
+            assert [copies[i].wait() for i in order] == [[float(i)] * 2 for i in order]
+            assert stand_in.counted() == {"sync megaswift.device_copy:HostCopy.wait": waits}
 
 
 def test_the_host_s_adam_waits_once_a_chunk(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,10 @@ from tests.placement.device import AFTER_UPDATE
 Waits = dict[str, int]
 LAYERS, MICROBATCHES = 4, 2
 STEP = {"sync megaswift.device_copy:HostCopy.wait": 1}
-"""Losses, metrics, routers' losses and gradient norms of the step, in one read."""
+"""Losses, metrics, routers' losses and gradient norms of the step, in one read. On several ranks the counts of the next
+step, which its losses are divided by, and whether it is taken, have arrived then."""
+COUNTED_IN_STEP = {name: 2 * n for name, n in STEP.items()}
+"""Counts that are launched in the step itself have to be waited for before its passes."""
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 DISPATCH = {f"sync {_DISPATCHER}._maybe_dtoh_and_synchronize": LAYERS * MICROBATCHES}
 """Megatron-Core's: tokens of each expert, which set the shapes of the exchange and of the products."""
@@ -23,8 +26,6 @@ TORCH_EXPERTS = DISPATCH | {
     "read megatron.core.transformer.moe.moe_utils:sort_chunks_by_idxs": 3 * LAYERS * MICROBATCHES,
 }
 """Megatron-Core's permutation without Transformer Engine's kernels asks once more."""
-COUNTED = {"read megaswift.engine.global_batch_loss_and_metrics:count_global_batch": 1}
-"""Over all ranks: counts before the step, which losses are divided by, and whether the step is taken."""
 INTERLEAVED = {"read megaswift.distributed:broadcast_object": 1}
 """The report from the last stage."""
 EXCHANGES = {"sync megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": 3}
@@ -38,7 +39,7 @@ LAUNCHED_PIPELINE = LAUNCHED_INTERLEAVED | EXCHANGES
 PADDED_PACKING = {"read transformers.masking_utils:find_packed_sequence_indices": 2}
 """transformers asks each micro-batch's positions whether rows are packed."""
 DDP = STEP | PADDED_PACKING
-FSDP = STEP | PADDED_PACKING | COUNTED
+FSDP = STEP | PADDED_PACKING
 FSDP_OFFLOADED = FSDP | {
     "copy megaswift.engine.accurate_sum_of_squares:sum_of_squares.<locals>.<listcomp>": 1,
     "read megaswift.engine.torch.ddp:DdpStrategy.scaled_backward": 25,
@@ -46,10 +47,10 @@ FSDP_OFFLOADED = FSDP | {
 }
 """torch's, of each of 25 gradients: its way to host memory waits in all micro-batches but the first, and the host waits
 at the end of the backward pass. The norm is summed in host memory."""
-LOOP = COUNTED | {"gloo megaswift.distributed:_reduce": 1}
+LOOP = {"gloo megaswift.distributed:_reduce": 1}
 """Of a step of the loop on several ranks that is logged: the largest wait and memory."""
-ROLLOUT_LOOP = LOOP | {"gloo megaswift.distributed:_reduce": 2}
-"""Before a generation, which may take minutes, the ranks agree that there is no signal."""
+ROLLOUT_LOOP = COUNTED_IN_STEP | {"gloo megaswift.distributed:_reduce": 2}
+"""Before a generation, which may take minutes, the ranks agree that there is no signal; it is not taken ahead."""
 SAMPLER = {
     "read megaswift.rollout.decoding:_completions": 3,
     "read megaswift.rollout.decoding:_completions.<locals>.<genexpr>": 2,
@@ -112,8 +113,8 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
         "run:sft --engine ddp": DDP,
     },
     ("", 2): {
-        "step:dense pp2": [LAUNCHED_PIPELINE | COUNTED, LAUNCHED_PIPELINE | COUNTED],
-        "step:moe dp2 ep2": LAUNCHED | TORCH_EXPERTS | COUNTED,
+        "step:dense pp2": [LAUNCHED_PIPELINE, LAUNCHED_PIPELINE],
+        "step:moe dp2 ep2": LAUNCHED | TORCH_EXPERTS,
         "save:dense dp2 --engine fsdp2": [_FSDP_SAVED, _FSDP_READ],
     },
     ("2.12.0", 1): {
@@ -121,8 +122,8 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
         "save:dense te": _checkpoint(117, 35, groups=2),
     },
     ("2.12.0", 2): {
-        "step:dense te tp2 sp": LAUNCHED | COUNTED,
-        "step:dense te cp2 packed": LAUNCHED | COUNTED,
+        "step:dense te tp2 sp": LAUNCHED,
+        "step:dense te cp2 packed": LAUNCHED,
     },
 }
 """(Release of Transformer Engine or none, ranks) -> scenario -> its waits, or a list of each rank's."""
@@ -142,9 +143,9 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "run:grpo --train_type lora --rollout_lora false": STEP | SAMPLER | {SCORES: 2},
     },
     ("", 2): {
-        "step:dense cp2 packed": LAUNCHED | COUNTED,
-        "step:dense dp2 do overlap": LAUNCHED | COUNTED,
-        "step:moe tp2 sp ep2 etp1": LAUNCHED | TORCH_EXPERTS | COUNTED,
+        "step:dense cp2 packed": LAUNCHED,
+        "step:dense dp2 do overlap": LAUNCHED,
+        "step:moe tp2 sp ep2 etp1": LAUNCHED | TORCH_EXPERTS,
         "run:grpo --engine fsdp2": FSDP_ROLLOUT,
         "run:dpo --engine fsdp2": FSDP | LOOP | {"read transformers.masking_utils:find_packed_sequence_indices": 4},
         "run:sft --engine fsdp2 --fsdp shard_grad_op": FSDP | LOOP,
@@ -164,10 +165,10 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
     },
     ("", 4): {
         "step:dense pp2 vpp2 tp2 packed": [
-            LAUNCHED_INTERLEAVED | COUNTED,
-            LAUNCHED_INTERLEAVED | COUNTED,
-            LAUNCHED_INTERLEAVED | COUNTED,
-            LAUNCHED_INTERLEAVED | COUNTED,
+            LAUNCHED_INTERLEAVED,
+            LAUNCHED_INTERLEAVED,
+            LAUNCHED_INTERLEAVED,
+            LAUNCHED_INTERLEAVED,
         ],
     },
     ("2.12.0", 1): {
@@ -176,14 +177,14 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "run:sft --train_type lora": STEP,
     },
     ("2.12.0", 2): {
-        "step:dense te pp2 packed": [LAUNCHED_PIPELINE | COUNTED, LAUNCHED_PIPELINE | COUNTED],
-        "step:moe te tp2 sp ep2 etp1 packed": LAUNCHED | DISPATCH | COUNTED,
-        "step:moe te cp2 packed comm=a2a": LAUNCHED | DISPATCH | A2A | COUNTED,
+        "step:dense te pp2 packed": [LAUNCHED_PIPELINE, LAUNCHED_PIPELINE],
+        "step:moe te tp2 sp ep2 etp1 packed": LAUNCHED | DISPATCH,
+        "step:moe te cp2 packed comm=a2a": LAUNCHED | DISPATCH | A2A,
         "save:dense te dp2 do": [_checkpoint(79, 35, 0, 2, groups=2), _checkpoint(77, 0, 0, 2, 38, groups=2)],
     },
 }
 FAULTS = {
-    "none": STEP | COUNTED,
+    "none": COUNTED_IN_STEP,
     "bincount": {"read tests.placement.steps:faults.<locals>.Counting.__call__": MICROBATCHES},
     "synchronize": {"sync tests.placement.steps:faults.<locals>.synchronize": MICROBATCHES},
     "mask": "aten.mul.Tensor of device (33, 1, 64), host (33, 1, 1) in tests.placement.steps:_mask",
@@ -191,7 +192,7 @@ FAULTS = {
 }
 """What is seen of the faults that the scenario `faults` plants."""
 SHARDED_FAULTS = {
-    "none": FSDP,
+    "none": FSDP | COUNTED_IN_STEP,
     "gradient": "aten.mul_.Tensor of device (65, 64), host (65, 64) in tests.placement.steps:"
     "sharded_faults.<locals>.gradient",
     "gathered": "aten.mul.Tensor of device (130, 64), host (130, 64) in tests.placement.steps:"

@@ -4,22 +4,45 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from megaswift.engine.global_batch_loss_and_metrics import count_global_batch
+from megaswift.engine.global_batch_loss_and_metrics import start_count_global_batch
 from megaswift.errors import DataError, Problem
 from megaswift.losses.sft import CrossEntropy
 from megaswift.trainers.hook import Hook
 from tests.trainers.tiny import tiny_loop
 
-UNUSABLE, SIGNAL = "unusable row", "signal"
+UNUSABLE, SIGNAL, LATE_SIGNAL, STOP, NOTHING = "unusable row", "signal", "late signal", "stop", "nothing"
+AT_ONCE = "agree before batch"
+STEPS = 5
 
 
-def go(rank: int, world: int, what: str) -> tuple[int, int, int, str, list[int]]:
-    """(step, signal, position of the source, error, squares of each step); rank 1 meets `what` in its third step."""
+@dataclass
+class Ran:
+    """What a rank saw."""
+
+    step: int = 0
+    interrupted: int = 0
+    source: int = 0
+    """Where its source stands at the end."""
+    error: str = ""
+    squares: list[int] = field(default_factory=list)
+    """Of each step."""
+    saved: list[tuple[int, float]] = field(default_factory=list)
+    """The position that a checkpoint of each step has, and the epoch of its record; the last one's, of the end."""
+    asked: list[str] = field(default_factory=list)
+    """In which order batches were taken, passes launched, counts waited for and steps read."""
+    busy: list[tuple[int, int]] = field(default_factory=list)
+    """`busy_ranks` and `busy_after` in each step; rank 0 is busy from step 2 to step 3."""
+
+
+def go(rank: int, world: int, what: str) -> Ran:
+    """A run of `STEPS` steps, of which rank 1 meets `what` with its third batch, or after the counts of that batch."""
     from megaswift.engine.start_default_process_group import init_default_and_gloo_process_groups
 
     init_default_and_gloo_process_groups("gloo", 60)
@@ -28,32 +51,49 @@ def go(rank: int, world: int, what: str) -> tuple[int, int, int, str, list[int]]
         coordinates=SimpleNamespace(tp=0, pp=0, cp=0),
         device=torch.device("cpu"),
     )
-    squares: list[int] = []
+    ran = Ran()
 
     class Watch(Hook):
         def on_step(self, loop: Any, step: Any) -> None:
-            squares.append(step.squares)
+            ran.asked.append(f"step {step.number}")
+            ran.squares.append(step.squares)
+            ran.saved.append((loop.position["position"], step.epoch))
+            ran.busy.append((loop.busy_ranks, loop.busy_after))
+            self.busy = rank == 0 and step.number == 2
+            if what == STOP and step.number == 2:
+                loop.stopping = "enough"
 
-    loop = tiny_loop(9, Watch())
-    loop.engine.layout = context.layout
-    loop.engine.count = lambda batches, loss, beside=(): count_global_batch(batches, loss, context, beside)
+        def on_end(self, loop: Any) -> None:
+            ran.saved.append((loop.position["position"], 0.0))
+
+    loop = tiny_loop(STEPS, Watch())
+    loop.engine.layout, loop.agree_before_batch = context.layout, what == AT_ONCE
     following = loop.source.next
 
-    def third() -> Any:
+    def start_count(batches: Any, loss: Any, beside: Any = ()) -> Callable[[], Any]:
+        wait = start_count_global_batch(batches, loss, context, beside)
+        number = loop.source.position
+        if rank == 1 and number == 3 and what == LATE_SIGNAL:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return lambda: ran.asked.append(f"counts {number}") or wait()  # type: ignore[func-returns-value]
+
+    def following_batch() -> Any:
         batches = following()
-        if rank == 1 and loop.step == 2:
+        ran.asked.append(f"batch {loop.source.position}")
+        if rank == 1 and loop.source.position == 3:
             if what == UNUSABLE:
                 raise DataError(Problem("row 7", "is not usable"))
-            os.kill(os.getpid(), signal.SIGTERM)
+            if what == SIGNAL:
+                os.kill(os.getpid(), signal.SIGTERM)
         return batches
 
-    loop.source.next = third
-    error = ""
+    loop.engine.start_count, loop.source.next = start_count, following_batch
     try:
         loop.run()
     except DataError as failure:
-        error = str(failure)
-    return loop.step, loop.interrupted, loop.source.position, error, squares
+        ran.error = str(failure)
+    ran.step, ran.interrupted, ran.source = loop.step, loop.interrupted, loop.source.position
+    return ran
 
 
 def count(rank: int, world: int, payload: None) -> Any:
@@ -68,4 +108,4 @@ def count(rank: int, world: int, payload: None) -> Any:
         device=torch.device("cpu"),
     )
     batches = [] if rank == 3 else [batch(6 + rank // 2, 3), batch(5, 2)]
-    return count_global_batch(batches, CrossEntropy(), context, [rank, rank == 3])
+    return start_count_global_batch(batches, CrossEntropy(), context, [rank, rank == 3])()

@@ -25,7 +25,7 @@ def test_blocks_add_up_also_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_step_is_waiting_the_source_s_work_and_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 10 s in all, the batch after 4, of which 3 were the source's work; 2 more of it came later."""
-    clock = iter((100.0, 104.0, 110.0, 200.0, 201.0, 204.0))
+    clock = iter((100.0, 100.0, 104.0, 110.0, 200.0, 200.0, 201.0, 204.0))
     monkeypatch.setattr(wall_time_by_part, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     loop: Any = SimpleNamespace(seconds={"generation": 1.0})
     timer = wall_time_by_part.StepTimer()
@@ -33,6 +33,7 @@ def test_a_step_is_waiting_the_source_s_work_and_training(monkeypatch: pytest.Mo
     def step(extras: StepExtras) -> tuple[Any, ...]:
         record = StepRecord(1, 0.0, 0.1, StepResult(0.5), extras=extras)
         timer.on_step_begin(loop)
+        timer.on_batch_begin(loop)
         timer.on_batch(loop)
         timer.on_step(loop, record)
         return record.seconds, record.data_wait, record.result.metrics

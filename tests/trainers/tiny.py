@@ -7,7 +7,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.engine.protocol import Counted, EngineSizeReport, GlobalBatchCounts, StepResult
+from megaswift.engine.protocol import Counted, EngineSizeReport, GlobalBatchCounts, StartedCount, StepResult
 from megaswift.losses.contract import Batch, Loss, MeanMetric, ModelOutputs, RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
 from megaswift.trainers.loop import Loop
@@ -67,17 +67,24 @@ class TinyEngine:
         )
         return objective, result
 
-    def count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> GlobalBatchCounts:
-        return GlobalBatchCounts({}, 0, 0, 0, tuple(map(float, beside)))
+    def start_count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> StartedCount:
+        return lambda: GlobalBatchCounts({}, 0, 0, 0, tuple(map(float, beside)))
 
     def train_batch(
-        self, microbatches: Sequence[Batch], loss: Loss, lr: float, decay: float | None = None, counted: Counted = None
+        self,
+        microbatches: Sequence[Batch],
+        loss: Loss,
+        lr: float,
+        decay: float | None = None,
+        counted: Counted = None,
+        before_read: Callable[[], None] = lambda: None,
     ) -> StepResult:
         self.model.train()
         self.rates.append(lr)
         objective, result = self._total(microbatches, loss)
         self.optimizer.zero_grad()
         objective.backward()
+        before_read()
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))
         finite = norm == norm and norm != float("inf")
         if finite:

@@ -5,7 +5,7 @@ Owns the order in which the parts are built and used; each part is a module of i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +28,8 @@ from megaswift.config.transformer_engine_rules import missing_transformer_engine
 from megaswift.engine.global_batch_loss_and_metrics import (
     GlobalBatchLossCallback,
     StepReport,
-    count_global_batch,
     named_head_outputs,
+    start_count_global_batch,
 )
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
@@ -61,7 +61,7 @@ from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import ExactWeights, is_fp8_weight
 from megaswift.engine.megatron.rank_microbatch_inputs import prepare_batch_ahead
 from megaswift.engine.own_compute_time import OwnComputeClock
-from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, GlobalBatchCounts, StartedSave, StepResult
+from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights, replicated_by_group
 from megaswift.engine.trainable_pattern_errors import nothing_trains_problem, unmatched_pattern_problem
@@ -182,9 +182,9 @@ class MegatronEngine:
         ):
             raise ConfigError(nothing_trains_problem(patterns))
 
-    def count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> GlobalBatchCounts:
-        """The counts of the global batch; `beside` is added up over all ranks in the same reduction. Collective."""
-        return count_global_batch(microbatches, loss, self.context, beside)
+    def start_count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> StartedCount:
+        """The counts of the global batch, and `beside` added up over all ranks in the same reduction. Collective."""
+        return start_count_global_batch(microbatches, loss, self.context, beside)
 
     def prepare_ahead(self, microbatches: list[Batch]) -> list[Batch]:
         """Pinned, with the indices of this rank's slices."""
@@ -198,9 +198,11 @@ class MegatronEngine:
         lr: float,
         weight_decay: float | None = None,
         counted: Counted = None,
+        before_read: Callable[[], None] | None = None,
     ) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         report = self._accumulate(microbatches, loss, False, counted)
+        report.before_read = before_read or report.before_read
         o, device = self.cfg.optim, self.context.device
         optim.set_lr_and_weight_decay(self.optimizer, lr, o.weight_decay if weight_decay is None else weight_decay)
         scale = optim.get_loss_scale(self.optimizer)
@@ -234,7 +236,7 @@ class MegatronEngine:
     def _run(
         self, microbatches: Sequence[Batch], loss: Loss, settings: passes.ForwardBackwardMode, counted: Counted = None
     ) -> StepReport:
-        counted = counted or self.count(microbatches, loss)
+        counted = counted or self.start_count(microbatches, loss)()
         objective = GlobalBatchLossCallback(loss, counted)
         self._need(loss.needs)
         self.aux.begin(counted.microbatches)
@@ -260,13 +262,8 @@ class MegatronEngine:
 
         self._need(needs)
         with passes.evaluation_mode(self.chunks), self.backend.computing():
-            passes.run_forward_backward_schedule(
-                self.chunks,
-                microbatches,
-                keep,
-                self.context,
-                passes.ForwardBackwardMode(self.choice.attention, True),
-            )
+            mode = passes.ForwardBackwardMode(self.choice.attention, True)
+            passes.run_forward_backward_schedule(self.chunks, microbatches, keep, self.context, mode)
         if self.layout.pp > 1:
             if not outputs:
                 outputs = [

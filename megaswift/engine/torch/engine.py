@@ -7,7 +7,7 @@ engine's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +33,11 @@ from megaswift.device_copy import copy_to_device_async, pin_where_copied
 from megaswift.engine.global_batch_loss_and_metrics import (
     GlobalBatchLossCallback,
     StepReport,
-    count_global_batch,
     named_head_outputs,
+    start_count_global_batch,
 )
 from megaswift.engine.own_compute_time import OwnComputeClock
-from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, GlobalBatchCounts, StartedSave, StepResult
+from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights
 from megaswift.engine.start_default_process_group import set_timeout_of_all_groups
@@ -115,9 +115,9 @@ class TorchEngine:
         bare = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
         return NeftuneNoise(bare.get_input_embeddings(), alpha) if alpha else None
 
-    def count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> GlobalBatchCounts:
-        """The counts of the global batch; `beside` is added up over all ranks in the same reduction. Collective."""
-        return count_global_batch(microbatches, loss, self.context, beside)
+    def start_count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> StartedCount:
+        """The counts of the global batch, and `beside` added up over all ranks in the same reduction. Collective."""
+        return start_count_global_batch(microbatches, loss, self.context, beside)
 
     def prepare_ahead(self, microbatches: list[Batch]) -> list[Batch]:
         """In memory that a GPU copies from while the host goes on."""
@@ -131,9 +131,11 @@ class TorchEngine:
         lr: float,
         weight_decay: float | None = None,
         counted: Counted = None,
+        before_read: Callable[[], None] | None = None,
     ) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         report = self._accumulate(microbatches, loss, counted)
+        report.before_read = before_read or report.before_read
         scale = self.strategy.loss_scale
         used = None if scale is None else scale.value
         optim = self.cfg.optim if weight_decay is None else replace(self.cfg.optim, weight_decay=weight_decay)
@@ -159,7 +161,7 @@ class TorchEngine:
         return result
 
     def _run(self, microbatches: Sequence[Batch], loss: Loss, train: bool, counted: Counted = None) -> StepReport:
-        counted = counted or self.count(microbatches, loss)
+        counted = counted or self.start_count(microbatches, loss)()
         objective = GlobalBatchLossCallback(loss, counted)
         self.fields.needs = loss.needs
         for i, batch in enumerate(microbatches):
@@ -311,14 +313,8 @@ class TorchEngine:
     @property
     def kernels(self) -> str:
         """For the first screen."""
-        attention, chosen = (
-            getattr(
-                peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model).config,
-                "_attn_implementation",
-                "",
-            ),
-            self.cfg.model,
-        )
+        bare = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
+        attention, chosen = getattr(bare.config, "_attn_implementation", ""), self.cfg.model
         extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile + [
             "liger-kernel"
         ] * chosen.use_liger
