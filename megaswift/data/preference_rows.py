@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megaswift.data.message_loss import included, loss_flag
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample, describe_value
 
 IDENTICAL, EMPTY, NO_PROMPT, PROMPTS = "identical completions", "an empty completion", "no prompt", "two prompts"
@@ -81,8 +82,8 @@ def _silent(messages: Sequence[Mapping[str, Any]]) -> bool:
 def _only(sample: UntokenizedSample, begin: int) -> UntokenizedSample:
     """The conversation with loss on assistant messages from `begin` on, but for those the row takes out."""
     flags = [
-        (i >= begin and flag is not False) if m["role"] == "assistant" else None
-        for i, (m, flag) in enumerate(zip(sample.messages, sample.loss, strict=True))
+        (i >= begin and loss_flag(loss) is not False and included(loss)) if m["role"] == "assistant" else None
+        for i, (m, loss) in enumerate(zip(sample.messages, sample.loss, strict=True))
     ]
     return replace(sample, loss=tuple(flags))
 

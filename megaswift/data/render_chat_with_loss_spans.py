@@ -19,6 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale
 from megaswift.data.jinja_sandbox_limits import REFUSED, TemplateLimitExceeded, install_template_limits
 from megaswift.data.locate_assistant_turns_in_rendered_text import AssistantTurnFinder
+from megaswift.data.message_loss import TurnLoss, UniformLoss, loss_flag
 from megaswift.data.parts_that_template_renders import RenderedPartsProbe
 from megaswift.data.read_template_and_system import read_template, thinking_variable
 from megaswift.data.row_count_names_and_texts import UNUSED_SYSTEM, UNUSED_TOOLS
@@ -35,8 +36,8 @@ from megaswift.errors import DataError, Problem, first_line
 install_template_limits()
 _Span = tuple[int, int]
 Notes = tuple[str, ...]
-_InnerParts = tuple[Sequence[Sequence[TurnPart]], Sequence[bool]]
-"""Parts of each assistant message, and of all parts in order whether they carry loss."""
+_InnerParts = tuple[Sequence[Sequence[TurnPart]], Sequence[TurnLoss]]
+"""Parts of each assistant message, and the loss of all parts in order."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -100,13 +101,22 @@ def load_chat_templates(
 
 def trained_turn_flags(sample: UntokenizedSample, loss_scale: str) -> list[bool]:
     """For each assistant message in order: does it carry loss?"""
+    return [bool(loss) for loss in turn_losses(sample, loss_scale)]
+
+
+def turn_losses(sample: UntokenizedSample, loss_scale: str) -> list[TurnLoss]:
+    """Of each assistant message in order; `loss_scale`: one of TURNS."""
     roles = [m["role"] for m in sample.messages]
-    turns = [(i, flag) for i, (role, flag) in enumerate(zip(roles, sample.loss, strict=True)) if role == "assistant"]
-    if not turns or loss_scale != "last_round":
-        return [flag is not False for _, flag in turns]
-    last = turns[-1][0]
-    opening = max((i for i in range(last) if roles[i] == "user"), default=-1)
-    return [i > opening if flag is None else flag for i, flag in turns]
+    turns = [(i, loss) for i, (role, loss) in enumerate(zip(roles, sample.loss, strict=True)) if role == "assistant"]
+    opening = -1
+    if turns and loss_scale == "last_round":
+        opening = max((i for i in range(turns[-1][0]) if roles[i] == "user"), default=-1)
+    losses = []
+    for i, loss in turns:
+        carried = TurnLoss.UNIFORM if isinstance(loss, UniformLoss) else TurnLoss.BY_TABLES
+        flag = loss_flag(loss)
+        losses.append(carried if flag or (flag is None and i > opening) else TurnLoss.NONE)
+    return losses
 
 
 class ChatRenderer:
@@ -257,8 +267,8 @@ class ChatRenderer:
         template = self.templates.pick(sample.tools)
         messages = self._joined(template, sample.messages)
         sample = sample if messages is sample.messages else replace(sample, messages=tuple(messages))
-        wanted = trained_turn_flags(sample, self._trains)
-        notes = self._probe(template).notes(sample, wanted)
+        wanted = turn_losses(sample, self._trains)
+        notes = self._probe(template).notes(sample, [bool(loss) for loss in wanted])
         return self._render_turns(sample, wanted, notes, None)
 
     def _as_text(self, sample: UntokenizedSample, trained: Sequence[bool]) -> AgentTextConversation:
@@ -266,14 +276,14 @@ class ChatRenderer:
 
     def _render_agent_text(self, sample: UntokenizedSample) -> RenderedConversation:
         """The same where tools and calls are text of the conversation."""
-        trained = trained_turn_flags(sample, self._trains)
+        losses = turn_losses(sample, self._trains)
+        trained = [bool(loss) for loss in losses]
         agent = self._as_text(sample, trained)
-        whole = [any(p.turn is not None and trained[p.turn] for p in parts) for parts in agent.parts]
-        keep = [
-            self._trains == "all" if part.turn is None else trained[part.turn]
-            for parts in agent.parts
-            for part in parts
+        result = TurnLoss.BY_TABLES if self._trains == "all" else TurnLoss.NONE
+        whole = [
+            max((losses[p.turn] for p in parts if p.turn is not None), default=TurnLoss.NONE) for parts in agent.parts
         ]
+        keep = [result if part.turn is None else losses[part.turn] for parts in agent.parts for part in parts]
         notes = self._agent_notes(agent, sample.tools)
         return self._render_turns(agent.sample, whole, notes, (agent.parts, keep))
 
@@ -285,7 +295,7 @@ class ChatRenderer:
         return tuple(dict.fromkeys([*notes, *lost, *dropped]))
 
     def _render_turns(
-        self, sample: UntokenizedSample, wanted: Sequence[bool], notes: Notes, inner: _InnerParts | None
+        self, sample: UntokenizedSample, wanted: Sequence[TurnLoss], notes: Notes, inner: _InnerParts | None
     ) -> RenderedConversation:
         """The conversation whose assistant messages carry loss where `wanted`, or where their parts do."""
         template = self.templates.pick(sample.tools)
@@ -317,15 +327,18 @@ class ChatRenderer:
         return self._weighted(text, turns, wanted, questions, notes)
 
     def _weighted(
-        self, text: str, turns: Sequence[_Span], wanted: Sequence[bool], questions: Sequence[str], notes: Notes
+        self, text: str, turns: Sequence[_Span], wanted: Sequence[TurnLoss], questions: Sequence[str], notes: Notes
     ) -> RenderedConversation:
         """The conversation with the weights of its turns; of everything else under `all`."""
         parts: list[WeightedSpan] = []
         edge = 0
-        for (begin, end), question, keep in zip(turns, questions, wanted, strict=True):
+        for (begin, end), question, loss in zip(turns, questions, wanted, strict=True):
             if self._trains == "all" and edge < begin:
                 parts.append((edge, begin, 1.0))
-            parts += self._turn_weights.spans(text, begin, end, question) if keep else []
+            if loss is TurnLoss.BY_TABLES:
+                parts += self._turn_weights.spans(text, begin, end, question)
+            elif loss is TurnLoss.UNIFORM:
+                parts.append((begin, end, 1.0))
             edge = end
         if self._trains == "all" and edge < len(text):
             parts.append((edge, len(text), 1.0))

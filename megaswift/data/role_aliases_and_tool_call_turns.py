@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megaswift.data.message_loss import MessageLoss, UniformLoss, loss_flag
+
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 """Go to the chat template as they are."""
 TOOL_CALL = "tool_call"
@@ -40,21 +42,23 @@ def canonical_role_or_none(name: Any, roles: Mapping[str, str] = ROLE_OF) -> str
     return roles.get(name.lower()) if isinstance(name, str) else None
 
 
-Checked = tuple[dict[str, Any], bool | None]
-"""A message and its `loss` flag."""
+Checked = tuple[dict[str, Any], MessageLoss]
 
 
 def merge_tool_calls_into_turns(messages: Iterable[Checked]) -> list[Checked]:
-    """Messages in which tool calls belong to the assistant's turn before them, or to one of their own."""
+    """Messages in which tool calls belong to the assistant's turn before them, or to one of their own. A `loss_scale`
+    of either is the turn's."""
     out: list[Checked] = []
     for message, loss in messages:
         if message["role"] != TOOL_CALL:
             out.append((message, loss))
             continue
         calls = message["tool_calls"]
-        if out and out[-1][0]["role"] == "assistant" and loss in (None, out[-1][1]):
-            before, flag = out.pop()
-            out.append(({**before, "tool_calls": [*before.get("tool_calls", ()), *calls]}, flag))
+        if out and out[-1][0]["role"] == "assistant" and loss_flag(loss) in (None, loss_flag(out[-1][1])):
+            before, own = out.pop()
+            if isinstance(loss, UniformLoss) and own is not False:
+                own = UniformLoss(loss_flag(own))
+            out.append(({**before, "tool_calls": [*before.get("tool_calls", ()), *calls]}, own))
         else:
             out.append(({"role": "assistant", "content": "", "tool_calls": calls}, loss))
     return out

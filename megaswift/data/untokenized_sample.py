@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.data import json_text
+from megaswift.data.message_loss import MessageLoss, UniformLoss, loss_flag
 from megaswift.data.role_aliases_and_tool_call_turns import (
     KNOWN,
     TOOL_CALL,
@@ -58,8 +59,8 @@ class UntokenizedSample:
     """A conversation (`messages`, as the chat template takes them) or a plain `text`."""
 
     messages: tuple[dict[str, Any], ...] = ()
-    loss: tuple[bool | None, ...] = ()
-    """Per message: the row's own `loss` flag, or None where the row says nothing."""
+    loss: tuple[MessageLoss, ...] = ()
+    """Per message."""
     tools: tuple[dict[str, Any], ...] | None = None
     text: str | None = None
     prompt: str | None = None
@@ -113,36 +114,39 @@ def _content(message: Mapping[str, Any], where: str) -> None:
         raise RowError(f"{where}.content", describe_value(content), "a string (or a list of parts with a `type`)")
 
 
-def _message(message: Any, where: str) -> tuple[dict[str, Any], bool | None]:
+def _message(message: Any, where: str) -> tuple[dict[str, Any], MessageLoss]:
     if not isinstance(message, Mapping):
         raise RowError(where, describe_value(message), 'an object {"role": ..., "content": ...}')
     role = canonical_role_or_none(message.get("role"))
     if role is None:
         raise RowError(f"{where}.role", describe_value(message.get("role")), f"one of {KNOWN}")
     if role == TOOL_CALL:
-        return _call(message, where), _flag(message, where)
+        return _call(message, where), _loss(message, where)
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(c, Mapping) for c in calls)):
         raise RowError(f"{where}.tool_calls", describe_value(calls), "a list of objects")
     _content(message, where)
-    loss = _flag(message, where)
-    if loss and role != "assistant":
-        raise RowError(f"{where}.loss", f"true on a {role} message", "true on assistant messages only")
+    loss = _loss(message, where)
+    if role != "assistant":
+        loss = loss_flag(loss)
+        if loss:
+            raise RowError(f"{where}.loss", f"true on a {role} message", "true on assistant messages only")
     fields = {k: v for k, v in message.items() if k not in LOSS_FIELDS and v is not None}
     return fields if fields["role"] == role else fields | {"role": role}, loss
 
 
-def _flag(message: Mapping[str, Any], where: str) -> bool | None:
+def _loss(message: Mapping[str, Any], where: str) -> MessageLoss:
     loss = message.get("loss")
     if loss not in (None, True, False):
         raise RowError(f"{where}.loss", describe_value(loss), "true or false")
+    flag = None if loss is None else bool(loss)
     scale = message.get("loss_scale")  # ms-swift's
-    if scale is None or (scale == 1 and not isinstance(scale, bool)):
-        return None if loss is None else bool(loss)
-    if scale != 0 or isinstance(scale, bool):
+    if scale is None:
+        return flag
+    if isinstance(scale, bool) or scale not in (0, 1):
         fault = f"{describe_value(scale)}, a weight of one message, which is not supported"
         raise RowError(f"{where}.loss_scale", fault, "1, or 0 for no loss; --loss_scale NAME or FILE.json for parts")
-    return False
+    return False if scale == 0 or flag is False else UniformLoss(flag)
 
 
 def _call(message: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Covers: megaswift/data/search_answers_in_rendered_text.py, megaswift/data/certif
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,8 @@ def test_answers_without_loss() -> None:
 
 
 def test_an_excluded_answer_with_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaswift.data.render_chat_with_loss_spans.trained_turn_flags", lambda s, _: [True, True])
+    rendered = ChatRenderer.render
+    monkeypatch.setattr(ChatRenderer, "render", lambda chat, s: rendered(chat, replace(s, loss=(None,) * len(s.loss))))
     messages = [*chat("a", "one")["messages"], *chat("b", "two")["messages"]]
     rows = [{"messages": [m | ({"loss": False} if i == 1 else {}) for i, m in enumerate(messages)]}]
     assert certified(spec_of(template("qwen3")), rows).faults == {certify.EXCLUDED_TRAINED: 1}

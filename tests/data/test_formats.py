@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megaswift.data.formats import FORMATS, recognize_format
+from megaswift.data.message_loss import UniformLoss
 from megaswift.data.role_aliases_and_tool_call_turns import OTHER_NAMES, ROLES, TOOL_CALL
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 
@@ -191,7 +192,28 @@ def test_weights_of_messages_that_are_flags() -> None:
     """ms-swift's `loss_scale`, which chat templates do not see."""
     row = {"messages": [U, A | {"loss_scale": 0.0}, V, B | {"loss_scale": 1.0, "loss": True}]}
     made = recognize_format(row, "sft").parse(row)
-    assert made.loss == (None, False, None, True) and list(made.messages) == [U, A, V, B]
+    assert made.loss == (None, False, None, UniformLoss(True)) and list(made.messages) == [U, A, V, B]
+    row = {"messages": [U | {"loss_scale": 1}, A | {"loss_scale": 1}, V, B | {"loss_scale": 1, "loss": False}]}
+    assert recognize_format(row, "sft").parse(row).loss == (None, UniformLoss(), None, False)
+
+
+CALLED = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}
+MERGED: list[tuple[list[dict[str, Any]], list[Any]]] = [
+    ([A, CALLED | {"loss_scale": 1}], [UniformLoss()]),
+    ([CALLED | {"loss_scale": 1}, CALLED], [UniformLoss()]),
+    ([A | {"loss_scale": 1}, CALLED], [UniformLoss()]),
+    ([A | {"loss": True}, CALLED | {"loss_scale": 1}], [UniformLoss(True)]),
+    ([A | {"loss": False}, CALLED | {"loss_scale": 1}], [False]),
+    ([A, CALLED | {"loss_scale": 1, "loss": True}], [None, UniformLoss(True)]),
+    ([A | {"loss_scale": 1}, CALLED | {"loss_scale": 0}], [UniformLoss(), False]),
+]
+
+
+@pytest.mark.parametrize(("turns", "loss"), MERGED)
+def test_weights_of_calls_that_belong_to_a_turn(turns: list[dict[str, Any]], loss: list[Any]) -> None:
+    """A call's weight makes no turn of its own; its `loss` does."""
+    row = {"messages": [U, *turns]}
+    assert recognize_format(row, "sft").parse(row).loss == (None, *loss)
 
 
 def test_the_role_table_is_documented() -> None:

@@ -1,4 +1,7 @@
-"""Loss weights of parts of an answer, from rows to batches."""
+"""Loss weights of parts of an answer, from rows to batches.
+
+Covers: megaswift/data/weigh_turn_text.py, megaswift/data/message_loss.py.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,13 @@ import pytest
 
 from megaswift.config.loss_scale import parse_loss_scale
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
+from megaswift.data.certify_loss_mask import LossMaskCertifier
+from megaswift.data.encode_preferences import PreferenceEncoder
 from megaswift.data.encode_rows import RowEncoder, encode_spec
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
+from megaswift.data.row_readers import LocatedRow
 from megaswift.data.tokenization import tokenize_datasets
+from megaswift.data.untokenized_sample import RowError
 from megaswift.data.weigh_turn_text import TurnWeights
 from tests.data.makers import config, jsonl, tokenizer
 
@@ -94,6 +101,57 @@ def test_weights_of_tokens(kind: str, name: str) -> None:
         elif turn <= a and (b <= begin or a >= end) and rendered.text[a:b].strip():
             assert weight == 1
     assert {0.0, 1.0, 2.0} == set(weights.tolist())
+
+
+OWN: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
+    ("hermes", {}, [("fine", 1), ("so ", 1), (CALL, 2), ("<|im_end|>", 1)]),
+    ("hermes", {"loss_scale": 1}, [("fine", 1), (f"so {CALL}<|im_end|>", 1)]),
+    ("hermes", {"loss_scale": 1.0, "loss": True}, [("fine", 1), (f"so {CALL}<|im_end|>", 1)]),
+    ("hermes", {"loss_scale": 1, "loss": False}, [("fine", 1)]),
+    ("hermes", {"loss_scale": 0}, [("fine", 1)]),
+    ("last_round+hermes", {"loss_scale": 1}, [(f"so {CALL}<|im_end|>", 1)]),
+    ("default", {"loss_scale": 1}, [("fine", 1), (f"so {CALL}<|im_end|>", 1)]),
+]
+
+
+@pytest.mark.parametrize(("scale", "own", "parts"), OWN)
+def test_a_message_s_own_weight_goes_before_the_tables(
+    scale: str, own: dict[str, Any], parts: list[tuple[str, float]]
+) -> None:
+    """As in ms-swift 4.6: the message has its `loss_scale` throughout, where `loss` or the turns include it."""
+    spec = encode_spec(config(Path("/tmp"), "x", loss_scale=scale).data, tokenizer("qwen", "qwen2_5"), "sft")
+    talk = row(f"so {CALL}")
+    talk["messages"][3] |= own
+    rendered = RowEncoder(spec).render(talk)
+    spans = [rendered.text[a:b].removesuffix("\n") for a, b in rendered.spans]
+    found = list(zip(spans, rendered.weights or (1.0,) * len(spans), strict=True))
+    assert [(text.removesuffix("<|im_end|>") if text == "fine<|im_end|>" else text, w) for text, w in found] == parts
+    assert not LossMaskCertifier(spec).certify([("f", LocatedRow(1, talk))]).faults
+
+
+def test_an_own_weight_does_not_include_an_earlier_turn() -> None:
+    """Under `last_round`, `loss` does; the weight of an included turn is its own."""
+    spec = encode_spec(
+        config(Path("/tmp"), "x", loss_scale="last_round+ignore_empty_think").data, tokenizer("qwen", "qwen2_5"), "sft"
+    )
+    for own, count in (({"loss_scale": 1}, 0), ({"loss_scale": 1, "loss": True}, 1)):
+        talk = row("yes", "<think>\n\n</think>\n\nno")
+        talk["messages"][1] |= own
+        rendered = RowEncoder(spec).render(talk)
+        spans = [rendered.text[a:b] for a, b in rendered.spans]
+        assert sum(span.startswith("<think>") for span in spans) == count and len(spans) == 1 + count
+
+
+def test_pairs_keep_own_weights() -> None:
+    """Of the completions; what the answers share carries no loss."""
+    spec = encode_spec(config(Path("/tmp"), "x", loss_scale="hermes").data, tokenizer("qwen", "qwen2_5"), "dpo")
+    talk = row(CALL)
+    talk["messages"][3] |= {"loss_scale": 1}
+    encoder = PreferenceEncoder(spec)
+    (unit,) = encoder.read([("f", LocatedRow(1, talk | {"rejected_response": f"{CALL}!"}))])
+    assert not isinstance(unit, RowError)
+    chosen, rejected = (set(weights.tolist()) for _, weights in unit.sides)
+    assert chosen == {0.0, 1.0} and rejected == {0.0, 1.0, 2.0}
 
 
 def test_weights_of_0_and_1_need_no_floats() -> None:

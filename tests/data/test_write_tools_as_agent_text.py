@@ -135,6 +135,9 @@ def test_flags_and_weights_of_parts() -> None:
         ('Action: add\nAction Input: {"a": 1}\nObservation:', 2.0),
         ("Final Answer: 4<|im_end|>", 1.0),
     ]
+    talk = [*TALK[:2], {**CALL, "loss_scale": 1}, *TALK[3:]]
+    own = RowEncoder(made_spec("react_en", loss_scale="react")).render({"messages": talk, "tools": [ADD]})
+    assert spans_of(own) == ["".join(text for text, _ in parts[:2]), parts[2][0]] and own.weights == (1.0, 1.0)
 
 
 def test_a_trained_result_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

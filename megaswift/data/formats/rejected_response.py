@@ -11,6 +11,7 @@ from typing import Any
 
 from megaswift.config.data import PAIRS
 from megaswift.data.formats import FORMATS, Row, RowFormat, parse_sample
+from megaswift.data.message_loss import loss_flag
 from megaswift.data.preference_rows import (
     ASKING,
     COLUMNS,
@@ -50,7 +51,8 @@ def parse(row: Row) -> PreferenceExample:
     """The rejected text takes the place of the last assistant message."""
     chosen = _chosen(row)
     answer: dict[str, Any] = {"role": "assistant", "content": text_in_column(row, "rejected_response")}
-    rejected = replace(chosen, messages=(*chosen.messages[:-1], answer))
+    flags = (*chosen.loss[:-1], loss_flag(chosen.loss[-1]))  # the chosen answer's own weight is not this one's
+    rejected = replace(chosen, messages=(*chosen.messages[:-1], answer), loss=flags)
     return make_pair(chosen, rejected, number_in_column(row), ("messages", "rejected_response"))
 
 
