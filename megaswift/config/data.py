@@ -19,6 +19,8 @@ LIKELIHOODS = ("dpo", "cpo", "simpo", "kto")
 GRPO, PPO = ("grpo",), ("ppo",)
 RL = GRPO + PPO
 """Tasks whose rows are prompts, and whose unit is a completion that the model has sampled."""
+PROMPTED = ("dpo", "cpo", "simpo", "rm", *RL)
+"""Tasks with several answers to a prompt that carries no loss."""
 ALIGNMENT = PREFERENCES + RL
 """Tasks that `rlhf_type` may name."""
 CHATS = SFT + ALIGNMENT
@@ -80,6 +82,9 @@ class DataConfig:
     )
     packing: bool | None = option(
         None, "Pack short samples; attention stays within a sample. Unset: off for sft and pt"
+    )
+    prefix_sharing: bool | None = option(
+        None, "Compute a prompt once for its answers in a micro-batch; unset: if exact", tasks=PROMPTED
     )
     padding_free: bool | None = option(
         None, "Pack the samples of each step; batch sizes count samples. Unset: if short"

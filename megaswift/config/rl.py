@@ -54,9 +54,6 @@ class RlConfig:
     num_iterations: int = option(
         1, "Training passes over each generation", aliases=("num_ppo_epochs",), minimum=1, unit="passes", tasks=RL
     )
-    prefix_sharing: bool | None = option(
-        None, "Compute a prompt once for its completions in a micro-batch; unset: if exact", tasks=RL
-    )
     dynamic_sample: bool = option(
         False, "Resample prompt groups whose rewards are all equal (DAPO, arXiv:2503.14476)", tasks=GRPO
     )

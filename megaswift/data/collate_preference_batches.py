@@ -24,6 +24,7 @@ from megaswift.data.encode_preferences import first_labeled_token
 from megaswift.data.gather_and_truncate_dataset_documents import Documents
 from megaswift.data.gather_and_truncate_preferences import PreferenceDocuments
 from megaswift.data.loader import collate_step_microbatches
+from megaswift.data.prefix_sharing import common_prompt_lengths, share_prefixes
 from megaswift.data.vision_batches import StoredRowImages, VisionCollator
 from megaswift.data.vision_processor import Processor
 from megaswift.losses.contract import Batch
@@ -66,34 +67,54 @@ class PreferenceCollator:
     of the completion."""
     towers: VisionCollator | None = None
     """Of a vision-language model: brings the images of units that are not packed."""
+    shares_prefixes: bool = False
+    """Packed answers to the same prompt have it once."""
 
     def batches(self, rows: Sequence[PreferenceMicrobatch], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""
         documents = [self._documents(micro) for micro in rows]
+        if self.shares_prefixes:
+            return self._with_shared_prefixes(rows, documents, shape, uniform)
         if self.towers is not None:
             assert not self.packing and not self.prompt_labels
             laid = [self.towers.batch(micro, shape) for micro in documents]
         else:
             laid = collate_preferences(documents, self.packing, shape, uniform)
-        fields = [self._fields(micro) for micro in rows]
+        fields = [self._fields(micro, range(self.width * len(micro))) for micro in rows]
         if self.prompt_labels:
             fields = [{**f, "completion": batch.loss_weights} for f, batch in zip(fields, laid, strict=True)]
             labeled = [[None if d is None else (d[0], np.ones_like(d[1]), d[2]) for d in micro] for micro in documents]
             laid = collate_preferences(labeled, self.packing, shape, uniform)
         return [replace(batch, fields=f) for f, batch in zip(fields, laid, strict=True)]
 
+    def _with_shared_prefixes(
+        self,
+        rows: Sequence[PreferenceMicrobatch],
+        documents: Sequence[Sequence[Document | None]],
+        shape: PaddingShape,
+        uniform: bool,
+    ) -> list[Batch]:
+        assert self.packing and self.towers is None and not self.prompt_labels
+        kept = [[d for d in micro if d is not None] for micro in documents]
+        shared = [share_prefixes(micro, common_prompt_lengths(micro, self.width)) for micro in kept]
+        laid = collate_preferences([micro.documents for micro in shared], True, shape, uniform)
+        return [
+            replace(one.mark(batch), fields=self._fields(micro, one.numbers))
+            for micro, one, batch in zip(rows, shared, laid, strict=True)
+        ]
+
     def _documents(self, micro: PreferenceMicrobatch) -> list[Document | None]:
         return [d for unit in micro for d in (unit.documents if unit else [None] * self.width)]
 
-    def _fields(self, micro: PreferenceMicrobatch) -> dict[str, torch.Tensor]:
-        """Document numbers; packed, units without weight have no documents."""
+    def _fields(self, micro: PreferenceMicrobatch, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Document numbers, of which `numbers` has those of answers; packed, units without weight have no documents."""
         units = [(i, unit.value) for i, unit in enumerate(micro) if unit]
-        first = torch.tensor(
-            [(n if self.packing else i) * self.width for n, (i, _) in enumerate(units)], dtype=torch.int64
-        )
+        places = [(n if self.packing else i) * self.width for n, (i, _) in enumerate(units)]
+        first = torch.tensor([numbers[place] for place in places], dtype=torch.int64)
         values = torch.tensor([value for _, value in units], dtype=torch.float32)
         if self.width == 2:
-            pairs = torch.stack([first, first + 1], dim=1)
+            second = torch.tensor([numbers[place + 1] for place in places], dtype=torch.int64)
+            pairs = torch.stack([first, second], dim=1)
             return {"pairs": pairs, "margin": values} if self.margins else {"pairs": pairs}
         label = torch.zeros(max(1, len(units)) if self.packing else len(micro), dtype=torch.bool)
         label[first] = values > 0
@@ -109,6 +130,8 @@ class PreferenceDataset:
     prompt_labels: bool = False
     processor: Processor | None = None
     """Of a vision-language model."""
+    shares_prefixes: bool = False
+    """Packed answers to the same prompt have it once; before the first batch."""
 
     @property
     def docs(self) -> Documents:
@@ -123,7 +146,9 @@ class PreferenceDataset:
         """How they become batches."""
         towers = None if self.processor is None else VisionCollator(StoredRowImages(self.docs.stores), self.processor)
         margins = not np.isnan(self.units.values).any()
-        return PreferenceCollator(self.units.width, self.packing, margins, self.prompt_labels, towers)
+        return PreferenceCollator(
+            self.units.width, self.packing, margins, self.prompt_labels, towers, self.shares_prefixes
+        )
 
     def read(self, row: int) -> PreferenceUnit:
         """The documents of a unit and its margin or label."""

@@ -1,7 +1,7 @@
-"""Lays a prompt once for all of its completions in a packed row.
+"""Lays a prompt once for all of its answers in a packed row.
 
-Owns which tokens are shared: a prompt's but the last, which stays with each completion because its label is the
-completion's first token. Attention of a completion to the shared tokens is the engines' (`Batch.prefixes`).
+Owns which tokens are shared: a prompt's but the last, which stays with each answer because its label is the answer's
+first token. Attention of an answer to the shared tokens is the engines' (`Batch.prefixes`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megaswift.data.collate import Document
+from megaswift.data.encode_preferences import first_labeled_token
 from megaswift.losses.contract import Batch
 
 UNSHARED = -1
@@ -54,6 +55,17 @@ def share_prefixes(documents: Sequence[Document], prompts: Sequence[int]) -> Sha
         if not groups[i]:
             prefix, shared = UNSHARED, 0
     return laid
+
+
+def common_prompt_lengths(documents: Sequence[Document], width: int) -> list[int]:
+    """Of each document, tokens before a label that the `width` documents of its unit have in common."""
+    lengths: list[int] = []
+    for start in range(0, len(documents), width):
+        unit = [(ids, first_labeled_token(weights)) for ids, weights, _ in documents[start : start + width]]
+        least = min(min(len(ids), label) for ids, label in unit)
+        same = np.all([ids[:least] == unit[0][0][:least] for ids, _ in unit], axis=0)
+        lengths += [least if same.all() else int(same.argmin())] * len(unit)
+    return lengths
 
 
 def _shared_with_next(documents: Sequence[Document], prompts: Sequence[int], i: int) -> bool:

@@ -28,8 +28,11 @@ from megaswift.losses.preference_pairs import PairTensors, pair_count, pair_mean
 
 
 def weight_last_tokens_only(batch: Batch) -> Batch:
-    """The batch with a weight of 1 at the last token of each document and none elsewhere; fillers have none."""
+    """The batch with a weight of 1 at the last token of each document and none elsewhere; fillers and shared prefixes
+    have none."""
     documents, valid = document_index(batch).flatten(), batch.valid.flatten()
+    if batch.prefixes is not None:
+        valid = valid & ~torch.isin(documents, batch.prefixes)
     goes_on = torch.zeros_like(valid)
     goes_on[:-1] = valid[1:] & (documents[1:] == documents[:-1])
     return replace(batch, loss_weights=(valid & ~goes_on).view_as(batch.valid).to(batch.loss_weights.dtype))

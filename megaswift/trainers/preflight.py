@@ -55,12 +55,12 @@ from megaswift.trainers.adapter_folder_and_package_checks import (
     missing_adapter_file_problems,
     quantized_or_peft_run_problems,
 )
+from megaswift.trainers.choose_prefix_sharing import prefix_sharing_problems
 from megaswift.trainers.dataset_checks import data_problems
 from megaswift.trainers.device_dependent_options import device_dependent_option_problems
 from megaswift.trainers.fit_to_device import fit_problems
 from megaswift.trainers.hub_clients import hub_client_problems
 from megaswift.trainers.rl.choose_adapter_or_merged_weight_sync import adapter_sync_problems
-from megaswift.trainers.rl.choose_prefix_sharing import prefix_sharing_problems
 from megaswift.trainers.rl.preflight_checks import (
     reward_environment_and_model_problems,
     rl_run_problems,
@@ -177,9 +177,8 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     problems += megatron_architecture_problems(cfg.model.megatron_architecture, spec)
     problems += extra_kwargs_problems(cfg.model.megatron_extra_kwargs, spec.transformer)
     problems += cuda_graph_model_problems(cfg, spec.transformer)
-    if cfg.task in RL:
-        problems += adapter_sync_problems(cfg, spec, folder)
-        problems += prefix_sharing_problems(cfg, spec, cfg.parallel.context_parallel_size)
+    problems += adapter_sync_problems(cfg, spec, folder) if cfg.task in RL else []
+    problems += prefix_sharing_problems(cfg, spec, cfg.parallel.context_parallel_size)
     if not capabilities_of(cfg).model_parallel:
         return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
     idle = (

@@ -50,6 +50,7 @@ from megaswift.trainers.add_preference_loss_fields_to_batches import (
 )
 from megaswift.trainers.best_model import best_model_hook
 from megaswift.trainers.checkpoint_hook import CheckpointHook
+from megaswift.trainers.choose_prefix_sharing import prefix_sharing_rows
 from megaswift.trainers.create_process_groups_and_engine import RankContext, make_engine
 from megaswift.trainers.evaluation import EvaluationHook, eval_accumulation
 from megaswift.trainers.fault_tolerance_hooks import fault_tolerance_hooks
@@ -358,6 +359,7 @@ class RunBuilder:
             unit=self.task.unit,
             reference=reference_model_summary_text(self.cfg, self.adapts),
             fit=self.fit,
+            more=prefix_sharing_rows(self.cfg, s, layout),
         )
 
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.data.collate import PaddingShape
+from megaswift.data.collate import Document, PaddingShape
+from megaswift.data.collate_preference_batches import PreferenceCollator, PreferenceUnit
 from megaswift.data.collate_rollout_batches import RolloutCollator, RolloutTokens, gather_completion_values
 from megaswift.losses.contract import Batch
 from megaswift.losses.document_segments import document_index
+from megaswift.losses.reward import weight_last_tokens_only
 from megaswift.trainers.loop import length_squares
 
 SHAPE = PaddingShape()
@@ -86,3 +88,50 @@ def test_pairs_of_query_and_key_are_counted_once() -> None:
     micro = [completed(i, [5, 6, 7], [10 + i, 20 + i]) for i in range(3)]
     shared, plain = laid(*micro), laid(*micro, shares=False)
     assert length_squares(plain) == 3 * 5**2 and length_squares(shared) == 5**2 + 2 * (5**2 - 2**2)
+
+
+def answer(ids: list[int], labeled: int, sample: int = 0) -> Document:
+    """A document whose last `labeled` tokens carry loss."""
+    weights = [0] * (len(ids) - labeled) + [1] * labeled
+    return np.asarray(ids, dtype=np.int32), np.asarray(weights, dtype=np.uint8), sample
+
+
+def laid_pairs(*units: list[Document], shares: bool = True) -> Batch:
+    collator = PreferenceCollator(2, True, True, shares_prefixes=shares)
+    return collator.batches([[PreferenceUnit(unit, 0.5) for unit in units]], SHAPE, False)[0]
+
+
+def test_a_pair_has_its_prompt_once() -> None:
+    """The second pair's answers begin alike, too, but with tokens that carry loss."""
+    first = [answer([5, 6, 7, 8, 9], 2, 3), answer([5, 6, 7, 10], 1, 3)]
+    second = [answer([5, 11, 12, 13], 2, 4), answer([5, 11, 12, 14, 15], 3, 4)]
+    batch = laid_pairs(first, second)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 7, 10, 5, 11, 12, 13, 11, 12, 14, 15]]
+    assert batch.prefixes is not None and batch.prefixes.tolist() == [-1, 0, 0, -1, 3, 3]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 3, 1, 2, 3, 4]]
+    assert batch.labels[batch.loss_weights != 0].tolist() == [8, 9, 10, 12, 13, 12, 14, 15]
+    assert batch.fields["pairs"].tolist() == [[1, 2], [4, 5]] and batch.fields["margin"].tolist() == [0.5, 0.5]
+    last = weight_last_tokens_only(batch).loss_weights.nonzero()[:, 1].tolist()
+    assert last == [4, 6, 10, 14], "of answers, not of prompts"
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        [answer([5, 6, 7, 8], 1), answer([9, 6, 7, 10], 1)],
+        [answer([5, 6, 7], 2), answer([5, 8], 1)],
+        [answer([5, 6], 2), answer([5, 6], 2)],
+    ],
+    ids=("cut differently", "one common token", "no prompt"),
+)
+def test_pairs_with_nothing_in_common_stay_apart(unit: list[Document]) -> None:
+    shared, plain = laid_pairs(unit), laid_pairs(unit, shares=False)
+    assert shared.prefixes is None and torch.equal(shared.input_ids, plain.input_ids)
+    assert shared.fields["pairs"].tolist() == plain.fields["pairs"].tolist() == [[0, 1]]
+
+
+def test_only_what_both_answers_begin_with_is_shared() -> None:
+    """Answers that were cut after another prompt token: [5, 6] is common, the 7 is not."""
+    batch = laid_pairs([answer([5, 6, 7, 8], 1), answer([5, 6, 9, 10], 1)])
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 6, 9, 10]]
+    assert batch.prefixes is not None and batch.prefixes.tolist() == [-1, 0, 0]

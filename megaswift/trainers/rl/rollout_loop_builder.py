@@ -32,6 +32,7 @@ from megaswift.rewards.reward_interface_and_scoring import (
 )
 from megaswift.rollout.write_weight_sync_folders import SyncRounds
 from megaswift.trainers.add_preference_loss_fields_to_batches import ReferenceLogprobs
+from megaswift.trainers.choose_prefix_sharing import shares_prefixes
 from megaswift.trainers.flops import step_flop_formula
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at, weight_decay_at
@@ -44,7 +45,6 @@ from megaswift.trainers.rl.choose_adapter_or_merged_weight_sync import (
     merged_sync_reason,
     syncs_adapters_only,
 )
-from megaswift.trainers.rl.choose_prefix_sharing import prefix_sharing_text, shares_prefixes
 from megaswift.trainers.rl.completion_generation_and_weight_sync import CompletionGenerator
 from megaswift.trainers.rl.completions_log import CompletionsLog
 from megaswift.trainers.rl.critic import CriticTrainer, critic_engine
@@ -109,7 +109,7 @@ def add_rl_summary_rows(
     rows = source.rows * plan.generations * plan.iterations
     more = (
         ("sampling", sampling),
-        ("prompts", prefix_sharing_text(cfg, build.spec, build.layout)),
+        *facts.more,
         *weight_sync_summary_rows(build),
         ("rewards", judges),
         *(() if critic is None else critic_summary_row(cfg, critic)),

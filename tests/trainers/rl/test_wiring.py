@@ -335,7 +335,6 @@ ELSEWHERE = {
     "rollout_sleep": "test_colocated",
     "offload_model": "test_colocated",
     "offload_optimizer": "test_colocated",
-    "prefix_sharing": "rl/test_choose_prefix_sharing",
     "rollout_lora": "rl/test_choose_adapter_or_merged_weight_sync",
     "reward_funcs": "test_grpo_run",
     "reward_model": "here",

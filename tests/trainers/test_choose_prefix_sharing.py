@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
+from megaswift.config import SwiftConfig
 from megaswift.errors import UserError
 from megaswift.families import load_spec
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Layout
-from megaswift.trainers.preflight import preflight
-from megaswift.trainers.rl.choose_prefix_sharing import (
+from megaswift.trainers.choose_prefix_sharing import (
     prefix_sharing_problems,
-    prefix_sharing_text,
+    prefix_sharing_rows,
     reason_against_prefix_sharing,
     shares_prefixes,
 )
+from megaswift.trainers.preflight import preflight
 from tests.families.published_moe import OLMOE_1B_7B
 from tests.test_cli import model_folder
 from tests.trainers.rl.makers import config, source
@@ -39,7 +40,11 @@ def dense(tmp_path: Path) -> ModelSpec:
 
 def test_it_is_on_where_the_numbers_are_the_same(dense: ModelSpec) -> None:
     assert shares_prefixes(config(), dense, ONE)
-    assert prefix_sharing_text(config(), dense, ONE) == "computed once for the completions of a micro-batch"
+    assert prefix_sharing_rows(config(), dense, ONE) == (
+        ("prompts", "computed once for their answers in a micro-batch"),
+    )
+    assert prefix_sharing_rows(SwiftConfig(task="orpo", model="m", dataset="d"), dense, ONE) == ()
+    assert shares_prefixes(SwiftConfig(task="dpo", model="m", dataset="d"), dense, ONE), "a pair is two answers"
     assert shares_prefixes(config(task="ppo", num_generations=2), dense, ONE)
     assert not shares_prefixes(config(prefix_sharing=False), dense, ONE)
 
@@ -47,7 +52,8 @@ def test_it_is_on_where_the_numbers_are_the_same(dense: ModelSpec) -> None:
 def test_one_completion_shares_with_none(dense: ModelSpec) -> None:
     alone = config(per_device_train_batch_size=1)
     assert not shares_prefixes(alone, dense, ONE) and not reason_against_prefix_sharing(alone, dense, 1)
-    assert "micro-batches have one completion" in prefix_sharing_text(alone, dense, ONE)
+    ((_, text),) = prefix_sharing_rows(alone, dense, ONE)
+    assert "micro-batches have one completion" in text
 
 
 @pytest.mark.parametrize(

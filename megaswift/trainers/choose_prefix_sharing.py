@@ -1,16 +1,22 @@
-"""Decides whether completions of a prompt share it in training (`--prefix_sharing`).
+"""Decides whether answers to a prompt share it in training (`--prefix_sharing`).
 
 Owns the default: on where the numbers are those of separate prompts. What is shared is in `data/prefix_sharing.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.batch_arithmetic import batch_plan
+from megaswift.config.data import PROMPTED, RL
 from megaswift.config.engine_rules import NATIVE, requested_engine
+from megaswift.data.collate_preference_batches import PreferenceDataset
+from megaswift.data.loader import BatchSource, EvaluationSource
+from megaswift.data.stream_batches import StreamBatchSource
+from megaswift.data.stream_preferences import PreferenceStreamProcessor
 from megaswift.errors import Problem
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.vision_language_detection import has_vision_tower
@@ -24,16 +30,33 @@ def shares_prefixes(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> bool:
     return not _reason_why_not(cfg, spec, layout)
 
 
-def prefix_sharing_text(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> str:
-    """For the first screen."""
+def prefix_sharing_rows(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> tuple[tuple[str, str], ...]:
+    """For the first screen; none for tasks that have nothing to share."""
+    if cfg.task not in PROMPTED:
+        return ()
     why = _reason_why_not(cfg, spec, layout)
-    return f"computed for each completion: {why}" if why else "computed once for the completions of a micro-batch"
+    text = f"computed for each answer: {why}" if why else "computed once for their answers in a micro-batch"
+    return (("prompts", text),)
+
+
+def share_prompts_of_preferences(
+    cfg: SwiftConfig, spec: ModelSpec, layout: Layout, sources: Sequence[BatchSource | EvaluationSource | None]
+) -> None:
+    """The sources of a preference task then lay each prompt once."""
+    if cfg.task not in PROMPTED or not shares_prefixes(cfg, spec, layout):
+        return
+    for source in sources:
+        data = getattr(source, "data", None)
+        if isinstance(data, PreferenceDataset):
+            data.shares_prefixes = True
+        elif isinstance(source, StreamBatchSource) and isinstance(source.contents, PreferenceStreamProcessor):
+            source.contents.layout = replace(source.contents.layout, shares_prefixes=True)
 
 
 def _reason_why_not(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> str:
-    if cfg.rl.prefix_sharing is False:
+    if cfg.data.prefix_sharing is False:
         return "--prefix_sharing false"
-    if batch_plan(cfg.train, layout.dp).per_device == 1:
+    if cfg.task in RL and batch_plan(cfg.train, layout.dp).per_device == 1:
         return "micro-batches have one completion (--per_device_train_batch_size)"
     why = reason_against_prefix_sharing(cfg, spec, layout.cp)
     return f"prefix sharing {why}" if why else ""
@@ -41,7 +64,7 @@ def _reason_why_not(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> str:
 
 def prefix_sharing_problems(cfg: SwiftConfig, spec: ModelSpec, cp: int) -> Iterator[Problem]:
     """Why prompts cannot be shared where that was asked for."""
-    if cfg.rl.prefix_sharing and (why := reason_against_prefix_sharing(cfg, spec, cp)):
+    if cfg.data.prefix_sharing and (why := reason_against_prefix_sharing(cfg, spec, cp)):
         yield Problem("--prefix_sharing true", why, "leave it out")
 
 
