@@ -129,14 +129,16 @@ def even(completions, **_):
 
 @pytest.mark.parametrize("task", ["grpo", pytest.param("ppo", marks=SLOW)])
 def test_a_run_with_nothing_but_model_data_and_rewards(folder: Path, tmp_path: Path, task: str) -> None:
-    """No batch option; rewards that are truth values, or None where a function does not apply."""
+    """No batch option; rewards that are truth values, or None where a function does not apply. PPO's step has one
+    completion then, whose rewards are None, and a run that never had a reward is an error: it gets four of a prompt."""
     (tmp_path / "some.py").write_text(SOME)
     names = [f"{tmp_path}/some.py:{name}" for name in ("long", "even")]
     given = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--reward_funcs", *names]
     short = ("--max_completion_length", 6, "--max_length", 32, "--max_steps", 2, "--report_to", "none")
-    run(given, tmp_path / "out", *short, ranks=1, task=task)
+    several = ("--num_generations", 4, "--gradient_accumulation_steps", 4) if task == "ppo" else ()
+    run(given, tmp_path / "out", *short, *several, ranks=1, task=task)
     lines = completions(tmp_path / "out")
-    assert len(lines) == 2 * {"grpo": 8, "ppo": 1}[task]
+    assert len(lines) == 2 * {"grpo": 8, "ppo": 4}[task]
     assert lines[0]["rewards/even"] is None and lines[0]["reward"] is None and lines[0]["advantage"] == 0
     if task == "grpo":
         assert {line["rewards/even"] for line in lines} == {None, 0.0, 1.0}
@@ -219,8 +221,13 @@ def test_ppo_goes_on_with_its_critic(options: tuple[object, ...], ranks: int, fo
     ],
 )
 def test_ppo_on_other_layouts(layout: tuple[object, ...], ranks: int, folder: Path, tmp_path: Path) -> None:
-    alone = trained(folder, tmp_path / "alone", "--max_steps", 3, "--num_iterations", 2, task="ppo")
-    out = trained(folder, tmp_path / "out", "--max_steps", 3, "--num_iterations", 2, *layout, ranks=ranks, task="ppo")
+    """One process has prompts that several rows have once, the others have them with each completion."""
+    steps = ("--max_steps", 3, "--num_iterations", 2)
+    alone = trained(folder, tmp_path / "alone", *steps, task="ppo")
+    separate = (*layout, "--prefix_sharing", "false")
+    out = trained(folder, tmp_path / "out", *steps, *separate, ranks=ranks, task="ppo")
+    tokens = [sum(line["tokens"] for line in read_lines(run / "metrics.jsonl")) for run in (alone, out)]
+    assert tokens[0] < tokens[1]
     assert [c["completion"] for c in completions(out)] == [c["completion"] for c in completions(alone)]
     for got, want in zip(read_lines(out / "metrics.jsonl"), read_lines(alone / "metrics.jsonl"), strict=True):
         for name in ("grad_norm", "vf_loss", "objective/kl", "value/grad_norm", "value/mean"):
