@@ -5,6 +5,7 @@ Covers: megaswift/engine/megatron/optimizer.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -101,36 +102,60 @@ def test_dense_and_expert_gradients_are_unscaled_by_the_scale_of_the_loss(megatr
     chained, weights = parts_of(megatron)
     optim.share_loss_scaler(chained)
     taken = []
-    with patch.object(torch.distributed, "all_reduce"):
-        for number in range(5):
-            for index, part in enumerate(chained.chained_optimizers):
-                part.grad = torch.ones(3) * float(chained.get_loss_scale())
-                if number in (1, 2) and index == bad:
-                    part.grad[0] = torch.inf
-            taken.append(optim.optimizer_step(chained, 0.0, torch.device("cpu"), ALONE)[1])
-    assert taken == [True, False, False, True, True]
+    for number in range(5):
+        for index, part in enumerate(chained.chained_optimizers):
+            part.grad = torch.ones(3) * float(chained.get_loss_scale())
+            if number in (1, 2) and index == bad:
+                part.grad[0] = torch.inf
+        taken.append(optim.optimizer_step(chained, 0.0, torch.device("cpu"), ALONE))
+    assert [stepped for _, stepped in taken] == [True, False, False, True, True]
+    assert [norm == pytest.approx(6**0.5) if stepped else norm != norm for norm, stepped in taken] == [True] * 5
     scales = [part.grad_scaler for part in chained.chained_optimizers]
     assert [float(s.scale) for s in scales] == [2**15, 2**15], "the second of two overflows lowers it (hysteresis 2)"
+    assert optim.get_loss_scale(chained) == 2**15
     assert [s.state_dict()["growth_tracker"] for s in scales] == [2, 2], "one update a step"
     assert all(torch.equal(w, torch.full((3,), -3.0)) for w in weights)
 
 
-def test_a_rank_that_trains_nothing_takes_part_in_the_decision(megatron: ModuleType) -> None:
-    """Its optimizers are empty, and the other ranks wait for it."""
+@pytest.mark.parametrize("added", [math.nan, math.inf])
+def test_a_rank_that_trains_nothing_takes_part_in_the_decision(megatron: ModuleType, added: float) -> None:
+    """Its optimizers are empty, and the other ranks wait for it: their overflow is in the sums, and lowers its scale
+    too. A norm that is too large for float32 does not."""
     chained, _ = parts_of(megatron)
     optim.share_loss_scaler(chained)
     for part in chained.chained_optimizers:
         part.is_stub_optimizer = True
         part.get_main_grads_for_grad_norm = lambda: []
-    with (
-        patch.object(torch.distributed, "all_reduce"),
-        patch.object(optim.SharedLossScaler, "decide", return_value=True) as decide,
-    ):
-        norm, taken = optim.optimizer_step(chained, 1.0, torch.device("cpu"), ALONE)
-    assert decide.call_count == 1 and not taken and norm != norm
+    of_others = Numbers()
+    of_others.reduce = lambda more, groups: [square + added for square in more]  # type: ignore[method-assign]
+    for _ in range(2):
+        norm, taken = optim.optimizer_step(chained, 1.0, torch.device("cpu"), of_others)
+        assert not taken and (norm == added or norm != norm)
+    assert optim.get_loss_scale(chained) == (2**15 if added != added else 2**16)
 
 
-def run(made: Any, fits: float, steps: int) -> tuple[SkippedStepAndLossSpikeMonitor, list[int]]:
+def test_an_overflow_counts_where_the_norm_leaves_the_gradient_out(megatron: ModuleType) -> None:
+    """Of a replica that another rank counts; and the step of every part is skipped."""
+    chained, weights = parts_of(megatron)
+    optim.share_loss_scaler(chained)
+    first, second = chained.chained_optimizers
+    first.grad, second.grad = torch.tensor([1.0, torch.nan, 1.0]), torch.ones(3)
+    first.get_main_grads_for_grad_norm = lambda: []
+    norm, taken = optim.optimizer_step(chained, 0.0, torch.device("cpu"), ALONE)
+    assert norm != norm and not taken and not any(w.any() for w in weights)
+
+
+def test_the_scale_of_a_checkpoint_is_the_one_that_is_read(megatron: ModuleType) -> None:
+    shared = optim.SharedLossScaler(scaler(megatron))
+    saved = shared.state_dict() | {"scale": torch.tensor([4.0]), "hysteresis_tracker": 1}
+    with patch.object(torch.Tensor, "cuda", lambda self, *_: self), patch.object(torch.cuda, "current_device"):
+        shared.load_state_dict(saved)
+    shared.update(True)
+    whole: Any = SimpleNamespace(grad_scaler=shared)
+    assert optim.get_loss_scale(whole) == float(shared.scale) == 2.0 and optim.can_lower_loss_scale(whole)
+
+
+def run(made: optim.SharedLossScaler, fits: float, steps: int) -> tuple[SkippedStepAndLossSpikeMonitor, list[int]]:
     """Steps of which those with a loss scale above `fits` overflow; which were skipped."""
     watch, skipped = SkippedStepAndLossSpikeMonitor(), []
     whole = SimpleNamespace(grad_scaler=made)
@@ -145,14 +170,14 @@ def run(made: Any, fits: float, steps: int) -> tuple[SkippedStepAndLossSpikeMoni
 
 
 def test_a_run_that_needs_a_small_scale_goes_on(megatron: ModuleType) -> None:
-    made = scaler(megatron)
+    made = optim.SharedLossScaler(scaler(megatron))
     assert float(made.scale) == 2**16
     watch, skipped = run(made, 2.0**3, 40)
     assert skipped == list(range(1, 15)) and float(made.scale) == 2**3 and watch.in_a_row == 0
 
 
 def test_gradients_that_no_scale_makes_finite_end_the_run(megatron: ModuleType) -> None:
-    made = scaler(megatron)
+    made = optim.SharedLossScaler(scaler(megatron))
     with pytest.raises(TrainingDiverged, match=f"{MOST_IN_A_ROW} steps in a row"):
         run(made, 0.0, 100)
     assert float(made.scale) == 1.0

@@ -61,6 +61,7 @@ def install() -> None:
     collectives.install(STAND_IN)
     torch_device_module.register()
     _name_the_devices_of_optimizers()
+    torch.addmm = _addmm(torch.addmm)
     torch_context = start_data_parallel_and_seed.TorchContext.__init__
 
     def on_the_stand_in(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -88,6 +89,15 @@ def install() -> None:
     cuda_stubs.sum_of_squares = lambda tensors, _: norm(tensors, DEVICE)  # apex's kernel, which this replaces, stays
 
 
+def _addmm(function: Any) -> Callable[..., Any]:
+    """With sums of another dtype than the factors', which only GPUs have."""
+
+    def addmm(total: Any, a: Any, b: Any, *, out_dtype: Any = None, out: Any = None) -> Any:
+        return function(total, a.to(out_dtype or a.dtype), b.to(out_dtype or b.dtype), out=out)
+
+    return addmm
+
+
 def _name_the_devices_of_optimizers() -> None:
     """Where they ask torch's C++ for the devices of their tensors, and where Transformer Engine makes its flag."""
     grouped = torch.optim.Optimizer._group_tensors_by_device_and_dtype
@@ -113,11 +123,11 @@ def _with_constants(value: Any) -> Any:
 
 
 def case_and_options(text: str) -> tuple[Any, dict[str, Any]]:
-    """Of `CASE` or `CASE --engine NAME`."""
+    """Of `CASE`, or of it and options: `CASE --engine fsdp2`."""
     from tests.parity.cases import parse
 
-    words, _, engine = text.partition(" --engine ")
-    return parse(words), {"engine": engine} if engine else {}
+    words, *options = text.split(" --")
+    return parse(words), dict(option.split(" ") for option in options)
 
 
 @contextmanager

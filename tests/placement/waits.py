@@ -115,6 +115,7 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
     ("", 2): {
         "step:dense pp2": [LAUNCHED_PIPELINE, LAUNCHED_PIPELINE],
         "step:moe dp2 ep2": LAUNCHED | TORCH_EXPERTS,
+        "step:dense dp2 do --torch_dtype float16": LAUNCHED,
         "save:dense dp2 --engine fsdp2": [_FSDP_SAVED, _FSDP_READ],
     },
     ("2.12.0", 1): {
@@ -124,6 +125,7 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
     ("2.12.0", 2): {
         "step:dense te tp2 sp": LAUNCHED,
         "step:dense te cp2 packed": LAUNCHED,
+        "step:dense te dp2 --torch_dtype float16": LAUNCHED,
     },
 }
 """(Release of Transformer Engine or none, ranks) -> scenario -> its waits, or a list of each rank's."""
@@ -137,6 +139,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
     ("", 1): {
         "step:dense packed": LAUNCHED,
         "step:gemma2": LAUNCHED,
+        "step:dense --optimizer sgd": LAUNCHED,
         "run:sft": STEP,
         "run:sft --train_type lora": STEP,
         "run:ppo": {name: 2 * n for name, n in STEP.items()} | SAMPLER | {SCORES: 6},
@@ -177,6 +180,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "run:sft --train_type lora": STEP,
     },
     ("2.12.0", 2): {
+        "step:dense te dp2 --optimizer sgd": LAUNCHED,
         "step:dense te pp2 packed": [LAUNCHED_PIPELINE, LAUNCHED_PIPELINE],
         "step:moe te tp2 sp ep2 etp1 packed": LAUNCHED | DISPATCH,
         "step:moe te cp2 packed comm=a2a": LAUNCHED | DISPATCH | A2A,

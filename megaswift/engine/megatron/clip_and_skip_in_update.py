@@ -4,7 +4,9 @@ Owns which optimizers can do it, and what their kernels take. `let_device_decide
 built; from then on the host learns whether a step was taken after it has launched it (optimizer.py).
 
 The kernels scale gradients while they read them, and write them back scaled. They take a divisor of the gradients
-(torch's Adam) or its inverse (Transformer Engine's FusedAdam), and a flag with which they change nothing.
+(torch's Adam and SGD) or its inverse (Transformer Engine's FusedAdam), and a flag with which they change nothing.
+The host decides for updates that run on it (HostAdam), and for optimizers of plugins and Muon: they are any Python
+code, which takes neither.
 """
 
 from __future__ import annotations
@@ -28,13 +30,11 @@ _SKIP_ON_DEVICE: WeakSet[torch.optim.Optimizer] = WeakSet()
 def reason_for_host_decision(part: MegatronOptimizer) -> str:
     """Why the host has to know the gradient norm before it launches a part's update; empty where the device decides."""
     inner = part.optimizer
-    if getattr(part, "grad_scaler", None) is not None:
-        return "float16: Megatron-Core reads whether gradients overflowed before it lowers the loss scale"
     if part.config.fp8_recipe == "delayed":
         return "delayed scaling: FP8 weights that are quantized again, from the same main weights, get another scale"
     if isinstance(inner, HostAdam):
         return "the update runs on the host"
-    if is_fused_torch_adam(inner):
+    if is_fused_by_torch(inner):
         return ""
     if not _is_fused_adam(inner):
         return "its update cannot be skipped on the device"
@@ -46,9 +46,10 @@ def reason_for_host_decision(part: MegatronOptimizer) -> str:
     return ""
 
 
-def is_fused_torch_adam(inner: torch.optim.Optimizer) -> bool:
+def is_fused_by_torch(inner: torch.optim.Optimizer) -> bool:
     """Whether torch's own kernel updates all parameters."""
-    return type(inner) in (torch.optim.Adam, torch.optim.AdamW) and all(g.get("fused") for g in inner.param_groups)
+    kinds = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+    return type(inner) in kinds and all(group.get("fused") for group in inner.param_groups)
 
 
 def _is_fused_adam(inner: torch.optim.Optimizer) -> bool:
@@ -64,7 +65,7 @@ def let_device_decide(parts: Sequence[MegatronOptimizer]) -> None:
     for part in parts:
         inner = part.optimizer
         _SKIP_ON_DEVICE.add(inner)
-        if not is_fused_torch_adam(inner):
+        if not is_fused_by_torch(inner):
             _make_capturable(inner)
 
 
@@ -75,7 +76,7 @@ def device_decides(parts: Sequence[MegatronOptimizer]) -> bool:
 
 def clips_in_update(part: MegatronOptimizer) -> bool:
     """Whether the update divides gradients by a number of the host."""
-    return isinstance(part.optimizer, HostAdam) or is_fused_torch_adam(part.optimizer)
+    return isinstance(part.optimizer, HostAdam) or is_fused_by_torch(part.optimizer)
 
 
 @contextmanager
@@ -99,7 +100,8 @@ def decided_on_device(part: MegatronOptimizer, skip: Tensor, divisor: Tensor | N
     """The update inside changes nothing where `skip` [] is 1, and divides gradients by `divisor` [] (float64), as it
     does for torch's GradScaler."""
     inner = part.optimizer
-    if is_fused_torch_adam(inner):
+    if is_fused_by_torch(inner):
+        _start_momentum(inner)
         given: dict[str, Any] = {"found_inf": skip} | ({} if divisor is None else {"grad_scale": divisor.float()})
     else:
         inner._dummy_overflow_buf.copy_(skip)  # the step counter follows it, before the kernel's copy is made
@@ -111,6 +113,15 @@ def decided_on_device(part: MegatronOptimizer, skip: Tensor, divisor: Tensor | N
     finally:
         for name in given:
             delattr(inner, name)
+
+
+def _start_momentum(inner: torch.optim.Optimizer) -> None:
+    """Zeros for SGD's momentum, with which the first step is the same: torch's kernel takes the memory that it makes in
+    the first step for momentum in the second one, although it has not written it where the first one was skipped."""
+    for group in inner.param_groups if isinstance(inner, torch.optim.SGD) else ():
+        for p in group["params"] if group["momentum"] else ():
+            if p.grad is not None and inner.state[p].get("momentum_buffer") is None:
+                inner.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 class _FusedAdamGradScaler:

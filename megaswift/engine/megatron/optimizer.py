@@ -6,6 +6,7 @@ step.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
@@ -14,7 +15,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -108,11 +108,15 @@ def build_optimizer(
 
 
 def _of_plugin(plugin: PluginOptimizerParts, fresh: torch.optim.Optimizer, cfg: SwiftConfig) -> torch.optim.Optimizer:
-    """A plugin's optimizer over the groups of a fresh one of Megatron-Core's, whose own settings are left out."""
-    groups = [{k: v for k, v in group.items() if k not in fresh.defaults} for group in fresh.param_groups]
-    made: torch.optim.Optimizer = plugin.make(groups, cfg.optim)
+    """A plugin's optimizer over the groups of a fresh one of Megatron-Core's."""
+    made: torch.optim.Optimizer = plugin.make(_groups_without_settings(fresh), cfg.optim)
     _PLUGIN_OF[made] = plugin
     return made
+
+
+def _groups_without_settings(fresh: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Groups of one of Megatron-Core's without its own settings, for another optimizer."""
+    return [{k: v for k, v in group.items() if k not in fresh.defaults} for group in fresh.param_groups]
 
 
 def plugin_of_part(part: MegatronOptimizer) -> PluginOptimizerParts | None:
@@ -128,9 +132,13 @@ def loraplus_overrides(options: OptimizerConfig, ratio: float) -> dict[ParamKey,
 
 
 def _fuse(part: MegatronOptimizer) -> None:
-    """Let torch's Adam run as one kernel a parameter; without Transformer Engine, Megatron takes torch's plain loop."""
+    """Let torch's Adam run as one kernel a parameter; without Transformer Engine, Megatron takes torch's plain loop.
+    SGD is torch's in any case: Transformer Engine's has no divisor of gradients on the device."""
     base = part.optimizer
-    if isinstance(base, torch.optim.Adam):
+    if part.config.optimizer == "sgd" and type(base) is not torch.optim.SGD:
+        common = {name: base.defaults[name] for name in ("lr", "momentum", "weight_decay")}
+        part.optimizer = base = torch.optim.SGD(_groups_without_settings(base), **common)
+    if isinstance(base, torch.optim.Adam | torch.optim.SGD):
         for group in base.param_groups:
             group["fused"], group["foreach"] = True, False
 
@@ -163,12 +171,13 @@ def uses_precision_aware_optimizer(part: MegatronOptimizer) -> bool:
 def get_loss_scale(optimizer: MegatronOptimizer) -> float | None:
     """The loss scale (float16); None in other precisions."""
     scaler = _shared_scaler(optimizer)
-    return None if scaler is None else float(scaler.scale)
+    return None if scaler is None else float(scaler.on_host.scale)
 
 
 def can_lower_loss_scale(optimizer: MegatronOptimizer) -> bool:
     """Whether a loss scale (float16) is above its minimum."""
-    scaler = _shared_scaler(optimizer)
+    shared = _shared_scaler(optimizer)
+    scaler = None if shared is None else shared.on_host
     return scaler is not None and float(scaler.scale) > float(getattr(scaler, "min_scale", scaler.scale))
 
 
@@ -181,22 +190,28 @@ class SharedLossScaler:
 
     def __init__(self, scaler: MegatronGradScaler) -> None:
         self.scaler = scaler
+        self.on_host = _copy_on_host(scaler)
+        """The same with its scale in host memory, where it is read in every step."""
 
     def __getattr__(self, name: str) -> Any:
         """Scale, bounds and state are the scaler's."""
         return getattr(self.scaler, name)
 
     def update(self, found_inf: bool) -> None:
-        """Nothing: each part calls this for itself, while other parts still need the scale of this step."""
+        """For the next step, once a step, by whether a part of any rank overflowed."""
+        self.scaler.update(found_inf)
+        self.on_host.update(found_inf)
 
-    def decide(self, overflow: bool) -> bool:
-        """Whether a part of any rank overflowed; updates the scale, once. Collective."""
-        overflowed = torch.tensor([float(overflow)], device=self.scaler.scale.device)
-        if dist.is_initialized():  # a pipeline stage without experts does not see theirs
-            dist.all_reduce(overflowed, op=dist.ReduceOp.MAX)
-        anywhere = bool(overflowed.item())
-        self.scaler.update(anywhere)
-        return anywhere
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Scale and counters of a checkpoint."""
+        self.scaler.load_state_dict(state)
+        self.on_host = _copy_on_host(self.scaler)
+
+
+def _copy_on_host(scaler: MegatronGradScaler) -> MegatronGradScaler:
+    made = copy.copy(scaler)
+    vars(made).update({name: v.cpu().clone() for name, v in vars(scaler).items() if isinstance(v, Tensor)})
+    return made
 
 
 def share_loss_scaler(optimizer: MegatronOptimizer) -> None:
@@ -221,24 +236,47 @@ def _shared_scaler(optimizer: MegatronOptimizer) -> SharedLossScaler | None:
 def optimizer_step(
     optimizer: MegatronOptimizer, clip: float, device: torch.device, numbers: StepNumbers
 ) -> tuple[float, bool]:
-    """(gradient norm before clipping, whether the step was taken). Not taken where a gradient is not finite.
+    """(gradient norm before clipping, whether the step was taken). Not taken where a gradient is not finite; the norm
+    is then NaN in float16 where a gradient of any rank overflowed, which lowers the loss scale of later steps.
 
     Of `numbers` the device is read once: after the update is launched where the device decides on it, before it where
     the host has to (`reason_for_host_decision`).
     """
-    overflow, parts = optimizer.prepare_grads(), optimizer_parts(optimizer)
+    _prepare_gradients(optimizer)
+    squares = numbers.reduce(*_launch_squared_norms(optimizer, device))
+    decided = _launch_then_read if device_decides(optimizer_parts(optimizer)) else _read_then_launch
+    norm, stepped = decided(optimizer, clip, squares, numbers)
     scaler = _shared_scaler(optimizer)
-    if scaler is None and device_decides(parts):
-        return _launch_then_read(optimizer, clip, numbers.reduce(*_launch_squared_norms(optimizer, device)), numbers)
     if scaler is not None:
-        overflow = scaler.decide(overflow)
-    squares = numbers.reduce(*(((), ()) if overflow else _launch_squared_norms(optimizer, device)))
-    read = numbers.start_read(squares)()
-    norm = math.nan if overflow else math.sqrt(sum(read))
+        scaler.update(math.isnan(norm))
+    return norm, stepped
+
+
+def _prepare_gradients(optimizer: MegatronOptimizer) -> None:
+    """Main gradients, divided by the loss scale: Megatron-Core's `prepare_grads` without its reads. Whether a part's
+    gradients on this rank overflowed stays in its `found_inf`, on the device."""
+    for part in optimizer_parts(optimizer):
+        scaler = getattr(part, "grad_scaler", None)
+        if scaler is None:
+            part.prepare_grads()
+            continue
+        part.grad_scaler = None
+        part.prepare_grads()
+        part.grad_scaler = scaler
+        gradients = part._collect_main_grad_data_for_unscaling()
+        part.found_inf.fill_(0.0)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, part.found_inf, scaler.inv_scale)
+
+
+def _read_then_launch(
+    optimizer: MegatronOptimizer, clip: float, squares: list[Tensor], numbers: StepNumbers
+) -> tuple[float, bool]:
+    """`optimizer_step` by a decision of the host. `squares` [] add up to the square of all gradients."""
+    norm = math.sqrt(sum(numbers.start_read(squares)()))
     if not math.isfinite(norm):
         return norm, False
     with ExitStack() as updates:
-        for part in parts if clip > 0 else ():
+        for part in optimizer_parts(optimizer) if clip > 0 else ():
             if clips_in_update(part):
                 updates.enter_context(clipping_by(part, (norm + CLIP_EPSILON) / clip))
             elif parameters := part.get_parameters():
@@ -266,18 +304,22 @@ def _launch_then_read(
 
 def _launch_squared_norms(optimizer: MegatronOptimizer, device: torch.device) -> tuple[list[Tensor], list[Any]]:
     """Squared gradient norms [] of this rank, and the groups over which they are to be added up, also those of parts
-    without parameters here: together the square of all gradients. Megatron-Core's `get_grad_norm` without its reads."""
+    without parameters here: together the square of all gradients, NaN where a scaled one overflowed, even one that is
+    counted on another rank. Megatron-Core's `get_grad_norm` without its reads."""
     parts = _chained(optimizer)
     groups = [part.get_grad_stats_parallel_group() for part in parts]
     gradients = [part.get_main_grads_for_grad_norm() for part in parts]
+    found = [[part.found_inf] if getattr(part, "grad_scaler", None) is not None else [] for part in parts]
     if all(group == groups[0] for group in groups):
-        groups, gradients = groups[:1], [[g for some in gradients for g in some]]
+        groups, gradients, found = groups[:1], [sum(gradients, [])], [sum(found, [])]
     squares = []
-    for some in gradients:
+    for some, overflowed in zip(gradients, found, strict=True):
         square = torch.zeros(1, dtype=torch.float32, device=device)
         if some:
             no_overflow = torch.zeros(1, dtype=torch.int, device=device)
             norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, no_overflow, [some], False)
             square = norm**2
+        if overflowed:
+            square = torch.where(torch.cat(overflowed).amax() > 0, math.nan, square)
         squares.append(square.reshape(()))
     return squares, groups

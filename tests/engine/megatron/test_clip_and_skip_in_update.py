@@ -7,8 +7,10 @@ Covers: megaswift/engine/megatron/clip_and_skip_in_update.py, megaswift/engine/m
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -37,6 +39,8 @@ class Steps:
     batches: tuple[int, ...]
     bad: tuple[int, ...] = ()
     host: bool = False
+    on_last_rank: bool = False
+    """Gradients overflow on that rank alone, behind a finite loss."""
 
 
 @dataclass
@@ -78,6 +82,21 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@contextmanager
+def overflowing(engine: Any) -> Iterator[None]:
+    """Gradients of this rank are infinite once all passes are done."""
+    accumulate = engine._accumulate
+
+    def planted(*args: Any) -> Any:
+        report = accumulate(*args)
+        for buffer in (b for chunk in engine.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+            buffer.grad_data.fill_(math.inf)
+        return report
+
+    with patch.object(engine, "_accumulate", planted):
+        yield
+
+
 def train(rank: int, world: int, steps: Steps) -> Seen:
     """The steps, on a rank."""
     from megaswift.engine.megatron import optimizer as optim
@@ -95,8 +114,10 @@ def train(rank: int, world: int, steps: Steps) -> Seen:
         batches = [rows(group, steps.run.row) for group in documents(checkpoint_worker.TOTAL, number)]
         mine = own(batches, steps.run.case.dp, context.layout.coordinates(rank).dp)
         before = held(engine)
-        loss = ScaledLoss(math.inf) if number in steps.bad else CrossEntropy()
-        result = engine.train_batch(mine, loss, RATE / (number + 1))
+        bad = number in steps.bad
+        loss = ScaledLoss(math.inf) if bad and not steps.on_last_rank else CrossEntropy()
+        with overflowing(engine) if bad and steps.on_last_rank and rank == world - 1 else nullcontext():
+            result = engine.train_batch(mine, loss, RATE / (number + 1))
         seen.taken.append(not result.skipped)
         seen.norms.append(result.grad_norm)
         seen.losses.append(result.loss)
@@ -108,24 +129,32 @@ def train(rank: int, world: int, steps: Steps) -> Seen:
     return seen
 
 
+FLOAT16 = {"torch_dtype": "float16", "hysteresis": 9}
+"""The loss scale stays, so that a skipped step has no trace in later ones."""
 FP8 = {"torch_dtype": "bfloat16", "fp8_format": "hybrid", "fp8_param_gather": True}
 DECIDED_BY_DEVICE: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("", "dense dp2 do", {"torch_dtype": "bfloat16"}),
     ("", "moe tp2 sp ep2", {}),
     (RELEASES[0], "moe te dp2 ep2 do", {"torch_dtype": "bfloat16"}),
     (RELEASES[1], "dense te dp2", {"torch_dtype": "bfloat16"}),
+    ("", "dense dp2 do", FLOAT16),
+    ("", "dense dp2", {"optimizer": "sgd", "sgd_momentum": 0.9}),
 )
 SLOW: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("", "dense pp2 vpp2 dp2 do", {"torch_dtype": "bfloat16"}),
     ("", "dense dp2 do overlap", {"torch_dtype": "bfloat16"}),
     (RELEASES[0], "dense te pp2 do", {}),
     (RELEASES[1], "moe te dp2 ep2 do", {}),
+    (RELEASES[0], "moe te dp2 ep2 do", FLOAT16),
+    ("", "moe pp2", FLOAT16),
+    ("", "dense dp2", {"optimizer": "sgd", "sgd_momentum": 0.0, "torch_dtype": "bfloat16"}),
+    (RELEASES[1], "dense te dp2", {"optimizer": "sgd", "sgd_momentum": 0.9, **FLOAT16}),
     (RELEASES[0], "dense te dp2 do", {**FP8, "fp8_recipe": "tensorwise"}),
     (RELEASES[1], "dense te dp2 do", {**FP8, "fp8_recipe": "blockwise"}),
 )
 DECIDED_BY_HOST: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("", "dense dp2 do", {"optimizer_cpu_offload": True}),
-    ("", "dense dp2", {"optimizer": "sgd"}),
+    ("", "dense dp2 do", {"optimizer_cpu_offload": True, **FLOAT16}),
     (RELEASES[0], "dense te dp2 do", {"torch_dtype": "bfloat16", "precision_aware_optimizer": True}),
     (RELEASES[0], "dense te dp2 do", {**FP8, "fp8_recipe": "delayed"}),
 )
@@ -159,14 +188,45 @@ def test_a_step_with_infinite_gradients_leaves_no_trace(
         assert (good.norms, good.losses) == (told.norms, told.losses) and same(good.state, told.state)
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("release", "words", "options"),
+    [
+        ("", "dense dp2 do", FLOAT16),
+        ("", "moe pp2", FLOAT16),
+        ("", "dense pp2", {"optimizer": "sgd"}),
+        pytest.param("", "moe-mixed pp4", FLOAT16, marks=pytest.mark.slow),
+        pytest.param("", "dense dp2 do", {"optimizer_cpu_offload": True, **FLOAT16}, marks=pytest.mark.slow),
+        pytest.param(RELEASES[0], "dense te pp2", FLOAT16, marks=pytest.mark.slow),
+    ],
+)
+def test_an_overflow_on_one_rank_is_skipped_on_all(
+    release: str, words: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """On one pipeline stage, or in one share of a distributed optimizer; a stage without experts does not see theirs.
+    With float16 the norm says that it was an overflow."""
+    case = parse(words)
+    run = Run(case, build_model(case.variant, tmp_path / "model"), options={"max_grad_norm": CLIP, **options})
+    steps = Steps(run, (0, 1, 2), bad=(0, 2), on_last_rank=True)
+    for seen in shared(release).run(f"{__name__}:train", steps, case.world):
+        assert seen.taken == [False, True, False] and seen.untouched == [True, True]
+        norms = [seen.norms[0], seen.norms[2]]
+        assert all(map(math.isnan if "torch_dtype" in options else math.isinf, norms)), norms
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.SGD],
+    ids=["adam", "momentum", "sgd"],
+)
 @pytest.mark.parametrize("divisor", [1.0, 4.0, None])
-def test_torch_s_kernel_divides_and_skips(megatron: ModuleType, divisor: float | None) -> None:
+def test_torch_s_kernels_divide_and_skip(megatron: ModuleType, divisor: float | None, kind: Any) -> None:
     """Against the same kernel on gradients that were divided before; the weights, moments and counter of a skipped step
     stay, and the next one does not see its numbers."""
     from megaswift.engine.megatron import clip_and_skip_in_update as update
 
     ours, plain = (torch.nn.Parameter(torch.linspace(-1, 1, 50)) for _ in range(2))
-    inner, oracle = (torch.optim.AdamW([p], lr=0.1, weight_decay=0.1, fused=True) for p in (ours, plain))
+    inner, oracle = (kind([p], lr=0.1, weight_decay=0.1, fused=True) for p in (ours, plain))
     part: Any = SimpleNamespace(optimizer=inner)
     for skip in (1.0, 0.0, 1.0, 0.0):
         gradient = torch.full((50,), math.nan) if skip else torch.linspace(3, 5, 50)
@@ -227,8 +287,12 @@ def test_what_the_host_has_to_decide_has_a_reason(megatron: ModuleType) -> None:
     weights = [torch.nn.Parameter(torch.ones(2))]
     fused, loop = (torch.optim.AdamW(weights, fused=fused) for fused in (True, False))
     reasons = {
-        "": (part_of(fused), part_of(FusedAdam(weights, lr=1.0)), part_of(fused, use_precision_aware_optimizer=True)),
-        "float16": (part_of(fused, grad_scaler=object()),),
+        "": (
+            part_of(fused),
+            part_of(torch.optim.SGD(weights, lr=1.0, fused=True)),
+            part_of(FusedAdam(weights, lr=1.0)),
+            part_of(fused, use_precision_aware_optimizer=True),
+        ),
         "delayed": (part_of(fused, fp8_recipe="delayed"),),
         "on the host": (part_of(HostAdam.instead_of(torch.optim.AdamW(weights))),),
         "cannot be skipped": (part_of(loop), part_of(torch.optim.SGD(weights, lr=1.0))),
