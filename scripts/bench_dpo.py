@@ -74,10 +74,10 @@ def lengths_of(args: argparse.Namespace) -> dict[str, float]:
 def megaswift(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
     """The engine, batches as the loader makes them, the reference as the trainer asks it."""
     from megaswift.data.collate import Document, PaddingShape
-    from megaswift.data.collate_preference_batches import collate_preferences
+    from megaswift.data.collate_preference_batches import PreferenceCollator, PreferenceUnit
     from megaswift.losses.dpo import DPO
     from megaswift.losses.dpo_loss_types import DpoSettings
-    from megaswift.trainers.add_preference_loss_fields_to_batches import ReferenceLogprobs, with_field
+    from megaswift.trainers.add_preference_loss_fields_to_batches import ReferenceLogprobs
 
     def document(prompt: list[int], answer: list[int]) -> Document:
         mask = np.array([0] * len(prompt) + [1] * len(answer), dtype=np.uint8)
@@ -87,13 +87,12 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
         engine = load_engine(args, folder, "dpo")
         engine.keep_reference()
         loss, reference = DPO(settings=DpoSettings(beta=BETA)), ReferenceLogprobs()
-        numbers = torch.arange(2 * args.pairs).view(-1, 2)
+        packs = not args.unpacked
+        collator = PreferenceCollator(2, packs, False, shares_prefixes=packs)
         for step in steps(args):
             turn.pause()
-            documents = [document(p.prompt, answer) for p in step for answer in (p.chosen, p.rejected)]
-            batches = with_field(
-                collate_preferences([documents], not args.unpacked, PaddingShape(), False), "pairs", [numbers]
-            )
+            units = [PreferenceUnit([document(p.prompt, a) for a in (p.chosen, p.rejected)], 0.0) for p in step]
+            batches = collator.batches([units], PaddingShape(), False)
             turn.losses.append(engine.train_batch(reference.prepare(engine, batches, True), loss, LR).loss)
 
     return work

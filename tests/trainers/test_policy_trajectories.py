@@ -74,7 +74,9 @@ CASES = {
     "old dapo": Case(
         {"loss_type": "dapo", "num_iterations": 2, "epsilon": 0.02, "scale_rewards": "batch"}, slices=2, length=6
     ),
-    "gspo": Case({"loss_type": "grpo", "num_iterations": 3, "importance_sampling_level": "sequence", "epsilon": 0.02}),
+    "gspo": Case(
+        {"loss_type": "grpo", "num_iterations": 2, "importance_sampling_level": "sequence", "epsilon": 0.02}
+    ),  # with 3, TRL's own float32 is 5.8e-5 from its float64, ours 3.4e-5
     "masked": Case({"loss_type": "grpo", "beta": 0.1, "mask_truncated_completions": True, "num_iterations": 3}),
     "cispo": Case({"loss_type": "cispo", "num_iterations": 3, "epsilon_high": 1.05}),
     "uncertain": Case({"loss_type": "grpo", "beta": 0.1, "top_entropy_quantile": 0.5, "num_iterations": 3}),
