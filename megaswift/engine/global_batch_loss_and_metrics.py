@@ -6,10 +6,12 @@ the engines'.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -189,6 +191,10 @@ class _Places:
                     low.setdefault(name, []).append(next(place))
         return cls(*(dict(sorted(kind.items())) for kind in (add, high, low)))
 
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """Of `joined` values, in their order."""
+        return tuple(self.add), tuple(self.high), tuple(self.low)
+
     def joined(self, values: Sequence[float]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         """(sums, largest, smallest) by name."""
         return (
@@ -197,10 +203,44 @@ class _Places:
             {name: min(values[i] for i in where) for name, where in self.low.items()},
         )
 
-    def named(self, numbers: Iterator[float]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """The next numbers, in the same order, by name."""
-        add, high, low = ({name: next(numbers) for name in kind} for kind in (self.add, self.high, self.low))
-        return add, high, low
+
+@dataclass(frozen=True)
+class _ReportNames:
+    """What reported numbers are, in their order."""
+
+    kinds: tuple[tuple[str, ...], ...]
+    """Sums, largest, smallest."""
+    differences: tuple[tuple[str, str, str], ...]
+    """Name of a metric that is the second one less the third."""
+
+    @classmethod
+    def of(cls, places: _Places, objective: GlobalBatchLossCallback) -> _ReportNames:
+        """Those of the last stage."""
+        metrics = {name: m for _, some in objective.parts for name, m in some.items()}
+        differences = ((name, m.of, m.less) for name, m in metrics.items() if isinstance(m, DifferenceMetric))
+        return cls(places.names(), tuple(differences))
+
+    @property
+    def key(self) -> int:
+        """Names them in a float64."""
+        return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:6], "big")
+
+    def result(self, numbers: Sequence[float]) -> tuple[float, dict[str, float]]:
+        """Objective and metrics."""
+        following = iter(numbers)
+        total, metrics = _finish(*({name: next(following) for name in names} for names in self.kinds))
+        differences = {
+            name: metrics[of] - metrics[less]
+            for name, of, less in self.differences
+            if of in metrics and less in metrics
+        }
+        return total, metrics | differences
+
+
+SENT = 64
+"""Numbers that a report sends through a pipeline before the host knows what they are."""
+_names_known: WeakKeyDictionary[Any, dict[int, _ReportNames]] = WeakKeyDictionary()
+"""Of a pipeline's group: names that the last stage has sent to all others, by their keys."""
 
 
 class StepReport:
@@ -232,10 +272,11 @@ class StepReport:
         after the last micro-batch."""
         self.before_read()
         context = self.context
-        reports = self.last and context.layout.dp > 1
+        spread = context.layout.dp > 1
+        reports = self.last and (spread or context.layout.pp > 1)
         values = self.objective.values() if self.last else []
         places = _Places.of(self.objective.parts if self.last else [])
-        beside = [i for i, group in enumerate(groups) if reports and _has_ranks_of(group, context.groups.dp)]
+        beside = [i for i, group in enumerate(groups) if reports and spread and _has_ranks_of(group, context.groups.dp)]
         for i, group in enumerate(groups):
             if i not in beside:
                 dist.all_reduce(more[i], group=group)
@@ -247,15 +288,21 @@ class StepReport:
     def start_read(self, more: Sequence[Tensor] = ()) -> Callable[[], list[float]]:
         """Copies the report, and the numbers `more` [], to the host. What is returned waits for them, makes `result` of
         the report, and returns the numbers; collective. After `reduce`."""
-        values, _, reduced = self._summed
+        values, places, reduced = self._summed
+        names = _ReportNames.of(places, self.objective)
+        sent = [self._sent(names, reduced)] if self.context.layout.pp > 1 else []
         own = [v for v in values if isinstance(v, Tensor) and v.device.type == self.context.device.type]
-        asked = [v.detach().reshape(()).double() for v in (*own, *(reduced or ()), *self.metrics.values(), *more)]
-        copied = HostCopy(torch.stack(asked)) if asked else None
+        asked = (*own, *(reduced or ()), *sent, *self.metrics.values(), *more)
+        copied = HostCopy(torch.cat([v.detach().reshape(-1).double() for v in asked])) if asked else None
 
         def finish() -> list[float]:
             numbers = iter(copied.wait() if copied is not None else [])
             of_own = dict(zip(map(id, own), numbers, strict=False))
-            self._finish([of_own[id(v)] if id(v) in of_own else float(v) for v in values], numbers)
+            local = [of_own[id(v)] if id(v) in of_own else float(v) for v in values]
+            joined = [value for kind in places.joined(local) for value in kind.values()]
+            joined = joined if reduced is None else list(itertools.islice(numbers, len(reduced)))
+            received = list(itertools.islice(numbers, sum(map(len, sent))))
+            self._finish(local, self._received(names, joined, received) if sent else names.result(joined), numbers)
             return list(numbers)
 
         return finish
@@ -264,21 +311,37 @@ class StepReport:
         """Both at once."""
         return self.start_read(self.reduce(more, groups))()
 
-    def _finish(self, local: list[float], numbers: Iterator[float]) -> None:
-        """`result`, from the values of this rank and the next numbers."""
-        context, objective, counted = self.context, self.objective, self.counted
-        _, places, reduced = self._summed
-        add, high, low = places.joined(local) if reduced is None else places.named(numbers)
+    def _sent(self, names: _ReportNames, reduced: list[Tensor] | None) -> Tensor:
+        """What the last pipeline stage sends to all, [2 + SENT]: the key of its names, how many numbers it has, and the
+        numbers, where they are not too many. On the device: the host does not wait. Collective."""
+        context, stages = self.context, self.context.layout.pp
+        message = torch.zeros(2 + SENT, dtype=torch.float64, device=context.device)
+        if reduced is not None:
+            head = torch.tensor([names.key, len(reduced)], dtype=torch.float64)
+            message[:2] = copy_to_device_async(head, context.device)
+            if 0 < len(reduced) <= SENT:
+                message[2 : 2 + len(reduced)] = torch.stack(reduced)
+        dist.broadcast(message, group=context.groups.pp, group_src=stages - 1)
+        return message
+
+    def _received(self, own: _ReportNames, numbers: list[float], sent: list[float]) -> tuple[float, dict[str, float]]:
+        """Objective and metrics of the last stage, which says once what its numbers are called. All stages of a
+        pipeline know the same names."""
+        context, (key, count, *values) = self.context, sent
+        known = _names_known.setdefault(context.groups.pp, {})
+        if key not in known or count > SENT:
+            last = context.layout.pp - 1
+            told = distributed.broadcast_object((own, numbers), last, context.groups.pp, context.device)
+            known[int(key)], values = told
+        return known[int(key)].result(values[: int(count)])
+
+    def _finish(self, local: list[float], told: tuple[float, dict[str, float]], numbers: Iterator[float]) -> None:
+        """`result`, from the values of this rank, objective and metrics, and the next numbers."""
+        objective, counted = self.objective, self.counted
         further = dict(zip(self.metrics, numbers, strict=False))
-        result: tuple[float, dict[str, float]] = (0.0, {})
-        if self.last:
-            total, metrics = _finish(add, high, low)
-            result = (total, metrics | _differences(objective, metrics))
-        if context.layout.pp > 1:
-            result = distributed.broadcast_object(result, context.layout.pp - 1, context.groups.pp, context.device)
         parts = objective.local(self.microbatches, local) if self.last else ()
         facts = counted.tokens, counted.label_tokens, counted.counts, parts, self.clock.take()
-        self.result = StepResult(result[0], {**result[1], **further}, None, False, *facts)
+        self.result = StepResult(told[0], {**told[1], **further}, None, False, *facts)
 
     def read_result(self) -> StepResult:
         """Reads the report alone."""
@@ -294,7 +357,7 @@ def _reduced_over_dp(
     values: Sequence[Tensor | float], places: _Places, context: ParallelContextProtocol, beside: Sequence[Tensor]
 ) -> list[Tensor]:
     """`beside` [], then the reported values [] in the order of `places`: summed or compared on the device over
-    data-parallel ranks, in one reduction. Each rank has a row of its own for what is compared."""
+    micro-batches and data-parallel ranks, in one reduction. Each rank has a row of its own for what is compared."""
     device, group = context.device, context.groups.dp
     on_host = [float(v) for v in values if not (isinstance(v, Tensor) and v.device.type == device.type)]
     known = iter(copy_to_device_async(torch.tensor(on_host, dtype=torch.float64), device).unbind())
@@ -312,25 +375,11 @@ def _reduced_over_dp(
     if summed:
         joined[: len(summed)] = torch.stack(summed)
     if compared:
-        rows[dist.get_rank(group)] = torch.stack(compared)
-    dist.all_reduce(joined, group=group)
+        rows[dist.get_rank(group) if ranks > 1 else 0] = torch.stack(compared)
+    if ranks > 1:
+        dist.all_reduce(joined, group=group)
     largest = rows.amax(0).unbind() if compared else ()
     return [*joined[: len(summed)].unbind(), *largest[: len(high)], *(-t for t in largest[len(high) :])]
-
-
-def _differences(objective: GlobalBatchLossCallback, metrics: dict[str, float]) -> dict[str, float]:
-    """Differences of metrics that are reduced already: the same on every rank, so nothing is sent."""
-    differences = {
-        name: m
-        for _, metrics_of in objective.parts
-        for name, m in metrics_of.items()
-        if isinstance(m, DifferenceMetric)
-    }
-    return {
-        name: metrics[m.of] - metrics[m.less]
-        for name, m in differences.items()
-        if m.of in metrics and m.less in metrics
-    }
 
 
 def _finish(add: dict[str, float], high: dict[str, float], low: dict[str, float]) -> tuple[float, dict[str, float]]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from megaswift import distributed
 from megaswift.engine.global_batch_loss_and_metrics import (
+    SENT,
     GlobalBatchCounts,
     GlobalBatchLossCallback,
     StepReport,
@@ -18,6 +21,7 @@ from megaswift.engine.own_compute_time import OwnComputeClock
 from megaswift.engine.protocol import StepResult
 from megaswift.losses.contract import DifferenceMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 from megaswift.losses.sft import CrossEntropy
+from tests.parity.pool import shared
 
 ALONE: Any = SimpleNamespace(
     layout=SimpleNamespace(dp=1, pp=1), coordinates=SimpleNamespace(pp=0), device=torch.device("cpu"), groups=None
@@ -137,3 +141,50 @@ def test_a_difference_is_taken_of_reduced_means() -> None:
 
 def test_a_mean_of_nothing_is_not_reported_nor_a_difference_from_it() -> None:
     assert reported({"a": MeanMetric(6.0, 2), "b": MeanMetric(0.0, 0), "gap": DifferenceMetric("a", "b")}) == {"a": 3.0}
+
+
+FEW: dict[str, Metric] = {
+    "mean": MeanMetric(6.0, 4),
+    "high": MaxMetric(2.5),
+    "low": MinMetric(-1.0),
+    "gap": DifferenceMetric("mean", "mean"),
+    "nothing": MeanMetric(0.0, 0),
+}
+OTHER: dict[str, Metric] = {"sum": SumMetric(torch.tensor(3.0))}
+MANY: dict[str, Metric] = {f"m{n}": SumMetric(float(n)) for n in range(SENT + 5)}
+
+
+def through_pipeline(rank: int, world: int, payload: None) -> list[tuple[float, dict[str, float], int, int]]:
+    """Objective, metrics, number of micro-batches with a loss and of messages with names, of each report on this
+    stage."""
+    from megaswift.engine.start_default_process_group import init_default_and_gloo_process_groups
+
+    init_default_and_gloo_process_groups("gloo", 60)
+    last = rank == world - 1
+    context: Any = SimpleNamespace(
+        layout=SimpleNamespace(dp=1, pp=world),
+        coordinates=SimpleNamespace(pp=rank),
+        device=torch.device("cpu"),
+        groups=SimpleNamespace(dp=None, pp=torch.distributed.group.WORLD),
+    )
+    found = []
+    for part in (FEW, FEW, OTHER, MANY, MANY, FEW):
+        objective = GlobalBatchLossCallback(CrossEntropy(), GlobalBatchCounts({}, 0, 0, 2))
+        objective.parts = [({"loss": torch.tensor(share)}, part) for share in (0.5, 1.5)] if last else []
+        with patch.object(distributed, "broadcast_object", wraps=distributed.broadcast_object) as named:
+            result = read(objective, torch.tensor(float(rank)), context=context)
+        found.append((result.loss, dict(result.metrics), len(result.parts), named.call_count))
+    return found
+
+
+@pytest.mark.process
+def test_every_stage_of_a_pipeline_has_the_report_of_the_last() -> None:
+    """Names travel with the first report that has them, and with one of more numbers than are sent at once."""
+    few = {"mean": 1.5, "high": 2.5, "low": -1.0, "gap": 0.0}
+    many = {name: 2.0 * n for n, name in enumerate(MANY)}
+    metrics = [few, few, {"sum": 6.0}, many, many, few]
+    stages = shared("").run(f"{__name__}:through_pipeline", None, 3)
+    for stage, found in enumerate(stages):
+        assert [report[0] for report in found] == [2.0] * 6 and [report[1] for report in found] == metrics
+        assert [report[2] for report in found] == [2 if stage == 2 else 0] * 6
+        assert [report[3] for report in found] == [1, 0, 1, 1, 1, 0]

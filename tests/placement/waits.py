@@ -26,16 +26,12 @@ TORCH_EXPERTS = DISPATCH | {
     "read megatron.core.transformer.moe.moe_utils:sort_chunks_by_idxs": 3 * LAYERS * MICROBATCHES,
 }
 """Megatron-Core's permutation without Transformer Engine's kernels asks once more."""
-INTERLEAVED = {"read megaswift.distributed:broadcast_object": 1}
-"""The report from the last stage."""
 EXCHANGES = {"sync megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": 3}
 """Megatron-Core synchronizes after every batched exchange (`batch_p2p_sync`), of which a stage of two has three for two
 micro-batches."""
-PIPELINE = INTERLEAVED | EXCHANGES
 LAUNCHED = {name + AFTER_UPDATE: n for name, n in STEP.items()}
 """Of a step on the native engine: the device decides on the update, which is launched before the host waits."""
-LAUNCHED_INTERLEAVED = {name + AFTER_UPDATE: n for name, n in (STEP | INTERLEAVED).items()}
-LAUNCHED_PIPELINE = LAUNCHED_INTERLEAVED | EXCHANGES
+LAUNCHED_PIPELINE = LAUNCHED | EXCHANGES
 PADDED_PACKING = {"read transformers.masking_utils:find_packed_sequence_indices": 2}
 """transformers asks each micro-batch's positions whether rows are packed."""
 DDP = STEP | PADDED_PACKING
@@ -155,7 +151,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "run:sft --engine fsdp2 --fsdp offload": FSDP_OFFLOADED | LOOP,
         "run:sft --engine fsdp2 --train_type lora": FSDP | LOOP,
         "save:dense tp2 sp": [_checkpoint(117, 35, 35, 2), _checkpoint(117, 18, 35, 2, 66)],
-        "run:sft --pipeline_parallel_size 2": [STEP | PIPELINE | LOOP, STEP | PIPELINE | LOOP],
+        "run:sft --pipeline_parallel_size 2": [STEP | EXCHANGES | LOOP, STEP | EXCHANGES | LOOP],
         "run:grpo --tensor_parallel_size 2": [
             STEP | ROLLOUT_LOOP | RANKS_OF_ROLLOUT | SAMPLER,
             STEP | ROLLOUT_LOOP | RANKS_OF_ROLLOUT,
@@ -168,10 +164,10 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
     },
     ("", 4): {
         "step:dense pp2 vpp2 tp2 packed": [
-            LAUNCHED_INTERLEAVED,
-            LAUNCHED_INTERLEAVED,
-            LAUNCHED_INTERLEAVED,
-            LAUNCHED_INTERLEAVED,
+            LAUNCHED,
+            LAUNCHED,
+            LAUNCHED,
+            LAUNCHED,
         ],
     },
     ("2.12.0", 1): {
