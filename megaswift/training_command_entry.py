@@ -20,7 +20,9 @@ from megaswift.command_line_common import HELP
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.accelerate_options import accelerate_notices
 from megaswift.config.data import ALIGNMENT
-from megaswift.config.sections import NAMES
+from megaswift.config.read_config_file_and_command_line import read_command_line
+from megaswift.config.sections import NAMES, names_task
+from megaswift.config.translated_options import translated_options
 from megaswift.config.unread_variables import unread_variables_notices
 from megaswift.config.user_spelling import errors_as_typed
 from megaswift.config.variables_set_by_launcher import (
@@ -89,17 +91,26 @@ def start_process_again(environ: Mapping[str, str], argv: Sequence[str]) -> NoRe
 
 
 def _go(task: str, words: list[str]) -> int:
+    if task == RLHF and _names_no_task(words):
+        raise ConfigError(_MISSING_TYPE)
     cfg = load_config(None if task == RLHF else task, words, complete=True, beyond=further_problems_of_refused_config)
     with errors_as_typed(cfg.typed, NAMES):
         return _start(task, words, cfg)
 
 
+_MISSING_TYPE = Problem("--rlhf_type", "is missing: it selects the task", f"--rlhf_type {' | '.join(ALIGNMENT)}")
+
+
+def _names_no_task(words: Sequence[str]) -> bool:
+    """Whether nothing on a command line can: the rules would call it a run of sft."""
+    line = read_command_line(list(words))
+    return not line.files and not any(names_task(g.name, g.value) for g in translated_options(line.givens))
+
+
 def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
     worker = is_launched_worker(os.environ)
     if task == RLHF and cfg.task not in ALIGNMENT:
-        raise ConfigError(
-            Problem("--rlhf_type", "is missing: it selects the task", f"--rlhf_type {' | '.join(ALIGNMENT)}")
-        )
+        raise ConfigError(_MISSING_TYPE)
     job = os.environ.get(JOB_ID) or ("" if worker else job_of_running_nodes(cfg.launch))
     if job:
         os.environ[JOB_ID] = job

@@ -66,6 +66,24 @@ def test_the_options_name_the_task(words: str, task: str, tmp_path: Path, monkey
     assert main(["train", *typed]) == 0 and started == [(task, typed)]
 
 
+@pytest.mark.parametrize("words", ["--model m --dataset d.jsonl --reward_funcs accuracy", "--model m --epsilon 0.1"])
+def test_rlhf_without_a_type_says_only_that(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options of a task have no effect in sft, but sft was not meant."""
+    with pytest.raises(SystemExit) as ended:
+        training_command_entry.main("rlhf", words.split())
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and "--rlhf_type: is missing" in told and told.count("\n  - ") == 1
+
+
+@pytest.mark.parametrize("words", ["--train_type dpo", "--rlhf_type dpo", "--config {file}"])
+def test_a_type_of_rlhf_in_any_form(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("rlhf_type: dpo\n")
+    with pytest.raises(SystemExit):
+        training_command_entry.main("rlhf", words.format(file=tmp_path / "run.yaml").split())
+    told = capsys.readouterr().err
+    assert "--model: is missing" in told and "--rlhf_type" not in told
+
+
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         train.main(["--mode", "eval", "--model", "m"])

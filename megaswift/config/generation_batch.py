@@ -110,7 +110,7 @@ def _problems(c: Sections, batch: int | None, wide: int | None, labels: Mapping[
     assert total is not None
     what = labels.get(name, f"--{name} {value}")
     subject = "" if name != "steps_per_generation" else f"{passes} passes of {wide} completions are {total}, which "
-    multiple = lcm(group, batch or 1)
+    multiple = lcm(group, (wide if name == "global_batch_size" else batch) or 1)
     near = max(1, round(total / multiple)) * multiple
     if name == "steps_per_generation":
         assert wide is not None

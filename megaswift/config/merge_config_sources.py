@@ -41,14 +41,11 @@ from megaswift.config.parse_option_values import (
 )
 from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue, secret_values_of
 from megaswift.config.rl_conflict_rules import missing_reward_problems
-from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
+from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections, names_task
 from megaswift.config.translated_options import KNOWN_KEYS, translated_options
 from megaswift.config.user_spelling import TypedOption, problems_as_typed
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.redaction import redact_problems
-
-TASK_NAMES = (*TASKS, "rlhf")
-"""Values of `train_type` that name a task; those of TASKS exist here."""
 
 LISTS_ALL = "megaswift {task} --help lists them all"
 """The fix of an unknown option; the task is filled in once all sources are read, because a later one may name it."""
@@ -267,9 +264,7 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
     state.secrets += secret_values_of(source.givens)
     first: dict[str, GivenOptionValue] = {}
     for given in translated_options(source.givens):
-        if given.name in ("task", "rlhf_type") or (
-            NAMES.get(given.name) == "train_type" and str(given.value).lower() in TASK_NAMES
-        ):
+        if names_task(given.name, given.value):
             _take_task(state, given)
             continue
         option = OPTIONS.get(NAMES.get(given.name, ""))

@@ -90,8 +90,8 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("num_generations", "advantage_estimator"),
         lambda c: c.task in GRPO and generations_per_prompt_of(c) < ALONE and advantage_estimator_entry_of(c).compares,
-        "compares the completions of a prompt, but num_generations is 1",
-        "--num_generations 8",
+        "leaves nothing to compare: the advantage estimator compares the completions of a prompt",
+        "--num_generations 8, or --advantage_estimator reinforce_plus_plus",
     ),
     ConflictingOptions(
         ("pass_at_k", "num_generations", "advantage_estimator"),
@@ -151,7 +151,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("reward_funcs", "soft_cache_length"),
         lambda c: _overlong(c) and c.rl.soft_cache_length is None,
-        "is required by soft_overlong: the number of tokens over which the reward falls to -1",
+        "soft_overlong needs soft_cache_length, the number of tokens over which the reward falls to -1",
         "--soft_cache_length 128",
     ),
     ConflictingOptions(

@@ -83,6 +83,12 @@ NAMES: dict[str, str] = TRAINING.names
 """Any spelling to the canonical name."""
 
 
+def names_task(name: str, value: Any) -> bool:
+    """Whether an option, translated, says which task to run; as Megatron-SWIFT's `train_type` may, too."""
+    of_type = NAMES.get(name) == "train_type" and str(value).lower() in (*TASKS, "rlhf")
+    return of_type or name in ("task", "rlhf_type")
+
+
 def is_section_entry(name: str, value: Any) -> bool:
     """Whether `name: value` opens a section: `model: {...}` does, `model: DIR` does not."""
     return isinstance(value, dict) and (name in SECTIONS or name in SECTION_ALIASES)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megaswift.config.advice_for_foreign_options import foreign_value_advice
 from megaswift.config.megatron_architecture_options import ARCHITECTURE
-from megaswift.config.merge_config_sources import TASK_NAMES, neutral_option_or_problem_of_unknown
+from megaswift.config.merge_config_sources import neutral_option_or_problem_of_unknown
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
 from megaswift.config.parse_option_values import (
     FALSE,
@@ -28,7 +28,7 @@ from megaswift.config.read_config_file_and_command_line import (
     read_command_line,
     read_config_file,
 )
-from megaswift.config.sections import NAMES, OPTIONS, TASKS
+from megaswift.config.sections import NAMES, OPTIONS, TASKS, names_task
 from megaswift.config.translated_options import SWITCHES, translated_options
 from megaswift.errors import ConfigError, Problem
 from megaswift.migration.migrated_run import NOT_SET, SECRET, MigratedOption, MigratedRun
@@ -102,9 +102,7 @@ def _take(run: MigratedRun, givens: Iterable[GivenOptionValue], unresolved: Mapp
             run.left_out.append(f"--{given.name}: {SECRET}")
         elif names := _unresolved_in(given, unresolved):
             run.ask(f"{own}: {option_value_text(given.value)}", NOT_SET.format(", ".join(names)))
-        elif given.name in ("task", "rlhf_type") or (
-            NAMES.get(given.name) == "train_type" and str(given.value).lower() in TASK_NAMES
-        ):
+        elif names_task(given.name, given.value):
             _take_task(run, given)
         else:
             _take_option(run, given)

@@ -61,6 +61,9 @@ def test_what_only_the_number_of_ranks_tells(options: dict, dp: int, part: str) 
     "options, part",
     [
         ({"gbs": 12}, "gbs=12: is not a multiple of num_generations 8"),
+        ({"gbs": 11}, "try: --global_batch_size 8"),
+        ({"gbs": 12}, "try: --global_batch_size 16"),
+        ({"gbs": 12, "dp": 4, "micro_batch_size": 3}, "try: --global_batch_size 24"),
         ({"gbs": 12, "num_generations": 5}, "gbs=12: is not a multiple of num_generations 5: some prompts"),
         ({"gbs": 16, "generation_batch_size": 24}, "try: --generation_batch_size 32"),
         ({"generation_batch_size": 20}, "try: --generation_batch_size 16"),

@@ -115,7 +115,7 @@ def test_later_messages_name_what_was_typed(file: Path) -> None:
             score_rewards(load_reward_functions([f"{file}:{name}"], OPTIONS), [1.0], [judged("a"), judged("b")])
         assert str(error.value.problems[0]).startswith(f"--reward_funcs {file}:{name}: {rule}")
     broken, again = load_reward_functions([f"{file}:fails", "accuracy_reward"], OPTIONS)
-    with pytest.raises(RewardError, match=f"--reward_funcs {file}:fails: failed on samples 0 to 0"):
+    with pytest.raises(RewardError, match=f"--reward_funcs {file}:fails: failed on sample 0, with the completion 'a'"):
         score_rewards([broken], [1.0], [judged("a")])
     found = missing_reward_column_problems([broken, again], frozenset({"answer"}))
     assert [p.what for p in found] == [f"--reward_funcs {file}:fails", "--reward_funcs accuracy_reward"]

@@ -130,12 +130,23 @@ def test_a_function_that_raises_is_told_once_with_the_users_own_lines() -> None:
     with pytest.raises(RewardError) as error:
         score(UserFunction("broken", broken, frozenset({"completions"}), frozenset()))
     text = str(error.value)
-    assert "--reward_funcs broken: failed on samples 0 to 2" in text and "ZeroDivisionError" in text
+    assert "--reward_funcs broken: failed on samples 0 to 2, the first with the completion" in text
+    assert "ZeroDivisionError" in text and "lists of messages" not in text
     assert (
         "return [1 / (len(text) - 2)" in text
         and "rewards/reward_interface_and_scoring.py" not in text
         and "checked.py" not in text
     )
+
+
+def test_a_function_for_texts_on_conversations_is_told_what_completions_are() -> None:
+    def strips(completions: list[str]) -> list[float]:
+        return [float(text.strip() == "4") for text in completions]
+
+    said = [{"role": "assistant", "content": "4"}]
+    sample = RewardInput([{"role": "user", "content": "2+2?"}], said, [5], True)
+    with pytest.raises(RewardError, match=r"has no attribute 'strip'\n.*lists of messages.*completion\[-1\]"):
+        score_rewards([UserFunction("strips", strips, frozenset({"completions"}), frozenset())], [1.0], [sample])
 
 
 def test_prompts_completions_and_columns_arrive_as_lists() -> None:

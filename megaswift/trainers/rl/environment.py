@@ -60,7 +60,8 @@ class EnvironmentWithNamedErrors:
 
     def reset(self, prompt: Any, columns: Mapping[str, Any]) -> None:
         """Begins; RewardError where it raises."""
-        with convert_user_code_errors(lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}"))):
+        passed = f"reset gets prompt and the row's columns: {', '.join(sorted(columns)) or 'none'}"
+        with convert_user_code_errors(lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}", passed))):
             self.inner.reset(prompt, **columns)
 
     def step(self, answer: str) -> Turn:

@@ -95,8 +95,6 @@ def add_rl_summary_rows(
 ) -> SummaryFacts:
     """The first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
     cfg, plan = build.cfg, generation_batch_plan(build.cfg, build.layout.dp)
-    names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
-    judges = ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg), strict=True))
     samplers = build.layout.world_size if samples_on_every_rank(cfg) else build.layout.dp
     shared = cfg.vllm.vllm_tensor_parallel_size
     sampling = (
@@ -111,10 +109,17 @@ def add_rl_summary_rows(
         ("sampling", sampling),
         *facts.more,
         *weight_sync_summary_rows(build),
-        ("rewards", judges),
+        ("rewards", rewards_text(cfg)),
         *(() if critic is None else critic_summary_row(cfg, critic)),
     )
     return replace(facts, rows_per_epoch=rows, more=more)
+
+
+def rewards_text(cfg: SwiftConfig) -> str:
+    """What gives rewards, each with its weight."""
+    names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
+    weighted = [f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg), strict=True)]
+    return ", ".join([*weighted, *([f"turns of {cfg.rl.environment}"] if cfg.rl.environment else [])])
 
 
 def weight_sync_summary_rows(build: RunBuilder) -> Iterator[tuple[str, str]]:

@@ -237,6 +237,13 @@ def test_the_reward_of_a_turn_is_a_number_of_any_library(reward: Any, file: Path
     assert found == ([], 1.0, True) and type(found[1]) is float
 
 
+def test_a_column_that_reset_lacks_is_told_with_those_of_the_row(file: Path) -> None:
+    echo = EnvironmentWithNamedErrors("--environment worlds.py:Echo", load_environment_class(f"{file}:Echo")())
+    told = r"reset failed\n.*missing 1 required positional argument: 'number'\n.*columns: answer, tests"
+    with pytest.raises(RewardError, match=told):
+        echo.reset("2+2?", {"tests": [], "answer": "4"})
+
+
 @pytest.mark.parametrize(
     ("template", "told"),
     [

@@ -1,4 +1,4 @@
-"""What the first screen says of a policy's second model."""
+"""What the first screen says of rewards and of a policy's second model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 
 from megaswift.engine.protocol import EngineSizeReport
-from megaswift.trainers.rl.rollout_loop_builder import critic_summary_row
+from megaswift.trainers.rl.rollout_loop_builder import critic_summary_row, rewards_text
 from tests.trainers.rl.makers import config
+
+
+def test_rewards_on_the_screen() -> None:
+    """An environment's turns too, alone or beside functions."""
+    both = {"reward_funcs": ["accuracy", "format"], "reward_weights": [1.0, 0.2]}
+    assert rewards_text(config(**both)) == "accuracy x 1, format x 0.2"
+    talks: dict[str, Any] = {"environment": "env.py:Guess", "max_turns": 2}
+    assert rewards_text(config(**both, **talks)) == "accuracy x 1, format x 0.2, turns of env.py:Guess"
+    assert rewards_text(config(reward_funcs=[], **talks)) == "turns of env.py:Guess"
 
 
 @pytest.mark.parametrize(
