@@ -5,6 +5,7 @@ Owns the default: on where the numbers are those of separate prompts. What is sh
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,8 @@ from megaswift.families.model_spec import ModelSpec
 from megaswift.families.vision_language_detection import has_vision_tower
 from megaswift.parallel.layout import Layout
 
+CUDNN = 90700
+"""9.7, as its version number."""
 DROPOUTS = ("attention_dropout", "hidden_dropout")
 
 
@@ -87,6 +90,10 @@ def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) ->
             cp > 1 and _may_take_transformer_engine(cfg),
             "is supported with context parallelism by torch's attention only (--attn_impl sdpa)",
         ),
+        (
+            _may_take_transformer_engine(cfg) and not _has_kernel_for_more_keys_than_queries(),
+            "needs FlashAttention 2 or cuDNN 9.7 in Transformer Engine's attention (or --attn_impl sdpa)",
+        ),
     )
     return next((why for applies, why in reasons if applies), "")
 
@@ -101,6 +108,14 @@ def _counts_tokens(cfg: SwiftConfig, spec: ModelSpec) -> bool:
     balances = default if m.moe_aux_loss_coeff is None else m.moe_aux_loss_coeff
     updates = spec.transformer.get("moe_router_enable_expert_bias")
     return bool(balances or m.moe_z_loss_coeff or m.moe_expert_capacity_factor or updates)
+
+
+def _has_kernel_for_more_keys_than_queries() -> bool:
+    """Of packed documents, the causal mask aligned at the last of both; without, Transformer Engine falls back on plain
+    products of all documents padded to the longest. Source: its `nvte_get_fused_attn_backend`."""
+    import torch
+
+    return importlib.util.find_spec("flash_attn") is not None or (torch.backends.cudnn.version() or 0) >= CUDNN
 
 
 def _may_take_transformer_engine(cfg: SwiftConfig) -> bool:

@@ -15,6 +15,7 @@ from megaswift.families import load_spec
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.trainers.choose_prefix_sharing import (
+    CUDNN,
     prefix_sharing_problems,
     prefix_sharing_rows,
     reason_against_prefix_sharing,
@@ -91,9 +92,26 @@ def test_routers_count_tokens(tmp_path: Path) -> None:
 def test_context_parallelism_needs_attention_of_torch(dense: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not reason_against_prefix_sharing(config(), dense, 2), "without a GPU attention is torch's"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: CUDNN)
     assert "--attn_impl sdpa" in reason_against_prefix_sharing(config(), dense, 2)
     assert not reason_against_prefix_sharing(config(attn_impl="sdpa"), dense, 2)
     assert not reason_against_prefix_sharing(config(), dense, 1)
+
+
+@pytest.mark.parametrize(
+    ("cudnn", "flash", "supported"), [(90600, False, False), (90700, False, True), (None, True, True)]
+)
+def test_transformer_engine_needs_a_kernel(
+    dense: ModelSpec, monkeypatch: pytest.MonkeyPatch, cudnn: int | None, flash: bool, supported: bool
+) -> None:
+    """On a GPU; torch's attention needs none."""
+    found = {"flash_attn": object() if flash else None}
+    module = "megaswift.trainers.choose_prefix_sharing"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: cudnn)
+    monkeypatch.setattr(f"{module}.importlib.util.find_spec", found.__getitem__)
+    assert ("cuDNN 9.7" in reason_against_prefix_sharing(config(), dense, 1)) != supported
+    assert not reason_against_prefix_sharing(config(attn_impl="sdpa"), dense, 1)
 
 
 def test_preflight_refuses_what_would_not_be_exact(tmp_path: Path) -> None:
