@@ -18,6 +18,7 @@ import torch
 from tests.parity.cases import Case, global_batch
 from tests.parity.models import build
 from tests.parity.oracle import Oracle, Recipe
+from tests.parity.test_prefix_sharing import collated, rollouts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 MODELS = ("dense", "llama3-rope", "mistral-window", "moe", "dense-tied")
@@ -93,6 +94,22 @@ def test_transformer_engine_in_bfloat16(variant: str, packed: bool, tmp_path: Pa
     loss, gradients = numbers(engine, global_batch(case, 2))
     rows = global_batch(replace(case, packed=False), 2)
     (want, truth), (rough, theirs) = truth_of(folder, rows), truth_of(folder, rows, torch.bfloat16)
+    assert distance(gradients, truth) <= 1.5 * distance(theirs, truth)
+    assert abs(loss - want) <= 1.5 * max(abs(rough - want), 2e-3 * want)
+
+
+@pytest.mark.parametrize("variant", ["dense", "mistral-window"])
+@pytest.mark.parametrize("implementation", ["transformer_engine", "torch"])
+def test_shared_prompts_in_bfloat16(variant: str, implementation: str, tmp_path: Path, context: Any) -> None:
+    """Documents that attend to a prefix of another one: more keys than queries, the mask aligned at their ends."""
+    if implementation == "transformer_engine":
+        pytest.importorskip("transformer_engine")
+    folder, case = build(variant, tmp_path / variant), Case(model=variant, packed=True)
+    shared, apart = (collated(rollouts(2, 0), case, on) for on in (True, False))
+    assert all(batch.prefixes is not None for batch in shared)
+    engine = engine_of(folder, context, transformer_impl=implementation, torch_dtype="bfloat16", packing=True)
+    loss, gradients = numbers(engine, shared)
+    (want, truth), (rough, theirs) = truth_of(folder, apart), truth_of(folder, apart, torch.bfloat16)
     assert distance(gradients, truth) <= 1.5 * distance(theirs, truth)
     assert abs(loss - want) <= 1.5 * max(abs(rough - want), 2e-3 * want)
 
