@@ -43,7 +43,7 @@ class StepRecord:
     seconds: float = 0.0
     """Wall time of the whole step, the wait for data included."""
     data_wait: float = 0.0
-    """Seconds of it that the loop waited for data."""
+    """Seconds of it that the loop waited for data; on several ranks for the next step's."""
     squares: int = 0
     """Sum over the global batch's documents of length squared: the attention part of the FLOP rule."""
     extras: StepExtras = field(default_factory=StepExtras)
