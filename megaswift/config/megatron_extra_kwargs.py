@@ -78,6 +78,7 @@ SET_BY_ENGINE = (
     "apply_rope_fusion",
     "autocast_dtype",
     "batch_p2p_comm",
+    "batch_p2p_sync",
     "bias_activation_fusion",
     "bias_dropout_fusion",
     "calculate_per_token_loss",

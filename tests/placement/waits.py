@@ -26,12 +26,8 @@ TORCH_EXPERTS = DISPATCH | {
     "read megatron.core.transformer.moe.moe_utils:sort_chunks_by_idxs": 3 * LAYERS * MICROBATCHES,
 }
 """Megatron-Core's permutation without Transformer Engine's kernels asks once more."""
-EXCHANGES = {"sync megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": 3}
-"""Megatron-Core synchronizes after every batched exchange (`batch_p2p_sync`), of which a stage of two has three for two
-micro-batches."""
 LAUNCHED = {name + AFTER_UPDATE: n for name, n in STEP.items()}
 """Of a step on the native engine: the device decides on the update, which is launched before the host waits."""
-LAUNCHED_PIPELINE = LAUNCHED | EXCHANGES
 PADDED_PACKING = {"read transformers.masking_utils:find_packed_sequence_indices": 2}
 """transformers asks each micro-batch's positions whether rows are packed."""
 DDP = STEP | PADDED_PACKING
@@ -109,7 +105,7 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
         "run:sft --engine ddp": DDP,
     },
     ("", 2): {
-        "step:dense pp2": [LAUNCHED_PIPELINE, LAUNCHED_PIPELINE],
+        "step:dense pp2": [LAUNCHED, LAUNCHED],
         "step:moe dp2 ep2": LAUNCHED | TORCH_EXPERTS,
         "step:dense dp2 do --torch_dtype float16": LAUNCHED,
         "save:dense dp2 --engine fsdp2": [_FSDP_SAVED, _FSDP_READ],
@@ -151,7 +147,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "run:sft --engine fsdp2 --fsdp offload": FSDP_OFFLOADED | LOOP,
         "run:sft --engine fsdp2 --train_type lora": FSDP | LOOP,
         "save:dense tp2 sp": [_checkpoint(117, 35, 35, 2), _checkpoint(117, 18, 35, 2, 66)],
-        "run:sft --pipeline_parallel_size 2": [STEP | EXCHANGES | LOOP, STEP | EXCHANGES | LOOP],
+        "run:sft --pipeline_parallel_size 2": [STEP | LOOP, STEP | LOOP],
         "run:grpo --tensor_parallel_size 2": [
             STEP | ROLLOUT_LOOP | RANKS_OF_ROLLOUT | SAMPLER,
             STEP | ROLLOUT_LOOP | RANKS_OF_ROLLOUT,
@@ -177,7 +173,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
     },
     ("2.12.0", 2): {
         "step:dense te dp2 --optimizer sgd": LAUNCHED,
-        "step:dense te pp2 packed": [LAUNCHED_PIPELINE, LAUNCHED_PIPELINE],
+        "step:dense te pp2 packed": [LAUNCHED, LAUNCHED],
         "step:moe te tp2 sp ep2 etp1 packed": LAUNCHED | DISPATCH,
         "step:moe te cp2 packed comm=a2a": LAUNCHED | DISPATCH | A2A,
         "save:dense te dp2 do": [_checkpoint(79, 35, 0, 2, groups=2), _checkpoint(77, 0, 0, 2, 38, groups=2)],

@@ -85,6 +85,8 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
         "pipeline_dtype": dtype,
         "overlap_p2p_comm": overlap_p2p,
         "batch_p2p_comm": not overlap_p2p,
+        # the device is not synchronized after each exchange: PyTorch before 1.13 needed it (its pull request 82450)
+        "batch_p2p_sync": False,
         "num_layers_in_first_pipeline_stage": p.first_stage_layers,
         "num_layers_in_last_pipeline_stage": p.last_stage_layers,
         "pipeline_model_parallel_layout": p.pipeline_layout,
