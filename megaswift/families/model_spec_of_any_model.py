@@ -81,3 +81,9 @@ def spec_from_size_fields(config: Mapping[str, Any]) -> ModelSpec:
         hf_config=dict(config),
     )
     return with_scalar_head(spec) if has_scalar_head(config) else spec
+
+
+def dropout_fields(config: Mapping[str, Any]) -> list[str]:
+    """Fields of a config.json that hold a dropout rate above 0, those of heads that no task has left out."""
+    rates = {k: v for k, v in config.items() if "drop" in k and not k.startswith(("classifier", "summary"))}
+    return [name for name, rate in rates.items() if type(rate) in (int, float) and rate > 0]

@@ -19,7 +19,9 @@ from megaswift.data.loader import BatchSource, EvaluationSource
 from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.data.stream_preferences import PreferenceStreamProcessor
 from megaswift.errors import Problem
+from megaswift.families import FAMILIES
 from megaswift.families.model_spec import ModelSpec
+from megaswift.families.model_spec_of_any_model import dropout_fields
 from megaswift.families.vision_language_detection import has_vision_tower
 from megaswift.parallel.layout import Layout
 
@@ -62,7 +64,18 @@ def _reason_why_not(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> str:
     if cfg.task in RL and batch_plan(cfg.train, layout.dp).per_device == 1:
         return "micro-batches have one completion (--per_device_train_batch_size)"
     why = reason_against_prefix_sharing(cfg, spec, layout.cp)
+    if not why and not cfg.data.prefix_sharing:
+        why = _why_not_by_default(cfg, spec)
     return f"prefix sharing {why}" if why else ""
+
+
+def _why_not_by_default(cfg: SwiftConfig, spec: ModelSpec) -> str:
+    """Tests hold families to Hugging Face. Any other model is checked when it is loaded, and refused where its numbers
+    are not the same: too late for a default."""
+    tested = spec.family in FAMILIES and "auto_map" not in spec.hf_config and cfg.rl.critic_model is None
+    if requested_engine(cfg) == NATIVE or tested:
+        return ""
+    return "was not tested with this model: --prefix_sharing true checks it"
 
 
 def prefix_sharing_problems(cfg: SwiftConfig, spec: ModelSpec, cp: int) -> Iterator[Problem]:
@@ -74,8 +87,13 @@ def prefix_sharing_problems(cfg: SwiftConfig, spec: ModelSpec, cp: int) -> Itera
 def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) -> str:
     """Why the numbers of a run would not be those of separate prompts; empty where they are. `cp`: context-parallel
     ranks."""
+    engine = requested_engine(cfg)
+    torch_engine = engine != NATIVE
     reasons: tuple[tuple[Any, str], ...] = (
-        (requested_engine(cfg) != NATIVE, f"is supported on the engine {NATIVE} only"),
+        (
+            torch_engine and (cfg.model.attn_impl not in ("auto", "sdpa") or cfg.model.torch_compile),
+            f"is supported on the engine {engine} with --attn_impl sdpa and without --torch_compile",
+        ),
         (has_vision_tower(spec.hf_config), "is not supported with vision-language models"),
         (cfg.data.packing is False, "needs packed rows (--packing true)"),
         (
@@ -100,7 +118,8 @@ def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) ->
 
 def _drops_out(cfg: SwiftConfig, spec: ModelSpec) -> bool:
     adapters = cfg.lora.lora_dropout if cfg.model.train_type != "full" else 0.0
-    return bool(adapters or any(spec.transformer.get(name) for name in DROPOUTS))
+    unread = requested_engine(cfg) != NATIVE and dropout_fields(spec.hf_config)
+    return bool(adapters or unread or any(spec.transformer.get(name) for name in DROPOUTS))
 
 
 def _counts_tokens(cfg: SwiftConfig, spec: ModelSpec) -> bool:

@@ -5,7 +5,7 @@ Covers: megaswift/engine/megatron/engine.py, megaswift/engine/megatron/forward_b
 megaswift/engine/megatron/layers/router.py, megaswift/engine/megatron/layers/norm.py,
 megaswift/engine/megatron/layers/scaled_post_norm_projection.py,
 megaswift/engine/megatron/layers/rotary_per_layer_self_attention.py,
-megaswift/engine/megatron/layers/softcap_attention.py, megaswift/engine/megatron/layers/transformer_layer_spec.py,
+megaswift/engine/softcap_attention.py, megaswift/engine/megatron/layers/transformer_layer_spec.py,
 megaswift/engine/megatron/rank_microbatch_inputs.py, megaswift/engine/megatron/model.py,
 megaswift/engine/megatron/megatron_transformer_config.py, megaswift/engine/megatron/parallel_context.py.
 """

@@ -4,6 +4,7 @@ is a mistake."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megaswift.config import SwiftConfig
 from megaswift.errors import UserError
 from megaswift.families import load_spec
 from megaswift.families.model_spec import ModelSpec
+from megaswift.families.model_spec_of_any_model import spec_from_size_fields
 from megaswift.parallel.layout import Layout
 from megaswift.trainers.choose_prefix_sharing import (
     CUDNN,
@@ -62,7 +64,8 @@ def test_one_completion_shares_with_none(dense: ModelSpec) -> None:
     [
         ({"packing": False}, "packed rows"),
         ({"train_type": "lora", "lora_dropout": 0.1}, "dropout"),
-        ({"engine": "ddp", "packing": False}, "supported on the engine"),
+        ({"engine": "ddp", "attn_impl": "unfused"}, "with --attn_impl sdpa"),
+        ({"engine": "fsdp2", "torch_compile": True}, "without --torch_compile"),
     ],
 )
 def test_what_stands_in_the_way_is_named(dense: ModelSpec, options: dict[str, Any], why: str) -> None:
@@ -71,6 +74,25 @@ def test_what_stands_in_the_way_is_named(dense: ModelSpec, options: dict[str, An
     asked = cfg.replace(prefix_sharing=True)
     (problem,) = prefix_sharing_problems(asked, dense, 1)
     assert problem.what == "--prefix_sharing true" and why in problem.rule
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_engines_of_transformers_models(engine: str, tmp_path: Path, dense: ModelSpec) -> None:
+    """On by default for families that tests hold to Hugging Face; asked for, any model is checked when it is loaded."""
+    assert shares_prefixes(config(engine=engine), dense, ONE)
+    other = spec_from_size_fields({"model_type": "gpt_neox", "num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 9})
+    for cfg, spec in (
+        (config(engine=engine), other),
+        (config(engine=engine), replace(dense, hf_config={**dense.hf_config, "auto_map": {}})),
+        (config(engine=engine, task="ppo", critic_model="other"), dense),
+    ):
+        assert not shares_prefixes(cfg, spec, ONE) and "true checks it" in prefix_sharing_text(cfg, spec, ONE)
+        assert shares_prefixes(cfg.replace(prefix_sharing=True), spec, ONE)
+        assert not list(prefix_sharing_problems(cfg.replace(prefix_sharing=True), spec, 1))
+    dropping = replace(other, hf_config={**other.hf_config, "embd_pdrop": 0.1, "classifier_dropout": 0.1})
+    assert "dropout" in reason_against_prefix_sharing(config(engine=engine), dropping, 1)
+    kept = replace(other, hf_config={**other.hf_config, "embd_pdrop": 0.0, "classifier_dropout": 0.1})
+    assert not reason_against_prefix_sharing(config(engine=engine), kept, 1)
 
 
 def test_dropout_of_the_model_counts(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megaswift.device_copy import copy_to_device_async, pin_where_copied
+from megaswift.engine.document_attention import RowDocuments, prefixes_of_documents
 from megaswift.engine.megatron.context_parallel import gather_order, local_row_positions
-from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams, prefixes_of_documents
+from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams
 from megaswift.losses.contract import Batch
 
 
@@ -185,7 +186,7 @@ def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, at
     index, order = (None if t is None else copy_to_device_async(t, device) for t in (host.index, host.order))
     rows: PackedSeqParams | None
     if attention == "torch":
-        rows = RowPackedSeqParams.of_batch(batch, cp, rank, index, order)
+        rows = RowPackedSeqParams(RowDocuments.of_batch(batch, cp, rank), index, order)
     else:
         rows = _thd(host, cp, device)
     whole = batch.to(device)

@@ -1,11 +1,13 @@
-"""Checks two assumptions of training on the model itself: it is causal, and packed documents do not see each other.
+"""Checks assumptions of training on the model itself: it is causal, packed documents do not see each other, and each of
+them sees its shared prefix.
 
 Rows have no attention mask (`loss_fields_from_logits.py`). An encoder that is not configured as a decoder would see the
 tokens that it predicts. Many models do not separate packed documents by their positions: state space models and linear
 attention carry a state from one document into the next; older models build their mask without the positions, or compute
 the positions themselves. Training then runs, and the loss falls, but the model learns something else. Tests hold the
 families to Hugging Face. Any other model is checked once, before its first step, on rows of a few tokens; so is a
-family whose class in transformers does not separate documents.
+family whose class in transformers does not separate documents. Another model attends per document only where its
+numbers are then those of transformers' own attention.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megaswift import log
+from megaswift.config.data import PROMPTED
+from megaswift.engine.torch import per_document_attention
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import FAMILIES
+from megaswift.families.model_spec_of_any_model import dropout_fields
 from megaswift.losses.contract import Batch, RequestedModelOutputs
 
 if TYPE_CHECKING:
@@ -29,7 +35,8 @@ if TYPE_CHECKING:
 BEFORE, DOCUMENT, END = 10, 14, 4
 """Tokens of the other document in the same row, of the document under test, and of its end, which is replaced."""
 LOSES_DOCUMENTS = ("gpt_oss",)
-"""Families whose mask in transformers 5.23 ignores the positions, so that packed documents attend to each other."""
+"""Families whose mask in transformers 5.24 ignores the positions: packed documents attend to each other unless they
+attend per document."""
 EXACT, ROUNDED = 1e-3, 0.1
 """Relative change that counts as rounding, in float32 and in half precision; a leak is as large as the change."""
 
@@ -58,7 +65,11 @@ def check_causality_and_packing(engine: TorchEngine) -> None:
     )
     with engine.most_exact():
         limit = EXACT if engine.dtype == torch.float32 else ROUNDED
+        if not known:
+            _keep_per_document_attention_if_same(engine, read, limit)
         problems = [*_problems(read, spec.vocab_size, limit, engine.cfg.data.shares_rows, label)]
+        if not problems and engine.cfg.task in PROMPTED and engine.cfg.data.prefix_sharing:
+            problems += _prefix_problems(engine, read, limit, label)
     if longest is not None and engine.cfg.data.max_length > longest:
         problems.append(
             Problem(
@@ -73,6 +84,48 @@ def check_causality_and_packing(engine: TorchEngine) -> None:
         ]
     if problems:
         raise ConfigError(problems)
+
+
+def _keep_per_document_attention_if_same(engine: TorchEngine, read: _TokenReader, limit: float) -> None:
+    """Back to transformers' attention where a document's numbers are not those that this gives."""
+    model: Any = unwrap_peft_model(engine.fields.model)
+    if not per_document_attention.attends_per_document(model):
+        return
+    document, ended = (single_row_batch_of_documents(ids) for ids in _document_and_other_end(engine.spec.vocab_size))
+    found, other = read(document), read(ended)
+    model.set_attn_implementation("sdpa")
+    if _differs(found, read(document), limit * _apart(found, other)):
+        log.info(f"{type(model).__name__} keeps transformers' attention: per document its numbers are others")
+    else:
+        model.set_attn_implementation(per_document_attention.NAME)
+
+
+def _document_and_other_end(vocab: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(vocab, (DOCUMENT + END,), generator=torch.Generator().manual_seed(0))
+    return tokens[:DOCUMENT], torch.cat([tokens[: DOCUMENT - END], tokens[DOCUMENT:]])
+
+
+def _prefix_problems(engine: TorchEngine, read: _TokenReader, limit: float, model: str) -> Iterator[Problem]:
+    """What is wrong with two documents that share all but their ends."""
+    bare: Any = unwrap_peft_model(engine.fields.model)
+    if not per_document_attention.attends_per_document(bare) or dropout_fields(bare.config.to_dict()):
+        rule = f"is not supported by this model's attention, or with its dropout ({model})"
+        yield Problem("--prefix_sharing true", rule, "leave it out")
+        return
+    both, shared = _document_and_other_end(engine.spec.vocab_size), DOCUMENT - END - 1
+    apart = [read(single_row_batch_of_documents(ids))[:, shared:] for ids in both]
+    row = single_row_batch_of_documents(both[0][:shared], *(ids[shared:] for ids in both))
+    assert row.cu_seqlens is not None
+    starts = torch.tensor([0, shared, shared]).repeat_interleave(row.cu_seqlens.diff())
+    found = read(replace(row, positions=row.positions + starts, prefixes=torch.tensor([-1, 0, 0])))
+    together = found[:, shared:].chunk(2, dim=1)
+    limits = limit * _apart(*apart)
+    if any(_differs(one, other, limits) for one, other in zip(apart, together, strict=True)):
+        yield Problem(
+            "--prefix_sharing true",
+            f"is not supported by this model ({model}): its output changes when the start of a document is shared",
+            "leave it out",
+        )
 
 
 def _problems(read: _TokenReader, vocab: int, limit: float, packing: bool, model: str) -> Iterator[Problem]:

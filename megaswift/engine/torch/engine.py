@@ -44,6 +44,7 @@ from megaswift.engine.start_default_process_group import set_timeout_of_all_grou
 from megaswift.engine.torch import (
     causality_and_packing_check,
     peft_wrapped_names_and_adapter_folder,
+    per_document_attention,
     quantized_weights,
     strategy_independent_checkpoint,
     weight_loading,
@@ -169,16 +170,17 @@ class TorchEngine:
             if self.noise is not None:
                 self.noise.scale = self.noise.of(on_device) if train else None
             self.routers.begin(train)
-            value = objective(on_device, self._fields(on_device, batch)) + self.routers.take(
-                on_device.valid, max(counted.microbatches, 1)
-            )
-            last = i == len(microbatches) - 1
-            # once a global batch, of which every rank adds its share
-            if train and last and self.allocation is not None:
-                orthogonal = self.allocation.penalty()
-                value = value + orthogonal / self.layout.world_size
-            if train:
-                self.strategy.backward(value, last)
+            with per_document_attention.rows_of(batch, self.fields.model):
+                value = objective(on_device, self._fields(on_device, batch)) + self.routers.take(
+                    on_device.valid, max(counted.microbatches, 1)
+                )
+                last = i == len(microbatches) - 1
+                # once a global batch, of which every rank adds its share
+                if train and last and self.allocation is not None:
+                    orthogonal = self.allocation.penalty()
+                    value = value + orthogonal / self.layout.world_size
+                if train:
+                    self.strategy.backward(value, last)
         if self.noise is not None:
             self.noise.scale = None
         report = StepReport(objective, counted, self.context, microbatches, self.clock)
@@ -230,9 +232,10 @@ class TorchEngine:
         """What `needs` asks for, per micro-batch in input order."""
         self.strategy.module.eval()
         self.fields.needs = needs
-        outputs = [
-            named_head_outputs(self._fields(batch.to(self.context.device), batch), needs) for batch in microbatches
-        ]
+        outputs = []
+        for batch in microbatches:
+            with per_document_attention.rows_of(batch, self.fields.model):
+                outputs.append(named_head_outputs(self._fields(batch.to(self.context.device), batch), needs))
         self.strategy.module.train()
         return outputs
 
@@ -313,11 +316,11 @@ class TorchEngine:
     @property
     def kernels(self) -> str:
         """For the first screen."""
-        bare = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
-        attention, chosen = getattr(bare.config, "_attn_implementation", ""), self.cfg.model
-        extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile + [
-            "liger-kernel"
-        ] * chosen.use_liger
+        bare: Any = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
+        attention = getattr(bare.config, "_attn_implementation", "").replace("_", "-")
+        chosen = self.cfg.model
+        extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile
+        extra += ["liger-kernel"] * chosen.use_liger
         return ", ".join(["transformers", f"{attention} attention", str(self.dtype).removeprefix("torch."), *extra])
 
     def replicated_weights(self) -> list[ReplicatedWeights]:

@@ -21,7 +21,13 @@ from megaswift.bridge.new_scalar_head import NEW, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
-from megaswift.engine.torch import liger_layer_kernels, meta_init, quantized_weights, vision_model_parts
+from megaswift.engine.torch import (
+    liger_layer_kernels,
+    meta_init,
+    per_document_attention,
+    quantized_weights,
+    vision_model_parts,
+)
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.engine.trainable_pattern_errors import nothing_trains_problem, unmatched_pattern_problem
@@ -166,6 +172,7 @@ def build_model_for_wrapping(
     meta_init.meta_parameters_to_expanded_zeros(model)
     if cfg.model.use_liger:
         liger_layer_kernels.apply_liger(model)
+    per_document_attention.set_per_document_attention(model, cfg.model)
     freeze_parts(model, cfg.model)
     vision_model_parts.recompute_layers(model, cfg.model)
     if cfg.model.train_type != "full":

@@ -8,10 +8,12 @@ megaswift/families/model_spec_of_any_model.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from logging import Handler, getLogger
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import warning_once
 
 from megaswift.config import SwiftConfig
+from megaswift.engine.document_attention import attend_documents
 from megaswift.engine.torch import causality_and_packing_check, fsdp, strategy_registry
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel, labeled_columns
 from megaswift.engine.torch.model_building import build_model
@@ -27,7 +30,7 @@ from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES
 from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
 from megaswift.losses.contract import Batch
-from tests.engine.torch.adapter_ranks import CASE, Run, far, model_of, plain
+from tests.engine.torch.adapter_ranks import CASE, Run, far, model_of, opened, plain
 from tests.engine.torch.other_models import APART, ENCODERS, KINDS, MIXING, POSITIONS, config_of, write
 from tests.parity.cases import parse
 from tests.parity.models import VARIANTS, VOCAB, config, randomize
@@ -222,7 +225,7 @@ def test_trains_as_in_plain_torch(
         ),
         (
             "gpt_oss",
-            {"packing": True},
+            {"packing": True, "attn_impl": "unfused"},
             "(?s)--packing true: is not supported by this model.*--packing false, or --engine megatron",
         ),
         ("bert-encoder", {}, "is not causal: its output for a token depends on later tokens"),
@@ -234,6 +237,44 @@ def test_refused_before_the_first_step(
 ) -> None:
     with pytest.raises(Exception, match=said):
         pool.run(GO, Run(folders(kind), {"engine": "ddp", "max_length": 128, **options}, last=0), 2)
+
+
+def kernels(rank: int, world: int, run: Run) -> str:
+    """How a policy's model attends once it is loaded (on the ranks). `save`: a fault is planted, scores that are not
+    those of transformers."""
+    factor = 2.0 if run.save else 1.0
+
+    def attend(query: Tensor, *rest: Any) -> Tensor:
+        return attend_documents(query * factor, *rest)
+
+    with patch("megaswift.engine.torch.per_document_attention.attend_documents", attend):
+        engine, context = opened(run.case, run, world)
+    context.close()
+    return engine.kernels
+
+
+@pytest.mark.process
+def test_own_attention_where_numbers_would_change(folders: Callable[[str], Path], pool: Pool, tmp_path: Path) -> None:
+    run = Run(folders("gpt_neox"), {"engine": "ddp"}, merges=True)
+    target = f"{__name__}:kernels"
+    assert "per-document attention" in pool.run(target, run, 1)[0]
+    assert "sdpa attention" in pool.run(target, replace(run, save=tmp_path), 1)[0]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt_neox", "starcoder2", "cohere"])
+def test_shared_prompts_are_checked(kind: str, folders: Callable[[str], Path], pool: Pool) -> None:
+    run = Run(folders(kind), {"engine": "ddp", "packing": True, "prefix_sharing": True}, merges=True)
+    assert "per-document attention" in pool.run(f"{__name__}:kernels", run, 1)[0]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["gpt_neo", pytest.param("falcon-alibi", marks=pytest.mark.slow)])
+def test_shared_prompts_are_refused(kind: str, folders: Callable[[str], Path], pool: Pool) -> None:
+    run = Run(folders(kind), {"engine": "ddp", "packing": True, "prefix_sharing": True}, merges=True)
+    with pytest.raises(Exception, match="--prefix_sharing true: is not supported by this model|--packing true"):
+        pool.run(f"{__name__}:kernels", run, 1)
 
 
 @pytest.mark.process

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaswift.engine.document_attention import RowDocuments
 from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams, TorchAttention
 from megaswift.families.model_spec import ArchitectureExtras
 from tests.engine.masks import seen
@@ -49,7 +50,7 @@ def test_sinks(bounds: list[int], window: int | None) -> None:
         leaves = [t.clone().requires_grad_() for t in (q, k, v, sink)]
         if ours:
             module.softmax_offset = torch.nn.Parameter(sink.clone())
-            rows = RowPackedSeqParams(24, torch.tensor(bounds), 1, 0)
+            rows = RowPackedSeqParams(RowDocuments(24, torch.tensor(bounds)))
             out = module(*(t[:, None] for t in leaves[:3]), packed_seq_params=rows).reshape(24, 4, 8)
             leaves[3] = module.softmax_offset
         else:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaswift.engine.megatron.layers import softcap_attention, torch_attention
+from megaswift.engine import document_attention, softcap_attention
+from megaswift.engine.document_attention import RowDocuments
 from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams, TorchAttention
 from megaswift.families.model_spec import ArchitectureExtras
 from tests.engine.masks import seen
@@ -29,7 +30,7 @@ def masked(q, k, v, bounds, window, change=lambda scores: scores):
 @pytest.mark.parametrize("bounds", [[0, 24], [0, 5, 6, 24]])
 def test_documents_and_windows(monkeypatch, bounds, window, block):
     """Also where windowed queries go in blocks: then no mask is as large as the document."""
-    monkeypatch.setattr(torch_attention, "BLOCK", block)
+    monkeypatch.setattr(document_attention, "BLOCK", block)
     torch.manual_seed(0)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
     config = SimpleNamespace(
@@ -40,10 +41,10 @@ def test_documents_and_windows(monkeypatch, bounds, window, block):
         features=ArchitectureExtras(),
     )
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
-    rows = RowPackedSeqParams(24, torch.tensor(bounds), 1, 0)
+    rows = RowPackedSeqParams(RowDocuments(24, torch.tensor(bounds)))
     got = module(q[:, None], k[:, None], v[:, None], packed_seq_params=rows)
     torch.testing.assert_close(got.view(24, 4, 8), masked(q, k, v, bounds, window), rtol=1e-5, atol=1e-6)
-    made = {id(mask): mask.numel() for mask in rows._masks.values() if mask is not None}
+    made = {id(mask): mask.numel() for mask in rows.documents._masks.values() if mask is not None}
     if block == 2 and window == 3:
         assert max(made.values()) <= max(6 * 6, 3 * 5) and len(made) <= 6
 
@@ -53,18 +54,18 @@ def test_layers_share_masks():
     config = SimpleNamespace(
         kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=(2, 0), features=ArchitectureExtras()
     )
-    rows = RowPackedSeqParams(24, torch.tensor([0, 5, 24]), 1, 0)
+    rows = RowPackedSeqParams(RowDocuments(24, torch.tensor([0, 5, 24])))
     q, k, v = torch.randn(24, 1, 4, 8), torch.randn(24, 1, 2, 8), torch.randn(24, 1, 2, 8)
     made = []
     for layer in (1, 2):
         TorchAttention(config, layer, pg_collection=SimpleNamespace(cp=None))(q, k, v, packed_seq_params=rows)
-        made.append({key: id(mask) for key, mask in rows._masks.items()})
+        made.append({key: id(mask) for key, mask in rows.documents._masks.items()})
     assert made[0] == made[1]
 
 
 def test_masks_without_a_window_are_not_kept():
     """Under context parallelism they are as large as queries x keys."""
-    rows = RowPackedSeqParams(24, None, 2, 1)
+    rows = RowDocuments(24, None, 2, 1)
     assert rows.mask((6, 12), 6, None, torch.device("cpu")).shape == (6, 12) and not rows._masks
     assert rows.mask((6, 12), 6, 3, torch.device("cpu")) is rows.mask((6, 12), 6, 3, torch.device("cpu"))
 
@@ -86,14 +87,16 @@ def test_blocks_under_context_parallelism(monkeypatch, rank, sinks):
     )
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
     whole = torch.randn(64, 1, 2, 16)
-    monkeypatch.setattr(torch_attention, "gather_key_value_sequence", lambda *_: whole_leaf)
+    monkeypatch.setattr(
+        "megaswift.engine.megatron.layers.torch_attention.gather_key_value_sequence", lambda *_: whole_leaf
+    )
     query = torch.randn(32, 1, 4, 8)
     results = []
     for block in (2, 1024):
-        monkeypatch.setattr(torch_attention, "BLOCK", block)
+        monkeypatch.setattr(document_attention, "BLOCK", block)
         leaf, whole_leaf = query.clone().requires_grad_(), whole.clone().requires_grad_()
         keys = torch.zeros(32, 1, 2, 8)
-        rows = RowPackedSeqParams(64, torch.tensor([0, 48, 64]), 2, rank, *UNUSED)
+        rows = RowPackedSeqParams(RowDocuments(64, torch.tensor([0, 48, 64]), 2, rank), *UNUSED)
         out = module(leaf, keys, keys, packed_seq_params=rows)
         out.square().sum().backward()
         results.append((out, leaf.grad, whole_leaf.grad))
@@ -134,7 +137,10 @@ def test_soft_cap(monkeypatch, window, bytes_kept):
     results = []
     for compute in (
         lambda q, k, v: module(
-            q[:, None], k[:, None], v[:, None], packed_seq_params=RowPackedSeqParams(24, torch.tensor([0, 5, 24]), 1, 0)
+            q[:, None],
+            k[:, None],
+            v[:, None],
+            packed_seq_params=RowPackedSeqParams(RowDocuments(24, torch.tensor([0, 5, 24]))),
         ),
         lambda q, k, v: masked(q, k, v, [0, 5, 24], window, lambda s: 0.7 * torch.tanh(s * 8**0.5 * 0.5 / 0.7)),
     ):
@@ -176,7 +182,7 @@ def test_many_documents_cost_what_few_do(monkeypatch, ranks):
         bounds = torch.arange(documents + 1) * (1024 // documents)
         leaves = [torch.randn(1024 // ranks, 1, 2, 8, requires_grad=True) for _ in range(3)]
         with Written() as counted:
-            rows = RowPackedSeqParams(1024, bounds, ranks, 0, *(UNUSED if ranks > 1 else ()))
+            rows = RowPackedSeqParams(RowDocuments(1024, bounds, ranks), *(UNUSED if ranks > 1 else ()))
             module(*leaves, packed_seq_params=rows).sum().backward()
         written.append(counted.elements)
     assert written[1] < 1.5 * written[0]

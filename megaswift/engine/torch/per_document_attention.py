@@ -1,0 +1,137 @@
+"""Attention of transformers models within the documents of their rows, through transformers' attention interface.
+
+transformers tells packed documents apart by a mask of row x row, made from positions, which cannot say that several
+documents share a prefix. Here each document attends by itself (`engine/document_attention.py`). The rows of a
+micro-batch are known to every layer while `rows_of` lasts: over its forward pass, and over its backward pass, which may
+compute layers again, on a thread of its own. Layers that the interface gives more than causal attention with a window,
+a soft cap or sinks (chunks, attention both ways, biases) keep transformers' own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from megaswift.config.model import ModelConfig
+from megaswift.engine.document_attention import JOINED, AttentionRule, RowDocuments, attend_documents
+from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
+from megaswift.errors import ConfigError, Problem
+from megaswift.losses.contract import Batch
+
+NAME = "per_document"
+"""In place of `sdpa` in transformers' `_attn_implementation`."""
+SOFTCAPS_AND_SINKS = ("gemma2", "gpt_oss")
+"""Model types whose attention transformers' sdpa has not, so that it computes them eagerly."""
+
+LOOKED_UP = r"get_interface\(\s*self\.config\._attn_implementation\b"
+"""In a model's code: its attention function is taken by name."""
+
+
+class _RowsInProgress:
+    """Those of the micro-batch whose forward or backward pass runs in this process."""
+
+    documents: RowDocuments | None = None
+    joined: RowDocuments | None = None
+    """The same, short documents together."""
+
+
+@contextmanager
+def rows_of(batch: Batch, model: nn.Module) -> Iterator[None]:
+    """`batch`, in host memory, is the one whose forward and backward pass by `model` run within. Not nested.
+    ConfigError for shared prefixes where the model cannot attend to them."""
+    assert _RowsInProgress.documents is None, "one micro-batch at a time"
+    if batch.prefixes is not None and not attends_per_document(unwrap_peft_model(model)):
+        raise ConfigError(
+            Problem("--prefix_sharing", "is not supported by this model's attention", "--prefix_sharing false")
+        )
+    documents = RowDocuments.of_batch(batch)
+    _RowsInProgress.documents, _RowsInProgress.joined = documents, documents.join_short(JOINED)
+    try:
+        yield
+    finally:
+        _RowsInProgress.documents = _RowsInProgress.joined = None
+
+
+def attends_per_document(model: Any) -> bool:
+    """Whether layers of a transformers model attend as described here."""
+    return getattr(model.config, "_attn_implementation", None) == NAME
+
+
+def set_per_document_attention(model: Any, cfg: ModelConfig) -> None:
+    """Has a transformers model attend per document, where its attention is torch's and goes through the interface."""
+    if _can_attend_per_document(model, cfg):
+        AttentionInterface.register(NAME, _attention)
+        AttentionMaskInterface.register(NAME, _mask)
+        model.set_attn_implementation(NAME)
+
+
+def _can_attend_per_document(model: Any, cfg: ModelConfig) -> bool:
+    """Flash attention gets no mask, so a model that supports it says all about its attention in keywords. A compiled
+    layer would be compiled again for each length of a document."""
+    config = model.config
+    expected = "eager" if config.model_type in SOFTCAPS_AND_SINKS else "sdpa"
+    return bool(
+        cfg.attn_impl in ("auto", "sdpa")
+        and config._attn_implementation == expected
+        and not cfg.torch_compile
+        and not config.sub_configs
+        and getattr(config, "attention_chunk_size", None) is None
+        and model._supports_attention_backend
+        and model._supports_flash_attn
+        and model._can_set_attn_implementation()
+        and not _branches_on_implementation(model)
+    )
+
+
+def _branches_on_implementation(model: Any) -> bool:
+    """Whether the code of a model does more with the name of its attention than look it up: it then hands sdpa a mask
+    of its own, and others something else."""
+    code = inspect.getsource(sys.modules[type(model).__module__])
+    return len(re.findall(r"\._attn_implementation\b", code)) > len(re.findall(LOOKED_UP, code))
+
+
+def _mask(**arguments: Any) -> Tensor | None:
+    """transformers' mask of a layer type; None where `_attention` needs none."""
+    config = arguments.get("config")
+    window = arguments.get("local_size")
+    causal = "allow_is_bidirectional_skip" not in arguments and not arguments.get("use_vmap")
+    windowed = window is None or window == getattr(config, "sliding_window", None)
+    if _RowsInProgress.documents is not None and causal and windowed and arguments.get("attention_mask") is None:
+        return None
+    return sdpa_mask(**arguments)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """([b, s, heads, d], no weights) from queries [b, heads, s, d], keys and values [b, key heads, s, d]; `options`:
+    those of transformers' interface."""
+    documents, causal, sink = _RowsInProgress.documents, options.get("is_causal"), options.get("s_aux")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    plain = attention_mask is None and causal and options.get("position_bias") is None
+    if documents is None or not plain:
+        assert sink is None, "sinks need the documents of the rows"
+        assert documents is None or not documents.has_prefixes, "this layer cannot attend to shared prefixes"
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    scale = options.get("scaling")
+    # Qwen2-MoE of transformers 5.24 does not hand its layers' windows on
+    window = options["sliding_window"] if "sliding_window" in options else getattr(module, "sliding_window", None)
+    rule = AttentionRule(
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        window,
+        options.get("softcap"),
+        sink,
+        options.get("dropout", 0.0),
+    )
+    if rule.softcap is None and _RowsInProgress.joined is not None:
+        documents = _RowsInProgress.joined
+    return attend_documents(query, key, value, documents, rule).transpose(1, 2).contiguous(), None
