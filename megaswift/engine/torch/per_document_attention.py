@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -134,4 +135,7 @@ def _attention(
     )
     if rule.softcap is None and _RowsInProgress.joined is not None:
         documents = _RowsInProgress.joined
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as it would cast for torch's own attention
+        query, key, value = (t.to(torch.get_autocast_dtype(kind)) for t in (query, key, value))
     return attend_documents(query, key, value, documents, rule).transpose(1, 2).contiguous(), None

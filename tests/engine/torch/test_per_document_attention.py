@@ -79,6 +79,27 @@ def test_families(variant: str, joined: int, monkeypatch: pytest.MonkeyPatch) ->
     check(model)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("variant", ["dense", "gemma2", "gpt_oss"])
+def test_autocast(variant: str) -> None:
+    """ddp in half precision: weights, and so angles, are float32 and products are not."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(variant), dtype=torch.float32)
+    randomize(model, 3)
+    set_per_document_attention(model, DEFAULT)
+    ids, found = drawn()[1], []
+    for half in (False, True):
+        model.zero_grad()
+        row = single_row_batch_of_documents(ids)
+        with rows_of(row, model):
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                loss = model(input_ids=ids[None], labels=ids[None]).loss
+            loss.backward()
+        name = "model.layers.0.self_attn.k_proj.weight"
+        found.append(dict(model.named_parameters())[name].grad.clone())
+    assert torch.nn.functional.cosine_similarity(*(g.flatten() for g in found), dim=0) > 0.9
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("others")
