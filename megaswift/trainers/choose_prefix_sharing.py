@@ -101,6 +101,11 @@ def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) ->
             "each completion would have the same dropout on its prompt, where separate prompts have their own",
         ),
         (
+            cfg.train.neftune_noise_alpha is not None,
+            "each completion would have the same noise on its prompt (--neftune_noise_alpha), where separate prompts "
+            "have their own",
+        ),
+        (
             spec.experts and _counts_tokens(cfg, spec),
             "router losses, capacity and bias updates count a prompt once for each completion",
         ),

@@ -66,6 +66,7 @@ def test_one_completion_shares_with_none(dense: ModelSpec) -> None:
         ({"train_type": "lora", "lora_dropout": 0.1}, "dropout"),
         ({"engine": "ddp", "attn_impl": "unfused"}, "with --attn_impl sdpa"),
         ({"engine": "fsdp2", "torch_compile": True}, "without --torch_compile"),
+        ({"engine": "ddp", "neftune_noise_alpha": 5.0}, "the same noise"),
     ],
 )
 def test_what_stands_in_the_way_is_named(dense: ModelSpec, options: dict[str, Any], why: str) -> None:
@@ -86,7 +87,8 @@ def test_engines_of_transformers_models(engine: str, tmp_path: Path, dense: Mode
         (config(engine=engine), replace(dense, hf_config={**dense.hf_config, "auto_map": {}})),
         (config(engine=engine, task="ppo", critic_model="other"), dense),
     ):
-        assert not shares_prefixes(cfg, spec, ONE) and "true checks it" in prefix_sharing_text(cfg, spec, ONE)
+        ((_, text),) = prefix_sharing_rows(cfg, spec, ONE)
+        assert not shares_prefixes(cfg, spec, ONE) and "true checks it" in text
         assert shares_prefixes(cfg.replace(prefix_sharing=True), spec, ONE)
         assert not list(prefix_sharing_problems(cfg.replace(prefix_sharing=True), spec, 1))
     dropping = replace(other, hf_config={**other.hf_config, "embd_pdrop": 0.1, "classifier_dropout": 0.1})
