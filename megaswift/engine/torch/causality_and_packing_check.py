@@ -48,8 +48,10 @@ def check_causality_and_packing(engine: TorchEngine) -> None:
     """ConfigError where training would learn something else than it says. Collective, and nothing of the model
     changes."""
     spec = engine.spec
-    known = spec.family in FAMILIES
-    if engine.fields.places or (known and not (engine.cfg.data.shares_rows and spec.family in LOSES_DOCUMENTS)):
+    known, data = spec.family in FAMILIES, engine.cfg.data
+    shares = bool(data.prefix_sharing) and engine.cfg.task in PROMPTED
+    doubtful = not known or shares or (data.shares_rows and spec.family in LOSES_DOCUMENTS)
+    if engine.fields.places or not doubtful:
         return
     needs = RequestedModelOutputs(fields=frozenset(), head="score") if spec.scored else RequestedModelOutputs()
 
@@ -67,13 +69,13 @@ def check_causality_and_packing(engine: TorchEngine) -> None:
         limit = EXACT if engine.dtype == torch.float32 else ROUNDED
         if not known:
             _keep_per_document_attention_if_same(engine, read, limit)
-        problems = [*_problems(read, spec.vocab_size, limit, engine.cfg.data.shares_rows, label)]
-        if not problems and engine.cfg.task in PROMPTED and engine.cfg.data.prefix_sharing:
+        problems = [*_problems(read, spec.vocab_size, limit, data.shares_rows, label)]
+        if not problems and shares:
             problems += _prefix_problems(engine, read, limit, label)
-    if longest is not None and engine.cfg.data.max_length > longest:
+    if longest is not None and data.max_length > longest:
         problems.append(
             Problem(
-                f"--max_length {engine.cfg.data.max_length}",
+                f"--max_length {data.max_length}",
                 f"exceeds the {longest} learned positions of this model",
                 f"--max_length {longest}",
             )

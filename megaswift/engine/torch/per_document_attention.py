@@ -76,8 +76,8 @@ def set_per_document_attention(model: Any, cfg: ModelConfig) -> None:
 
 
 def _can_attend_per_document(model: Any, cfg: ModelConfig) -> bool:
-    """Flash attention gets no mask, so a model that supports it says all about its attention in keywords. A compiled
-    layer would be compiled again for each length of a document."""
+    """Flash attention gets no mask, so a model of transformers that supports it says all about its attention in
+    keywords. A compiled layer would be compiled again for each length of a document."""
     config = model.config
     expected = "eager" if config.model_type in SOFTCAPS_AND_SINKS else "sdpa"
     return bool(
@@ -85,6 +85,7 @@ def _can_attend_per_document(model: Any, cfg: ModelConfig) -> bool:
         and config._attn_implementation == expected
         and not cfg.torch_compile
         and not config.sub_configs
+        and not type(model).__module__.startswith("transformers_modules.")  # code of a model folder
         and getattr(config, "attention_chunk_size", None) is None
         and model._supports_attention_backend
         and model._supports_flash_attn

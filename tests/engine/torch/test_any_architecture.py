@@ -254,11 +254,17 @@ def kernels(rank: int, world: int, run: Run) -> str:
 
 
 @pytest.mark.process
-def test_own_attention_where_numbers_would_change(folders: Callable[[str], Path], pool: Pool, tmp_path: Path) -> None:
-    run = Run(folders("gpt_neox"), {"engine": "ddp"}, merges=True)
+@pytest.mark.parametrize(
+    ("engine", "ranks"),
+    [("ddp", 1), *(pytest.param(engine, 2, marks=pytest.mark.slow) for engine in ("fsdp2", "zero3"))],
+)
+def test_own_attention_where_numbers_would_change(
+    engine: str, ranks: int, folders: Callable[[str], Path], pool: Pool, tmp_path: Path
+) -> None:
+    run = Run(folders("gpt_neox"), {"engine": engine}, merges=True)
     target = f"{__name__}:kernels"
-    assert "per-document attention" in pool.run(target, run, 1)[0]
-    assert "sdpa attention" in pool.run(target, replace(run, save=tmp_path), 1)[0]
+    assert "per-document attention" in pool.run(target, run, ranks)[0]
+    assert "sdpa attention" in pool.run(target, replace(run, save=tmp_path), ranks)[0]
 
 
 @pytest.mark.process
