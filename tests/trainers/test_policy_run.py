@@ -235,6 +235,20 @@ def test_ppo_on_other_layouts(layout: tuple[object, ...], ranks: int, folder: Pa
     assert_flops(out, ranks, folder / "model")
 
 
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=SLOW)])
+def test_prompts_are_shared_on_torch_engines(engine: str, folder: Path, tmp_path: Path) -> None:
+    """By policy, reference and critic: fewer tokens, the same steps."""
+    steps = ("--engine", engine, "--max_steps", 3, "--num_iterations", 2)
+    once = trained(folder, tmp_path / "once", *steps, task="ppo")
+    each = trained(folder, tmp_path / "each", *steps, "--prefix_sharing", "false", task="ppo")
+    tokens = [sum(line["tokens"] for line in read_lines(run / "metrics.jsonl")) for run in (once, each)]
+    assert tokens[0] < tokens[1]
+    assert [c["completion"] for c in completions(once)] == [c["completion"] for c in completions(each)]
+    for got, want in zip(*(read_lines(out / "metrics.jsonl") for out in (once, each)), strict=True):
+        for name in ("grad_norm", "vf_loss", "objective/kl", "value/grad_norm", "value/mean"):
+            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+
+
 def assert_flops(out: Path, ranks: int, model: Path) -> None:
     """By hand, of steps in twos on a generation: 6 for the policy's step and half of 2 for its old numbers and for the
     reference's each, 6 for the critic's step and half of 2 for its values; of either model's parameters but the
