@@ -146,4 +146,4 @@ def _may_take_transformer_engine(cfg: SwiftConfig) -> bool:
     import torch
 
     torch_only = cfg.model.transformer_impl == "torch" or cfg.model.attn_impl == "sdpa"
-    return torch.cuda.is_available() and not torch_only
+    return requested_engine(cfg) == NATIVE and torch.cuda.is_available() and not torch_only
