@@ -49,7 +49,9 @@ def check_batch_token_ids(batch: Batch, rows: int) -> None:
     if int(ids.max()) >= rows:
         line, column = (ids >= rows).nonzero()[0].tolist()
         which = line if batch.cu_seqlens is None else int((batch.cu_seqlens <= column).sum()) - 1
-        place = "a row" if batch.sample_ids is None else f"row {int(batch.sample_ids[which]) + 1}"
+        # a shared prefix is of no row: the next document is of the first that has it
+        number = -1 if batch.sample_ids is None else next((i for i in batch.sample_ids.tolist()[which:] if i >= 0), -1)
+        place = "a row" if number < 0 else f"row {number + 1}"
         raise _beyond(place, str(int(ids[line, column])), rows)
 
 

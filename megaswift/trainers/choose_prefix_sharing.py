@@ -14,6 +14,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.data import PROMPTED, RL
 from megaswift.config.engine_rules import NATIVE, requested_engine
+from megaswift.config.megatron_extra_kwargs import extra_kwargs_values
 from megaswift.data.collate_preference_batches import PreferenceDataset
 from megaswift.data.loader import BatchSource, EvaluationSource
 from megaswift.data.stream_batches import StreamBatchSource
@@ -28,6 +29,8 @@ from megaswift.parallel.layout import Layout
 CUDNN = 90700
 """9.7, as its version number."""
 DROPOUTS = ("attention_dropout", "hidden_dropout")
+ROUTER_FIELDS = ("moe_router_enable_expert_bias", "moe_input_jitter_eps")
+"""Of Megatron-Core's, by which it matters how often a router sees a token."""
 
 
 def shares_prefixes(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> bool:
@@ -91,7 +94,7 @@ def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) ->
     torch_engine = engine != NATIVE
     reasons: tuple[tuple[Any, str], ...] = (
         (
-            torch_engine and (cfg.model.attn_impl not in ("auto", "sdpa") or cfg.model.torch_compile),
+            torch_engine and (not _attends_by_torch(cfg, spec) or cfg.model.torch_compile),
             f"is supported on the engine {engine} with --attn_impl sdpa and without --torch_compile",
         ),
         (has_vision_tower(spec.hf_config), "is not supported with vision-language models"),
@@ -107,7 +110,7 @@ def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) ->
         ),
         (
             spec.experts and _counts_tokens(cfg, spec),
-            "router losses, capacity and bias updates count a prompt once for each completion",
+            "router losses, capacity, jitter and bias updates count a prompt once for each completion",
         ),
         (
             cp > 1 and _may_take_transformer_engine(cfg),
@@ -121,6 +124,15 @@ def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) ->
     return next((why for applies, why in reasons if applies), "")
 
 
+def _attends_by_torch(cfg: SwiftConfig, spec: ModelSpec) -> bool:
+    """On the torch engines; without the option config.json may choose. Soft caps and sinks are eager in any case."""
+    if cfg.model.attn_impl != "auto":
+        return cfg.model.attn_impl == "sdpa"
+    eager = spec.features.attention_softcap is not None or spec.transformer.get("softmax_type") == "learnable"
+    chosen = (spec.hf_config.get(name) for name in ("attn_implementation", "_attn_implementation"))
+    return all(name in (None, "eager" if eager else "sdpa") for name in chosen)
+
+
 def _drops_out(cfg: SwiftConfig, spec: ModelSpec) -> bool:
     adapters = cfg.lora.lora_dropout if cfg.model.train_type != "full" else 0.0
     unread = requested_engine(cfg) != NATIVE and dropout_fields(spec.hf_config)
@@ -130,8 +142,9 @@ def _drops_out(cfg: SwiftConfig, spec: ModelSpec) -> bool:
 def _counts_tokens(cfg: SwiftConfig, spec: ModelSpec) -> bool:
     m, default = cfg.model, spec.transformer.get("moe_aux_loss_coeff") or 0.0
     balances = default if m.moe_aux_loss_coeff is None else m.moe_aux_loss_coeff
-    updates = spec.transformer.get("moe_router_enable_expert_bias")
-    return bool(balances or m.moe_z_loss_coeff or m.moe_expert_capacity_factor or updates)
+    more = {**spec.transformer, **extra_kwargs_values(m.megatron_extra_kwargs)}
+    counted = (balances, m.moe_z_loss_coeff, m.moe_expert_capacity_factor, *map(more.get, ROUTER_FIELDS))
+    return any(counted)
 
 
 def _has_kernel_for_more_keys_than_queries() -> bool:

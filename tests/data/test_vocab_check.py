@@ -9,11 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megaswift.data.build_batch_sources import build_train_and_eval_sources, padding_shape_of
+from megaswift.data.collate import PaddingShape
+from megaswift.data.collate_preference_batches import PreferenceCollator, PreferenceUnit
 from megaswift.data.load_tokenizer import padding_token_of
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
+from megaswift.data.vocab_check import check_batch_token_ids
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 
@@ -61,6 +65,18 @@ def test_a_stream_stops_at_the_row_with_its_position_kept(tmp_path: Path, packin
             before = rows.state_dict()
             seen += len(rows.next())
     assert rows.state_dict() == before
+
+
+def test_a_shared_prompt_is_of_the_first_row_that_has_it() -> None:
+    """Streams look at collated batches, in which a prompt that a pair shares is a document of no row."""
+    mask = np.array([0, 0, 0, 1], dtype=np.uint8)
+    pairs = [[(np.array([first, 2, 3, answer], dtype=np.int32), mask, row) for answer in (4, 5)] for row, first in
+             ((6, 1), (7, 99))]  # fmt: skip
+    collator = PreferenceCollator(2, True, False, shares_prefixes=True)
+    (batch,) = collator.batches([[PreferenceUnit(pair, 0.0) for pair in pairs]], PaddingShape(), False)
+    assert batch.sample_ids is not None and batch.sample_ids.tolist() == [-1, 6, 6, -1, 7, 7]
+    with pytest.raises(DataError, match=r"row 8: token 99 is out of range"):
+        check_batch_token_ids(batch, 50)
 
 
 def test_rows_are_filled_up_with_a_token_that_the_model_has() -> None:

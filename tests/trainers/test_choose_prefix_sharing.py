@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megaswift.config import SwiftConfig
+from megaswift.engine.torch.per_document_attention import attends_per_document, set_per_document_attention
 from megaswift.errors import UserError
 from megaswift.families import load_spec
 from megaswift.families.model_spec import ModelSpec
@@ -99,6 +101,19 @@ def test_engines_of_transformers_models(engine: str, dense: ModelSpec, monkeypat
     assert not reason_against_prefix_sharing(config(engine=engine), kept, 1)
 
 
+@pytest.mark.parametrize(("chosen", "shares"), [(None, True), ("sdpa", True), ("eager", False)])
+def test_attention_that_config_json_names(tmp_path: Path, chosen: str | None, shares: bool) -> None:
+    """transformers takes it where `--attn_impl` says nothing: a run by default would fail in its first step."""
+    folder = model_folder(tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    cfg, spec = config(engine="ddp"), model(folder, {**raw, "attn_implementation": chosen})
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    set_per_document_attention(made, cfg.model)
+    assert attends_per_document(made) == shares == shares_prefixes(cfg, spec, ONE)
+    assert shares_prefixes(cfg.replace(attn_impl="sdpa"), spec, ONE)
+    assert shares_prefixes(config(), spec, ONE), "the native engine has its own"
+
+
 def test_dropout_of_the_model_counts(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     raw = json.loads((folder / "config.json").read_text())
@@ -113,6 +128,8 @@ def test_routers_count_tokens(tmp_path: Path) -> None:
     assert not reason_against_prefix_sharing(config(**off), experts, 1)
     assert "router losses" in reason_against_prefix_sharing(config(**off, moe_z_loss_coeff=0.1), experts, 1)
     assert "router losses" in reason_against_prefix_sharing(config(**off, moe_expert_capacity_factor=1.0), experts, 1)
+    for field in ({"moe_input_jitter_eps": "0.1"}, {"moe_router_enable_expert_bias": "true"}):
+        assert "router losses" in reason_against_prefix_sharing(config(**off, megatron_extra_kwargs=field), experts, 1)
 
 
 def test_context_parallelism_needs_attention_of_torch(dense: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def _thd(host: MicrobatchHostIndices, cp: int, device: torch.device) -> PackedSe
     """
     if host.bounds is None:
         return None
-    assert host.prefixed is None or cp == 1, "config.rl_prefix_sharing_rules says so"
+    assert host.prefixed is None or cp == 1, "trainers.choose_prefix_sharing says so"
     bounds, longest, prefixed = host.bounds, host.longest, host.prefixed
     if prefixed is not None:
         bounds, longest = bounds[[0, -1]], prefixed.longest[1]
