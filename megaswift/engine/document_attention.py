@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.softcap_attention import SoftCappedAttention, SoftcapScores
@@ -101,6 +102,21 @@ class RowDocuments:
         if key not in self._masks:
             self._masks[key] = visibility_mask(shape, offset, window, device)
         return self._masks[key]
+
+    def prefix_mask(self, queries: int, keys: int, like: Tensor) -> Tensor:
+        """Causal, the last query at the last key: on a GPU by a name, which torch's kernels take without a mask in
+        memory; elsewhere [queries, keys] to add to scores, in the dtype in which it is kept for the backward pass, once
+        for all layers."""
+        if like.device.type == "cuda":
+            aligned: Tensor = causal_lower_right(queries, keys)
+            return aligned
+        key = (queries, keys, like.dtype)
+        if key not in self._masks:
+            hidden = torch.full((queries, keys), -torch.inf, dtype=like.dtype, device=like.device)
+            self._masks[key] = hidden.triu_(keys - queries + 1)
+        kept = self._masks[key]
+        assert kept is not None
+        return kept
 
     def joined_mask(self, lengths: tuple[int, ...], before: int, window: int | None, device: torch.device) -> Tensor:
         """The same of documents of these lengths side by side, after `before` tokens that all of them see."""
@@ -191,6 +207,9 @@ def attend_documents(query: Tensor, key: Tensor, value: Tensor, documents: RowDo
         if rule.softcap is not None:
             scores = SoftcapScores(rule.scale, rule.softcap, start, rule.window)
             outs.append(SoftCappedAttention.apply(*with_key_heads_repeated(run), scores))
+            continue
+        if start and documents.cp == 1 and rule.window is None and rule.sink is None:
+            outs.append(_attend(run, documents.prefix_mask(run[0].shape[2], run[1].shape[2], query), rule))
             continue
         for parts, offset in windowed_query_blocks(run, start, rule.window):
             shape = parts[0].shape[2], parts[1].shape[2]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from megaswift.engine import document_attention
 from megaswift.engine.document_attention import AttentionRule, RowDocuments, attend_documents
@@ -88,3 +89,27 @@ def test_layers_share_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     for window in (None, 4, None, 4):
         attend_documents(*qkv, documents, AttentionRule(1.0, window))
     assert sorted(made) == [(7, 11), (7, 11), (9, 12), (9, 12)]
+
+
+def test_masks_after_prefixes_are_kept_once() -> None:
+    """Of several layers and equally long answers, in what the backward pass keeps: one for each length."""
+    documents = RowDocuments(32, torch.tensor([0, 8, 16, 24, 32]))
+    documents.prefixes = [(-1, 0), (0, 8), (0, 8), (0, 8)]
+    leaves = [torch.randn(1, 2, 32, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        for _ in range(3):
+            attend_documents(*leaves, documents, AttentionRule(8**-0.5))
+    masks = [t for t in kept if t.shape[-2:] == (8, 16)]
+    assert len(masks) == 9 and len({t.untyped_storage().data_ptr() for t in masks}) == 1
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (4, 4), (1, 7)])
+def test_a_gpu_gets_the_same_mask_by_name(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 8) for n in (shape[0], shape[1], shape[1]))
+    mask = RowDocuments(shape[1]).prefix_mask(*shape, q)
+    named = causal_lower_right(*shape)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=named)
+    got = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(got, want)
