@@ -225,6 +225,16 @@ def build_train_and_eval_sources(
     return source, None if evaluation is None else EvaluationSource(evaluation, apart, shape)
 
 
+def share_prompts(sources: Sequence[BatchSource | EvaluationSource | None]) -> None:
+    """Sources of pairs lay the prompt of each once, from their first batch on."""
+    for source in sources:
+        rows = getattr(source, "data", None)
+        if isinstance(rows, PreferenceDataset):
+            rows.shares_prefixes = True
+        elif isinstance(source, StreamBatchSource) and isinstance(source.contents, PreferenceStreamProcessor):
+            source.contents.layout = replace(source.contents.layout, shares_prefixes=True)
+
+
 def _stored(
     rows: IndexedRows, data: Any, train: Any, where: tuple[LoaderGeometry, PaddingShape]
 ) -> TokenStoreBatchSource:

@@ -6,8 +6,7 @@ Owns the default: on where the numbers are those of separate prompts. What is sh
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 from megaswift.config import SwiftConfig
@@ -15,10 +14,6 @@ from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.data import PROMPTED, RL
 from megaswift.config.engine_rules import NATIVE, requested_engine
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_values
-from megaswift.data.collate_preference_batches import PreferenceDataset
-from megaswift.data.loader import BatchSource, EvaluationSource
-from megaswift.data.stream_batches import StreamBatchSource
-from megaswift.data.stream_preferences import PreferenceStreamProcessor
 from megaswift.errors import Problem
 from megaswift.families import FAMILIES
 from megaswift.families.model_spec import ModelSpec
@@ -45,20 +40,6 @@ def prefix_sharing_rows(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> tu
     why = _reason_why_not(cfg, spec, layout)
     text = f"computed for each answer: {why}" if why else "computed once for their answers in a micro-batch"
     return (("prompts", text),)
-
-
-def share_prompts_of_preferences(
-    cfg: SwiftConfig, spec: ModelSpec, layout: Layout, sources: Sequence[BatchSource | EvaluationSource | None]
-) -> None:
-    """The sources of a preference task then lay each prompt once."""
-    if cfg.task not in PROMPTED or not shares_prefixes(cfg, spec, layout):
-        return
-    for source in sources:
-        data = getattr(source, "data", None)
-        if isinstance(data, PreferenceDataset):
-            data.shares_prefixes = True
-        elif isinstance(source, StreamBatchSource) and isinstance(source.contents, PreferenceStreamProcessor):
-            source.contents.layout = replace(source.contents.layout, shares_prefixes=True)
 
 
 def _reason_why_not(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> str:

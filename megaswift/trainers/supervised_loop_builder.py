@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megaswift.config.data import PROMPTED
+from megaswift.data.build_batch_sources import share_prompts
 from megaswift.data.loader import TokenStoreBatchSource
 from megaswift.trainers.add_preference_loss_fields_to_batches import LastTokens
-from megaswift.trainers.choose_prefix_sharing import share_prompts_of_preferences
+from megaswift.trainers.choose_prefix_sharing import shares_prefixes
 from megaswift.trainers.choose_step_packing import choose_step_packing
 from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at, weight_decay_at
 from megaswift.trainers.loop import Loop, unchanged
@@ -36,7 +38,8 @@ def build_supervised_loop(session: TrainingSession) -> LoopWithRunSummary:
     with timed(session.seconds, "data"):
         source, evaluation = build.data()
         cfg = build.cfg = choose_step_packing(session.cfg, build.spec, build.layout, source, evaluation)
-        share_prompts_of_preferences(cfg, build.spec, build.layout, (source, evaluation))
+        if cfg.task in PROMPTED and shares_prefixes(cfg, build.spec, build.layout):
+            share_prompts((source, evaluation))
         total = count_steps(cfg, source)
     check_schedule_length(total, cfg.optim)
     with timed(session.seconds, "model"), session.memory_advice():

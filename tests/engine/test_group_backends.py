@@ -29,7 +29,6 @@ COLLECTIVES = {
 ON_DEVICE = {
     "megaswift.engine.global_batch_loss_and_metrics",  # counts of a step, moved to the device
     "megaswift.engine.megatron.layers.router",  # sums of auxiliary losses, moved to the device
-    "megaswift.engine.megatron.optimizer",  # whether a gradient overflowed, on the device of the loss scale
 }
 """Modules whose collectives on the default group send tensors of the device."""
 

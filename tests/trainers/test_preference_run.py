@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megaswift.config.data import PROMPTED
 from megaswift.trainers.metrics_jsonl import read_lines
 from tests.trainers.inputs import preference_inputs, write_preferences
 from tests.trainers.runs import run
@@ -92,6 +93,8 @@ def test_one_curve_on_either_engine_packed_and_not(
     other = trained(folder, tmp_path / "torch", task, "--engine", "ddp", "--packing", "false", *options, ranks=1)
     assert_close(native, other)
     assert native[-1]["loss"] < native[0]["loss"]
+    tokens = [sum(line["tokens"] for line in lines) for lines in (native, other)]
+    assert tokens[0] < tokens[1] if task in PROMPTED else tokens[0] == tokens[1], "packed pairs have their prompt once"
 
 
 @pytest.mark.process

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import megaswift.engine.megatron  # noqa: F401 (before megatron.core)
+from megaswift.engine.document_attention import RowDocuments
 from megaswift.losses.contract import Batch
 from tests.parity.pool import shared
 from tests.trainers.inputs import write_inputs
@@ -43,6 +44,8 @@ def tensors(value: Any) -> dict[str, Any]:
         own = getattr(value, f.name)
         if f.name == "rows" and own is not None:
             found |= {f"rows.{name}": v for name, v in vars(own).items()}
+            if isinstance(documents := found.pop("rows.documents", None), RowDocuments):
+                found |= {f"rows.documents.{name}": v for name, v in vars(documents).items()}
         elif isinstance(own, Batch):
             found |= {f"batch.{g.name}": getattr(own, g.name) for g in fields(own)}
         else:
