@@ -32,12 +32,17 @@ def spec_from_family_or_size_fields(directory: Path | str) -> ModelSpec:
     """The model that a folder's config.json describes: by its family where there is one and it takes every field, else
     by its sizes."""
     config = read_config_json(directory)
-    if str(config.get("model_type")) in FAMILIES:
-        try:
-            return family_of(config).spec(config)
-        except WeightsError:  # a field that the native engine does not serve; transformers may
-            pass
-    return spec_from_size_fields(config)
+    return spec_from_family(config) or spec_from_size_fields(config)
+
+
+def spec_from_family(config: Mapping[str, Any]) -> ModelSpec | None:
+    """None for a model of no family, and for one with a field that the native engine does not serve."""
+    if str(config.get("model_type")) not in FAMILIES:
+        return None
+    try:
+        return family_of(config).spec(config)
+    except WeightsError:
+        return None
 
 
 def spec_from_size_fields(config: Mapping[str, Any]) -> ModelSpec:

@@ -15,9 +15,8 @@ from megaswift.config.data import PROMPTED, RL
 from megaswift.config.engine_rules import NATIVE, requested_engine
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_values
 from megaswift.errors import Problem
-from megaswift.families import FAMILIES
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.model_spec_of_any_model import dropout_fields
+from megaswift.families.model_spec_of_any_model import dropout_fields, spec_from_family
 from megaswift.families.vision_language_detection import has_vision_tower
 from megaswift.parallel.layout import Layout
 
@@ -56,8 +55,8 @@ def _reason_why_not(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> str:
 def _why_not_by_default(cfg: SwiftConfig, spec: ModelSpec) -> str:
     """Tests hold families to Hugging Face. Any other model is checked when it is loaded, and refused where its numbers
     are not the same: too late for a default."""
-    tested = spec.family in FAMILIES and "auto_map" not in spec.hf_config and cfg.rl.critic_model is None
-    if requested_engine(cfg) == NATIVE or tested:
+    tested = spec_from_family(spec.hf_config) is not None and "auto_map" not in spec.hf_config
+    if requested_engine(cfg) == NATIVE or (tested and cfg.rl.critic_model is None):
         return ""
     return "was not tested with this model: --prefix_sharing true checks it"
 

@@ -28,11 +28,7 @@ TORCH_EXPERTS = DISPATCH | {
 """Megatron-Core's permutation without Transformer Engine's kernels asks once more."""
 LAUNCHED = {name + AFTER_UPDATE: n for name, n in STEP.items()}
 """Of a step on the native engine: the device decides on the update, which is launched before the host waits."""
-PADDED_PACKING = {"read transformers.masking_utils:find_packed_sequence_indices": 2}
-"""transformers asks each micro-batch's positions whether rows are packed."""
-DDP = STEP | PADDED_PACKING
-FSDP = STEP | PADDED_PACKING
-FSDP_OFFLOADED = FSDP | {
+FSDP_OFFLOADED = STEP | {
     "copy megaswift.engine.accurate_sum_of_squares:sum_of_squares.<locals>.<listcomp>": 1,
     "read megaswift.engine.torch.ddp:DdpStrategy.scaled_backward": 25,
     "sync megaswift.engine.torch.ddp:DdpStrategy.scaled_backward": 25,
@@ -88,13 +84,7 @@ _FSDP_SAVED = {
 }
 """One a tensor: 47 weights and their two moments. The first rank writes; each reads half of them and broadcasts it."""
 _FSDP_READ = {"save": {OBJECTS: 1}, "export": {OBJECTS: 1}, "load": {OBJECTS: 4, _FSDP_BROADCAST: 70}}
-FSDP_ROLLOUT = FSDP | SAMPLER | ROLLOUT_LOOP
-FSDP_ROLLOUT |= {
-    SCORES: 2,
-    OBJECTS: 5,
-    "gloo megaswift.distributed:barrier": 1,
-    "read transformers.masking_utils:find_packed_sequence_indices": 4,
-}
+FSDP_ROLLOUT = STEP | SAMPLER | ROLLOUT_LOOP | {SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
 
 WAITS: dict[tuple[str, int], dict[str, Any]] = {
     ("", 1): {
@@ -102,7 +92,7 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
         "save:moe": _checkpoint(237, 63, counters=63),
         "run:dpo": STEP,
         "run:grpo": STEP | SAMPLER | {SCORES: 2},
-        "run:sft --engine ddp": DDP,
+        "run:sft --engine ddp": STEP,
     },
     ("", 2): {
         "step:dense pp2": [LAUNCHED, LAUNCHED],
@@ -142,10 +132,10 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "step:dense dp2 do overlap": LAUNCHED,
         "step:moe tp2 sp ep2 etp1": LAUNCHED | TORCH_EXPERTS,
         "run:grpo --engine fsdp2": FSDP_ROLLOUT,
-        "run:dpo --engine fsdp2": FSDP | LOOP | {"read transformers.masking_utils:find_packed_sequence_indices": 4},
-        "run:sft --engine fsdp2 --fsdp shard_grad_op": FSDP | LOOP,
+        "run:dpo --engine fsdp2": STEP | LOOP,
+        "run:sft --engine fsdp2 --fsdp shard_grad_op": STEP | LOOP,
         "run:sft --engine fsdp2 --fsdp offload": FSDP_OFFLOADED | LOOP,
-        "run:sft --engine fsdp2 --train_type lora": FSDP | LOOP,
+        "run:sft --engine fsdp2 --train_type lora": STEP | LOOP,
         "save:dense tp2 sp": [_checkpoint(117, 35, 35, 2), _checkpoint(117, 18, 35, 2, 66)],
         "run:sft --pipeline_parallel_size 2": [STEP | LOOP, STEP | LOOP],
         "run:grpo --tensor_parallel_size 2": [
@@ -188,7 +178,7 @@ FAULTS = {
 }
 """What is seen of the faults that the scenario `faults` plants."""
 SHARDED_FAULTS = {
-    "none": FSDP | COUNTED_IN_STEP,
+    "none": STEP | COUNTED_IN_STEP,
     "gradient": "aten.mul_.Tensor of device (65, 64), host (65, 64) in tests.placement.steps:"
     "sharded_faults.<locals>.gradient",
     "gathered": "aten.mul.Tensor of device (130, 64), host (130, 64) in tests.placement.steps:"

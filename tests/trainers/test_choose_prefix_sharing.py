@@ -108,7 +108,7 @@ def test_attention_that_config_json_names(tmp_path: Path, chosen: str | None, sh
     raw = json.loads((folder / "config.json").read_text())
     cfg, spec = config(engine="ddp"), model(folder, {**raw, "attn_implementation": chosen})
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    set_per_document_attention(made, cfg.model)
+    set_per_document_attention(made, cfg.model, True)
     assert attends_per_document(made) == shares == shares_prefixes(cfg, spec, ONE)
     assert shares_prefixes(cfg.replace(attn_impl="sdpa"), spec, ONE)
     assert shares_prefixes(config(), spec, ONE), "the native engine has its own"

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from megaswift import log
 from megaswift.config.data import PROMPTED
 from megaswift.engine.torch import per_document_attention
+from megaswift.engine.torch.model_building import is_tested_class
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
-from megaswift.families import FAMILIES
 from megaswift.families.model_spec_of_any_model import dropout_fields
 from megaswift.losses.contract import Batch, RequestedModelOutputs
 
@@ -48,7 +48,7 @@ def check_causality_and_packing(engine: TorchEngine) -> None:
     """ConfigError where training would learn something else than it says. Collective, and nothing of the model
     changes."""
     spec = engine.spec
-    known, data = spec.family in FAMILIES, engine.cfg.data
+    known, data = is_tested_class(spec, unwrap_peft_model(engine.fields.model)), engine.cfg.data
     shares = bool(data.prefix_sharing) and engine.cfg.task in PROMPTED
     doubtful = not known or shares or (data.shares_rows and spec.family in LOSES_DOCUMENTS)
     if engine.fields.places or not doubtful:
@@ -99,7 +99,7 @@ def _keep_per_document_attention_if_same(engine: TorchEngine, read: _TokenReader
     if _differs(found, read(document), limit * _apart(found, other)):
         log.info(f"{type(model).__name__} keeps transformers' attention: per document its numbers are others")
     else:
-        model.set_attn_implementation(per_document_attention.NAME)
+        model.set_attn_implementation(per_document_attention.CHECKED)
 
 
 def _document_and_other_end(vocab: int) -> tuple[Tensor, Tensor]:

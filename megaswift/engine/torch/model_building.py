@@ -34,6 +34,7 @@ from megaswift.engine.trainable_pattern_errors import nothing_trains_problem, un
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.decoder_layer_classes import decoder_layer_class_names
 from megaswift.families.model_spec import ModelSpec
+from megaswift.families.model_spec_of_any_model import spec_from_family
 from megaswift.families.vision_language_detection import has_vision_tower
 
 RECOMPILES = 64
@@ -164,6 +165,12 @@ def freeze_parts(model: nn.Module, cfg: ModelConfig) -> None:
         raise ConfigError(nothing_trains_problem(cfg.freeze_parameters))
 
 
+def is_tested_class(spec: ModelSpec, model: Any) -> bool:
+    """Whether tests hold a transformers model to what is trained here: a family's, by transformers' code, with no field
+    that its rules do not cover."""
+    return spec_from_family(spec.hf_config) is not None and not per_document_attention.is_code_of_folder(model)
+
+
 def build_model_for_wrapping(
     folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool = False
 ) -> LossFieldsModel:
@@ -172,7 +179,7 @@ def build_model_for_wrapping(
     meta_init.meta_parameters_to_expanded_zeros(model)
     if cfg.model.use_liger:
         liger_layer_kernels.apply_liger(model)
-    per_document_attention.set_per_document_attention(model, cfg.model)
+    per_document_attention.set_per_document_attention(model, cfg.model, is_tested_class(spec, model))
     freeze_parts(model, cfg.model)
     vision_model_parts.recompute_layers(model, cfg.model)
     if cfg.model.train_type != "full":

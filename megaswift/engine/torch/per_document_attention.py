@@ -28,8 +28,11 @@ from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_
 from megaswift.errors import ConfigError, Problem
 from megaswift.losses.contract import Batch
 
-NAME = "per_document"
-"""In place of `sdpa` in transformers' `_attn_implementation`."""
+CHECKED = "per_document"
+"""In place of `sdpa` in transformers' `_attn_implementation`, for a model that is compared with it at load."""
+MASKLESS = "per_document_maskless"
+"""The same for families, whose layers are known to be causal with windows, soft caps or sinks. transformers makes no
+masks for a name without a mask function, and so asks no micro-batch's positions whether its rows are packed."""
 SOFTCAPS_AND_SINKS = ("gemma2", "gpt_oss")
 """Model types whose attention transformers' sdpa has not, so that it computes them eagerly."""
 
@@ -64,15 +67,22 @@ def rows_of(batch: Batch, model: nn.Module) -> Iterator[None]:
 
 def attends_per_document(model: Any) -> bool:
     """Whether layers of a transformers model attend as described here."""
-    return getattr(model.config, "_attn_implementation", None) == NAME
+    return getattr(model.config, "_attn_implementation", None) in (CHECKED, MASKLESS)
 
 
-def set_per_document_attention(model: Any, cfg: ModelConfig) -> None:
-    """Has a transformers model attend per document, where its attention is torch's and goes through the interface."""
+def is_code_of_folder(model: Any) -> bool:
+    """Whether a model's class is not transformers' but of Python code in its folder."""
+    return type(model).__module__.startswith("transformers_modules.")
+
+
+def set_per_document_attention(model: Any, cfg: ModelConfig, tested: bool) -> None:
+    """Has a transformers model attend per document, where its attention is torch's and goes through the interface.
+    `tested`: it is known to do nothing else, and need not be compared."""
     if _can_attend_per_document(model, cfg):
-        AttentionInterface.register(NAME, _attention)
-        AttentionMaskInterface.register(NAME, _mask)
-        model.set_attn_implementation(NAME)
+        AttentionInterface.register(CHECKED, _attention)
+        AttentionMaskInterface.register(CHECKED, _mask)
+        AttentionInterface.register(MASKLESS, _maskless_attention)
+        model.set_attn_implementation(MASKLESS if tested else CHECKED)
 
 
 def _can_attend_per_document(model: Any, cfg: ModelConfig) -> bool:
@@ -85,7 +95,7 @@ def _can_attend_per_document(model: Any, cfg: ModelConfig) -> bool:
         and config._attn_implementation == expected
         and not cfg.torch_compile
         and not config.sub_configs
-        and not type(model).__module__.startswith("transformers_modules.")  # code of a model folder
+        and not is_code_of_folder(model)
         and getattr(config, "attention_chunk_size", None) is None
         and model._supports_attention_backend
         and model._supports_flash_attn
@@ -117,13 +127,34 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """([b, s, heads, d], no weights) from queries [b, heads, s, d], keys and values [b, key heads, s, d]; `options`:
     those of transformers' interface."""
-    documents, causal, sink = _RowsInProgress.documents, options.get("is_causal"), options.get("s_aux")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    plain = attention_mask is None and causal and options.get("position_bias") is None
-    if documents is None or not plain:
-        assert sink is None, "sinks need the documents of the rows"
+    documents = _RowsInProgress.documents
+    if documents is None or not _is_plain(module, attention_mask, options):
+        assert options.get("s_aux") is None, "sinks need the documents of the rows"
         assert documents is None or not documents.has_prefixes, "this layer cannot attend to shared prefixes"
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return _attend(documents, module, query, key, value, options), None
+
+
+def _maskless_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """`_attention` for layers that have no mask to fall back on."""
+    documents = _RowsInProgress.documents
+    assert documents is not None, "the model runs outside of `rows_of`"
+    assert _is_plain(module, attention_mask, options), "a family's layer with more than causal attention"
+    return _attend(documents, module, query, key, value, options), None
+
+
+def _is_plain(module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> bool:
+    """Whether a layer's attention is causal but for what `AttentionRule` has."""
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    return attention_mask is None and causal and options.get("position_bias") is None
+
+
+def _attend(
+    documents: RowDocuments, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> Tensor:
     scale = options.get("scaling")
     # Qwen2-MoE of transformers 5.24 does not hand its layers' windows on
     window = options["sliding_window"] if "sliding_window" in options else getattr(module, "sliding_window", None)
@@ -131,7 +162,7 @@ def _attention(
         query.shape[-1] ** -0.5 if scale is None else scale,
         window,
         options.get("softcap"),
-        sink,
+        options.get("s_aux"),
         options.get("dropout", 0.0),
     )
     if rule.softcap is None and _RowsInProgress.joined is not None:
@@ -139,4 +170,4 @@ def _attention(
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # as it would cast for torch's own attention
         query, key, value = (t.to(torch.get_autocast_dtype(kind)) for t in (query, key, value))
-    return attend_documents(query, key, value, documents, rule).transpose(1, 2).contiguous(), None
+    return attend_documents(query, key, value, documents, rule).transpose(1, 2).contiguous()

@@ -7,6 +7,7 @@ megaswift/families/model_spec_of_any_model.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,7 @@ from megaswift.losses.contract import Batch
 from tests.engine.torch.adapter_ranks import CASE, Run, far, model_of, opened, plain
 from tests.engine.torch.other_models import APART, ENCODERS, KINDS, MIXING, POSITIONS, config_of, write
 from tests.parity.cases import parse
-from tests.parity.models import VARIANTS, VOCAB, config, randomize
+from tests.parity.models import VARIANTS, VOCAB, build, config, randomize
 from tests.parity.pool import Pool
 
 GO = "tests.engine.torch.adapter_ranks:go"
@@ -237,6 +238,16 @@ def test_refused_before_the_first_step(
 ) -> None:
     with pytest.raises(Exception, match=said):
         pool.run(GO, Run(folders(kind), {"engine": "ddp", "max_length": 128, **options}, last=0), 2)
+
+
+@pytest.mark.process
+def test_a_family_with_a_field_that_it_does_not_know_is_checked(pool: Pool, tmp_path: Path) -> None:
+    """Gemma 3's embedding models attend both ways: the native engine refuses the field, transformers follows it."""
+    folder = build("gemma3_text", tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "use_bidirectional_attention": True}))
+    with pytest.raises(Exception, match="is not causal"):
+        pool.run(GO, Run(folder, {"engine": "ddp"}, last=0), 2)
 
 
 def kernels(rank: int, world: int, run: Run) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, masking_utils
 
 from megaswift.engine.torch import per_document_attention
 from megaswift.engine.torch.causality_and_packing_check import single_row_batch_of_documents
@@ -47,12 +47,12 @@ def with_prefix(documents: list[Tensor]) -> tuple[list[Tensor], Batch]:
     return [torch.cat([start, d]) for d in documents], replace(row, positions=row.positions + starts, prefixes=prefixes)
 
 
-def check(model: Any) -> None:
+def check(model: Any, tested: bool) -> None:
     """Both kinds of rows against transformers on each document; `model` attends per document afterwards."""
     documents, own = drawn(), LossFieldsModel(model)
     whole, shared = with_prefix(documents)
     want, continued = ([logprobs(model, ids) for ids in some] for some in (documents, whole))
-    set_per_document_attention(model, DEFAULT)
+    set_per_document_attention(model, DEFAULT, tested)
     assert attends_per_document(model)
     for row, wanted, skipped in (
         (single_row_batch_of_documents(*documents), want, 0),
@@ -76,7 +76,7 @@ def test_families(variant: str, joined: int, monkeypatch: pytest.MonkeyPatch) ->
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(variant), dtype=torch.float32).eval()
     randomize(model, 3)
-    check(model)
+    check(model, True)
 
 
 @pytest.mark.wide
@@ -86,7 +86,7 @@ def test_autocast(variant: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(variant), dtype=torch.float32)
     randomize(model, 3)
-    set_per_document_attention(model, DEFAULT)
+    set_per_document_attention(model, DEFAULT, True)
     ids, found = drawn()[1], []
     for half in (False, True):
         model.zero_grad()
@@ -110,7 +110,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_models(kind: str, folders: Callable[[str], Path]) -> None:
-    check(model_of(folders(kind)).eval())
+    check(model_of(folders(kind)).eval(), False)
 
 
 @pytest.mark.wide
@@ -122,7 +122,7 @@ def test_models_that_keep_their_own(kind: str, folders: Callable[[str], Path]) -
     before, (document, *_) = model.config._attn_implementation, drawn()
     row = single_row_batch_of_documents(document)
     want = fields(LossFieldsModel(model), row)
-    set_per_document_attention(model, DEFAULT)
+    set_per_document_attention(model, DEFAULT, False)
     if not attends_per_document(model):
         assert model.config._attn_implementation == before
         return
@@ -140,7 +140,7 @@ def dense(**options: Any) -> Any:
 )
 def test_other_attention_stays(options: dict[str, Any]) -> None:
     model = dense()
-    set_per_document_attention(model, SimpleNamespace(**{**vars(DEFAULT), **options}))
+    set_per_document_attention(model, SimpleNamespace(**{**vars(DEFAULT), **options}), True)
     assert model.config._attn_implementation == "sdpa" and not attends_per_document(model)
 
 
@@ -154,10 +154,34 @@ def test_rows_end_with_their_micro_batch() -> None:
     """Also where it fails; afterwards a model is transformers' own again."""
     model, (document, *_) = dense(), drawn()
     want = logprobs(model, document)
-    set_per_document_attention(model, DEFAULT)
+    set_per_document_attention(model, DEFAULT, False)
     with pytest.raises(ZeroDivisionError), rows_of(single_row_batch_of_documents(*drawn()), model):
         raise ZeroDivisionError
     torch.testing.assert_close(logprobs(model, document), want, rtol=0, atol=1e-6)
+
+
+def test_a_tested_model_asks_for_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would ask the positions of a micro-batch, on a GPU a wait, and make a mask."""
+    model = dense()
+    set_per_document_attention(model, DEFAULT, True)
+    row = single_row_batch_of_documents(*drawn())
+    with rows_of(row, model):
+        want = fields(LossFieldsModel(model), row)
+    monkeypatch.delattr(masking_utils, "find_packed_sequence_indices")
+    with rows_of(row, model):
+        torch.testing.assert_close(fields(LossFieldsModel(model), row), want, rtol=0, atol=0)
+
+
+def test_no_mask_no_other_attention() -> None:
+    """Nothing to fall back on: the layer would lose its window, or attend to other documents."""
+    model, (document, *_) = dense(), drawn()
+    set_per_document_attention(model, DEFAULT, True)
+    with pytest.raises(AssertionError, match="rows_of"):
+        logprobs(model, document)
+    with rows_of(single_row_batch_of_documents(document), model):
+        model.model.layers[1].self_attn.is_causal = False
+        with pytest.raises(AssertionError, match="more than causal"):
+            logprobs(model, document)
 
 
 def attended(mask: Tensor | None, **options: Any) -> Tensor:
@@ -172,7 +196,7 @@ def test_what_is_more_than_causal_stays() -> None:
     row = single_row_batch_of_documents(torch.arange(3), torch.arange(2))
     sizes = {"batch_size": 1, "q_length": 5, "kv_length": 5, "config": SimpleNamespace(sliding_window=4)}
     model = dense()
-    set_per_document_attention(model, DEFAULT)
+    set_per_document_attention(model, DEFAULT, False)
     with rows_of(row, model):
         own = attended(None)[0, :, 0]
         torch.testing.assert_close(own[1], torch.tensor([0.5, 0.5, 0, 0, 0]))

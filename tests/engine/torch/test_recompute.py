@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
+from megaswift.engine.torch.causality_and_packing_check import single_row_batch_of_documents
 from megaswift.engine.torch.loss_fields_from_logits import labeled_columns
 from megaswift.engine.torch.model_building import build_model_for_wrapping
+from megaswift.engine.torch.per_document_attention import rows_of
 from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
 from tests.trainers.inputs import write_model
 
@@ -30,7 +32,7 @@ def run(folder: Path, **options: Any) -> tuple[int, dict[str, Tensor]]:
     fields = build_model_for_wrapping(
         folder, cfg, weights=True, spec=spec_from_family_or_size_fields(folder), further={}
     ).train()
-    ids = torch.arange(4, 40)[None].repeat(4, 1)
+    row = single_row_batch_of_documents(*torch.arange(4, 40)[None].repeat(4, 1))
     parameters = {p.data_ptr() for p in fields.parameters()}
     kept: dict[int, int] = {}
 
@@ -39,10 +41,11 @@ def run(folder: Path, **options: Any) -> tuple[int, dict[str, Tensor]]:
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        labeled, positions = torch.ones_like(ids, dtype=torch.bool), torch.arange(36)[None].repeat(4, 1)
-        found = fields(ids, positions, ids, labeled, labeled_columns(labeled), {})
-    found.sum().backward()
+    labeled = row.loss_weights != 0
+    with rows_of(row, fields.model):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            found = fields(row.input_ids, row.positions, row.labels, labeled, labeled_columns(labeled), {})
+        found.sum().backward()
     return sum(kept.values()), {n: p.grad for n, p in fields.named_parameters() if p.grad is not None}
 
 
