@@ -18,8 +18,9 @@ from megaswift import distributed
 from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.errors import Problem, UserError, WeightsError
 
-READ_AHEAD = 1 << 26
-"""Bytes that a rank reads before it sends: beside these, one tensor is held."""
+READ_AHEAD = 1 << 25
+"""Bytes that a rank reads before it sends, or one tensor: beside these, one tensor is held. Pages of the file count as
+often, until the system takes them back."""
 
 
 class RankAndDevice(Protocol):
@@ -52,13 +53,13 @@ def read_tensors_once_over_ranks(
 
 
 def _windows(source: WeightSource, names: Sequence[str], world: int) -> Iterator[list[str]]:
-    """So many names at a time that a rank reads about READ_AHEAD bytes of them; the same on all ranks."""
+    """So many names at a time that a rank reads about READ_AHEAD bytes of them, at least one; the same on all."""
     window: list[str] = []
     size = 0
     for name in names:
         window.append(name)
         size += math.prod(source.shape(name)) * source.dtype(name).itemsize
-        if size >= READ_AHEAD * world:
+        if size >= READ_AHEAD * world and len(window) >= world:
             yield window
             window, size = [], 0
     yield window
