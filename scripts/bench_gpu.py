@@ -18,6 +18,7 @@ import argparse
 import datetime
 import json
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 from gpu_benchmark.cases import CONTENDERS, BenchmarkCase, matching_cases, parse_case  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
+USED_UP = "the budget is used up; type the command again for the rest"
 PACKAGES = ("torch", "transformer-engine", "megatron-core", "transformers", "triton")
 
 
@@ -90,16 +92,20 @@ def run_cases(cases: Sequence[BenchmarkCase], args: argparse.Namespace) -> int:
     """Runs those that have no result yet; the number of failures among all: also cases that took too long, and
     megaswift's that needed more memory than the device has."""
     args.out.mkdir(parents=True, exist_ok=True)
-    known, begun = results_of(args.out), time.monotonic()
+    known, begun, first = results_of(args.out), time.monotonic(), True
     for case in cases:
         if case.name in known and not args.redo:
             continue
         left = args.budget - (time.monotonic() - begun) if args.budget else args.limit
         if left < min(args.limit, 60):
-            print("the budget is used up; type the command again for the rest")
+            print(USED_UP)
             break
         start = time.monotonic()
         result = {"case": case.name, **run_in_process(case, args, min(args.limit, left)), **machine()}
+        if result["status"] == "timed out" and left < args.limit and not first:  # a later call gives it more time
+            print(USED_UP)
+            break
+        first = False
         result["seconds"] = round(time.monotonic() - start, 1)
         with (args.out / "results.jsonl").open("a") as file:
             file.write(json.dumps(result) + "\n")
@@ -181,7 +187,11 @@ def main() -> int:
 
         run_one(parse_case(args.case), vars(args))
         return 0
-    return 1 if run_cases(cases, args) else 0
+    try:
+        return 1 if run_cases(cases, args) else 0
+    except KeyboardInterrupt:
+        print("stopped; type the command again for the rest")
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -30,13 +30,24 @@ if [ -z "$cpu" ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.i
   echo "gpu_check.sh: torch of '$python' sees no CUDA device" >&2
   exit 2
 fi
-failed=() left=() without=()
+failed=() left=() without=() running=
+stop() {  # timeout puts a step into a process group of its own, which Ctrl-C does not reach
+  trap '' INT TERM
+  if [ -n "$running" ]; then kill "$running" && wait "$running"; fi 2>/dev/null
+  echo "gpu_check.sh: stopped; type the command again to go on" >&2
+  exit "$1"
+}
+trap 'stop 130' INT
+trap 'stop 143' TERM
 step() {
   local name=$1 code; shift
   if [ -e "$out/$name.passed" ]; then echo "== $name: passed before"; return; fi
   if [ "$budget" -gt 0 ] && [ "$SECONDS" -ge "$budget" ]; then left+=("$name"); return; fi
   echo "== $name: $*"
-  timeout 590 "$@" > >(tee "$out/$name.log") 2>&1; code=$?
+  timeout 590 "$@" > >(trap '' INT; exec tee "$out/$name.log") 2>&1 &
+  running=$!
+  wait "$running"; code=$?
+  running=
   if [ $code -eq 0 ]; then echo "== $name: passed"; touch "$out/$name.passed"
   else echo "== $name: FAILED (code $code)"; failed+=("$name"); fi
 }

@@ -112,6 +112,30 @@ def test_what_counts_as_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all(f"| {name} | {outcomes[name]}" in (tmp_path / "results.md").read_text() for name in outcomes)
 
 
+def test_a_case_that_the_budget_cuts_short_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets more time by a later call; with the whole of a budget it has had what there is."""
+    taken: list[str] = []
+    clock = 0.0
+
+    def result(case: Any, args: Any, limit: float) -> dict[str, Any]:
+        nonlocal clock
+        taken.append(case.name)
+        needed = 100.0 if len(taken) > 1 else 30.0
+        clock += min(needed, limit)
+        return {"status": "timed out" if needed > limit else "failed", "reason": "so"}
+
+    monkeypatch.setattr(bench_gpu, "run_in_process", result)
+    monkeypatch.setattr(bench_gpu.time, "monotonic", lambda: clock)
+    cases = [parse_case(f"qwen3-8b/{kind}/4096/te") for kind in ("full", "lora", "fp8")]
+    args = bench_gpu.command_line().parse_args(["--out", str(tmp_path), "--budget", "95"])
+    bench_gpu.run_cases(cases, args)
+    assert taken == [case.name for case in cases[:2]]
+    assert list(bench_gpu.results_of(tmp_path)) == taken[:1]
+    bench_gpu.run_cases(cases, args)
+    assert taken[2:] == [cases[1].name]
+    assert bench_gpu.results_of(tmp_path)[cases[1].name]["status"] == "timed out"
+
+
 @pytest.mark.process
 @pytest.mark.slow
 def test_the_command_is_resumed(tmp_path: Path) -> None:

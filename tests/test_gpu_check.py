@@ -3,10 +3,15 @@ Python and records what it is asked; every file and case that the steps name is 
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.sources import ROOT
@@ -74,6 +79,33 @@ def test_a_budget(python: Path) -> None:
     assert code == 3
     assert "not yet run: " in text
     assert 1 <= len(calls) <= 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_and_the_script(python: Path, number: signal.Signals) -> None:
+    """As Ctrl-C sends it: to the terminal's foreground process group, in which `timeout` and its command are not."""
+    child = python.with_name("child")
+    python.write_text(f'#!/bin/sh\ncase "$*" in *bench_gpu*) echo $$ > {child}; exec sleep 60;; esac\nexit 0\n')
+    command = ["bash", str(SCRIPT), "--cpu", "--python", str(python), str(python.with_name("out"))]
+    script = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
+    try:
+        wait_for(lambda: child.exists() and child.read_text().endswith("\n"))
+        os.killpg(script.pid, number)
+        text = script.communicate(timeout=20)[0]
+        wait_for(lambda: not psutil.pid_exists(int(child.read_text())))
+    finally:
+        script.kill()
+    assert script.returncode == 128 + number
+    assert text.count("bench_gpu.py") == 1
+    assert "type the command again" in text
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Returns once it holds; fails after 20 s."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_shapes_of_a_cpu(python: Path) -> None:
