@@ -7,7 +7,7 @@ and how a module gets its `RowDocuments`, is each engine's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,6 +27,8 @@ BLOCK = 1024
 JOINED = 256
 """Queries of neighbouring short documents that attend together, under a mask, at most: a kernel for each would take
 longer to start than to run on a GPU."""
+ALIGNED = 8
+"""Elements between rows of a mask: kernels on a GPU copy one with rows at other distances."""
 LANES = 8
 """Columns added to queries and keys, of which one is used: fused kernels need head sizes that are multiples of 8."""
 GROUPED_HEAD_SIZE = 256
@@ -45,6 +47,11 @@ class AttentionRule:
     """[heads], of `sink_attention`."""
     dropout: float = 0.0
 
+    @property
+    def sinks(self) -> int:
+        """Columns of a mask before those of the keys."""
+        return int(self.sink is not None)
+
 
 class RowDocuments:
     """How the rows of a batch are made of documents and, under context parallelism, of slices."""
@@ -56,7 +63,7 @@ class RowDocuments:
         """Of each document, as from `prefixes_of_documents`."""
         self.joined: list[tuple[int, ...]] = [(end - start,) for start, end in pairwise(self.bounds)]
         """Lengths of the documents that each of these is made of (`join_short`)."""
-        self._masks: dict[tuple[Any, ...], Tensor | None] = {}
+        self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     @classmethod
     def of_batch(cls, batch: Batch, cp: int = 1, rank: int = 0) -> RowDocuments:
@@ -93,44 +100,36 @@ class RowDocuments:
         """Whether any document begins with tokens of another."""
         return any(prefix >= 0 for prefix, _ in self.prefixes)
 
-    def mask(self, shape: tuple[int, int], offset: int, window: int | None, device: torch.device) -> Tensor | None:
-        """bool [queries, keys] on the device, True where seen; None: plain causal. A window's is made once for all
-        layers; one without a window, of queries x keys under context parallelism, is not kept."""
-        if window is None:
-            return visibility_mask(shape, offset, window, device)
-        key = (*shape, offset, window)
-        if key not in self._masks:
-            self._masks[key] = visibility_mask(shape, offset, window, device)
-        return self._masks[key]
+    def mask(self, queries: int, keys: int, rule: AttentionRule, like: Tensor) -> Tensor | None:
+        """Of queries of which the last is at the last key: None for plain causal; where the keys begin earlier, a name
+        on a GPU, which torch's kernels take without a mask in memory; else [queries, sinks + keys] to add to scores."""
+        if rule.window is None or rule.window >= keys:
+            if queries == keys:
+                return None
+            if like.device.type == "cuda":  # a sink is one more key before those that all queries see
+                aligned: Tensor = causal_lower_right(queries, rule.sinks + keys)
+                return aligned
+        return self._kept((queries, keys), rule, like, lambda: visible_keys(queries, keys, rule.window, like.device))
 
-    def prefix_mask(self, queries: int, keys: int, like: Tensor) -> Tensor:
-        """Causal, the last query at the last key: on a GPU by a name, which torch's kernels take without a mask in
-        memory; elsewhere [queries, keys] to add to scores, in the dtype in which it is kept for the backward pass, once
-        for all layers."""
-        if like.device.type == "cuda":
-            aligned: Tensor = causal_lower_right(queries, keys)
-            return aligned
-        key = (queries, keys, like.dtype)
-        if key not in self._masks:
-            hidden = torch.full((queries, keys), -torch.inf, dtype=like.dtype, device=like.device)
-            self._masks[key] = hidden.triu_(keys - queries + 1)
-        kept = self._masks[key]
-        assert kept is not None
-        return kept
+    def joined_mask(self, lengths: tuple[int, ...], before: int, rule: AttentionRule, like: Tensor) -> Tensor:
+        """[queries, sinks + keys] of documents of these lengths side by side, after `before` tokens that all see."""
 
-    def joined_mask(self, lengths: tuple[int, ...], before: int, window: int | None, device: torch.device) -> Tensor:
-        """The same of documents of these lengths side by side, after `before` tokens that all of them see."""
-        key = (lengths, before, window)
-        if key not in self._masks:
+        def visible() -> Tensor:
             number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
             position = torch.cat([torch.arange(before, before + length) for length in lengths])
             k_at, k_of = torch.cat([torch.arange(before), position]), torch.cat([torch.full((before,), -1), number])
-            mask = (k_at <= position[:, None]) & ((k_of == number[:, None]) | (k_of < 0))
-            mask = mask if window is None else mask & (k_at > position[:, None] - window)
-            self._masks[key] = copy_to_device_async(mask, device)
-        made = self._masks[key]
-        assert made is not None
-        return made
+            seen = (k_at <= position[:, None]) & ((k_of == number[:, None]) | (k_of < 0))
+            seen = seen if rule.window is None else seen & (k_at > position[:, None] - rule.window)
+            return copy_to_device_async(seen, like.device)
+
+        return self._kept((lengths, before), rule, like, visible)
+
+    def _kept(self, key: tuple[Any, ...], rule: AttentionRule, like: Tensor, visible: Callable[[], Tensor]) -> Tensor:
+        """A mask, made once for all layers."""
+        key = (*key, rule.window, rule.sinks, like.dtype)
+        if key not in self._masks:
+            self._masks[key] = additive_mask(visible(), rule.sinks, like.dtype)
+        return self._masks[key]
 
     def parts(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Parts, int, tuple[int, ...]]]:
         """Of each run of consecutive local queries: these, and all keys and values [b, heads, run, d] of its document
@@ -168,30 +167,36 @@ def prefixes_of_documents(prefixes: Tensor, positions: Tensor, bounds: Sequence[
     ]
 
 
-def visibility_mask(shape: tuple[int, int], offset: int, window: int | None, device: torch.device) -> Tensor | None:
-    """bool [queries, keys], True where seen; query i is at key position offset + i. None: plain causal. `window`
-    counts keys."""
-    queries, keys = shape
-    if (window is None or window >= keys) and offset == 0 and queries == keys:
-        return None
-    q_at = torch.arange(offset, offset + queries, device=device)[:, None]
+def visible_keys(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [queries, keys], True where seen; the last query is at the last key."""
+    q_at = torch.arange(keys - queries, keys, device=device)[:, None]
     k_at = torch.arange(keys, device=device)[None]
-    mask = k_at <= q_at
-    return mask if window is None else mask & (k_at > q_at - window)
+    seen = k_at <= q_at
+    return seen if window is None else seen & (k_at > q_at - window)
 
 
-def windowed_query_blocks(parts: Parts, offset: int, window: int | None) -> Iterator[tuple[Parts, int]]:
+def additive_mask(visible: Tensor, sinks: int, dtype: torch.dtype) -> Tensor:
+    """[queries, sinks + keys]: 0 for sinks and where bool [queries, keys] is True, else -inf. In the queries' dtype and
+    with aligned rows, so that torch's kernels keep this one for the backward pass of all layers, and no copies."""
+    queries, width = visible.shape[0], sinks + visible.shape[1]
+    rows = torch.zeros(queries, width + -width % ALIGNED, dtype=dtype, device=visible.device)[:, :width]
+    rows[:, sinks:].masked_fill_(~visible, -torch.inf)
+    return rows
+
+
+def windowed_query_blocks(parts: Parts, window: int | None) -> Iterator[Parts]:
     """Windowed queries in blocks with the keys that any of them sees: all blocks inside a document share one mask of
     block x (block + window), where one for the whole document would have queries x keys."""
     query, key, value = parts
     step = max(window or 0, BLOCK)
     if window is None or key.shape[2] <= 2 * step:
-        yield parts, offset
+        yield parts
         return
+    before = key.shape[2] - query.shape[2]
     for first in range(0, query.shape[2], step):
         last = min(first + step, query.shape[2])
-        low, high = max(0, offset + first - window + 1), offset + last
-        yield (query[:, :, first:last], key[:, :, low:high], value[:, :, low:high]), offset + first - low
+        low, high = max(0, before + first - window + 1), before + last
+        yield query[:, :, first:last], key[:, :, low:high], value[:, :, low:high]
 
 
 def attend_documents(query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, rule: AttentionRule) -> Tensor:
@@ -202,18 +207,15 @@ def attend_documents(query: Tensor, key: Tensor, value: Tensor, documents: RowDo
     for run, start, joined in documents.parts(query, key, value):
         if len(joined) > 1:
             assert rule.softcap is None, "a soft cap goes with no mask"
-            outs.append(_attend(run, documents.joined_mask(joined, start, rule.window, query.device), rule))
+            outs.append(_attend(run, documents.joined_mask(joined, start, rule, query), rule))
             continue
         if rule.softcap is not None:
             scores = SoftcapScores(rule.scale, rule.softcap, start, rule.window)
             outs.append(SoftCappedAttention.apply(*with_key_heads_repeated(run), scores))
             continue
-        if start and documents.cp == 1 and rule.window is None and rule.sink is None:
-            outs.append(_attend(run, documents.prefix_mask(run[0].shape[2], run[1].shape[2], query), rule))
-            continue
-        for parts, offset in windowed_query_blocks(run, start, rule.window):
-            shape = parts[0].shape[2], parts[1].shape[2]
-            outs.append(_attend(parts, documents.mask(shape, offset, rule.window, query.device), rule))
+        for parts in windowed_query_blocks(run, rule.window):
+            mask = documents.mask(parts[0].shape[2], parts[1].shape[2], rule, query)
+            outs.append(_attend(parts, mask, rule))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
@@ -251,7 +253,7 @@ def sink_attention(
 
     Probabilities are exp(score) / (sum of exp(score) + exp(sink)): the sink is one more key, whose score is the sink
     for every query and whose value is zero. Returns [b, h, s, d] from q [b, h, s, d], k and v [b, h, n, d], sink [h];
-    `mask` bool [s, n], True where a key is visible, None: causal.
+    `mask` [s, 1 + n] of the sink, which every query sees, and the keys; None: causal.
     """
     q, k, v = qkv
     b, d = q.shape[0], q.shape[3]
@@ -264,8 +266,6 @@ def sink_attention(
     v = F.pad(v, (0, LANES, 1, 0))
     if mask is None:  # a query that sees the sink alone keeps the diagonal in place
         q = F.pad(q, (0, 0, 1, 0))
-    else:
-        mask = F.pad(mask, (1, 0), value=True)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout
     )

@@ -91,7 +91,8 @@ def test_layers_share_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(made) == [(7, 11), (7, 11), (9, 12), (9, 12)]
 
 
-def test_masks_after_prefixes_are_kept_once() -> None:
+@pytest.mark.parametrize(("sinks", "window"), [(0, None), (1, None), (1, 4)])
+def test_masks_after_prefixes_are_kept_once(sinks: int, window: int | None) -> None:
     """Of several layers and equally long answers, in what the backward pass keeps: one for each length."""
     documents = RowDocuments(32, torch.tensor([0, 8, 16, 24, 32]))
     documents.prefixes = [(-1, 0), (0, 8), (0, 8), (0, 8)]
@@ -99,16 +100,17 @@ def test_masks_after_prefixes_are_kept_once() -> None:
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         for _ in range(3):
-            attend_documents(*leaves, documents, AttentionRule(8**-0.5))
-    masks = [t for t in kept if t.shape[-2:] == (8, 16)]
+            rule = AttentionRule(8**-0.5, window, None, torch.zeros(2) if sinks else None)
+            attend_documents(*leaves, documents, rule)
+    masks = [t for t in kept if t.shape[-2:] == (8, 16 + sinks)]
     assert len(masks) == 9 and len({t.untyped_storage().data_ptr() for t in masks}) == 1
 
 
-@pytest.mark.parametrize("shape", [(5, 9), (4, 4), (1, 7)])
+@pytest.mark.parametrize("shape", [(5, 9), (4, 5), (1, 7)])
 def test_a_gpu_gets_the_same_mask_by_name(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, n, 8) for n in (shape[0], shape[1], shape[1]))
-    mask = RowDocuments(shape[1]).prefix_mask(*shape, q)
+    mask = RowDocuments(shape[1]).mask(*shape, AttentionRule(1.0), q)
     named = causal_lower_right(*shape)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=named)
     got = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
