@@ -317,14 +317,10 @@ class TorchEngine:
     def kernels(self) -> str:
         """For the first screen."""
         bare: Any = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
-        per_document = per_document_attention.attends_per_document(bare)
-        attention = "per-document" if per_document else getattr(bare.config, "_attn_implementation", "")
-        chosen = self.cfg.model
+        attention, chosen = per_document_attention.attention_name(bare), self.cfg.model
         extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile
         extra += ["liger-kernel"] * chosen.use_liger
-        return ", ".join(
-            ["transformers", f"{attention.replace('_', '-')} attention", str(self.dtype).removeprefix("torch."), *extra]
-        )
+        return ", ".join(["transformers", f"{attention} attention", str(self.dtype).removeprefix("torch."), *extra])
 
     def replicated_weights(self) -> list[ReplicatedWeights]:
         """All weights on DDP and up to ZeRO-2; none where they are sharded."""

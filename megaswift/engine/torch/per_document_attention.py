@@ -70,6 +70,12 @@ def attends_per_document(model: Any) -> bool:
     return getattr(model.config, "_attn_implementation", None) in (CHECKED, MASKLESS)
 
 
+def attention_name(model: Any) -> str:
+    """For the first screen."""
+    name: str = getattr(model.config, "_attn_implementation", None) or ""
+    return "per-document" if attends_per_document(model) else name.replace("_", "-")
+
+
 def is_code_of_folder(model: Any) -> bool:
     """Whether a model's class is not transformers' but of Python code in its folder."""
     return type(model).__module__.startswith("transformers_modules.")
