@@ -23,7 +23,7 @@ from megaswift.losses.contract import Batch
 
 Parts = tuple[Tensor, Tensor, Tensor]
 BLOCK = 1024
-"""Queries of a block under a window, at least."""
+"""Queries of a block under a window: a kernel computes block x (block + window) scores, most of them to some use."""
 JOINED = 256
 """Queries of neighbouring short documents that attend together, under a mask, at most: a kernel for each would take
 longer to start than to run on a GPU."""
@@ -187,14 +187,13 @@ def additive_mask(visible: Tensor, sinks: int, dtype: torch.dtype) -> Tensor:
 def windowed_query_blocks(parts: Parts, window: int | None) -> Iterator[Parts]:
     """Windowed queries in blocks with the keys that any of them sees: all blocks inside a document share one mask of
     block x (block + window), where one for the whole document would have queries x keys."""
-    query, key, value = parts
-    step = max(window or 0, BLOCK)
-    if window is None or key.shape[2] <= 2 * step:
+    if window is None:
         yield parts
         return
+    query, key, value = parts
     before = key.shape[2] - query.shape[2]
-    for first in range(0, query.shape[2], step):
-        last = min(first + step, query.shape[2])
+    for first in range(0, query.shape[2], BLOCK):
+        last = min(first + BLOCK, query.shape[2])
         low, high = max(0, before + first - window + 1), before + last
         yield query[:, :, first:last], key[:, :, low:high], value[:, :, low:high]
 

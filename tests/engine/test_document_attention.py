@@ -102,7 +102,7 @@ def test_masks_after_prefixes_are_kept_once(sinks: int, window: int | None) -> N
         for _ in range(3):
             rule = AttentionRule(8**-0.5, window, None, torch.zeros(2) if sinks else None)
             attend_documents(*leaves, documents, rule)
-    masks = [t for t in kept if t.shape[-2:] == (8, 16 + sinks)]
+    masks = [t for t in kept if t.shape[-2:] == (8, sinks + (16 if window is None else 8 + window - 1))]
     assert len(masks) == 9 and len({t.untyped_storage().data_ptr() for t in masks}) == 1
 
 

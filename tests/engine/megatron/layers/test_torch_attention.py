@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention.bias import CausalVariant
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaswift.engine import document_attention, softcap_attention
-from megaswift.engine.document_attention import RowDocuments
+from megaswift.engine.document_attention import AttentionRule, RowDocuments
 from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams, TorchAttention
 from megaswift.families.model_spec import ArchitectureExtras
 from tests.engine.masks import seen
@@ -63,11 +64,15 @@ def test_layers_share_masks():
     assert made[0] == made[1]
 
 
-def test_masks_without_a_window_are_not_kept():
-    """Under context parallelism they are as large as queries x keys."""
-    rows = RowDocuments(24, None, 2, 1)
-    assert rows.mask((6, 12), 6, None, torch.device("cpu")).shape == (6, 12) and not rows._masks
-    assert rows.mask((6, 12), 6, 3, torch.device("cpu")) is rows.mask((6, 12), 6, 3, torch.device("cpu"))
+@pytest.mark.parametrize("sink", [None, torch.zeros(4)])
+def test_a_gpu_gets_no_mask_without_a_window(sink):
+    """Under context parallelism it would be as large as queries x keys; elsewhere it is one for all layers."""
+    rows, rule, keys = RowDocuments(24, None, 2, 1), AttentionRule(1.0, None, None, sink), 12 + (sink is not None)
+    named = rows.mask(6, 12, rule, SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.float32))
+    assert (named.variant, named.seq_len_q, named.seq_len_kv) == (CausalVariant.LOWER_RIGHT, 6, keys)
+    assert not rows._masks
+    made = rows.mask(6, 12, rule, torch.zeros(1))
+    assert made.shape == (6, keys) and rows.mask(6, 12, rule, torch.zeros(1)) is made
 
 
 @pytest.mark.parametrize("sinks", [False, True])
