@@ -157,7 +157,7 @@ class TrainingSession:
                     loop,
                     resume,
                     b.model_facts(),
-                    lambda m: run_builder.changed_options(m.get("config", {}), with_absolute_paths(cfg.to_dict())),
+                    lambda m: run_builder.changed_options(m.get("config", {}), with_absolute_paths(b.cfg.to_dict())),
                     not cfg.train.ignore_data_skip,
                 )
                 if notice := global_batch_size_change_notice(manifest, batch_plan(cfg.train, b.layout.dp)):

@@ -75,6 +75,8 @@ def test_evaluation_and_scores_have_no_noise(pool: Pool, references: References)
                 ("fsdp2", "dense dp2 packed", {"attn_impl": "unfused", **EAGER, **FULL}),
                 ("ddp", "dense dp2 packed", {"attn_impl": "sdpa"}),
                 ("ddp", "gemma2 dp2 packed", {"attn_impl": "eager"}),
+                ("ddp", "gemma2 dp2 packed", {"attn_impl": "sdpa"}),
+                ("ddp", "gpt_oss dp2 packed", {"attn_impl": "sdpa"}),
                 ("ddp", "dense dp2", {"attn_impl": "unfused"}),
                 ("ddp", "dense dp2", AOT),
                 ("ddp", "dense dp2 packed", INDUCTOR),

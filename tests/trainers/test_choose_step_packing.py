@@ -71,8 +71,11 @@ def test_the_run_is_the_same(layout: str, ranks: int, inputs: list[str], tmp_pat
     if "pp" in layout:
         return
     step = padded / "checkpoints" / "step-3"
-    run(inputs, resumed, *words, *asked, "--resume_from_checkpoint", step, ranks=ranks)
+    text = run(inputs, resumed, *words, *asked, "--resume_from_checkpoint", step, ranks=ranks)
     assert_alike(lines(resumed), [line for line in lines(packed) if line["step"] > 3])
+    assert "differs from the checkpoint's run: padding_free False -> True\n" in text
+    again = (*words, *asked, "--resume_from_checkpoint", packed / "checkpoints" / "step-3")
+    assert "differs" not in run(inputs, tmp_path / "again", *again, ranks=ranks)
 
 
 @pytest.mark.parametrize(

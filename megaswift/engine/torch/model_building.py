@@ -65,7 +65,7 @@ def build_model(
 
     logging.disable_progress_bar()  # one a rank
     getLogger("transformers.modeling_utils").addFilter(_of_use)
-    trust, attention = cfg.model.trust_remote_code, ATTENTION[cfg.model.attn_impl]
+    trust, attention = cfg.model.trust_remote_code, attention_to_load_with(cfg.model, spec.hf_config)
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     auto: Any = AutoModelForImageTextToText if has_vision_tower(spec.hf_config) else AutoModelForCausalLM
     auto = AutoModelForSequenceClassification if spec.scored else auto
@@ -85,6 +85,13 @@ def build_model(
         # what transformers raises for a folder or an option that it cannot serve
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise WeightsError(Problem(f"--model {folder}", f"transformers cannot load it: {reason}")) from None
+
+
+def attention_to_load_with(cfg: ModelConfig, hf_config: Mapping[str, Any]) -> str | None:
+    """transformers' name; None: the model's own choice. transformers loads no model with soft caps or sinks with sdpa,
+    which `set_per_document_attention` gives it afterwards."""
+    ours = hf_config.get("model_type") in per_document_attention.SOFTCAPS_AND_SINKS and "auto_map" not in hf_config
+    return "eager" if ours and cfg.attn_impl == "sdpa" and not cfg.torch_compile else ATTENTION[cfg.attn_impl]
 
 
 def _of_use(record: LogRecord) -> bool:

@@ -6,12 +6,13 @@ Covers: megaswift/engine/trainable_pattern_errors.py.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from torch import nn
 
 from megaswift.config.model import ModelConfig
-from megaswift.engine.torch.model_building import freeze_parts
+from megaswift.engine.torch.model_building import attention_to_load_with, freeze_parts
 from megaswift.errors import ConfigError
 from tests.parity.vision import KINDS, tokenizer
 
@@ -39,6 +40,21 @@ def test_a_frozen_tower_gives_way_to_what_is_to_train() -> None:
     pattern = r"multi_modal_projector\.linear_1"
     freeze_parts(model, ModelConfig(freeze_llm=True, trainable_parameters=(pattern,)))
     assert trains(model) == {n for n, _ in model.named_parameters() if re.search(pattern, n)} != set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        ("gemma2", {"attn_impl": "sdpa"}, "eager"),
+        ("gpt_oss", {"attn_impl": "sdpa"}, "eager"),
+        ("gemma2", {"attn_impl": "sdpa", "torch_compile": True}, "sdpa"),
+        ("gemma2", {"attn_impl": "auto"}, None),
+        ("qwen3", {"attn_impl": "sdpa"}, "sdpa"),
+    ],
+)
+def test_attention_to_load_with(kind: str, options: dict[str, Any], name: str | None) -> None:
+    """Only what this engine replaces afterwards is loaded with another than was asked for."""
+    assert attention_to_load_with(ModelConfig(**options), {"model_type": kind}) == name
 
 
 def test_mistakes() -> None:
