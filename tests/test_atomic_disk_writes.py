@@ -63,6 +63,14 @@ def test_the_file_is_flushed_before_its_rename_and_its_folder_after(
     assert events == ["rename"]
 
 
+def test_a_hashed_file_is_flushed_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are published once their files are closed."""
+    flush, sizes = os.fsync, list[int]()
+    monkeypatch.setattr(os, "fsync", lambda fd: (sizes.append(os.fstat(fd).st_size), flush(fd))[1])
+    entry = atomic_disk_writes.write_hashed(tmp_path / "a", b"weights")
+    assert entry["bytes"] == 7 and sizes == [7]
+
+
 def test_a_folder_is_replaced_and_an_interrupted_replacement_undone(tmp_path: Path) -> None:
     target = tmp_path / "model"
     for text in ("first", "second"):

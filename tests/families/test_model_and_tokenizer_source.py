@@ -82,7 +82,8 @@ def test_short_names_of_models_differ(model: str, name: str) -> None:
 def test_a_model_id_is_requested_from_the_chosen_hub(
     package: str, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stand-ins for both clients: which of them is asked, for what, and what is said when it gives nothing."""
+    """Stand-ins for both clients: which of them is asked, for what, and what is said when it gives nothing. Of several
+    ranks on a node one asks."""
     asked: list[tuple[str, str, str | None, bool]] = []
 
     def client(name: str) -> ModuleType:
@@ -103,6 +104,9 @@ def test_a_model_id_is_requested_from_the_chosen_hub(
     model = SwiftConfig(model="some/model", model_revision="v2", **options).model
     assert locate_model(model) == locate_model(model, weights=False) == tmp_path
     assert asked == [(package, "some/model", "v2", True), (package, "some/model", "v2", False)]
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert locate_model(model) == locate_model(model) == tmp_path and len(asked) == 3
     hub = "ModelScope" if options else "Hugging Face"
     with pytest.raises(UserError, match=f"some/other: no such local folder, and {hub} could not provide it"):
         locate_model(SwiftConfig(model="some/other", **options).model)

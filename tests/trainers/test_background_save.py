@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,21 @@ def test_after_another_error_it_is_given_up(tmp_path: Path, capsys: pytest.Captu
     assert CheckpointStore(tmp_path / "checkpoints").latest() is None
 
 
+def go_with_late_writers(rank: int, world: int, job: Job) -> Any:
+    """A run whose files are written a second after the save has begun, when later steps have changed the weights."""
+    from megaswift.trainers.background_save import BackgroundWriter
+    from tests.trainers.run_ranks import go
+
+    write = BackgroundWriter._write
+
+    def late(self: BackgroundWriter) -> None:
+        time.sleep(1.0)
+        write(self)
+
+    BackgroundWriter._write = late  # type: ignore[method-assign]  # this process ends with the job
+    return go(rank, world, job)
+
+
 @pytest.mark.process
 def test_whole_runs_save_the_same_bytes_and_resume_bit_for_bit(tmp_path: Path) -> None:
     """Two ranks of the native engine with the distributed optimizer: every file of weights and states has the SHA-256
@@ -157,8 +173,9 @@ def test_whole_runs_save_the_same_bytes_and_resume_bit_for_bit(tmp_path: Path) -
     words = [*write_inputs(tmp_path), "--engine", "megatron", "--max_steps", "4", "--save_steps", "2"]
     words += ["--global_batch_size", "8", "--export_hf", "false", "--save_total_limit", "9"]
     sync, background, resumed = (tmp_path / name for name in ("sync", "background", "resumed"))
-    for out, more in ((sync, []), (background, ["--async_save", "true"])):
-        shared("").run("tests.trainers.run_ranks:go", Job([*words, "--output_dir", str(out), *more]), 2)
+    late = ("tests.trainers.test_background_save:go_with_late_writers", background, ["--async_save", "true"])
+    for work, out, more in (("tests.trainers.run_ranks:go", sync, []), late):
+        shared("").run(work, Job([*words, "--output_dir", str(out), *more]), 2)
     go_on = ["--resume_from_checkpoint", str(background / "checkpoints" / "step-2")]
     shared("").run("tests.trainers.run_ranks:go", Job([*words, "--output_dir", str(resumed), *go_on]), 2)
     for step in ("step-2", "step-4"):

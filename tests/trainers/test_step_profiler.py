@@ -22,6 +22,8 @@ from megaswift.trainers.step_profiler import (
     profile_summaries,
     time_by_kind,
 )
+from tests.trainers.inputs import write_inputs
+from tests.trainers.runs import run
 from tests.trainers.tiny import tiny_loop
 
 OPTIONS = TrainConfig(profile=True)
@@ -96,6 +98,18 @@ def test_an_error_in_a_profiled_step_ends_the_profiler(tmp_path: Path) -> None:
         loop.run()
     assert profile_summaries(tmp_path / "first") == {}
     profiled(tmp_path / "second", 6)
+
+
+@pytest.mark.process
+def test_a_run_profiles_the_ranks_asked_for(tmp_path: Path) -> None:
+    """By the options alone: a trace of each step, the table, and the section of report.html."""
+    words = [*write_inputs(tmp_path), "--max_steps", "4", "--report_to", "none", "--save_strategy", "no"]
+    asked = ("--profile", "true", "--profile_step_start", 1, "--profile_step_end", 3, "--profile_ranks", 1)
+    run(words, tmp_path / "out", *asked, ranks=2)
+    names = {path.name for path in (tmp_path / "out" / "profile").iterdir()}
+    assert names == {"rank-1.json", "rank-1.txt", "rank-1-step-2.trace.json", "rank-1-step-3.trace.json"}
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert "rank 1: " in html and "matrix products" in html
 
 
 def own_times(trace: list[dict[str, Any]]) -> dict[str, float]:

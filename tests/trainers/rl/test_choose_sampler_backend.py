@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.config import load_config
+from megaswift.api import Trainer
+from megaswift.config import SwiftConfig, load_config
+from megaswift.errors import ConfigError, Problem
 from megaswift.rollout import installed_vllm_version_and_support
 from megaswift.trainers.rl.choose_sampler_backend import resolve_sampler_backend
+from megaswift.training_command_entry import main
 
 GRPO = ("--model", "m", "--dataset", "d", "--reward_funcs", "accuracy")
 
@@ -57,6 +60,26 @@ def test_backend(  # noqa: PLR0913
     assert cfg.rl.rollout_backend == backend
     said = "".join(capsys.readouterr())
     assert says in said and bool(says) == bool(said), said
+
+
+def test_a_run_gets_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command and by the Python interface, before anything of it is checked."""
+    checked: list[str] = []
+
+    def look(cfg: SwiftConfig, world: int) -> None:
+        checked.append(cfg.rl.rollout_backend)
+        raise ConfigError(Problem("--rollout_backend", "has been seen"))
+
+    support: Any = installed_vllm_version_and_support
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(support, "installed_vllm_package_and_version", lambda: ("vllm", "0.30.0"))
+    monkeypatch.setattr("megaswift.trainers.run.preflight", look)
+    words = [*GRPO, "--output_dir", str(tmp_path), "--engine", "megatron", "--per_device_train_batch_size", "8"]
+    with pytest.raises(SystemExit):
+        main("grpo", words)
+    with pytest.raises(ConfigError, match="has been seen"):
+        Trainer("m", SwiftConfig(task="grpo", reward_funcs=("accuracy",), engine="megatron")).train(str(tmp_path))
+    assert checked == ["vllm", "vllm"]
 
 
 def test_prompts_with_images_keep_the_sampler_that_gets_them(
