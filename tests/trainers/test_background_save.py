@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -106,8 +107,9 @@ def test_a_step_counts_once_it_is_written_and_holds_its_own_state(tmp_path: Path
         assert torch.equal(a, b)
 
 
-def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
-    """The save of step 6 begins while step 3 is written: a timer opens its gate, and it is published first."""
+def test_a_second_save_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The save of step 6 begins while step 3 is written: a timer opens its gate, and it is published first. What
+    training has waited for a checkpoint stands in its line."""
     loop = loop_in(tmp_path, 7, {}, every=3)
     order: list[str] = []
     publish, start = loop.hooks[1].store.finish, loop.engine.start_save
@@ -124,6 +126,8 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     }
     loop.run()
     assert order == ["started step-3.saving", "published 3", "started step-6.saving", "published 6", "published 7"]
+    said = re.findall(r"step-3\b.* ([\d.]+) s of them before the next step", "".join(capsys.readouterr()))
+    assert len(said) == 1 and 0.15 < float(said[0]) < 10
 
 
 def test_an_error_of_the_writer_ends_the_run_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
