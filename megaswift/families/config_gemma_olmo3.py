@@ -87,8 +87,9 @@ GEMMA: tuple[ConfigRow, ...] = (
 """Fields of Gemma 2 and 3 beyond those of all families."""
 
 
-def softcaps_row(attention: float | None, logits: float | None) -> FieldGroupRow:
-    """Caps of attention scores and logits, null for none; transformers' defaults where the fields are absent."""
+def softcaps_row(attention: float | None, logits: float | None, *, caps_scores: bool = True) -> FieldGroupRow:
+    """Caps of attention scores and logits, null for none; transformers' defaults where the fields are absent. Without
+    `caps_scores` transformers' model caps no scores, whatever its configuration says."""
 
     def read(reading: ConfigReading) -> None:
         caps = {
@@ -100,6 +101,8 @@ def softcaps_row(attention: float | None, logits: float | None) -> FieldGroupRow
             if cap == 0:
                 reading.problem(key, "must be above 0, or null for no cap")
             reading.values[target] = cap
+        if not caps_scores and reading.values["attention_softcap"] is not None:
+            reading.problem("attn_logit_softcapping", "must be null: transformers' model does not cap attention scores")
         dropout = reading.get("attention_dropout", float, 0.0)
         if dropout and reading.values["attention_softcap"] is not None:
             reading.problem("attention_dropout", "must be 0: attention with a soft cap does not support dropout")

@@ -49,7 +49,7 @@ FAMILIES.register(
             kv_heads_row(),
             two_ropes_row(1e6, 1e4),
             *GEMMA,
-            softcaps_row(None, None),
+            softcaps_row(None, None, caps_scores=False),
             GEMMA3_LAYERS,
         ),
         weights=(

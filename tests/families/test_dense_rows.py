@@ -57,6 +57,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {"attention_dropout": 0.1},
         "attention with a soft cap does not support dropout",
     ),
+    ("cap without effect", GEMMA_3_1B, {"attn_logit_softcapping": 50.0}, "does not cap attention scores"),
     ("cap of 0", GEMMA_2_2B, {"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0"),
     ("gemma layer types", GEMMA_2_2B, {"layer_types": ["full_attention"]}, "layer_types"),
     (

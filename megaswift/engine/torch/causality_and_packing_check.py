@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 BEFORE, DOCUMENT, END = 10, 14, 4
 """Tokens of the other document in the same row, of the document under test, and of its end, which is replaced."""
+WINDOW = 5
+"""Of layers with longer ones, while a document's numbers are compared: fewer tokens than the document has."""
 LOSES_DOCUMENTS = ("gpt_oss",)
 """Families whose mask in transformers 5.24 ignores the positions: packed documents attend to each other unless they
 attend per document."""
@@ -89,14 +91,17 @@ def check_causality_and_packing(engine: TorchEngine) -> None:
 
 
 def _keep_per_document_attention_if_same(engine: TorchEngine, read: _TokenReader, limit: float) -> None:
-    """Back to transformers' attention where a document's numbers are not those that this gives."""
+    """Back to transformers' attention where a document's numbers are not those that this gives. Under short windows: a
+    layer may not hand its window on, or hand on one that its mask has not."""
     model: Any = unwrap_peft_model(engine.fields.model)
     if not per_document_attention.attends_per_document(model):
         return
     document, ended = (single_row_batch_of_documents(ids) for ids in _document_and_other_end(engine.spec.vocab_size))
-    found, other = read(document), read(ended)
-    model.set_attn_implementation("sdpa")
-    if _differs(found, read(document), limit * _apart(found, other)):
+    with per_document_attention.short_windows(model, WINDOW):
+        found, other = read(document), read(ended)
+        model.set_attn_implementation(per_document_attention.transformers_attention(model.config))
+        differs = _differs(found, read(document), limit * _apart(found, other))
+    if differs:
         log.info(f"{type(model).__name__} keeps transformers' attention: per document its numbers are others")
     else:
         model.set_attn_implementation(per_document_attention.CHECKED)

@@ -76,6 +76,30 @@ def attention_name(model: Any) -> str:
     return "per-document" if attends_per_document(model) else name.replace("_", "-")
 
 
+def transformers_attention(config: Any) -> str:
+    """The `_attn_implementation` of a model of this configuration that attends as transformers has it."""
+    return "eager" if config.model_type in SOFTCAPS_AND_SINKS else "sdpa"
+
+
+@contextmanager
+def short_windows(model: nn.Module, most: int) -> Iterator[None]:
+    """Sliding windows of a model see `most` keys at most: masks take theirs from the configuration, and layers hand on
+    their own."""
+    config: Any = model.config
+    holders = [
+        (holder, width)
+        for holder in (config, *model.modules())
+        if isinstance(width := getattr(holder, "sliding_window", None), int) and width > most
+    ]
+    for holder, _ in holders:
+        holder.sliding_window = most
+    try:
+        yield
+    finally:
+        for holder, width in holders:
+            holder.sliding_window = width
+
+
 def is_code_of_folder(model: Any) -> bool:
     """Whether a model's class is not transformers' but of Python code in its folder."""
     return type(model).__module__.startswith("transformers_modules.")
@@ -95,14 +119,14 @@ def _can_attend_per_document(model: Any, cfg: ModelConfig) -> bool:
     """Flash attention gets no mask, so a model of transformers that supports it says all about its attention in
     keywords. A compiled layer would be compiled again for each length of a document."""
     config = model.config
-    expected = "eager" if config.model_type in SOFTCAPS_AND_SINKS else "sdpa"
     return bool(
         cfg.attn_impl in ("auto", "sdpa")
-        and config._attn_implementation == expected
+        and config._attn_implementation == transformers_attention(config)
         and not cfg.torch_compile
         and not config.sub_configs
         and not is_code_of_folder(model)
         and getattr(config, "attention_chunk_size", None) is None
+        and not (getattr(config, "attn_logit_softcapping", None) and getattr(config, "attention_dropout", 0.0))
         and model._supports_attention_backend
         and model._supports_flash_attn
         and model._can_set_attn_implementation()

@@ -240,12 +240,17 @@ def test_refused_before_the_first_step(
         pool.run(GO, Run(folders(kind), {"engine": "ddp", "max_length": 128, **options}, last=0), 2)
 
 
+def with_fields(folder: Path, more: dict[str, Any]) -> Path:
+    """The model folder, with these fields in its config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+    return folder
+
+
 @pytest.mark.process
 def test_a_family_with_a_field_that_it_does_not_know_is_checked(pool: Pool, tmp_path: Path) -> None:
     """Gemma 3's embedding models attend both ways: the native engine refuses the field, transformers follows it."""
-    folder = build("gemma3_text", tmp_path / "model")
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "use_bidirectional_attention": True}))
+    folder = with_fields(build("gemma3_text", tmp_path / "model"), {"use_bidirectional_attention": True})
     with pytest.raises(Exception, match="is not causal"):
         pool.run(GO, Run(folder, {"engine": "ddp"}, last=0), 2)
 
@@ -276,6 +281,35 @@ def test_own_attention_where_numbers_would_change(
     target = f"{__name__}:kernels"
     assert "per-document attention" in pool.run(target, run, ranks)[0]
     assert "sdpa attention" in pool.run(target, replace(run, save=tmp_path), ranks)[0]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [("olmoe", "sdpa"), pytest.param("phimoe", "sdpa", marks=pytest.mark.slow), ("starcoder2", "per-document")],
+)
+def test_windows_of_masks_and_layers_may_differ(kind: str, attention: str, pool: Pool, tmp_path: Path) -> None:
+    """Longer than the documents that are compared. OLMoE's layers alone have one, PhiMoE's masks alone."""
+    run = Run(with_fields(write(kind, tmp_path), {"sliding_window": 64}), {"engine": "ddp"})
+    assert f"{attention} attention" in pool.run(f"{__name__}:kernels", run, 1)[0]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("variant", "more", "attention"),
+    [
+        ("gemma2", {"attention_dropout": 0.1}, "eager"),
+        ("gemma2", {"note": "text"}, "per-document"),
+        pytest.param("gpt_oss", {"note": "text"}, "per-document", marks=pytest.mark.slow),
+    ],
+)
+def test_soft_caps_and_sinks_with_a_field_that_the_family_does_not_know(
+    variant: str, more: dict[str, Any], attention: str, pool: Pool, tmp_path: Path
+) -> None:
+    """Compared with transformers' eager attention; with dropout on top of a soft cap that is the one to train with."""
+    run = Run(with_fields(build(variant, tmp_path / "model"), more), {"engine": "ddp"}, last=1)
+    assert f"{attention} attention" in pool.run(f"{__name__}:kernels", run, 1)[0]
+    assert 0 < pool.run(GO, run, 2)[0].losses[0] < 10
 
 
 @pytest.mark.process
