@@ -188,10 +188,21 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         _VLLM_FIX,
     ),
     *_strict(
-        (n for n in VllmSamplerConfig.__dataclass_fields__ if n.startswith("vllm_") and n != "vllm_enforce_eager"),
+        (
+            name
+            for name in VllmSamplerConfig.__dataclass_fields__
+            if name.startswith("vllm_") and name not in ("vllm_enforce_eager", "vllm_seed_requests")
+        ),
         _BACKEND,
         _other_backend("vllm"),
         _VLLM_ONLY,
+        _VLLM_FIX,
+    ),
+    *_strict(
+        ("vllm_seed_requests",),
+        _BACKEND,
+        _other_backend("vllm", "vllm_server"),
+        "applies only to rollout_backend vllm and vllm_server",
         _VLLM_FIX,
     ),
     IgnoredOption(

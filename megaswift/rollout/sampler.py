@@ -83,7 +83,7 @@ class SamplerOptions:
     seed: int = 0
     """Of vLLM's engine in this process: where requests have no seeds of their own, ranks need different ones."""
     seed_requests: bool = True
-    """Whether vLLM in this process gets the seed of each completion."""
+    """Whether vLLM gets the seed of each completion."""
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine in this process, under vLLM's names."""
     base_urls: tuple[str, ...] = ()

@@ -96,7 +96,7 @@ IDLE = [
     ("--rollout_lora true", "--vllm_enable_lora true --train_type lora"),
     ("--vllm_gpu_memory_utilization 0.5", "--vllm_gpu_memory_utilization 0.5 --use_vllm"),
     ("--vllm_enforce_eager true", "--vllm_enforce_eager true --use_vllm"),
-    ("--vllm_seed_requests false", "--vllm_seed_requests false --use_vllm"),
+    ("--vllm_seed_requests false", f"--vllm_seed_requests false {SERVER}"),
     ("--vllm_enable_prefix_caching false", "--vllm_enable_prefix_caching false --use_vllm"),
     (f"--vllm_disable_cascade_attn true {SERVER}", "--vllm_disable_cascade_attn true --use_vllm"),
     ('--vllm_limit_mm_per_prompt {"image":2}', '--vllm_limit_mm_per_prompt {"image":2} --use_vllm'),

@@ -168,7 +168,9 @@ class Vllm(Backend):
             body["repetition_penalty"],
             tuple(body["stop_token_ids"]),
         )
-        made = self.sample(body["prompt"], sampling, body["seed"])
+        made = self.sample(
+            body["prompt"], sampling, body.get("seed", len(self.calls))
+        )  # without one, another each time
         told = {
             "tokens": [f"token_id:{t}" for t in made.token_ids],
             "token_logprobs": list(made.logprobs),

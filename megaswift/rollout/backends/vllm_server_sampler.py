@@ -155,7 +155,8 @@ class VllmServerSampler(ServerSampler):
     def ask(self, server: SamplingServer, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
         """vLLM selects an adapter by the `model` field."""
         name = ADAPTER if self.adapts else self.names[server]
-        return server.post("/v1/completions", {**common, "model": name, "prompt": prompt, "seed": seed})
+        own = {"seed": seed} if self.options.seed_requests else {}
+        return server.post("/v1/completions", {**common, "model": name, "prompt": prompt, **own})
 
     def completion(self, answer: Any, sampling: SamplingParams) -> Completion:
         """The single choice of a response, with its finish reason checked."""
