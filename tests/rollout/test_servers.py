@@ -77,17 +77,6 @@ def test_two_servers_answer_as_the_sampler_that_they_are_made_of(
         assert len(asked) == 9
 
 
-@pytest.mark.parametrize("seeded", [True, False])
-def test_a_vllm_server_draws_by_itself_where_requests_have_no_seeds(seeded: bool, model: Path, tmp_path: Path) -> None:
-    backend = Vllm(model)
-    with serving(backend) as url:
-        made = client("vllm_server", model, url, sync_folder=tmp_path / "sync", seed_requests=seeded)
-        made.update_weights(weights(model))
-        made.generate(PROMPTS, SAMPLING, SEEDS)
-    asked = [body for path, body in backend.calls if path == "/v1/completions"]
-    assert sorted(body.get("seed", -1) for body in asked) == (sorted(SEEDS) if seeded else [-1] * len(PROMPTS))
-
-
 def test_adapters_alone_come_in_place_of_those_before(kind: str, model: Path, tmp_path: Path) -> None:
     """Onto weights that the server has by itself; those of a run that was broken off are in nobody's way. Nothing is
     written."""
@@ -293,7 +282,6 @@ def test_what_servers_do_wrong_is_told(kind: str, path: str, said: Any, told: st
     backend.told[path] = said
     with serving(backend) as url, pytest.raises(UserError, match=told):
         made = client(kind, model, url, sync_folder=tmp_path, max_length=90)
-        made.update_weights(weights(model))
         made.update_weights(weights(model))
         made.generate(PROMPTS, SAMPLING, SEEDS)
 

@@ -1,4 +1,4 @@
-"""vLLM servers whose workers have the extension for weight sync, by a server that speaks as vLLM does.
+"""vLLM servers, by a server that speaks as vLLM does: weights in buckets where workers have the extension, seeds.
 
 Covers: megaswift/rollout/backends/vllm_server_sampler.py, megaswift/rollout/weight_transfer/connect_vllm_servers.py,
 megaswift/rollout/weight_transfer/vllm_worker_extension.py.
@@ -52,6 +52,17 @@ def test_two_vllm_servers_are_sent_buckets(
             assert sent <= made.sender.statistics.sent_bytes < sent + 16 * len(altered)
         made.close()
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_a_vllm_server_draws_by_itself_where_requests_have_no_seeds(seeded: bool, model: Path, tmp_path: Path) -> None:
+    backend = Vllm(model)
+    with serving(backend) as url:
+        made = client("vllm_server", model, url, sync_folder=tmp_path / "sync", seed_requests=seeded)
+        made.update_weights(weights(model))
+        made.generate(PROMPTS, SAMPLING, SEEDS)
+    asked = [body for path, body in backend.calls if path == "/v1/completions"]
+    assert sorted(body.get("seed", -1) for body in asked) == (sorted(SEEDS) if seeded else [-1] * len(PROMPTS))
 
 
 def test_servers_without_the_extension_are_told_how_to_start(model: Path, tmp_path: Path) -> None:
