@@ -6,10 +6,8 @@ the engines'.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -21,17 +19,13 @@ from megaswift import distributed
 from megaswift.device_copy import HostCopy, copy_to_device_async
 from megaswift.engine.own_compute_time import OwnComputeClock
 from megaswift.engine.protocol import GlobalBatchCounts, MicrobatchLossAndSamples, StartedCount, StepResult
+from megaswift.engine.reported_numbers import NamedReport, ReportNames, ReportPlaces, metric_operands
 from megaswift.losses.contract import (
     Batch,
-    DifferenceMetric,
     Loss,
-    MaxMetric,
-    MeanMetric,
     Metric,
-    MinMetric,
     ModelOutputs,
     RequestedModelOutputs,
-    SumMetric,
 )
 from megaswift.parallel.layout import Coordinates, Layout
 
@@ -119,6 +113,7 @@ class GlobalBatchLossCallback:
     def __init__(self, loss: Loss, counted: GlobalBatchCounts) -> None:
         self.loss, self.counts = loss, counted.counts
         self.parts: list[tuple[dict[str, Tensor], dict[str, Metric]]] = []
+        """Terms by denominator and name, metrics."""
 
     def __call__(self, batch: Batch, fields: Tensor) -> Tensor:
         """The scalar to differentiate: this micro-batch's part of the global batch's objective."""
@@ -127,14 +122,14 @@ class GlobalBatchLossCallback:
         values: dict[str, Tensor] = {}
         for term in terms:
             value = term.weight * term.sum / (self.counts[term.denominator] or 1.0)
-            values[term.name] = value.detach()
+            values[f"{term.denominator}/{term.name}"] = value.detach()
             total = total + value
         self.parts.append((values, dict(metrics)))
         return total
 
     def values(self) -> list[Tensor | float]:
         """Of `parts`, each micro-batch's terms, then its metrics' operands."""
-        return [v for terms, metrics in self.parts for v in (*terms.values(), *_operands(metrics))]
+        return [v for terms, metrics in self.parts for v in (*terms.values(), *metric_operands(metrics))]
 
     def local(self, microbatches: Sequence[Batch], numbers: Sequence[float]) -> tuple[MicrobatchLossAndSamples, ...]:
         """Each micro-batch's share of the objective with its samples, for `StepResult.parts`. `microbatches`: as they
@@ -144,7 +139,7 @@ class GlobalBatchLossCallback:
         shares = []
         for terms, metrics in self.parts:
             shares.append(sum(next(each) for _ in terms))
-            for _ in _operands(metrics):
+            for _ in metric_operands(metrics):
                 next(each)
         return (
             tuple(MicrobatchLossAndSamples(share, ids) for share, ids in zip(shares, rows, strict=True))
@@ -153,93 +148,9 @@ class GlobalBatchLossCallback:
         )
 
 
-def _operands(metrics: Mapping[str, Metric]) -> Iterator[Tensor | float]:
-    """The values of metrics, in the order of their fields; a difference has none of its own."""
-    for metric in metrics.values():
-        if not isinstance(metric, DifferenceMetric):
-            yield from vars(metric).values()
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where in `GlobalBatchLossCallback.values` the numbers are that make up one reported value."""
-
-    add: dict[str, list[int]]
-    """Those that add up; a mean is two sums."""
-    high: dict[str, list[int]]
-    low: dict[str, list[int]]
-
-    @classmethod
-    def of(cls, parts: Sequence[tuple[Mapping[str, Any], Mapping[str, Metric]]]) -> _Places:
-        """By the kinds of metrics; names in order, the same on every rank."""
-        add: dict[str, list[int]] = {}
-        high: dict[str, list[int]] = {}
-        low: dict[str, list[int]] = {}
-        place = itertools.count()
-        for terms, metrics in parts:
-            for name in terms:
-                add.setdefault(f"term/{name}", []).append(next(place))
-            for name, metric in metrics.items():
-                if isinstance(metric, MeanMetric):
-                    add.setdefault(f"sum/{name}", []).append(next(place))
-                    add.setdefault(f"count/{name}", []).append(next(place))
-                elif isinstance(metric, SumMetric):
-                    add.setdefault(f"total/{name}", []).append(next(place))
-                elif isinstance(metric, MaxMetric):
-                    high.setdefault(name, []).append(next(place))
-                elif isinstance(metric, MinMetric):
-                    low.setdefault(name, []).append(next(place))
-        return cls(*(dict(sorted(kind.items())) for kind in (add, high, low)))
-
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """Of `joined` values, in their order."""
-        return tuple(self.add), tuple(self.high), tuple(self.low)
-
-    def joined(self, values: Sequence[float]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """(sums, largest, smallest) by name."""
-        return (
-            {name: sum(values[i] for i in where) for name, where in self.add.items()},
-            {name: max(values[i] for i in where) for name, where in self.high.items()},
-            {name: min(values[i] for i in where) for name, where in self.low.items()},
-        )
-
-
-@dataclass(frozen=True)
-class _ReportNames:
-    """What reported numbers are, in their order."""
-
-    kinds: tuple[tuple[str, ...], ...]
-    """Sums, largest, smallest."""
-    differences: tuple[tuple[str, str, str], ...]
-    """Name of a metric that is the second one less the third."""
-
-    @classmethod
-    def of(cls, places: _Places, objective: GlobalBatchLossCallback) -> _ReportNames:
-        """Those of the last stage."""
-        metrics = {name: m for _, some in objective.parts for name, m in some.items()}
-        differences = ((name, m.of, m.less) for name, m in metrics.items() if isinstance(m, DifferenceMetric))
-        return cls(places.names(), tuple(differences))
-
-    @property
-    def key(self) -> int:
-        """Names them in a float64."""
-        return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:6], "big")
-
-    def result(self, numbers: Sequence[float]) -> tuple[float, dict[str, float]]:
-        """Objective and metrics."""
-        following = iter(numbers)
-        total, metrics = _finish(*({name: next(following) for name in names} for names in self.kinds))
-        differences = {
-            name: metrics[of] - metrics[less]
-            for name, of, less in self.differences
-            if of in metrics and less in metrics
-        }
-        return total, metrics | differences
-
-
 SENT = 64
 """Numbers that a report sends through a pipeline before the host knows what they are."""
-_names_known: WeakKeyDictionary[Any, dict[int, _ReportNames]] = WeakKeyDictionary()
+_names_known: WeakKeyDictionary[Any, dict[int, ReportNames]] = WeakKeyDictionary()
 """Of a pipeline's group: names that the last stage has sent to all others, by their keys."""
 
 
@@ -264,7 +175,7 @@ class StepReport:
         """Called once all passes are launched, before the host waits for them; may be collective."""
         self.last = context.coordinates.pp == context.layout.pp - 1
         """Whether this pipeline stage has the loss."""
-        self._summed: tuple[list[Tensor | float], _Places, list[Tensor] | None] = ([], _Places.of([]), None)
+        self._summed: tuple[list[Tensor | float], ReportPlaces, list[Tensor] | None] = ([], ReportPlaces.of([]), None)
 
     def reduce(self, more: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> list[Tensor]:
         """Adds up the report over ranks, on the device, and the numbers `more` [] of this rank, which are returned;
@@ -275,7 +186,7 @@ class StepReport:
         spread = context.layout.dp > 1
         reports = self.last and (spread or context.layout.pp > 1)
         values = self.objective.values() if self.last else []
-        places = _Places.of(self.objective.parts if self.last else [])
+        places = ReportPlaces.of(self.objective.parts if self.last else [])
         beside = [i for i, group in enumerate(groups) if reports and spread and _has_ranks_of(group, context.groups.dp)]
         for i, group in enumerate(groups):
             if i not in beside:
@@ -289,7 +200,7 @@ class StepReport:
         """Copies the report, and the numbers `more` [], to the host. What is returned waits for them, makes `result` of
         the report, and returns the numbers; collective. After `reduce`."""
         values, places, reduced = self._summed
-        names = _ReportNames.of(places, self.objective)
+        names = ReportNames.of(places, self.objective.parts)
         sent = [self._sent(names, reduced)] if self.context.layout.pp > 1 else []
         own = [v for v in values if isinstance(v, Tensor) and v.device.type == self.context.device.type]
         asked = (*own, *(reduced or ()), *sent, *self.metrics.values(), *more)
@@ -302,7 +213,8 @@ class StepReport:
             joined = [value for kind in places.joined(local) for value in kind.values()]
             joined = joined if reduced is None else list(itertools.islice(numbers, len(reduced)))
             received = list(itertools.islice(numbers, sum(map(len, sent))))
-            self._finish(local, self._received(names, joined, received) if sent else names.result(joined), numbers)
+            told = self._received(names, joined, received) if sent else names.named(joined, self.counted.counts)
+            self._finish(local, told, numbers)
             return list(numbers)
 
         return finish
@@ -311,7 +223,7 @@ class StepReport:
         """Both at once."""
         return self.start_read(self.reduce(more, groups))()
 
-    def _sent(self, names: _ReportNames, reduced: list[Tensor] | None) -> Tensor:
+    def _sent(self, names: ReportNames, reduced: list[Tensor] | None) -> Tensor:
         """What the last pipeline stage sends to all, [2 + SENT]: the key of its names, how many numbers it has, and the
         numbers, where they are not too many. On the device: the host does not wait. Collective."""
         context, stages = self.context, self.context.layout.pp
@@ -324,24 +236,24 @@ class StepReport:
         dist.broadcast(message, group=context.groups.pp, group_src=stages - 1)
         return message
 
-    def _received(self, own: _ReportNames, numbers: list[float], sent: list[float]) -> tuple[float, dict[str, float]]:
-        """Objective and metrics of the last stage, which says once what its numbers are called. All stages of a
-        pipeline know the same names."""
+    def _received(self, own: ReportNames, numbers: list[float], sent: list[float]) -> NamedReport:
+        """The report of the last stage, which says once what its numbers are called. All stages of a pipeline know the
+        same names."""
         context, (key, count, *values) = self.context, sent
         known = _names_known.setdefault(context.groups.pp, {})
         if key not in known or count > SENT:
             last = context.layout.pp - 1
             told = distributed.broadcast_object((own, numbers), last, context.groups.pp, context.device)
             known[int(key)], values = told
-        return known[int(key)].result(values[: int(count)])
+        return known[int(key)].named(values[: int(count)], self.counted.counts)
 
-    def _finish(self, local: list[float], told: tuple[float, dict[str, float]], numbers: Iterator[float]) -> None:
-        """`result`, from the values of this rank, objective and metrics, and the next numbers."""
+    def _finish(self, local: list[float], told: NamedReport, numbers: Iterator[float]) -> None:
+        """`result`, from the values of this rank, the report, and the next numbers."""
         objective, counted = self.objective, self.counted
         further = dict(zip(self.metrics, numbers, strict=False))
         parts = objective.local(self.microbatches, local) if self.last else ()
         facts = counted.tokens, counted.label_tokens, counted.counts, parts, self.clock.take()
-        self.result = StepResult(told[0], {**told[1], **further}, None, False, *facts)
+        self.result = StepResult(told.loss, {**told.metrics, **further}, None, False, *facts, addends=told.addends)
 
     def read_result(self) -> StepResult:
         """Reads the report alone."""
@@ -354,7 +266,7 @@ def _has_ranks_of(group: Any, other: Any) -> bool:
 
 
 def _reduced_over_dp(
-    values: Sequence[Tensor | float], places: _Places, context: ParallelContextProtocol, beside: Sequence[Tensor]
+    values: Sequence[Tensor | float], places: ReportPlaces, context: ParallelContextProtocol, beside: Sequence[Tensor]
 ) -> list[Tensor]:
     """`beside` [], then the reported values [] in the order of `places`: summed or compared on the device over
     micro-batches and data-parallel ranks, in one reduction. Each rank has a row of its own for what is compared."""
@@ -380,18 +292,3 @@ def _reduced_over_dp(
         dist.all_reduce(joined, group=group)
     largest = rows.amax(0).unbind() if compared else ()
     return [*joined[: len(summed)].unbind(), *largest[: len(high)], *(-t for t in largest[len(high) :])]
-
-
-def _finish(add: dict[str, float], high: dict[str, float], low: dict[str, float]) -> tuple[float, dict[str, float]]:
-    terms = {n.removeprefix("term/"): v for n, v in add.items() if n.startswith("term/")}
-    metrics = {n.removeprefix("total/"): v for n, v in add.items() if n.startswith("total/")}
-    for name, value in add.items():
-        if name.startswith("sum/"):
-            total = add["count/" + name.removeprefix("sum/")]
-            if total:
-                metrics[name.removeprefix("sum/")] = value / total
-    metrics.update(high)
-    metrics.update(low)
-    if len(terms) > 1:
-        metrics.update(terms)
-    return sum(terms.values()), metrics

@@ -47,6 +47,18 @@ Counted = GlobalBatchCounts | None
 
 
 @dataclass(frozen=True)
+class Addends:
+    """What a batch's numbers are made of, so that those of several batches can be added up exactly."""
+
+    terms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Of each term of the objective its weighted sum, and the count by which it is divided."""
+    means: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Of each metric that is a mean its sum and count."""
+    differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Metrics that are one of the means less another."""
+
+
+@dataclass(frozen=True)
 class StepResult:
     """The numbers of one optimizer step or one evaluation, the same on every rank where a field does not say
     otherwise."""
@@ -70,6 +82,7 @@ class StepResult:
     """By which the loss of this step was multiplied in float16."""
     loss_scale_falling: bool = False
     """Skipped in float16 while the loss scale is above its minimum: a smaller one may fit."""
+    addends: Addends = Addends()
 
 
 FileEntries = dict[str, dict[str, Any]]

@@ -1,8 +1,8 @@
 """The evaluation hook: every `eval_steps` or epoch and after the last step, written to eval.jsonl.
 
-The loss is the objective over the whole validation set, or the part of it that the batches hold: each global batch
-weighs by its own count, so that it does not matter how the rows are cut into batches and spread over ranks. Touches no
-state.
+The loss is the objective over the whole validation set, or the part of it that the batches hold: sums and counts of
+each term and mean are added up and divided once, so that it does not matter how rows are cut into batches and spread
+over ranks. Touches no state.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from megaswift.config import SwiftConfig
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_pairs_over_global_batch
+from megaswift.engine.protocol import Addends
+from megaswift.engine.reported_numbers import differences, ratios
 from megaswift.losses.contract import Batch
 from megaswift.parallel.layout import Layout
 from megaswift.trainers.hook import StepRecord
@@ -33,6 +35,34 @@ def eval_accumulation(cfg: SwiftConfig, layout: Layout) -> int:
         plan = batch_plan(cfg.train, layout.dp)
         return plan.per_device * plan.accumulation
     return layout.pp
+
+
+class AddendsOfBatches:
+    """Sums and counts of several batches, divided once."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[str, tuple[float, float]]] = {"terms": {}, "means": {}}
+        self.differences: dict[str, tuple[str, str]] = {}
+
+    def add(self, batch: Addends) -> None:
+        """One batch more."""
+        for kind, sums in self.sums.items():
+            for name, (total, count) in getattr(batch, kind).items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = before[0] + total, before[1] + count
+        self.differences |= batch.differences
+
+    @property
+    def loss(self) -> float:
+        """The objective."""
+        return sum(ratios(self.sums["terms"]).values())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Terms where there are several, means and differences of means."""
+        terms, means = (ratios(self.sums[kind]) for kind in ("terms", "means"))
+        found = means | (terms if len(self.sums["terms"]) > 1 else {})
+        return found | differences(Addends(differences=self.differences), found)
 
 
 class EvaluationHook(IntervalLinesHook):
@@ -67,22 +97,24 @@ class EvaluationHook(IntervalLinesHook):
     def evaluate(self, loop: Loop, epoch: float) -> dict[str, Any]:
         """One pass over the validation set, one line."""
         began = time.perf_counter()
-        window = MetricsWindow()
+        window, added = MetricsWindow(), AddendsOfBatches()
         for microbatches in self.batches():
             result = loop.engine.evaluate(loop.prepare(loop.engine, microbatches, False), loop.loss)
             step = StepRecord(loop.step, epoch, 0.0, result)
             window.add(step, step_mean_weight(step, self.count))
+            added.add(result.addends)
         self.last = loop.step
         line: dict[str, Any] = {
             "step": loop.step,
             "epoch": epoch,
-            "loss": window.loss / window.weight if window.weight else math.nan,
+            "loss": added.loss if window.weight else math.nan,
             "tokens": window.tokens,
             "label_tokens": window.label_tokens,
             "batches": window.steps,
             "seconds": time.perf_counter() - began,
         }
-        line |= {k: v / window.weights[k] for k, v in window.metrics.items() if k not in line}
+        metrics = {k: v / window.weights[k] for k, v in window.metrics.items()} | added.metrics
+        line |= {k: v for k, v in metrics.items() if k not in line}
         self.write(line)
         loop.emit("on_evaluate", line)
         return line

@@ -1,4 +1,7 @@
-"""What is reported of a global batch: means, differences of means, extremes, over micro-batches."""
+"""What is reported of a global batch: means, differences of means, extremes, over micro-batches.
+
+Covers: megaswift/engine/global_batch_loss_and_metrics.py, megaswift/engine/reported_numbers.py.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ def reported(*parts: dict[str, Metric]) -> dict[str, float]:
 def read(objective: GlobalBatchLossCallback, *more: torch.Tensor, context: Any = ALONE) -> StepResult:
     """The result of a report that was read together with `more`."""
     rows: Any = [SimpleNamespace(sample_ids=None)] * len(objective.parts)
-    report = StepReport(objective, GlobalBatchCounts({}, 0, 0, len(rows)), context, rows, OwnComputeClock([]))
+    report = StepReport(
+        objective, GlobalBatchCounts({"labels": 4.0}, 0, 0, len(rows)), context, rows, OwnComputeClock([])
+    )
     report.metrics["further"] = torch.tensor(7.0)
     assert report.read(more) == [float(t) for t in more]
     assert report.result.metrics["further"] == 7.0
@@ -78,17 +83,18 @@ def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         "low": MinMetric(1.0),
     }
     objective = GlobalBatchLossCallback(CrossEntropy(), GlobalBatchCounts({}, 0, 0, 2))
-    objective.parts = [({"loss": torch.tensor(share)}, part) for share in (0.5, 1.5)]
+    objective.parts = [({"labels/loss": torch.tensor(share)}, part) for share in (0.5, 1.5)]
     reads: list[str] = []
     for name in ("tolist", "__float__", "item"):
         monkeypatch.setattr(torch.Tensor, name, noted(name, getattr(torch.Tensor, name), reads))
     norm = torch.tensor(3.0)
     rows: Any = [SimpleNamespace(sample_ids=None)] * 2
-    report = StepReport(objective, GlobalBatchCounts({}, 0, 0, 2), ALONE, rows, OwnComputeClock([]))
+    report = StepReport(objective, GlobalBatchCounts({"labels": 4.0}, 0, 0, 2), ALONE, rows, OwnComputeClock([]))
     assert report.read([norm]) == [3.0]
     result = report.result
     assert (result.loss, result.metrics) == (2.0, {"mean": 1.5, "high": 2.5, "low": 1.0, "gap": 0.0})
     assert [part.loss for part in result.parts] == [0.5, 1.5]
+    assert (result.addends.terms, result.addends.means) == ({"loss": (8.0, 4.0)}, {"mean": (12.0, 8.0)})
     assert reads == ["tolist"]
 
 
@@ -117,11 +123,11 @@ def test_values_are_reduced_over_data_parallel_ranks_before_the_read(monkeypatch
         "lower": MinMetric(torch.tensor(-9.0)),
     }
     objective = GlobalBatchLossCallback(CrossEntropy(), GlobalBatchCounts({}, 0, 0, 2))
-    objective.parts = [({"loss": torch.tensor(share)}, part) for share in (0.5, 1.5)]
+    objective.parts = [({"labels/loss": torch.tensor(share)}, part) for share in (0.5, 1.5)]
     both: Any = SimpleNamespace(**{**vars(ALONE), "layout": SimpleNamespace(dp=2, pp=1)})
     both.groups = SimpleNamespace(dp="dp")
     rows: Any = [SimpleNamespace(sample_ids=None)] * 2
-    report = StepReport(objective, GlobalBatchCounts({}, 0, 0, 2), both, rows, OwnComputeClock([]))
+    report = StepReport(objective, GlobalBatchCounts({"labels": 4.0}, 0, 0, 2), both, rows, OwnComputeClock([]))
     assert report.read([torch.tensor(3.0), torch.tensor(7.0)], ["dp", "others"]) == [6.0, 8.0]
     result = report.result
     assert result.loss == 4.0 and [share.loss for share in result.parts] == [0.5, 1.5]
@@ -170,7 +176,7 @@ def through_pipeline(rank: int, world: int, payload: None) -> list[tuple[float, 
     found = []
     for part in (FEW, FEW, OTHER, MANY, MANY, FEW):
         objective = GlobalBatchLossCallback(CrossEntropy(), GlobalBatchCounts({}, 0, 0, 2))
-        objective.parts = [({"loss": torch.tensor(share)}, part) for share in (0.5, 1.5)] if last else []
+        objective.parts = [({"labels/loss": torch.tensor(share)}, part) for share in (0.5, 1.5)] if last else []
         with patch.object(distributed, "broadcast_object", wraps=distributed.broadcast_object) as named:
             result = read(objective, torch.tensor(float(rank)), context=context)
         found.append((result.loss, dict(result.metrics), len(result.parts), named.call_count))

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.trainers.evaluation import EvaluationHook
+from megaswift.engine.protocol import Addends
+from megaswift.losses.contract import Batch, LossTerm, MeanMetric
+from megaswift.losses.sft import CrossEntropy
+from megaswift.trainers.evaluation import AddendsOfBatches, EvaluationHook
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.metrics_jsonl import read_lines
 from tests.trainers.tiny import TinyEngine, batch, tiny_loop
@@ -51,6 +54,39 @@ def test_the_loss_is_that_of_all_held_out_labels(tmp_path: Path) -> None:
             )
     assert line["loss"] == pytest.approx(total / 13, rel=1e-6)
     assert (line["tokens"], line["label_tokens"], line["batches"]) == (24, 13, 3)
+
+
+class TwoTerms(CrossEntropy):
+    """A term per label, and one per row, as losses of pairs have; a mean over tokens."""
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        return {**super().counts(batch), "rows": float(batch.input_ids.shape[0])}
+
+    def __call__(self, outputs: Any, batch: Batch) -> Any:
+        terms, metrics = super().__call__(outputs, batch)
+        whole = LossTerm("rows", outputs.logprobs.sum(), "rows", 0.25)
+        seen = {"seen": MeanMetric(outputs.logprobs.sum(), float(batch.valid.sum()))}
+        return [*terms, whole], {**metrics, **seen}
+
+
+def test_terms_of_different_counts(tmp_path: Path) -> None:
+    """Each divided once by its count over the whole set, however it is cut: batches differ in labels, not in rows."""
+    loop = tiny_loop(2, hook(tmp_path, None))
+    loop.loss = TwoTerms()
+    loop.run()
+    line = read_lines(tmp_path / "eval.jsonl")[0]
+    at_once = loop.engine.evaluate([b for batches in HELD for b in batches], loop.loss)
+    assert line["loss"] == pytest.approx(at_once.loss, rel=1e-6)
+    assert line["seen"] == pytest.approx(at_once.metrics["seen"], rel=1e-6)
+    assert line["rows"] == pytest.approx(at_once.addends.terms["rows"][0] / len(HELD), rel=1e-6)
+
+
+def test_batches_are_added_up_by_hand() -> None:
+    added, apart = AddendsOfBatches(), {"margin": ("chosen", "rejected")}
+    added.add(Addends({"a": (6.0, 3.0), "b": (1.0, 2.0)}, {"chosen": (4.0, 2.0), "rejected": (3.0, 1.0)}, apart))
+    added.add(Addends({"a": (0.0, 1.0), "b": (5.0, 1.0)}, {"chosen": (0.0, 2.0), "rejected": (0.0, 0.0)}, apart))
+    assert added.loss == 6 / 4 + 6 / 3
+    assert added.metrics == {"a": 1.5, "b": 2.0, "chosen": 1.0, "rejected": 3.0, "margin": -2.0}
 
 
 def test_training_is_the_same_with_and_without_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.engine.protocol import Counted, EngineSizeReport, GlobalBatchCounts, StartedCount, StepResult
+from megaswift.engine.protocol import Addends, Counted, EngineSizeReport, GlobalBatchCounts, StartedCount, StepResult
 from megaswift.losses.contract import Batch, Loss, MeanMetric, ModelOutputs, RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
 from megaswift.trainers.loop import Loop
@@ -50,10 +50,13 @@ class TinyEngine:
         for batch in batches:
             for name, value in loss.counts(batch).items():
                 counts[name] = counts.get(name, 0.0) + value
-        objective, sums = torch.zeros(()), {}
+        objective, sums, added = torch.zeros(()), {}, {}
         for batch in batches:
             terms, metrics = loss(self._outputs(batch), batch)
             objective = objective + sum(t.weight * t.sum / counts[t.denominator] for t in terms)
+            for t in terms:
+                before = added.get(t.name, (0.0, 0.0))[0]
+                added[t.name] = before + t.weight * float(t.sum.detach()), counts[t.denominator]
             for name, metric in metrics.items():
                 assert isinstance(metric, MeanMetric)
                 s, c = sums.get(name, (0.0, 0.0))
@@ -64,6 +67,7 @@ class TinyEngine:
             tokens=sum(b.tokens for b in batches),
             label_tokens=sum(b.label_tokens for b in batches),
             counts=counts,
+            addends=Addends(added, sums),
         )
         return objective, result
 
