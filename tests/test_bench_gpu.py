@@ -13,6 +13,10 @@ import pytest
 
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.families import family_of
+from megaswift.memory.memory_estimate import RunParameters, uncovered_features, usable_bytes
+from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
+from megaswift.memory.settings_that_fit import FitChoice, choose_settings_that_fit
+from megaswift.parallel.layout import Layout
 from tests.sources import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -67,6 +71,29 @@ def test_packed_rows_are_full_of_documents(seed: int) -> None:
     assert sum(lengths) == LENGTHS["packed"]
     assert min(lengths) >= 8
     assert len(lengths) > 1
+
+
+FITTED = [case.name for case in all_cases() if case.contender == "te"]
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_what_fits_a_card_of_139_gib(name: str, tmp_path: Path) -> None:
+    """Every case on Transformer Engine, by the estimate; the copies of weights in FP8 are counted."""
+    from gpu_benchmark.contenders import megaswift_config  # type: ignore[import-not-found]
+
+    case, usable = parse_case(name), usable_bytes(139 * 2**30, True)
+    cfg, raw = megaswift_config(case, tmp_path, False, 4, True), config_of(case, False)
+    spec = family_of(raw).spec(raw)
+    assert not list(uncovered_features(cfg, spec))
+    products = TORCH if case.method == "qlora" else TRANSFORMER_ENGINE
+    kernels = ComputeKernels(products, TRANSFORMER_ENGINE, "bfloat16", True)
+    chosen = choose_settings_that_fit(cfg, RunParameters.of(cfg, spec, Layout(1), kernels), usable)
+    assert isinstance(chosen, FitChoice) and chosen.after.total <= usable
+    assert cfg.replace(**chosen.settings).model.fp8_format == cfg.model.fp8_format, "the rules allow it"
+    assert (chosen.after.held.fp8_copies > 0) == (case.method == "fp8")
+    if name.startswith("qwen3-8b/fp8"):
+        linear = PUBLISHED["qwen3-8b"] - 2 * 151936 * 4096
+        assert chosen.after.held.fp8_copies == pytest.approx(2 * linear, rel=1e-3)
 
 
 @pytest.mark.process

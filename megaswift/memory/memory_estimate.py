@@ -95,7 +95,7 @@ def uncovered_features(cfg: SwiftConfig, spec: ModelSpec) -> Iterator[str]:
     yield from (f"{name} ({spec.family})" for name, present in model.items() if present)
     m = cfg.model
     options: dict[str, object] = {
-        "fp8_format": m.fp8_format,
+        "fp8_param_gather": m.fp8_param_gather,
         "megatron_extra_kwargs": m.megatron_extra_kwargs,
         "attn_impl unfused": m.attn_impl == "unfused",
         "adapters": cfg.lora.adapters if m.train_type != "full" else None,

@@ -46,6 +46,8 @@ class RankParameter:
     """Replicated over the ranks that hold the same experts, not over all data-parallel ranks."""
     four_bits: bool = False
     """NF4 with a scale for each block of inputs."""
+    product: bool = False
+    """A linear layer's weight inside a decoder layer: those that FP8 products quantize."""
     shared: bool = False
     """A tied embedding that the first and the last pipeline stage both hold."""
     adapter: bool = False
@@ -119,11 +121,13 @@ def rank_parameters(
         names = [format_rule_name(name, layer, expert) for name in rule.hf]
         trains = parts.trains(names)
         shared = layout.pp > 1 and spec.tied and rule.megatron.startswith(EMBEDDING)
+        product = is_four_bit_weight(rule)
         parameter = RankParameter(
             sizes.weight(rule, expert),
             trains,
             expert is not None,
-            parts.four_bits and is_four_bit_weight(rule),
+            parts.four_bits and product,
+            product,
             shared,
             restored=trains and not parts.full,
         )

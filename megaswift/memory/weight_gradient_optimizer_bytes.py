@@ -4,6 +4,7 @@ Owns the formulas of Megatron-Core's DDP buffers and optimizers, per parameter o
 in half precision, else 4):
 
     weights            w n; NF4: n / 2 + 4 n / 64 (a float32 scale for a block of 64 inputs, arXiv:2305.14314)
+    FP8 copies         2 n of linear layers (`--fp8_format`): a weight and its transpose; in MXFP8 n / 16 for scales
     gradients          4 n of what trains (`grad_reduce_in_fp32`); 2 n with main_grads_dtype bf16
     main weights       4 n in half precision; with the precision-aware optimizer and bfloat16 2 n (the remainder)
     Adam's moments     8 n, 2 n less for each in bf16; SGD with momentum 4 n
@@ -53,6 +54,8 @@ class HeldBytes:
     """Optimizer states in host memory; not on the device."""
     step_copies: int = 0
     """Float32 copies of moments, only while the optimizer steps, when there are no activations."""
+    fp8_copies: int = 0
+    """Weights of FP8 products and their transposes, which Transformer Engine keeps between micro-batches."""
 
     def __add__(self, other: HeldBytes) -> HeldBytes:
         return HeldBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -65,7 +68,7 @@ class HeldBytes:
     @property
     def device(self) -> int:
         """All that is on the device."""
-        return self.weights + self.gradients + self.optimizer + self.first_values
+        return self.weights + self.fp8_copies + self.gradients + self.optimizer + self.first_values
 
 
 def held_bytes(cfg: SwiftConfig, dtype: str, layout: Layout, chunks: Sequence[RankParameters]) -> HeldBytes:
@@ -80,7 +83,8 @@ def held_bytes(cfg: SwiftConfig, dtype: str, layout: Layout, chunks: Sequence[Ra
     gradient_width = 2 if cfg.optim.main_grads_dtype == "bf16" else 4
     offloads, sharded = cfg.optim.optimizer_cpu_offload, uses_distributed_optimizer(cfg)
     fraction = cfg.optim.optimizer_offload_fraction if offloads else 0.0
-    total, largest = HeldBytes(weights=sum(_frozen_bytes(chunk, width) for chunk in chunks)), 0
+    frozen = sum(_frozen_bytes(chunk, width) for chunk in chunks)
+    total, largest = HeldBytes(weights=frozen, fp8_copies=_fp8_copies(cfg, chunks)), 0
     for buffer in _gradient_buffers(layout, chunks):
         elements = buffer.padded if sharded else buffer.elements
         own = elements // buffer.replicas if sharded else elements
@@ -103,6 +107,14 @@ def _frozen_bytes(chunk: RankParameters, width: int) -> int:
         for p, n in chunk.items()
         if not p.trains
     )
+
+
+def _fp8_copies(cfg: SwiftConfig, chunks: Sequence[RankParameters]) -> int:
+    """The scales of tensors and of blocks of 128 x 128 weights are left out."""
+    if cfg.model.fp8_format is None:
+        return 0
+    elements = sum(n * p.elements for chunk in chunks for p, n in chunk.items() if p.product)
+    return 2 * elements + (elements // 16 if cfg.model.fp8_recipe == "mxfp8" else 0)
 
 
 def _state_bytes_per_element(cfg: SwiftConfig, dtype: str) -> tuple[int, int, int]:

@@ -103,6 +103,7 @@ def estimate_text(estimate: MemoryEstimate) -> str:
     held, activations = estimate.held, estimate.activations
     parts = {
         "weights": held.weights + held.first_values,
+        **({"FP8 copies of weights": held.fp8_copies} if held.fp8_copies else {}),
         "gradients": held.gradients,
         "optimizer": held.optimizer,
         "activations": activations.total,

@@ -78,7 +78,7 @@ LENGTHS = {"4096": 4096, "8192": 8192, "packed": 4096}
 SMALL_LENGTHS = {"4096": 64, "8192": 128, "packed": 64}
 METHODS = ("full", "lora", "qlora", "fp8")
 CONTENDERS = {
-    "te": "megaswift on Transformer Engine's modules",
+    "te": "megaswift on Transformer Engine's modules (QLoRA: its attention, with torch's products of NF4 weights)",
     "torch": "megaswift on plain torch layers",
     "hf": "a plain PyTorch loop over the transformers model (SDPA, bf16 weights and moments)",
     "hf_compile": "the same loop under torch.compile",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu_benchmark.cases import BenchmarkCase, config_of, document_lengths, row_length
+from megaswift.config import SwiftConfig
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
 from megaswift.trainers.flops import StepFlopFormula, step_flop_formula
@@ -69,7 +70,6 @@ def build_contender(case: BenchmarkCase, folder: Path, small: bool, count: int) 
 
 
 def _megaswift(case: BenchmarkCase, folder: Path, small: bool, count: int) -> Contender:
-    from megaswift.config import SwiftConfig
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.engine.megatron.layers.layer_implementation import transformer_engine_unusable_reason
     from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -82,21 +82,7 @@ def _megaswift(case: BenchmarkCase, folder: Path, small: bool, count: int) -> Co
         raise NotRun(reason)
     if case.method == "fp8" and not cuda:
         raise NotRun("FP8 products need a CUDA device")
-    cfg = SwiftConfig(
-        task="sft",
-        model=str(folder),
-        torch_dtype="bfloat16" if cuda else "float32",
-        transformer_impl="transformer_engine" if case.contender == "te" else "torch",
-        train_type=case.method if case.method in ("lora", "qlora") else "full",
-        learning_rate=LR,
-        max_length=row_length(case, small),
-        packing=case.rows == "packed",
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=count,
-        **({"lora_rank": LORA_RANK} if case.method in ("lora", "qlora") else {}),
-        **({"fp8_format": "hybrid", "fp8_recipe": "tensorwise"} if case.method == "fp8" else {"fit": True}),
-        **({} if cuda or case.method == "fp8" else {"device_memory": "16GiB"}),
-    )
+    cfg = megaswift_config(case, folder, small, count, cuda)
     raw = json.loads((folder / "config.json").read_text())
     spec = family_of(raw).spec(raw)
     context = ParallelContext(Layout(1), timeout_s=600, seed=1)
@@ -109,6 +95,29 @@ def _megaswift(case: BenchmarkCase, folder: Path, small: bool, count: int) -> Co
         step_flop_formula(engine, spec, 0),
         f"{engine.kernels}; {settings.replace(chr(10), '; ')}".rstrip("; "),
         context.close,
+    )
+
+
+def megaswift_config(case: BenchmarkCase, folder: Path, small: bool, count: int, cuda: bool) -> SwiftConfig:
+    """Of megaswift's contenders; `--fit` chooses the rest for the device."""
+    layers = "transformer_engine" if case.contender == "te" else "torch"
+    return SwiftConfig(
+        task="sft",
+        model=str(folder),
+        torch_dtype="bfloat16" if cuda else "float32",
+        transformer_impl="auto"
+        if (layers, case.method) == ("transformer_engine", "qlora")
+        else layers,  # attention only
+        train_type=case.method if case.method in ("lora", "qlora") else "full",
+        learning_rate=LR,
+        max_length=row_length(case, small),
+        packing=case.rows == "packed",
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=count,
+        **({"lora_rank": LORA_RANK} if case.method in ("lora", "qlora") else {}),
+        fit=True,
+        **({"fp8_format": "hybrid", "fp8_recipe": "tensorwise"} if case.method == "fp8" else {}),
+        **({} if cuda else {"device_memory": "16GiB"}),
     )
 
 

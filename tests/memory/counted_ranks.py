@@ -23,6 +23,7 @@ from megaswift.parallel.vocabulary_head_memory import HeadChunkSizes
 from megaswift.trainers.tensor_memory_holders import GRADIENTS, OPTIMIZER, WEIGHTS, tensor_memory_holders
 from tests.parity.cases import VOCAB, global_batch, own, parse
 from tests.parity.measure import build
+from tests.te import cuda
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Held:
     weights: int
     gradients: int
     optimizer: int
+    fp8_copies: int = 0
+    """Of weights that Transformer Engine has quantized, in bytes of 8 bits: MXFP8's scales, no float32 ones."""
 
 
 def storages(tensors: Iterable[Tensor]) -> int:
@@ -62,6 +65,8 @@ def storages(tensors: Iterable[Tensor]) -> int:
 
 def count_held(rank: int, world: int, run: CountedRun) -> Held:
     """After one step (on the ranks); of the torch engines gradients of the next one, which drop theirs in a step."""
+    if run.options.get("fp8_recipe") == "mxfp8":
+        cuda.stand_for(cuda.BLACKWELL)
     case = parse(run.text)
     engine, context = build(case, run.folder, world, **run.options)
     mine = own(global_batch(case, 2), case.dp, context.layout.coordinates(rank).dp)
@@ -85,7 +90,14 @@ def _of_megatron(engine: Any) -> Held:
     nf4 = sum(m.nbytes for c in engine.plain for m in c.modules() if isinstance(m, NF4Matrix))
     found = tensor_memory_holders(torch.device("cpu"))
     counters = _counters(part.optimizer for part in optimizer_parts(engine.optimizer))
-    return Held(found.get(WEIGHTS, 0) + nf4, found.get(GRADIENTS, 0), found.get(OPTIMIZER, 0) - counters)
+    copies = storages(_fp8_copies(m for c in engine.plain for m in c.modules()))
+    return Held(found.get(WEIGHTS, 0) + nf4, found.get(GRADIENTS, 0), found.get(OPTIMIZER, 0) - counters, copies)
+
+
+def _fp8_copies(modules: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
+    for module in modules:
+        for copy in getattr(module, "_fp8_workspaces", {}).values():
+            yield from (t for t in vars(copy).values() if isinstance(t, Tensor) and t.dtype == torch.uint8)
 
 
 def _of_torch(engine: Any, batches: Any) -> Held:

@@ -114,6 +114,17 @@ def test_copies_of_bf16_moments_count_in_the_optimizer_step() -> None:
     assert before.total == pytest.approx(20 * PARAMETERS, rel=1e-6)
 
 
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_fp8_on_the_same_card(length: int) -> None:
+    """2 bytes more for each of the 6.95 B weights of linear layers, 12.9 GiB: 16 bytes a parameter no longer fit."""
+    found = chosen(139 * GIB, max_length=length, fp8_format="hybrid", fp8_recipe="tensorwise")
+    assert found.settings["main_grads_dtype"] == "bf16" and found.settings["precision_aware_optimizer"]
+    linear = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
+    assert found.after.held.device == pytest.approx(14 * PARAMETERS + 2 * linear, rel=1e-6)
+    assert found.after.total <= usable_bytes(139 * GIB, True) < found.before.held.device
+    assert "+ FP8 copies of weights 12.9 GiB +" in fit_text(found, 139 * GIB, True)
+
+
 def test_lora_with_sequences_of_8192_on_the_same_card() -> None:
     """Nothing has to be changed: weights 15.3 GiB, activations 38 GiB."""
     found = chosen(139 * GIB, train_type="lora", max_length=8192)
@@ -194,5 +205,5 @@ def test_what_the_formulas_do_not_cover_is_named() -> None:
     cfg = SwiftConfig(task="sft")
     assert list(uncovered_features(cfg, spec_of(QWEN3_8B))) == []
     assert list(uncovered_features(cfg, spec_of(MOE))) == []
-    found = list(uncovered_features(cfg.replace(fp8_format="hybrid"), spec_of(GEMMA_2_2B)))
-    assert any("soft caps" in name for name in found) and "--fp8_format" in found
+    found = list(uncovered_features(cfg.replace(fp8_format="hybrid", fp8_param_gather=True), spec_of(GEMMA_2_2B)))
+    assert any("soft caps" in name for name in found) and "--fp8_param_gather" in found

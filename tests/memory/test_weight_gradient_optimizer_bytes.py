@@ -53,7 +53,7 @@ def counted(run: CountedRun, pool: Pool) -> list[Held]:
 
 
 def held(stage: HeldBytes) -> Held:
-    return Held(stage.weights, stage.gradients, stage.optimizer)
+    return Held(stage.weights, stage.gradients, stage.optimizer, stage.fp8_copies)
 
 
 @pytest.mark.process
@@ -109,6 +109,31 @@ def test_bytes_under_the_precision_aware_optimizer(
     (rank,), (stage,) = counted(run, te_pool), computed(run)
     assert rank == held(stage)
     assert rank.weights + rank.gradients + rank.optimizer == per_parameter * rank.weights // 2
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("dense", {"fp8_recipe": "delayed"}),
+        ("dense", {"fp8_recipe": "tensorwise", "precision_aware_optimizer": True, "main_grads_dtype": "bf16"}),
+        ("dense", {"fp8_recipe": "blockwise"}),
+        ("dense", {"fp8_recipe": "mxfp8"}),
+        ("dense", {**LORA, "fp8_recipe": "tensorwise"}),
+        ("moe", {"fp8_recipe": "tensorwise"}),
+    ],
+    ids=str,
+)
+def test_copies_of_weights_in_fp8(model: str, options: dict[str, Any], te_pool: Pool, folders: Path) -> None:
+    """Of linear layers, trained or frozen, experts included: the weight and its transpose, a byte each; MXFP8's scales
+    beside them. Embedding, head, router and adapters have none."""
+    run = CountedRun(
+        "dense do te", model_folder(folders / model, MODELS[model]), {**HALF, "fp8_format": "hybrid", **options}
+    )
+    (rank,), (stage,) = counted(run, te_pool), computed(run)
+    assert rank == held(stage)
+    linear = 4 * (128 * 512 + 256 * 128 + 3 * 128 * 256)  # in MODELS the experts together are as large as the MLP
+    assert rank.fp8_copies == 2 * linear + (linear // 16 if options["fp8_recipe"] == "mxfp8" else 0)
 
 
 @pytest.mark.process
