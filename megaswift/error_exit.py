@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from megaswift.config.variables_set_by_launcher import is_launched_worker, restart_count
+from megaswift.config.variables_set_by_launcher import RUN, is_launched_worker, restart_count
 from megaswift.errors import UserError
 from megaswift.log import LOG_FILE
 
@@ -77,7 +77,7 @@ def _marker(environ: Mapping[str, str]) -> Path | None:
     if not is_launched_worker(environ):
         return None
     run = "".join(c for c in environ.get("TORCHELASTIC_RUN_ID", "") if c.isalnum())
-    parent = environ.get("MEGASWIFT_RUN", os.getppid())
+    parent = environ.get(RUN, os.getppid())
     return Path(
         tempfile.gettempdir(),
         f"megaswift-{os.getuid()}-{parent}-{run}-{environ.get('MASTER_PORT', '0')}-{restart_count(environ)}",

@@ -7,7 +7,10 @@ Owns the names of their variables and the argument that some add to the command 
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.errors import ConfigError, Problem
@@ -28,7 +31,8 @@ NODE = "MEGASWIFT_NODE"
 """For torchrun's agent of a run of several nodes: rank of this node, nodes, address and port of node 0, seconds."""
 RESTARTS = "MEGASWIFT_RESTARTS"
 """How often `--max_restarts` has started the processes again; torchrun counts its own restarts."""
-
+RUN = "MEGASWIFT_RUN"
+"""Names a run of Ray, whose processes one launcher starts for all runs."""
 
 OOM_RETRY = "MEGASWIFT_OOM_RETRY"
 """Set where the processes are started again after EXIT_OOM_RETRY."""
@@ -37,6 +41,18 @@ OOM_RETRY = "MEGASWIFT_OOM_RETRY"
 def restart_count(environ: Mapping[str, str]) -> int:
     """How often the processes of this run were started before: 0 the first time."""
     return int(environ.get(RESTARTS, "0")) + int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launch_identity() -> str:
+    """What the processes that a launcher has started on this machine have in common, and no other launch has: the
+    launcher's process and when it started, its run and port. Of a run without a launcher: the process itself."""
+    process = os.getppid() if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else os.getpid()
+    try:
+        started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): field 22
+    except (OSError, IndexError):
+        started = ""
+    run = (os.environ.get(name, "") for name in (RUN, "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
+    return " ".join((socket.gethostname(), str(process), started, *run))
 
 
 def is_launched_worker(environ: Mapping[str, str]) -> bool:

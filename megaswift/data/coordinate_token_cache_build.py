@@ -15,7 +15,6 @@ import fcntl
 import json
 import os
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,18 +47,6 @@ def data_cache_folder(folder: str | None) -> Path:
 def is_cache_builder_process() -> bool:
     """True on the process of a node that builds: local rank 0, or a run without torchrun."""
     return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
-
-
-def launch_identity() -> str:
-    """What the processes that a launcher has started on this machine have in common, and no other launch has: the
-    launcher's process and when it started, its run and port. Of a run without a launcher: the process itself."""
-    process = os.getppid() if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else os.getpid()
-    try:
-        started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): field 22
-    except (OSError, IndexError):
-        started = ""
-    run = (os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
-    return " ".join((socket.gethostname(), str(process), started, *run))
 
 
 def remove_at_exit(folder: Path, alias: Path) -> None:

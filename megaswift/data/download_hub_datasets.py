@@ -1,4 +1,5 @@
-"""Downloads data sets by their ids on Hugging Face or ModelScope and stores them as Parquet next to the token cache.
+"""Downloads data sets by their ids on Hugging Face or ModelScope and stores them as Parquet next to the token cache,
+once a node.
 
 Owns the download only, by the hubs' own clients (`datasets`; `modelscope-hub`, which `modelscope` installs). Without a
 client or without a reachable hub the answer is a DataError that says so. Servers' addresses and tokens are the clients'
@@ -7,6 +8,7 @@ own environment variables (HF_ENDPOINT, HF_TOKEN, MODELSCOPE_ENDPOINT, MODELSCOP
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Any
 
 from megaswift.atomic_disk_writes import atomic_file
 from megaswift.config.hub_dataset_ids import HUGGING_FACE, id_on_hub
+from megaswift.download_once_per_node import download_once_per_node
 from megaswift.errors import DataError, Problem, did_you_mean_hint, first_line
 from megaswift.log import info
 
@@ -32,11 +35,16 @@ def download_dataset_as_parquet(
         raise DataError(Problem(f"{flag} {name}", "is neither a local file or folder nor a hub ID"))
     parts = subset.split("/") if subset else [None]
     targets = {part: cache / "hub" / _file_name(hub, name, part) for part in parts}
-    missing = [part for part, target in targets.items() if not target.is_file()]
-    if missing:
-        load = _loader(flag, name, id_on_hub(name, hub), hub)
-        for part in missing:
-            _store(targets[part], _training_split(f"{flag} {name}", load(part)))
+    load = functools.cache(lambda: _loader(flag, name, id_on_hub(name, hub), hub))
+
+    def download(part: str | None) -> Path:
+        if not targets[part].is_file():  # another run has it by now
+            _store(targets[part], _training_split(f"{flag} {name}", load()(part)))
+        return targets[part]
+
+    for part, target in targets.items():
+        if not target.is_file():
+            download_once_per_node((str(target.absolute()),), functools.partial(download, part), DataError)
     return tuple(targets.values())
 
 
@@ -48,7 +56,7 @@ def _file_name(hub: str, name: str, part: str | None) -> str:
 
 def _store(target: Path, split: Any) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(target, cached=True) as fresh:  # several ranks may fetch it
+    with atomic_file(target, cached=True) as fresh:  # several nodes may fetch it
         split.to_parquet(str(fresh))
 
 

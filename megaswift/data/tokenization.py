@@ -23,6 +23,7 @@ from typing import Any
 
 from megaswift import log
 from megaswift.config.data import RL
+from megaswift.config.variables_set_by_launcher import launch_identity
 from megaswift.data import columns, download_hub_datasets
 from megaswift.data.cached_dataset import read_cached_dataset
 from megaswift.data.certify_loss_mask import (
@@ -38,7 +39,6 @@ from megaswift.data.coordinate_token_cache_build import (
     content_hash_of_input_files,
     data_cache_folder,
     is_cache_builder_process,
-    launch_identity,
     remove_at_exit,
     wait_for_build,
     wait_for_content_hash,

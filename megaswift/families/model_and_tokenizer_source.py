@@ -20,11 +20,11 @@ from megaswift.data.named_chat_templates import named_templates, template_tokens
 from megaswift.data.open_media_files import VideoSampling
 from megaswift.data.read_template_and_system import read_template
 from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from megaswift.download_once_per_node import download_once_per_node
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line, missing_path_hint
 from megaswift.families.adapter_folder import CONFIG as ADAPTERS
 from megaswift.families.adapter_folder import adapter_given_as_model_problem
 from megaswift.families.checkpoint_folder import find_checkpoint, find_intact_checkpoint
-from megaswift.families.download_once_per_node import download_once_per_node
 from megaswift.families.family import read_config_json
 from megaswift.families.saved_step_integrity import MARKER
 from megaswift.families.vision_language_detection import has_vision_tower, vision_task_problems
@@ -128,7 +128,7 @@ def _fetch(model: ModelNameOptions, name: str, patterns: tuple[str, ...], flag: 
             Problem(f"{flag} {name}", f"no such folder, and {package} is not installed", f"run pip install {package}")
         )
 
-    def download() -> Path:
+    def snapshot() -> Path:
         if model.use_hf:
             from huggingface_hub import snapshot_download
 
@@ -137,18 +137,21 @@ def _fetch(model: ModelNameOptions, name: str, patterns: tuple[str, ...], flag: 
 
         return Path(from_modelscope(name, revision=model.model_revision, allow_patterns=list(patterns)))
 
-    try:
-        return download_once_per_node((package, name, str(model.model_revision), *patterns), download)
-    except (OSError, ValueError, RuntimeError) as error:
-        # what the hubs' clients raise: not found, no access, no network
-        hub = "Hugging Face" if model.use_hf else "ModelScope"
-        raise WeightsError(
-            Problem(
-                f"{flag} {name}",
-                f"no such local folder, and {hub} could not provide it ({first_line(error)})",
-                "give the path of a local folder, or use a machine with access to the hub",
-            )
-        ) from None
+    def download() -> Path:
+        try:
+            return snapshot()
+        except (OSError, ValueError, RuntimeError) as error:
+            # what the hubs' clients raise: not found, no access, no network
+            hub = "Hugging Face" if model.use_hf else "ModelScope"
+            raise WeightsError(
+                Problem(
+                    f"{flag} {name}",
+                    f"no such local folder, and {hub} could not provide it ({first_line(error)})",
+                    "give the path of a local folder, or use a machine with access to the hub",
+                )
+            ) from None
+
+    return download_once_per_node((package, name, str(model.model_revision), *patterns), download, WeightsError)
 
 
 def missing_model_file_problems(folder: Path, random_init: bool) -> list[Problem]:
