@@ -111,8 +111,8 @@ class CheckpointHook(Hook):
         """One checkpoint, on every rank together, complete when this returns unless it is written in the
         `background`."""
         self.finish_pending()
-        self.before_save(loop)
         began = time.perf_counter()
+        self.before_save(loop)
         if self.best is not None:
             self.best.before_save(loop.step)
         hooks = {type(h).__name__: state for h in loop.hooks if (state := h.state_dict())}
@@ -132,7 +132,7 @@ class CheckpointHook(Hook):
             return
         files = {f"{part}/{file}": e for part, one in engines.items() for file, e in one.save(folder / part).items()}
         (self.write_weights_only or self.beside)(folder)
-        self._publish(loop.step, files, (state, best), f"{time.perf_counter() - began:.1f} s")
+        self._publish(loop.step, files, (state, best), lambda: f"{time.perf_counter() - began:.1f} s")
 
     def finish_pending(self) -> None:
         """Waits for the checkpoint that is written in the background, if any, and publishes it. Collective."""
@@ -141,13 +141,19 @@ class CheckpointHook(Hook):
         done, self.pending = self.pending, None
         began = time.perf_counter()
         files = done.writer.finish(f"checkpoint of step {done.step}")
-        blocked = done.blocked + time.perf_counter() - began
-        seconds = f"{began - done.began:.1f} s in the background, {blocked:.2f} s of them before the next step"
+
+        def seconds() -> str:
+            now = time.perf_counter()
+            waited = done.blocked + now - began
+            return f"complete after {now - done.began:.2f} s; training waited {waited:.2f} s"
+
         self._publish(done.step, files, (done.state, done.best), seconds)
 
-    def _publish(self, step: int, own: FileEntries, kept: tuple[Mapping[str, Any], int | None], seconds: str) -> None:
+    def _publish(
+        self, step: int, own: FileEntries, kept: tuple[Mapping[str, Any], int | None], seconds: Callable[[], str]
+    ) -> None:
         """Makes a written step a checkpoint: files without an entry are hashed by all ranks together, then rank 0 marks
-        and renames the folder. Collective."""
+        and renames the folder and deletes older ones. `seconds` is what the line says then of the time. Collective."""
         rank, ranks, folder = distributed.global_rank(), distributed.global_world_size(), self.store.saving(step)
         (state, best), files = kept, FileEntries()
         for part in distributed.gather_on_rank0(own) or ():
@@ -158,7 +164,7 @@ class CheckpointHook(Hook):
         done = distributed.run_on_rank0(lambda: self.store.finish(step, files, state))
         distributed.run_on_rank0(lambda: self.store.rotate(self.limit, best))
         self.size = sum(entry["bytes"] for entry in files.values())
-        print_line(f"step {step}: checkpoint {done} ({self.size / 2**20:,.1f} MiB, {seconds})")
+        print_line(f"step {step}: checkpoint {done} ({self.size / 2**20:,.1f} MiB, {seconds()})")
         self.after_save(done, step)
 
     def _open(self, step: int, names: Sequence[str]) -> Path:
