@@ -7,9 +7,9 @@ loop and with bare matrix multiplications.
 
 Each case runs in its own process for at most --limit seconds and appends one line to OUT/results.jsonl. Cases that
 already have a result are skipped, so the command can be rerun until all are done (--redo repeats those that match
---only). Models have published shapes and random weights, created on the device. FLOPs are counted in the same way for
-every contender (`megaswift.trainers.flops`); MFU is relative to the device's bf16 peak. Without a GPU the shapes are
-scaled down (--small), which only shows that the cases run.
+--only, --redo_failed those of them that failed). Models have published shapes and random weights, created on the
+device. FLOPs are counted in the same way for every contender (`megaswift.trainers.flops`); MFU is relative to the
+device's bf16 peak. Without a GPU the shapes are scaled down (--small), which only shows that the cases run.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def run_cases(cases: Sequence[BenchmarkCase], args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     known, begun, first = results_of(args.out), time.monotonic(), True
     for case in cases:
-        if case.name in known and not args.redo:
+        again = args.redo or (args.redo_failed and has_failed(case, known.get(case.name, {}).get("status", "")))
+        if case.name in known and not again:
             continue
         left = args.budget - (time.monotonic() - begun) if args.budget else args.limit
         if left < min(args.limit, 60):
@@ -157,6 +158,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="cases by name; * matches anything")
     parser.add_argument("--list", action="store_true", help="print the cases and end")
     parser.add_argument("--redo", action="store_true", help="repeat cases that have a result")
+    parser.add_argument("--redo_failed", action="store_true", help="repeat cases that failed or took too long")
     parser.add_argument("--budget", type=float, default=0.0, help="seconds in all (0: no limit)")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds a case may take")
     parser.add_argument("--steps", type=int, default=10, help="measured steps")

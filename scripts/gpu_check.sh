@@ -2,21 +2,23 @@
 # What to run on a machine with a CUDA device, in this order: Transformer Engine's modules, the engine's tests, whole
 # runs, and the benchmarks.
 #
-#   bash scripts/gpu_check.sh [--python PYTHON] [--budget SECONDS] [--cpu] [FOLDER for the logs]
+#   bash scripts/gpu_check.sh [--python PYTHON] [--budget SECONDS] [--cpu] [--redo] [FOLDER for the logs]
 #
 # Uses the Python given (python3 unless said) as it is and installs nothing, so that it also works offline. A step that
-# has passed is not repeated (FOLDER/NAME.passed; remove the file to repeat it), and each step ends within ten minutes:
-# where a command may only run for some minutes, type it again until it says that all have passed. With --budget no step
-# is started after that many seconds. With --cpu the tests, which need a device, are left out, and the benchmarks run on
+# has passed is not repeated (FOLDER/NAME.passed), and of a benchmark's cases only those without a good result in
+# FOLDER/bench are run. --redo forgets both and begins again; for one case: bench_gpu.py --out FOLDER/bench --redo --only
+# CASE. Each step ends within ten minutes: where a command may only run for some minutes, type it again (without --redo)
+# until it says that all have passed. With --budget no step is started after that many seconds. With --cpu the tests, which need a device, are left out, and the benchmarks run on
 # shapes for a CPU: that shows that they work, and measures nothing.
 set -uo pipefail
 
-python=python3 budget=0 cpu=
+python=python3 budget=0 cpu= redo=
 while [ $# -gt 0 ]; do
   case "$1" in
     --python) python=${2:?"gpu_check.sh: --python needs a command or a path"}; shift 2 ;;
     --budget) budget=${2:?"gpu_check.sh: --budget needs a number of seconds"}; shift 2 ;;
     --cpu) cpu=1; shift ;;
+    --redo) redo=1; shift ;;
     -*) echo "gpu_check.sh: unknown option $1" >&2; exit 2 ;;
     *) break ;;
   esac
@@ -30,6 +32,7 @@ if [ -z "$cpu" ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.i
   echo "gpu_check.sh: torch of '$python' sees no CUDA device" >&2
   exit 2
 fi
+if [ -n "$redo" ]; then rm -f "$out"/*.passed "$out/bench/results.jsonl"; fi
 failed=() left=() without=() running=
 stop() {  # timeout puts a step into a process group of its own, which Ctrl-C does not reach
   trap '' INT TERM
@@ -58,7 +61,7 @@ tests() {
 }
 bench() {
   local name=$1; shift
-  step "$name" "$python" scripts/bench_gpu.py --out "$out/bench" --limit 280 --redo "$@" ${cpu:+--small}
+  step "$name" "$python" scripts/bench_gpu.py --out "$out/bench" --limit 280 --redo_failed "$@" ${cpu:+--small}
 }
 
 step doctor "$python" -m megaswift doctor

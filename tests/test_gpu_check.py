@@ -72,6 +72,22 @@ def test_what_has_passed_is_not_repeated(python: Path) -> None:
     assert "-k fp8" in second[0]
 
 
+def test_only_redo_repeats_good_cases(python: Path) -> None:
+    """Results that are there stay, and benchmarks repeat what failed; --redo forgets results and passed steps, and a
+    call without it goes on from there."""
+    results = python.with_name("out") / "bench/results.jsonl"
+    results.parent.mkdir(parents=True)
+    results.write_text("{}\n")
+    _, first, _ = check(python)
+    benchmarks = [call for call in first if "bench_gpu.py" in call]
+    assert benchmarks and all("--redo_failed" in call and "--redo " not in call for call in benchmarks)
+    assert results.exists() and check(python)[1] == []
+    python.with_name("fails").write_text("-k fp8")
+    code, again, _ = check(python, "--redo")
+    assert (code, again) == (1, first) and not results.exists()
+    assert len(check(python)[1]) == 1
+
+
 def test_a_budget(python: Path) -> None:
     slow = python.read_text().replace("exit 0\n", "sleep 0.7\nexit 0\n")
     python.write_text(slow)
@@ -110,7 +126,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def test_shapes_of_a_cpu(python: Path) -> None:
     """Without the look for a device; the benchmarks with small models, resumed as on a GPU, and no test."""
-    python.with_name("fails").write_text("--redo.*qwen3-4b")
+    python.with_name("fails").write_text("--redo_failed.*qwen3-4b")
     code, calls, text = check(python, "--cpu")
     assert code == 1
     assert "failed: medium_model" in text
