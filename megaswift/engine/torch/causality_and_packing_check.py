@@ -99,12 +99,12 @@ def _keep_per_document_attention_if_same(engine: TorchEngine, read: _TokenReader
     document, ended = (single_row_batch_of_documents(ids) for ids in _document_and_other_end(engine.spec.vocab_size))
     with per_document_attention.short_windows(model, WINDOW):
         found, other = read(document), read(ended)
-        model.set_attn_implementation(per_document_attention.transformers_attention(model.config))
+        per_document_attention.keep_transformers_attention(model)
         differs = _differs(found, read(document), limit * _apart(found, other))
     if differs:
         log.info(f"{type(model).__name__} keeps transformers' attention: per document its numbers are others")
     else:
-        model.set_attn_implementation(per_document_attention.CHECKED)
+        per_document_attention.set_per_document_attention(model, engine.cfg.model, False)
 
 
 def _document_and_other_end(vocab: int) -> tuple[Tensor, Tensor]:

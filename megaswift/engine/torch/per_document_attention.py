@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ from megaswift.errors import ConfigError, Problem
 from megaswift.losses.contract import Batch
 
 CHECKED = "per_document"
-"""In place of `sdpa` in transformers' `_attn_implementation`, for a model that is compared with it at load."""
+"""In place of transformers' `_attn_implementation` while `rows_of` lasts, for a model that is compared with it at
+load."""
 MASKLESS = "per_document_maskless"
 """The same for families, whose layers are known to be causal with windows, soft caps or sinks. transformers makes no
 masks for a name without a mask function, and so asks no micro-batch's positions whether its rows are packed."""
@@ -48,26 +50,35 @@ class _RowsInProgress:
     """The same, short documents together."""
 
 
+_NAMES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Of each model that attends per document: CHECKED or MASKLESS."""
+
+
 @contextmanager
 def rows_of(batch: Batch, model: nn.Module) -> Iterator[None]:
-    """`batch`, in host memory, is the one whose forward and backward pass by `model` run within. Not nested.
-    ConfigError for shared prefixes where the model cannot attend to them."""
+    """`batch`, in host memory, is the one whose forward and backward pass by `model` run within. Not nested. Outside,
+    where callbacks may call it, the model attends as transformers has it. ConfigError for shared prefixes where the
+    model cannot attend to them."""
     assert _RowsInProgress.documents is None, "one micro-batch at a time"
-    if batch.prefixes is not None and not attends_per_document(unwrap_peft_model(model)):
+    bare: Any = unwrap_peft_model(model)
+    if batch.prefixes is not None and not attends_per_document(bare):
         raise ConfigError(
             Problem("--prefix_sharing", "is not supported by this model's attention", "--prefix_sharing false")
         )
     documents = RowDocuments.of_batch(batch)
     _RowsInProgress.documents, _RowsInProgress.joined = documents, documents.join_short(JOINED)
+    own = bare.config._attn_implementation
+    bare.config._attn_implementation = _NAMES.get(bare, own)
     try:
         yield
     finally:
         _RowsInProgress.documents = _RowsInProgress.joined = None
+        bare.config._attn_implementation = own
 
 
 def attends_per_document(model: Any) -> bool:
     """Whether layers of a transformers model attend as described here."""
-    return getattr(model.config, "_attn_implementation", None) in (CHECKED, MASKLESS)
+    return model in _NAMES
 
 
 def attention_name(model: Any) -> str:
@@ -112,7 +123,12 @@ def set_per_document_attention(model: Any, cfg: ModelConfig, tested: bool) -> No
         AttentionInterface.register(CHECKED, _attention)
         AttentionMaskInterface.register(CHECKED, _mask)
         AttentionInterface.register(MASKLESS, _maskless_attention)
-        model.set_attn_implementation(MASKLESS if tested else CHECKED)
+        _NAMES[model] = MASKLESS if tested else CHECKED
+
+
+def keep_transformers_attention(model: Any) -> None:
+    """The inverse."""
+    _NAMES.pop(model, None)
 
 
 def _can_attend_per_document(model: Any, cfg: ModelConfig) -> bool:
@@ -147,7 +163,7 @@ def _mask(**arguments: Any) -> Tensor | None:
     window = arguments.get("local_size")
     causal = "allow_is_bidirectional_skip" not in arguments and not arguments.get("use_vmap")
     windowed = window is None or window == getattr(config, "sliding_window", None)
-    if _RowsInProgress.documents is not None and causal and windowed and arguments.get("attention_mask") is None:
+    if causal and windowed and arguments.get("attention_mask") is None:
         return None
     return sdpa_mask(**arguments)
 
@@ -158,9 +174,10 @@ def _attention(
     """([b, s, heads, d], no weights) from queries [b, heads, s, d], keys and values [b, key heads, s, d]; `options`:
     those of transformers' interface."""
     documents = _RowsInProgress.documents
-    if documents is None or not _is_plain(module, attention_mask, options):
+    assert documents is not None, "only `rows_of` selects this function"
+    if not _is_plain(module, attention_mask, options):
         assert options.get("s_aux") is None, "sinks need the documents of the rows"
-        assert documents is None or not documents.has_prefixes, "this layer cannot attend to shared prefixes"
+        assert not documents.has_prefixes, "this layer cannot attend to shared prefixes"
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return _attend(documents, module, query, key, value, options), None
 
@@ -170,7 +187,7 @@ def _maskless_attention(
 ) -> tuple[Tensor, None]:
     """`_attention` for layers that have no mask to fall back on."""
     documents = _RowsInProgress.documents
-    assert documents is not None, "the model runs outside of `rows_of`"
+    assert documents is not None, "only `rows_of` selects this function"
     assert _is_plain(module, attention_mask, options), "a family's layer with more than causal attention"
     return _attend(documents, module, query, key, value, options), None
 
