@@ -80,7 +80,11 @@ bench medium_model --only 'qwen3-4b/full/4096/te'
 bench adapters_8b --only 'qwen3-8b/lora/4096/te' 'qwen3-8b/qlora/4096/te'
 bench torch_layers_8b --only 'qwen3-8b/full/4096/torch'
 bench peers_8b --only 'qwen3-8b/full/4096/hf' 'qwen3-8b/full/4096/hf_compile'
-bench moe_30b --only 'qwen3-30b-a3b/lora/4096/te'
+bench moe_30b --only 'qwen3-30b-a3b/lora/4096/te' 'qwen3-30b-a3b/lora/4096/hf'
+bench adapter_peers_8b --only 'qwen3-8b/lora/4096/hf' 'qwen3-8b/qlora/4096/hf'
+bench long_rows_8b --only 'qwen3-8b/full/8192/te' 'qwen3-8b/lora/8192/te'
+bench long_row_peers_8b --only 'qwen3-8b/full/8192/hf' 'qwen3-8b/lora/8192/hf'
+bench packed_peer_8b --only 'qwen3-8b/full/packed/hf'
 echo
 if [ ${#failed[@]} -gt 0 ]; then echo "gpu_check.sh: failed: ${failed[*]}; logs in $out"; exit 1; fi
 if [ ${#left[@]} -gt 0 ]; then echo "gpu_check.sh: not yet run: ${left[*]}; type the command again"; exit 3; fi

@@ -6,10 +6,12 @@ import json
 import math
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.families import family_of
@@ -101,16 +103,56 @@ def test_contenders_count_the_same_work(tmp_path: Path) -> None:
     """The FLOP rule over the engine's parameters and over transformers' own; a new model's loss is that of guessing."""
     from gpu_benchmark.contenders import build_contender, micro_batches  # type: ignore[import-not-found]
 
-    for method in ("full", "lora"):
+    for method, rows in product(("full", "lora", "qlora"), ("4096", "packed")):
         ours, theirs = (
-            build_contender(parse_case(f"qwen3-8b/{method}/4096/{name}"), tmp_path, True, 2) for name in ("torch", "hf")
+            build_contender(parse_case(f"qwen3-8b/{method}/{rows}/{name}"), tmp_path, True, 2)
+            for name in ("torch", "hf")
         )
+        assert theirs.settings == "no gradient checkpointing, AdamW(fused=True)"
         assert ours.flops.attention == theirs.flops.attention
         assert ours.flops.parameters == pytest.approx(theirs.flops.parameters, abs=1)
-        batches = micro_batches(parse_case(f"qwen3-8b/{method}/4096/hf"), True, 2, 0)
+        batches = micro_batches(parse_case(f"qwen3-8b/{method}/{rows}/hf"), True, 2, 0)
         for contender in (ours, theirs):
             assert contender.step(batches) == pytest.approx(math.log(512), rel=0.05)
             contender.close()
+
+
+def test_a_peer_recomputes_only_once_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its result says so; a second shortage is the result."""
+    from gpu_benchmark.contenders import NotRun, build_contender  # type: ignore[import-not-found]
+    from gpu_benchmark.transformers_loop import TransformersLoop  # type: ignore[import-not-found]
+
+    real, short = TransformersLoop._step, ["once"]
+
+    def step(self: Any, batches: Any) -> float:
+        if short and short.pop():
+            raise torch.OutOfMemoryError("none left")
+        assert self.model.is_gradient_checkpointing
+        return float(real(self, batches))
+
+    monkeypatch.setattr(TransformersLoop, "_step", step)
+    case = parse_case("qwen3-8b/lora/8192/hf")
+    assert build_contender(case, tmp_path, True, 2).settings.startswith("with gradient checkpointing (out of memory")
+    short += ["once", "twice"]
+    with pytest.raises(torch.OutOfMemoryError):
+        build_contender(case, tmp_path, True, 2)
+    with pytest.raises(NotRun, match="experts"):
+        build_contender(parse_case("qwen3-30b-a3b/lora/4096/hf"), tmp_path, True, 2)
+
+
+def test_packed_peers_keep_documents_apart(tmp_path: Path) -> None:
+    """The loss of a packed row is that of its documents one by one."""
+    from gpu_benchmark.contenders import build_contender, micro_batches  # type: ignore[import-not-found]
+    from gpu_benchmark.transformers_loop import TransformersLoop  # type: ignore[import-not-found]
+
+    case = parse_case("qwen3-8b/full/packed/hf")
+    build_contender(case, tmp_path, True, 1)  # writes config.json
+    loop, (row,) = TransformersLoop(case, tmp_path, 1e-5, 4), micro_batches(case, True, 1, 0)
+    parts = [ids for ids in row.input_ids.split(document_lengths(case, True, 0), 1)]
+    assert len(parts) > 1
+    with torch.no_grad():
+        losses = [loop.model(input_ids=ids, labels=ids).loss * (ids.numel() - 1) for ids in parts]
+    assert loop.step([row]) == pytest.approx(float(sum(losses)) / sum(ids.numel() - 1 for ids in parts), rel=1e-5)
 
 
 def test_what_counts_as_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

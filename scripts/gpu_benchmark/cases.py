@@ -80,7 +80,8 @@ METHODS = ("full", "lora", "qlora", "fp8")
 CONTENDERS = {
     "te": "megaswift on Transformer Engine's modules (QLoRA: its attention, with torch's products of NF4 weights)",
     "torch": "megaswift on plain torch layers",
-    "hf": "a plain PyTorch loop over the transformers model (SDPA, bf16 weights and moments)",
+    "hf": "a plain PyTorch loop over the transformers model (SDPA, bf16 weights and moments; adapters by PEFT, NF4 by "
+    "bitsandbytes; FP8 is compared with its full weights)",
     "hf_compile": "the same loop under torch.compile",
 }
 
@@ -128,6 +129,9 @@ def _in_order() -> Iterator[BenchmarkCase]:
     yield from (BenchmarkCase("qwen3-8b", "lora", "4096", contender) for contender in CONTENDERS)
     yield from (BenchmarkCase("qwen3-8b", method, rows, "torch") for rows in LENGTHS for method in METHODS[:3])
     yield BenchmarkCase("qwen3-30b-a3b", "lora", "4096", "torch")
+    yield from (BenchmarkCase("qwen3-8b", method, rows, "hf") for rows in LENGTHS for method in METHODS[:3])
+    yield from (BenchmarkCase("qwen3-8b", method, "8192", "hf_compile") for method in ("full", "lora"))
+    yield BenchmarkCase("qwen3-30b-a3b", "lora", "4096", "hf")
     for shape in SHAPES:
         methods = METHODS if shape in dense else ("lora", "qlora")
         yield from (BenchmarkCase(shape, method, rows, "te") for method in methods for rows in LENGTHS)

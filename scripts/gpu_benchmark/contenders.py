@@ -6,12 +6,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from gpu_benchmark.cases import BenchmarkCase, config_of, document_lengths, row_length
+from gpu_benchmark.transformers_loop import TransformersLoop, why_not
 from megaswift.config import SwiftConfig
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
@@ -65,7 +64,11 @@ def build_contender(case: BenchmarkCase, folder: Path, small: bool, count: int) 
 
     AutoConfig.for_model(**config_of(case, small)).save_pretrained(folder)
     if case.contender in ("hf", "hf_compile"):
-        return _transformers_loop(case, folder)
+        if reason := why_not(case):
+            raise NotRun(reason)
+        loop = TransformersLoop(case, folder, LR, LORA_RANK)
+        loop.step(micro_batches(case, small, count, 0))  # finds out whether it has to recompute
+        return Contender(loop.step, loop.flops, loop.settings)
     return _megaswift(case, folder, small, count)
 
 
@@ -119,56 +122,3 @@ def megaswift_config(case: BenchmarkCase, folder: Path, small: bool, count: int,
         **({"fp8_format": "hybrid", "fp8_recipe": "tensorwise"} if case.method == "fp8" else {}),
         **({} if cuda else {"device_memory": "16GiB"}),
     )
-
-
-def _transformers_loop(case: BenchmarkCase, folder: Path) -> Contender:
-    """bf16 weights, gradients and moments with PyTorch's fused AdamW: the fastest that is common, with less precision
-    than megaswift's float32 main weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if case.rows == "packed" or case.method not in ("full", "lora"):
-        raise NotRun("the plain loop has full weights and LoRA on whole rows only")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder),
-            dtype=torch.bfloat16 if device == "cuda" else torch.float32,
-            attn_implementation="sdpa",
-        )
-    if case.method == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear"))
-    model.gradient_checkpointing_enable()
-    model.enable_input_require_grads()
-    model.train()
-    flops = _flops_of(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, fused=True)
-    forward: Any = torch.compile(model) if case.contender == "hf_compile" else model
-
-    def step(batches: Sequence[Batch]) -> float:
-        optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=device)
-        for batch in batches:
-            ids: Tensor = batch.input_ids.to(device, non_blocking=True)
-            loss = forward(input_ids=ids, labels=ids, use_cache=False).loss / len(batches)
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        return float(total)
-
-    return Contender(step, flops, "gradient checkpointing, AdamW(fused=True)")
-
-
-def _flops_of(model: Any) -> StepFlopFormula:
-    """The FLOP rule of `megaswift.trainers.flops` for a transformers model without experts."""
-    config = model.config
-    counted = {id(p): p for p in model.parameters()}
-    if not config.tie_word_embeddings:
-        counted.pop(id(model.get_input_embeddings().weight))
-    trained = sum(p.numel() for p in counted.values() if p.requires_grad)
-    frozen = sum(p.numel() for p in counted.values() if not p.requires_grad)
-    attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    return StepFlopFormula(trained + frozen * 2 // 3, attention)
