@@ -6,6 +6,14 @@ from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.engine_rules import AUTO, NATIVE, READS, requested_engine
 from megaswift.config.rule_types import ConflictingOptions, IgnoredOption
 
+FEWEST_BYTES = 1 << 16
+"""A smaller number without a unit was meant in another unit."""
+
+
+def _lacks_unit(size: str) -> bool:
+    return size.strip()[-1:].isdecimal() and 0 < (byte_size_or_none(size) or 0) < FEWEST_BYTES
+
+
 FIT_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption("device_memory", ("fit",), lambda c: not c.train.fit, "needs fit true", "--fit true", (None,)),
 )
@@ -15,6 +23,12 @@ FIT_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.train.device_memory is not None and byte_size_or_none(c.train.device_memory) is None,
         "must be a size above 0",
         "--device_memory 80GiB",
+    ),
+    ConflictingOptions(
+        ("device_memory",),
+        lambda c: _lacks_unit(c.train.device_memory or ""),
+        "is a number of bytes without a unit, too few for a device",
+        "--device_memory {device_memory}GiB",
     ),
     ConflictingOptions(
         ("fit", *READS),

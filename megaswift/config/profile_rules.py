@@ -22,13 +22,13 @@ PROFILE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("profile_step_end", "profile_step_start"),
         lambda c: c.train.profile and c.train.profile_step_end <= c.train.profile_step_start,
-        "profiles no step: it must be larger than profile_step_start",
+        "must be larger than profile_step_start, or no step is profiled",
         "--profile_step_start 2 --profile_step_end 4",
     ),
     ConflictingOptions(
         ("profile_step_start", "max_steps"),
         lambda c: c.train.profile and c.train.max_steps is not None and c.train.profile_step_start >= c.train.max_steps,
-        "is after the last step, so no step would be profiled",
+        "profiling would start after the last step, so no step would be profiled",
         "--profile_step_start 0",
     ),
 )

@@ -42,9 +42,11 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
     """The tokenizer in `folder`; with `trust` code that comes with it may run. `fix` is what to do where there is
     none."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
-    with _as_problem(f"tokenizer in {folder}", "cannot be read: {}", fix, UNREADABLE):
+    unreadable = (*UNREADABLE, StrictDataclassError)  # the latter of config.json, which is read, too
+    with _as_problem(f"tokenizer in {folder}", "cannot be read: {}", fix, unreadable):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
         tokenizer("x")  # what its files say of lengths and special tokens is first read here
         if (largest := largest_token_id(tokenizer)) > MOST_TOKENS:

@@ -43,7 +43,9 @@ def windows_by_layer_row(
             reading.problem("layer_types", f"must have {layers} entries, each {SLIDING} or {FULL}")
             return
         windows = [int(kind == SLIDING) for kind in kinds]
-        if any(windows) and (off or not width):
+        if any(windows) and width == 0:
+            reading.problem("sliding_window", "must be at least 1: a window holds the token itself")
+        elif any(windows) and (off or not width):
             reading.problem(
                 "layer_types",
                 f"has {SLIDING}, but " + ("use_sliding_window is off" if off else "sliding_window is not given"),

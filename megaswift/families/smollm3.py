@@ -27,7 +27,7 @@ def _without_rotation(reading: ConfigReading) -> None:
 def _smollm3_windowed(reading: ConfigReading, layer: int) -> bool:
     """transformers gives windows to layers without rotary embedding, where there are windows at all."""
     without = reading.values.get("no_rope_freq")
-    return bool(reading.raw.get("sliding_window")) and without is not None and bool(without[layer])
+    return reading.raw.get("sliding_window") is not None and without is not None and bool(without[layer])
 
 
 SMOLLM3: tuple[ConfigRow, ...] = (

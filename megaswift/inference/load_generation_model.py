@@ -304,6 +304,7 @@ def load_model_and_prompt_device(
             # from_pretrained looks for it beside files of weights only
             loaded[0].generation_config = prepared.generation
     model, loading_info = disable_4bit_cpu_repacking(loaded[0]), loaded[1]
+    model.config.return_dict = True
     lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading_info[key])
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""

@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from huggingface_hub.errors import StrictDataclassError
+
 from megaswift.errors import Problem, WeightsError, first_line
 
-REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError)
+REFUSALS = (
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    ImportError,
+    AttributeError,
+    TypeError,
+    ArithmeticError,
+    StrictDataclassError,
+)
 """What transformers raises for a model that it cannot load."""
 
 

@@ -257,7 +257,7 @@ def profile_html(folder: Path) -> str:
     """Time of a step by kind of operation on each profiled rank, and what held the memory of those that ran out of it;
     nothing where there is neither."""
     html = [
-        f"<h3>rank {rank}: {summary['ms_per_step']:,.1f} ms a step, {summary['steps']} steps</h3>"
+        f"<h3>rank {rank}: {summary['ms_per_step']:,.1f} ms a step, {count_text(summary['steps'], 'step')}</h3>"
         + timing_bars_html(summary["by_kind_ms_per_step"], "ms")
         for rank, summary in profile_summaries(folder).items()
     ]

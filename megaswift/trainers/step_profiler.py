@@ -22,7 +22,7 @@ from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config.train import TrainConfig
 from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.memory_snapshot import record_allocation_history
-from megaswift.trainers.progress import print_warning
+from megaswift.trainers.progress import print_line, print_warning
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -84,6 +84,8 @@ class StepProfilerHook(Hook):
         self.chosen = self.rank in options.profile_ranks
         self.profiler: profile | None = None
         self.began, self.wall_ms, self.steps = 0.0, 0.0, 0
+        self.interval: list[int] = []
+        """Numbers of the profiled steps, known on every rank; empty again once they have been reported."""
         self.times: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
 
@@ -106,15 +108,21 @@ class StepProfilerHook(Hook):
             self.began = time.perf_counter()
 
     def on_step(self, loop: Loop, step: StepRecord) -> None:
-        """Adds the step up; writes after the last one."""
-        if self.profiler is None:
-            return
+        """Adds the step up; writes after the last one, and says where."""
+        if self.first < step.number <= self.last:
+            self.interval.append(step.number)
+        if self.profiler is not None:
+            self._add(self.profiler, loop, step)
+        if step.number == min(self.last, loop.total_steps):
+            self._report()
+
+    def _add(self, profiler: profile, loop: Loop, step: StepRecord) -> None:
         on_device = torch.cuda.is_available()
         if on_device:
             torch.cuda.synchronize()
         self.wall_ms += (time.perf_counter() - self.began) * 1000
-        self.profiler.stop()
-        profiler, self.profiler = self.profiler, None
+        profiler.stop()
+        self.profiler = None
         self.steps += 1
         for name, ms, calls in operation_times(profiler.key_averages(), on_device):
             self.times[name] += ms
@@ -126,6 +134,7 @@ class StepProfilerHook(Hook):
 
     def on_end(self, loop: Loop) -> None:
         """A run that ended before its last profiled step writes what there is; one without any says so."""
+        self._report()
         if not self.chosen:
             return
         if self.steps:
@@ -135,6 +144,14 @@ class StepProfilerHook(Hook):
                 f"--profile: no step was profiled; steps {self.first + 1} to {self.last} were asked for, this run "
                 f"ended after step {loop.step}"
             )
+
+    def _report(self) -> None:
+        """One line of rank 0's, whichever ranks were profiled."""
+        if self.interval:
+            first, last = self.interval[0], self.interval[-1]
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
+            print_line(f"--profile: traces and times of {steps} in {self.folder}")
+        self.interval = []
 
     def _write(self) -> None:
         kinds = time_by_kind(list(self.times.items()), self.wall_ms)

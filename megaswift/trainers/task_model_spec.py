@@ -10,7 +10,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families import FAMILIES, ModelSpec, load_spec
-from megaswift.families.family import read_config_json, rope_and_epsilon_problems
+from megaswift.families.family import read_config_json, rope_and_epsilon_problems, unreadable_value_problems
 from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
 from megaswift.families.scalar_head import with_scalar_head
 from megaswift.families.vision_language_detection import has_vision_tower
@@ -19,7 +19,8 @@ from megaswift.trainers.rope_scaling_and_new_tokens import changed_config_folder
 
 def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
     """What the folder's config.json describes; ConfigError where the task cannot use it."""
-    if unfit := list(rope_and_epsilon_problems(read_config_json(folder))):
+    raw = read_config_json(folder)
+    if unfit := [*rope_and_epsilon_problems(raw), *unreadable_value_problems(raw)]:
         raise WeightsError(unfit)
     with changed_config_folder(cfg, folder) as changed:
         spec = load_spec(changed) if capabilities_of(cfg).family_tables else spec_from_family_or_size_fields(changed)

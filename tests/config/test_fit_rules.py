@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.config import SwiftConfig
+from megaswift.config import SwiftConfig, load_config
 from megaswift.config.fit_rules import FIT_CLASHES, FIT_IGNORED
+from megaswift.errors import ConfigError
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = [("--device_memory 80GiB", "--device_memory 80GiB --fit")]
-CLASHING = [("device_memory", "--fit --device_memory plenty"), ("fit", "--fit --engine fsdp2")]
+CLASHING = [
+    ("device_memory", "--fit --device_memory plenty"),
+    ("device_memory", "--fit --device_memory 12"),
+    ("fit", "--fit --engine fsdp2"),
+]
 
 
 @pytest.mark.parametrize("idle, used", IDLE)
@@ -26,10 +31,23 @@ def test_every_row_is_tried() -> None:
     assert len(IDLE) == len(FIT_IGNORED) and len(CLASHING) == len(FIT_CLASHES)
 
 
-@pytest.mark.parametrize("words", ["--fit --engine auto", "--fit --device_memory 512MB", "--fit --device_memory 80e9"])
+@pytest.mark.parametrize(
+    "words",
+    ["--fit --engine auto", "--fit --device_memory 512MB", "--fit --device_memory 65536", "--fit --device_memory 80e9"],
+)
 def test_sizes_and_engines(words: str) -> None:
     """A plain number is bytes; 80e9 is none."""
     assert bool(problems(words)) == ("80e9" in words)
+
+
+@pytest.mark.parametrize("size", ["12", "12.5", "65535"])
+def test_a_number_too_small_for_bytes(size: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config("sft", ["--fit", "--device_memory", size], environ={})
+    (problem,) = error.value.problems
+    assert (
+        problem.rule.startswith("is a number of bytes without a unit") and problem.fix == f"--device_memory {size}GiB"
+    )
 
 
 def test_what_the_user_has_set_to_none_stays_known() -> None:

@@ -9,7 +9,7 @@ import pytest
 from megaswift.config.profile_rules import PROFILE_CLASHES, PROFILE_IGNORED, profile_rank_problems
 from megaswift.config.sections import NAMES
 from megaswift.config.train import TrainConfig
-from tests.config.refusals import assert_contradiction, assert_idle
+from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = [
     ("--profile_step_start 3", "--profile_step_start 3 --profile"),
@@ -35,6 +35,14 @@ def test_a_contradiction(name: str, words: str) -> None:
 def test_every_row_is_tried() -> None:
     assert {NAMES[i.split()[0][2:]] for i, _ in IDLE} == {r.option for r in PROFILE_IGNORED}
     assert [name for name, _ in CLASHING] == [r.options[0] for r in PROFILE_CLASHES]
+
+
+def test_a_default_is_named() -> None:
+    (only,) = problems("--profile --max_steps 2")
+    assert only == (
+        "--max_steps 2: profile_step_start defaults to 2: profiling would start after the last step, so no step would "
+        "be profiled"
+    )
 
 
 def test_ranks_that_the_run_does_not_have() -> None:

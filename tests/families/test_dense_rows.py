@@ -89,6 +89,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("olmo2 bias", OLMO_2_7B, {"attention_bias": True}, "attention_bias True"),
     ("granite divisor", GRANITE_3_2B, {"logits_scaling": 0}, "logits_scaling 0"),
     ("seed_oss biases", SEED_OSS_36B, {"mlp_bias": True}, "mlp_bias True"),
+    (
+        "smollm3 without a window",
+        SMOLLM3_3B,
+        {"use_sliding_window": True, "sliding_window": 0, "layer_types": ...},
+        "sliding_window 0: must be at least 1",
+    ),
     ("smollm3 layers", SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "36 entries, each 0 or 1"),
 ]
 

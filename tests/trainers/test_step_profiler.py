@@ -86,8 +86,21 @@ def test_steps_after_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_another_rank_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 says where the files are, as it alone prints."""
     profiled(tmp_path / "profile", 6, profile_ranks=(1,))
-    assert not (tmp_path / "profile").exists() and not capsys.readouterr().err
+    assert not (tmp_path / "profile").exists()
+    assert (
+        capsys.readouterr().err == f"megaswift: --profile: traces and times of steps 3 to 4 in {tmp_path / 'profile'}\n"
+    )
+
+
+@pytest.mark.parametrize("steps, options, which", [(6, {}, "steps 3 to 4"), (3, {}, "step 3"), (2, {}, "")])
+def test_the_folder_is_printed_once(
+    steps: int, options: dict[str, int], which: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profiled(tmp_path, steps, **options)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "traces and times" in line]
+    assert lines == [f"megaswift: --profile: traces and times of {which} in {tmp_path}"] * bool(which)
 
 
 def test_an_error_in_a_profiled_step_ends_the_profiler(tmp_path: Path) -> None:
@@ -205,9 +218,17 @@ def test_on_a_gpu_kernels_count_alone() -> None:
 def test_the_report_shows_each_profiled_rank(tmp_path: Path) -> None:
     assert report.profile_html(tmp_path) == ""
     for rank in (0, 12, 3):
-        summary = {"steps": 2, "ms_per_step": 4.25, "by_kind_ms_per_step": {"attention": 3.0, OUTSIDE: 1.25}}
+        summary = {
+            "steps": 1 if rank == 3 else 2,
+            "ms_per_step": 4.25,
+            "by_kind_ms_per_step": {"attention": 3.0, OUTSIDE: 1.25},
+        }
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(summary))
     (tmp_path / "rank-0-step-3.trace.json").write_text("not a summary")
     html = report.profile_html(tmp_path)
-    assert html.index("rank 0: 4.2 ms a step, 2 steps") < html.index("rank 3:") < html.index("rank 12:")
+    assert (
+        html.index("rank 0: 4.2 ms a step, 2 steps")
+        < html.index("rank 3: 4.2 ms a step, 1 step<")
+        < html.index("rank 12:")
+    )
     assert "attention" in html and "3.00 ms" in html

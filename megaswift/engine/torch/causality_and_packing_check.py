@@ -83,9 +83,9 @@ def check_causality_and_packing(engine: TorchEngine) -> None:
             )
         )
     if problems and known:
-        problems = [
-            replace(p, fix=f"{p.fix}, or --engine megatron, which separates packed documents") for p in problems
-        ]
+        auto = "" if engine.cfg.model.attn_impl == "auto" else ", or --attn_impl auto"
+        separates = f"{auto}, or --engine megatron, which separates packed documents"
+        problems = [replace(p, fix=f"{p.fix}{separates}") for p in problems]
     if problems:
         raise ConfigError(problems)
 

@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from megaswift.bridge import peft_config_from_options
@@ -31,7 +32,7 @@ from megaswift.engine.torch import (
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.engine.trainable_pattern_errors import nothing_trains_problem, unmatched_pattern_problem
-from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.errors import ConfigError, Problem, WeightsError, first_line
 from megaswift.families.decoder_layer_classes import decoder_layer_class_names
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.model_spec_of_any_model import spec_from_family
@@ -73,18 +74,28 @@ def build_model(
         if weights:
             options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
             model = disable_4bit_cpu_repacking(_loaded(auto, folder, options, cfg, spec))
-            return quantized_weights.dequantized_model_to_float32(model, folder)
+            return quantized_weights.dequantized_model_to_float32(_with_named_outputs(model), folder)
         config = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {})
         )
         with torch.random.fork_rng():
             torch.manual_seed(cfg.train.seed)
             with meta_init.init_empty_weights() if empty else nullcontext():
-                return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust, **options)
-    except (OSError, ValueError, ImportError) as error:
+                model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust, **options)
+                return _with_named_outputs(model)
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         # what transformers raises for a folder or an option that it cannot serve
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise WeightsError(Problem(f"--model {folder}", f"transformers cannot load it: {reason}")) from None
+
+
+def _with_named_outputs(model: nn.Module) -> nn.Module:
+    """Its outputs and those of its parts have names, also where `return_dict` of config.json is false."""
+    for part in model.modules():
+        config: Any = getattr(part, "config", None)
+        if hasattr(config, "return_dict"):
+            config.return_dict = True
+    return model
 
 
 def attention_to_load_with(cfg: ModelConfig, hf_config: Mapping[str, Any]) -> str | None:

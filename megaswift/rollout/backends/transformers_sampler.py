@@ -58,6 +58,7 @@ def _model(folder: Path, options: SamplerOptions) -> Any:
     attention = {} if options.attn_impl == "auto" else {"attn_implementation": options.attn_impl}
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+        config.return_dict = True
         dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
         if options.dtype != "auto":
             dtype = getattr(torch, options.dtype)

@@ -227,7 +227,7 @@ def test_trains_as_in_plain_torch(
         (
             "gpt_oss",
             {"packing": True, "attn_impl": "unfused"},
-            "(?s)--packing true: is not supported by this model.*--packing false, or --engine megatron",
+            "(?s)--packing true: is not supported.*--packing false, or --attn_impl auto, or --engine megatron",
         ),
         ("bert-encoder", {}, "is not causal: its output for a token depends on later tokens"),
         ("gpt2", {"max_length": 129}, "--max_length 129: exceeds the 128 learned positions"),

@@ -5,15 +5,21 @@ Covers: megaswift/engine/trainable_pattern_errors.py.
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
-from megaswift.engine.torch.model_building import attention_to_load_with, freeze_parts
-from megaswift.errors import ConfigError
+from megaswift.engine.torch.model_building import attention_to_load_with, build_model, freeze_parts
+from megaswift.errors import ConfigError, WeightsError
+from megaswift.families import load_spec
+from tests.parity.models import VOCAB, build
 from tests.parity.vision import KINDS, tokenizer
 
 
@@ -55,6 +61,30 @@ def test_a_frozen_tower_gives_way_to_what_is_to_train() -> None:
 def test_attention_to_load_with(kind: str, options: dict[str, Any], name: str | None) -> None:
     """Only what this engine replaces afterwards is loaded with another than was asked for."""
     assert attention_to_load_with(ModelConfig(**options), {"model_type": kind}) == name
+
+
+def changed_folder(folder: Path, more: dict[str, Any]) -> Path:
+    """A model folder with these fields in its config.json."""
+    path = build("dense", folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    return folder
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_outputs_have_names_whatever_the_folder_says(weights: bool, tmp_path: Path) -> None:
+    folder = changed_folder(tmp_path, {"return_dict": False})
+    cfg = SwiftConfig(engine="ddp", model=str(folder))
+    model: Any = build_model(folder, cfg, weights, load_spec(folder), {}, False)
+    ids = torch.arange(4)[None]
+    assert model(ids).logits.shape == (1, 4, VOCAB) and model.base_model(ids).last_hidden_state.shape[:2] == (1, 4)
+
+
+def test_a_field_of_another_type_is_one_line(tmp_path: Path) -> None:
+    """transformers' configuration class raises an error that is no ValueError."""
+    spec = load_spec(build("dense", tmp_path))
+    folder = changed_folder(tmp_path, {"hidden_size": "64"})
+    with pytest.raises(WeightsError, match="transformers cannot load it: .*'hidden_size': TypeError: .* expected int"):
+        build_model(folder, SwiftConfig(engine="ddp", model=str(folder)), True, spec, {}, False)
 
 
 def test_mistakes() -> None:
