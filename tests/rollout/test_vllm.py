@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megaswift.config import load_config
+from megaswift.families import load_spec
 from megaswift.rollout.backends.vllm_sampler import lora_rank_problems
 from megaswift.rollout.installed_vllm_version_and_support import max_lora_rank_for
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
@@ -132,12 +133,12 @@ def test_weights_come_before_caches_and_sleep_drops_both(
     ]
 
 
-def test_settings_of_the_engine_reach_it(vllm: None, tmp_path: Path) -> None:
+def test_settings_of_the_engine_reach_it(vllm: None, model: Path, tmp_path: Path) -> None:
     words = "--reward_funcs length --use_vllm --vllm_enforce_eager --vllm_enable_prefix_caching false"
     more = ["--vllm_engine_kwargs", '{"block_size": 16}', "--vllm_limit_mm_per_prompt", '{"image": 2}']
     more += ["--vllm_max_num_seqs", "7", "--vllm_mm_processor_cache_gb", "0", "--vllm_disable_cascade_attn", "true"]
     cfg = load_config("grpo", [*words.split(), *more], environ={})
-    made: Any = make_sampler("vllm", tmp_path, sampler_options(cfg, tmp_path / "sync"))
+    made: Any = make_sampler("vllm", tmp_path, sampler_options(cfg, load_spec(model), tmp_path / "sync"))
     assert made.llm.options.items() >= {"enforce_eager": True, "enable_prefix_caching": False}.items()
     assert made.llm.options.items() >= {"disable_cascade_attn": True, "mm_processor_cache_gb": 0}.items()
     assert made.llm.options["limit_mm_per_prompt"] == {"image": 2} and made.llm.options["max_num_seqs"] == 7

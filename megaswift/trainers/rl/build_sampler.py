@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 import torch
 
 from megaswift.config import SwiftConfig
+from megaswift.families.model_spec import ModelSpec
+from megaswift.memory.kv_cache_bytes import kv_cache_bytes_per_token
 from megaswift.rollout.sampler import Sampler, SamplerOptions, SamplingParams, make_sampler
 from megaswift.rollout.write_weight_sync_folders import SHARED_MEMORY
 from megaswift.trainers.create_process_groups_and_engine import RankContext
@@ -26,6 +28,9 @@ SYNC = "sync"
 
 LARGE_GPU = 70 * 2**30
 """Bytes from which vLLM has room for more completions at a time."""
+ON_CPU, MOST, CACHE_PARTS = 64, 256, 10
+"""Completions at a time of our own decode loop on a CPU, and at most; its cache may have one of so many parts of a
+GPU's memory, all of it, so that the number is the same on every rank and in every run."""
 ROUNDS = 2
 """Copies of the weights that may lie in the sync folder: the last one, and the one that is written."""
 
@@ -82,28 +87,31 @@ def _fits_in_shared_memory(folder: Path) -> bool:
     return 0 < ROUNDS * size < shutil.disk_usage(SHARED_MEMORY).free // 2
 
 
-def rollout_batch_size(cfg: SwiftConfig) -> int:
+def rollout_batch_size(cfg: SwiftConfig, spec: ModelSpec) -> int:
     """Concurrent completions of a sampler. vLLM queues what its KV cache has no room for, so its limit may be high; our
-    own decode loop allocates the cache of all."""
+    own decode loop allocates the cache of all, each for `max_length` tokens."""
+    backend = cfg.rl.rollout_backend
     if cfg.rl.rollout_batch_size is not None:
         return cfg.rl.rollout_batch_size
-    if cfg.rl.rollout_backend == "transformers":
-        return 64
-    in_process = cfg.rl.rollout_backend in EVERYWHERE and torch.cuda.is_available()
+    in_process = backend in (*EVERYWHERE, "transformers") and torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if in_process else 0
-    return 512 if memory >= LARGE_GPU else 256
+    if backend != "transformers":
+        return 512 if memory >= LARGE_GPU else 256
+    width = 4 if "float32" in (cfg.model.torch_dtype or spec.dtype) else 2
+    completion = kv_cache_bytes_per_token(spec, width) * cfg.data.max_length
+    return min(MOST, max(1, memory // CACHE_PARTS // completion)) if in_process else ON_CPU
 
 
 def sampler_options(
-    cfg: SwiftConfig, sync: Path, device: str = "cpu", dtype: str = "auto", rank: int = 0
+    cfg: SwiftConfig, spec: ModelSpec, sync: Path, device: str = "cpu", dtype: str = "auto", rank: int = 0
 ) -> SamplerOptions:
-    """What the backend is made of; `sync`: the sync folder, `rank`: of adapters that come alone."""
+    """What the backend for a model is made of; `sync`: the sync folder, `rank`: of adapters that come alone."""
     rl = cfg.rl
     return SamplerOptions(
         dtype=dtype,
         device=device,
         trust_remote_code=cfg.model.trust_remote_code,
-        batch_size=rollout_batch_size(cfg),
+        batch_size=rollout_batch_size(cfg, spec),
         max_length=cfg.data.max_length,
         memory_share=rl.vllm_gpu_memory_utilization,
         seed_requests=cfg.vllm.vllm_seed_requests,
@@ -118,11 +126,13 @@ def sampler_options(
     )
 
 
-def build_sampler(cfg: SwiftConfig, folder: Path, context: RankContext, dtype: str, rank: int) -> Sampler | None:
+def build_sampler(
+    cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, dtype: str, rank: int
+) -> Sampler | None:
     """This rank's sampler; None where another rank of the replica has it."""
     if not samples_on_every_rank(cfg) and not is_sampling_rank(context.coordinates):
         return None
-    options = sampler_options(cfg, sync_folder(cfg, folder), str(context.device), dtype, rank)
+    options = sampler_options(cfg, spec, sync_folder(cfg, folder), str(context.device), dtype, rank)
     if not options.seed_requests:
         # engines may share a prompt's completions, equal ones from one seed; ranks of one engine draw the same
         options = replace(options, seed=cfg.train.seed + context.rank // options.tensor_parallel_size)

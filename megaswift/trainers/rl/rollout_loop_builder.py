@@ -39,7 +39,13 @@ from megaswift.trainers.learning_rate_schedule import check_schedule_length, cou
 from megaswift.trainers.loop import Loop, unchanged
 from megaswift.trainers.reduce_lr_on_plateau import allowed_rate
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
-from megaswift.trainers.rl.build_sampler import build_sampler, samples_on_every_rank, sampling_params_of, sync_folder
+from megaswift.trainers.rl.build_sampler import (
+    build_sampler,
+    rollout_batch_size,
+    samples_on_every_rank,
+    sampling_params_of,
+    sync_folder,
+)
 from megaswift.trainers.rl.choose_adapter_or_merged_weight_sync import (
     adapter_rank,
     merged_sync_reason,
@@ -101,7 +107,7 @@ def add_rl_summary_rows(
         f"{count_text(plan.generations, 'completion')} for each of {count_text(plan.prompts, 'prompt')} at a time, "
         "up to "
         f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {count_text(samplers, 'rank')}"
-        f"{f', {shared} per engine' if shared > 1 else ''}, "
+        f"{f', {shared} per engine' if shared > 1 else ''}, {rollout_batch_size(cfg, build.spec)} at once, "
         f"for {count_text(plan.steps, 'step')}"
     )
     rows = source.rows * plan.generations * plan.iterations
@@ -253,7 +259,7 @@ def rollout_dependencies(
     generation = CompletionGenerator(
         engine,
         context.coordinates,
-        build_sampler(cfg, build.folder, context, dtype, adapter_rank(cfg) if adapters_only else 0),
+        build_sampler(cfg, build.spec, build.folder, context, dtype, adapter_rank(cfg) if adapters_only else 0),
         sampling_params_of(cfg, tokenizer, build.folder),
         cfg.train.seed,
         build_multi_turn(cfg, tokenizer),

@@ -20,6 +20,7 @@ import torch
 from megaswift.config import SwiftConfig
 from megaswift.config.loss_table import loss_names
 from megaswift.config.rl import RlConfig
+from megaswift.families import family_of
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings as Formulas
 from megaswift.losses.value import ValueLoss
@@ -34,9 +35,11 @@ from megaswift.trainers.rl.completions_log import CompletionsLog
 from megaswift.trainers.rl.rollout_loop_builder import reward_functions_of, reward_weights_of
 from megaswift.trainers.rl.settings import rl_settings
 from megaswift.trainers.tasks import TASKS
+from tests.memory.test_settings_that_fit import QWEN3_8B
 from tests.trainers.rl.makers import config, source
 
 Options = dict[str, Any]
+SPEC = family_of(QWEN3_8B).spec(QWEN3_8B)
 
 
 def run(**options: Any) -> SwiftConfig:
@@ -166,27 +169,38 @@ def test_the_sampler(name: str) -> None:
     plain = SamplerOptions(max_length=900, sync_folder=Path("out/sync"))
     cfg = run(**usual, **options)
     sync = sync_folder(cfg, Path("no weights here"))
-    assert sampler_options(run(**usual), Path("out/sync")) == plain
-    assert sampler_options(cfg, sync) == replace(plain, **expected) != plain
-    assert sampler_options(cfg, sync, "cuda:1", "bfloat16", 4) == replace(
+    assert sampler_options(run(**usual), SPEC, Path("out/sync")) == plain
+    assert sampler_options(cfg, SPEC, sync) == replace(plain, **expected) != plain
+    assert sampler_options(cfg, SPEC, sync, "cuda:1", "bfloat16", 4) == replace(
         plain, **expected, device="cuda:1", dtype="bfloat16", lora_rank=4
     )
 
 
 @pytest.mark.parametrize(
     ("backend", "memory", "batch"),
-    [("transformers", 80, 64), ("vllm", 80, 512), ("vllm", 24, 256), ("vllm_server", 80, 256)],
+    [
+        ("transformers", 80, 14),
+        ("transformers", 24, 4),
+        ("transformers", 4000, 256),
+        ("transformers", 1, 1),
+        ("vllm", 80, 512),
+        ("vllm", 24, 256),
+        ("vllm_server", 80, 256),
+    ],
 )
 def test_concurrent_completions_by_memory(
     backend: str, memory: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = run(rollout_backend=backend, **({"rollout_server_url": ["http://h:1"]} if "server" in backend else {}))
+    server = {"rollout_server_url": ["http://h:1"]} if "server" in backend else {}
+    cfg = run(rollout_backend=backend, max_length=4096, **server)
+    if backend == "transformers":
+        assert build_sampler.rollout_batch_size(cfg, SPEC) == 64, "on a CPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     facts = SimpleNamespace(total_memory=memory * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
-    assert build_sampler.rollout_batch_size(cfg) == batch
-    assert build_sampler.rollout_batch_size(cfg.replace(rollout_batch_size=9)) == 9
+    assert build_sampler.rollout_batch_size(cfg, SPEC) == batch
+    assert build_sampler.rollout_batch_size(cfg.replace(rollout_batch_size=9), SPEC) == 9
 
 
 @pytest.mark.parametrize(
@@ -199,7 +213,7 @@ def test_engines_have_seeds_of_their_own_where_requests_have_none(
     monkeypatch.setattr(build_sampler, "make_sampler", lambda backend, folder, options: options)
     cfg = run(rollout_backend="vllm", vllm_seed_requests=seeded, vllm_tensor_parallel_size=shared, seed=40)
     made: list[Any] = [
-        build_sampler.build_sampler(cfg, Path("m"), SimpleNamespace(rank=rank, device="cpu"), "auto", 0)  # type: ignore[arg-type]
+        build_sampler.build_sampler(cfg, SPEC, Path("m"), SimpleNamespace(rank=rank, device="cpu"), "auto", 0)  # type: ignore[arg-type]
         for rank in range(4)
     ]
     assert [m.seed for m in made] == seeds

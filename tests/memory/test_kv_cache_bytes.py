@@ -1,0 +1,30 @@
+"""Bytes of a KV cache beside transformers' own cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from megaswift.families.family import family_of
+from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
+from megaswift.memory.kv_cache_bytes import kv_cache_bytes_per_token
+from tests.memory.test_settings_that_fit import QWEN3_8B
+from tests.parity.models import build, config
+
+
+@pytest.mark.parametrize("variant", ["dense", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_bytes_of_transformers_cache(variant: str, tmp_path: Path) -> None:
+    spec = spec_from_family_or_size_fields(build(variant, tmp_path / "m"))
+    model, cache = AutoModelForCausalLM.from_config(config(variant), dtype=torch.float32).eval(), DynamicCache()
+    with torch.no_grad():
+        model(input_ids=torch.arange(3, 10)[None], use_cache=True, past_key_values=cache)
+    held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+    assert held == 7 * kv_cache_bytes_per_token(spec, 4)
+
+
+def test_qwen3_8b_by_hand() -> None:
+    """36 layers of 8 key heads of 128, keys and values in bfloat16."""
+    assert kv_cache_bytes_per_token(family_of(QWEN3_8B).spec(QWEN3_8B), 2) == 36 * 2 * 8 * 128 * 2
