@@ -134,7 +134,10 @@ def load_float32_model(side: WeightComparisonSide, trust: bool) -> Any:
 @torch.no_grad()
 def logits_per_prompt(model: Any, prompts: Sequence[ProbePrompt]) -> list[Tensor]:
     """[tokens, vocabulary] of each prompt."""
-    return [model(input_ids=torch.tensor([prompt.ids]), use_cache=False).logits[0].float() for prompt in prompts]
+    return [
+        model(input_ids=torch.tensor([prompt.ids]), use_cache=False, return_dict=True).logits[0].float()
+        for prompt in prompts
+    ]
 
 
 def require_prompt_ids_in_vocabulary(model: Any, prompts: Sequence[ProbePrompt]) -> None:

@@ -122,7 +122,7 @@ class RewardModel:
         config.pad_token_id = padding
         try:
             return (
-                model(input_ids=ids.to(model.device), attention_mask=mask.long().to(model.device))
+                model(input_ids=ids.to(model.device), attention_mask=mask.long().to(model.device), return_dict=True)
                 .logits[:, 0]
                 .float()
                 .cpu()
