@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megaswift.config.choose_selective_recompute_modules import selective_recompute_modules
-from megaswift.memory.layer_activations import kept_by_layer, layer_input_bytes
+from megaswift.memory.layer_activations import kept_by_layer, layer_input_bytes, mask_bytes
 from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
 from megaswift.memory.vocabulary_head_bytes import HeadBytes, head_bytes
 from megaswift.parallel.pipeline_split import ModelChunk
@@ -78,7 +78,7 @@ class ChunkKept:
     """Bytes from the forward to the backward pass of one micro-batch, without the head's."""
 
     inputs: int
-    """Of layers that are computed again, and the rotary angles."""
+    """Of layers that are computed again, the rotary angles, and masks."""
     whole: int
     """Of the other layers under full recomputation by blocks."""
     layers: int
@@ -100,12 +100,14 @@ def kept_by_chunk(setup: MicrobatchSetup, chunk: ModelChunk) -> ChunkKept:
     if m.recompute_granularity != "full":
         modules = recomputed_modules(setup)
         engine = 0 if setup.kernels.attention == TORCH else angles
-        return ChunkKept(engine, 0, sum(_all_kept(setup, layer, modules) for layer in layers), final)
+        return ChunkKept(
+            engine + mask_bytes(setup, layers), 0, sum(_all_kept(setup, layer, modules) for layer in layers), final
+        )
     every = m.recompute_num_layers or 1
     block = m.recompute_method == "block"
     inputs = min(every, len(layers)) if block else -(-len(layers) // every)
     whole = sum(_all_kept(setup, layer) for layer in layers[every:]) if block else 0
-    return ChunkKept(angles + inputs * layer_input_bytes(setup), whole, 0, final)
+    return ChunkKept(angles + mask_bytes(setup, layers) + inputs * layer_input_bytes(setup), whole, 0, final)
 
 
 def recomputed_modules(setup: MicrobatchSetup) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ Kept = dict[str, int]
 """Bytes by tensor."""
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
 ATTENTION_BLOCK = 1024
-"""Queries of a block under a window, at least (`engine/megatron/layers/torch_attention.py`)."""
+"""Queries of a block under a window (`engine/document_attention.py`)."""
 FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
 EXPERT_FC1, EXPERT_FC2 = "mlp.experts.0.linear_fc1", "mlp.experts.0.linear_fc2"
 
@@ -99,7 +99,6 @@ def _attention(setup: MicrobatchSetup, layer: int) -> Kept:
     keys = t * k
     if torch_attention:
         kept["cosine and sine"] = 4 * w * setup.positions * int(spec.rotated_width * spec.rope.partial)
-        kept |= _masks(setup, layer)
         keys = t * setup.layout.cp * a  # KV heads are repeated, and the whole sequence's are gathered
         if setup.layout.cp > 1:
             kept["joined output"] = w * t * a
@@ -111,18 +110,20 @@ def _attention(setup: MicrobatchSetup, layer: int) -> Kept:
     return kept | _adapter_products(setup, layer, {QKV: t, PROJECTION: t})
 
 
-def _masks(setup: MicrobatchSetup, layer: int) -> Kept:
-    """Of torch's attention, where it is not plain causal: [queries, keys] in the dtype of the scores. Under context
-    parallelism a rank's two runs of a sequence see 2 cp + 1 runs of keys."""
+def mask_bytes(setup: MicrobatchSetup, layers: Sequence[int]) -> int:
+    """Of torch's attention, where it is not plain causal: [queries, keys] in the dtype of the scores, once for all
+    layers. Under context parallelism a rank's two runs of a sequence see 2 cp + 1 runs of keys (on a GPU such a mask
+    takes no memory)."""
     cp, positions = setup.layout.cp, setup.positions
+    if setup.kernels.attention != TORCH or setup.spec.transformer.get("multi_latent_attention"):
+        return 0
     if cp > 1:
         run = -(-positions // 2)
-        return {"masks": setup.width * run * run * (2 * cp + 1)}
+        return setup.width * run * run * (2 * cp + 1)
     window = setup.spec.transformer.get("window_size")
-    if not window or not setup.windowed(layer):
-        return {}
-    block = max(window[0] + 1, ATTENTION_BLOCK)
-    return {"masks": setup.width * positions * (positions if positions <= 2 * block else block + window[0] + 1)}
+    if not window or not any(setup.windowed(layer) for layer in layers):
+        return 0
+    return setup.width * positions * min(positions, ATTENTION_BLOCK + window[0])
 
 
 def _recomputed_attention(setup: MicrobatchSetup) -> Kept:
