@@ -92,6 +92,25 @@ def test_the_host_waits_only_where_the_table_says(impl: str, ranks: int, table: 
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("pools")
+@pytest.mark.parametrize(
+    ("impl", "text", "others"),
+    [
+        ("", "dense packed", 2),
+        ("", "dense packed --engine ddp", 4),
+        ("2.12.0", "dense te packed", 2),
+    ],
+)
+def test_each_tensor_of_a_batch_is_copied_once(impl: str, text: str, others: int, tmp_path: Path) -> None:
+    """From pinned memory, as the waits say. `others`: of the places of labels, and on ddp of labeled columns, one for
+    each micro-batch. A fault, the first micro-batch's labels sent again by the loss, is seen."""
+    for again in (False, True):
+        [(found, more)] = shared(impl).run("tests.placement.copies:measure", (tmp_path, text, again), 1)
+        assert {n for name, n in found.items() if name != "0 labels"} == {1} and more == others
+        assert (found["0 labels"] > 1) == again and {"0 cu_seqlens", "1 input_ids"} <= found.keys()
+
+
+@pytest.mark.process
 def test_planted_faults_are_seen(tmp_path: Path) -> None:
     """A wait in a loss, one in a layer, a mask and a sum from host memory, under tensor parallelism."""
     name = "faults:dense tp2 sp packed"

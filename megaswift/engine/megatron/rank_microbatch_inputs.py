@@ -99,8 +99,6 @@ class MicrobatchHostIndices:
     labeled_rows: Tensor
     index: Tensor | None
     order: Tensor | None
-    bounds: Tensor | None
-    """int32 `cu_seqlens`."""
     longest: int
     """Tokens of the longest document of a packed row."""
     prefixed: PrefixedAttention | None
@@ -123,7 +121,6 @@ class MicrobatchHostIndices:
             labeled_rows=weights.t().reshape(-1).nonzero().squeeze(1),
             index=index,
             order=order,
-            bounds=None if batch.cu_seqlens is None else batch.cu_seqlens.int(),
             longest=0 if batch.cu_seqlens is None else int(batch.cu_seqlens.diff().max()),
             prefixed=PrefixedAttention.of(batch),
             same_positions=bool((batch.positions == batch.positions[:1]).all()),
@@ -143,7 +140,7 @@ def prepare_batch_ahead(batch: Batch, cp: int, rank: int, device: torch.device) 
     """The batch in memory that a GPU copies from while the host goes on, with its `MicrobatchHostIndices`."""
     pinned = batch.with_tensors(lambda tensor: pin_where_copied(tensor, device))
     computed = MicrobatchHostIndices.compute(pinned, cp, rank)
-    copied = {name: getattr(computed, name) for name in ("labeled_rows", "index", "order", "bounds")}
+    copied = {name: getattr(computed, name) for name in ("labeled_rows", "index", "order")}
     copied = {name: pin_where_copied(t, device) for name, t in copied.items() if t is not None}
     prefixed = computed.prefixed
     if prefixed is not None:
@@ -151,19 +148,18 @@ def prepare_batch_ahead(batch: Batch, cp: int, rank: int, device: torch.device) 
     return replace(pinned, ahead=replace(computed, **copied, prefixed=prefixed))
 
 
-def _thd(host: MicrobatchHostIndices, cp: int, device: torch.device) -> PackedSeqParams | None:
-    """Packed rows as Transformer Engine takes them; None when not packed.
+def _thd(host: MicrobatchHostIndices, cp: int, cu_seqlens: Tensor | None) -> PackedSeqParams | None:
+    """Packed rows as Transformer Engine takes them; None when not packed. `cu_seqlens`: on the device.
 
     Context parallelism needs the padded bounds too; they are the others: padding belongs to documents.
     """
-    if host.bounds is None:
+    if cu_seqlens is None:
         return None
     assert host.prefixed is None or cp == 1, "trainers.choose_prefix_sharing says so"
-    bounds, longest, prefixed = host.bounds, host.longest, host.prefixed
+    bounds, longest, prefixed = cu_seqlens.int(), host.longest, host.prefixed
     if prefixed is not None:
-        bounds, longest = bounds[[0, -1]], prefixed.longest[1]
-        prefixed = prefixed.with_tensors(lambda tensor: copy_to_device_async(tensor, device))
-    bounds = copy_to_device_async(bounds, device)
+        bounds, longest = bounds[:: len(bounds) - 1].contiguous(), prefixed.longest[1]  # of the row
+        prefixed = prefixed.with_tensors(lambda tensor: copy_to_device_async(tensor, bounds.device))
     padded = bounds if cp > 1 else None
     return TEPackedSeqParams(
         qkv_format="thd",
@@ -184,12 +180,12 @@ def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, at
     if not (isinstance(host, MicrobatchHostIndices) and host.fits(batch, cp, rank)):
         host = MicrobatchHostIndices.compute(batch, cp, rank)
     index, order = (None if t is None else copy_to_device_async(t, device) for t in (host.index, host.order))
+    whole = batch.to(device)
     rows: PackedSeqParams | None
     if attention == "torch":
         rows = RowPackedSeqParams(RowDocuments.of_batch(batch, cp, rank), index, order)
     else:
-        rows = _thd(host, cp, device)
-    whole = batch.to(device)
+        rows = _thd(host, cp, whole.cu_seqlens)
 
     def cut(x: Tensor) -> Tensor:
         return x if index is None else x.index_select(1, index)
