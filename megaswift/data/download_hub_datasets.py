@@ -87,7 +87,8 @@ def _loader(flag: str, name: str, known_as: str, hub: str) -> Callable[[str | No
         try:
             return _answered(flag, name, hub, lambda: datasets.load_dataset(source, part))
         except DataError as error:
-            names = _subsets(datasets, source)
+            unreachable = isinstance(error.__context__, ConnectionError)  # would not answer about subsets either
+            names = [] if unreachable else _subsets(datasets, source)
             if part in names or not names or (part is None and len(names) == 1):
                 raise
             if part is None:

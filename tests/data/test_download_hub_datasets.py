@@ -124,6 +124,19 @@ def test_what_a_hub_does_not_have(tmp_path: Path, hub: DatasetHub, use_hf: str) 
     assert f"org/none: no such local file or folder, and {asked} could not provide it" in text and other in text
 
 
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    tmp_path: Path, hub: DatasetHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients try again for half a minute each time."""
+
+    def unreachable(*_: Any) -> None:
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    text = refused(tmp_path, "--use_hf", "true", "--dataset", "org/two")
+    assert "Hugging Face could not provide it (Couldn't reach the hub)" in text and not hub.requests
+
+
 def test_a_private_data_set(tmp_path: Path, hub: DatasetHub, use_hf: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.private = ("org/plain",)
     given = ["--use_hf", use_hf, "--dataset", "org/plain"]

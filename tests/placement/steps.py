@@ -54,8 +54,10 @@ def install() -> None:
         megatron_cpu_patch_table.unwrap_decorators(megatron_cpu_patch_table.resolve_symbol(row.symbol)[2])
         for row in megatron_cpu_patch_table.CONSTANTS
     ]
-    for function in [*functions, MoEAlltoAllTokenDispatcher.__init__]:
+    for function in functions:
         function.__code__ = _with_constants(function.__code__)
+    dispatcher: Any = MoEAlltoAllTokenDispatcher.__init__
+    dispatcher.__code__ = _with_constants(dispatcher.__code__, ("cuda",))  # it keeps some indices in host memory
     megatron_cpu_patch_table.compute_device = lambda: DEVICE
     torch.cuda.current_device = lambda: DEVICE  # type: ignore[assignment,return-value]
     collectives.install(STAND_IN)
@@ -113,13 +115,13 @@ def _name_the_devices_of_optimizers() -> None:
         FusedAdam.__init__.__code__ = _with_constants(FusedAdam.__init__.__code__)
 
 
-def _with_constants(value: Any) -> Any:
-    """Code whose constant "cpu", by the table of substitutions, is the stand-in."""
+def _with_constants(value: Any, names: tuple[str, ...] = ("cpu", "cuda")) -> Any:
+    """Code whose constants `names`, "cpu" by the table of substitutions, are the stand-in."""
     if isinstance(value, str):
-        return DEVICE.type if value in ("cpu", "cuda") else value
+        return DEVICE.type if value in names else value
     if isinstance(value, tuple):
-        return tuple(_with_constants(v) for v in value)
-    return value.replace(co_consts=_with_constants(value.co_consts)) if hasattr(value, "co_consts") else value
+        return tuple(_with_constants(v, names) for v in value)
+    return value.replace(co_consts=_with_constants(value.co_consts, names)) if hasattr(value, "co_consts") else value
 
 
 def case_and_options(text: str) -> tuple[Any, dict[str, Any]]:

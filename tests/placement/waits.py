@@ -21,11 +21,6 @@ COUNTED_IN_STEP = {name: 2 * n for name, n in STEP.items()}
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 DISPATCH = {f"sync {_DISPATCHER}._maybe_dtoh_and_synchronize": LAYERS * MICROBATCHES}
 """Megatron-Core's: tokens of each expert, which set the shapes of the exchange and of the products."""
-TORCH_EXPERTS = DISPATCH | {
-    "read megatron.core.transformer.moe.moe_utils:permute": 2 * LAYERS * MICROBATCHES,
-    "read megatron.core.transformer.moe.moe_utils:sort_chunks_by_idxs": 3 * LAYERS * MICROBATCHES,
-}
-"""Megatron-Core's permutation without Transformer Engine's kernels asks once more."""
 LAUNCHED = {name + AFTER_UPDATE: n for name, n in STEP.items()}
 """Of a step on the native engine: the device decides on the update, which is launched before the host waits."""
 FSDP_OFFLOADED = STEP | {
@@ -88,7 +83,7 @@ FSDP_ROLLOUT = STEP | SAMPLER | ROLLOUT_LOOP | {SCORES: 2, OBJECTS: 5, "gloo meg
 
 WAITS: dict[tuple[str, int], dict[str, Any]] = {
     ("", 1): {
-        "step:moe": LAUNCHED | TORCH_EXPERTS,
+        "step:moe": LAUNCHED | DISPATCH,
         "save:moe": _checkpoint(237, 63, counters=63),
         "run:dpo": STEP,
         "run:grpo": STEP | SAMPLER | {SCORES: 2},
@@ -96,7 +91,7 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
     },
     ("", 2): {
         "step:dense pp2": [LAUNCHED, LAUNCHED],
-        "step:moe dp2 ep2": LAUNCHED | TORCH_EXPERTS,
+        "step:moe dp2 ep2": LAUNCHED | DISPATCH,
         "step:dense dp2 do --torch_dtype float16": LAUNCHED,
         "save:dense dp2 --engine fsdp2": [_FSDP_SAVED, _FSDP_READ],
     },
@@ -130,7 +125,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
     ("", 2): {
         "step:dense cp2 packed": LAUNCHED,
         "step:dense dp2 do overlap": LAUNCHED,
-        "step:moe tp2 sp ep2 etp1": LAUNCHED | TORCH_EXPERTS,
+        "step:moe tp2 sp ep2 etp1": LAUNCHED | DISPATCH,
         "run:grpo --engine fsdp2": FSDP_ROLLOUT,
         "run:dpo --engine fsdp2": STEP | LOOP,
         "run:sft --engine fsdp2 --fsdp shard_grad_op": STEP | LOOP,

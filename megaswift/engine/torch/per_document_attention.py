@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils, modeling_flash_attention_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -48,6 +48,8 @@ class _RowsInProgress:
     documents: RowDocuments | None = None
     joined: RowDocuments | None = None
     """The same, short documents together."""
+    packed = False
+    """Whether positions begin anew, or jump, within a row."""
 
 
 _NAMES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -70,10 +72,37 @@ def rows_of(batch: Batch, model: nn.Module) -> Iterator[None]:
     own = bare.config._attn_implementation
     bare.config._attn_implementation = _NAMES.get(bare, own)
     try:
-        yield
+        with _packing_known_on_host(batch):
+            yield
     finally:
         _RowsInProgress.documents = _RowsInProgress.joined = None
         bare.config._attn_implementation = own
+
+
+def _packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+    """In place of transformers' `find_packed_sequence_indices`, which asks the positions once a micro-batch whether
+    they are of packed rows."""
+    if not _RowsInProgress.packed:
+        return None
+    return (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+
+def _is_packed_sequence(position_ids: Tensor | None, batch_size: int) -> bool:
+    """In place of transformers' function, which asks them in every layer under flash attention, for batches of one."""
+    return _RowsInProgress.packed and position_ids is not None and batch_size == 1
+
+
+@contextmanager
+def _packing_known_on_host(batch: Batch) -> Iterator[None]:
+    """The same two functions for every micro-batch: compiled code is compiled again for others."""
+    masks, flash = masking_utils, modeling_flash_attention_utils
+    own = masks.find_packed_sequence_indices, flash._is_packed_sequence
+    masks.find_packed_sequence_indices, flash._is_packed_sequence = _packed_sequence_indices, _is_packed_sequence
+    _RowsInProgress.packed = batch.cu_seqlens is not None and bool((batch.positions.diff(dim=-1) != 1).any())
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices, flash._is_packed_sequence = own
 
 
 def attends_per_document(model: Any) -> bool:

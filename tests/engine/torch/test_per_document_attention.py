@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, masking_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, modeling_flash_attention_utils
 
 from megaswift.engine.torch import per_document_attention
 from megaswift.engine.torch.causality_and_packing_check import single_row_batch_of_documents
@@ -170,9 +171,45 @@ def test_a_tested_model_asks_for_no_mask(monkeypatch: pytest.MonkeyPatch) -> Non
     row = single_row_batch_of_documents(*drawn())
     with rows_of(row, model):
         want = fields(LossFieldsModel(model), row)
-    monkeypatch.delattr(masking_utils, "find_packed_sequence_indices")
+    monkeypatch.setattr(per_document_attention, "_packed_sequence_indices", None)
     with rows_of(row, model):
         torch.testing.assert_close(fields(LossFieldsModel(model), row), want, rtol=0, atol=0)
+
+
+class HostReads(TorchDispatchMode):
+    """How often the host reads a number of a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operation is torch.ops.aten._local_scalar_dense.default
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_transformers_own_masks_ask_no_positions(packed: bool) -> None:
+    """Models that keep their own attention: the same masks, without a wait."""
+    model, (document, *others) = dense(), drawn()
+    row = single_row_batch_of_documents(document, *(others if packed else []))
+    own = LossFieldsModel(model)
+    with HostReads() as theirs:
+        want = fields(own, row)
+    with rows_of(row, model), HostReads() as ours:
+        found = fields(own, row)
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    assert theirs.count > ours.count == 0
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_flash_attention_asks_no_positions(packed: bool) -> None:
+    """transformers asks in every layer whether a batch of one row is packed."""
+    documents = drawn()
+    row = single_row_batch_of_documents(*documents[: 3 if packed else 1])
+    for batch_size, positions in ((1, row.positions), (1, None), (2, row.positions)):
+        want = modeling_flash_attention_utils._is_packed_sequence(positions, batch_size)
+        with rows_of(row, dense()), HostReads() as reads:
+            found = modeling_flash_attention_utils._is_packed_sequence(positions, batch_size)
+        assert (bool(want), reads.count) == (found, 0)
 
 
 def test_no_mask_no_other_attention() -> None:

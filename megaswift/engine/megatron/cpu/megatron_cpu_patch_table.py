@@ -1,15 +1,16 @@
 """The table of substitutions: every change that this package makes to torch's and Megatron-Core's own objects.
 
-One row each: symbol, versions, reason. `install_cpu_patches()` applies them once, all but `UNDEFINED_NAMES` only where
-there is no CUDA device. A test fails when an installed Megatron-Core no longer has a symbol. The functions and classes
-that are put in place are in the other modules of this folder. Nothing here is on the hot path: string constants are
-replaced in the code objects themselves, so that no call is intercepted.
+One row each: symbol, versions, reason. `install_cpu_patches()` applies them once, all but `UNDEFINED_NAMES` and
+`HOST_WAITS` only where there is no CUDA device. A test fails when an installed Megatron-Core no longer has a symbol.
+The functions and classes that are put in place are in the other modules of this folder. Nothing here is on the hot
+path: string constants are replaced in the code objects themselves, so that no call is intercepted.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import logging
 import sys
 import types
@@ -21,6 +22,7 @@ import torch
 
 from megaswift.engine.jit_fuser import fuses_pointwise_functions
 from megaswift.engine.megatron.cpu import cuda_stubs, gloo_collectives_made_of_all_to_all
+from megaswift.engine.megatron.layers.token_permutation_no_host_sync import unsynced_permute
 
 BOTH = "0.16-0.19"
 
@@ -209,6 +211,16 @@ UNDEFINED_NAMES = (
 )
 """Names that guarded imports of Transformer Engine leave undefined or wrong, with CUDA too."""
 
+HOST_WAITS = (
+    AttributePatch(
+        _CORE + "transformer.moe.token_dispatcher:permute",
+        unsynced_permute,
+        "waits for the device twice in each layer and micro-batch, for counts that it is given",
+        "0.16",
+    ),
+)
+"""Called with Megatron-Core's own; with CUDA too. From 0.17 `permute` does not wait, and returns five values."""
+
 CUDA_GRAPH_BUFFERS = (
     AttributePatch(
         _CORE + "transformer.cuda_graphs:TensorReusePool.insert",
@@ -291,8 +303,8 @@ def _replace(rows: Iterable[AttributePatch]) -> None:
 
 
 def install_cpu_patches() -> None:
-    """Makes Megatron-Core run on this machine; a second call does nothing. With CUDA only `UNDEFINED_NAMES` apply,
-    and under `--jit_fuser false` `DURING_IMPORT`."""
+    """Makes Megatron-Core run on this machine; a second call does nothing. With CUDA only `UNDEFINED_NAMES` and
+    `HOST_WAITS` apply, and under `--jit_fuser false` `DURING_IMPORT`."""
     global _installed
     if _installed:
         return
@@ -301,6 +313,7 @@ def install_cpu_patches() -> None:
         if not fuses_pointwise_functions(cuda=True):
             _import_patched()
         _define_missing_names()
+        _remove_host_waits()
         return
     assert "megatron.core" not in sys.modules, "megaswift.engine.megatron has to be imported before megatron.core"
     torch_rows = [row for row in REPLACEMENTS if not row.symbol.startswith(_CORE)]
@@ -313,6 +326,7 @@ def install_cpu_patches() -> None:
     for muted in MUTED_LOG_RECORDS:
         logging.getLogger(muted.logger).addFilter(muted)
     _define_missing_names()
+    _remove_host_waits()
 
 
 def install_cuda_graph_patches() -> None:
@@ -328,3 +342,11 @@ def _define_missing_names() -> None:
         owner = importlib.import_module(module)
         if not hasattr(owner, name) if row.missing_only else without_te:
             setattr(owner, name, row.value)
+
+
+def _remove_host_waits() -> None:
+    """Applies `HOST_WAITS` to functions that have the signature of 0.16."""
+    for row in HOST_WAITS:
+        owner, name, own = resolve_symbol(row.symbol)
+        if "tokens_per_expert" not in inspect.signature(own).parameters:
+            setattr(owner, name, row.value(own))

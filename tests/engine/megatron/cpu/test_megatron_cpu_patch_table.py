@@ -56,6 +56,7 @@ def test_every_row_has_a_reason_and_no_symbol_has_two():
         *megatron_cpu_patch_table.DURING_IMPORT,
         *megatron_cpu_patch_table.UNDEFINED_NAMES,
         *megatron_cpu_patch_table.CUDA_GRAPH_BUFFERS,
+        *megatron_cpu_patch_table.HOST_WAITS,
     ]
     assert all(row.reason and row.versions for row in [*rows, *megatron_cpu_patch_table.MUTED_LOG_RECORDS])
     assert len({row.symbol for row in rows}) == len(rows)
