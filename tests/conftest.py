@@ -14,18 +14,31 @@ import pytest
 
 from tests.parity.pool import Pool, close_shared, shared
 
-TOGETHER = {
+TE = (
+    "engine/megatron/test_clip_and_skip_in_update.py",
+    "memory/test_activation_bytes.py",
+    "memory/test_weight_gradient_optimizer_bytes.py",
+    "parity/test_capacity.py",
+    "parity/test_cuda_graphs.py",
+    "parity/test_fp8.py",
+    "parity/test_fp8_tensor_parallel.py",
+    "parity/test_fp8_token_parallel.py",
+    "parity/test_fp8_weights.py",
+    "parity/test_gradient_accumulation_fusion.py",
+    "parity/test_lora_te.py",
+    "parity/test_prefix_sharing.py",
+    "parity/test_te.py",
+    "parity/test_te_families.py",
+    "parity/test_tp_comm_overlap.py",
+    "placement/test_placement.py",
+    "te/test_attention_backend.py",
+    "te/test_fp8_tensor_parallel.py",
+    "te/test_ranks_without_tokens.py",
+    "te/test_resume.py",
+)
+"""Files whose ranks import Transformer Engine, which takes a worker some ten seconds a release."""
+TOGETHER = {f"tests/{file}": "transformer engine" for file in TE} | {
     "tests/parity/test_parity.py": "layouts",
-    "tests/parity/test_te.py": "transformer engine",
-    "tests/parity/test_te_families.py": "transformer engine",
-    "tests/parity/test_lora_te.py": "transformer engine",
-    "tests/parity/test_tp_comm_overlap.py": "transformer engine",
-    "tests/parity/test_fp8.py": "transformer engine",
-    "tests/parity/test_fp8_tensor_parallel.py": "transformer engine",
-    "tests/te/test_fp8_tensor_parallel.py": "transformer engine",
-    "tests/te/test_resume.py": "transformer engine",
-    "tests/te/test_attention_backend.py": "transformer engine",
-    "tests/placement/test_placement.py": "transformer engine",
     "tests/trainers/test_run.py": "runs",
     "tests/engine/torch/test_zero.py": "zero",
 }

@@ -87,7 +87,7 @@ def test_a_rank_that_dies_leaves_the_download_to_the_next(tmp_path: Path) -> Non
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("hub", ["HF", "MS"])
+@pytest.mark.parametrize("hub", ["HF", pytest.param("MS", marks=pytest.mark.slow)])
 def test_ranks_ask_a_hub_for_a_data_set_as_often_as_one(tmp_path: Path, hub: str) -> None:
     """The others read the finished file. Of one that is not there, each exits with 2 and the same message, which is
     printed once."""

@@ -282,6 +282,7 @@ def test_what_two_processes_left_one_goes_on_with(model: Path, tmp_path: Path, m
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_two_processes_write_the_file_of_one(model: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "d.jsonl", [{"query": q} for q in QUESTIONS])
     infer(model, data, tmp_path / "one.jsonl", "--temperature", "1", "--logprobs")

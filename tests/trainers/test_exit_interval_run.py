@@ -22,7 +22,7 @@ def steps(out: Path) -> list[int]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("saving", [(), ("--save_strategy", "no")])
+@pytest.mark.parametrize("saving", [(), pytest.param(("--save_strategy", "no"), marks=pytest.mark.slow)])
 def test_a_run_in_pieces(saving: tuple[str, ...], tmp_path: Path) -> None:
     """It is saved and ends after steps 2 and 4, also where nothing else would save; the losses and the export are those
     of one run."""

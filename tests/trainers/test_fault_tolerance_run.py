@@ -61,6 +61,7 @@ def test_out_of_memory_is_retried_once(options: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_not_twice_and_not_unasked(tmp_path: Path) -> None:
     always = OUT_OF_MEMORY.replace(' and "MEGASWIFT_RESTARTS" not in os.environ', "")
     (tmp_path / "twice").mkdir(), (tmp_path / "off").mkdir()

@@ -32,6 +32,7 @@ def test_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     """One message at the start; a warning for a checkpoint, after which training goes on."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # it tries again, later and later
     with pytest.raises(ConfigError, match="the hub does not give access to out"):
         HubUpload(SwiftConfig(model="m", output_dir=str(tmp_path / "out"), push_to_hub=True, hub_token=TOKEN))
     upload = HubUpload.__new__(HubUpload)

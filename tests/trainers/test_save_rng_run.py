@@ -27,7 +27,7 @@ def export(out: Path) -> dict[str, torch.Tensor]:
     return load_file(next(out.glob("*/*model.safetensors")))
 
 
-@pytest.mark.parametrize("engine", [("--tp", 1), ("--engine", "ddp")], ids=str)
+@pytest.mark.parametrize("engine", [("--tp", 1), pytest.param(("--engine", "ddp"), marks=pytest.mark.slow)], ids=str)
 def test_a_resumed_run_draws_other_numbers(engine: tuple[str, object], inputs: list[str], tmp_path: Path) -> None:
     """Dropout of steps 3 and 4 is another than in the run without interruption, and the run says so."""
     dropout = ("--train_type", "lora", "--lora_dropout", 0.5, "--lr", 1e-2)

@@ -136,11 +136,11 @@ DECIDED_BY_DEVICE: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("", "dense dp2 do", {"torch_dtype": "bfloat16"}),
     ("", "moe tp2 sp ep2", {}),
     (RELEASES[0], "moe te dp2 ep2 do", {"torch_dtype": "bfloat16"}),
-    (RELEASES[1], "dense te dp2", {"torch_dtype": "bfloat16"}),
-    ("", "dense dp2 do", FLOAT16),
     ("", "dense dp2", {"optimizer": "sgd", "sgd_momentum": 0.9}),
 )
 SLOW: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (RELEASES[1], "dense te dp2", {"torch_dtype": "bfloat16"}),
+    ("", "dense dp2 do", FLOAT16),
     ("", "dense pp2 vpp2 dp2 do", {"torch_dtype": "bfloat16"}),
     ("", "dense dp2 do overlap", {"torch_dtype": "bfloat16"}),
     (RELEASES[0], "dense te pp2 do", {}),
