@@ -21,6 +21,9 @@ COUNTED_IN_STEP = {name: 2 * n for name, n in STEP.items()}
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 DISPATCH = {f"sync {_DISPATCHER}._maybe_dtoh_and_synchronize": LAYERS * MICROBATCHES}
 """Megatron-Core's: tokens of each expert, which set the shapes of the exchange and of the products."""
+_ALLGATHER = "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch_postprocess"
+ALLGATHER = {f"read {_ALLGATHER}": 2 * LAYERS * MICROBATCHES}
+"""The same numbers, and the probabilities by a mask: prefer `alltoall`, the default."""
 LAUNCHED = {name + AFTER_UPDATE: n for name, n in STEP.items()}
 """Of a step on the native engine: the device decides on the update, which is launched before the host waits."""
 FSDP_OFFLOADED = STEP | {
@@ -116,6 +119,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
     ("", 1): {
         "step:dense packed": LAUNCHED,
         "step:gemma2": LAUNCHED,
+        "step:moe allgather": LAUNCHED | ALLGATHER,
         "step:dense --optimizer sgd": LAUNCHED,
         "run:sft": STEP,
         "run:sft --train_type lora": STEP,
