@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from megaswift.losses.contract import RequestedModelOutputs
+from megaswift.losses.contract import Batch, RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
+from tests.parity import models
 from tests.parity.cases import global_batch, own, parse
 from tests.parity.measure import Task, build, full
 from tests.parity.oracle import Oracle, Recipe, Reference
@@ -62,7 +66,7 @@ def test_bf16_within_the_spread_of_hugging_face(text: str, pool: Pool, reference
 def scores(rank: int, world: int, task: Task) -> torch.Tensor:
     """Log-probabilities of a micro-batch in bfloat16 under the task's options."""
     engine, context = build(task.case, task.folder, world, torch_dtype="bfloat16", **task.options)
-    (outputs,) = engine.score(own(global_batch(task.case, 2), 1, 0)[:1], RequestedModelOutputs())
+    (outputs,) = engine.score(task.batches or global_batch(task.case, 2)[:1], RequestedModelOutputs())
     context.close()
     return outputs.logprobs
 
@@ -80,3 +84,58 @@ def test_float32_products_of_the_head(pool: Pool, references: References) -> Non
     )
     difference = (rounded - exact).abs().max()
     assert 1e-4 < difference < 0.03, difference
+
+
+SCALE = 4.0
+"""Of an LM head whose logits are as large as those of trained models."""
+
+
+def model_with_large_logits(folder: Path) -> Path:
+    """A dense model in bfloat16 whose LM head is `SCALE` times the usual one."""
+    models.build("dense", folder, torch.bfloat16)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({n: t * SCALE if n == "lm_head.weight" else t for n, t in tensors.items()}, file, {"format": "pt"})
+    return folder
+
+
+@torch.no_grad()
+def decoded(folder: Path, batch: Batch) -> list[torch.Tensor]:
+    """Log-probabilities [b, s] of the labels by Hugging Face in bfloat16, one token at a time with a KV cache as in a
+    sampler: with products of the LM head in bfloat16, and in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    steps, cache = [], None
+    for ids in batch.input_ids.split(1, dim=1):
+        output = model.model(ids, past_key_values=cache, use_cache=True)
+        steps.append(output.last_hidden_state)
+        cache = output.past_key_values
+    hidden, head = torch.cat(steps, 1), model.lm_head.weight
+    logits = [hidden @ head.T, hidden.float() @ head.float().T]
+    assert hidden.dtype == torch.bfloat16 and 20 < logits[1].max() < 40
+    return [x.float().log_softmax(-1).gather(-1, batch.labels[..., None]).squeeze(-1) for x in logits]
+
+
+def test_float32_products_narrow_the_difference_to_a_sampler(pool: Pool, tmp_path: Path) -> None:
+    """Mean difference of log-probabilities between decoding by Hugging Face and a batch of the engine."""
+    folder = model_with_large_logits(tmp_path / "model")
+    drawn = torch.randint(3, models.VOCAB, (64, 65), generator=torch.Generator().manual_seed(1))
+    ids, ones = drawn[:, :-1], torch.ones(64, 64)
+    batch = Batch(ids, drawn[:, 1:], ones, torch.arange(64).expand(64, 64), ones.bool())
+    of_sampler = decoded(folder, batch)
+    case = parse("single", model="dense")
+    of_trainer = [
+        pool.run(
+            "tests.parity.test_bf16:scores",
+            Task(case, folder, Recipe(), options={"fp32_lm_head": option}, batches=(batch,)),
+            1,
+        )[0]
+        for option in (False, True)
+    ]
+    rounded, trainer_exact, exact = (
+        float((of_sampler[s] - of_trainer[t]).abs().mean()) for s, t in ((0, 0), (0, 1), (1, 1))
+    )
+    assert 0.03 < rounded < 0.05
+    assert exact < 0.94 * rounded, "float32 products on both sides"
+    assert exact < trainer_exact < 0.98 * rounded, "in the trainer only"
