@@ -43,6 +43,7 @@ class DecodingBatch:
         self.images = None if images is None else replace(images, of=[one for _, one in numbers])
         self.width = max(map(len, self.unique))
         self.cache = build_preallocated_cache(model.config, self.origin, self.width + min(sampling.max_tokens, STEP))
+        self.arguments = inspect.signature(model.forward).parameters
         self.stops = copy_to_device_async(torch.tensor(sampling.stop_token_ids, dtype=torch.long), self.device)
         self.lengths = copy_to_device_async(torch.tensor([len(p) for p in prompts]), self.device)
         """[rows]: length of each row's prompt, also the position of its first completion token; after `read`, where
@@ -65,7 +66,7 @@ class DecodingBatch:
         columns = torch.arange(self.width, device=self.device)
         positions = (columns - (self.width - lengths[:, None])).clamp(min=0)
         padded = None if self.mask is None else columns >= self.width - lengths[:, None]
-        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
+        last = {"logits_to_keep": 1} if "logits_to_keep" in self.arguments else {}
         extra = self._image_inputs()
         if extra and (grid := self._grid_positions(ids, padded, extra)) is not None:
             positions, moved = grid
@@ -111,14 +112,9 @@ class DecodingBatch:
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any) -> Tensor:
         """Logits [b, V] of the last position."""
-        out = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            **options,
-        )
+        renamed = "cache" in self.arguments  # `past_key_values` before transformers 5.24, and in code of a folder
+        options["cache" if renamed else "past_key_values"] = self.cache
+        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **options)
         return out.logits[:, -1]
 
     def feed(self, tokens: Tensor, step: int) -> Tensor:

@@ -29,7 +29,7 @@ from megaswift.rollout import decoding, kv_cache
 from megaswift.rollout.backends.transformers_sampler import TransformersSampler, build
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler, sampler_backend_names
 
-pytestmark = pytest.mark.wide
+pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("error::FutureWarning")]
 
 PROMPTS = ((5, 6), (30, 40, 31, 42), (9, 9, 9, 7, 8, 20, 21, 22, 23), (11,), (30, 40, 31, 42), (44, 3, 2, 1, 17, 18))
 NEW = 20
