@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megaswift.config.engine import ZERO
-from megaswift.engine.torch.loss_fields_from_logits import packed_positions
+from megaswift.engine.torch.loss_fields_from_logits import image_grid_positions
+from megaswift.losses.contract import Batch
 from tests.parity import vision
 from tests.parity.compare import number, table, tensors
 from tests.parity.pool import Pool
@@ -126,8 +127,11 @@ def test_positions_of_packed_documents_are_their_own(made: Made) -> None:
     plain = torch.cat([torch.arange(r["input_ids"].shape[1]) for r in rows])[None]
     extra = {"mm_token_type_ids": torch.cat([r["mm_token_type_ids"] for r in rows], 1)}
     extra["image_grid_thw"] = torch.cat([r["image_grid_thw"] for r in rows])
-    found = packed_positions(model, torch.cat([r["input_ids"] for r in rows], 1), plain, extra)
-    assert torch.equal(found, torch.cat([plain[None], torch.cat(own, 2)]))
+    ids = torch.cat([r["input_ids"] for r in rows], 1)
+    bounds = torch.tensor([0, *(r["input_ids"].shape[1] for r in rows)]).cumsum(0).int()
+    batch = Batch(ids, ids, torch.ones(ids.shape), plain, torch.ones(ids.shape, dtype=torch.bool), bounds, extra=extra)
+    found = image_grid_positions(model, batch)
+    assert found is not None and torch.equal(found, torch.cat([plain[None], torch.cat(own, 2)]))
 
 
 def test_streamed_rows_equal_transformers(pool: Pool, made: Made) -> None:

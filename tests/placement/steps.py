@@ -307,6 +307,8 @@ TASKS = {
     "grpo": "--max_length 32 --num_generations 2 --max_completion_length 4 --beta 0.1 --reward_funcs format",
     "ppo": "--max_length 32 --max_completion_length 4 --beta 0.1 --reward_funcs format",
 }
+VISION = "--engine ddp --max_length 512 --per_device_train_batch_size 2 --freeze_vit false --freeze_aligner false"
+"""Of an SFT run on rows with images, whose model is named in place of a task."""
 
 
 def _home(text: str, folder: Path) -> Path:
@@ -316,11 +318,15 @@ def _home(text: str, folder: Path) -> Path:
 def prepare_run(text: str, folder: Path) -> None:
     """Model and data of a run, made in the tests' process: saving a transformers model imports DeepSpeed, some seconds
     that every rank would spend again."""
+    from tests.parity import vision
     from tests.trainers import inputs
 
     task, home = text.split()[0], _home(text, folder)
     home.mkdir(exist_ok=True)
-    if task in ("dpo", "kto"):
+    if task in vision.KINDS:
+        model, data = vision.write_model(task, home / "model"), vision.write_rows(home / "data.jsonl")
+        words = ["--model", str(model), "--dataset", str(data)]
+    elif task in ("dpo", "kto"):
         inputs.write_preferences(home, 32)
         words = inputs.preference_inputs(home, task)
     else:
@@ -339,7 +345,7 @@ def run(text: str, folder: Path) -> Any:
     task, *more = text.split()
     home = _home(text, folder)
     words = json.loads((home / "inputs.json").read_text())
-    words += [*USUAL.split(), *TASKS[task].split(), "--output_dir", str(home / "out"), *more]
+    words += [*USUAL.split(), *TASKS.get(task, VISION).split(), "--output_dir", str(home / "out"), *more]
     seen: list[tuple[int, dict[str, int]]] = []
 
     def marked(function: Any) -> Any:
@@ -352,7 +358,7 @@ def run(text: str, folder: Path) -> Any:
     for kind in (MegatronEngine, TorchEngine):
         kind.train_batch = marked(kind.train_batch)  # type: ignore[method-assign]
     with STAND_IN.running():
-        run_training(load_config(task, words))
+        run_training(load_config(task if task in TASKS else "sft", words))
     before, last = [n for n, (engine, _) in enumerate(seen) if engine == seen[0][0]][-2:]
     return dict(sum((Counter(waits) for _, waits in seen[before + 1 : last + 1]), Counter()))
 

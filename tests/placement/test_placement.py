@@ -52,12 +52,20 @@ def waited(impl: str, ranks: int, folder: Path, names: list[str]) -> list[dict[s
 
 TABLES_OF = "0.16"
 """Version of Megatron-Core whose own waits are in the tables."""
+TABLES_OF_TRANSFORMERS = "5.24"
 
 
 def comparable(scenarios: dict[str, Any]) -> dict[str, Any]:
-    """All waits; with another Megatron-Core than the tables', those of steps under functions of megaswift."""
+    """All waits; with another Megatron-Core than the tables', those of steps under functions of megaswift; with another
+    transformers, none under its functions."""
     import megatron.core
+    import transformers
 
+    if not transformers.__version__.startswith(TABLES_OF_TRANSFORMERS):
+        scenarios = {
+            scenario: {name: count for name, count in waits.items() if " transformers." not in name}
+            for scenario, waits in scenarios.items()
+        }
     if megatron.core.__version__.startswith(TABLES_OF):
         return scenarios
     return {

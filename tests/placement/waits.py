@@ -51,6 +51,49 @@ OBJECTS = "gloo megaswift.distributed:all_gather_objects"
 RANKS_OF_ROLLOUT = {SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
 
 
+_MODELS = "transformers.models."
+
+
+def _places(model: str, name: str) -> Waits:
+    """transformers finds the places of images in a micro-batch and counts them."""
+    where = f"read {_MODELS}{model}.modeling_{model}:{name}.get_placeholder_mask"
+    return {where: MICROBATCHES, "read transformers.utils.import_utils:torch_compilable_check": MICROBATCHES}
+
+
+def _tiles(model: str) -> Waits:
+    """Of images in tiles, whose numbers follow from the images' sizes."""
+    at = f"{_MODELS}{model}.modeling_{model}:"
+    functions = ("get_anyres_image_grid_shape", "image_size_to_num_patches", "unpad_image")
+    return {f"read {at}{name}": MICROBATCHES for name in functions} | {
+        f"copy {at}LlavaNextModel.pack_image_features": MICROBATCHES
+    }
+
+
+def _tower(model: str, layers: str, name: str) -> Waits:
+    """Of a tower of two layers that attend within each image: three splits a layer, none with flash attention. The
+    sizes of images lie on the device with the model's other inputs."""
+    at = f"{_MODELS}{model}.modeling_{model}:"
+    reads = {
+        f"{at}{name}.get_image_features": MICROBATCHES,
+        f"{at}{layers}.forward.<locals>.<listcomp>": 3 * 2 * MICROBATCHES,
+        "transformers.vision_utils:get_vision_cu_seqlens": MICROBATCHES,
+        "transformers.vision_utils:get_vision_position_ids": 2 * MICROBATCHES,
+    }
+    copies = {"copy transformers.vision_utils:get_vision_position_ids": MICROBATCHES}
+    return _places(model, name) | {f"read {where}": n for where, n in reads.items()} | copies
+
+
+_WINDOWS = f"copy {_MODELS}qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel."
+WINDOWS = {
+    "read transformers.vision_utils:get_vision_window_index": 2 * MICROBATCHES,
+    "copy transformers.vision_utils:get_vision_window_index": MICROBATCHES,
+    f"{_WINDOWS}permute_input_for_window_attn": 3 * MICROBATCHES,
+    f"{_WINDOWS}forward": MICROBATCHES,
+    "copy megaswift.engine.torch.ddp:DdpStrategy.scaled_backward": 2 * MICROBATCHES,
+}
+"""Indices of windows, made in host memory; the backward pass copies those of two products again."""
+
+
 def _checkpoint(
     read: int, exported: int, counters: int = 0, ranks: int = 1, written: int | None = None, groups: int = 0
 ) -> dict[str, Waits]:
@@ -91,6 +134,7 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
         "run:dpo": STEP,
         "run:grpo": STEP | SAMPLER | {SCORES: 2},
         "run:sft --engine ddp": STEP,
+        "run:qwen2_vl": STEP | _tower("qwen2_vl", "VisionAttention", "Qwen2VLModel"),
     },
     ("", 2): {
         "step:dense pp2": [LAUNCHED, LAUNCHED],
@@ -125,6 +169,10 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "run:sft --train_type lora": STEP,
         "run:ppo": {name: 2 * n for name, n in STEP.items()} | SAMPLER | {SCORES: 6},
         "run:grpo --train_type lora --rollout_lora false": STEP | SAMPLER | {SCORES: 2},
+        "run:qwen2_5_vl": STEP | _tower("qwen2_5_vl", "Qwen2_5_VLVisionAttention", "Qwen2_5_VLModel") | WINDOWS,
+        "run:gemma3": STEP | _places("gemma3", "Gemma3Model"),
+        "run:internvl": STEP | _places("internvl", "InternVLModel"),
+        "run:llava_next": STEP | _places("llava_next", "LlavaNextModel") | _tiles("llava_next"),
     },
     ("", 2): {
         "step:dense cp2 packed": LAUNCHED,

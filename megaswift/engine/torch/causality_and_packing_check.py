@@ -53,7 +53,7 @@ def check_causality_and_packing(engine: TorchEngine) -> None:
     known, data = is_tested_class(spec, unwrap_peft_model(engine.fields.model)), engine.cfg.data
     shares = bool(data.prefix_sharing) and engine.cfg.task in PROMPTED
     doubtful = not known or shares or (data.shares_rows and spec.family in LOSES_DOCUMENTS)
-    if engine.fields.places or not doubtful:
+    if engine.fields.has_tower or not doubtful:
         return
     needs = RequestedModelOutputs(fields=frozenset(), head="score") if spec.scored else RequestedModelOutputs()
 

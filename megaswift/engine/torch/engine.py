@@ -52,7 +52,7 @@ from megaswift.engine.torch import (
 from megaswift.engine.torch.adalora_rank_allocation import find_adalora_rank_allocator
 from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
 from megaswift.engine.torch.ddp import DdpStrategy
-from megaswift.engine.torch.loss_fields_from_logits import labeled_columns
+from megaswift.engine.torch.loss_fields_from_logits import labeled_columns, position_ids
 from megaswift.engine.torch.measure_engine_sizes import flop_parameter_counts, measure_torch_engine_sizes
 from megaswift.engine.torch.merged_adapter_weight_stream import collect_merged_adapter_weights
 from megaswift.engine.torch.return_freed_host_memory_by_mallopt import returning_freed_memory_to_system
@@ -206,7 +206,7 @@ class TorchEngine:
                 "max_length_k": longest,
             }
         with self._precision():
-            positions = None if batch.cu_seqlens is None else batch.positions
+            positions = position_ids(self.fields.model, batch, on_host)
             columns = copy_to_device_async(labeled_columns(on_host.loss_weights != 0), self.context.device)
             labeled = batch.loss_weights != 0
             return self.strategy.module(batch.input_ids, positions, batch.labels, labeled, columns, extra)

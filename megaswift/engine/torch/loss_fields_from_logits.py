@@ -8,12 +8,12 @@ a soft cap's factor) do not keep their output. Autograd refuses to go on where o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.engine.torch.vision_model_parts import model_has_tower
 from megaswift.engine.vocabulary_logprobs_and_entropy import (
@@ -24,7 +24,7 @@ from megaswift.engine.vocabulary_logprobs_and_entropy import (
     row_statistics,
     write_gradient,
 )
-from megaswift.losses.contract import RequestedModelOutputs
+from megaswift.losses.contract import Batch, RequestedModelOutputs
 
 
 def compute_loss_fields(logits: Tensor, labels: Tensor, needs: RequestedModelOutputs) -> Tensor:
@@ -66,19 +66,34 @@ def labeled_columns(labeled: Tensor) -> Tensor:
     return columns if columns.numel() else columns.new_zeros(1)  # every rank goes through every layer
 
 
-def packed_positions(model: Any, input_ids: Tensor, positions: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
-    """int64 [1, s], or [4, 1, s] of a model that places the tokens of images on a grid: `positions`, which begin anew
-    with each document and tell transformers the documents apart, and the model's own (time, height, width).
+def image_grid_positions(model: Any, batch: Batch) -> Tensor | None:
+    """(time, height, width) of each token of a batch in host memory, int64 [3, b, s], or [4, 1, s] of a packed row;
+    None where the model does not place the tokens of images on a grid.
 
-    The model places a whole row as one document; each document's positions are these less the first of its own.
+    They are asked from the model here, as its forward pass would read the size of every image from the device. It
+    places a whole packed row as one document; each document's positions are these less the first of its own. Before
+    them stand those that begin anew with each document and tell transformers the documents apart.
     """
-    if not hasattr(model.base_model, "get_rope_index"):
-        return positions
-    names = inspect.signature(model.base_model.get_rope_index).parameters
-    whole, _ = model.base_model.get_rope_index(input_ids, **{k: v for k, v in extra.items() if k in names})
-    first = torch.where(positions[0] == 0, torch.arange(positions.shape[1], device=positions.device), 0)
+    of_grid = getattr(model.base_model, "get_rope_index", None)
+    if of_grid is None or not {"image_grid_thw", "video_grid_thw"} & batch.extra.keys():
+        return None
+    names = inspect.signature(of_grid).parameters
+    whole: Tensor = of_grid(batch.input_ids, **{k: v for k, v in batch.extra.items() if k in names})[0]
+    if batch.cu_seqlens is None:
+        return whole
+    positions = batch.positions
+    first = torch.where(positions[0] == 0, torch.arange(positions.shape[1]), 0)
     grid = whole.to(positions) - whole[0, 0, first.cummax(0).values].to(positions)
     return torch.cat([positions[None], grid])
+
+
+def position_ids(model: nn.Module, batch: Batch, on_host: Batch) -> Tensor | None:
+    """What a transformers model needs to know of the positions in a batch on a device, which `on_host` is in host
+    memory; None where it counts for itself."""
+    grid = image_grid_positions(unwrap_peft_model(model), on_host)
+    if grid is not None:
+        return copy_to_device_async(grid, batch.positions.device)
+    return None if batch.cu_seqlens is None else batch.positions
 
 
 class LossFieldsModel(nn.Module):
@@ -88,12 +103,11 @@ class LossFieldsModel(nn.Module):
         super().__init__()
         self.model = model
         self.needs = RequestedModelOutputs()
-        self.places = model_has_tower(unwrap_peft_model(model))
-        """The model gives its tokens positions itself: those of images may be those of a grid."""
+        self.has_tower = model_has_tower(unwrap_peft_model(model))
         parameters = inspect.signature(unwrap_peft_model(model).forward).parameters
         self.chooses = "logits_to_keep" in parameters
-        self.placed = not self.places and "position_ids" in parameters
-        """It takes positions; models without any (state spaces, ALiBi) do not."""
+        self.takes_positions = "position_ids" in parameters
+        """Models without any (state spaces, ALiBi) do not."""
 
     def forward(
         self,
@@ -104,15 +118,13 @@ class LossFieldsModel(nn.Module):
         columns: Tensor,
         extra: dict[str, Any],
     ) -> Tensor:
-        """float32 [f, b, s], 0 where `labeled` is False. Only `columns`, from `labeled_columns`, go through the head,
-        where the model can choose.
+        """float32 [f, b, s], 0 where `labeled` is False. `positions`: from `position_ids`. Only `columns`, from
+        `labeled_columns`, go through the head, where the model can choose.
 
         No attention mask: rows are padded on the right, where causal attention does not look, and transformers tells
         packed documents by their positions. Rows of one document get none: a model counts for itself, not all from 0.
         """
-        placed = {"position_ids": positions} if self.placed and positions is not None else {}
-        if self.places and positions is not None:
-            placed = {"position_ids": packed_positions(unwrap_peft_model(self.model), input_ids, positions, extra)}
+        placed = {"position_ids": positions} if self.takes_positions and positions is not None else {}
         inputs = {"input_ids": input_ids, **placed, **extra}
         if self.needs.head:
             return self._values(columns, labeled, inputs)

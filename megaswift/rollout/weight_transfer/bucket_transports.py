@@ -181,6 +181,11 @@ def gpu_uuids() -> list[str]:
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
 
 
+_GLOO_GROUPS: list[Any] = []
+"""All of this process, kept to its end: one that is destroyed in the middle of a broadcast closes file descriptors
+which belong to other connections by then."""
+
+
 class GroupMember:
     """A process group of the sender (rank 0) and all workers, apart from the program's own groups."""
 
@@ -197,6 +202,7 @@ class GroupMember:
             options._timeout = limit
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(member.host, member.port))]
             self.group = dist.ProcessGroupGloo(store, member.rank, member.receivers + 1, options)
+            _GLOO_GROUPS.append(self.group)
 
     def buffer(self, slot: int, nbytes: int) -> Tensor:
         """Memory on the group's device."""
