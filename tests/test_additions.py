@@ -62,6 +62,7 @@ def refused(*words):
 """
 
 
+@pytest.mark.wide
 def test_a_preference_loss_takes_two_source_files(package: Copy) -> None:
     """And a line in docs/preference.md and a case in tests/losses/test_dpo.py: four files."""
     package.insert(
@@ -114,6 +115,7 @@ print(terms[0].name, round(float(terms[0].sum), 6))
     assert len(package.touched) == 2
 
 
+@pytest.mark.wide
 def test_an_estimator_takes_two_source_files(package: Copy) -> None:
     """And a line in docs/rl.md: three files. The wiring is that of every estimator: tests/trainers/rl."""
     package.insert(

@@ -78,6 +78,7 @@ def test_packed_rows_are_full_of_documents(seed: int) -> None:
 FITTED = [case.name for case in all_cases() if case.contender == "te"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", FITTED)
 def test_what_fits_a_card_of_139_gib(name: str, tmp_path: Path) -> None:
     """Every case on Transformer Engine, by the estimate; the copies of weights in FP8 are counted."""

@@ -88,6 +88,7 @@ def test_only_redo_repeats_good_cases(python: Path) -> None:
     assert len(check(python)[1]) == 1
 
 
+@pytest.mark.wide
 def test_a_budget(python: Path) -> None:
     slow = python.read_text().replace("exit 0\n", "sleep 0.7\nexit 0\n")
     python.write_text(slow)

@@ -3,6 +3,8 @@ parts."""
 
 from pathlib import Path
 
+import pytest
+
 from megaswift.cli import COMMANDS
 from scripts.list_user_visible_texts import help_pages, listing, messages, new_entries
 
@@ -39,6 +41,7 @@ def test_an_entry_of_help_is_printed_once() -> None:
     assert new_entries(other, printed) == "title b\n  --tp 2   Ranks"
 
 
+@pytest.mark.wide
 def test_the_listing_has_rules_and_errors() -> None:
     lines = list(listing())
     assert any(line.startswith("megaswift/config/data_rules.py:") and "evaluation data" in line for line in lines)

@@ -197,6 +197,7 @@ def lost_rank_message(monkeypatch: pytest.MonkeyPatch, folder: Path, late: bool)
     return module.explain_lost_rank(error, 600.0).message()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("late", [True, False])
 def test_a_rank_that_hangs_or_ended(late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(lost_rank_message(monkeypatch, tmp_path, late), tmp_path)
@@ -224,6 +225,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     check(text, tmp_path)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_node(rank: int, tmp_path: Path) -> None:
     text = message_of(lambda: wait_for_nodes(NodeOfAttempt("127.0.0.1", free_port(), rank, 2), 1.0))

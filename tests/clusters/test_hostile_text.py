@@ -96,6 +96,7 @@ def texts(launcher: str, count: int = 6) -> list[tuple[str, str, str]]:
     return [*ALWAYS, *((one(), one(), one()) for _ in range(count))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_text_arrives_as_it_is(launcher: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     for word, value, name in texts(launcher):

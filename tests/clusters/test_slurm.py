@@ -267,6 +267,7 @@ def test_which_ends_are_queued_again(
     assert done.returncode == (0 if again else code)
 
 
+@pytest.mark.wide
 def test_which_nodes_the_next_start_avoids(tmp_path: Path) -> None:
     """scontrol's calls after exit code 4, with a node that was excluded before and a change that succeeds later."""
     folder = tmp_path / "bin"

@@ -139,6 +139,7 @@ def check_fault(kind: TemplateKind, fault: str, count: int) -> None:
     assert found & FOUND_AS[fault], (kind.name, fault, found)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("fault", TEMPLATE_FAULTS)
 def test_a_planted_fault_is_found(fault: str) -> None:
     kinds = [kind for kind, planted_fault in planted() if planted_fault == fault]

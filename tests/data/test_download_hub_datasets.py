@@ -108,6 +108,7 @@ def test_names_that_differ_by_a_sign_are_stored_apart(tmp_path: Path, hub: Datas
     assert [texts(tmp_path, *given, name) for name in ("org/a-b", "org/a_b")] == [["dash"], ["underscore"]]
 
 
+@pytest.mark.wide
 def test_subsets(tmp_path: Path, hub: DatasetHub, use_hf: str) -> None:
     given = ["--use_hf", use_hf, "--dataset"]
     assert texts(tmp_path, *given, "org/two:en") == ["e", "f"]

@@ -98,6 +98,7 @@ def texts(batches: list[Any]) -> list[int]:
     return [int(words.decode(row, skip_special_tokens=True)) for row in rows]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_epochs_on_any_ranks_and_resumed_anywhere(

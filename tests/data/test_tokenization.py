@@ -325,6 +325,7 @@ def test_an_interrupted_build_leaves_nothing_that_counts(tmp_path: Path) -> None
     assert target.is_dir()
 
 
+@pytest.mark.wide
 def test_waiting_ends_with_the_build_its_failure_or_its_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def test_the_cache_key_covers_the_modules_that_tokenize() -> None:
     assert not any(path.endswith(("/packing.py", "/loader.py", "/epoch_order.py")) for path in keyed)
 
 
+@pytest.mark.wide
 def test_imports_are_found_without_parsing() -> None:
     """Beside the syntax trees of the whole package."""
     for file in Path(tokenization.__file__).parents[1].rglob("*.py"):

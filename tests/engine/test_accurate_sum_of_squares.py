@@ -72,6 +72,7 @@ def test_megatron_takes_the_norm_from_here(gradient: torch.Tensor, tmp_path) -> 
     assert norm == pytest.approx(math.hypot(exact(gradient), exact(gradient[:10])), rel=2e-7)
 
 
+@pytest.mark.wide
 def test_no_engine_calls_the_inaccurate_functions() -> None:
     names = {"get_total_norm", "clip_grad_norm_", "clip_grads_with_norm_"}
     for source in sources(folders=("megaswift",)):

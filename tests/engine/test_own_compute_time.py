@@ -30,6 +30,7 @@ class Slow(nn.Module):
         return Sleeps.apply(values)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("backward", "seconds"), [(True, 0.4), (False, 0.2)])
 def test_own_passes(backward: bool, seconds: float) -> None:
     module = Slow()

@@ -79,6 +79,7 @@ def test_rows_copies_and_padded_vocabulary_by_hand() -> None:
         VocabParallelRule("m", ("e",)).pieces(small(), TensorParallelShard(4, 0))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_pieces_of_all_ranks_cover_every_row_once(name: str, tp: int) -> None:

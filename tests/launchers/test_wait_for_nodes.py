@@ -48,6 +48,7 @@ def test_a_job_id_of_the_cluster_is_kept() -> None:
     assert gather_nodes({}) is None
 
 
+@pytest.mark.wide
 def test_missing_nodes_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wait_for_nodes, "PATIENCE_SECONDS", 0.3)
     with pytest.raises(
@@ -57,6 +58,7 @@ def test_missing_nodes_are_named(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "waiting for node 1, 2 of 3" in capsys.readouterr().err and error.value.exit_code == 1
 
 
+@pytest.mark.wide
 def test_the_next_attempt_does_not_meet_in_the_store_of_the_last() -> None:
     """Node 1 is back before node 0's agent of the first attempt has ended."""
     port = free_port()
@@ -82,6 +84,7 @@ def test_the_next_attempt_does_not_meet_in_the_store_of_the_last() -> None:
     assert sorted(gathered) == ["1/0", "1/1"]
 
 
+@pytest.mark.wide
 def test_node_0_that_does_not_answer_is_named() -> None:
     with pytest.raises(MissingNodesError, match=r"node 0 at 127.0.0.1:\d+: does not answer within 1 s"):
         gather_nodes(node(1, free_port(), 2, 1))

@@ -42,6 +42,7 @@ def other_node(place: NodePlace) -> tuple[threading.Thread, list[int | str]]:
     return thread, ended
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("code", [0, 2])
 def test_the_other_nodes_end_with_the_exit_code(code: int) -> None:
     first, *others = places(3)
@@ -65,6 +66,7 @@ def test_a_mistake_on_node_0_is_raised_there_and_is_exit_code_2_elsewhere() -> N
     assert ended == [2]
 
 
+@pytest.mark.wide
 def test_nodes_that_never_come(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(work_on_node_0, "LATE_SECONDS", 0.3)
     monkeypatch.setattr(work_on_node_0, "CONNECT_SECONDS", 1.0)

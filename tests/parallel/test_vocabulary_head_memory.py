@@ -55,6 +55,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return hidden, weight, torch.randint(0, WIDTH, (ROWS,))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("task", NEEDS)

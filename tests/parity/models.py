@@ -279,8 +279,10 @@ def config(variant: str) -> Any:
     """The transformers configuration of a variant, or of a model type that has none: a tiny one of that type."""
     from transformers import AutoConfig
 
-    deepseek_moe.register()
-    if known := VARIANTS.get(variant) or BRIDGED.get(variant):
+    known = VARIANTS.get(variant) or BRIDGED.get(variant)
+    if "deepseek" in (variant, known and known[0]):
+        deepseek_moe.register()
+    if known:
         model_type, fields = known
         return AutoConfig.for_model(model_type, **{"rope_theta": 10000.0, **fields})
     standard = AutoConfig.for_model(variant)

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import importlib
 import os
+import pkgutil
 import random
 import signal
 import socket
@@ -44,6 +45,8 @@ PRELOAD = (
     "matplotlib.pyplot",
     "tensorboard",
     "pyarrow",
+    "pytest",
+    *(f"megaswift.families.{module.name}" for module in pkgutil.iter_modules([str(ROOT / "megaswift" / "families")])),
 )
 """torch's first optimizer imports torch._dynamo: 4 s of processor time that every rank would spend by itself."""
 GRACE = 5.0

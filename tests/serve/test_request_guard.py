@@ -263,6 +263,7 @@ def received(connection: socket.socket) -> bytes:
     return found
 
 
+@pytest.mark.wide
 def test_half_a_request_is_not_waited_for(server: Server) -> None:
     """Nothing, half the headers, headers that trickle, half a body, and half of a second request."""
     address = ("127.0.0.1", server.port)

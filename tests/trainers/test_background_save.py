@@ -113,6 +113,7 @@ def said_times(text: str, step: int) -> list[tuple[float, float]]:
     return [(float(complete), float(waited)) for complete, waited in re.findall(line, text)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("slow", ["begin", "finish", "rotate"])
 def test_the_reported_wait_covers_all_that_stops_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: str

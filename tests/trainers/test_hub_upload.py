@@ -106,6 +106,7 @@ def upload_of(folder: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, **options
     return HubUpload(SwiftConfig(model="m", dataset=["d"], **given))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "places"),
     [("checkpoint", {"last-checkpoint"}), ("all_checkpoints", {"step-1", "step-2"}), ("end", set())],
