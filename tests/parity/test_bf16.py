@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,14 +104,12 @@ def model_with_large_logits(folder: Path) -> Path:
 def decoded(folder: Path, batch: Batch) -> list[torch.Tensor]:
     """Log-probabilities [b, s] of the labels by Hugging Face in bfloat16, one token at a time with a KV cache as in a
     sampler: with products of the LM head in bfloat16, and in float32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, DynamicCache
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    steps, cache = [], None
-    for ids in batch.input_ids.split(1, dim=1):
-        output = model.model(ids, past_key_values=cache, use_cache=True)
-        steps.append(output.last_hidden_state)
-        cache = output.past_key_values
+    name = "cache" if "cache" in inspect.signature(model.model.forward).parameters else "past_key_values"
+    kept = {name: DynamicCache(config=model.config)}
+    steps = [model.model(ids, use_cache=True, **kept).last_hidden_state for ids in batch.input_ids.split(1, dim=1)]
     hidden, head = torch.cat(steps, 1), model.lm_head.weight
     logits = [hidden @ head.T, hidden.float() @ head.float().T]
     assert hidden.dtype == torch.bfloat16 and 20 < logits[1].max() < 40

@@ -106,8 +106,8 @@ class LossFieldsModel(nn.Module):
         self.has_tower = model_has_tower(unwrap_peft_model(model))
         parameters = inspect.signature(unwrap_peft_model(model).forward).parameters
         self.chooses = "logits_to_keep" in parameters
-        self.takes_positions = "position_ids" in parameters
-        """Models without any (state spaces, ALiBi) do not."""
+        self.takes_positions = self.has_tower or "position_ids" in parameters
+        """Models without any (state spaces, ALiBi) do not; those with a tower hand them on to their language model."""
 
     def forward(
         self,

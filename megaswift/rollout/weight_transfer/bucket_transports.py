@@ -182,8 +182,8 @@ def gpu_uuids() -> list[str]:
 
 
 _GLOO_GROUPS: list[Any] = []
-"""All of this process, kept to its end: one that is destroyed in the middle of a broadcast closes file descriptors
-which belong to other connections by then."""
+"""All of this process, kept to its end: one that is destroyed in the middle of a broadcast disturbs connections that
+the process opens later (other stores did not answer or lost messages)."""
 
 
 class GroupMember:
