@@ -16,6 +16,7 @@ from megaswift.config.data import RL
 from megaswift.config.data_rules import DATA_CLASHES, DATA_IGNORED
 from megaswift.config.engine_rules import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, requested_engine
 from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
+from megaswift.config.expert_capacity_rules import EXPERT_CAPACITY_CLASHES
 from megaswift.config.fault_tolerance_rules import FAULT_TOLERANCE_IGNORED
 from megaswift.config.float16_loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
 from megaswift.config.frozen_weight_rules import FROZEN_WEIGHT_IGNORED
@@ -166,6 +167,7 @@ CLASHES: tuple[ConflictingOptions, ...] = (
     *PROFILE_CLASHES,
     *MODEL_CLASHES,
     *CUDA_GRAPH_CLASHES,
+    *EXPERT_CAPACITY_CLASHES,
     *LAUNCH_CLASHES,
     *ENGINE_CLASHES,
     *ADAPTER_CLASHES,

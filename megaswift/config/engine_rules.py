@@ -69,6 +69,7 @@ NATIVE_ONLY = (
     "moe_router_fusion",
     "moe_shared_expert_overlap",
     "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
     "async_save",
     "precision_aware_optimizer",
     "main_grads_dtype",

@@ -65,6 +65,7 @@ OPTION_OF_FIELD: dict[str, str] = {
     "moe_router_fusion": "--moe_router_fusion",
     "moe_shared_expert_overlap": "--moe_shared_expert_overlap",
     "moe_expert_capacity_factor": "--moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity": "--moe_pad_expert_input_to_capacity",
     "gradient_accumulation_fusion": "--gradient_accumulation_fusion",
     "moe_aux_loss_coeff": "--moe_aux_loss_coeff",
     "moe_z_loss_coeff": "--moe_z_loss_coeff",

@@ -176,6 +176,9 @@ class ModelConfig:
         unset=("-1",),
         metavar="none",
     )
+    moe_pad_expert_input_to_capacity: bool = option(
+        False, "Pad each expert's input to its capacity: shapes the host knows, no wait", tasks=PLAIN
+    )
     freeze_parameters: tuple[str, ...] = option(
         (),
         "Regular expressions for names of Hugging Face weights to freeze",

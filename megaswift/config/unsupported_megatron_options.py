@@ -182,7 +182,6 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("cuda_graph_scope cuda_graph_modules", (*UNSET, "full"), "whole layers are captured", LEAVE),
     ("data_parallel_random_init", (*UNSET, *OFF), "data-parallel ranks start from the same weights", LEAVE),
     ("use_megatron_fsdp", OFF, _FSDP, "--use_fsdp true (PyTorch FSDP2)"),
-    ("moe_pad_expert_input_to_capacity", OFF, "experts get as many tokens as are routed to them", LEAVE),
     # checkpoints
     ("ckpt_format dist_ckpt_format", (*UNSET, "torch_dist"), _CHECKPOINT, LEAVE),
     ("use_dist_ckpt", ON, _CHECKPOINT, LEAVE),

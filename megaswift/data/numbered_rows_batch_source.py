@@ -36,7 +36,7 @@ class LoaderGeometry:
     uniform: bool = False
     """All micro-batches of a step have one length (pipelines)."""
     full_length: bool = False
-    """All rows of training are padded to max_length (buffers of one shape)."""
+    """All rows of training are padded to max_length (tensors of one shape)."""
     seed: int = 42
     vocabulary: int = 0
     """Rows of the model's embedding; 0: not known."""

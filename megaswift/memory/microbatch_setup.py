@@ -86,10 +86,13 @@ class MicrobatchSetup:
     @property
     def expert_tokens(self) -> int:
         """Rows of the products of this rank's experts, where the router spreads the tokens evenly: each token goes to
-        `topk` experts, and expert-tensor-parallel ranks gather theirs."""
+        `topk` experts, and expert-tensor-parallel ranks gather theirs. Padded to their capacity they have it all."""
         even = self.residual_tokens * self.spec.topk * self.layout.etp
         factor = self.cfg.model.moe_expert_capacity_factor
-        return even if factor is None else int(even * min(1.0, factor))
+        if factor is None:
+            return even
+        padded = self.cfg.model.moe_pad_expert_input_to_capacity
+        return int(even * (factor if padded else min(1.0, factor)))
 
     def windowed(self, layer: int) -> bool:
         """Whether a layer's attention has the model's window (`window_attn_skip_freq`: for each layer, or every n-th

@@ -9,6 +9,7 @@ import math
 
 from megaswift.config import SwiftConfig
 from megaswift.config.batch_arithmetic import batch_plan
+from megaswift.config.cuda_graph_rules import uses_cuda_graphs
 from megaswift.parallel.layout import Layout
 
 
@@ -30,6 +31,13 @@ def fp8_token_multiple(cfg: SwiftConfig, sequence_parallel: bool = False) -> int
     if cfg.model.fp8_recipe == "blockwise" and sequence_parallel:
         return 128
     return 32 if cfg.model.fp8_recipe == "mxfp8" else 16
+
+
+def needs_rows_of_full_length(cfg: SwiftConfig, layout: Layout) -> bool:
+    """Whether every row of training is padded to max_length: where buffers or graphs have one shape, or ranks exchange
+    tokens of experts whose number they do not tell each other."""
+    padded_exchange = cfg.model.moe_pad_expert_input_to_capacity and layout.ep * layout.etp > 1
+    return cfg.parallel.tp_comm_overlap and layout.tp > 1 or uses_cuda_graphs(cfg) or padded_exchange
 
 
 def full_microbatch_tokens(cfg: SwiftConfig, layout: Layout) -> int:

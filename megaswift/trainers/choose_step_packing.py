@@ -13,12 +13,12 @@ import numpy as np
 from megaswift import distributed, log
 from megaswift.config import SwiftConfig
 from megaswift.config.batch_arithmetic import batch_plan
-from megaswift.config.cuda_graph_rules import uses_cuda_graphs
 from megaswift.config.engine_rules import NATIVE, requested_engine
 from megaswift.data.loader import BatchSource, DocumentRows, EvaluationSource, TokenStoreBatchSource
 from megaswift.data.pack_samples_of_step import StepPacking
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Layout
+from megaswift.parallel.row_padding import needs_rows_of_full_length
 
 SHORT = 4
 """Samples are short where their median is at most max_length / SHORT."""
@@ -62,7 +62,7 @@ def _reasons_against(cfg: SwiftConfig, shared: SwiftConfig, spec: ModelSpec, lay
     """Why it is no default here."""
     if cfg.task != "sft" or requested_engine(cfg) != NATIVE:
         yield "it was measured for sft on the native engine"
-    elif cfg.parallel.tp_comm_overlap and layout.tp > 1 or uses_cuda_graphs(cfg):
+    elif needs_rows_of_full_length(cfg, layout):
         yield "buffers have the shape of padded rows"
     elif spec.experts:
         yield "auxiliary losses of routers are means over a micro-batch"

@@ -20,6 +20,7 @@ from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import VISION_ONLY, capabilities_of, filled_deepspeed_config, requested_engine
+from megaswift.config.expert_capacity_rules import expert_capacity_problems
 from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_batch_problems
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_problems
 from megaswift.config.parse_option_values import option_value_text
@@ -78,6 +79,7 @@ EXPERT_OPTIONS = (
     "moe_router_fusion",
     "moe_shared_expert_overlap",
     "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
 )
 
 Check = tuple[Callable[[], Sequence[Problem]], type[UserError]]
@@ -177,6 +179,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     problems += megatron_architecture_problems(cfg.model.megatron_architecture, spec)
     problems += extra_kwargs_problems(cfg.model.megatron_extra_kwargs, spec.transformer)
     problems += cuda_graph_model_problems(cfg, spec.transformer)
+    problems += expert_capacity_problems(cfg, spec.experts, spec.topk)
     problems += adapter_sync_problems(cfg, spec, folder) if cfg.task in RL else []
     problems += prefix_sharing_problems(cfg, spec, cfg.parallel.context_parallel_size)
     if not capabilities_of(cfg).model_parallel:

@@ -20,7 +20,6 @@ from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
 from megaswift.config.adapter_rules import SHARDED
 from megaswift.config.batch_arithmetic import batch_plan
-from megaswift.config.cuda_graph_rules import uses_cuda_graphs
 from megaswift.config.data import PPO
 from megaswift.config.evaluation_rules import evaluates
 from megaswift.config.preference import needs_reference
@@ -41,7 +40,7 @@ from megaswift.losses.contract import Batch
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.layout_grid_text import rank_grid_text
 from megaswift.parallel.pipeline_split import PipelineSplit
-from megaswift.parallel.row_padding import fp8_token_multiple, row_padding_multiple
+from megaswift.parallel.row_padding import fp8_token_multiple, needs_rows_of_full_length, row_padding_multiple
 from megaswift.trainers.add_preference_loss_fields_to_batches import (
     BatchTransform,
     batch_logprobs,
@@ -138,7 +137,7 @@ class RunBuilder:
             doc_multiple=2 * layout.cp if layout.cp > 1 else 1,
             row_multiple=row_padding_multiple(layout, fp8_token_multiple(self.cfg, layout.sequence_parallel)),
             uniform=layout.pp > 1,
-            full_length=self.cfg.parallel.tp_comm_overlap and layout.tp > 1 or uses_cuda_graphs(self.cfg),
+            full_length=needs_rows_of_full_length(self.cfg, layout),
             seed=data.data_seed(self.cfg.data, self.cfg.train),
             vocabulary=0 if has_vision_tower(self.spec.hf_config) else self.spec.vocab_size,  # or an image's beyond it
             divided_weights=self.cfg.engine.engine in SHARDED,

@@ -1,10 +1,11 @@
 """`--moe_expert_capacity_factor` against a Hugging Face model whose routers drop tokens in a loop over experts: loss
-and every gradient, on layouts that share a micro-batch's tokens in different ways."""
+and every gradient, on layouts that share a micro-batch's tokens in different ways; with
+`--moe_pad_expert_input_to_capacity` the same."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.engine.megatron.layers.router import picks_within_capacity
+from megaswift.engine.megatron.layers.expert_capacity import filled_to_capacity, picks_within_capacity
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
-from tests.parity.cases import global_batch, own, parse
+from tests.parity.cases import ROW, Case, global_batch, own, parse
 from tests.parity.measure import Task, build, full
 from tests.parity.models import build as build_model
 from tests.parity.models import by_disk_name
@@ -26,17 +27,27 @@ from tests.parity.pool import Pool
 
 FACTOR = 0.75
 OPTIONS = {"moe_expert_capacity_factor": FACTOR, "moe_aux_loss_coeff": 0.0}
+PADDED = OPTIONS | {"moe_pad_expert_input_to_capacity": True}
 
 
 def gradients(rank: int, world: int, task: Task) -> Reference:
-    """Loss and gradients of a global batch."""
+    """Loss and gradients of a global batch, and the loss of an evaluation before it, after another pass."""
     engine, context = build(task.case, task.folder, world, **task.options)
-    mine = own(list(task.batches), task.case.dp, context.layout.coordinates(rank).dp)
+    dp = context.layout.coordinates(rank).dp
+    mine = own(list(task.batches), task.case.dp, dp)
+    engine.accumulate(mine, CrossEntropy())
+    evaluated = engine.evaluate(own(of_unequal_shapes(task.case), task.case.dp, dp), CrossEntropy()).loss
     loss = engine.accumulate(mine, CrossEntropy()).loss
-    out = Reference(loss=loss, gradients=full(engine.hf_gradients()))
+    out = Reference(loss=loss, losses=[evaluated], gradients=full(engine.hf_gradients()))
     torch.distributed.barrier()
     context.close()
     return out
+
+
+def of_unequal_shapes(case: Case) -> list[Batch]:
+    """A global batch whose rows are longer on each next data-parallel rank."""
+    longer = [global_batch(case, 1, ROW + 8 * rank) for rank in range(case.dp)]
+    return [batch for rank, batches in enumerate(longer) for batch in own(batches, case.dp, rank)]
 
 
 def kept(weights: Tensor, chosen: Tensor, valid: Tensor, experts: int) -> Tensor:
@@ -90,6 +101,20 @@ def oracle(folder: Path, batches: Sequence[Batch]) -> Reference:
 
 
 LAYOUTS = ("single", "tp2 sp ep2", "cp2", "dp2 ep2 do", "pp2 cp2 recompute=full")
+PADDED_LAYOUTS = ("single", "dp2 ep2 do", "dp2 etp2", "dp2 ep2 pp2 recompute=full")
+
+
+def measured_and_expected(
+    layout: str, te: bool, options: Mapping[str, Any], pools: tuple[Pool, Pool], models: Path
+) -> tuple[Reference, Reference]:
+    """The engine's numbers, and Hugging Face's."""
+    folder = build_model("moe", models / "moe")
+    case = replace(parse(layout, model="moe"), te=te)
+    task = Task(case, folder, Recipe(), options=options, batches=global_batch(case, 0))
+    got: Reference = pools[te].run("tests.parity.test_capacity:gradients", task, case.world)[0]
+    want = oracle(folder, task.batches)
+    want.losses = [oracle(folder, of_unequal_shapes(case)).loss]
+    return got, want
 
 
 @pytest.mark.process
@@ -98,17 +123,48 @@ LAYOUTS = ("single", "tp2 sp ep2", "cp2", "dp2 ep2 do", "pp2 cp2 recompute=full"
 )
 @pytest.mark.parametrize("te", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_dropped_tokens(layout: str, te: bool, pool: Pool, te_pool: Pool, models: Path) -> None:
-    folder = build_model("moe", models / "moe")
-    case = replace(parse(layout, model="moe"), te=te)
-    batches = global_batch(case, 0)
-    task = Task(case, folder, Recipe(), options=OPTIONS, batches=batches)
-    got = (te_pool if te else pool).run("tests.parity.test_capacity:gradients", task, case.world)[0]
-    want = oracle(folder, batches)
-    assert got.loss == pytest.approx(want.loss, rel=1e-6)
+    assert_equal(*measured_and_expected(layout, te, OPTIONS, (pool, te_pool), models))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "layout", [w if w == "dp2 ep2 do" else pytest.param(w, marks=pytest.mark.slow) for w in PADDED_LAYOUTS]
+)
+@pytest.mark.parametrize("te", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_inputs_padded_to_capacity(layout: str, te: bool, pool: Pool, te_pool: Pool, models: Path) -> None:
+    """The same numbers, after an evaluation too, whose shapes differ between ranks and which is not padded."""
+    assert_equal(*measured_and_expected(layout, te, PADDED, (pool, te_pool), models))
+
+
+def assert_equal(got: Reference, want: Reference) -> None:
+    assert [got.loss, *got.losses] == pytest.approx([want.loss, *want.losses], rel=1e-6)
     assert got.gradients.keys() == want.gradients.keys()
     for name, gradient in got.gradients.items():
         off = float((gradient - want.gradients[name]).norm() / want.gradients[name].norm())
         assert off < 5e-6, (name, off)
+
+
+def test_padding_takes_other_tokens_first_to_last() -> None:
+    """Capacity ceil(5 x 1 / 3 x 1) = 2: the first expert is full, the second takes one more, the third two."""
+    picks = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 0]], dtype=torch.bool)
+    filled = filled_to_capacity(picks, 1, 1.0)
+    assert filled.sum(0).tolist() == [2, 2, 2]
+    assert bool((filled | ~picks).all())
+    assert filled.T.tolist()[1] == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("tokens, experts, topk, factor", [(7, 3, 1, 1.0), (4096, 128, 8, 1.1), (65_521, 60, 4, 1.3)])
+def test_none_of_the_kept_is_over_the_padded_capacity(tokens: int, experts: int, topk: int, factor: float) -> None:
+    """All tokens choose the first experts, and all are valid: where capacity binds, and rounding could."""
+    picks = torch.zeros(tokens, experts, dtype=torch.bool)
+    picks[:, :topk] = True
+    kept_by_weight = picks_within_capacity(
+        torch.rand(tokens, experts), picks, torch.ones(tokens, dtype=torch.bool), factor, None
+    )
+    capacity = math.ceil(tokens * topk / experts * factor)
+    assert kept_by_weight.sum(0).tolist() == [capacity] * topk + [0] * (experts - topk)
+    filled = filled_to_capacity(kept_by_weight, topk, factor)
+    assert filled.sum(0).tolist() == [capacity] * experts and bool((filled | ~kept_by_weight).all())
 
 
 def test_the_largest_weights_stay() -> None:

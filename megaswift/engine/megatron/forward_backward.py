@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megaswift.engine.megatron.cuda_graphs import without_cuda_graphs
+from megaswift.engine.megatron.layers.expert_capacity import without_expert_padding
 from megaswift.engine.megatron.lora.layer_adapters import reduce_expert_adapter_gradients
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -104,11 +105,11 @@ def unwrapped(module: Any) -> SwiftGPT:
 
 @contextmanager
 def evaluation_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Evaluation mode for a block, without CUDA graphs; training mode after it."""
+    """Evaluation mode for a block, without CUDA graphs and padding of experts' inputs; training mode after it."""
     for chunk in chunks:
         chunk.eval()
     try:
-        with without_cuda_graphs(chunks):
+        with without_cuda_graphs(chunks), without_expert_padding(chunks):
             yield
     finally:
         for chunk in chunks:

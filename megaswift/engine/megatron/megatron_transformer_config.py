@@ -126,6 +126,7 @@ def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoic
         fields["moe_router_fusion"] = m.moe_router_fusion
         fields["moe_shared_expert_overlap"] = m.moe_shared_expert_overlap
         fields["moe_expert_capacity_factor"] = m.moe_expert_capacity_factor
+        fields["moe_pad_expert_input_to_capacity"] = m.moe_pad_expert_input_to_capacity
     if modules := selective_recompute_modules(cfg, spec.moe_layers):
         fields["recompute_modules"] = list(modules)
     if m.fp8_format:

@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from megaswift.config import SwiftConfig
+from megaswift.engine.megatron.layers.expert_capacity import filled_to_capacity, picks_within_capacity
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec
@@ -85,32 +86,6 @@ def choose_experts(logits: Tensor, how: RoutingRule, bias: Tensor | None) -> tup
     return weights * how.scaling, picks
 
 
-def picks_within_capacity(
-    weights: Tensor, picks: Tensor, valid: Tensor, factor: float, group: dist.ProcessGroup | None
-) -> Tensor:
-    """bool [t, E]: `picks` without the tokens that exceed their expert's capacity and without padding.
-
-    Each expert keeps the tokens of largest weight, up to ceil(factor x choices / experts), where choices are those of
-    all non-padding tokens of the micro-batch: over the ranks of `group`, which share it, so that no layout changes what
-    is dropped. Megatron-Core counts each rank's tokens by themselves, padding included. `weights` [t, E] and `picks`
-    [t, E] are of this rank's tokens, `valid` bool [t]. Nothing is read by the host.
-    """
-    picks = picks & valid[:, None]
-    own = torch.where(picks, weights.detach().float(), -1.0)
-    tokens, rank, ranks = own.shape[0], 0, 1
-    whole = own
-    if group is not None and group.size() > 1:
-        rank, ranks = group.rank(), group.size()
-        parts = [torch.empty_like(own) for _ in range(ranks)]
-        dist.all_gather(parts, own.contiguous(), group=group)
-        whole = torch.cat(parts)
-    capacity = torch.ceil((whole >= 0).sum() * (factor / whole.shape[1]))
-    best_first = whole.argsort(dim=0, descending=True, stable=True)
-    place = torch.empty_like(best_first)
-    place.scatter_(0, best_first, torch.arange(len(whole), device=whole.device)[:, None].expand_as(whole))
-    return picks & (place[rank * tokens : (rank + 1) * tokens] < capacity)
-
-
 def _counts(mask: Tensor, picks: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """(tokens routed to each expert [E], tokens) over the group that shares a micro-batch."""
     both = torch.cat([(picks & mask[:, None]).sum(0).float(), mask.sum()[None].float()])
@@ -135,6 +110,7 @@ class AuxLossTopKRouter(TopKRouter):
         features, sigmoid = config.features, config.moe_router_score_function == "sigmoid"
         self.choice: RoutingRule | None = None
         self.capacity_factor: float | None = config.moe_expert_capacity_factor
+        self.pads = config.moe_pad_expert_input_to_capacity
         normalized = features.router_normalized if sigmoid else not config.moe_router_pre_softmax
         own_choice = features.router_group_best or (sigmoid and not features.router_normalized)
         if own_choice and config.moe_router_fusion:
@@ -177,6 +153,8 @@ class AuxLossTopKRouter(TopKRouter):
         if self.capacity_factor is not None:
             picks = picks_within_capacity(weights, picks, valid, self.capacity_factor, self.tp_cp_group)
             weights = weights * picks
+            if self.pads:
+                picks = filled_to_capacity(picks, self.topk, self.capacity_factor)
         if balanced:
             weights = self._attach(weights, flat.float(), routed, valid)
         return weights, picks
