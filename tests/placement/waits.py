@@ -21,6 +21,8 @@ COUNTED_IN_STEP = {name: 2 * n for name, n in STEP.items()}
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 DISPATCH = {f"sync {_DISPATCHER}._maybe_dtoh_and_synchronize": LAYERS * MICROBATCHES}
 """Megatron-Core's: tokens of each expert, which set the shapes of the exchange and of the products."""
+PADDED_EXPERTS = " --moe_expert_capacity_factor 1.25 --moe_pad_expert_input_to_capacity true"
+"""The host knows all shapes."""
 _ALLGATHER = "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch_postprocess"
 ALLGATHER = {f"read {_ALLGATHER}": 2 * LAYERS * MICROBATCHES}
 """The same numbers, and the probabilities by a mask: prefer `alltoall`, the default."""
@@ -139,11 +141,13 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
     ("", 2): {
         "step:dense pp2": [LAUNCHED, LAUNCHED],
         "step:moe dp2 ep2": LAUNCHED | DISPATCH,
+        f"step:moe dp2 ep2{PADDED_EXPERTS}": LAUNCHED,
         "step:dense dp2 do --torch_dtype float16": LAUNCHED,
         "save:dense dp2 --engine fsdp2": [_FSDP_SAVED, _FSDP_READ],
     },
     ("2.12.0", 1): {
         "step:moe te packed": LAUNCHED | DISPATCH,
+        f"step:moe te packed{PADDED_EXPERTS}": LAUNCHED,
         "save:dense te": _checkpoint(117, 35, groups=2),
     },
     ("2.12.0", 2): {
