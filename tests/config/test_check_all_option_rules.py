@@ -10,6 +10,7 @@ from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.check_all_option_rules import CLASHES, IGNORED
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
+from megaswift.config.expert_capacity_rules import EXPERT_CAPACITY_CLASHES
 from megaswift.config.fault_tolerance_rules import FAULT_TOLERANCE_IGNORED
 from megaswift.config.fit_rules import FIT_CLASHES, FIT_IGNORED
 from megaswift.config.float16_loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
@@ -252,6 +253,7 @@ def test_every_row_is_tried() -> None:
         *SPEED_CLASHES,
         *LOSS_SCALE_CLASHES,
         *INDEXED_DATA_CLASHES,
+        *EXPERT_CAPACITY_CLASHES,
     )
     idle = (
         *ENGINE_IGNORED,

@@ -262,6 +262,7 @@ NEEDS = (
         "whiten_advantages": {"advantage_estimator": "rloo"},
         "fp8_param_gather": {"fp8_format": "hybrid"},
         "cuda_graph_warmup_steps": {"cuda_graph_impl": "local"},
+        "moe_pad_expert_input_to_capacity": {"moe_expert_capacity_factor": 1.25},
         "max_resample_times": {"dynamic_sample": True},
         "max_turns": {"environment": "e.py:E"},
         "reward_weights": {"reward_funcs": ["format"]},

@@ -86,6 +86,7 @@ def check(run: CountedRun, pool: Pool, kernels: str = TORCH) -> list[tuple[Saved
         ("dense", "cp2", {}),
         ("dense", "pp4", {}),
         ("moe", "dp2 ep2", {}),
+        ("moe", "dp2 ep2", {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}),
         ("moe", "single", selective("moe")),
         ("moe", "single", {**LORA, "lora_dropout": 0.1}),
         ("moe", "single", {**LORA, "target_modules": ("q_proj",)}),

@@ -12,7 +12,12 @@ from megaswift.config import SwiftConfig
 from megaswift.data.collate import Document, PaddingShape
 from megaswift.data.loader import collate_step_microbatches
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.row_padding import fp8_token_multiple, full_microbatch_tokens, row_padding_multiple
+from megaswift.parallel.row_padding import (
+    fp8_token_multiple,
+    full_microbatch_tokens,
+    needs_rows_of_full_length,
+    row_padding_multiple,
+)
 
 FP8: list[tuple[dict[str, Any], int]] = [
     ({}, 1),
@@ -53,6 +58,17 @@ def test_blocks_that_ranks_gather() -> None:
     assert (fp8_token_multiple(cfg), fp8_token_multiple(cfg, sequence_parallel=True)) == (16, 128)
     layout = Layout(4, tp=2, cp=2, sequence_parallel=True)
     assert row_padding_multiple(layout, fp8_token_multiple(cfg, True)) % (128 * 2 * 2) == 0
+
+
+def test_who_needs_rows_of_full_length() -> None:
+    """Ranks that exchange padded inputs of experts, beside buffers and graphs; experts of one rank do not."""
+    padded = SwiftConfig(moe_pad_expert_input_to_capacity=True, moe_expert_capacity_factor=1.0)
+    assert needs_rows_of_full_length(padded, Layout(2, ep=2))
+    assert not needs_rows_of_full_length(padded, Layout(2))
+    assert not needs_rows_of_full_length(SwiftConfig(moe_expert_capacity_factor=1.0), Layout(2, ep=2))
+    assert needs_rows_of_full_length(SwiftConfig(cuda_graph_impl="local"), Layout(1))
+    overlapped = SwiftConfig(tp_comm_overlap=True, tp=2)
+    assert needs_rows_of_full_length(overlapped, Layout(2, tp=2))
 
 
 @pytest.mark.parametrize("packing", [False, True])

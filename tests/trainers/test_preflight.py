@@ -271,6 +271,20 @@ def test_experts_are_not_captured_in_cuda_graphs(tmp_path: Path) -> None:
     assert "is not supported for models with experts" in text and "there is no CUDA device" in text
 
 
+def test_experts_are_not_padded_beyond_all_tokens(tmp_path: Path) -> None:
+    """60 experts, of which a token goes to 4: at 15 each has every token of a micro-batch."""
+    folder = tmp_path / "moe"
+    shutil.copytree(write_model(tmp_path / "model"), folder)
+    (folder / "config.json").write_text(json.dumps(QWEN1_5_MOE_A2_7B))
+    cfg = SwiftConfig(task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out"))
+    padded = cfg.replace(moe_pad_expert_input_to_capacity=True, moe_expert_capacity_factor=15.5)
+    (problem,) = [text for text in problems(padded, 1) if "capacity" in text]
+    assert "--moe_expert_capacity_factor 15.5" in problem and "at most 15" in problem
+    assert not any("capacity" in text for text in problems(padded.replace(moe_expert_capacity_factor=15.0), 1))
+    unpadded = padded.replace(moe_pad_expert_input_to_capacity=False)
+    assert not any("capacity" in text for text in problems(unpadded, 1))
+
+
 def test_a_written_configuration_passes_again(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     cfg = SwiftConfig(
