@@ -144,6 +144,42 @@ def assert_equal(got: Reference, want: Reference) -> None:
         assert off < 5e-6, (name, off)
 
 
+OTHER_FAMILIES = [
+    ("mixtral", {}),
+    ("qwen2_moe", {"recompute_granularity": "selective", "recompute_modules": "moe"}),
+    ("glm4_moe", {}),
+    ("deepseek_v3", {}),
+    ("gpt_oss", {}),
+    ("moe", {"train_type": "lora", "target_modules": "all-linear"}),
+]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "options"), OTHER_FAMILIES, ids=str)
+@pytest.mark.parametrize("te", [False, True])
+def test_padding_changes_no_family(
+    model: str, options: dict[str, Any], te: bool, pool: Pool, te_pool: Pool, models: Path
+) -> None:
+    """Three steps beside those without padding: shared experts with and without a gate, groups, biases that choose and
+    biases of the experts' products, adapters on experts."""
+    case = replace(parse("dp2 ep2", model=model), te=te)
+    folder = build_model(model, models / model)
+    without, padded = (
+        (te_pool if te else pool).run(
+            "tests.parity.measure:train",
+            Task(case, folder, Recipe(), options=options | {"moe_expert_capacity_factor": FACTOR, **more}),
+            2,
+        )[0]
+        for more in ({}, {"moe_pad_expert_input_to_capacity": True})
+    )
+    assert padded.losses == pytest.approx(without.losses, rel=1e-6) and len(padded.losses) == 3
+    assert padded.norms == pytest.approx(without.norms, rel=5e-6)
+    assert padded.aux_steps == pytest.approx(without.aux_steps, rel=1e-6)
+    for name, weight in padded.weights.items():
+        torch.testing.assert_close(weight, without.weights[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 def test_padding_takes_other_tokens_first_to_last() -> None:
     """Capacity ceil(5 x 1 / 3 x 1) = 2: the first expert is full, the second takes one more, the third two."""
     picks = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 0]], dtype=torch.bool)
