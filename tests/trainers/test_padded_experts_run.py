@@ -42,18 +42,27 @@ def write_rows_of_unequal_length(path: Path) -> Path:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
-def test_as_without_padding(packing: str, pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rows_as",
+    [
+        "--packing false",
+        pytest.param("--packing true", marks=pytest.mark.slow),
+        pytest.param("--streaming true", marks=pytest.mark.slow),
+        pytest.param("--streaming true --packing true", marks=pytest.mark.slow),
+        pytest.param("--group_by_length true --pp 2", marks=pytest.mark.slow),
+    ],
+)
+def test_as_without_padding(rows_as: str, pool: Pool, tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path, "1e-3")
     write_experts(Path(inputs[1]))
     rows = str(write_rows_of_unequal_length(tmp_path / "rows.jsonl"))
     words = ["--model", inputs[1], "--dataset", rows, "--val_dataset", rows, *inputs[4:]]
     words += ["--ep", "2", "--max_steps", "3", "--eval_steps", "1", "--logging_steps", "1", "--max_length", "64"]
-    words += ["--packing", packing, "--report_to", "none", "--save_strategy", "no", "--adam_epsilon", "1e-6"]
+    words += [*rows_as.split(), "--report_to", "none", "--save_strategy", "no", "--adam_epsilon", "1e-6"]
     curves = []
     for name, options in (("plain", CAPACITY), ("padded", PADDED)):
         job = Job([*words, *options, "--output_dir", str(tmp_path / name)])
-        pool.run("tests.trainers.run_ranks:go", job, 2, timeout=240)
+        pool.run("tests.trainers.run_ranks:go", job, 4 if "--pp" in rows_as else 2, timeout=240)
         steps, evaluations = (read_lines(tmp_path / name / f"{kind}.jsonl") for kind in ("metrics", "eval"))
         of_steps = [line[key] for line in steps for key in ("loss", "grad_norm", "aux_loss")]
         curves.append(of_steps + [line["loss"] for line in evaluations])
