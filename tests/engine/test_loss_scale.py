@@ -79,9 +79,6 @@ def parts_of(megatron: ModuleType) -> tuple[Any, list[torch.Tensor]]:
 
         def get_grad_stats_parallel_group(self) -> None: ...
 
-        def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
-            return [self.grad]
-
         def step_with_ready_grads(self) -> bool:
             self.weight -= self.grad
             return True
@@ -89,6 +86,7 @@ def parts_of(megatron: ModuleType) -> tuple[Any, list[torch.Tensor]]:
         _copy_main_params_to_model_params = _copy_model_params_to_main_params = zero_grad = None
         state_dict = load_state_dict = reload_model_params = sharded_state_dict = None
 
+    setattr(Part, optim.NORM_GRADIENTS, lambda part: [part.grad])
     Part.__abstractmethods__ = frozenset()
     parts = [Part(), Part()]
     chained = object.__new__(core.ChainedOptimizer)
@@ -125,7 +123,7 @@ def test_a_rank_that_trains_nothing_takes_part_in_the_decision(megatron: ModuleT
     optim.share_loss_scaler(chained)
     for part in chained.chained_optimizers:
         part.is_stub_optimizer = True
-        part.get_main_grads_for_grad_norm = lambda: []
+        setattr(part, optim.NORM_GRADIENTS, lambda: [])
     of_others = Numbers()
     of_others.reduce = lambda more, groups: [square + added for square in more]  # type: ignore[method-assign]
     for _ in range(2):
@@ -140,7 +138,7 @@ def test_an_overflow_counts_where_the_norm_leaves_the_gradient_out(megatron: Mod
     optim.share_loss_scaler(chained)
     first, second = chained.chained_optimizers
     first.grad, second.grad = torch.tensor([1.0, torch.nan, 1.0]), torch.ones(3)
-    first.get_main_grads_for_grad_norm = lambda: []
+    setattr(first, optim.NORM_GRADIENTS, lambda: [])
     norm, taken = optim.optimizer_step(chained, 0.0, torch.device("cpu"), ALONE)
     assert norm != norm and not taken and not any(w.any() for w in weights)
 

@@ -53,15 +53,17 @@ def record_squares() -> list[float]:
     """From here on, for each norm, the sum of the squares of this rank's gradients, in float64 (on the ranks)."""
     from megatron.core.optimizer import MegatronOptimizer
 
+    from megaswift.engine.megatron.optimizer import NORM_GRADIENTS
+
     found: list[float] = []
-    gradients = MegatronOptimizer.get_main_grads_for_grad_norm
+    gradients = getattr(MegatronOptimizer, NORM_GRADIENTS)
 
     def also_add(optimizer: Any) -> Any:
         own = gradients(optimizer)
         found.append(sum(float(gradient.double().square().sum()) for gradient in own))
         return own
 
-    MegatronOptimizer.get_main_grads_for_grad_norm = also_add
+    setattr(MegatronOptimizer, NORM_GRADIENTS, also_add)
     return found
 
 

@@ -48,6 +48,10 @@ STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PLUGIN_OF: WeakKeyDictionary[torch.optim.Optimizer, PluginOptimizerParts] = WeakKeyDictionary()
 CLIP_EPSILON = 1e-6
 """Megatron-Core's: gradients are multiplied by the limit over (norm + this), where that is below 1."""
+NORM_GRADIENTS = next(
+    name for name in ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm") if hasattr(MegatronOptimizer, name)
+)
+"""Megatron-Core's method for the gradients that count in the norm; the second name is 0.16's."""
 LORA_B = re.compile(r"\.lora\.B\d+$")
 """Names of B in a layer's adapters (`lora.layer_adapters`)."""
 
@@ -308,7 +312,7 @@ def _launch_squared_norms(optimizer: MegatronOptimizer, device: torch.device) ->
     counted on another rank. Megatron-Core's `get_grad_norm` without its reads."""
     parts = _chained(optimizer)
     groups = [part.get_grad_stats_parallel_group() for part in parts]
-    gradients = [part.get_main_grads_for_grad_norm() for part in parts]
+    gradients = [getattr(part, NORM_GRADIENTS)() for part in parts]
     found = [[part.found_inf] if getattr(part, "grad_scaler", None) is not None else [] for part in parts]
     if all(group == groups[0] for group in groups):
         groups, gradients, found = groups[:1], [sum(gradients, [])], [sum(found, [])]
