@@ -17,6 +17,9 @@ NO_KERNEL = ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forw
 an optional faster kernel is missing. The logger, and how the message begins."""
 NO_GPU = ("DeepSpeed", "Setting accelerator to CPU")
 """DeepSpeed 0.19 logs this on standard output where accelerate imports it on a machine without a GPU."""
+NO_CUDA = ("torch.utils.cpp_extension", "No CUDA runtime is found")
+"""torch logs this where Megatron-Core 0.19 imports it with a CUDA toolkit and without a GPU."""
+_NOT_TOLD = (NO_KERNEL, NO_GPU, NO_CUDA)
 
 
 EARLY_LINES = 1000
@@ -93,14 +96,14 @@ def _say(line: str) -> None:
 
 
 def _other(record: logging.LogRecord) -> bool:
-    """Whether a record is another than those of NO_KERNEL and NO_GPU."""
-    return not str(record.msg).startswith((NO_KERNEL[1], NO_GPU[1]))
+    """Whether a record is none of `_NOT_TOLD`."""
+    return not str(record.msg).startswith(tuple(message for _, message in _NOT_TOLD))
 
 
 def quiet_libraries() -> None:
     """Keeps the libraries' notes to developers (optional packages, renamed functions) off the user's screen; -W and
     PYTHONWARNINGS win."""
-    for name, _ in (NO_KERNEL, NO_GPU):
+    for name, _ in _NOT_TOLD:
         logging.getLogger(name).addFilter(_other)
     if not sys.warnoptions:
         for module in ("megatron", "torch.distributed", "torch.nn.modules", "transformers", "peft"):

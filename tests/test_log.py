@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaswift import log
-from megaswift.log import NO_GPU, NO_KERNEL, LogFile, count_text, quiet_libraries
+from megaswift.log import NO_CUDA, NO_GPU, NO_KERNEL, LogFile, count_text, quiet_libraries
 
 
 def test_an_amount_is_said_in_the_singular_where_it_reads_one() -> None:
@@ -65,6 +65,19 @@ def test_deepspeed_line_about_a_machine_without_a_gpu_is_not_told(
         logger.warning(f"{NO_GPU[1]}. If you have GPU or other accelerator, we were unable to detect it.")
         logger.warning("something else")
     assert {r.getMessage() for r in caplog.records} == {"something else"}
+
+
+def test_torch_line_about_a_machine_without_a_gpu_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The release still has this record."""
+    spec = importlib.util.find_spec(NO_CUDA[0])
+    assert spec is not None and spec.origin is not None
+    (message,) = re.findall(rf'logger.warning\("({NO_CUDA[1]}[^"]*)"', Path(spec.origin).read_text(encoding="utf-8"))
+    quiet_libraries()
+    logger = logging.getLogger(NO_CUDA[0])
+    with caplog.at_level(logging.WARNING):
+        logger.warning(message, "/usr/local/cuda")
+        logger.warning("something else")
+    assert [r.getMessage() for r in caplog.records] == ["something else"]
 
 
 def test_the_log_file_has_every_message_with_its_time(

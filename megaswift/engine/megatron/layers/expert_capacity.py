@@ -59,10 +59,7 @@ def filled_to_capacity(picks: Tensor, topk: int, factor: float) -> Tensor:
 def without_expert_padding(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Experts get the kept tokens alone: micro-batches of an evaluation may differ in shape between ranks."""
     padded = [
-        layer
-        for chunk in chunks
-        for layer in chunk.modules()
-        if isinstance(layer, MoELayer) and layer.token_dispatcher.drop_and_pad
+        layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer) and layer.router.pads
     ]
     for layer in padded:
         layer.router.pads = layer.token_dispatcher.drop_and_pad = False
