@@ -6,6 +6,8 @@ one rank. Both are the same where one rank has the micro-batch.
 
 from __future__ import annotations
 
+import math
+
 from megaswift.config.rule_types import ConflictingOptions, Test
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem
@@ -56,4 +58,5 @@ def expert_capacity_problems(c: Sections, experts: int, topk: int) -> list[Probl
     if not c.model.moe_pad_expert_input_to_capacity or not experts or factor is None or factor * topk <= experts:
         return []
     rule = f"pads experts beyond all tokens of a micro-batch: of {experts} experts a token goes to {topk}"
-    return [Problem(f"--moe_expert_capacity_factor {factor:g}", rule, f"at most {experts / topk:g}, or {OFF}")]
+    most = math.floor(100 * experts / topk) / 100
+    return [Problem(f"--moe_expert_capacity_factor {factor:g}", rule, f"--moe_expert_capacity_factor {most:g} or less")]

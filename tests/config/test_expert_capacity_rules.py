@@ -40,12 +40,14 @@ def test_pretraining_and_sft_only() -> None:
     assert refused.startswith(PAD)
 
 
-@pytest.mark.parametrize(("experts", "topk", "most"), [(60, 4, 15), (8, 2, 4), (128, 8, 16)])
+@pytest.mark.parametrize(("experts", "topk", "most"), [(60, 4, 15), (8, 2, 4), (128, 8, 16), (20, 3, 6.66)])
 def test_no_more_than_all_tokens(experts: int, topk: int, most: float) -> None:
     def rules(factor: float, pad: bool = True, among: int = experts) -> list[str]:
         cfg = SwiftConfig(moe_expert_capacity_factor=factor, moe_pad_expert_input_to_capacity=pad)
         return [str(p) for p in expert_capacity_problems(cfg, among, topk)]
 
     (text,) = rules(most + 0.5)
-    assert f"of {experts} experts a token goes to {topk}" in text and f"at most {most}" in text
+    assert f"of {experts} experts a token goes to {topk}" in text and text.endswith(
+        f"--moe_expert_capacity_factor {most} or less"
+    )
     assert rules(most) == rules(most + 0.5, pad=False) == rules(most + 0.5, among=0) == []

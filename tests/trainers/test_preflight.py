@@ -279,7 +279,7 @@ def test_experts_are_not_padded_beyond_all_tokens(tmp_path: Path) -> None:
     cfg = SwiftConfig(task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out"))
     padded = cfg.replace(moe_pad_expert_input_to_capacity=True, moe_expert_capacity_factor=15.5)
     (problem,) = [text for text in problems(padded, 1) if "capacity" in text]
-    assert "--moe_expert_capacity_factor 15.5" in problem and "at most 15" in problem
+    assert "--moe_expert_capacity_factor 15.5" in problem and "--moe_expert_capacity_factor 15 or less" in problem
     assert not any("capacity" in text for text in problems(padded.replace(moe_expert_capacity_factor=15.0), 1))
     unpadded = padded.replace(moe_pad_expert_input_to_capacity=False)
     assert not any("capacity" in text for text in problems(unpadded, 1))
