@@ -177,7 +177,7 @@ class ModelConfig:
         metavar="none",
     )
     moe_pad_expert_input_to_capacity: bool = option(
-        False, "Pad each expert's input to its capacity: shapes the host knows, no wait", tasks=PLAIN
+        False, "Pad expert inputs to the capacity; the host then waits for no token counts", tasks=PLAIN
     )
     freeze_parameters: tuple[str, ...] = option(
         (),

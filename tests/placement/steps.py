@@ -94,8 +94,8 @@ def install() -> None:
 def _addmm(function: Any) -> Callable[..., Any]:
     """With sums of another dtype than the factors', which only GPUs have."""
 
-    def addmm(total: Any, a: Any, b: Any, *, out_dtype: Any = None, out: Any = None) -> Any:
-        return function(total, a.to(out_dtype or a.dtype), b.to(out_dtype or b.dtype), out=out)
+    def addmm(total: Any, a: Any, b: Any, *, out_dtype: Any = None, **more: Any) -> Any:
+        return function(total, a.to(out_dtype or a.dtype), b.to(out_dtype or b.dtype), **more)
 
     return addmm
 

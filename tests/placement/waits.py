@@ -169,6 +169,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "step:gemma2": LAUNCHED,
         "step:moe allgather": LAUNCHED | ALLGATHER,
         "step:dense --optimizer sgd": LAUNCHED,
+        "step:dense --optimizer muon": STEP,  # before the update
         "run:sft": STEP,
         "run:sft --train_type lora": STEP,
         "run:ppo": {name: 2 * n for name, n in STEP.items()} | SAMPLER | {SCORES: 6},
@@ -209,6 +210,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
     },
     ("2.12.0", 1): {
         "step:dense te": LAUNCHED,
+        "step:dense te do --precision_aware_optimizer true": STEP,  # one as well, before the update
         "step:gpt_oss te": LAUNCHED | DISPATCH,
         "run:sft --train_type lora": STEP,
     },
