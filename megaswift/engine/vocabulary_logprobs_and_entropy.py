@@ -7,8 +7,7 @@ a tile only. Where the products come from is the engines'.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift.engine.triton_on_device import runs_triton_kernels
 from megaswift.parallel.vocabulary_head_memory import tile_rows
 
 NO_LOGIT = -1e30
@@ -95,14 +95,9 @@ def _tiles(products: Tensor, width: int) -> Iterator[slice]:
 
 def _triton_kernels(products: Tensor) -> Any:
     """The module of the Triton kernels where they can run on this tensor, or None."""
-    if not products.is_cuda or not _has_triton():
+    if not runs_triton_kernels(products):
         return None
     return importlib.import_module("megaswift.engine.vocabulary_logprobs_and_entropy_triton")
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def row_statistics(products: Tensor, labels: Tensor, shard: VocabularyHeadShardSpec) -> Tensor:

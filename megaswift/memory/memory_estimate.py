@@ -35,8 +35,8 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """At the peak of a step: in a pass, or in the optimizer's update."""
-        return self.held.device + max(self.activations.total, self.held.step_copies)
+        """At the peak of a step, in a pass."""
+        return self.held.device + self.activations.total
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ in half precision, else 4):
     gradients          4 n of what trains (`grad_reduce_in_fp32`); 2 n with main_grads_dtype bf16
     main weights       4 n in half precision; with the precision-aware optimizer and bfloat16 2 n (the remainder)
     Adam's moments     8 n, 2 n less for each in bf16; SGD with momentum 4 n
-    copies in a step   4 n for each moment in bf16: Transformer Engine's FusedAdam updates float32 copies of a group
     host Adam          moments in host memory (a fraction of them: up to one parameter fewer), with two buffers of at
                        most 2^24 float32 numbers
 
@@ -52,8 +51,6 @@ class HeldBytes:
     """Base weights before training, of modules that train beside adapters."""
     host: int = 0
     """Optimizer states in host memory; not on the device."""
-    step_copies: int = 0
-    """Float32 copies of moments, only while the optimizer steps, when there are no activations."""
     fp8_copies: int = 0
     """Weights of FP8 products and their transposes, which Transformer Engine keeps between micro-batches."""
 
@@ -79,7 +76,7 @@ def held_bytes(cfg: SwiftConfig, dtype: str, layout: Layout, chunks: Sequence[Ra
     """
     half = dtype in HALF
     width = 2 if half else 4
-    main, moments, copies = _state_bytes_per_element(cfg, dtype)
+    main, moments = _state_bytes_per_element(cfg, dtype)
     gradient_width = 2 if cfg.optim.main_grads_dtype == "bf16" else 4
     offloads, sharded = cfg.optim.optimizer_cpu_offload, uses_distributed_optimizer(cfg)
     fraction = cfg.optim.optimizer_offload_fraction if offloads else 0.0
@@ -95,7 +92,6 @@ def held_bytes(cfg: SwiftConfig, dtype: str, layout: Layout, chunks: Sequence[Ra
             moments=moments * own - int(fraction * moments * own),
             first_values=width * buffer.restored,
             host=int(fraction * moments * own),
-            step_copies=copies * own,
         )
         largest = max(largest, min(own, buffer.largest))
     return total + HeldBytes(host=8 * HOST_SLOTS * min(HOST_CHUNK, largest) if fraction else 0)
@@ -117,18 +113,18 @@ def _fp8_copies(cfg: SwiftConfig, chunks: Sequence[RankParameters]) -> int:
     return 2 * elements + (elements // 16 if cfg.model.fp8_recipe == "mxfp8" else 0)
 
 
-def _state_bytes_per_element(cfg: SwiftConfig, dtype: str) -> tuple[int, int, int]:
-    """(of main weights, of moments, of moments' copies in a step)."""
+def _state_bytes_per_element(cfg: SwiftConfig, dtype: str) -> tuple[int, int]:
+    """(of main weights, of moments)."""
     o = cfg.optim
     aware = o.precision_aware_optimizer and not o.optimizer_cpu_offload
     remainders = aware and o.store_param_remainders and dtype == "bfloat16"
     main = 0 if dtype not in HALF else 2 if remainders else 4
     if (plugin := PLUGIN_OPTIMIZERS.get(o.optimizer)) is not None:
-        return main, 4 * len(plugin.states), 0
+        return main, 4 * len(plugin.states)
     if o.optimizer != "adam":
-        return main, 4 if o.sgd_momentum else 0, 0
+        return main, 4 if o.sgd_momentum else 0
     small = [o.exp_avg_dtype, o.exp_avg_sq_dtype].count("bf16") if aware else 0
-    return main, 8 - 2 * small, 4 * small
+    return main, 8 - 2 * small
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.read_torch_dist_metadata import read_torch_dist_metadata
 from megaswift.bridge.torch_dist_chunk_io import RankTensorChunk, dcp_save_rank_tensor_chunks, plan_chunk_reads
 from megaswift.bridge.torch_dist_source import TorchDistSource
-from megaswift.engine.megatron.checkpoint.optimizer_states import join_bf16_remainder, split_bf16_remainder
+from megaswift.engine.megatron.bf16_remainders import join_bf16_remainder, split_bf16_remainder
 from tests.engine.checkpoint_worker import Result, Run
 from tests.engine.fused_adam import kernels_main, kernels_parts
 from tests.parity.cases import parse

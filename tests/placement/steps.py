@@ -44,12 +44,12 @@ def install() -> None:
 
     import megaswift.engine.megatron  # noqa: F401 - the table of substitutions, before megatron.core
     from megaswift import distributed
-    from megaswift.engine import vocabulary_logprobs_and_entropy
+    from megaswift.engine import triton_on_device
     from megaswift.engine.megatron import engine, parallel_context  # noqa: F401 - collectives are bound where used
     from megaswift.engine.megatron.cpu import cuda_stubs, megatron_cpu_patch_table
     from megaswift.engine.torch import start_data_parallel_and_seed
 
-    vocabulary_logprobs_and_entropy._has_triton = lambda: False  # type: ignore[assignment]  # kernels need a driver
+    triton_on_device._has_triton = lambda: False  # type: ignore[assignment]  # kernels need a driver
     functions = [
         megatron_cpu_patch_table.unwrap_decorators(megatron_cpu_patch_table.resolve_symbol(row.symbol)[2])
         for row in megatron_cpu_patch_table.CONSTANTS

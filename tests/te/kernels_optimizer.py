@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,15 +15,20 @@ HALF = 0x8000
 
 
 def _moved(main: Tensor, grad: Tensor, m: Tensor, v: Tensor, rule: tuple[Any, ...]) -> Tensor:
-    """The main weight [n] in float32 after a step of Adam; the moments are updated in place."""
-    lr, beta1, beta2, eps, step, mode, correct, decay = rule
+    """The main weight [n] in float32 after a step of Adam; the moments are updated in place. As adam.cu computes it:
+    each operation and each number in float32, the powers of the bias corrections in float64."""
+    lr, beta1, beta2, eps, step, mode, correct, decay = (
+        float(np.float32(x)) if isinstance(x, float) else x for x in rule
+    )
     g = grad.float()
     if mode == 0:
         g = g + decay * main
-    m.mul_(beta1).add_(g, alpha=1 - beta1)
-    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    first, second = (1 - beta1**step, 1 - beta2**step) if correct else (1.0, 1.0)
-    update = (m / first) / ((v / second).sqrt() + eps)
+    first = beta1 * m.float() + (1 - beta1) * g
+    second = beta2 * v.float() + (1 - beta2) * g * g
+    m.copy_(first), v.copy_(second)
+    bias1, bias2 = (float(np.float32(1 - beta**step)) for beta in (beta1, beta2)) if correct else (1.0, 1.0)
+    root = (second / bias2).double().sqrt().float()  # rounded to nearest, which torch's float32 is not on every CPU
+    update = (first / bias1) / (root + eps)
     return main - lr * (update + decay * main if mode == 1 else update)
 
 

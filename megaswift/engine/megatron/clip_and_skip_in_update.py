@@ -5,6 +5,7 @@ built; from then on the host learns whether a step was taken after it has launch
 
 The kernels scale gradients while they read them, and write them back scaled. They take a divisor of the gradients
 (torch's Adam and SGD) or its inverse (Transformer Engine's FusedAdam), and a flag with which they change nothing.
+FusedAdam's kernel that can do it does not take what `--precision_aware_optimizer` stores: that update is our own.
 The host decides for updates that run on it (HostAdam), and for optimizers of plugins and Muon: they are any Python
 code, which takes neither.
 """
@@ -22,6 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megaswift.engine.megatron.host_adam import HostAdam
+from megaswift.engine.megatron.precision_aware_adam_update import count_steps_on_device, update
 
 _SKIP_ON_DEVICE: WeakSet[torch.optim.Optimizer] = WeakSet()
 """Those that `let_device_decide` has accepted."""
@@ -36,14 +38,7 @@ def reason_for_host_decision(part: MegatronOptimizer) -> str:
         return "the update runs on the host"
     if is_fused_by_torch(inner):
         return ""
-    if not _is_fused_adam(inner):
-        return "its update cannot be skipped on the device"
-    if part.config.use_precision_aware_optimizer:
-        return (
-            "Transformer Engine's kernel that can skip (capturable=True) takes no remainders of main weights, no "
-            "bfloat16 moments, and gradients of the weights' dtype only"
-        )
-    return ""
+    return "" if _is_fused_adam(inner) else "its update cannot be skipped on the device"
 
 
 def is_fused_by_torch(inner: torch.optim.Optimizer) -> bool:
@@ -65,7 +60,10 @@ def let_device_decide(parts: Sequence[MegatronOptimizer]) -> None:
     for part in parts:
         inner = part.optimizer
         _SKIP_ON_DEVICE.add(inner)
-        if not is_fused_by_torch(inner):
+        if is_fused_by_torch(inner):
+            continue
+        count_steps_on_device(inner)
+        if not part.config.use_precision_aware_optimizer:
             _make_capturable(inner)
 
 
@@ -103,6 +101,8 @@ def decided_on_device(part: MegatronOptimizer, skip: Tensor, divisor: Tensor | N
     if is_fused_by_torch(inner):
         _start_momentum(inner)
         given: dict[str, Any] = {"found_inf": skip} | ({} if divisor is None else {"grad_scale": divisor.float()})
+    elif part.config.use_precision_aware_optimizer:
+        given = {"step": functools.partial(_precision_aware_step, inner, skip, divisor)}
     else:
         inner._dummy_overflow_buf.copy_(skip)  # the step counter follows it, before the kernel's copy is made
         scaler = _FusedAdamGradScaler(skip, torch.ones_like(skip) if divisor is None else divisor)
@@ -124,6 +124,10 @@ def _start_momentum(inner: torch.optim.Optimizer) -> None:
                 inner.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
+_precision_aware_step = torch.optim.Optimizer.profile_hook_step(update)
+"""With the hooks and the name in profiles that an optimizer's own step has."""
+
+
 class _FusedAdamGradScaler:
     """What Transformer Engine's FusedAdam asks of a GradScaler."""
 
@@ -138,10 +142,8 @@ class _FusedAdamGradScaler:
 
 
 def _make_capturable(inner: torch.optim.Optimizer) -> None:
-    """As Transformer Engine's FusedAdam with `capturable=True`, which Megatron-Core does not ask for. Rate and step
-    counter are on the device; the counter starts at 0, because FusedAdam would count a first step that is skipped."""
+    """As Transformer Engine's FusedAdam with `capturable=True`, which Megatron-Core does not ask for. The rate, too, is
+    on the device."""
     inner.capturable = True  # type: ignore[attr-defined]
-    device = inner._dummy_overflow_buf.device  # type: ignore[attr-defined]
     for group in inner.param_groups:
-        group["lr"] = torch.full((), float(group["lr"]), dtype=torch.float32, device=device)
-        group["step"] = torch.zeros(1, dtype=torch.int, device=device)
+        group["lr"] = torch.full((), float(group["lr"]), dtype=torch.float32, device=group["step"].device)

@@ -136,8 +136,17 @@ DECIDED_BY_DEVICE: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("", "dense dp2 do", {"torch_dtype": "bfloat16"}),
     ("", "moe tp2 sp ep2", {}),
     (RELEASES[0], "moe te dp2 ep2 do", {"torch_dtype": "bfloat16"}),
+    (RELEASES[0], "dense te dp2 do", {"torch_dtype": "bfloat16", "precision_aware_optimizer": True}),
     ("", "dense dp2", {"optimizer": "sgd", "sgd_momentum": 0.9}),
 )
+BF16_GRADIENTS = {
+    "torch_dtype": "bfloat16",
+    "precision_aware_optimizer": True,
+    "main_grads_dtype": "bf16",
+    "max_grad_norm": 0.0,
+}
+"""Not clipped: the host writes the clipped gradients back in bfloat16, the device divides them in float32."""
+SMALL_MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 SLOW: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (RELEASES[1], "dense te dp2", {"torch_dtype": "bfloat16"}),
     ("", "dense dp2 do", FLOAT16),
@@ -151,11 +160,13 @@ SLOW: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (RELEASES[1], "dense te dp2", {"optimizer": "sgd", "sgd_momentum": 0.9, **FLOAT16}),
     (RELEASES[0], "dense te dp2 do", {**FP8, "fp8_recipe": "tensorwise"}),
     (RELEASES[1], "dense te dp2 do", {**FP8, "fp8_recipe": "blockwise"}),
+    (RELEASES[1], "moe te dp2 ep2 do", {**BF16_GRADIENTS, **SMALL_MOMENTS}),
+    (RELEASES[0], "dense te pp2 do", {**BF16_GRADIENTS, "store_param_remainders": False, "exp_avg_dtype": "bf16"}),
+    (RELEASES[0], "dense te dp2 do", {**FLOAT16, "precision_aware_optimizer": True}),
 )
 DECIDED_BY_HOST: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("", "dense dp2 do", {"optimizer_cpu_offload": True}),
     ("", "dense dp2 do", {"optimizer_cpu_offload": True, **FLOAT16}),
-    (RELEASES[0], "dense te dp2 do", {"torch_dtype": "bfloat16", "precision_aware_optimizer": True}),
     (RELEASES[0], "dense te dp2 do", {**FP8, "fp8_recipe": "delayed"}),
 )
 
@@ -291,12 +302,11 @@ def test_what_the_host_has_to_decide_has_a_reason(megatron: ModuleType) -> None:
             part_of(fused),
             part_of(torch.optim.SGD(weights, lr=1.0, fused=True)),
             part_of(FusedAdam(weights, lr=1.0)),
-            part_of(fused, use_precision_aware_optimizer=True),
+            part_of(FusedAdam(weights, lr=1.0), use_precision_aware_optimizer=True),
         ),
         "delayed": (part_of(fused, fp8_recipe="delayed"),),
         "on the host": (part_of(HostAdam.instead_of(torch.optim.AdamW(weights))),),
         "cannot be skipped": (part_of(loop), part_of(torch.optim.SGD(weights, lr=1.0))),
-        "capturable": (part_of(FusedAdam(weights, lr=1.0), use_precision_aware_optimizer=True),),
     }
     for words, parts in reasons.items():
         found = [update.reason_for_host_decision(part) for part in parts]

@@ -5,7 +5,6 @@ Owns access to their states and their step counter for checkpoints. How a step i
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,16 +17,11 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
 from megaswift.config.optim import PluginOptimizerParts
+from megaswift.engine.megatron.bf16_remainders import REMAINDER_DTYPE, join_bf16_remainder, split_bf16_remainder
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.optimizer import optimizer_parts, plugin_of_part, uses_precision_aware_optimizer
+from megaswift.engine.megatron.precision_aware_adam_update import initialize_fused_adam_state
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
-
-REMAINDER = torch.int16
-"""The 16 low bits of a float32 main weight, as Transformer Engine's FusedAdam stores them with `store_param_remainders`
-beside the bfloat16 weight (adam.cu of Transformer Engine 2.x, AdamFunctorMasterParamRemainder). The high half of the
-float32, plus one where the remainder is negative, is the weight: float32 bits = weight bits x 65536 + remainder.
-Checkpoints hold float32, which every optimizer reads."""
-_LOW, _HIGH = -(2**15), 2**15 - 1
 
 MAIN = "param"
 """The float32 weight that a half-precision weight is a copy of."""
@@ -84,7 +78,7 @@ def _sharded(part: DistributedOptimizer, write: bool) -> Iterator[StateSlice]:
         compact = None
         if uses_precision_aware_optimizer(part) and weight.dtype == torch.float32:
             del tensors[MAIN]  # FusedAdam makes one and never reads it: such a weight is its own main weight
-        elif tensors[MAIN].dtype == REMAINDER:
+        elif tensors[MAIN].dtype == REMAINDER_DTYPE:
             compact = SplitMainWeights(_shard(part, weight), tensors[MAIN])
             device = "meta" if write else "cpu"
             tensors[MAIN] = torch.empty(ranges["param"].size, dtype=torch.float32, device=device)
@@ -134,18 +128,14 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _initialize(part: MegatronOptimizer) -> None:
-    """What Megatron-Core's `init_state_fn` does. That one calls `initialize_state(p)`, and Transformer Engine from 2.1
-    on also asks whether main weights are kept as remainders."""
+    """What Megatron-Core's `init_state_fn` does, also where that one fails (`initialize_fused_adam_state`)."""
     inner = part.optimizer
     if not getattr(part.config, "use_precision_aware_optimizer", False):
         part.init_state_fn(inner, part.config)
         return
-    asks = "store_param_remainders" in inspect.signature(inner.initialize_state).parameters
     for group in inner.param_groups:
         for p in group["params"]:
-            if not inner.state[p]:
-                remainders = getattr(inner, "store_param_remainders", False) and p.dtype == torch.bfloat16
-                inner.initialize_state(p, remainders) if asks else inner.initialize_state(p)
+            initialize_fused_adam_state(inner, p)
 
 
 @torch.no_grad()
@@ -288,31 +278,3 @@ def set_loss_scaler_state(optimizer: MegatronOptimizer, saved: dict[str, float])
                     if k in current
                 }
             )
-
-
-def join_bf16_remainder(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 weights, of the shape of `weight` bfloat16 and `remainder` int16."""
-    assert weight.dtype == torch.bfloat16 and remainder.dtype == REMAINDER
-    bits = (weight.contiguous().view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
-    return bits.view(torch.float32)
-
-
-def split_bf16_remainder(main: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(bfloat16 weight, int16 remainder) of float32 weights; `weight`: the bfloat16 weights of now, which stay where
-    they are `main` rounded.
-
-    torch rounds a tie to the even neighbour, which may be 32768 from it, one more than a remainder holds: `main` is
-    then one unit in its last place lower, so that the weight is the same on every data-parallel rank.
-    """
-    bits = main.contiguous().view(torch.int32).to(torch.int64)
-    weight_bits = weight.contiguous().view(torch.int16).to(torch.int64) << 16
-    far = ((bits - weight_bits) < _LOW) | ((bits - weight_bits) > _HIGH + 1)
-    fresh = (bits + 2**15) & ~0xFFFF
-    high = torch.where(far, fresh, weight_bits)
-    remainder = (bits - high).clamp(_LOW, _HIGH).to(REMAINDER)
-    return _wrapped(high >> 16).to(torch.int16).view(torch.bfloat16), remainder
-
-
-def _wrapped(values: Tensor) -> Tensor:
-    """As 16 signed bits."""
-    return ((values + 2**15) % 2**16) - 2**15
