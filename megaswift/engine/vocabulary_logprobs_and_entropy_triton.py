@@ -33,7 +33,7 @@ def _logits(x: tl.tensor, factors: tl.tuple, flags: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _statistics_kernel(
+def _logit_statistics_kernel(
     rows: tl.tuple, labels: tl.tuple, stats: tl.tuple, factors: tl.tuple, flags: tl.constexpr, block: tl.constexpr
 ) -> None:
     """A row a program: sums relative to the largest logit so far, rescaled where a block has a larger one. `rows`:
@@ -72,7 +72,7 @@ def _statistics_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
+def _logit_gradient_kernel(
     rows: tl.tuple, labels: tl.tuple, gradients: tl.tuple, factors: tl.tuple, flags: tl.constexpr, block: tl.constexpr
 ) -> None:
     """A block of a row a program, which reads its block before it writes it, so `out` may be the products.
@@ -109,7 +109,7 @@ def write_row_statistics_by_triton(
     if not len(products):
         return
     assert products.stride(1) == stats.stride(1) == 1
-    _statistics_kernel[(len(products),)](
+    _logit_statistics_kernel[(len(products),)](
         (products, products.stride(0), products.shape[1]),
         labels,
         (stats, stats.stride(0)),
@@ -128,7 +128,7 @@ def write_logit_gradient_by_triton(
         return
     assert products.stride(1) == out.stride(1) == coefficients.stride(1) == 1
     width = products.shape[1]
-    _gradient_kernel[(len(products), triton.cdiv(width, GRADIENT_BLOCK))](
+    _logit_gradient_kernel[(len(products), triton.cdiv(width, GRADIENT_BLOCK))](
         (products, products.stride(0), width),
         labels,
         (out, out.stride(0), coefficients, coefficients.stride(0)),

@@ -32,7 +32,7 @@ KINDS = {
     "attention": r"attention|attn|flash|fmha",
     "matrix products": r"gemm|matmul|cutlass|cublas|nvjet|xmma|linear|(^|::)_?(add|b|badd|grouped_|scaled_)?mm(_|$)",
     "optimizer": r"adam|_foreach|multi_tensor|optimizer",
-    "softmax, norms and activations": r"softmax|norm|silu|gelu|swiglu|sigmoid|exp(_|$)|log(_|$)|cross_entropy",
+    "softmax, norms and activations": r"softmax|norm|silu|gelu|swiglu|sigmoid|logit|exp(_|$)|log(_|$)|cross_entropy",
     "copies": r"copy|memcpy|memset|clone|(^|::)cat$|fill_|zero_|index_select|gather|scatter|permute",
 }
 """Kind of work -> pattern of the names of its operations (on a CPU) or kernels (on a GPU); the first that matches."""

@@ -98,9 +98,9 @@ def compile_for_hopper() -> None:
     for dtype, flags in itertools.product(("*bf16", "*fp16", "*fp32"), (0, 15)):
         rows = {"rows": (dtype, "i32", "i32")}
         for kernel, own, block in (
-            (vocabulary_logprobs_and_entropy_triton._statistics_kernel, {"stats": ("*fp32", "i32")}, 4096),
+            (vocabulary_logprobs_and_entropy_triton._logit_statistics_kernel, {"stats": ("*fp32", "i32")}, 4096),
             (
-                vocabulary_logprobs_and_entropy_triton._gradient_kernel,
+                vocabulary_logprobs_and_entropy_triton._logit_gradient_kernel,
                 {"gradients": (dtype, "i32", "*fp32", "i32")},
                 2048,
             ),

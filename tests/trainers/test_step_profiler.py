@@ -173,9 +173,13 @@ def test_times_are_those_of_the_trace(tmp_path: Path) -> None:
         ),
         (
             "optimizer",
-            "aten::_fused_adamw_|aten::_foreach_mul_|void multi_tensor_apply_kernel<T>|Optimizer.step#AdamW.step",
+            "aten::_fused_adamw_|aten::_foreach_mul_|_adam_update_kernel|void multi_tensor_apply_kernel<T>"
+            "|Optimizer.step#AdamW.step",
         ),
-        ("softmax, norms and activations", "aten::_softmax|aten::silu_backward|void rmsnorm_fwd_kernel<T>"),
+        (
+            "softmax, norms and activations",
+            "aten::_softmax|aten::silu_backward|void rmsnorm_fwd_kernel<T>|_logit_gradient_kernel",
+        ),
         ("copies", "Memcpy HtoD (Pinned -> Device)|aten::copy_|aten::clone|aten::cat|aten::index_select"),
         (
             OTHER,

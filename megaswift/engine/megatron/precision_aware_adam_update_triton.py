@@ -32,7 +32,7 @@ REMAINDER, FLOAT32_MAIN, ALIGNED = 1, 2, 4
 
 
 @triton.jit
-def _update_kernel(
+def _adam_update_kernel(
     tables: tl.tuple, numbers: tl.tensor, rule: tl.tuple, like: tl.tuple, flags: tl.constexpr, block: tl.constexpr
 ) -> None:
     """A chunk of a parameter a program. `tables`: int64 addresses and sizes of parameters, and each program's parameter
@@ -90,7 +90,7 @@ def update_by_triton(parameters: Sequence[AdamTensors], numbers: Tensor, rule: A
     for (flags, _), some in launches.items():
         rows = tuple((*(t.data_ptr() for t in tensors), tensors[0].numel()) for tensors in some)
         tables = _launch_tables(rows, BLOCK * BLOCKS, numbers.device)
-        _update_kernel[(len(tables[1]),)](tables, numbers, tuple(rule), some[0], flags, BLOCK, num_warps=WARPS)
+        _adam_update_kernel[(len(tables[1]),)](tables, numbers, tuple(rule), some[0], flags, BLOCK, num_warps=WARPS)
 
 
 def operands(p: AdamTensors) -> tuple[tuple[Tensor, ...], int]:

@@ -77,7 +77,7 @@ def compile_for_hopper() -> None:
             "block": "constexpr",
         }
         constants = {"flags": flags & ~kernels.ALIGNED | aligned, "block": kernels.BLOCK}
-        source = ASTSource(kernels._update_kernel, signature, constants)
+        source = ASTSource(kernels._adam_update_kernel, signature, constants)
         made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernels.WARPS})
         single = re.findall(r"(?:ld|st)\.global\.b(?:16|32)", made.asm["ptx"])
         print(kind.name, aligned, len(made.asm["cubin"]), len(single))
