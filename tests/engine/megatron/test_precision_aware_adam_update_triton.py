@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
+
+import torch
 
 from tests.engine.triton_programs import NEED_TRITON, printed
 
@@ -26,3 +29,18 @@ def test_the_kernel_compiles(tmp_path: Path) -> None:
     cases = printed(PROGRAM, "compile", TRITON_CACHE_DIR=str(tmp_path))
     assert len(cases) == 10 and all(int(size) > 1000 for *_, size, _ in cases), cases
     assert {int(single) for _, aligned, _, single in cases if aligned == "4"} == {4}, cases
+
+
+def test_several_elements_at_once_only_where_all_addresses_allow_it(megatron: ModuleType) -> None:
+    """A tensor that begins within 16 bytes, which each tensor may, and a size that is no multiple of 16."""
+    from megaswift.engine.megatron import precision_aware_adam_update_triton as kernels
+    from tests.engine.megatron.precision_aware_parameters import KINDS, drawn
+
+    for kind in KINDS:
+        p = drawn(kind, 32)
+        assert kernels.operands(p)[1] & kernels.ALIGNED
+        assert not kernels.operands(drawn(kind, 24))[1] & kernels.ALIGNED
+        for name, tensor in p._asdict().items():
+            if tensor is not None:
+                shifted = torch.zeros(33, dtype=tensor.dtype)[1:]
+                assert not kernels.operands(p._replace(**{name: shifted}))[1] & kernels.ALIGNED, (kind.name, name)
