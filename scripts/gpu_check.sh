@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What to run on a machine with a CUDA device, in this order: Transformer Engine's modules, the engine's tests, whole
-# runs, and the benchmarks.
+# What to run on a machine with a CUDA device, in this order: Transformer Engine's modules, our Triton
+# kernels, the engine's tests, whole runs, and the benchmarks.
 #
 #   bash scripts/gpu_check.sh [--python PYTHON] [--budget SECONDS] [--cpu] [--redo] [FOLDER for the logs]
 #
@@ -66,6 +66,7 @@ bench() {
 
 step doctor "$python" -m megaswift doctor
 tests te_modules tests/gpu/test_transformer_engine_modules.py
+tests kernels tests/gpu/test_triton_kernels.py
 tests engine tests/gpu/test_native.py
 tests float16 tests/gpu/test_runs.py -k float16
 tests resume tests/gpu/test_runs.py -k resumes

@@ -35,6 +35,7 @@ def python(tmp_path: Path) -> Path:
 ORDER = (
     "doctor",
     "test_transformer_engine_modules.py",
+    "test_triton_kernels.py",
     "test_native.py",
     "-k float16",
     "-k resumes",
@@ -137,7 +138,9 @@ def test_shapes_of_a_cpu(python: Path) -> None:
     python.with_name("fails").unlink()
     code, calls, text = check(python, "--cpu")
     assert (code, len(calls)) == (0, 1)
-    assert "not run, for they need a CUDA device: te_modules engine float16 resume vllm_sleep fp8 export" in text
+    assert (
+        "not run, for they need a CUDA device: te_modules kernels engine float16 resume vllm_sleep fp8 export" in text
+    )
 
 
 def test_wrong_options() -> None:
