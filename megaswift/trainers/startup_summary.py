@@ -77,6 +77,7 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
         *([("fit", facts.fit)] if facts.fit else []),
         ("layout", layout),
         ("kernels", facts.kernels + (", deterministic" if train.deterministic else "")),
+        *([("experts", capacity)] if (capacity := expert_capacity_text(cfg)) else []),
         *([("not proven", extra)] if (extra := extra_kwargs_text(cfg)) else []),
         ("data", facts.data),
         *facts.more,
@@ -91,6 +92,15 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
         ("optimizer", optimizer_text(cfg, facts.total_steps)),
         ("output", output_text(train, facts.total_steps)),
     ]
+
+
+def expert_capacity_text(cfg: SwiftConfig) -> str:
+    """What experts take at most; empty where they take every token."""
+    factor = cfg.model.moe_expert_capacity_factor
+    if factor is None:
+        return ""
+    padded = ", inputs padded to that" if cfg.model.moe_pad_expert_input_to_capacity else ""
+    return f"at most {factor:g} x an equal share of a micro-batch's tokens each{padded}; further tokens skip the expert"
 
 
 def extra_kwargs_text(cfg: SwiftConfig) -> str:
@@ -158,8 +168,8 @@ def output_text(train: Any, total_steps: int) -> str:
     evaluate = f", evaluation every {steps_of(train.eval_steps, total_steps):,}" if train.eval_steps else ""
     evaluate = ", evaluation every epoch" if train.eval_strategy == "epoch" else evaluate
     best = ", the best exported" if train.load_best_model_at_end else ""
-    lines = f"a line every {steps_of(train.logging_steps, total_steps):,}"
-    return f"{train.output_dir} ({lines}{evaluate}, checkpoint {save}{best})"
+    metrics = f"metrics every {steps_of(train.logging_steps, total_steps):,}"
+    return f"{train.output_dir} ({metrics}{evaluate}, checkpoint {save}{best})"
 
 
 def render_summary(title: str, table: Rows) -> str:

@@ -19,6 +19,7 @@ from megaswift.trainers.startup_summary import (
     SummaryFacts,
     data_text,
     engine_suffix,
+    expert_capacity_text,
     optimizer_text,
     output_text,
     render_summary,
@@ -40,7 +41,7 @@ activations not counted
   batch       2 per device x 4 accumulation x 1 data-parallel = 8 rows a step, at most 8,192 tokens
   steps       250 = 2 epochs of 1,000 rows, resuming after step 100
   optimizer   adam, learning rate 0.0001 cosine to 1e-06, 25 warm-up steps, weight decay 0.1, gradients clipped to 1
-  output      out (a line every 10, evaluation every 50, checkpoint every 100 steps, the last 2 kept)"""
+  output      out (metrics every 10, evaluation every 50, checkpoint every 100 steps, the last 2 kept)"""
 
 
 def test_the_screen() -> None:
@@ -202,8 +203,27 @@ def test_a_stream_ends_with_the_counts_of_what_was_left_out(capsys: pytest.Captu
             {"save_steps": 0.25, "eval_steps": 0.1, "logging_steps": 0.0005},
             "every 1, evaluation every 100, checkpoint every 250",
         ),
-        ({"save_strategy": "no"}, "a line every 1, checkpoint only if interrupted"),
+        ({"save_strategy": "no"}, "metrics every 1, checkpoint only if interrupted"),
     ],
 )
 def test_what_is_written_when(options: dict[str, object], text: str) -> None:
     assert text in output_text(SwiftConfig(val_dataset="v", **options).train, 1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, ""),
+        (
+            {"moe_expert_capacity_factor": 1.25},
+            "at most 1.25 x an equal share of a micro-batch's tokens each; further tokens skip the expert",
+        ),
+        (
+            {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True},
+            "at most 2 x an equal share of a micro-batch's tokens each, inputs padded to that; further tokens skip the "
+            "expert",
+        ),
+    ],
+)
+def test_experts_that_drop_tokens_are_on_the_screen(options: dict[str, object], text: str) -> None:
+    assert expert_capacity_text(SwiftConfig(**options)) == text
