@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
+from megaswift.bridge.check_transformers_loaded_all_weights import LOADING_INFO, check_all_weights_loaded
 from megaswift.bridge.compare_weights import WeightComparisonSide
 from megaswift.bridge.hf_safetensors_source import HfSource
 from megaswift.data.load_tokenizer import load_tokenizer
@@ -103,7 +104,7 @@ def load_float32_model(side: WeightComparisonSide, trust: bool) -> Any:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # its report of what it did not find is an error of ours below
-    how: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust, "output_loading_info": True}
+    how: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust, **LOADING_INFO}
     loaded: Any
     try:
         if isinstance(side.weights, HfSource):
@@ -119,15 +120,7 @@ def load_float32_model(side: WeightComparisonSide, trust: bool) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise WeightsError(Problem(str(side.path), f"transformers cannot load it: {first_line(error)}")) from None
     model, loading = disable_4bit_cpu_repacking(loaded[0]), loaded[1]
-    lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading[key])
-    if lost:
-        raise WeightsError(
-            Problem(
-                str(side.path),
-                f"transformers finds no weights for {', '.join(lost[:4])}"
-                + (f" and {len(lost) - 4} more" if len(lost) > 4 else ""),
-            )
-        )
+    check_all_weights_loaded(str(side.path), loading)
     return model.eval()
 
 

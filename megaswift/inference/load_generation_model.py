@@ -22,6 +22,7 @@ from torch import Tensor
 from megaswift import log
 from megaswift.bridge import check_finite_weights
 from megaswift.bridge.bitsandbytes_load_config import bitsandbytes_config, disable_4bit_cpu_repacking
+from megaswift.bridge.check_transformers_loaded_all_weights import LOADING_INFO, check_all_weights_loaded
 from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
 from megaswift.config import parse_device_map_options as devices
@@ -285,7 +286,7 @@ def load_model_and_prompt_device(
         **quantized,
         "device_map": placed,
         "trust_remote_code": prepared.options.trust_remote_code,
-        "output_loading_info": True,
+        **LOADING_INFO,
     }
     checkpoint = find_intact_checkpoint(prepared.folder)
     if quantized and checkpoint is None:  # NaN does not survive in quantized weights
@@ -305,12 +306,7 @@ def load_model_and_prompt_device(
             loaded[0].generation_config = prepared.generation
     model, loading_info = disable_4bit_cpu_repacking(loaded[0]), loaded[1]
     model.config.return_dict = True
-    lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading_info[key])
-    if lost:
-        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
-        raise WeightsError(
-            Problem(str(prepared.options.model), f"transformers finds no weights for {', '.join(lost[:4])}{more}")
-        )
+    check_all_weights_loaded(str(prepared.options.model), loading_info)
     check_finite_weights.check_weights_finite(model.named_parameters())
     if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:
         device_placement.check_offloaded_forward_pass(

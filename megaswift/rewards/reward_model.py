@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megaswift.bridge import check_finite_weights
 from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
+from megaswift.bridge.check_transformers_loaded_all_weights import LOADING_INFO, check_all_weights_loaded
 from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -65,18 +66,14 @@ class RewardModel:
                     self.folder,
                     dtype=dtype,
                     trust_remote_code=self.options.trust_remote_code,
-                    output_loading_info=True,
+                    **LOADING_INFO,
                     **how,
                 )
             except REFUSALS as error:
                 raise WeightsError(
                     Problem(f"--reward_model {self.folder}", f"transformers cannot load it: {first_line(error)}")
                 ) from None
-            lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading_info[key])
-            if lost:
-                raise WeightsError(
-                    Problem(f"--reward_model {self.folder}", f"has no weights for {', '.join(lost[:4])}")
-                )
+            check_all_weights_loaded(f"--reward_model {self.folder}", loading_info)
             check_finite_weights.check_weights_finite(model.named_parameters(), self.flag)
             self._model = (
                 disable_4bit_cpu_repacking(model).eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))

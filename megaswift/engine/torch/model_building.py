@@ -18,6 +18,7 @@ from torch import nn
 
 from megaswift.bridge import peft_config_from_options
 from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
+from megaswift.bridge.check_transformers_loaded_all_weights import LOADING_INFO, check_all_weights_loaded
 from megaswift.bridge.new_scalar_head import NEW, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.config import SwiftConfig
@@ -112,10 +113,10 @@ def _of_use(record: LogRecord) -> bool:
 
 
 def _loaded(auto: Any, folder: Path, options: dict[str, Any], cfg: SwiftConfig, spec: ModelSpec) -> nn.Module:
-    if not spec.scored:
-        return auto.from_pretrained(folder, **options)
-    model = auto.from_pretrained(folder, num_labels=1, **options)
-    if NEW not in open_weights(folder).names():
+    labels = {"num_labels": 1} if spec.scored else {}
+    model, loading_info = auto.from_pretrained(folder, **labels, **options, **LOADING_INFO)
+    check_all_weights_loaded(f"--model {folder}", loading_info, new=(NEW,) if spec.scored else ())
+    if spec.scored and NEW not in open_weights(folder).names():
         model.score.weight.data.copy_(new_scalar_head_weight(spec, cfg.train.seed))
     return model
 

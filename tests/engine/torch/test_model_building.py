@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megaswift.config import SwiftConfig
@@ -19,6 +20,7 @@ from megaswift.config.model import ModelConfig
 from megaswift.engine.torch.model_building import attention_to_load_with, build_model, freeze_parts
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
+from megaswift.families.scalar_head import with_scalar_head
 from tests.parity.models import VOCAB, build
 from tests.parity.vision import KINDS, tokenizer
 
@@ -92,3 +94,18 @@ def test_mistakes() -> None:
         freeze_parts(text_model(), ModelConfig(freeze_parameters=("mlp",), trainable_parameters=("nothing",)))
     with pytest.raises(ConfigError, match="freezes all weights: nothing would be trained"):
         freeze_parts(text_model(), ModelConfig(freeze_parameters=("weight",)))
+
+
+def test_weights_that_the_files_lack_or_that_have_other_shapes(tmp_path: Path) -> None:
+    """transformers initializes both at random. A reward model's new head is the only weight that may be missing."""
+    folder = build("dense", tmp_path / "model")
+    gate, up = (f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up"))
+    for path in folder.glob("*.safetensors"):
+        stored = {name: t for name, t in load_file(path).items() if name != up}
+        stored |= {gate: stored[gate][:-1].contiguous()} if gate in stored else {}
+        save_file(stored, path, metadata={"format": "pt"})
+    for spec in (load_spec(folder), with_scalar_head(load_spec(folder))):
+        with pytest.raises(WeightsError) as caught:
+            build_model(folder, SwiftConfig(engine="ddp", model=str(folder)), True, spec, {}, False)
+        assert [p.what for p in caught.value.problems] == [f"--model {folder}, tensor {gate}", f"--model {folder}"]
+        assert caught.value.problems[1].rule == f"transformers finds no weights for {up}"
