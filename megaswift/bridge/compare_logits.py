@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
-from megaswift.bridge.check_transformers_loaded_all_weights import LOADING_INFO, check_all_weights_loaded
 from megaswift.bridge.compare_weights import WeightComparisonSide
 from megaswift.bridge.hf_safetensors_source import HfSource
+from megaswift.bridge.transformers_loading_report import LOADING_INFO, check_all_weights_loaded
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from megaswift import log
 from megaswift.bridge import check_finite_weights
 from megaswift.bridge.bitsandbytes_load_config import bitsandbytes_config, disable_4bit_cpu_repacking
-from megaswift.bridge.check_transformers_loaded_all_weights import LOADING_INFO, check_all_weights_loaded
 from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
+from megaswift.bridge.transformers_loading_report import LOADING_INFO, check_all_weights_loaded
 from megaswift.config import parse_device_map_options as devices
 from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
 from megaswift.config.parse_device_map_options import DISK

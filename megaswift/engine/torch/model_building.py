@@ -18,9 +18,9 @@ from torch import nn
 
 from megaswift.bridge import peft_config_from_options
 from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
-from megaswift.bridge.check_transformers_loaded_all_weights import LOADING_INFO, check_all_weights_loaded
 from megaswift.bridge.new_scalar_head import NEW, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.transformers_loading_report import LOADING_INFO, check_all_weights_loaded, warn_of_unused_weights
 from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
 from megaswift.engine.torch import (
@@ -107,15 +107,16 @@ def attention_to_load_with(cfg: ModelConfig, hf_config: Mapping[str, Any]) -> st
 
 
 def _of_use(record: LogRecord) -> bool:
-    """All but the note that rows with padding came without a mask: padding is behind a row's end, where nothing that is
-    scored sees it."""
-    return "passing in an `attention_mask`" not in record.getMessage()
+    """All but the report of what was loaded, which is checked here, and the note that rows with padding came without a
+    mask: padding is behind a row's end, where nothing that is scored sees it."""
+    return not any(words in record.getMessage() for words in ("passing in an `attention_mask`", "LOAD REPORT"))
 
 
 def _loaded(auto: Any, folder: Path, options: dict[str, Any], cfg: SwiftConfig, spec: ModelSpec) -> nn.Module:
     labels = {"num_labels": 1} if spec.scored else {}
     model, loading_info = auto.from_pretrained(folder, **labels, **options, **LOADING_INFO)
     check_all_weights_loaded(f"--model {folder}", loading_info, new=(NEW,) if spec.scored else ())
+    warn_of_unused_weights(f"--model {folder}", loading_info["unexpected_keys"], spec.scored)
     if spec.scored and NEW not in open_weights(folder).names():
         model.score.weight.data.copy_(new_scalar_head_weight(spec, cfg.train.seed))
     return model

@@ -8,6 +8,7 @@ than one piece whole.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import name_without_adapters
+
+IGNORED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""What older files have and transformers ignores for every model."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,13 @@ def conversion_groups(model: Any, source: WeightSource) -> list[ConversionGroup]
             renamed.setdefault(target, []).append((pattern or name, name))
     model._weight_conversions = [m for m in mapping if m.was_used()]
     return [ConversionGroup(tuple(stored), target, how[target]) for target, stored in renamed.items()]
+
+
+def unused_weights(model: Any, source: WeightSource, groups: Iterable[ConversionGroup]) -> set[str]:
+    """Tensors of files in none of the pieces, without those that the model's class says to ignore."""
+    ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *IGNORED_BUFFERS}
+    unused = set(source.names()) - {name for piece in groups for _, name in piece.stored}
+    return {name for name in unused if not any(re.search(pattern, name) for pattern in ignored)}
 
 
 def converted_parameter_shapes(

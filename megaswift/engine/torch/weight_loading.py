@@ -28,6 +28,7 @@ from megaswift import distributed
 from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.transformers_loading_report import warn_of_unused_weights
 from megaswift.bridge.write_transformers_model_folder import persistent_buffers
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import SHARDED, base_quantization_bits
@@ -45,6 +46,7 @@ from megaswift.engine.torch.transformers_conversions import (
     conversion_groups,
     converted_parameter_shapes,
     tied_name_map,
+    unused_weights,
 )
 from megaswift.errors import Problem, UserError, WeightsError
 from megaswift.families import read_config_json
@@ -87,6 +89,9 @@ def prepare_model_and_filler_from_files(directory: Path, engine: TorchEngine) ->
     )
     problems = _differences(unwrap_peft_model(fields.model), source, groups)
     if not problems:
+        if checkpoint is None:
+            unused = unused_weights(unwrap_peft_model(fields.model), source, groups)
+            warn_of_unused_weights(f"--model {cfg.model.model}", unused, engine.spec.scored)
         return ModelWithWeightFiller(fields, lambda engine: fill_from_files(engine, groups, source, first))
     if checkpoint is not None:
         raise WeightsError(problems)

@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from megaswift.bridge.hf_safetensors_source import HfSource
 from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
 from megaswift.engine.torch.model_building import attention_to_load_with, build_model, freeze_parts
+from megaswift.engine.torch.transformers_conversions import conversion_groups, unused_weights
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
 from megaswift.families.scalar_head import with_scalar_head
@@ -109,3 +111,27 @@ def test_weights_that_the_files_lack_or_that_have_other_shapes(tmp_path: Path) -
             build_model(folder, SwiftConfig(engine="ddp", model=str(folder)), True, spec, {}, False)
         assert [p.what for p in caught.value.problems] == [f"--model {folder}, tensor {gate}", f"--model {folder}"]
         assert caught.value.problems[1].rule == f"transformers finds no weights for {up}"
+
+
+def test_tensors_that_the_model_does_not_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Told of by their names, on both ways of loading. Not what the model's class says to ignore, such as buffers of
+    older files, nor the output layer of a model that gets a score."""
+    folder = build("dense", tmp_path / "model")
+    extra = {
+        "model.layers.1.mlp.extra.weight": torch.ones(2),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+    }
+    path = next(folder.glob("*.safetensors"))
+    save_file(load_file(path) | extra, path, metadata={"format": "pt"})
+    if (index := folder / "model.safetensors.index.json").exists():
+        table = json.loads(index.read_text())
+        index.write_text(json.dumps(table | {"weight_map": table["weight_map"] | dict.fromkeys(extra, path.name)}))
+    cfg, spec = SwiftConfig(engine="ddp", model=str(folder)), load_spec(folder)
+    for one in (spec, with_scalar_head(spec)):
+        build_model(folder, cfg, True, one, {}, False)
+        said = capsys.readouterr().err
+        assert said.count("1 tensor of its files, not used by this model, will not be exported: model.layers.1") == 1
+        assert "LOAD REPORT" not in said
+    source = HfSource(folder)
+    bare = build_model(folder, cfg, True, spec, {}, False)
+    assert unused_weights(bare, source, conversion_groups(bare, source)) == {"model.layers.1.mlp.extra.weight"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.bridge.check_transformers_loaded_all_weights import check_all_weights_loaded
+from megaswift.bridge.transformers_loading_report import check_all_weights_loaded, warn_of_unused_weights
 from megaswift.errors import WeightsError
 
 
@@ -25,3 +25,22 @@ def test_missing_ones_are_counted_and_shapes_told_once() -> None:
         "--model m, tensor b: has shape [2, 3], but config.json requires [4, 3]",
         f"--model m: transformers finds no weights for {', '.join(sorted(lost)[:12])} and 3 more",
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "scored", "said"),
+    [
+        ((), False, ""),
+        (("b", "a"), False, "--model m: 2 tensors of its files, not used by this model, will not be exported: a, b"),
+        (("lm_head.weight",), False, "1 tensor of its files, not used by this model, will not be exported: lm_head.w"),
+        (("lm_head.weight", "language_model.lm_head.weight"), True, ""),
+        (("lm_head.weight", "x"), True, "1 tensor of its files, not used by this model, will not be exported: x"),
+    ],
+)
+def test_unused_ones_are_told(
+    names: tuple[str, ...], scored: bool, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A score takes the place of an output layer: that one is no loss."""
+    warn_of_unused_weights("--model m", names, scored)
+    text = capsys.readouterr().err
+    assert said in text and bool(text) == bool(said)
