@@ -8,10 +8,11 @@ from megaswift.bridge.transformers_loading_report import check_all_weights_loade
 from megaswift.errors import WeightsError
 
 
-def test_all_are_there_but_a_new_one() -> None:
-    check_all_weights_loaded(
-        "--model m", {"missing_keys": {"score.weight"}, "mismatched_keys": set()}, new=("score.weight",)
-    )
+def test_only_a_new_one_may_be_missing() -> None:
+    found = {"missing_keys": {"score.weight"}, "mismatched_keys": set()}
+    check_all_weights_loaded("--model m", found, new=("score.weight",))
+    with pytest.raises(WeightsError, match=r"--model m: transformers finds no weights for score\.weight$"):
+        check_all_weights_loaded("--model m", found)
 
 
 def test_missing_ones_are_counted_and_shapes_told_once() -> None:
