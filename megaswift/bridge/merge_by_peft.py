@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
+from megaswift.bridge.adapter_folder_fits_model import load_whole_adapter
 from megaswift.bridge.check_finite_weights import all_values_finite, warn_non_finite_written
+from megaswift.bridge.new_scalar_head import NEW
 from megaswift.bridge.peft_config_from_options import train_type_for_peft_type
+from megaswift.bridge.transformers_loading_report import LOADING_INFO, check_all_weights_loaded
 from megaswift.bridge.write_transformers_model_folder import (
     persistent_buffers,
     tensors_by_disk_name,
@@ -75,7 +78,6 @@ def config_with_tokenizer_pad_token_id(config: Mapping[str, Any], home: Path) ->
 
 
 def _merged(base: Path, adapter: Path) -> Any:
-    import peft
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -84,5 +86,6 @@ def _merged(base: Path, adapter: Path) -> Any:
     auto, how = (
         (AutoModelForSequenceClassification, {"num_labels": 1}) if is_reward_model_adapter(adapter) else (auto, {})
     )
-    model: Any = auto.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **how)
-    return peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    model, loading_info = auto.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **how, **LOADING_INFO)
+    check_all_weights_loaded(str(base), loading_info, new=(NEW,) if how else ())
+    return load_whole_adapter(model, adapter).merge_and_unload()

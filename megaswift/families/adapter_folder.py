@@ -19,7 +19,7 @@ CLASSIFIER_TASK, LANGUAGE_TASK = "SEQ_CLS", "CAUSAL_LM"
 
 def _said(adapter: Path, name: str) -> str:
     try:
-        return str(json.loads((adapter / CONFIG).read_text(encoding="utf-8"))[name])
+        return str(json.loads((adapter / CONFIG).read_text(encoding="utf-8"))[name] or "")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
 

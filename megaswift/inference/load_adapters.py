@@ -6,7 +6,6 @@ selects.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,17 +13,13 @@ from typing import Any
 
 import torch
 
-from megaswift import log
 from megaswift.bridge import check_finite_weights
+from megaswift.bridge.adapter_folder_fits_model import check_adapter_is_whole, check_adapter_sizes
 from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import Problem, WeightsError
-from megaswift.families.adapter_folder import adapter_folder_tensor_shapes, base_model_name_or_empty
 from megaswift.inference import device_placement
 from megaswift.inference.device_placement import DeviceMap
 from megaswift.inference.transformers_load_errors import transformers_errors_as_ours
-
-LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
-LAYER = re.compile(r"(?:.*\.)?layers\.(?P<number>\d+)\.")
 
 
 def peft_adapter_names(options: ModelLoadingOptions) -> dict[str, str]:
@@ -44,31 +39,7 @@ def selectable_adapters(options: ModelLoadingOptions) -> Mapping[str, str]:
 def check_adapters_fit(skeleton: Any, options: ModelLoadingOptions) -> None:
     """WeightsError for LoRA adapters that were trained on a model of other sizes, before a weight is read."""
     for folder in options.adapter_folders:
-        _check_fit(skeleton, Path(folder), str(options.model))
-
-
-def _check_fit(skeleton: Any, folder: Path, model: str) -> None:
-    modules = dict(skeleton.named_modules())
-    depth = getattr(skeleton.config.get_text_config(), "num_hidden_layers", None)
-    for name, shape in adapter_folder_tensor_shapes(folder).items():
-        match = LORA.fullmatch(name)
-        if match is None:
-            continue
-        module, half = modules.get(match["module"]), match["half"]
-        layer = LAYER.match(match["module"])
-        wrong = ""
-        if isinstance(module, torch.nn.Linear):
-            side, ours = ("inputs", module.in_features) if half == "A" else ("outputs", module.out_features)
-            theirs = shape[-1 if half == "A" else 0]
-            wrong = f"{match['module']} has {theirs} {side} there and {ours} in this model" if theirs != ours else ""
-        elif module is None and layer is not None and depth is not None and int(layer["number"]) >= depth:
-            wrong = f"it has {match['module']}, but this model has {log.count_text(depth, 'layer')}"
-        if wrong:
-            base = base_model_name_or_empty(folder)
-            rule = f"was trained on another model{f' ({base})' * bool(base)}: {wrong}"
-            raise WeightsError(
-                Problem(f"--adapters {folder}", rule, f"use --model {base or 'BASE'}, or adapters of {model}")
-            )
+        check_adapter_sizes(skeleton, Path(folder), str(options.model))
 
 
 def model_with_adapters(model: Any, options: ModelLoadingOptions, placed: DeviceMap) -> Any:
@@ -97,6 +68,7 @@ def model_with_adapters(model: Any, options: ModelLoadingOptions, placed: Device
             adapted.base_model.set_adapter([*names.values()])
     model.hf_device_map = placed
     for folder, name in names.items():
+        check_adapter_is_whole(adapted, Path(folder), name)
         _onto_devices(adapted, (folder, name), device_placement.execution_device(placed))
         added = ((n, p) for n, p in adapted.named_parameters() if _of_adapter(n, name))
         check_finite_weights.check_weights_finite(added, f"--adapters {folder}")

@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from megaswift.bridge import peft_config_from_options
+from megaswift.bridge.adapter_folder_fits_model import check_adapter_sizes, load_whole_adapter
 from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
 from megaswift.bridge.new_scalar_head import NEW, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
@@ -128,7 +129,9 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
 
     lora = cfg.lora
     if lora.adapters is not None:
-        return peft.PeftModel.from_pretrained(model, lora.adapters, is_trainable=True)
+        folder = Path(lora.adapters)
+        check_adapter_sizes(model, folder, str(cfg.model.model))
+        return load_whole_adapter(model, folder, is_trainable=True)
     options = peft_config_from_options.build_peft_config(cfg, "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
     if (excluded := vision_model_parts.frozen_modules_pattern(model, cfg.model)) is not None:
         if not hasattr(options, "exclude_modules"):

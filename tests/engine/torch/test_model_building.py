@@ -18,7 +18,7 @@ from torch import nn
 from megaswift.bridge.hf_safetensors_source import HfSource
 from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
-from megaswift.engine.torch.model_building import attention_to_load_with, build_model, freeze_parts
+from megaswift.engine.torch.model_building import add_peft, attention_to_load_with, build_model, freeze_parts
 from megaswift.engine.torch.transformers_conversions import conversion_groups, unused_weights
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
@@ -135,3 +135,18 @@ def test_tensors_that_the_model_does_not_use(tmp_path: Path, capsys: pytest.Capt
     source = HfSource(folder)
     bare = build_model(folder, cfg, True, spec, {}, False)
     assert unused_weights(bare, source, conversion_groups(bare, source)) == {"model.layers.1.mlp.extra.weight"}
+
+
+def test_adapters_that_lack_a_tensor(tmp_path: Path) -> None:
+    """PEFT would go on with a B of zeros."""
+    options: dict[str, Any] = {"engine": "ddp", "model": "m", "train_type": "lora", "target_modules": ("q_proj",)}
+    cfg = SwiftConfig(**options)
+    adapted: Any = add_peft(text_model(), cfg)
+    adapted.save_pretrained(str(tmp_path))
+    cfg = SwiftConfig(**options, adapters=str(tmp_path))
+    assert isinstance(add_peft(text_model(), cfg), type(adapted))
+    path = tmp_path / "adapter_model.safetensors"
+    [*kept, (lost, _)] = sorted(load_file(path).items())
+    save_file(dict(kept), path)
+    with pytest.raises(WeightsError, match=re.escape(f"{tmp_path}, tensor {lost}: is missing")):
+        add_peft(text_model(), cfg)
