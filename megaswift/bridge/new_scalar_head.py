@@ -5,24 +5,16 @@ Owns that draw, the same for all engines and layouts, and the view over the mode
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megaswift.bridge.hf_safetensors_source import Slices, WeightSource
+from megaswift.bridge.initial_weights_by_seed_and_name import seeded_normal
 from megaswift.families.model_spec import ModelSpec
 
 NEW = "score.weight"
-
-CPU = torch.device("cpu")
-
-
-def seeded_normal(name: str, shape: tuple[int, ...], std: float, seed: int, device: torch.device = CPU) -> Tensor:
-    """Normal numbers that depend on the seed, the tensor's name and the kind of device alone."""
-    generator = torch.Generator(device).manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
-    return torch.randn(shape, generator=generator, device=device).mul_(std)
 
 
 def new_scalar_head_weight(spec: ModelSpec, seed: int) -> Tensor:

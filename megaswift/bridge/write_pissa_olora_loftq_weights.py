@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from megaswift.bridge import nf4
 from megaswift.bridge.adapter_plan import AdapterHyperparameters, AdapterPlan
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.bridge.hf_safetensors_source import WeightSource
+from megaswift.bridge.initial_weights_by_seed_and_name import seed_by_name
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import write_peft_folder
 from megaswift.bridge.write_folder_with_new_config_or_vocab import MARK, link_weights_copy_rest
@@ -93,9 +93,9 @@ def write_initial_adapter(cfg: SwiftConfig, folder: Path, adapter: Path, residua
     plan, source = adapter_plan_of(cfg, folder), open_weights(folder)
     tensors: dict[str, Tensor] = {}
     for one in plan.adapters:
-        seed = (cfg.train.seed << 32) ^ zlib.crc32(one.name("A").encode())
+        seed = seed_by_name(cfg.train.seed, one.name("A"))
         weight = source.slice(one.projection.weight)
-        a, b = first_matrices(weight, cfg.lora.init_weights, one.rank, one.scale, seed % 2**63)
+        a, b = first_matrices(weight, cfg.lora.init_weights, one.rank, one.scale, seed)
         tensors |= {one.name("A"): a, one.name("B"): b}
     if base is residual:
         _write_residual(folder, residual, plan, tensors)

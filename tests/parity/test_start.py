@@ -18,14 +18,16 @@ from tests.parity.references import References
 pytestmark = pytest.mark.process
 
 
-def drawn(rank: int, world: int, task: Task) -> dict[str, Tensor] | None:
-    """Random weights (on the ranks)."""
+def drawn(rank: int, world: int, task: Task) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+    """Random weights of two seeds (on the ranks)."""
     engine, context = build(task.case, task.folder, world)
+    engine.random_init(6)
+    other = full(engine.hf_weights())
     engine.random_init(5)
     weights = full(engine.hf_weights())
     torch.distributed.barrier()
     context.close()
-    return weights if rank == 0 else None
+    return (weights, other) if rank == 0 else None
 
 
 def frozen(rank: int, world: int, task: Task) -> tuple[dict[str, Tensor], dict[str, Tensor], str] | None:
@@ -51,10 +53,10 @@ def frozen(rank: int, world: int, task: Task) -> tuple[dict[str, Tensor], dict[s
 @pytest.mark.parametrize("text", ["dense tp2 sp pp2 tied", "moe dp2 ep2", "moe tp2 sp etp2"])
 def test_random_weights_are_the_layouts_affair_in_nothing(text: str, pool: Pool, references: References) -> None:
     case = parse(text)
-    alone = pool.run(
+    alone, other = pool.run(
         "tests.parity.test_start:drawn", Task(parse(case.model), references.model(case.variant), Recipe()), 1
     )[0]
-    spread = pool.run(
+    spread, _ = pool.run(
         "tests.parity.test_start:drawn", Task(case, references.model(case.variant), Recipe()), case.world
     )[0]
     assert alone.keys() == spread.keys()
@@ -63,6 +65,7 @@ def test_random_weights_are_the_layouts_affair_in_nothing(text: str, pool: Pool,
     padding = config(case.variant).pad_token_id
     assert padding is None or not alone["model.embed_tokens.weight"][padding].any()
     matrices = [w for n, w in alone.items() if w.dim() == 2]
+    assert not any(torch.equal(w, other[n]) for n, w in alone.items() if w.dim() == 2)
     assert all(abs(float(w.std()) / std - 1) < 0.1 and abs(float(w.mean())) < 0.2 * std for w in matrices)
     assert not torch.equal(matrices[-1], matrices[-2]) and all(
         bool((w == 1).all()) for n, w in alone.items() if "norm" in n

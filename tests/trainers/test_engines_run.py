@@ -124,14 +124,18 @@ def test_pretraining_is_the_same_run(engine: str, inputs: list[str], tmp_path: P
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_lora_is_the_same_run(engine: str, inputs: list[str], tmp_path: Path) -> None:
-    """From one adapter folder, on Megatron PP2 and on the torch engine; both write folders that PEFT loads."""
+@pytest.mark.parametrize("fresh", [True, False])
+def test_lora_is_the_same_run(fresh: bool, engine: str, inputs: list[str], tmp_path: Path) -> None:
+    """From new adapters, the same on each engine, or one adapter folder, on Megatron PP2 and on the torch engine; both
+    write folders that PEFT loads."""
     import peft
     from transformers import AutoModelForCausalLM
 
-    first = tmp_path / "first"
-    run(inputs, first, *LORA, "--max_steps", 1, "--report_to", "none", ranks=1)
-    start = ("--train_type", "lora", "--adapters", first / "adapter", "--merge_lora", "true")
+    start: tuple[object, ...] = (*LORA, "--merge_lora", "true")
+    if not fresh:
+        first = tmp_path / "first"
+        run(inputs, first, *LORA, "--max_steps", 1, "--report_to", "none", ranks=1)
+        start = ("--train_type", "lora", "--adapters", first / "adapter", "--merge_lora", "true")
     native, out = tmp_path / "native", tmp_path / engine
     run(inputs, native, *STEPS, *start, "--pp", 2)
     run(inputs, out, *STEPS, *start, "--engine", engine)

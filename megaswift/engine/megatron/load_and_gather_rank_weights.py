@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megaswift import distributed
 from megaswift.bridge import check_finite_weights
 from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors, PlanEntry, WeightPlan
-from megaswift.bridge.new_scalar_head import seeded_normal
+from megaswift.bridge.initial_weights_by_seed_and_name import seeded_normal
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext

@@ -19,6 +19,7 @@ from torch import nn
 from megaswift.bridge import peft_config_from_options
 from megaswift.bridge.adapter_folder_fits_model import check_adapter_sizes, load_whole_adapter
 from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
+from megaswift.bridge.initial_weights_by_seed_and_name import initial_lora_a
 from megaswift.bridge.new_scalar_head import NEW, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.transformers_loading_report import LOADING_INFO, check_all_weights_loaded, warn_of_unused_weights
@@ -166,7 +167,18 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
         raise ConfigError(
             Problem(f"--target_parameters {' '.join(lora.target_parameters)}", "matches no parameter of this model")
         )
+    if cfg.model.train_type in ("lora", "qlora") and lora.init_weights == "true":
+        _fill_lora_a(adapted.get_base_model(), cfg.train.seed)
     return adapted
+
+
+@torch.no_grad()
+def _fill_lora_a(base: nn.Module, seed: int) -> None:
+    """What the native engine draws: PEFT's numbers depend on the order of layers."""
+    for name, module in base.named_modules():
+        a: Any = getattr(module, "lora_A", {})
+        for half in a.values():
+            half.weight.copy_(initial_lora_a(f"{name}.lora_A.weight", tuple(half.weight.shape), seed))
 
 
 def set_trainable_parameters_by_patterns(model: nn.Module, option: str, patterns: Sequence[str], trains: bool) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megaswift.bridge.hf_safetensors_source import HfSource
+from megaswift.bridge.initial_weights_by_seed_and_name import initial_lora_a
 from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
 from megaswift.engine.torch.model_building import add_peft, attention_to_load_with, build_model, freeze_parts
@@ -150,3 +151,26 @@ def test_adapters_that_lack_a_tensor(tmp_path: Path) -> None:
     save_file(dict(kept), path)
     with pytest.raises(WeightsError, match=re.escape(f"{tmp_path}, tensor {lost}: is missing")):
         add_peft(text_model(), cfg)
+
+
+def test_new_adapters_have_the_native_engine_s_numbers() -> None:
+    """A by seed and name, whatever comes before it; B of zeros. PEFT's own ways of starting stay PEFT's."""
+    drawn: dict[str, dict[str, torch.Tensor]] = {}
+    runs: dict[str, dict[str, Any]] = {
+        "all": {},
+        "one": {"target_modules": ("q_proj",)},
+        "seed": {"seed": 8},
+        "other": {"init_weights": "gaussian"},
+    }
+    for name, changes in runs.items():
+        cfg = SwiftConfig(**{"engine": "ddp", "model": "m", "train_type": "lora", **changes})
+        halves = {n: p.detach() for n, p in add_peft(text_model(), cfg).named_parameters() if ".lora_" in n}
+        drawn[name] = {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in halves.items()}
+    for name, p in drawn["all"].items():
+        want = initial_lora_a(name, tuple(p.shape), SwiftConfig().train.seed) if ".lora_A." in name else 0 * p
+        assert torch.equal(p, want)
+        assert name not in drawn["one"] or torch.equal(p, drawn["one"][name])
+        assert ".lora_B." in name or not torch.equal(p, drawn["seed"][name])
+    assert 0 < len(drawn["one"]) < len(drawn["all"])
+    a = next(name for name in drawn["all"] if ".lora_A." in name)
+    assert not torch.equal(drawn["other"][a], drawn["all"][a])

@@ -6,8 +6,6 @@ bridge's.
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +22,7 @@ from megaswift.bridge.adapter_plan import (
     merge_adapters_into_weight,
 )
 from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors, WeightPlan
+from megaswift.bridge.initial_weights_by_seed_and_name import initial_lora_a
 from megaswift.bridge.new_scalar_head import NEW
 from megaswift.bridge.peft_folder import PeftFolder, adapter_half_getter
 from megaswift.config.lora import LoraConfig
@@ -140,17 +139,11 @@ class RankAdapters:
             p.tensor.copy_(p.adapter.take(p.half, whole, p.owner.ranks, p.owner.rank))
 
     def initialize(self, seed: int) -> None:
-        """As PEFT: A uniform(-1/sqrt(in), 1/sqrt(in)), B zero, m the lengths of W's rows.
-
-        From the seed and the name, so that no layout changes a number.
-        """
+        """As PEFT: A by `initial_lora_a`, so that no layout changes a number, B zero, m the lengths of W's rows."""
 
         def value(adapter: ModuleAdapterSpec, half: Half) -> Tensor:
             shape = adapter.shape(half)
-            if half != "A":
-                return torch.zeros(shape)
-            generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(adapter.name(half).encode()))
-            return torch.rand(shape, generator=generator).mul_(2).sub_(1).div_(math.sqrt(shape[1]))
+            return initial_lora_a(adapter.name(half), shape, seed) if half == "A" else torch.zeros(shape)
 
         self.fill(value)
         for layer in self.layers:
