@@ -50,10 +50,12 @@ def masked_token_number_in_document(batch: Batch, mask: Tensor) -> Tensor:
     return mask.flatten().cumsum(0).view_as(mask) - before[document_index(batch)]
 
 
-def token_mask_of_documents(batch: Batch, documents: Tensor) -> Tensor:
-    """bool [b, s]: tokens that belong to one of `documents` (int64 [n])."""
+def token_mask_of_documents(batch: Batch, documents: Tensor, marked: Tensor | None = None) -> Tensor:
+    """bool [b, s]: tokens that belong to one of `documents` (int64 [n], each once), of those that are `marked` (bool
+    [n])."""
     member = torch.zeros(document_count(batch), dtype=torch.bool, device=documents.device)
-    return member.index_fill(0, documents, True)[document_index(batch)]
+    marked = torch.ones_like(documents, dtype=torch.bool) if marked is None else marked
+    return member.scatter(0, documents, marked)[document_index(batch)]
 
 
 def completion_weights(batch: Batch) -> Tensor:

@@ -124,10 +124,10 @@ class KTO:
         good = batch.fields["label"][examples]
         metrics: dict[str, Metric] = {"entropy": token_mean_metric(outputs.entropy, mask)}
         for side, of in (("chosen", good), ("rejected", ~good)):
-            metrics[f"rewards/{side}"] = MeanMetric(rewards.detach()[of].sum(), of.sum())
-            metrics[f"logps/{side}"] = MeanMetric(answers.detach()[of].sum(), of.sum())
+            metrics[f"rewards/{side}"] = MeanMetric(torch.where(of, rewards.detach(), 0).sum(), of.sum())
+            metrics[f"logps/{side}"] = MeanMetric(torch.where(of, answers.detach(), 0).sum(), of.sum())
             metrics[f"logits/{side}"] = token_mean_metric(
-                outputs.mean_logit, mask & token_mask_of_documents(batch, examples[of])
+                outputs.mean_logit, mask & token_mask_of_documents(batch, examples, of)
             )
         metrics["rewards/margins"] = DifferenceMetric("rewards/chosen", "rewards/rejected")
         for name, used in (("kl", uses_kl), ("delta", uses_delta)):

@@ -95,10 +95,12 @@ def correction_weight_metrics(batch: Batch, level: str) -> dict[str, Metric]:
     """Smallest, mean and largest of the weights that a loss was given."""
     ratio, mask = batch.fields["ratio"], batch.loss_weights != 0
     by_completion = level == "sequence"
-    ratios = token_mean_per_completion(batch, ratio, mask, empty=1.0) if by_completion else ratio[mask]
+    ratios = token_mean_per_completion(batch, ratio, mask, empty=1.0) if by_completion else ratio
+    counted = torch.ones_like(ratios, dtype=torch.bool) if by_completion else mask
     mean: MeanMetric = token_or_completion_mean_metric(batch, ratio, by_completion, empty=1.0)
+    least, most = ratios.masked_fill(~counted, math.inf), ratios.masked_fill(~counted, 0.0)
     return {
-        "sampling/importance_sampling_ratio/min": MinMetric(ratios.min() if ratios.numel() else float("inf")),
+        "sampling/importance_sampling_ratio/min": MinMetric(least.min() if ratios.numel() else math.inf),
         "sampling/importance_sampling_ratio/mean": mean,
-        "sampling/importance_sampling_ratio/max": MaxMetric(ratios.max() if ratios.numel() else 0.0),
+        "sampling/importance_sampling_ratio/max": MaxMetric(most.max() if ratios.numel() else 0.0),
     }

@@ -101,14 +101,11 @@ class KtoBaseline(ReferenceLogprobs):
         with engine.reference():
             own, rest = batch_logprobs(engine, batches), with_field(others, "reference", batch_logprobs(engine, others))
         policy = batch_logprobs(engine, rest)
-        sums = [
-            value for p, b in zip(policy, rest, strict=True) for value in _sum_and_count(log_ratios(p, b.to(p.device)))
-        ]
-        totals = distributed.all_sum(sums)  # replicas of a model-parallel grid count alike, in sum and number
+        totals = _sums_and_counts(policy, rest)
         if whole:
-            totals = [sum(totals[::2]), sum(totals[1::2])] * len(batches)
-        zeros = [max(0.0, s / n) if n else 0.0 for s, n in zip(totals[::2], totals[1::2], strict=True)]
-        return with_field(with_field(batches, "reference", own), "kl", [torch.tensor(z) for z in zeros])
+            totals = totals.sum(0, keepdim=True).expand(len(batches), 2)
+        zeros = (totals[:, 0] / totals[:, 1].clamp(min=1)).clamp(min=0).float()
+        return with_field(with_field(batches, "reference", own), "kl", zeros.unbind())
 
 
 class BcoReferencePoint(ReferenceLogprobs):
@@ -117,30 +114,35 @@ class BcoReferencePoint(ReferenceLogprobs):
 
     def __init__(self, beta: float, move_every: int | None = None, share: float = 0.0) -> None:
         super().__init__(move_every, share)
-        self.beta, self.sum, self.count = beta, 0.0, 0.0
+        self.beta = beta
+        self.sum: torch.Tensor | float = 0.0
+        self.count: torch.Tensor | float = 0.0
+        """On the device, [] in float64, once they have grown."""
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches with both fields; evaluation leaves the mean as it is."""
         prepared = super().prepare(engine, batches, training)
         if training:
-            policy = batch_logprobs(engine, prepared)
-            pairs = [_sum_and_count(log_ratios(p, b.to(p.device))) for p, b in zip(policy, prepared, strict=True)]
-            total, count = distributed.all_sum([sum(p[0] for p in pairs), sum(p[1] for p in pairs)])
+            total, count = _sums_and_counts(batch_logprobs(engine, prepared), prepared).sum(0).unbind()
             self.sum, self.count = self.sum + self.beta * total, self.count + count
-        delta = torch.tensor(self.sum / self.count if self.count else 0.0)
+        delta = torch.as_tensor(self.sum).float() / torch.as_tensor(self.count).float().clamp(min=1)
         return with_field(prepared, "delta", [delta] * len(prepared))
 
     def state_dict(self) -> dict[str, Any]:
         """The sums."""
-        return {"sum": self.sum, "count": self.count}
+        return {"sum": float(self.sum), "count": float(self.count)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
         self.sum, self.count = float(state["sum"]), float(state["count"])
 
 
-def _sum_and_count(values: torch.Tensor) -> tuple[float, float]:
-    return float(values.double().sum()), float(values.numel())
+def _sums_and_counts(policy: Sequence[torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
+    """float64 [micro-batches, 2]: of each one's log-ratios the sum and the number, over all ranks, on the device: the
+    host does not wait. Replicas of a model-parallel grid count alike, in sum and number. Collective."""
+    ratios = [log_ratios(p, b.to(p.device)).double() for p, b in zip(policy, batches, strict=True)]
+    sums = torch.stack([torch.stack([r.sum(), torch.full_like(r.sum(), r.numel())]) for r in ratios])
+    return distributed.all_sum_on_device(sums)
 
 
 class LastTokens(BatchTransform):

@@ -44,6 +44,8 @@ def test_against_slices(packed: bool) -> None:
         assert masked_token_number_in_document(b, mask)[p][mask[p]].tolist() == list(range(1, n + 1))
     member = token_mask_of_documents(b, torch.tensor([3, 1]))
     assert [bool(member[p].all()) and bool(member[p].any()) for p in at] == [False, True, False, True]
+    member = token_mask_of_documents(b, torch.tensor([3, 1, 0]), torch.tensor([False, True, False]))
+    assert [bool(member[p].all()) and bool(member[p].any()) for p in at] == [False, True, False, False]
     assert not member[at[0]].any() and not token_mask_of_documents(b, torch.tensor([], dtype=torch.int64)).any()
 
 

