@@ -75,6 +75,10 @@ class Hook:
     def on_batch(self, loop: Loop) -> None:
         """The batch is there."""
 
+    def on_launched(self, loop: Loop) -> None:
+        """All passes of a step are launched, and the host has not waited for them; `loop.step` does not count it yet.
+        May be collective."""
+
     def on_step(self, loop: Loop, step: StepRecord) -> None:
         """After each optimizer step."""
 

@@ -139,7 +139,7 @@ class Loop:
                         microbatches = self.prepare(self.engine, microbatches, True)
                     rate = self.learning_rate(self.step - self.skipped)
                     decay = self.weight_decay(self.step - self.skipped)
-                    result = self.engine.train_batch(microbatches, self.loss, rate, decay, counted, self.take_ahead)
+                    result = self.engine.train_batch(microbatches, self.loss, rate, decay, counted, self.launched)
                     self.step += 1
                     self.skipped += result.skipped
                     self.emit("on_step", self.record(batch.epoch, rate, result, round(counted.beside[SQUARES])))
@@ -186,6 +186,11 @@ class Loop:
             return taken, counted
         taken.back()
         return None
+
+    def launched(self) -> None:
+        """All passes of this step are launched: what the host can do before it waits for them. Collective."""
+        self.take_ahead()
+        self.emit("on_launched")
 
     def take_ahead(self) -> None:
         """On several ranks takes the next step's batch and starts to add up its counts, before the host waits for this

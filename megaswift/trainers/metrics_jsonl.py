@@ -11,12 +11,13 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megaswift import distributed
 from megaswift.atomic_disk_writes import write_atomically
+from megaswift.engine.protocol import StartedCount
 from megaswift.errors import storage_error
 from megaswift.trainers import out_of_memory
 from megaswift.trainers.flops import StepFlopFormula
@@ -48,8 +49,6 @@ class MetricsWindow:
     tokens: int = 0
     label_tokens: int = 0
     seconds: float = 0.0
-    data_wait: float = 0.0
-    compute_seconds: float = 0.0
     squares: float = 0.0
     skipped: int = 0
 
@@ -66,10 +65,33 @@ class MetricsWindow:
         self.tokens += result.tokens
         self.label_tokens += result.label_tokens
         self.seconds += step.seconds
-        self.data_wait += step.data_wait
-        self.compute_seconds += result.compute_seconds
         self.squares += step.squares
         self.skipped += result.skipped
+
+
+@dataclass
+class OwnTimes:
+    """Of this rank alone, since they were last exchanged."""
+
+    EACH = 3
+    """Numbers that a rank tells the others."""
+    steps: int = 0
+    data_wait: float = 0.0
+    compute_seconds: float = 0.0
+
+    def add(self, step: StepRecord) -> None:
+        """One step more."""
+        self.steps += 1
+        self.data_wait += step.data_wait
+        self.compute_seconds += step.result.compute_seconds
+
+    def slots(self) -> list[float]:
+        """Seconds a step of both, and the peak of memory in GiB, in this rank's places of a sum over the ranks."""
+        slots = [0.0] * (self.EACH * distributed.global_world_size())
+        steps, first = max(self.steps, 1), self.EACH * distributed.global_rank()
+        told = self.data_wait / steps, self.compute_seconds / steps, out_of_memory.peak_gib()
+        slots[first : first + self.EACH] = told
+        return slots
 
 
 @dataclass(frozen=True)
@@ -131,6 +153,8 @@ class MetricsJsonlHook(Hook):
         self.first_step = first_step
         """Whether the first step has a line of its own."""
         self.window = MetricsWindow()
+        self.own = OwnTimes()
+        self._of_ranks: tuple[OwnTimes, StartedCount] | None = None
         self._file: IO[str] | None = None
 
     def on_start(self, loop: Loop) -> None:
@@ -140,11 +164,23 @@ class MetricsJsonlHook(Hook):
                 truncate_lines_after(self.path, loop.step)
             self._file = self.path.open("a", encoding="utf-8")
 
+    def _due(self, number: int, loop: Loop) -> bool:
+        at_interval = number % steps_of(self.every, loop.total_steps) == 0 or number == loop.total_steps
+        return at_interval or (self.first_step and number == 1)
+
+    def on_launched(self, loop: Loop) -> None:
+        """Where a line is due: the ranks' own times and memory are on their way while the step is computed, and arrive
+        before its numbers, so that no host waits for another. Those of the last line are exchanged after its step."""
+        number = loop.step + 1
+        if distributed.global_world_size() > 1 and number < loop.total_steps and self._due(number, loop):
+            own, self.own = self.own, OwnTimes()
+            self._of_ranks = own, loop.engine.start_count([], loop.loss, own.slots())
+
     def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Adds the step; writes a line when it is due, and at the last step."""
         self.window.add(step, step_mean_weight(step, self.count))
-        due = step.number % steps_of(self.every, loop.total_steps) == 0 or step.number == loop.total_steps
-        if due or (self.first_step and step.number == 1):
+        self.own.add(step)
+        if self._due(step.number, loop):
             line = self.line(step)
             self.window = MetricsWindow()
             if self._file is not None:
@@ -156,9 +192,7 @@ class MetricsJsonlHook(Hook):
     def line(self, step: StepRecord) -> dict[str, Any]:
         """The line of this window. step_time and what is divided by it are this rank's; the file has rank 0's."""
         w, speed = self.window, self.speed
-        ranks = [0.0] * distributed.global_world_size()
-        ranks[distributed.global_rank()] = w.compute_seconds / w.steps
-        data_wait, memory_gib, *ranks = distributed.all_max([w.data_wait, out_of_memory.peak_gib(), *ranks])
+        data_wait, ranks, memory_gib = self._largest_of_ranks()
         flops = sum(rule.step(w.tokens, w.squares) for rule in speed.rules)
         tflops = flops / max(w.seconds, 1e-12) / speed.devices / 1e12
         per_second = w.tokens / max(w.seconds, 1e-12)
@@ -171,7 +205,7 @@ class MetricsJsonlHook(Hook):
             "tokens": w.tokens,
             "label_tokens": w.label_tokens,
             "step_time": w.seconds / w.steps,
-            "data_wait": data_wait / w.steps,
+            "data_wait": data_wait,
             "tokens_per_second": per_second,
             "tokens_per_second_per_device": per_second / speed.devices,
             "tflops_per_device": tflops,
@@ -188,6 +222,20 @@ class MetricsJsonlHook(Hook):
             line["loss_scale"] = step.result.loss_scale
         return line | {k: v / w.weights[k] for k, v in w.metrics.items() if k not in line}
 
+    def _largest_of_ranks(self) -> tuple[float, list[float], float]:
+        """Seconds a step that the slowest rank waited for data, that each rank's passes took, and the most memory in
+        GiB. In all lines but the last one of the steps before the line's: a step's own are known after it."""
+        if self._of_ranks is None:
+            own, self.own = self.own, OwnTimes()
+            slots = distributed.all_sum(own.slots())
+        else:
+            (own, started), self._of_ranks = self._of_ranks, None
+            slots = list(started().beside)
+        waits, computed, memory = (slots[i :: OwnTimes.EACH] for i in range(OwnTimes.EACH))
+        if not own.steps:  # the first line
+            return self.own.data_wait / max(self.own.steps, 1), [], max(memory)
+        return max(waits), computed, max(memory)
+
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
@@ -199,8 +247,9 @@ class MetricsJsonlHook(Hook):
         return asdict(self.window)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the window."""
-        self.window = MetricsWindow(**state)
+        """Goes on with the window; what other versions had in theirs is left out."""
+        known = {f.name for f in fields(MetricsWindow)}
+        self.window = MetricsWindow(**{name: value for name, value in state.items() if name in known})
 
 
 def step_mean_weight(step: StepRecord, count: str) -> float:

@@ -35,9 +35,7 @@ FSDP_OFFLOADED = STEP | {
 }
 """torch's, of each of 25 gradients: its way to host memory waits in all micro-batches but the first, and the host waits
 at the end of the backward pass. The norm is summed in host memory."""
-LOOP = {"gloo megaswift.distributed:_reduce": 1}
-"""Of a step of the loop on several ranks that is logged: the largest wait and memory."""
-ROLLOUT_LOOP = COUNTED_IN_STEP | {"gloo megaswift.distributed:_reduce": 2}
+ROLLOUT_LOOP = COUNTED_IN_STEP | {"gloo megaswift.distributed:_reduce": 1}
 """Before a generation, which may take minutes, the ranks agree that there is no signal; it is not taken ahead."""
 SAMPLER = {
     "read megaswift.rollout.decoding:_completions": 3,
@@ -187,12 +185,14 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "step:dense dp2 do overlap": LAUNCHED,
         "step:moe tp2 sp ep2 etp1": LAUNCHED | DISPATCH,
         "run:grpo --engine fsdp2": FSDP_ROLLOUT,
-        "run:dpo --engine fsdp2": STEP | LOOP,
-        "run:sft --engine fsdp2 --fsdp shard_grad_op": STEP | LOOP,
-        "run:sft --engine fsdp2 --fsdp offload": FSDP_OFFLOADED | LOOP,
-        "run:sft --engine fsdp2 --train_type lora": STEP | LOOP,
+        "run:dpo --engine fsdp2": STEP,
+        "run:sft --engine fsdp2 --fsdp shard_grad_op": STEP,
+        "run:sft --engine fsdp2 --fsdp offload": FSDP_OFFLOADED,
+        "run:sft --engine fsdp2 --train_type lora": STEP,
         "save:dense tp2 sp": [_checkpoint(117, 35, 35, 2), _checkpoint(117, 18, 35, 2, 66)],
-        "run:sft --pipeline_parallel_size 2": [STEP | LOOP, STEP | LOOP],
+        "run:sft --pipeline_parallel_size 2": [STEP, STEP],
+        "run:kto --engine fsdp2 --loss_type bco": STEP,
+        "run:kto": STEP,
         "run:grpo --tensor_parallel_size 2": [
             STEP | ROLLOUT_LOOP | RANKS_OF_ROLLOUT | SAMPLER,
             STEP | ROLLOUT_LOOP | RANKS_OF_ROLLOUT,

@@ -98,7 +98,7 @@ def _mark_phases(record: RankRecord) -> None:
     class Marked(session.TrainingSession):
         def train(self, loop: Any) -> None:
             for hook in loop.hooks:
-                for event in ("on_step", "on_end"):
+                for event in ("on_launched", "on_step", "on_end"):
                     setattr(hook, event, _within(record, type(hook).__name__, getattr(hook, event)))
             with record.within(STEP):
                 super().train(loop)

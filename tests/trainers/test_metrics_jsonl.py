@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megaswift.engine.protocol import StepResult
+from megaswift import distributed
+from megaswift.engine.protocol import GlobalBatchCounts, StartedCount, StepResult
+from megaswift.losses.contract import Batch
 from megaswift.trainers.flops import StepFlopFormula
 from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.loop import length_squares
@@ -100,6 +104,41 @@ def test_the_first_step_may_have_a_line(tmp_path: Path) -> None:
     lines = feed(hook, step(1, 3.0, 10), step(2, 5.0, 30), step(3, 7.0, 10))
     assert [line["step"] for line in lines] == [1, 3] and lines[0]["loss"] == 3.0
     assert lines[1]["loss"] == (5.0 * 30 + 7.0 * 10) / 40
+
+
+def test_times_of_several_ranks_travel_with_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rank 1 of 3: a line has the times of the steps before its own, memory of now; the last one those of all."""
+    others = [[0.3, 0.01, 7.0], [0.0] * 3, [0.2, 0.09, 5.0]]
+    sent: list[list[float]] = []
+
+    def summed(slots: Sequence[float]) -> list[float]:
+        assert [round(x, 9) for i, x in enumerate(slots) if i // 3 != 1] == [0.0] * 6
+        sent.append([round(x, 6) for x in slots[3:5]])
+        return [a + b for a, b in zip(slots, sum(others, []), strict=True)]
+
+    def start_count(microbatches: Sequence[Batch], loss: object, beside: Sequence[float]) -> StartedCount:
+        assert not microbatches
+        return lambda: GlobalBatchCounts({}, 0, 0, 0, tuple(summed(beside)))
+
+    monkeypatch.setattr(distributed, "global_world_size", lambda: 3)
+    monkeypatch.setattr(distributed, "global_rank", lambda: 1)
+    monkeypatch.setattr(distributed, "all_sum", summed)
+    hook, loop = metrics(tmp_path / "m.jsonl", 1), tiny_loop(4)
+    loop.engine.start_count = start_count  # type: ignore[method-assign]
+    lines = []
+    for number, wait in ((1, 0.1), (2, 0.5), (3, 0.25), (4, 0.75)):
+        loop.step = number - 1
+        hook.on_launched(loop)
+        record = replace(step(number, 3.0, 10, compute_seconds=number / 100), data_wait=wait)
+        hook.window.add(record, 10)
+        hook.own.add(record)
+        lines.append(hook.line(record))
+        hook.window = type(hook.window)()
+    assert sent == [[0.0, 0.0], [0.1, 0.01], [0.5, 0.02], [0.5, 0.035]], "the last line has two steps"
+    assert [line["data_wait"] for line in lines] == [0.1, 0.3, 0.5, 0.5]
+    assert [line.get("rank_step_time_slowest") for line in lines] == [None, 2, 2, 2]
+    assert [line.get("rank_step_time_median") for line in lines] == [None, 0.01, 0.02, pytest.approx(0.035)]
+    assert all(line["memory_gib"] >= 7 for line in lines)
 
 
 def test_models_that_train_on_the_same_tokens_add_up(tmp_path: Path) -> None:
