@@ -42,9 +42,10 @@ def test_precision_aware_update(kind: Kind) -> None:
     with torch.device(DEVICE):
         mine = [drawn(kind, n) for n in SIZES]
         mine.append(adam.AdamTensors(*(None if t is None else t[1:] for t in drawn(kind, 5000))))  # type: ignore[arg-type]
+        tables: adam.LaunchTables = {}
         for skip in (1, 0, 1, 0):
             before, theirs = clones(mine), clones(mine)
-            kernels.update_by_triton(mine, numbers(skip, 0.37, 3, rule), rule)
+            kernels.update_by_triton(mine, numbers(skip, 0.37, 3, rule), rule, tables)
             for p in theirs:
                 adam.update_by_torch(p, numbers(skip, 0.37, 3, rule), rule)
             for p, q, old in zip(mine, theirs, before, strict=True):
@@ -52,6 +53,28 @@ def test_precision_aware_update(kind: Kind) -> None:
                     assert not skip or torch.equal(got, kept)
                     limit = ROUNDED[got.dtype]
                     torch.testing.assert_close(got, want, rtol=limit, atol=limit / 10)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.first == kind.second == torch.float32], ids=str)
+def test_precision_aware_update_beside_transformer_engine(kind: Kind) -> None:
+    """A step of its kernels on the same device; every release takes float32 moments."""
+    from megaswift.engine.megatron import precision_aware_adam_update_triton as kernels
+
+    tex = pytest.importorskip("transformer_engine_torch")
+    theirs_of = tex.multi_tensor_adam_param_remainder if kind.main == torch.int16 else tex.multi_tensor_adam
+    torch.manual_seed(0)
+    rule = adam.AdamRule(*map(adam._float32, (1e-2, 0.9, 0.95, 1e-8, 0.1)))
+    with torch.device(DEVICE):
+        mine = [drawn(kind, n) for n in SIZES[1:]]
+        theirs = clones(mine)
+        kernels.update_by_triton(mine, numbers(0, 1.0, 3, rule), rule, {})
+        order = ("gradient", "weight", "first", "second", *(["main"] if kind.main is not None else []))
+        lists = [[getattr(p, name) for p in theirs] for name in order]
+        *rates, decay = rule
+        theirs_of(2048 * 32, torch.zeros(1, dtype=torch.int), lists, *rates, 3, 1, 1, decay)
+    for p, q in zip(mine, theirs, strict=True):
+        for got, want in zip(values(p), values(q), strict=True):
+            torch.testing.assert_close(got, want, rtol=ROUNDED[got.dtype], atol=ROUNDED[got.dtype] / 10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megaswift.engine.megatron.model import finish_weight_gathers
 from megaswift.engine.megatron.optimizer import optimizer_parts
+from megaswift.engine.megatron.precision_aware_adam_update import forget_launch_tables
 
 CHUNK = 1 << 26
 """Bytes of a host buffer. Pinned memory is rounded up to a power of two, so one buffer for each tensor would take up to
@@ -114,6 +115,8 @@ class EngineOffload:
     def optimizer_and_gradients(self) -> None:
         """Gradients are dropped: the next step begins with zeros."""
         finish_weight_gathers(list(self.chunks))
+        for part in optimizer_parts(self.optimizer):
+            forget_launch_tables(part.optimizer)
         self.parked.park((buffer.grad_data for buffer in self._buffers()), keep=False)
         weights = {p.untyped_storage().data_ptr() for p in self._weights()}
         self.parked.park(t for t in self._states() if t.untyped_storage().data_ptr() not in weights)

@@ -14,6 +14,7 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -44,6 +45,17 @@ class AdamRule(NamedTuple):
     weight_decay: float
 
 
+LaunchTables = dict[Any, Any]
+"""Of the parameters that are updated together: by kind their addresses and the kernel's table of them."""
+_LAUNCH_TABLES: WeakKeyDictionary[torch.optim.Optimizer, dict[int, LaunchTables]] = WeakKeyDictionary()
+"""By the number of a group."""
+
+
+def forget_launch_tables(inner: torch.optim.Optimizer) -> None:
+    """Frees what was kept on the device for the next update, which makes it again."""
+    _LAUNCH_TABLES.pop(inner, None)
+
+
 def count_steps_on_device(inner: torch.optim.Optimizer) -> None:
     """Before FusedAdam's first step: a counter of steps taken on the device for each group, from 0, because FusedAdam
     would count a first step that is skipped."""
@@ -58,7 +70,8 @@ def update(inner: Any, skip: Tensor, divisor: Tensor | None) -> None:
     (float64)."""
     assert inner.adam_w_mode == 1, "weight decay apart from the gradient"
     factor = torch.ones_like(skip) if divisor is None else divisor.double().reciprocal()
-    for group in inner.param_groups:
+    tables = _LAUNCH_TABLES.setdefault(inner, {})
+    for number, group in enumerate(inner.param_groups):
         group["step"] += (skip == 0).int()
         rule = AdamRule(*map(_float32, (group["lr"], *group["betas"], group["eps"], group["weight_decay"])))
         step = group["step"].reshape(())
@@ -67,7 +80,7 @@ def update(inner: Any, skip: Tensor, divisor: Tensor | None) -> None:
         parameters = list(_parameters(inner, group))
         if parameters and runs_triton_kernels(numbers):
             kernels = importlib.import_module("megaswift.engine.megatron.precision_aware_adam_update_triton")
-            kernels.update_by_triton(parameters, numbers, rule)
+            kernels.update_by_triton(parameters, numbers, rule, tables.setdefault(number, {}))
             continue
         for p in parameters:
             update_by_torch(p, numbers, rule)

@@ -6,7 +6,6 @@ triton."""
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.megatron.bf16_remainders import REMAINDER_DTYPE
 
 if TYPE_CHECKING:
-    from megaswift.engine.megatron.precision_aware_adam_update import AdamRule, AdamTensors
+    from megaswift.engine.megatron.precision_aware_adam_update import AdamRule, AdamTensors, LaunchTables
 
 BLOCK, BLOCKS, WARPS = 2048, 16, 8
 """Elements that a program updates at a time, how many times (the kernel, which reads no variables of a module, has
@@ -80,17 +79,19 @@ def _adam_update_kernel(
                 tl.store(mains + i, w, mask=real)
 
 
-def update_by_triton(parameters: Sequence[AdamTensors], numbers: Tensor, rule: AdamRule) -> None:
-    """As `update_by_torch`, for all parameters."""
+def update_by_triton(parameters: Sequence[AdamTensors], numbers: Tensor, rule: AdamRule, tables: LaunchTables) -> None:
+    """As `update_by_torch`, for all parameters. `tables`: of their last update, to keep for the next one."""
     launches: dict[tuple[int, tuple[torch.dtype, ...]], list[tuple[Tensor, ...]]] = defaultdict(list)
     for p in parameters:
         tensors, flags = operands(p)
         if p.weight.numel():
             launches[flags, tuple(t.dtype for t in tensors)].append(tensors)
-    for (flags, _), some in launches.items():
-        rows = tuple((*(t.data_ptr() for t in tensors), tensors[0].numel()) for tensors in some)
-        tables = _launch_tables(rows, BLOCK * BLOCKS, numbers.device)
-        _adam_update_kernel[(len(tables[1]),)](tables, numbers, tuple(rule), some[0], flags, BLOCK, num_warps=WARPS)
+    for (flags, dtypes), some in launches.items():
+        rows = [(*(t.data_ptr() for t in tensors), tensors[0].numel()) for tensors in some]
+        on_device = _table_of(rows, tables, (flags, dtypes), numbers.device)
+        _adam_update_kernel[(len(on_device[1]),)](
+            on_device, numbers, tuple(rule), some[0], flags, BLOCK, num_warps=WARPS
+        )
 
 
 def operands(p: AdamTensors) -> tuple[tuple[Tensor, ...], int]:
@@ -107,13 +108,21 @@ def operands(p: AdamTensors) -> tuple[tuple[Tensor, ...], int]:
     return tensors, flags | (ALIGNED if aligned else 0)
 
 
-@functools.lru_cache(maxsize=64)
-def _launch_tables(rows: tuple[tuple[int, ...], ...], chunk: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Addresses and sizes [parameters, 6], and each program's parameter and chunk [programs, 2], on the device. They
-    stay the same from step to step: gradients lie in one buffer."""
+def _table_of(
+    rows: list[tuple[int, ...]], tables: LaunchTables, key: object, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The one of the last update where the addresses are the same, as they are from step to step: gradients lie in one
+    buffer."""
+    if key not in tables or tables[key][0] != rows:
+        tables[key] = rows, _made_table(rows, BLOCK * BLOCKS, device)
+    return tables[key][1]
+
+
+def _made_table(rows: list[tuple[int, ...]], chunk: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Addresses and sizes [parameters, 6], and each program's parameter and chunk [programs, 2], on the device."""
     sizes = torch.tensor([row[-1] for row in rows])
     chunks = (sizes + chunk - 1) // chunk
     owners = torch.arange(len(rows)).repeat_interleave(chunks)
     within = torch.arange(len(owners)) - (chunks.cumsum(0) - chunks).repeat_interleave(chunks)
-    tables = torch.tensor(rows), torch.stack([owners, within], 1)
-    return copy_to_device_async(tables[0], device), copy_to_device_async(tables[1], device)
+    places = torch.stack([owners, within], 1)
+    return copy_to_device_async(torch.tensor(rows), device), copy_to_device_async(places, device)

@@ -42,10 +42,10 @@ def main() -> None:
     for kind in KINDS:
         mine = [drawn(kind, n) for n in SIZES]
         theirs, rule = clones(mine), plain.AdamRule(*map(plain._float32, (1e-2, 0.9, 0.95, 1e-8, 0.1)))
-        changed = [0] * 5
+        changed, tables = [0] * 5, {}
         for skip in (1, 0, 1, 0):
             before = clones(mine)
-            kernels.update_by_triton(mine, numbers(skip, 0.37, 3, rule), rule)
+            kernels.update_by_triton(mine, numbers(skip, 0.37, 3, rule), rule, tables)
             for p in theirs:
                 cut_off(p, numbers(skip, 0.37, 3, rule), rule)
             changed = [n + (differ(mine, before, at) > 0) for at, n in enumerate(changed)]

@@ -6,7 +6,7 @@ Covers: megaswift/engine/megatron/precision_aware_adam_update.py, megaswift/engi
 from __future__ import annotations
 
 import math
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +103,22 @@ def test_a_step_reads_its_numbers_on_the_device(megatron: ModuleType) -> None:
             kernel(65536, torch.zeros(1), lists, lr, *RULE[1:4], taken, 1, 1, decay)
             names = "exp_avg", "exp_avg_sq", *(["master_param"] if p is half else [])
             assert all(map(torch.equal, oracle[p], (p.detach(), *(inner.state[p][name] for name in names))))
+
+
+def test_tables_of_addresses_go_with_the_offloaded_optimizer(megatron: ModuleType) -> None:
+    """Their memory is not left on the device while the sampler has it."""
+    from megaswift.engine.megatron import offload_for_sampling
+    from megaswift.engine.megatron import precision_aware_adam_update as ours
+
+    p = torch.nn.Parameter(torch.ones(3))
+    inner, other = (FusedAdam([{"params": [p]}], False, False) for _ in range(2))
+    for one in (inner, other):
+        ours.count_steps_on_device(one)
+        ours.update(one, torch.tensor(1.0), None)
+    assert {inner, other} <= {*ours._LAUNCH_TABLES}
+    part = SimpleNamespace(optimizer=inner, param_groups=inner.param_groups)
+    offload_for_sampling.EngineOffload([], part).optimizer_and_gradients()
+    assert inner not in ours._LAUNCH_TABLES and other in ours._LAUNCH_TABLES
 
 
 @pytest.mark.parametrize("bits", [0x3F808000, 0x3F807FFF, 0x3F818000, 0xBF808000 - 2**32, 0x7F7F8000, 0])

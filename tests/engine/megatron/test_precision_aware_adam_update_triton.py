@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -44,3 +45,18 @@ def test_several_elements_at_once_only_where_all_addresses_allow_it(megatron: Mo
             if tensor is not None:
                 shifted = torch.zeros(33, dtype=tensor.dtype)[1:]
                 assert not kernels.operands(p._replace(**{name: shifted}))[1] & kernels.ALIGNED, (kind.name, name)
+
+
+def test_addresses_are_sent_once_and_the_latest_kept(megatron: ModuleType) -> None:
+    """Of each kind of parameters one table; another where a tensor lies elsewhere, in place of the old one."""
+    from megaswift.engine.megatron import precision_aware_adam_update_triton as kernels
+
+    rows = [(16, 32, 48, 64, 80, 5000), (96, 112, 128, 144, 160, 40_000)]
+    tables: dict[Any, Any] = {}
+    first = kernels._table_of(rows, tables, "a", torch.device("cpu"))
+    assert kernels._table_of(list(rows), tables, "a", torch.device("cpu")) is first
+    assert first[0].tolist() == [list(row) for row in rows] and first[1].tolist() == [[0, 0], [1, 0], [1, 1]]
+    moved = kernels._table_of([rows[0], (16, *rows[1][1:])], tables, "a", torch.device("cpu"))
+    assert moved is not first and moved[0][1, 0] == 16
+    kernels._table_of(rows, tables, "b", torch.device("cpu"))
+    assert {key: table[1] is moved for key, table in tables.items()} == {"a": True, "b": False}
