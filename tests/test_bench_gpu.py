@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from megaswift.memory.memory_estimate import RunParameters, uncovered_features, 
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
 from megaswift.memory.settings_that_fit import FitChoice, choose_settings_that_fit
 from megaswift.parallel.layout import Layout
+from megaswift.trainers.flops import StepFlopFormula
 from tests.sources import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -118,9 +120,30 @@ def test_contenders_count_the_same_work(tmp_path: Path) -> None:
             contender.close()
 
 
+@pytest.mark.process
+def test_experts_count_as_far_as_tokens_go_through_them(tmp_path: Path) -> None:
+    """Adapters of experts in both; PEFT has one of twice the rank for gate and up, with a B of twice the elements, and
+    routers have adapters, too."""
+    from gpu_benchmark.contenders import LORA_RANK, build_contender, micro_batches  # type: ignore[import-not-found]
+
+    raw = config_of(parse_case("qwen3-30b-a3b/lora/4096/hf"), True)
+    ours, theirs = (
+        build_contender(parse_case(f"qwen3-30b-a3b/lora/4096/{name}"), tmp_path, True, 2) for name in ("torch", "hf")
+    )
+    active = raw["num_hidden_layers"] * raw["num_experts_per_tok"]
+    more = active * 2 * raw["moe_intermediate_size"] * LORA_RANK
+    more += raw["num_hidden_layers"] * (raw["hidden_size"] + raw["num_experts"]) * LORA_RANK
+    assert ours.flops.attention == theirs.flops.attention
+    assert theirs.flops.parameters - ours.flops.parameters == pytest.approx(more, abs=1)
+    batches = micro_batches(parse_case("qwen3-30b-a3b/lora/4096/hf"), True, 2, 0)
+    for contender in (ours, theirs):
+        assert contender.step(batches) == pytest.approx(math.log(512), rel=0.05)
+        contender.close()
+
+
 def test_a_peer_recomputes_only_once_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its result says so; a second shortage is the result."""
-    from gpu_benchmark.contenders import NotRun, build_contender  # type: ignore[import-not-found]
+    from gpu_benchmark.contenders import build_contender  # type: ignore[import-not-found]
     from gpu_benchmark.transformers_loop import TransformersLoop  # type: ignore[import-not-found]
 
     real, short = TransformersLoop._step, ["once"]
@@ -137,8 +160,6 @@ def test_a_peer_recomputes_only_once_memory_is_short(tmp_path: Path, monkeypatch
     short += ["once", "twice"]
     with pytest.raises(torch.OutOfMemoryError):
         build_contender(case, tmp_path, True, 2)
-    with pytest.raises(NotRun, match="experts"):
-        build_contender(parse_case("qwen3-30b-a3b/lora/4096/hf"), tmp_path, True, 2)
 
 
 def test_packed_peers_keep_documents_apart(tmp_path: Path) -> None:
@@ -230,3 +251,29 @@ def test_the_command_is_resumed(tmp_path: Path) -> None:
     wrong = subprocess.run([*command[:2], "--only", "qwen9"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
     assert "--list" in wrong.stderr
+
+
+def test_rates_mfu_and_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 2 s of a model of 1,000 parameters and 10 of attention, on a device with a known peak: tokens and the
+    FLOP rule's work over the median step; bytes as GiB."""
+    from gpu_benchmark import case_process  # type: ignore[import-not-found]
+    from gpu_benchmark.cases import document_lengths  # type: ignore[import-not-found]
+
+    case = parse_case("qwen3-0.6b/full/4096/torch")
+    options = {"small": True, "microbatches": 1, "steps": 3, "warmup": 1, "synchronizations": False}
+    seconds = iter([2.0, 1.0, 4.0])
+    contender = SimpleNamespace(step=lambda _: 0.5, flops=StepFlopFormula(1000, 10), settings="as is")
+    monkeypatch.setattr(case_process, "matmul_tflops", lambda small: 1.0)
+    monkeypatch.setattr(case_process, "peak_tflops", lambda device, dtype: 1e-6)
+    monkeypatch.setattr(case_process, "build_contender", lambda *_: contender)
+    monkeypatch.setattr(case_process, "seconds_of", lambda work: (work(), next(seconds))[1])
+    result = case_process.run_case(case, options)
+    [length] = document_lengths(case, True, 0)
+    work = 6 * 1000 * length + 6 * 10 * length**2
+    assert result["tokens_per_s"] == length / 2 and result["tflops"] == pytest.approx(work / 2 / 1e12)
+    assert result["mfu"] == pytest.approx(work / 2 / 1e6) and result["memory_gib"] is None
+    assert result["step_s"] == {"median": 2.0, "best": 1.0, "worst": 4.0} and result["losses"] == [0.5, 0.5]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 5 * 2**30)
+    assert case_process._peak_gib() == {"allocated": 3.0, "reserved": 5.0}

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from gpu_benchmark.cases import BenchmarkCase, config_of, document_lengths, row_length
-from gpu_benchmark.transformers_loop import TransformersLoop, why_not
+from gpu_benchmark.transformers_loop import TransformersLoop
 from megaswift.config import SwiftConfig
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
@@ -64,8 +64,6 @@ def build_contender(case: BenchmarkCase, folder: Path, small: bool, count: int) 
 
     AutoConfig.for_model(**config_of(case, small)).save_pretrained(folder)
     if case.contender in ("hf", "hf_compile"):
-        if reason := why_not(case):
-            raise NotRun(reason)
         loop = TransformersLoop(case, folder, LR, LORA_RANK)
         loop.step(micro_batches(case, small, count, 0))  # finds out whether it has to recompute
         return Contender(loop.step, loop.flops, loop.settings)

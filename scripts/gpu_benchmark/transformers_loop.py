@@ -15,12 +15,9 @@ from gpu_benchmark.cases import BenchmarkCase
 from megaswift.losses.contract import Batch
 from megaswift.trainers.flops import StepFlopFormula
 
-
-def why_not(case: BenchmarkCase) -> str:
-    """Why there is no comparable loop; empty: there is one."""
-    if case.shape == "qwen3-30b-a3b":
-        return "PEFT's adapters of all linear layers leave out transformers' experts, which are no linear layers"
-    return ""
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""Parameters of transformers' experts, which are no linear layers: PEFT adapts them by name, gate and up as one with
+twice the rank, and routers too."""
 
 
 class TransformersLoop:
@@ -43,7 +40,9 @@ class TransformersLoop:
         if case.method in ("lora", "qlora"):
             from peft import LoraConfig, get_peft_model
 
-            model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
+            experts = [name for name in EXPERTS if any(n.endswith(name) for n, _ in model.named_parameters())]
+            options = LoraConfig(r=rank, target_modules="all-linear", target_parameters=experts or None)
+            model = get_peft_model(model, options)
         model.train()
         self.model, self.recomputes = model, False
         self.flops = _flops_of(model)
@@ -116,13 +115,16 @@ def _to_nf4(model: Any) -> None:
 
 
 def _flops_of(model: Any) -> StepFlopFormula:
-    """The FLOP rule of `megaswift.trainers.flops` for a transformers model without experts."""
+    """The FLOP rule of `megaswift.trainers.flops`; a token goes through some of the experts."""
     config = model.config
-    counted = {id(p): p for p in model.parameters()}
+    counted = {id(p): (name, p) for name, p in model.named_parameters()}
     if not config.tie_word_embeddings:
         counted.pop(id(model.get_input_embeddings().weight))
-    trained = sum(p.numel() for p in counted.values() if p.requires_grad)
-    frozen = sum(_elements(p) for p in counted.values() if not p.requires_grad)
+    experts, active = getattr(config, "num_experts", 1), getattr(config, "num_experts_per_tok", 1)
+    trained = frozen = 0
+    for name, p in counted.values():
+        elements = _elements(p) * active // experts if ".experts." in name else _elements(p)
+        trained, frozen = trained + elements * p.requires_grad, frozen + elements * (not p.requires_grad)
     attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     return StepFlopFormula(trained + frozen * 2 // 3, attention)
 
