@@ -6,6 +6,8 @@ Covers: megaswift/engine/megatron/rank_microbatch_inputs.py.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -120,3 +122,41 @@ def test_a_run_prepares_in_its_loader_threads(tmp_path: Path) -> None:
     ((threads, prepared),) = shared("").run(job, words, 1)
     assert threads and all(name.startswith("megaswift-data") for name in threads)
     assert prepared == [True] * 3
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_for_a_gpu_every_tensor_is_pinned_once_ahead(cp: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With that GPU current; what the step copies is what was pinned, and is not pinned again."""
+    from megaswift import device_copy
+    from megaswift.engine.megatron.rank_microbatch_inputs import prepare_batch_ahead
+
+    pinned: list[Tensor] = []
+    current: list[torch.device] = []
+
+    @contextmanager
+    def device(one: torch.device) -> Iterator[None]:
+        current.append(one)
+        yield
+        current.pop()
+
+    def pin(tensor: Tensor) -> Tensor:
+        assert current == [torch.device("cuda", 3)]
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    plain = batch(packed)
+    ahead = prepare_batch_ahead(plain, cp, cp - 1, torch.device("cuda", 3))
+    host = ahead.ahead
+    own = [*(getattr(ahead, f.name) for f in fields(ahead)), *ahead.fields.values()]
+    own += [host.labeled_rows, host.index, host.order]
+    found = [t for t in own if isinstance(t, Tensor)]
+    assert {id(t) for t in found} == {id(t) for t in pinned} and len(found) == len(pinned) >= 5
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *target, **how: (id(tensor), target, how))
+    for tensor in found:
+        sent = device_copy.copy_to_device_async(tensor, torch.device("cuda", 3))
+        assert sent == (id(tensor), (torch.device("cuda", 3),), {"non_blocking": True})
+    assert len(pinned) == len(found)
