@@ -146,6 +146,14 @@ def test_kept_tensors_of_transformer_engine(model: str, options: dict[str, Any],
 
 
 @pytest.mark.process
+def test_what_fit_chooses_for_8b_keeps_what_the_formulas_say(te_pool: Pool, folders: Path) -> None:
+    """docs/memory.md: the precision-aware optimizer with MLPs computed again."""
+    chosen = {"precision_aware_optimizer": True, **selective("mlp")}
+    run = CountedRun("dense do te", model_folder(folders / "dense", CONFIG), ROWS | chosen)
+    check(run, te_pool, TRANSFORMER_ENGINE)
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("model", "options"), [("dense", {}), ("dense", full()), ("moe", {}), ("dense", LORA), ("moe", LORA)], ids=str
 )

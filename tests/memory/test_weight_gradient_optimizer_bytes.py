@@ -95,6 +95,7 @@ AWARE: dict[str, Any] = {**HALF, "precision_aware_optimizer": True}
     ("options", "per_parameter"),
     [
         (AWARE, 16),
+        ({**AWARE, "recompute_granularity": "selective", "recompute_modules": ("mlp",)}, 16),
         ({**AWARE, "main_grads_dtype": "bf16"}, 14),
         ({**AWARE, "exp_avg_dtype": "bf16"}, 14),
         ({**AWARE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "store_param_remainders": False}, 14),
