@@ -53,6 +53,8 @@ def load_whole_adapter(model: Any, folder: Path, **how: Any) -> Any:
         adapted = PeftModel.from_pretrained(model, str(folder), **how)
     except KeyError as error:  # of modules that are saved whole, and of rows of embeddings
         raise WeightsError(Problem(f"{folder}, tensor {error.args[0]}", "is missing")) from None
+    except torch.OutOfMemoryError:  # a RuntimeError that others know what to say about
+        raise
     except (ValueError, RuntimeError) as error:
         raise WeightsError(Problem(f"--adapters {folder}", f"PEFT cannot load it: {first_line(error)}")) from None
     check_adapter_is_whole(adapted, folder)

@@ -82,3 +82,14 @@ def test_sizes_of_other_kinds_are_pefts_words(tmp_path: Path) -> None:
     made.save_pretrained(str(tmp_path))
     with pytest.raises(WeightsError, match=r"PEFT cannot load it: .*size mismatch for .*boft_R"):
         load_whole_adapter(base(hidden=16), tmp_path)
+
+
+def test_a_lack_of_memory_is_none_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has advice of its own."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(peft.PeftModel, "from_pretrained", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_whole_adapter(base(), tmp_path)
