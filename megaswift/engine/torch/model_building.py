@@ -174,11 +174,12 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
 
 @torch.no_grad()
 def _fill_lora_a(base: nn.Module, seed: int) -> None:
-    """What the native engine draws: PEFT's numbers depend on the order of layers."""
+    """What the native engine draws: PEFT's numbers depend on the order of layers. Convolutions keep PEFT's."""
     for name, module in base.named_modules():
         a: Any = getattr(module, "lora_A", {})
         for half in a.values():
-            half.weight.copy_(initial_lora_a(f"{name}.lora_A.weight", tuple(half.weight.shape), seed))
+            if half.weight.dim() == 2:
+                half.weight.copy_(initial_lora_a(f"{name}.lora_A.weight", tuple(half.weight.shape), seed))
 
 
 def set_trainable_parameters_by_patterns(model: nn.Module, option: str, patterns: Sequence[str], trains: bool) -> None:
