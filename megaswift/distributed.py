@@ -82,13 +82,6 @@ def all_sum(values: Sequence[float]) -> list[float]:
     return _reduce(values, dist.ReduceOp.SUM)
 
 
-def all_sum_on_device(values: Tensor) -> Tensor:
-    """Element-wise sum over the ranks, in place, of a tensor on this rank's device: no host waits."""
-    if _several():
-        dist.all_reduce(values)
-    return values
-
-
 def all_min_(values: Tensor) -> None:
     """Element-wise minimum over the ranks, in place, of a CPU tensor."""
     if _several():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -63,8 +64,19 @@ class SwiftConfig(Sections):
         """The inverse of `to_dict`; also takes flat names."""
         return cls(**values)
 
+    def with_adapter_folder(self, folder: str) -> SwiftConfig:
+        """The same configuration with `--adapters`, also where options are given that the folder's maker has used, and
+        that are refused beside it. `replace` keeps the folder."""
+        started = copy.copy(self)
+        object.__setattr__(started, "lora", replace(self.lora, adapters=folder))
+        object.__setattr__(started, "_made_from", self)
+        return started
+
     def replace(self, **options: Any) -> SwiftConfig:
         """The same configuration with these options over it; a value of None unsets one."""
+        made_from: SwiftConfig | None = vars(self).get("_made_from")
+        if made_from is not None:
+            return made_from.replace(**options).with_adapter_folder(str(self.lora.adapters))
         unset = {n: None for n in self.typed if self.value(n) is None}  # what the user has left to nothing stays so
         given = unset | {n: self.value(n) for n in sorted(self.given)}
         derived = train_type_defaults(self.model.train_type)

@@ -97,6 +97,13 @@ def start_count_global_batch(
     return finish
 
 
+def all_sum_on_device(values: Tensor) -> Tensor:
+    """Element-wise sum over all ranks, in place, of a tensor on this rank's device: no host waits. Collective."""
+    if distributed.global_world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
 def named_head_outputs(fields: Tensor, needs: RequestedModelOutputs) -> ModelOutputs:
     """[f, b, s] as the head returns them to named fields."""
     return ModelOutputs(

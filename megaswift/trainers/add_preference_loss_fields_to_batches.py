@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaswift import distributed
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_pairs_over_global_batch
 from megaswift.config.preference import beta_of, loss_types_of, needs_reference
+from megaswift.engine.global_batch_loss_and_metrics import all_sum_on_device
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, RequestedModelOutputs
 from megaswift.losses.kto import log_ratios, uses_delta, uses_kl
@@ -142,7 +142,7 @@ def _sums_and_counts(policy: Sequence[torch.Tensor], batches: Sequence[Batch]) -
     host does not wait. Replicas of a model-parallel grid count alike, in sum and number. Collective."""
     ratios = [log_ratios(p, b.to(p.device)).double() for p, b in zip(policy, batches, strict=True)]
     sums = torch.stack([torch.stack([r.sum(), torch.full_like(r.sum(), r.numel())]) for r in ratios])
-    return distributed.all_sum_on_device(sums)
+    return all_sum_on_device(sums)
 
 
 class LastTokens(BatchTransform):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -298,9 +296,7 @@ def with_initial_adapter(cfg: SwiftConfig, folder: Path, output: Path) -> tuple[
         return cfg, folder
     adapter, residual = output / rope_scaling_and_new_tokens.ADAPTER, output / rope_scaling_and_new_tokens.RESIDUAL
     base = distributed.run_on_rank0(lambda: write_initial_adapter(cfg, folder, adapter, residual), hours=24)
-    started = copy.copy(cfg)  # without its rules: rank and targets were options of the folder's maker
-    object.__setattr__(started, "lora", replace(cfg.lora, adapters=str(adapter)))
-    return started, base
+    return cfg.with_adapter_folder(str(adapter)), base
 
 
 def find_step_monitor(loop: Loop) -> SkippedStepAndLossSpikeMonitor:

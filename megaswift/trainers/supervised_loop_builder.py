@@ -37,7 +37,7 @@ def build_supervised_loop(session: TrainingSession) -> LoopWithRunSummary:
     build = session.build
     with timed(session.seconds, "data"):
         source, evaluation = build.data()
-        cfg = build.cfg = choose_step_packing(session.cfg, build.spec, build.layout, source, evaluation)
+        cfg = build.cfg = choose_step_packing(build.cfg, build.spec, build.layout, source, evaluation)
         if cfg.task in PROMPTED and shares_prefixes(cfg, build.spec, build.layout):
             share_prompts((source, evaluation))
         total = count_steps(cfg, source)

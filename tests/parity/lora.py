@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megaswift.bridge.initial_weights_by_seed_and_name import initial_lora_a
 from megaswift.losses.contract import Batch
 from tests.parity.models import by_disk_name, disk_tensors
 from tests.parity.oracle import Oracle, Recipe, Reference, adamw
@@ -34,6 +35,15 @@ def adapted(shapes: Mapping[str, Sequence[int]], leaves: Sequence[str]) -> Itera
         module = name.removesuffix(".weight")
         if any(module.endswith("." + leaf) for leaf in leaves) and name.endswith(".weight") and len(shape) == 2:
             yield module, (shape[0], shape[1])
+
+
+@torch.no_grad()
+def draw_lora_a(model: Any, seed: int) -> None:
+    """Every A of a PEFT model, as our engines draw it."""
+    for name, p in model.named_parameters():
+        if ".lora_A.default.weight" in name:
+            own = name.removeprefix("base_model.model.").replace(".default", "")
+            p.copy_(initial_lora_a(own, tuple(p.shape), seed))
 
 
 def disk_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -41,6 +41,14 @@ def test_an_export_that_peft_merges(native: Path) -> None:
     assert torch.allclose(logits(model), logits(AutoModelForCausalLM.from_pretrained(native / "hf")), atol=1e-5)
 
 
+def test_it_starts_from_the_first_adapters(native: Path) -> None:
+    """Three steps of Adam move no number further than three learning rates."""
+    first, last = (load_file(native / name / "adapter_model.safetensors") for name in ("initial_adapter", "adapter"))
+    assert first.keys() == last.keys()
+    moved = max(float((last[name] - first[name]).abs().max()) for name in first)
+    assert 1e-4 < moved < 3.5e-3 and all(t.any() for t in first.values())
+
+
 @pytest.mark.slow
 def test_the_same_curve_on_both_engines(native: Path, inputs: list[str], tmp_path: Path) -> None:
     """The first loss is the model's own; tensor-parallel ranks train what one process with PEFT's layers trains."""

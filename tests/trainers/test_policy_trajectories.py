@@ -17,7 +17,7 @@ import torch
 
 from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.rl.completion_generation_and_weight_sync import completion_seeds
-from tests.parity.lora import ATTENTION, MLP, make_adapter
+from tests.parity.lora import ATTENTION, MLP, draw_lora_a, make_adapter
 from tests.trainers import played
 from tests.trainers.trl_steps import ARGUMENTS, trained
 
@@ -165,8 +165,9 @@ def drawn(model: Any, config: Any, **_: Any) -> Any:
     """PEFT's adapters from the run's seed."""
     from peft import get_peft_model
 
-    torch.manual_seed(SEED)
-    return get_peft_model(model, config)
+    made = get_peft_model(model, config)
+    draw_lora_a(made, SEED)
+    return made
 
 
 Curve = list[dict[str, float]]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import Case, global_batch, own, parse
+from tests.parity.lora import draw_lora_a
 from tests.parity.measure import recipe_options
 from tests.parity.oracle import Recipe, adamw, cross_entropy, documents
 
@@ -114,11 +115,14 @@ def model_of(folder: Path, **how: Any) -> Any:
 
 
 def adapted(model: Any, config: Any) -> Any:
-    """PEFT's adapters, drawn from the run's seed."""
+    """PEFT's adapters, drawn from the run's seed: A of LoRA by name, where PEFT is not told how."""
     import peft
 
     torch.manual_seed(SEED)
-    return peft.get_peft_model(model, config).train()
+    made = peft.get_peft_model(model, config).train()
+    if config.peft_type == "LORA" and config.init_lora_weights is True:
+        draw_lora_a(made, SEED)
+    return made
 
 
 def orthogonal(model: Any) -> Tensor:
