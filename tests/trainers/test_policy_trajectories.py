@@ -112,7 +112,9 @@ CASES = {
             "num_iterations": 2,
         }
     ),  # with 3, TRL's own float32 is 3.8e-5 from its float64
-    "lora": Case({"loss_type": "grpo", "beta": 0.3, "num_iterations": 2, "epsilon": 0.02}, adapters="new"),
+    "lora": Case(
+        {"loss_type": "grpo", "beta": 0.3, "num_iterations": 2, "epsilon": 0.02, "adam_epsilon": 1e-4}, adapters="new"
+    ),  # from B of zeros Adam makes whole steps of gradients of 1e-6, which float32 rounds
     "lora on": Case({"loss_type": "grpo", "beta": 0.3, "num_iterations": 2, "epsilon": 0.02}, adapters="folder"),
 }
 SLOW = pytest.mark.slow
@@ -259,7 +261,13 @@ def ours(folder: Path, out: Path, case: Case, layout: str, model: str = "model")
         str(BATCH * case.slices),
         *options,
     ]
-    played.run(inputs, out, *ALIKE, *usual, *words, ranks=ranks, length=case.length)
+    alike = [
+        word
+        for pair in zip(ALIKE[::2], ALIKE[1::2], strict=True)
+        if str(pair[0])[2:] not in case.options
+        for word in pair
+    ]
+    played.run(inputs, out, *alike, *usual, *words, ranks=ranks, length=case.length)
     return read_lines(out / "metrics.jsonl")
 
 
