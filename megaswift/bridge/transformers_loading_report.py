@@ -18,15 +18,14 @@ NAMED = 12
 def check_all_weights_loaded(what: str, loading_info: Mapping[str, Any], new: Collection[str] = ()) -> None:
     """Raises WeightsError for weights of other shapes and for missing ones; those in `new` may be missing. `what`: the
     folder or option that brought the files."""
-    problems = [
+    shapes = [
         Problem(f"{what}, tensor {name}", f"has shape {list(stored)}, but config.json requires {list(wanted)}")
         for name, stored, wanted in sorted(loading_info["mismatched_keys"])
     ]
-    missing = sorted(set(loading_info["missing_keys"]) - {*new, *(key[0] for key in loading_info["mismatched_keys"])})
-    if missing:
-        problems.append(Problem(what, f"transformers finds no weights for {_first_names(missing)}"))
-    if problems:
-        raise WeightsError(problems[:NAMED])
+    names = sorted(set(loading_info["missing_keys"]) - {*new, *(key[0] for key in loading_info["mismatched_keys"])})
+    missing = [Problem(what, f"transformers finds no weights for {_first_names(names)}")] if names else []
+    if shapes or missing:
+        raise WeightsError([*shapes[:NAMED], *missing])
 
 
 def warn_of_unused_weights(what: str, names: Collection[str], scored: bool) -> None:

@@ -28,6 +28,14 @@ def test_missing_ones_are_counted_and_shapes_told_once() -> None:
     ]
 
 
+def test_many_other_shapes_do_not_hide_missing_ones() -> None:
+    found = {"missing_keys": {"lost"}, "mismatched_keys": {(f"w{i:02}", (1,), (2,)) for i in range(30)}}
+    with pytest.raises(WeightsError) as caught:
+        check_all_weights_loaded("--model m", found)
+    *shapes, last = map(str, caught.value.problems)
+    assert len(shapes) == 12 and last == "--model m: transformers finds no weights for lost"
+
+
 @pytest.mark.parametrize(
     ("names", "scored", "said"),
     [
