@@ -65,6 +65,7 @@ NATIVE_ONLY = (
     "megatron_extra_kwargs",
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",
+    "moe_grouped_gemm_impl",
     "moe_permute_fusion",
     "moe_router_fusion",
     "moe_shared_expert_overlap",

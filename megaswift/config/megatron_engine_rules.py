@@ -241,10 +241,10 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--transformer_impl transformer_engine",
     ),
     ConflictingOptions(
-        ("moe_grouped_gemm", "transformer_impl"),
-        lambda c: c.model.moe_grouped_gemm and c.model.transformer_impl == "torch",
-        "needs Transformer Engine's layers",
-        "--transformer_impl transformer_engine",
+        ("moe_grouped_gemm", "train_type"),
+        lambda c: c.model.moe_grouped_gemm and c.model.train_type == "qlora",
+        "is not supported with train_type qlora, whose weights are dequantized one expert at a time",
+        "--moe_grouped_gemm false",
     ),
     ConflictingOptions(
         ("attn_impl", "transformer_impl"),
@@ -257,6 +257,37 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.model.moe_grouped_gemm and c.model.train_type != "full" and c.lora.use_dora,
         "is not supported with use_dora, which reads the weight of each expert",
         "--moe_grouped_gemm false",
+    ),
+    ConflictingOptions(
+        ("moe_grouped_gemm_impl", "moe_grouped_gemm", "train_type", "use_dora"),
+        lambda c: (
+            c.model.moe_grouped_gemm_impl != "auto"
+            and (
+                c.model.moe_grouped_gemm is False
+                or c.model.train_type == "qlora"
+                or (c.model.train_type != "full" and c.lora.use_dora)
+            )
+        ),
+        "is about the grouped GEMM, which is off with moe_grouped_gemm false, DoRA and train_type qlora",
+        "--moe_grouped_gemm_impl auto",
+    ),
+    ConflictingOptions(
+        ("moe_grouped_gemm_impl", "transformer_impl"),
+        lambda c: c.model.moe_grouped_gemm_impl == "transformer_engine" and c.model.transformer_impl == "torch",
+        "needs Transformer Engine's layers",
+        "--moe_grouped_gemm_impl auto",
+    ),
+    ConflictingOptions(
+        ("moe_grouped_gemm_impl", "fp8_format"),
+        lambda c: c.model.moe_grouped_gemm_impl == "torch" and c.model.fp8_format is not None,
+        "is not supported with fp8_format: FP8 products of experts are Transformer Engine's",
+        "--moe_grouped_gemm_impl auto",
+    ),
+    ConflictingOptions(
+        ("moe_grouped_gemm_impl", "recompute_modules", "recompute_granularity"),
+        lambda c: c.model.moe_grouped_gemm_impl == "torch" and _recomputes(c, "moe_act"),
+        "is not supported with recompute_modules moe_act, which is Transformer Engine's",
+        "--recompute_modules moe, or --moe_grouped_gemm_impl auto",
     ),
     ConflictingOptions(
         ("moe_permute_fusion", "transformer_impl"),

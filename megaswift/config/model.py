@@ -157,7 +157,13 @@ class ModelConfig:
         choices=("alltoall", "allgather", "flex"),
     )
     moe_grouped_gemm: bool | None = option(
-        None, "Grouped GEMM over the experts; unset: with Transformer Engine, except with DoRA"
+        None, "Grouped GEMM over the experts; unset: except with DoRA and NF4 weights"
+    )
+    moe_grouped_gemm_impl: str = option(
+        "auto",
+        "Whose grouped GEMM; torch: no wait for token counts on one GPU (not run yet)",
+        choices=("auto", "transformer_engine", "torch"),
+        spellings={"te": "transformer_engine"},
     )
     moe_permute_fusion: bool | None = option(
         None,

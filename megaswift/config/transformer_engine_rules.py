@@ -22,7 +22,13 @@ PRODUCTS, ATTENTION, OPTIMIZER = "products", "attention", "optimizer"
 NEED_TRANSFORMER_ENGINE: tuple[tuple[str, str, Callable[[Any], bool], str, str], ...] = (
     ("precision_aware_optimizer", OPTIMIZER, bool, _FUSED_ADAM, "--precision_aware_optimizer false"),
     ("fp8_format", PRODUCTS, bool, _LAYERS, "--fp8_format none"),
-    ("moe_grouped_gemm", PRODUCTS, bool, _LAYERS, "--moe_grouped_gemm false"),
+    (
+        "moe_grouped_gemm_impl",
+        PRODUCTS,
+        lambda v: v == "transformer_engine",
+        "needs Transformer Engine's layers",
+        "--moe_grouped_gemm_impl auto",
+    ),
     ("moe_permute_fusion", PRODUCTS, bool, _LAYERS, "--moe_permute_fusion false"),
     ("moe_router_fusion", PRODUCTS, bool, _LAYERS, "--moe_router_fusion false"),
     (

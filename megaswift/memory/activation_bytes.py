@@ -154,7 +154,7 @@ def _working(setup: MicrobatchSetup, layer: int) -> int:
     else:
         rows, inner, matrices = setup.tokens, spec.ffn // layout.tp, 1
     weight = w * 2 * inner * h
-    if setup.parts.full and setup.kernels.linear != TORCH:
+    if setup.parts.full and spec.moe_layers[layer] and setup.grouped_experts:
         weight *= matrices  # a grouped product's gradients of all its weights
     elif not setup.parts.full and not setup.parts.four_bits:
         weight = 0

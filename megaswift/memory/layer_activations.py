@@ -176,7 +176,7 @@ def _moe(setup: MicrobatchSetup, layer: int) -> Kept:
         kept["shared expert"] = w * setup.tokens * 3 * inner
         if spec.transformer.get("moe_shared_expert_gate"):
             kept["shared expert output"] = w * r * spec.hidden_size
-    if torch_experts:
+    if not setup.grouped_experts:
         return kept | _adapter_products(setup, layer, {EXPERT_FC1: m, EXPERT_FC2: m})
     return kept | _grouped_adapters(
         setup, layer, {EXPERT_FC1: (spec.hidden_size, 2 * e), EXPERT_FC2: (e, spec.hidden_size)}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megaswift.config import SwiftConfig
 from megaswift.families.adapter_target_modules import Projection
+from megaswift.families.grouped_expert_products import groups_experts
 from megaswift.families.model_spec import ModelSpec
 from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.memory.weight_gradient_optimizer_bytes import HALF
@@ -93,6 +94,11 @@ class MicrobatchSetup:
             return even
         padded = self.cfg.model.moe_pad_expert_input_to_capacity
         return int(even * (factor if padded else min(1.0, factor)))
+
+    @property
+    def grouped_experts(self) -> bool:
+        """Whether all experts of a rank are multiplied in one product."""
+        return groups_experts(self.cfg, self.spec, self.layout.etp, self.width, self.kernels.linear == TORCH)
 
     def windowed(self, layer: int) -> bool:
         """Whether a layer's attention has the model's window (`window_attn_skip_freq`: for each layer, or every n-th

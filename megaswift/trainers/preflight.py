@@ -75,6 +75,7 @@ EXPERT_OPTIONS = (
     "moe_z_loss_coeff",
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",
+    "moe_grouped_gemm_impl",
     "moe_permute_fusion",
     "moe_router_fusion",
     "moe_shared_expert_overlap",

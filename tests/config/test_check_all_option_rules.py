@@ -191,7 +191,16 @@ CLASHING = [
             "--freeze_parameters embed",
         )
     ),
-    ("moe_grouped_gemm", "--moe_grouped_gemm --transformer_impl torch"),
+    ("moe_grouped_gemm", "--moe_grouped_gemm --train_type qlora"),
+    ("moe_grouped_gemm_impl", "--moe_grouped_gemm_impl te --transformer_impl torch"),
+    *(
+        ("moe_grouped_gemm_impl", f"--moe_grouped_gemm_impl torch {more}")
+        for more in (
+            "--moe_grouped_gemm false",
+            "--fp8_format hybrid",
+            "--recompute_granularity selective --recompute_modules moe_act",
+        )
+    ),
     ("moe_permute_fusion", "--moe_permute_fusion --transformer_impl torch"),
     ("moe_permute_fusion", "--moe_permute_fusion --moe_token_dispatcher_type allgather"),
     ("moe_router_fusion", "--moe_router_fusion --transformer_impl torch"),
@@ -237,6 +246,14 @@ def test_an_option_that_would_be_ignored(idle: str, used: str) -> None:
 )
 def test_what_goes_together(words: str) -> None:
     assert problems(words) == []
+
+
+@pytest.mark.parametrize("more", ["--train_type qlora", "--train_type lora --use_dora"])
+def test_experts_that_are_not_grouped(more: str) -> None:
+    [problem] = problems(f"--moe_grouped_gemm_impl torch {more}")
+    assert (
+        problem.startswith("--moe_grouped_gemm_impl torch") and "off with moe_grouped_gemm false, DoRA and" in problem
+    )
 
 
 def test_every_row_is_tried() -> None:
@@ -314,7 +331,7 @@ def test_what_needs_transformer_engine() -> None:
         precision_aware_optimizer=True,
         fp8_format="hybrid",
         fp8_recipe="tensorwise",
-        moe_grouped_gemm=True,
+        moe_grouped_gemm_impl="te",
         moe_permute_fusion=True,
         moe_router_fusion=True,
         transformer_impl="te",
@@ -346,10 +363,10 @@ def test_torch_layers_ignore_no_option_in_silence() -> None:
 
 def test_own_attention_ignores_no_option_in_silence() -> None:
     """Options of the part that uses torch's modules are refused, with the reason; those of other parts are not."""
-    cfg = SwiftConfig(cp=2, cp_comm_type="p2p", moe_grouped_gemm=True)
+    cfg = SwiftConfig(cp=2, cp_comm_type="p2p", moe_grouped_gemm_impl="te")
     found = missing_transformer_engine_problems(cfg, True, {"attention": "soft caps on attention scores"})
     assert [p.what for p in found] == ["--cp_comm_type p2p"]
     assert "torch's modules for attention (soft caps on attention scores)" in found[0].rule
     assert [p.what for p in missing_transformer_engine_problems(cfg, True, {"products": "weights in NF4"})] == [
-        "--moe_grouped_gemm true"
+        "--moe_grouped_gemm_impl transformer_engine"
     ]

@@ -87,6 +87,8 @@ def check(run: CountedRun, pool: Pool, kernels: str = TORCH) -> list[tuple[Saved
         ("dense", "pp4", {}),
         ("moe", "dp2 ep2", {}),
         ("moe", "dp2 ep2", {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}),
+        ("moe", "dp2 ep2", {"moe_grouped_gemm": False}),
+        ("moe", "single", {**LORA, "moe_grouped_gemm": False}),
         ("moe", "single", selective("moe")),
         ("moe", "single", {**LORA, "lora_dropout": 0.1}),
         ("moe", "single", {**LORA, "target_modules": ("q_proj",)}),
@@ -132,7 +134,8 @@ def test_interleaved_schedule_keeps_no_more(pool: Pool, folders: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("dense", {}), ("dense", full()), ("dense", selective("mlp")), ("moe", {}), ("dense", LORA), ("moe", LORA)],
+    [("dense", {}), ("dense", full()), ("dense", selective("mlp")), ("moe", {}), ("dense", LORA), ("moe", LORA)]
+    + [("moe", options | {"moe_grouped_gemm_impl": "torch"}) for options in ({}, LORA)],
     ids=str,
 )
 def test_kept_tensors_of_transformer_engine(model: str, options: dict[str, Any], te_pool: Pool, folders: Path) -> None:

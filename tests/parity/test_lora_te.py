@@ -7,6 +7,7 @@ Covers: megaswift/engine/megatron/lora/grouped_expert_adapters.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,8 @@ def test_single_experts(te_pool: Pool, adapters: Adapters) -> None:  # noqa: F81
     check(*adapters.of(parse("moe te tp2 sp dp2 ep2"), leaves, saved), te_pool)
 
 
-def test_experts_one_by_one(te_pool: Pool, adapters: Adapters) -> None:  # noqa: F811
-    """The same numbers without the grouped GEMM."""
+@pytest.mark.parametrize("options", [{"moe_grouped_gemm": False}, {"moe_grouped_gemm_impl": "torch"}], ids=str)
+def test_other_products_of_experts(options: dict[str, Any], te_pool: Pool, adapters: Adapters) -> None:  # noqa: F811
+    """The same numbers."""
     task, want = adapters.of(parse("moe te dp2 ep2"))
-    check(replace(task, options={**task.options, "moe_grouped_gemm": False}), want, te_pool)
+    check(replace(task, options={**task.options, **options}), want, te_pool)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,10 +92,14 @@ def test_modules_are_transformer_engines(te_pool: Pool, models: Path) -> None:
         ("moe te dp2 ep2 do", {"moe_router_fusion": True}),
         ("moe te dp2 ep2 packed", {"moe_permute_fusion": False}),
         ("moe te tp2 sp ep2", {"moe_grouped_gemm": False}),
+        ("moe te single packed", {"moe_grouped_gemm_impl": "torch"}),
+        ("moe te tp2 sp dp2 ep2 etp2 do", {"moe_grouped_gemm_impl": "torch"}),
+        pytest.param("gpt_oss te dp2 ep2", {"moe_grouped_gemm_impl": "torch"}, marks=pytest.mark.slow),
+        pytest.param("moe te tp2 sp pp2 packed do", {"moe_grouped_gemm_impl": "torch"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_options_of_experts(text: str, options: dict[str, bool], te_pool: Pool, references: References) -> None:
+def test_options_of_experts(text: str, options: dict[str, Any], te_pool: Pool, references: References) -> None:
     """What the other cases take as it is by default."""
     check(parse(text), te_pool, references, options)
 

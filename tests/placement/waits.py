@@ -20,7 +20,9 @@ COUNTED_IN_STEP = {name: 2 * n for name, n in STEP.items()}
 """Counts that are launched in the step itself have to be waited for before its passes."""
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 DISPATCH = {f"sync {_DISPATCHER}._maybe_dtoh_and_synchronize": LAYERS * MICROBATCHES}
-"""Megatron-Core's: tokens of each expert, which set the shapes of the exchange and of the products."""
+"""Megatron-Core's: tokens of each expert, which set the shapes of the exchange between ranks (NCCL takes them from the
+host), or of Transformer Engine 2.12's grouped product. Neither on a rank that has all experts whole and multiplies them
+with torch's grouped product, which takes the numbers on the device in bfloat16 (compute capability 9.0 or newer)."""
 PADDED_EXPERTS = " --moe_expert_capacity_factor 1.25 --moe_pad_expert_input_to_capacity true"
 """The host knows all shapes."""
 _ALLGATHER = "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch_postprocess"
@@ -129,7 +131,7 @@ FSDP_ROLLOUT = STEP | SAMPLER | ROLLOUT_LOOP | {SCORES: 2, OBJECTS: 5, "gloo meg
 
 WAITS: dict[tuple[str, int], dict[str, Any]] = {
     ("", 1): {
-        "step:moe": LAUNCHED | DISPATCH,
+        "step:moe": LAUNCHED,
         "save:moe": _checkpoint(237, 63, counters=63),
         "run:dpo": STEP,
         "run:kto": STEP,
@@ -147,6 +149,7 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
     ("2.12.0", 1): {
         "step:moe te packed": LAUNCHED | DISPATCH,
         f"step:moe te packed{PADDED_EXPERTS}": LAUNCHED,
+        "step:moe te packed --moe_grouped_gemm_impl torch": LAUNCHED,
         "save:dense te": _checkpoint(117, 35, groups=2),
     },
     ("2.12.0", 2): {
@@ -167,6 +170,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "step:dense packed": LAUNCHED,
         "step:gemma2": LAUNCHED,
         "step:moe allgather": LAUNCHED | ALLGATHER,
+        "step:moe --moe_grouped_gemm false": LAUNCHED | DISPATCH,
         "step:dense --optimizer sgd": LAUNCHED,
         "step:dense --optimizer muon": STEP,  # before the update
         "run:sft": STEP,

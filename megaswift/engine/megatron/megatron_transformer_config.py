@@ -37,6 +37,7 @@ from megaswift.engine.megatron.tp_comm_overlap import (
     tp_comm_overlap_text,
 )
 from megaswift.errors import ConfigError, Problem
+from megaswift.families.grouped_expert_products import grouped_width_problems, groups_experts, torch_multiplies
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.row_padding import full_microbatch_tokens
@@ -98,6 +99,23 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
     return fields
 
 
+def _grouped(spec: ModelSpec, cfg: SwiftConfig, etp: int, dtype: torch.dtype, torch_products: bool) -> bool:
+    """Whether experts are multiplied in one product.
+
+    Raises:
+        ConfigError: asked for, and torch's product does not take the widths.
+    """
+    m, asked = cfg.model, ""
+    if m.moe_grouped_gemm_impl == "torch":
+        asked = "--moe_grouped_gemm_impl torch"
+    elif torch_products and m.moe_grouped_gemm:
+        asked = "--moe_grouped_gemm true"
+    problems = grouped_width_problems(spec, etp, dtype.itemsize, asked) if asked and spec.experts else []
+    if problems:
+        raise ConfigError(problems)
+    return groups_experts(cfg, spec, etp, dtype.itemsize, torch_products)
+
+
 def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoice, cuda: bool) -> dict[str, Any]:
     m = cfg.model
     full = m.recompute_granularity == "full"
@@ -116,7 +134,6 @@ def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoic
         "fp8": m.fp8_format,
         "deterministic_mode": cfg.train.deterministic,
         "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
-        "moe_grouped_gemm": (fused and not cfg.lora.use_dora) if m.moe_grouped_gemm is None else m.moe_grouped_gemm,
     }
     if spec.experts:
         # On a rank whose experts get no token, Transformer Engine's unpermute returns the empty tensor, where the
@@ -183,7 +200,8 @@ def transformer_config(
     fields["activation_func"] = ACTIVATIONS[fields.get("activation_func", "silu")]
     fields.pop("moe_aux_loss_coeff", None)  # ours: see router.py
     fields.update(_parallel(cfg, layout, dtype) | tp_comm_overlap_fields(cfg) | cuda_graph_fields(cfg))
-    fields.update(_kernels(spec, cfg, choice, cuda))
+    grouped = _grouped(spec, cfg, layout.etp, dtype, choice.linear != TRANSFORMER_ENGINE)
+    fields.update(_kernels(spec, cfg, choice, cuda) | {"moe_grouped_gemm": grouped})
     fields["bias_activation_fusion"] &= fields["activation_func"] in (F.silu, F.gelu)
     if not spec.experts:
         fields = {k: v for k, v in fields.items() if not k.startswith("moe_")}
@@ -203,8 +221,7 @@ def transformer_config(
         fields["bias_dropout_fusion"] &= not spec.linear_bias  # Megatron's grouped experts refuse it beside biases
     latent, rope_factor = bool(fields.get("multi_latent_attention")), inverse_frequencies(spec)[1]
     check_tp_comm_overlap(cfg, choice, latent)
-    # latent_attention.py rotates by position; Megatron's fused rotation of packed rows leaves out the factor on cosine
-    # and sine
+    # latent_attention.py rotates by position; Megatron's fused rotation of packed rows leaves out YaRN's factor
     fields["apply_rope_fusion"] &= not latent and rope_factor == 1.0
     if fields.get("rotary_interleaved") and cfg.data.shares_rows and not megatron_version_at_least("0.17"):
         fields["apply_rope_fusion"] = False  # 0.16's fused rotation of packed rows takes neighbours for halves
@@ -221,8 +238,7 @@ def transformer_config(
             raise
         rule = f"Megatron-Core rejects this combination: {error}"
         raise ConfigError(Problem(f"--megatron_extra_kwargs {json.dumps(extra)}", rule, "leave it out")) from None
-    # Megatron's name for "the layer spec brings the activation"; set late, for it only lets Transformer Engine's own
-    # pass
+    # Megatron's name for "the layer spec brings the activation"; set late, for only Transformer Engine's own pass there
     unit = gated_activation_class(config.activation_func, choice.linear)
     config.use_te_activation_func = config.gated_linear_unit and unit is not None
     config.tp_comm_overlap_cfg = read_tp_comm_overlap_cfg(cfg.parallel.tp_comm_overlap_cfg)
@@ -230,6 +246,7 @@ def transformer_config(
     config.features = spec.features
     config.head = VocabularyHeadOptions(cfg.model.fp32_lm_head, cfg.model.gradient_accumulation_fusion is not False)
     config.quantized = cfg.model.train_type == "qlora"
+    config.torch_experts = torch_multiplies(cfg, choice.linear != TRANSFORMER_ENGINE)
     config.rope_factor = rope_factor
     _yarn(config, rope_factor)
     return config

@@ -7,7 +7,7 @@ of one loads into the other.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from megaswift.engine.megatron.layers.gated_activations import GATED
+from megaswift.engine.megatron.layers.grouped_experts import GroupedExpertLinear, GroupedExperts
 from megaswift.engine.megatron.layers.latent_attention import ReplicatedLinear, TELatentAttention, TorchLatentAttention
 from megaswift.engine.megatron.layers.layer_implementation import TORCH
 from megaswift.engine.megatron.layers.norm import NormColumnParallelLinear, QKNorm, TorchNorm
@@ -74,13 +75,17 @@ TORCH_MODULES = LayerModuleClasses(
     expert_row=ExpertRowParallelLinear,
     latent_attention=TorchLatentAttention,
 )
+TORCH_GROUPED = {"experts": GroupedExperts, "expert_column": GroupedExpertLinear, "expert_row": GroupedExpertLinear}
 
 
-def layer_module_classes(linear: str, grouped: bool) -> LayerModuleClasses:
-    """The row of `transformer_engine` or `torch`; `grouped`: experts in one grouped product (Transformer Engine's
-    only)."""
-    if linear == TORCH:
-        return TORCH_MODULES
+def layer_module_classes(linear: str, grouped: bool, torch_experts: bool) -> LayerModuleClasses:
+    """The row of `transformer_engine` or `torch`; `grouped`: all experts of a rank in one product, with `torch_experts`
+    in torch's."""
+    modules = TORCH_MODULES if linear == TORCH else _transformer_engine_modules(grouped)
+    return replace(modules, **TORCH_GROUPED) if grouped and torch_experts else modules
+
+
+def _transformer_engine_modules(grouped: bool) -> LayerModuleClasses:
     from megatron.core.extensions import transformer_engine as te
     from megatron.core.transformer.moe.experts import TEGroupedMLP
 

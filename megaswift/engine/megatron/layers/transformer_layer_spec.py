@@ -13,7 +13,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -32,6 +32,7 @@ from megaswift.engine.megatron.layers.layer_module_classes import (
     gated_activation_class,
     layer_module_classes,
 )
+from megaswift.engine.megatron.layers.local_token_dispatcher import LocalMoELayer
 from megaswift.engine.megatron.layers.nf4_linear import nf4_layer_spec
 from megaswift.engine.megatron.layers.norm import AllHeadsKeyNorm, AllHeadsQueryNorm
 from megaswift.engine.megatron.layers.rotary_per_layer_self_attention import RotaryPerLayerSelfAttention
@@ -64,7 +65,7 @@ def _mlp(
     # built only where the configuration has a width for it
     shared = ModuleSpec(module=SharedExpertMLP, submodules=every)
     return ModuleSpec(
-        module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=AuxLossTopKRouter)
+        module=LocalMoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=AuxLossTopKRouter)
     )
 
 
@@ -100,7 +101,7 @@ def _attention(
 
 def layer_spec(config: TransformerConfig, choice: LayerImplementationChoice, moe: bool) -> ModuleSpec:
     """One layer, dense or MoE."""
-    modules = layer_module_classes(choice.linear, config.moe_grouped_gemm)
+    modules = layer_module_classes(choice.linear, config.moe_grouped_gemm, config.torch_experts)
     module, attention = _attention(config, choice, modules)
     norms: dict[str, type] = {"pre_mlp_layernorm": modules.norm} if moe else {}
     if config.multi_latent_attention:
@@ -131,5 +132,5 @@ def block_spec(
         moe = config.num_moe_experts is not None and (layer % freq == 0 if isinstance(freq, int) else bool(freq[layer]))
         spec = layer_spec(config, choice, moe)
         layers.append(nf4_layer_spec(spec) if config.quantized else spec)
-    norm = layer_module_classes(choice.linear, config.moe_grouped_gemm).norm
+    norm = layer_module_classes(choice.linear, config.moe_grouped_gemm, config.torch_experts).norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)

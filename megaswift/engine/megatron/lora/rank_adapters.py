@@ -91,7 +91,7 @@ class RankAdapters:
         self.placed: list[PlacedAdapterHalf] = []
         self._base: dict[str, Tensor] = {}
         self._freeze()
-        grouped: dict[nn.Module, list[list[ModuleAdapterSpec]]] = {}
+        grouped: dict[nn.Module, dict[int, list[ModuleAdapterSpec]]] = {}
         compute_dtype = chunks[0].config.params_dtype
         for placed in weights.placed:
             adapters = (
@@ -100,16 +100,17 @@ class RankAdapters:
                 else []
             )
             if placed.entry.expert is not None and placed.name.startswith("weight") and placed.name != "weight":
-                grouped.setdefault(placed.owner, []).append(adapters)
+                grouped.setdefault(placed.owner, {})[placed.entry.expert] = adapters
             elif adapters:
                 wrapper = layer_adapters.LayerAdapters(
                     adapters, weights.context, placed.held.dtype, plan.settings.dropout
                 )
                 layer_adapters.attach_adapters_to_layer(placed.owner, wrapper)
                 self._place(wrapper)
-        for owner, experts in grouped.items():
-            if not any(experts):
+        for owner, by_expert in grouped.items():
+            if not any(by_expert.values()):
                 continue
+            experts = [by_expert[expert] for expert in sorted(by_expert)]
             together = GroupedAdapters(experts, weights.context, compute_dtype, plan.settings.dropout)
             attach_grouped_adapters_to_layer(owner, together)
             self._place(together)

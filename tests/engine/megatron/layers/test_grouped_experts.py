@@ -1,0 +1,95 @@
+"""Grouped products against one product after the other: values, gradients, and whether weights are copied.
+
+Covers: megaswift/engine/megatron/layers/grouped_experts.py, megaswift/families/grouped_expert_products.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaswift.config import SwiftConfig
+from megaswift.families.grouped_expert_products import grouped_width_problems, groups_experts
+
+EXPERTS, INPUTS, OUTPUTS = 4, 16, 24
+
+
+def layer_of(dtype: torch.dtype, bias: bool = False) -> Any:
+    """A layer with random weights."""
+    from megaswift.engine.megatron.layers.grouped_experts import GroupedExpertLinear
+
+    config: Any = SimpleNamespace(use_cpu_initialization=True, params_dtype=dtype, add_bias_linear=bias)
+    layer = GroupedExpertLinear(EXPERTS, INPUTS, OUTPUTS, config)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    return layer
+
+
+def one_by_one(x: Tensor, layer: Any, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """(products, biases) expert by expert."""
+    parts = x.split(counts)
+    biases = [getattr(layer, f"bias{i}").expand(n, -1) for i, n in enumerate(counts)] if layer.biased else []
+    products = [part @ getattr(layer, f"weight{i}").t() for i, part in enumerate(parts)]
+    return torch.cat(products), torch.cat(biases) if biases else x.new_zeros(())
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("counts", [[3, 0, 9, 1], [0, 0, 0, 5], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
+@pytest.mark.parametrize("apart", [False, True])
+def test_products_and_gradients(counts: list[int], dtype: torch.dtype, bias: bool, apart: bool) -> None:
+    """Also of experts without tokens, and of a rank without any; weights in one piece or `apart`."""
+    found = []
+    for compute in (lambda x, layer: layer(x, torch.tensor(counts)), lambda x, layer: one_by_one(x, layer, counts)):
+        layer = layer_of(dtype, bias)
+        for parameter in layer.parameters() if apart else ():
+            parameter.data = parameter.data.clone()
+        x = torch.randn(sum(counts), INPUTS, generator=torch.Generator().manual_seed(5)).to(dtype).requires_grad_()
+        out, biases = compute(x, layer)
+        total = out if biases is None else out + biases
+        (total.float() * torch.arange(1.0, OUTPUTS + 1)).sum().backward()
+        found.append([total.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)
+
+
+@pytest.mark.usefixtures("megatron")
+def test_frozen_weights_keep_nothing_of_the_input() -> None:
+    layer = layer_of(torch.float32).requires_grad_(False)
+    x, kept = torch.randn(5, INPUTS, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(x, torch.tensor([2, 1, 0, 2]))[0].sum().backward()
+    assert [t.dtype for t in kept] == [torch.int32] and all(p.grad is None for p in layer.parameters())
+    torch.testing.assert_close(x.grad[:1], torch.ones(1, OUTPUTS) @ layer.weight0)
+
+
+@pytest.mark.usefixtures("megatron")
+def test_weights_are_copied_only_where_they_lie_apart() -> None:
+    layer = layer_of(torch.float32)
+    assert layer.stacked_weights().data_ptr() == layer.weight0.data_ptr()
+    moved = layer.weight2.data.clone()
+    layer.weight2.data = moved  # not seen by first and last alone: whoever moves one weight moves them all
+    layer.weight0.data = layer.weight0.data.clone()
+    stacked = layer.stacked_weights()
+    assert all(torch.equal(stacked[i], w) for i, w in enumerate(layer.weights()))
+    assert stacked.data_ptr() not in {w.data_ptr() for w in layer.weights()}
+
+
+def test_which_runs_group_experts() -> None:
+    """Unset: all but those with DoRA, NF4 or widths that are no multiple of 16 bytes."""
+    spec: Any = SimpleNamespace(hidden_size=64, expert_ffn=24)
+    cfg = SwiftConfig(task="sft")
+    assert groups_experts(cfg, spec, 1, 2, True) and groups_experts(cfg, spec, 2, 4, True)
+    assert not groups_experts(cfg, spec, 2, 2, True), "12 of 2 bytes"
+    assert groups_experts(cfg, spec, 2, 2, False), "Transformer Engine's takes any"
+    assert not groups_experts(cfg.replace(train_type="qlora"), spec, 1, 2, True)
+    assert not groups_experts(cfg.replace(train_type="lora", use_dora=True), spec, 1, 2, False)
+    assert not groups_experts(cfg.replace(moe_grouped_gemm=False), spec, 1, 2, False)
+    assert not groups_experts(cfg.replace(moe_grouped_gemm_impl="torch"), spec, 2, 2, False)
+    [problem] = grouped_width_problems(spec, 2, 2, "--moe_grouped_gemm true")
+    assert problem.rule == "needs a width of an expert on each rank that is divisible by 8; here it is 12"
