@@ -230,8 +230,8 @@ def test_dpo_with_a_reference_that_moves(
     ],
 )
 def test_experts(task: str, layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
-    """A mixture, its routers without a loss of their own on either side; small steps, since tokens near a tie change
-    their expert."""
+    """A mixture, its routers without a loss of their own on either side; small steps and wide routers, since tokens
+    near a tie change their expert."""
     import torch
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification
 
@@ -262,7 +262,10 @@ def test_experts(task: str, layout: tuple[object, ...], folder: Path, tmp_path: 
         num_labels=1,
     )
     kind = Qwen3MoeForSequenceClassification if task == "rm" else Qwen3MoeForCausalLM
-    kind(config).save_pretrained(folder / "experts")
+    model = kind(config)
+    for name, weight in model.named_parameters():
+        weight.data *= 16 if name.endswith("mlp.gate.weight") else 1
+    model.save_pretrained(folder / "experts")
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "experts")
     alone = ("--model", folder / "experts", "--moe_aux_loss_coeff", 0, "--lr", RATE / 4)
     mine = ours(folder, tmp_path / "out", task, *(() if task == "rm" else ("--beta", 0.5)), *alone, *layout)
