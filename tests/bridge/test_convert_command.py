@@ -89,7 +89,7 @@ def test_scripts_and_command_are_the_same(folders: Path, tmp_path: Path) -> None
         ["-m", "megaswift", "convert", "megatron-to-hf", tmp_path / "m", tmp_path / "b"],
     ):
         done = call(*words)
-        assert done.returncode == 0 and f"made {words[-1]}" in done.stdout, done.stderr
+        assert done.returncode == 0 and f"wrote {words[-1]}" in done.stdout, done.stderr
     a, b = ((tmp_path / x / "model.safetensors").read_bytes() for x in "ab")
     assert a == b and all(torch.equal(t, tensors_of(folder)[n]) for n, t in tensors_of(tmp_path / "a").items())
     refused = call("converters/hf_to_megatron.py", folder, tmp_path / "m")

@@ -212,7 +212,7 @@ assert len(run.data.params) == 152 and run.info.run_id == (out / "mlflow" / "run
 def test_mlflow_has_one_run_with_all_starts(tmp_path: Path) -> None:
     """Its own client and a database beside it, in a process of its own."""
     if importlib.util.find_spec("mlflow") is None:
-        pytest.skip("mlflow is not installed: pip install mlflow-skinny sqlalchemy")
+        pytest.skip("mlflow is not installed: pip install mlflow-skinny sqlalchemy alembic")
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environ = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/runs.db", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", ML, str(tmp_path)], cwd=ROOT, env=environ, timeout=240)
