@@ -98,6 +98,29 @@ def test_transformer_engine_in_bfloat16(variant: str, packed: bool, tmp_path: Pa
     assert abs(loss - want) <= 1.5 * max(abs(rough - want), 2e-3 * want)
 
 
+@pytest.mark.parametrize("implementation", ["transformer_engine", "torch"])
+def test_torch_products_of_experts(implementation: str, tmp_path: Path, context: Any) -> None:
+    """Within the same spread; from compute capability 9.0 on, no layer of experts waits for the numbers of tokens."""
+    if implementation == "transformer_engine":
+        pytest.importorskip("transformer_engine")
+    folder, case = build("moe", tmp_path / "moe"), Case(model="moe", packed=True)
+    extra = {"moe_aux_loss_coeff": 0.0, "moe_grouped_gemm_impl": "torch"}
+    engine = engine_of(folder, context, transformer_impl=implementation, torch_dtype="bfloat16", **extra)
+    loss, gradients = numbers(engine, global_batch(case, 2))
+    rows = global_batch(replace(case, packed=False), 2)
+    (want, truth), (rough, theirs) = truth_of(folder, rows), truth_of(folder, rows, torch.bfloat16)
+    assert distance(gradients, truth) <= 1.5 * distance(theirs, truth)
+    assert abs(loss - want) <= 1.5 * max(abs(rough - want), 2e-3 * want)
+    layer = engine.plain[0].decoder.layers[0].mlp
+    x = torch.randn(64, 1, engine.plain[0].config.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer(x)[0].sum().backward()  # what is waited for once
+    torch.cuda.set_sync_debug_mode("error" if torch.cuda.get_device_capability() >= (9, 0) else "default")
+    try:
+        layer(x)[0].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("variant", ["dense", "mistral-window"])
 @pytest.mark.parametrize("implementation", ["transformer_engine", "torch"])
 def test_shared_prompts_in_bfloat16(variant: str, implementation: str, tmp_path: Path, context: Any) -> None:

@@ -28,6 +28,7 @@ from megaswift.engine.megatron.layers.layer_implementation import (
     TRANSFORMER_ENGINE,
     LayerImplementationChoice,
 )
+from megaswift.engine.megatron.layers.local_token_dispatcher import dispatch_to_local_experts
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
 from megaswift.engine.megatron.layers.router import AuxLossTopKRouter, install_padding_mask_hooks
 from megaswift.engine.megatron.layers.transformer_layer_spec import block_spec
@@ -224,6 +225,7 @@ def build_model_chunks(
         model.real_vocabulary = spec.vocab_size
         if spec.experts:
             install_padding_mask_hooks(model.decoder)
+            dispatch_to_local_experts(model.decoder)
         if spec.scored and model.post_process:
             del model.output_layer
             model.score = ScalarHead(spec.hidden_size, config.params_dtype)

@@ -6,15 +6,16 @@ them, and cuts and joins the permuted tokens once before the experts and once af
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megaswift.engine.megatron.layers.grouped_experts import GroupedExperts
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_block import TransformerBlock
 
 
 class LocalTokenDispatcher(MoEAlltoAllTokenDispatcher):
@@ -47,24 +48,15 @@ class LocalTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return hidden_states
 
 
-class LocalMoELayer(MoELayer):
-    """Megatron-Core's MoE layer, which dispatches to whole local experts where all are."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: MoESubmodules | None = None,
-        layer_number: int | None = None,
-        pg_collection: Any = None,
-        **others: Any,
-    ) -> None:
-        groups = pg_collection or get_default_pg_collection()
-        super().__init__(config, submodules, layer_number, groups, **others)
-        whole = config.expert_model_parallel_size == 1 and config.expert_tensor_parallel_size == 1
-        exchanges = config.moe_token_dispatcher_type != "alltoall" or config.moe_shared_expert_overlap
+def dispatch_to_local_experts(decoder: TransformerBlock) -> None:
+    """Where a rank has all experts whole, its MoE layers only sort tokens."""
+    for layer in decoder.modules():
+        if not isinstance(layer, MoELayer):
+            continue
+        config, dispatcher = layer.config, layer.token_dispatcher
+        exchanges = config.expert_model_parallel_size > 1 or config.expert_tensor_parallel_size > 1
         sized = config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization
-        if whole and not exchanges and not sized:
-            self.token_dispatcher = LocalTokenDispatcher(
-                self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
-            )
-            self.token_dispatcher.counts_on_device = isinstance(self.experts, GroupedExperts)
+        if exchanges or sized or config.moe_shared_expert_overlap or type(dispatcher) is not MoEAlltoAllTokenDispatcher:
+            continue
+        dispatcher.__class__ = LocalTokenDispatcher
+        dispatcher.counts_on_device = isinstance(layer.experts, GroupedExperts)

@@ -13,7 +13,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -32,7 +32,6 @@ from megaswift.engine.megatron.layers.layer_module_classes import (
     gated_activation_class,
     layer_module_classes,
 )
-from megaswift.engine.megatron.layers.local_token_dispatcher import LocalMoELayer
 from megaswift.engine.megatron.layers.nf4_linear import nf4_layer_spec
 from megaswift.engine.megatron.layers.norm import AllHeadsKeyNorm, AllHeadsQueryNorm
 from megaswift.engine.megatron.layers.rotary_per_layer_self_attention import RotaryPerLayerSelfAttention
@@ -65,7 +64,7 @@ def _mlp(
     # built only where the configuration has a width for it
     shared = ModuleSpec(module=SharedExpertMLP, submodules=every)
     return ModuleSpec(
-        module=LocalMoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=AuxLossTopKRouter)
+        module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=AuxLossTopKRouter)
     )
 
 
