@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -64,6 +65,9 @@ def test_cases() -> None:
     assert [parse_case(name).name for name in names] == names
     assert {case.contender for case in matching_cases(["qwen3-8b/full/4096/*"])} == {"te", "torch", "hf", "hf_compile"}
     assert matching_cases(["qwen3-9b/*"]) == []
+    plain, compiled = ({c.name.rpartition("/")[0] for c in matching_cases([f"*/{n}"])} for n in ("hf", "hf_compile"))
+    assert plain == compiled and "qwen3-30b-a3b/lora/4096" in plain
+    assert {f"qwen3-8b/{method}/{rows}" for method in ("full", "lora", "qlora") for rows in LENGTHS} <= plain
     with pytest.raises(ValueError, match="no case"):
         parse_case("qwen3-8b/full/4096")
 
@@ -175,6 +179,97 @@ def test_packed_peers_keep_documents_apart(tmp_path: Path) -> None:
     with torch.no_grad():
         losses = [loop.model(input_ids=ids, labels=ids).loss * (ids.numel() - 1) for ids in parts]
     assert loop.step([row]) == pytest.approx(float(sum(losses)) / sum(ids.numel() - 1 for ids in parts), rel=1e-5)
+
+
+COMPILED = [f"qwen3-8b/{method}/{rows}" for method in ("full", "lora", "qlora") for rows in ("4096", "packed")]
+COMPILED += ["qwen3-30b-a3b/lora/4096"]
+
+
+def peer(name: str, folder: Path) -> Any:
+    """A case's loop over a new model, always the same one."""
+    from gpu_benchmark.contenders import LORA_RANK  # type: ignore[import-not-found]
+    from gpu_benchmark.transformers_loop import TransformersLoop  # type: ignore[import-not-found]
+    from transformers import AutoConfig
+
+    case = parse_case(name)
+    AutoConfig.for_model(**config_of(case, True)).save_pretrained(folder)
+    torch.manual_seed(1)
+    return TransformersLoop(case, folder, 1e-2, LORA_RANK)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_of_experts_that_are_registered_once(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the compiled peer has them: losses and weights bit by bit as with PEFT's own wrappers."""
+    from gpu_benchmark.contenders import micro_batches  # type: ignore[import-not-found]
+    from peft.tuners.lora.layer import ParamWrapper
+    from transformers import AutoModelForCausalLM
+
+    real = AutoModelForCausalLM.from_config
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", lambda config, **kw: real(config, **kw | {"dtype": dtype}))
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    theirs, ours = (peer(f"qwen3-30b-a3b/lora/4096/{name}", tmp_path) for name in ("hf", "hf_compile"))
+    wrappers = [sum(isinstance(m, ParamWrapper) for m in loop.model.modules()) for loop in (theirs, ours)]
+    assert wrappers == [2 * 3, 0], "two of the experts and one of the router in each of two layers"
+    assert theirs.flops == ours.flops
+    for k in range(3):
+        batches = micro_batches(parse_case("qwen3-30b-a3b/lora/4096/hf"), True, 2, k)
+        assert theirs.step(batches) == ours.step(batches)
+    lists = [
+        sorted((tuple(p.shape), float(p.detach().double().sum())) for p in loop.trained) for loop in (theirs, ours)
+    ]
+    assert lists[0] == lists[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", COMPILED)
+def test_compiled_peers_have_the_losses_of_uncompiled_ones(family: str, tmp_path: Path) -> None:
+    """Of the first step and of the next two, by the same code generator as `--small` on a CPU; in one graph, and rows
+    of other documents are not compiled again."""
+    from gpu_benchmark.contenders import micro_batches  # type: ignore[import-not-found]
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain, compiled = (peer(f"{family}/{name}", tmp_path) for name in ("hf", "hf_compile"))
+    for k in range(3):
+        batches = micro_batches(parse_case(f"{family}/hf"), True, 2, k)
+        assert compiled.step(batches) == pytest.approx(plain.step(batches), rel=1e-6 if k == 0 else 1e-5)
+    assert compiled.settings == f"{plain.settings}, torch.compile (graphs: 1, graph breaks: 0)"
+
+
+def test_a_compiled_peer_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is not run, and says why; others and those on a GPU are not asked."""
+    from gpu_benchmark import contenders, transformers_loop  # type: ignore[import-not-found]
+    from torch._inductor import cpp_builder
+
+    monkeypatch.setattr(cpp_builder.config.cpp, "cxx", ("no-such-compiler",))
+    cpp_builder.cpp_compiler_search.cache_clear()
+    with pytest.raises(contenders.NotRun, match="C\\+\\+ compiler"):
+        contenders.build_contender(parse_case("qwen3-8b/full/packed/hf_compile"), tmp_path, True, 1)
+    assert contenders.build_contender(parse_case("qwen3-8b/full/packed/hf"), tmp_path, True, 1).settings
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert transformers_loop.uncompilable_reason() is None
+
+
+def test_a_case_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After --limit seconds, 9 minutes by default: its process is gone, the table says so, the next case is run."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho $$ >> {tmp_path}/started\ncase "$*" in *4096*) exec sleep 300;; esac\n'
+        'echo \'{"status": "not run", "reason": "so"}\'\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(bench_gpu.sys, "executable", str(python))
+    assert bench_gpu.command_line().parse_args([]).limit < 600
+    args = bench_gpu.command_line().parse_args(["--out", str(tmp_path / "out"), "--limit", "1"])
+    cases = [parse_case(f"qwen3-8b/full/{rows}/hf_compile") for rows in ("4096", "8192")]
+    assert bench_gpu.run_cases(cases, args) == 1
+    results = bench_gpu.results_of(tmp_path / "out")
+    assert [results[case.name]["status"] for case in cases] == ["timed out", "not run"]
+    assert "4096/hf_compile | timed out: longer than 1 s |" in (tmp_path / "out/results.md").read_text()
+    started = [int(number) for number in (tmp_path / "started").read_text().split()]
+    assert len(started) == 2 and not any(psutil.pid_exists(number) for number in started)
 
 
 def test_what_counts_as_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

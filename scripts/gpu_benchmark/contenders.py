@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from gpu_benchmark.cases import BenchmarkCase, config_of, document_lengths, row_length
-from gpu_benchmark.transformers_loop import TransformersLoop
+from gpu_benchmark.transformers_loop import TransformersLoop, uncompilable_reason
 from megaswift.config import SwiftConfig
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
@@ -63,6 +63,8 @@ def build_contender(case: BenchmarkCase, folder: Path, small: bool, count: int) 
     from transformers import AutoConfig
 
     AutoConfig.for_model(**config_of(case, small)).save_pretrained(folder)
+    if case.contender == "hf_compile" and (reason := uncompilable_reason()):
+        raise NotRun(reason)
     if case.contender in ("hf", "hf_compile"):
         loop = TransformersLoop(case, folder, LR, LORA_RANK)
         loop.step(micro_batches(case, small, count, 0))  # finds out whether it has to recompute

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from gpu_benchmark.cases import BenchmarkCase
 from megaswift.losses.contract import Batch
@@ -46,15 +47,18 @@ class TransformersLoop:
         model.train()
         self.model, self.recomputes = model, False
         self.flops = _flops_of(model)
+        self.compiles = case.contender == "hf_compile"
+        if self.compiles:
+            _register_expert_adapters(model)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=lr, fused=True)
-        self.forward: Any = torch.compile(model) if case.contender == "hf_compile" else model
+        self.forward: Any = torch.compile(model) if self.compiles else model
 
     @property
     def settings(self) -> str:
         """For the results, after a step."""
         how = "with gradient checkpointing (out of memory without)" if self.recomputes else "no gradient checkpointing"
-        return f"{how}, AdamW(fused=True)"
+        return f"{how}, AdamW(fused=True)" + (f", {_compilation()}" if self.compiles else "")
 
     def step(self, batches: Sequence[Batch]) -> float:
         """The loss; with gradient checkpointing from the first step on that runs out of memory."""
@@ -112,6 +116,63 @@ def _to_nf4(model: Any) -> None:
             four.weight = four.weight.to(device)
             model.set_submodule(name, four)
     model.is_loaded_in_4bit = True
+
+
+class _AddedAdapter(nn.Module):
+    """A parameter plus its adapter, `W + scaling * B A`, `[e, o, i]` of experts or `[o, i]`."""
+
+    def __init__(self, wrapper: Any) -> None:
+        super().__init__()
+        (name,) = wrapper.active_adapters
+        self.lora_A, self.lora_B, self.scaling = wrapper.lora_A[name], wrapper.lora_B[name], wrapper.scaling[name]
+        self.experts = wrapper.num_experts
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """PEFT's layout: A's rows are those of expert after expert, B's columns those of rank after rank."""
+        a, b = self.lora_A.weight, self.lora_B.weight  # [e * r, i], [o, r * e], float32 beside bf16 weights
+        if self.experts == 1:
+            return weight + (b @ a * self.scaling).to(weight.dtype)
+        a = a.unflatten(0, (self.experts, -1)).to(weight.dtype)
+        b = b.unflatten(1, (-1, self.experts)).permute(2, 0, 1).to(weight.dtype)
+        return torch.baddbmm(weight, b, a, alpha=self.scaling)
+
+
+def _register_expert_adapters(model: Any) -> None:
+    """Registers the adapters of parameters (experts, routers) once. PEFT's own wrapper does it anew in each call, with
+    a new class each time, for which torch.compile compiles again until it gives up and runs the layer eagerly."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    wrappers = {name: module for name, module in model.named_modules() if isinstance(module, ParamWrapper)}
+    for name, outermost in wrappers.items():  # one around the other where a module has several such parameters
+        if name.rpartition(".")[0] not in wrappers:
+            wrapper: Any = outermost
+            while isinstance(wrapper, ParamWrapper):
+                added, parameter = _AddedAdapter(wrapper), wrapper.parameter_name
+                parametrize.register_parametrization(wrapper.get_base_layer(), parameter, added)
+                wrapper = wrapper.base_layer
+            model.set_submodule(name, wrapper)
+
+
+def uncompilable_reason() -> str | None:
+    """Why torch.compile cannot generate code on this machine: on a CPU it is C++, on a GPU Triton."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if torch.cuda.is_available():
+        return None
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "torch.compile needs a C++ compiler on a CPU (set CXX to its command)"
+    return None
+
+
+def _compilation() -> str:
+    """What torch.compile has made of the model so far."""
+    from torch._dynamo.utils import counters
+
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return f"torch.compile (graphs: {graphs}, graph breaks: {breaks})"
 
 
 def _flops_of(model: Any) -> StepFlopFormula:
