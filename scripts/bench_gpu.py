@@ -7,7 +7,8 @@ loop and with bare matrix multiplications.
 
 Each case runs in its own process for at most --limit seconds and appends one line to OUT/results.jsonl. Cases that
 already have a result are skipped, so the command can be rerun until all are done (--redo repeats those that match
---only, --redo_failed those of them that failed). Models have published shapes and random weights, created on the
+--only, --redo_failed those of them that failed or could not be run). The exit code is 1 after a failure, else 77 if a
+case could not be run on this machine. Models have published shapes and random weights, created on the
 device. FLOPs are counted in the same way for every contender (`megaswift.trainers.flops`); MFU is relative to the
 device's bf16 peak. Without a GPU the shapes are scaled down (--small), which only shows that the cases run.
 """
@@ -33,6 +34,8 @@ from gpu_benchmark.cases import CONTENDERS, BenchmarkCase, matching_cases, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 USED_UP = "the budget is used up; type the command again for the rest"
+NOT_RUN = 77
+"""Exit code, as test programs of automake have it; pytest has none above 5."""
 PACKAGES = ("torch", "transformer-engine", "megatron-core", "transformers", "triton")
 
 
@@ -94,7 +97,8 @@ def run_cases(cases: Sequence[BenchmarkCase], args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     known, begun, first = results_of(args.out), time.monotonic(), True
     for case in cases:
-        again = args.redo or (args.redo_failed and has_failed(case, known.get(case.name, {}).get("status", "")))
+        status = known.get(case.name, {}).get("status", "")
+        again = args.redo or (args.redo_failed and (status == "not run" or has_failed(case, status)))
         if case.name in known and not again:
             continue
         left = args.budget - (time.monotonic() - begun) if args.budget else args.limit
@@ -120,6 +124,12 @@ def run_cases(cases: Sequence[BenchmarkCase], args: argparse.Namespace) -> int:
 def has_failed(case: BenchmarkCase, status: str) -> bool:
     """Whether something is wrong; what a peer's model needs is a result."""
     return status in ("failed", "timed out") or (status == "out of memory" and case.contender in ("te", "torch"))
+
+
+def exit_code_without_failures(cases: Sequence[BenchmarkCase], out: Path) -> int:
+    """77 where a case could not be run here, else 0."""
+    known = results_of(out)
+    return NOT_RUN if any(known[case.name]["status"] == "not run" for case in cases if case.name in known) else 0
 
 
 def line_of(result: dict[str, Any]) -> str:
@@ -158,7 +168,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="cases by name; * matches anything")
     parser.add_argument("--list", action="store_true", help="print the cases and end")
     parser.add_argument("--redo", action="store_true", help="repeat cases that have a result")
-    parser.add_argument("--redo_failed", action="store_true", help="repeat cases that failed or took too long")
+    parser.add_argument("--redo_failed", action="store_true", help="repeat cases without a measurement")
     parser.add_argument("--budget", type=float, default=0.0, help="seconds in all (0: no limit)")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds a case may take")
     parser.add_argument("--steps", type=int, default=10, help="measured steps")
@@ -190,10 +200,11 @@ def main() -> int:
         run_one(parse_case(args.case), vars(args))
         return 0
     try:
-        return 1 if run_cases(cases, args) else 0
+        failures = run_cases(cases, args)
     except KeyboardInterrupt:
         print("stopped; type the command again for the rest")
         return 128 + signal.SIGINT
+    return 1 if failures else exit_code_without_failures(cases, args.out)
 
 
 if __name__ == "__main__":

@@ -138,9 +138,22 @@ def test_shapes_of_a_cpu(python: Path) -> None:
     python.with_name("fails").unlink()
     code, calls, text = check(python, "--cpu")
     assert (code, len(calls)) == (0, 1)
-    assert (
-        "not run, for they need a CUDA device: te_modules kernels engine float16 resume vllm_sleep fp8 export" in text
-    )
+    assert "gpu_check.sh: not run: te_modules kernels engine float16 resume vllm_sleep fp8 export\n" in text
+    assert "== kernels: not run: needs a CUDA device\n" in text
+
+
+def test_steps_that_cannot_be_run_are_not_passed(python: Path) -> None:
+    """A benchmark's exit code says so; the step is tried again by the next call."""
+    python.write_text(python.read_text().replace("exit 1", "exit 77"))
+    python.with_name("fails").write_text("full/packed/te\nfp8/4096/te")
+    for count in (None, 2, 2):
+        code, calls, text = check(python)
+        assert code == 0 and (count is None or len(calls) == count)
+        assert "== packed_8b: not run, or not all of it, for the reason above" in text
+        assert "gpu_check.sh: not run: packed_8b fp8_8b\ngpu_check.sh: all others passed" in text
+    python.with_name("fails").unlink()
+    code, calls, text = check(python)
+    assert (code, len(calls)) == (0, 2) and "not run" not in text
 
 
 def test_wrong_options() -> None:
