@@ -75,7 +75,11 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
         overlap_p2p = (
             True  # batched p2p crosses two messages between two ranks in silence (megatron_on_cpu: wrong loss)
         )
+    dispatcher = cfg.model.moe_token_dispatcher_type
+    if dispatcher == "allgather" and layout.ep == layout.etp == 1:
+        dispatcher = "alltoall"  # nothing to gather: both only sort tokens, and this one without reading counts
     fields: dict[str, Any] = {
+        "moe_token_dispatcher_type": dispatcher,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if interleaved and p.pipeline_layout is None else None,
@@ -133,7 +137,6 @@ def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoic
         "recompute_num_layers": (m.recompute_num_layers or 1) if full else None,
         "fp8": m.fp8_format,
         "deterministic_mode": cfg.train.deterministic,
-        "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
     }
     if spec.experts:
         # On a rank whose experts get no token, Transformer Engine's unpermute returns the empty tensor, where the
