@@ -169,6 +169,10 @@ class TokenStore:
         self.lines: np.ndarray = np.load(folder / "lines.npy", mmap_mode="r")
         keeps = (folder / "beside.npy").exists()
         self._beside: np.ndarray | None = np.load(folder / "beside.npy", mmap_mode="r") if keeps else None
+        texts = bool(keeps and (folder / "beside.bin").stat().st_size)
+        self._beside_texts: np.ndarray = (  # mapped once: every rank reads all prompts of a generation
+            np.memmap(folder / "beside.bin", dtype=np.uint8, mode="r") if texts else np.zeros(0, np.uint8)
+        )
         self.values: np.ndarray | None = np.load(folder / "values.npy") if "units" in self.manifest else None
 
     def __len__(self) -> int:
@@ -225,9 +229,7 @@ class TokenStore:
         (`rl_prompts.py`)."""
         if self._beside is None or self._beside[0, i] == self._beside[0, i + 1]:
             return None
-        with (self.folder / "beside.bin").open("rb") as f:
-            f.seek(int(self._beside[0, i]))
-            columns: dict[str, Any] = json.loads(f.read(int(self._beside[0, i + 1] - self._beside[0, i])))
+        columns: dict[str, Any] = json.loads(self._beside_texts[self._beside[0, i] : self._beside[0, i + 1]].tobytes())
         return columns
 
     def keeps_media(self, kind: str) -> bool:

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from megaswift.atomic_disk_writes import FileEntry, HashedFile
 from megaswift.errors import Problem
 
 _OWN = "tracker."
@@ -54,11 +55,12 @@ def rng_state_file_content(own: Mapping[str, Tensor] = NONE) -> bytes:
     return save(tensors, metadata={"plain": json.dumps(plain)})
 
 
-def write_rng_state(directory: Path, rank: int, own: Mapping[str, Tensor] = NONE) -> Path:
-    """This rank's states, with the engine's `own`; returns the file, not yet flushed."""
-    file = rng_file(directory, rank)
-    file.write_bytes(rng_state_file_content(own))
-    return file
+def write_rng_state(directory: Path, rank: int, own: Mapping[str, Tensor] = NONE) -> dict[str, FileEntry]:
+    """This rank's states, with the engine's `own`, on disk when this returns; the file's entry by its name."""
+    path = rng_file(directory, rank)
+    with HashedFile(path) as file:
+        file.write(rng_state_file_content(own))
+        return {path.name: file.close_on_disk()}
 
 
 def read_rng_state_file(directory: Path, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]] | Problem:

@@ -1,4 +1,4 @@
-"""A whole training run of one rank of a large world, or of all ranks of a small one: the real code, over groups that
+"""A whole training run of some ranks of a large world, or of all ranks of a small one: the real code, over groups that
 count."""
 
 from __future__ import annotations
@@ -6,66 +6,73 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megaswift import distributed
 from megaswift.bridge import torch_dist_chunk_io
-from megaswift.trainers import checkpoint_store
-from tests.rank_recorder.record import STEP, RankRecord
-from tests.rank_recorder.recording_group import BACKEND, Tape, register
+from tests.rank_recorder.record import EXPORT, ROLLOUT, STEP, RankRecord
+from tests.rank_recorder.recording_group import BACKEND, register
+
+EVENTS = ("on_launched", "on_step_begin", "on_step", "on_end")
 
 
 @dataclass(frozen=True)
-class RecordedRank:
-    """Which rank of which world runs what. Rank 0 of a world is recorded first."""
+class RecordedRun:
+    """Which ranks of which world run what. A node has eight of them."""
 
-    rank: int
-    world: int
+    task: str
     words: list[str]
-    """The command line after `megaswift sft`."""
+    """The command line after `megaswift TASK`."""
+    world: int
+    ranks: tuple[int, ...]
+    """Those that are run, rank 0 among them."""
     folder: Path
-    """Scratch; its `tape` and `store` are shared by the ranks of a world."""
-    per_node: int = 8
+    """Files in it are counted, by their paths in it."""
+    fake: bool = True
+    """Collectives are `RecordingGroup`'s; else gloo's, and all ranks are run."""
 
 
-def record_rank(_: int, __: int, job: RecordedRank) -> RankRecord:
-    """Runs one rank of a large world in this process, which ends with it."""
-    tape = Tape(job.folder / "tape", job.rank)
-    torch_dist_chunk_io._validate_global_plan = (
-        lambda plans, metadata: []
-    )  # all ranks have this rank's part of a tensor
-    if job.rank != 0:  # rank 0 of this world has renamed the folder
-        checkpoint_store.hash_files = lambda folder, names: {}
-    record = _run(job, tape)
-    tape.save()
-    return record
-
-
-def record_real_rank(rank: int, world: int, job: RecordedRank) -> RankRecord:
-    """Runs a rank among as many others, over gloo."""
-    return _run(replace(job, rank=rank, world=world, per_node=world), None)
-
-
-def _run(job: RecordedRank, tape: Tape | None) -> RankRecord:
-    os.environ |= {"RANK": str(job.rank), "WORLD_SIZE": str(job.world), "LOCAL_RANK": str(job.rank % job.per_node)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(job.per_node), "GROUP_RANK": str(job.rank // job.per_node)}
+def record_rank(place: int, _: int, job: RecordedRun) -> RankRecord:
+    """Runs one of the ranks of a job in this process, which ends with it."""
+    rank, nodes = job.ranks[place], min(8, job.world)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.world), "LOCAL_RANK": str(rank % nodes)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(nodes), "GROUP_RANK": str(rank // nodes)}
     record = RankRecord()
-    register(record, tape)
+    register(record, job.ranks if job.fake else None)
+    if job.fake:
+        _take_equal_parts_of_ranks()
     _torch_collectives()
-    _count_files(record, job.folder)
-    _start_groups(job)
+    _count_files(record, job.folder, rank)
+    _count_objects(record)
+    _start_groups(job, rank)
+    _count_waits(record, job.ranks)
     _mark_phases(record)
     from megaswift.config import load_config
     from megaswift.trainers.engine_choice import resolve_engine
     from megaswift.trainers.run import preflight, run_training
 
-    cfg = resolve_engine(load_config("sft", job.words, complete=True), job.world)
+    cfg = resolve_engine(load_config(job.task, job.words, complete=True), job.world)
     preflight(cfg, job.world)
     run_training(cfg)
     return record
+
+
+def _take_equal_parts_of_ranks() -> None:
+    """A rank that is not run has sent what this one has: the same part of a tensor, scores of the same completions."""
+    gather = distributed.all_gather_merged_dict
+
+    class Merged(dict[Any, Any]):
+        def __missing__(self, key: Any) -> Any:
+            return next(iter(self.values()))
+
+    torch_dist_chunk_io._validate_global_plan = lambda plans, metadata: []
+    distributed.all_gather_merged_dict = lambda share: Merged(gather(share))
 
 
 def _torch_collectives() -> None:
@@ -73,40 +80,89 @@ def _torch_collectives() -> None:
     from megaswift.engine.megatron.cpu import gloo_collectives_made_of_all_to_all as made
 
     own = dist.distributed_c10d
-    made.TORCH = own  # type: ignore[attr-defined]
+
+    def all_to_all(
+        output: Any,
+        input: Any,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        takes, gives = (
+            rows.tolist() if hasattr(rows, "tolist") else rows for rows in (output_split_sizes, input_split_sizes)
+        )
+        return own.all_to_all_single(output, input, takes, gives, group, async_op)
+
+    made.TORCH, made.ALL_TO_ALL = own, all_to_all  # type: ignore[attr-defined]
     for ours in ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_reduce"):
-        code = compile(f"lambda *a, **k: TORCH.{ours}(*a, **k)", __file__, "eval").co_consts[0]
-        getattr(made, ours).__code__ = code  # modules have bound the function itself
+        _replace_code(getattr(made, ours), f"TORCH.{ours}")
+    _replace_code(made.all_to_all, "ALL_TO_ALL")
 
 
-def _start_groups(job: RecordedRank) -> None:
+def _replace_code(function: Any, called: str) -> None:
+    """Modules have bound the function itself."""
+    function.__code__ = compile(f"lambda *a, **k: {called}(*a, **k)", __file__, "eval").co_consts[0]
+
+
+def _start_groups(job: RecordedRun, rank: int) -> None:
     from megaswift.engine import start_default_process_group
 
     def start(backend: str, timeout_s: float, store: Any = None) -> None:
         if not dist.is_initialized():
             store = dist.FileStore(str(job.folder / "store"), -1)
-            timeout = datetime.timedelta(seconds=20)
-            dist.init_process_group(BACKEND, store=store, rank=job.rank, world_size=job.world, timeout=timeout)
+            timeout = datetime.timedelta(seconds=60)
+            dist.init_process_group(BACKEND, store=store, rank=rank, world_size=job.world, timeout=timeout)
 
     start_default_process_group.init_default_and_gloo_process_groups = start
 
 
+def _count_waits(record: RankRecord, run: Sequence[int]) -> None:
+    """Waits at the store, which only the ranks that are run reach."""
+    untimed_barrier, global_world_size = distributed.untimed_barrier, distributed.global_world_size
+
+    def barrier(hours: float) -> None:
+        record.add("untimed_barrier", global_world_size(), 0, 0)
+        distributed.global_world_size = lambda: len(run)
+        try:
+            untimed_barrier(hours)
+        finally:
+            distributed.global_world_size = global_world_size
+
+    distributed.untimed_barrier = barrier
+
+
+def _count_objects(record: RankRecord) -> None:
+    own: Any = dist.distributed_c10d
+    to_tensor = own._object_to_tensor
+
+    def counted(value: Any, *rest: Any) -> Any:
+        record.pickled(value)
+        return to_tensor(value, *rest)
+
+    own._object_to_tensor = counted
+
+
 def _mark_phases(record: RankRecord) -> None:
-    """Steps, and each hook's work within them, under the name of its class."""
+    """Steps, each hook's work within them under the name of its class, rollouts, the export."""
     from megaswift.trainers import session
 
     class Marked(session.TrainingSession):
         def train(self, loop: Any) -> None:
             for hook in loop.hooks:
-                for event in ("on_launched", "on_step", "on_end"):
+                for event in EVENTS:
                     setattr(hook, event, _within(record, type(hook).__name__, getattr(hook, event)))
+            if type(loop.source).__name__ == "RolloutSource":
+                loop.source.next = _within(record, ROLLOUT, loop.source.next)
             with record.within(STEP):
                 super().train(loop)
 
     session.TrainingSession = Marked  # type: ignore[misc]
+    session.export_model = _within(record, EXPORT, session.export_model)
 
 
 def _within(record: RankRecord, phase: str, function: Any) -> Any:
+    @wraps(function)
     def call(*values: Any) -> Any:
         with record.within(phase):
             return function(*values)
@@ -114,16 +170,15 @@ def _within(record: RankRecord, phase: str, function: Any) -> Any:
     return call
 
 
-def _count_files(record: RankRecord, folder: Path) -> None:
-    """Files of `folder` that Python opens, and bytes of tensors."""
+def _count_files(record: RankRecord, folder: Path, rank: int) -> None:
+    """Files that Python opens, and bytes of tensors."""
     from megaswift.bridge.file_tensor import OpenFileReader
 
-    root, fill = str(folder), OpenFileReader.fill
+    fill = OpenFileReader.fill
 
     def audit(event: str, values: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(values[0], str | Path) and str(values[0]).startswith(root):
-            writes = values[2] & (os.O_WRONLY | os.O_RDWR)
-            (record.files_written if writes else record.files_read)[record.phase, Path(values[0]).name] += 1
+        if event == "open" and isinstance(values[0], str | Path) and Path(values[0]).is_relative_to(folder):
+            record.opened(Path(values[0]).relative_to(folder), rank, bool(values[2] & (os.O_WRONLY | os.O_RDWR)))
 
     def counted(self: Any, *values: Any) -> None:
         before = self.bytes_read

@@ -1,65 +1,45 @@
-"""What ranks of 64 and of 1,024 send, read and write: the same for every size, but for lists of files on rank 0.
+"""What ranks of 64 and of 1,024 send, read and write: the same for every size, but for what a formula gives.
 
-Real ranks over gloo, 2 to 8 of them, do the same."""
+Single ranks are run (`cases`); `test_as_real_ranks` shows that they do what real ones do."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.parity.pool import shared
-from tests.rank_recorder.record import START, STEP, RankRecord
-from tests.rank_recorder.run_rank import RecordedRank
-from tests.trainers.inputs import write_inputs
+from tests.rank_recorder.cases import CASES, LINES, ROWS, STEPS
+from tests.rank_recorder.record import EVALUATION, EXPORT, LINE, ROLLOUT, SAVE, START, STEP, Kind, RankRecord
 
-WORLDS = (64, 1024)
-STEPS, LINES = 3, 2
-SAVE, LINE = "CheckpointHook", "MetricsJsonlHook"
-Records = dict[tuple[int, int], RankRecord]
-
-
-@cache
-def command(folder: Path) -> list[str]:
-    """Three steps, lines after the second and third, a checkpoint after the third."""
-    words = [word + "#20000" if word.endswith(".jsonl") else word for word in write_inputs(folder)]
-    words += ["--engine", "megatron", "--max_steps", str(STEPS), "--logging_steps", "2", "--save_steps", "3"]
-    return [*words, "--export_hf", "false", "--dataset_num_proc", "1"]
-
-
-def job_of(rank: int, world: int, layout: str, folder: Path) -> RecordedRank:
-    """Four rows a replica and step. The ranks of a large world have folders of their own."""
-    ranks = dict(zip(("--tp", "--cp"), layout.split(), strict=False))
-    replicas = world // math.prod(map(int, ranks.values()))
-    scratch = folder / f"{layout} {world}"
-    scratch.mkdir(exist_ok=True)
-    own = ["--global_batch_size", str(4 * replicas), "--output_dir", str(scratch / f"out{rank}")]
-    return RecordedRank(rank, world, [*command(folder), *own, *(w for one in ranks.items() for w in one)], scratch)
+FEW, MANY = WORLDS = (64, 1024)
+RACES = (".lock", ".beat", ".alias", ".new")
+"""Files of the data's cache whose number depends on which node comes first."""
+Worlds = dict[int, dict[int, RankRecord]]
+"""World -> rank -> what it did."""
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """(world, rank) -> what it did."""
-    folder = tmp_path_factory.mktemp("recorded")
-    return {key: recorded(*key, "", folder) for world in WORLDS for key in ((world, r) for r in (0, 1, world - 1))}
+def worlds_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Worlds]:
+    """Name of a case -> its records."""
+    made: dict[str, Worlds] = {}
 
+    def record(name: str) -> Worlds:
+        if name not in made:
+            folder, case = tmp_path_factory.mktemp("recorded"), CASES[name]
+            ranks = {world: (0, 1, world - 8, world - 1) if name == "dp" else case.ranks(world) for world in WORLDS}
+            made[name] = {world: case.record(folder / f"{world:04}", world, ranks[world]) for world in WORLDS}
+        return made[name]
 
-def recorded(world: int, rank: int, layout: str, folder: Path) -> RankRecord:
-    """What `rank` of a world does; rank 0 comes first."""
-    job = job_of(rank, world, layout, folder)
-    (record,) = shared("").run("tests.rank_recorder.run_rank:record_rank", job, 1)
     return record
 
 
-def calls_of(record: RankRecord, phase: str) -> dict[str, int]:
-    """Kind -> calls, over groups of all sizes."""
-    found: Counter[str] = Counter()
-    for (kind, _), (calls, _) in record.of(phase).items():
-        found[kind] += calls
-    return dict(found)
+@pytest.fixture
+def records(worlds_of: Callable[[str], Worlds]) -> dict[tuple[int, int], RankRecord]:
+    """(world, rank) -> what it did in data-parallel SFT."""
+    return {(world, rank): r for world, of_ranks in worlds_of("dp").items() for rank, r in of_ranks.items()}
 
 
 def per_step(record: RankRecord, phase: str, times: int) -> dict[str, tuple[float, float]]:
@@ -68,7 +48,7 @@ def per_step(record: RankRecord, phase: str, times: int) -> dict[str, tuple[floa
 
 
 @pytest.mark.process
-def test_a_step_agrees_by_one_small_reduction(records: Records) -> None:
+def test_a_step_agrees_by_one_small_reduction(records: dict[tuple[int, int], RankRecord]) -> None:
     """Counts, signals and failures in 128 bytes; beside it the loss report with the gradient norm (32), gradients and
     weights. No group but that of all ranks is used, and no barrier."""
     for (world, _), record in records.items():
@@ -79,95 +59,186 @@ def test_a_step_agrees_by_one_small_reduction(records: Records) -> None:
 
 
 @pytest.mark.process
-def test_a_line_has_one_reduction_of_three_numbers_of_each_rank(records: Records) -> None:
-    """All but the last line's travels with the step, as counts do: nine numbers more, which are 0."""
-    for (world, _), record in records.items():
-        assert per_step(record, LINE, LINES) == {"all_reduce": (1, 24 * world + 72 / LINES)}
-
-
-@pytest.mark.process
-def test_a_checkpoint_gathers_names_and_hashes_only(records: Records) -> None:
-    """The same collectives on every rank of either world. What rank 0 gathers is below 4 KiB a rank, other ranks gather
-    nothing; each rank writes its own files alone."""
-    calls = [{kind: n for (kind, _), (n, _) in record.of(SAVE).items()} for record in records.values()]
-    assert calls == [calls[0]] * len(calls) and calls[0]["gather"] == 3 and "barrier" not in calls[0]
+def test_a_checkpoint_gathers_names_and_hashes_only(records: dict[tuple[int, int], RankRecord]) -> None:
+    """What rank 0 gathers is below 4 KiB a rank, other ranks gather nothing; each rank writes its own files alone."""
     for (world, rank), record in records.items():
+        calls = {kind: n for (kind, _), (n, _) in record.of(SAVE).items()}
+        assert calls["gather"] == 3 and "barrier" not in calls
         gathered = {k.name: n for k, n in record.largest_received.items() if k.phase == SAVE}
         assert gathered["gather"] < 4096 * world if rank == 0 else gathered["gather"] == 0
         assert gathered["all_gather"] < 64 * world and record.sent.total() < 1e6
-        written = {name for phase, name in record.files_written if phase == SAVE}
-        own = {f"__{rank}_0.distcp", f"rng-{rank:05d}.safetensors"}
+        written = {Path(name).name for phase, name in record.files_written if phase == SAVE}
+        own = {"__RANK_0.distcp", "rng-RANK.safetensors"}
         assert {name for name in written if name.startswith(("__", "rng"))} <= own and own & written
         if rank:
             assert written <= own
 
 
 @pytest.mark.process
-def test_no_rank_reads_its_checkpoint_files_again(records: Records) -> None:
+def test_no_rank_reads_its_checkpoint_files_again(records: dict[tuple[int, int], RankRecord]) -> None:
     """Hashes are computed while writing: no file of tensors or random states is opened to be read."""
     for record in records.values():
-        read = {name for phase, name in record.files_read if phase == SAVE}
+        read = {name for phase, name in record.files_read if phase == SAVE and name.startswith("out")}
+        assert read or record.files_written and not read
         assert not {name for name in read if name.endswith((".distcp", ".safetensors", ".metadata"))}
 
 
 @pytest.mark.process
 def test_files_of_a_background_save_are_hashed_while_they_are_written(tmp_path: Path) -> None:
     """Rank 0 of 64 writes its tensors and opens none of them to be read, in any phase or thread."""
-    (tmp_path / "scratch").mkdir()
-    own = ["--async_save", "true", "--global_batch_size", "256", "--output_dir", str(tmp_path / "scratch" / "out")]
-    job = RecordedRank(0, 64, [*command(tmp_path), *own], tmp_path / "scratch")
-    (record,) = shared("").run("tests.rank_recorder.run_rank:record_rank", job, 1)
-    written, read = ({name for _, name in files} for files in (record.files_written, record.files_read))
-    assert {"__0_0.distcp", "rng-00000.safetensors"} <= written
+    record = CASES["async"].record(tmp_path / "run", 64, (0,))[0]
+    written, read = ({Path(name).name for _, name in files} for files in (record.files_written, record.files_read))
+    assert {"__RANK_0.distcp", "rng-RANK.safetensors"} <= written
     assert not {name for name in read if name.endswith((".distcp", ".metadata")) or name.startswith("rng-")}
 
 
 @pytest.mark.process
-def test_replicas_share_the_reading_of_weights(records: Records) -> None:
-    """The model has 21 parameters of 86,016 bytes: of 64 replicas the first ones read one each, the others none."""
+def test_replicas_share_the_reading_of_weights(records: dict[tuple[int, int], RankRecord]) -> None:
+    """Of 64 replicas the first ones read one of the 21 parameters each, in order, and the others none: rank 0 the
+    embedding of 45 words, rank 1 the first layer's output projection, 32 numbers wide."""
+    expected = {0: 4 * 45 * 32, 1: 4 * 32 * 32}
     for (_, rank), record in records.items():
-        read = record.tensor_bytes_read[START]
-        assert 0 < read < 10_000 if rank < 2 else read == 0
+        assert record.tensor_bytes_read == ({START: expected[rank]} if rank in expected else {})
 
 
 @pytest.mark.process
-def test_starting_does_not_grow_with_the_world(records: Records) -> None:
-    """As many collectives, and as many bytes from each rank."""
-    for rank in (0, 1):
-        few, many = (records[world, rank] for world in WORLDS)
-        kinds = [{kind: n for (kind, _), (n, _) in record.of(START).items()} for record in (few, many)]
-        assert kinds[0] == kinds[1]
-        gathered = max(n for k, n in many.largest_received.items() if k.phase == START)
-        assert gathered <= 512 * 1024
+def test_one_node_indexes_the_data_and_the_others_open_what_it_wrote(
+    records: dict[tuple[int, int], RankRecord],
+) -> None:
+    """The data file is read on one node only; no other process than its first one opens it."""
+    for world in WORLDS:
+        readers = [rank for (w, rank), r in records.items() if w == world and (START, "data.jsonl") in r.files_read]
+        builders = [
+            rank
+            for (w, rank), r in records.items()
+            if w == world and any("tokens" in name for _, name in r.files_written)
+        ]
+        assert len(builders) == 1 and set(builders) <= set(readers) <= {0, world - 8}
+
+
+def group_label(ranks: int, world: int) -> int | str:
+    """A group's size, as a share of the world where it grows with it."""
+    return f"world / {world // ranks}" if ranks * 8 >= world else ranks
+
+
+def labelled(record: RankRecord, world: int) -> dict[tuple[str, str, int | str], Kind]:
+    """(phase, kind, group) -> what its counts are under."""
+    return {(k.phase, k.name, group_label(k.ranks, world)): k for k in record.calls}
+
+
+def ranks_beside(name: str, worlds_of: Callable[[str], Worlds]) -> list[tuple[RankRecord, RankRecord]]:
+    """The same place in either world."""
+    few, many = (worlds_of(name)[world].values() for world in WORLDS)
+    return list(zip(few, many, strict=True))
+
+
+EVERY = pytest.mark.parametrize("name", [name for name in CASES if name != "async"])
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("layout", "ranks"),
-    [("", 2), ("2", 4), pytest.param("", 4, marks=pytest.mark.slow), pytest.param("2 2", 8, marks=pytest.mark.slow)],
-)
-def test_real_ranks_do_what_is_recorded_of_large_worlds(layout: str, ranks: int, tmp_path: Path) -> None:
-    """The first and the last rank: as many collectives of each kind in each phase, and bytes of a line."""
-    job = job_of(0, ranks, layout, tmp_path)
-    real = shared("").run("tests.rank_recorder.run_rank:record_real_rank", job, ranks)
-    for rank, own in ((0, real[0]), (63, real[-1])):
-        large = recorded(64, rank, layout, tmp_path)
-        for phase in (START, STEP, LINE, SAVE):
-            assert calls_of(own, phase) == calls_of(large, phase), (rank, phase)
-        assert per_step(own, LINE, LINES) == {"all_reduce": (1, 24 * ranks + 72 / LINES)}
-        if not layout:
-            assert per_step(own, STEP, STEPS)["all_reduce"] == (2, 128 + 32)
+@EVERY
+def test_as_many_collectives_in_either_world(name: str, worlds_of: Callable[[str], Worlds]) -> None:
+    """Of each kind, in each phase, over groups of the same size or the same share of the world."""
+    for few, many in ranks_beside(name, worlds_of):
+        calls = [{k: r.calls[kind] for k, kind in labelled(r, w).items()} for r, w in ((few, FEW), (many, MANY))]
+        assert calls[0] == calls[1] and {phase for phase, _, _ in calls[0]} >= {START, STEP, LINE, SAVE}
+        assert (EXPORT in {p for p, _, _ in calls[0]}) == ("--export_hf true" in CASES[name].options)
+
+
+def padded(elements: float, ranks: int) -> int:
+    """Elements of a buffer of gradients: Megatron-Core pads it to a multiple of 128 and of the ranks."""
+    return math.ceil(elements / math.lcm(ranks, 128)) * math.lcm(ranks, 128)
+
+
+def fsdp_elements(world: int) -> int:
+    """Elements of gradients that FSDP2 scatters: each parameter's rows padded to a multiple of the ranks."""
+    layer = [(32, 32), (16, 32), (16, 32), (32, 32), (64, 32), (64, 32), (32, 64), *[(32, 1)] * 2, *[(8, 1)] * 2]
+    return sum(math.ceil(rows / world) * world * width for rows, width in [(45, 32)] * 2 + layer * 2 + [(32, 1)])
+
+
+def sent_of_many(kind: Kind, few: RankRecord, few_kind: Kind, name: str) -> int:
+    """Bytes that a rank of 1,024 sends, by those that it sends of 64."""
+    sent = few.sent[few_kind]
+    if kind.phase == LINE and kind.name == "all_reduce":  # three numbers of each rank
+        return sent + 24 * (MANY - FEW) * LINES
+    if kind.phase == STEP and name == "fsdp2":
+        gradients = {"reduce_scatter": 4 * STEPS * fsdp_elements(MANY)}
+        return gradients.get(kind.name, sent)
+    if kind.phase == STEP and kind.name == "reduce_scatter" and kind.ranks > 2:
+        return 4 * STEPS * padded(sent / STEPS / 4, kind.ranks)
+    if kind.phase == STEP and kind.name == "all_gather" and kind.ranks > 2:  # what the optimizer's share has updated
+        gathers = few.calls[few_kind]
+        return 4 * gathers * padded(sent / gathers / 4 * few_kind.ranks, kind.ranks) // kind.ranks
+    if kind.phase == STEP and name == "grpo" and kind.name == "all_reduce":  # three maxima, each rank in its own place
+        return sent + 24 * (MANY - FEW) * STEPS
+    return sent
 
 
 @pytest.mark.process
-def test_tensor_and_context_parallel_ranks_of_either_world(tmp_path: Path) -> None:
-    """TP2 CP2: as many collectives at 1,024 ranks as at 64, what
-    starting leaves on a rank stays small."""
-    for rank in (0, -1):
-        few, many = (recorded(w, rank % w, "2 2", tmp_path) for w in WORLDS)
-        for phase in (START, STEP, LINE, SAVE):
-            assert calls_of(few, phase) == calls_of(many, phase), (rank, phase)
-        sizes = [{n for _, n in record.of(STEP)} for record in (few, many)]
-        assert {2, 64} <= sizes[0] and {2, 1024} <= sizes[1], "tensor-parallel ranks, all ranks"
-        assert many.of(STEP)["all_reduce", 1024] == few.of(STEP)["all_reduce", 64]
-        assert max(n for k, n in many.largest_received.items() if k.phase == START) <= 512 * 1024
+@EVERY
+def test_what_a_rank_sends_is_the_same_in_either_world(name: str, worlds_of: Callable[[str], Worlds]) -> None:
+    """Byte by byte, but for `sent_of_many`, and for lists of a checkpoint's tensors and hashes: a smaller share of the
+    optimizer's states has fewer. Of tokens that are sent to experts, those of an expert-parallel group together: which
+    of its ranks has the experts that they choose depends on weights, which single ranks do not train right."""
+    tokens = Counter[int]()
+    for few, many in ranks_beside(name, worlds_of):
+        kinds = labelled(few, FEW)
+        for key, kind in labelled(many, MANY).items():
+            expected = sent_of_many(kind, few, kinds[key], name)
+            if kind.name == "all_to_all":
+                tokens += Counter({FEW: expected, MANY: many.sent[kind]})
+            elif kind.phase == SAVE and kind.name == "gather":
+                assert many.sent[kind] <= expected
+            elif kind.phase == ROLLOUT and kind.name == "all_gather":  # numbers of completions
+                assert expected <= many.sent[kind] <= expected + 4 * ROWS * STEPS
+            else:
+                assert many.sent[kind] == expected, key
+        assert few.array_bytes_in_objects == many.array_bytes_in_objects
+    assert tokens[FEW] == tokens[MANY] and bool(tokens) == (name == "pp ep")
+
+
+@pytest.mark.process
+@EVERY
+def test_what_a_rank_receives_of_another_does_not_grow(name: str, worlds_of: Callable[[str], Worlds]) -> None:
+    """Where all send to one or to all, each adds as many bytes as in the smaller world. Objects hold no tensors; only
+    rollouts send arrays, a float32 of each of this rank's completions."""
+    for few, many in ranks_beside(name, worlds_of):
+        kinds = labelled(few, FEW)
+        for key, kind in labelled(many, MANY).items():
+            if kind.name in ("gather", "all_gather") and kind.phase not in (STEP, EVALUATION):
+                grown = 256 if kind.phase == ROLLOUT else 0
+                each = few.largest_received[kinds[key]] / kinds[key].ranks
+                assert many.largest_received[kind] / kind.ranks <= each + grown, key
+            if kind.name == "broadcast":
+                assert many.largest_received[kind] == few.largest_received[kinds[key]], key
+        arrays = {phase: size for phase, size in many.array_bytes_in_objects.items() if size}
+        assert arrays == ({ROLLOUT: 4 * ROWS * STEPS} if name == "grpo" else {})
+
+
+def files_of(record: RankRecord, cache: bool) -> list[Counter[tuple[str, str]]]:
+    """Those that are read and written; of the data and its cache, or of the rest."""
+    data = ("cache/", "data.jsonl", "val.jsonl", "pairs.jsonl", "rows.jsonl")
+    return [
+        Counter({key: n for key, n in files.items() if key[1].startswith(data) == cache and not _races(key[1])})
+        for files in (record.files_read, record.files_written)
+    ]
+
+
+def _races(name: str) -> bool:
+    return name.startswith("cache/") and any(end in name for end in RACES) or name.endswith(".distcp")
+
+
+@pytest.mark.process
+@EVERY
+def test_each_rank_opens_the_same_files_in_either_world(name: str, worlds_of: Callable[[str], Worlds]) -> None:
+    """As often, to read and to write. The data are indexed once, by the rank that comes first. A share of the
+    optimizer's states that is padding has no file."""
+    pairs = ranks_beside(name, worlds_of)
+    for few, many in pairs:
+        assert files_of(few, cache=False) == files_of(many, cache=False)
+        assert few.tensor_bytes_read == many.tensor_bytes_read
+    few_data, many_data = (sum((files_of(pair[i], cache=True) for pair in pairs), []) for i in (0, 1))
+    for opened in (slice(0, None, 2), slice(1, None, 2)):  # to read, to write
+        assert sum(few_data[opened], Counter()) == sum(many_data[opened], Counter())
+    built = sum(n for c in many_data[1::2] for (_, file), n in c.items() if file.endswith("store/tokens.bin"))
+    assert built == 1 + ("val.jsonl" in {file for c in many_data for _, file in c})

@@ -337,8 +337,7 @@ class TorchEngine:
 
     def save(self, directory: Path) -> FileEntries:
         """Weights, optimizer and this rank's random states. Collective."""
-        strategy_independent_checkpoint.save_step(self, directory)
-        return {}  # all files are hashed afterwards
+        return strategy_independent_checkpoint.save_step(self, directory)  # other files are hashed afterwards
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`, under this or another strategy and number of ranks. Collective."""

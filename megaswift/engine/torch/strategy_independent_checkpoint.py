@@ -26,6 +26,7 @@ from megaswift.bridge.saved_dtype_compatibility import saved_dtype_problem
 from megaswift.bridge.torch_engine_step_source import TorchStepSource
 from megaswift.bridge.write_transformers_model_folder import persistent_buffers, tensors_by_disk_name
 from megaswift.engine import rng_state_checkpoint_file
+from megaswift.engine.protocol import FileEntries
 from megaswift.engine.torch import weight_loading
 from megaswift.engine.torch.data_parallel_strategy import WEIGHT
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import PREFIX, unwrap_peft_model
@@ -41,18 +42,20 @@ if TYPE_CHECKING:
 FORMAT = "torch-2"
 
 
-def save_step(engine: TorchEngine, directory: Path) -> None:
-    """Everything into `directory`, on disk when this returns. Collective."""
+def save_step(engine: TorchEngine, directory: Path) -> FileEntries:
+    """Everything into `directory`, on disk when this returns; the entries of files whose hashes were computed while
+    they were written. Collective."""
     directory.mkdir(parents=True, exist_ok=True)
     problems = write_tensor_stream_to_folder(
         engine, directory / WHOLE, _tensors(engine), _stream_all(engine), lambda writer: writer.close()
     )
+    entries = FileEntries()
     try:
         if engine.allocation is not None and engine.rank == 0:
             engine.allocation.write(directory)
         small = []
         if engine.cfg.train.save_rng:
-            small.append(rng_state_checkpoint_file.write_rng_state(directory, engine.rank))
+            entries = rng_state_checkpoint_file.write_rng_state(directory, engine.rank)
         if engine.rank == 0 and not problems:
             (directory / FACTS).write_text(json.dumps(_facts(engine), indent=1) + "\n", encoding="utf-8")
             small.append(directory / FACTS)
@@ -61,6 +64,7 @@ def save_step(engine: TorchEngine, directory: Path) -> None:
     except OSError as error:
         problems = [Problem(str(directory), f"could not be written ({error})", ROOM)]
     distributed.raise_on_all_ranks(problems)
+    return entries
 
 
 def write_tensor_stream_to_folder(
