@@ -242,3 +242,16 @@ def test_each_rank_opens_the_same_files_in_either_world(name: str, worlds_of: Ca
         assert sum(few_data[opened], Counter()) == sum(many_data[opened], Counter())
     built = sum(n for c in many_data[1::2] for (_, file), n in c.items() if file.endswith("store/tokens.bin"))
     assert built == 1 + ("val.jsonl" in {file for c in many_data for _, file in c})
+
+
+@pytest.mark.process
+@EVERY
+def test_other_ranks_than_the_first_open_their_own_files_only(name: str, worlds_of: Callable[[str], Worlds]) -> None:
+    """They write their states, and where to dump stacks. Of files of tensors they open the model's: for the tensors
+    before training, for dtypes before an export."""
+    for _, many in ranks_beside(name, worlds_of)[1:]:
+        written = {Path(file).name for _, file in files_of(many, cache=False)[1]}
+        assert written <= {"rank-RANK.txt", "rng-RANK.safetensors"} and "rng-RANK.safetensors" in written
+        opened = {key for key in many.files_read if key[1].endswith((".safetensors", ".distcp"))}
+        assert opened <= {(phase, "model/model.safetensors") for phase in (START, EXPORT)}
+        assert set(+many.tensor_bytes_read) <= {START}
