@@ -18,6 +18,7 @@ from megaswift.trainers.flops import StepFlopFormula, step_flop_formula
 
 LR = 1e-5
 LORA_RANK = 16
+TRANSFORMER_ENGINE = ("te", "te_torch_experts")
 
 
 class NotRun(Exception):  # noqa: N818 (an outcome, not an error)
@@ -81,7 +82,7 @@ def _megaswift(case: BenchmarkCase, folder: Path, small: bool, count: int) -> Co
     from megaswift.trainers.fit_to_device import fit_to_device
 
     cuda = torch.cuda.is_available()
-    if case.contender == "te" and (reason := transformer_engine_unusable_reason()):
+    if case.contender in TRANSFORMER_ENGINE and (reason := transformer_engine_unusable_reason()):
         raise NotRun(reason)
     if case.method == "fp8" and not cuda:
         raise NotRun("FP8 products need a CUDA device")
@@ -103,7 +104,7 @@ def _megaswift(case: BenchmarkCase, folder: Path, small: bool, count: int) -> Co
 
 def megaswift_config(case: BenchmarkCase, folder: Path, small: bool, count: int, cuda: bool) -> SwiftConfig:
     """Of megaswift's contenders; `--fit` chooses the rest for the device."""
-    layers = "transformer_engine" if case.contender == "te" else "torch"
+    layers = "transformer_engine" if case.contender in TRANSFORMER_ENGINE else "torch"
     return SwiftConfig(
         task="sft",
         model=str(folder),
@@ -119,6 +120,7 @@ def megaswift_config(case: BenchmarkCase, folder: Path, small: bool, count: int,
         gradient_accumulation_steps=count,
         **({"lora_rank": LORA_RANK} if case.method in ("lora", "qlora") else {}),
         fit=True,
+        **({"moe_grouped_gemm_impl": "torch"} if case.contender == "te_torch_experts" else {}),
         **({"fp8_format": "hybrid", "fp8_recipe": "tensorwise"} if case.method == "fp8" else {}),
         **({} if cuda else {"device_memory": "16GiB"}),
     )
