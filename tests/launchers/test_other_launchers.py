@@ -281,7 +281,10 @@ def test_a_mistake_is_told_once(launcher: str, tmp_path: Path) -> None:
         words = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port]
     code, text = start([*words, SFT, "--lr", "abc"], tmp_path)
     assert code == (2 if launcher == "deepspeed" else 1)  # accelerate and torchrun: always 1
-    assert text.count("megaswift: the configuration is wrong") == 1 and "[rank" not in text, text
+    lines = text.splitlines()
+    assert sum(line.startswith("megaswift: the configuration is wrong") for line in lines) == 1, text
+    summaries = sum(line.strip().startswith("traceback : megaswift: the configuration is wrong") for line in lines)
+    assert summaries == (launcher == "accelerate") and "[rank" not in text, "torchrun's summary ends with it"
 
 
 def deepspeed_here() -> None:
