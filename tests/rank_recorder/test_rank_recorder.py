@@ -79,7 +79,6 @@ def test_no_rank_reads_its_checkpoint_files_again(records: dict[tuple[int, int],
     """Hashes are computed while writing: no file of tensors or random states is opened to be read."""
     for record in records.values():
         read = {name for phase, name in record.files_read if phase == SAVE and name.startswith("out")}
-        assert read or record.files_written and not read
         assert not {name for name in read if name.endswith((".distcp", ".safetensors", ".metadata"))}
 
 
