@@ -94,7 +94,7 @@ def test_what_fits_a_card_of_139_gib(name: str, tmp_path: Path) -> None:
     cfg, raw = megaswift_config(case, tmp_path, False, 4, True), config_of(case, False)
     spec = family_of(raw).spec(raw)
     assert not list(uncovered_features(cfg, spec))
-    assert cfg.model.moe_grouped_gemm_impl == ("torch" if name.endswith("torch_experts") else "auto")
+    assert cfg.model.moe_grouped_gemm_impl == ("transformer_engine" if name.endswith("te_grouped") else "auto")
     products = TORCH if case.method == "qlora" else TRANSFORMER_ENGINE
     kernels = ComputeKernels(products, TRANSFORMER_ENGINE, "bfloat16", True)
     chosen = choose_settings_that_fit(cfg, RunParameters.of(cfg, spec, Layout(1), kernels), usable)

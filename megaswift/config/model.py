@@ -161,7 +161,7 @@ class ModelConfig:
     )
     moe_grouped_gemm_impl: str = option(
         "auto",
-        "Whose grouped GEMM; torch: no wait for token counts on one GPU (not run yet)",
+        "Whose grouped GEMM; torch's waits for no token counts on one GPU (not run yet)",
         choices=("auto", "transformer_engine", "torch"),
         spellings={"te": "transformer_engine"},
     )

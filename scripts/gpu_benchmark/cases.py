@@ -79,7 +79,7 @@ SMALL_LENGTHS = {"4096": 64, "8192": 128, "packed": 64}
 METHODS = ("full", "lora", "qlora", "fp8")
 CONTENDERS = {
     "te": "megaswift on Transformer Engine's modules (QLoRA: its attention, with torch's products of NF4 weights)",
-    "te_torch_experts": "the same with experts in torch's grouped product (models with experts)",
+    "te_grouped": "the same with experts in Transformer Engine's grouped product, where torch's is the default",
     "torch": "megaswift on plain torch layers",
     "hf": "a plain PyTorch loop over the transformers model (SDPA, bf16 weights and moments; adapters by PEFT, NF4 by "
     "bitsandbytes; FP8 is compared with its full weights)",
@@ -122,11 +122,11 @@ def all_cases() -> list[BenchmarkCase]:
 
 def _in_order() -> Iterator[BenchmarkCase]:
     dense = [name for name, shape in SHAPES.items() if "num_experts" not in shape]
-    contenders = [name for name in CONTENDERS if name != "te_torch_experts"]
+    contenders = [name for name in CONTENDERS if name != "te_grouped"]
     yield from (BenchmarkCase("qwen3-8b", method, "4096", "te") for method in METHODS)
     yield from (BenchmarkCase("qwen3-8b", "full", "4096", contender) for contender in contenders)
     yield from (BenchmarkCase(shape, "full", "4096", "te") for shape in dense)
-    yield from (BenchmarkCase("qwen3-30b-a3b", "lora", "4096", contender) for contender in ("te", "te_torch_experts"))
+    yield from (BenchmarkCase("qwen3-30b-a3b", "lora", "4096", contender) for contender in ("te", "te_grouped"))
     yield from (BenchmarkCase("qwen3-8b", method, rows, "te") for rows in LENGTHS for method in METHODS)
     yield from (BenchmarkCase(shape, "full", "4096", contender) for shape in dense for contender in contenders)
     yield from (BenchmarkCase("qwen3-8b", "lora", "4096", contender) for contender in contenders)

@@ -18,7 +18,7 @@ from megaswift.trainers.flops import StepFlopFormula, step_flop_formula
 
 LR = 1e-5
 LORA_RANK = 16
-TRANSFORMER_ENGINE = ("te", "te_torch_experts")
+TRANSFORMER_ENGINE = ("te", "te_grouped")
 
 
 class NotRun(Exception):  # noqa: N818 (an outcome, not an error)
@@ -120,7 +120,7 @@ def megaswift_config(case: BenchmarkCase, folder: Path, small: bool, count: int,
         gradient_accumulation_steps=count,
         **({"lora_rank": LORA_RANK} if case.method in ("lora", "qlora") else {}),
         fit=True,
-        **({"moe_grouped_gemm_impl": "torch"} if case.contender == "te_torch_experts" else {}),
+        **({"moe_grouped_gemm_impl": "transformer_engine"} if case.contender == "te_grouped" else {}),
         **({"fp8_format": "hybrid", "fp8_recipe": "tensorwise"} if case.method == "fp8" else {}),
         **({} if cuda else {"device_memory": "16GiB"}),
     )

@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.parity.cases import parse
+from tests.parity.measure import Task, build
 from tests.parity.pool import Pool
 from tests.parity.test_lora import Adapters, adapters, check
 
@@ -54,6 +56,44 @@ def test_single_experts(te_pool: Pool, adapters: Adapters) -> None:  # noqa: F81
     """Experts of a grouped layer without adapters, and with one of its two modules."""
     leaves, saved = ("experts.1.gate_proj", "experts.2.down_proj"), ("model.layers.0.mlp.gate.weight",)
     check(*adapters.of(parse("moe te tp2 sp dp2 ep2"), leaves, saved), te_pool)
+
+
+LORA = {"train_type": "lora", "target_modules": ("all-linear",)}
+WHOSE = [
+    ("single", LORA, "GroupedExperts"),
+    ("single packed", LORA | {"moe_token_dispatcher_type": "allgather"}, "GroupedExperts"),
+    ("single", LORA | {"moe_grouped_gemm_impl": "transformer_engine"}, "TEGroupedMLP"),
+    ("single", LORA | {"modules_to_save": ("mlp.experts.1.down_proj",)}, "TEGroupedMLP"),
+    ("single", LORA | {"torch_dtype": "float32"}, "TEGroupedMLP"),
+    ("single", {}, "TEGroupedMLP"),
+    ("tp2 sp etp2", LORA, "TEGroupedMLP"),
+    ("dp2 ep2", LORA, "TEGroupedMLP"),
+]
+
+
+def kind_of_experts(rank: int, world: int, task: Task) -> tuple[str, str]:
+    """(class of the experts of the first layer, the first screen's line)."""
+    engine, context = build(task.case, task.folder, world, **task.options)
+    found = type(engine.plain[0].decoder.layers[0].mlp.experts).__name__, engine.kernels
+    torch.distributed.barrier()
+    context.close()
+    return found
+
+
+@pytest.mark.parametrize(("text", "options", "kind"), WHOSE, ids=str)
+def test_whose_product(
+    text: str,
+    options: dict[str, Any],
+    kind: str,
+    te_pool: Pool,
+    adapters: Adapters,  # noqa: F811
+) -> None:
+    """By itself torch's where the host then waits for nothing and no gradient of an expert is summed in float32."""
+    case = parse(f"moe te {text}")
+    folder = adapters.references.model(case.variant)
+    task = Task(case, folder, adapters.references.recipe, options={"torch_dtype": "bfloat16", **options})
+    for name, screen in te_pool.run("tests.parity.test_lora_te:kind_of_experts", task, case.world):
+        assert name == kind and ("experts (torch's grouped product)" in screen) == (kind == "GroupedExperts")
 
 
 @pytest.mark.parametrize("options", [{"moe_grouped_gemm": False}, {"moe_grouped_gemm_impl": "torch"}], ids=str)

@@ -150,6 +150,7 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
         "step:moe te packed": LAUNCHED | DISPATCH,
         f"step:moe te packed{PADDED_EXPERTS}": LAUNCHED,
         "step:moe te packed --moe_grouped_gemm_impl torch": LAUNCHED,
+        "step:moe te packed --train_type lora --torch_dtype bfloat16": LAUNCHED,
         "save:dense te": _checkpoint(117, 35, groups=2),
     },
     ("2.12.0", 2): {

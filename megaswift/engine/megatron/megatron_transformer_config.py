@@ -103,6 +103,27 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
     return fields
 
 
+def _torch_experts(
+    spec: ModelSpec, cfg: SwiftConfig, layout: Layout, choice: LayerImplementationChoice, dtype: torch.dtype
+) -> bool:
+    """Whether torch multiplies experts that are grouped.
+
+    By itself on Transformer Engine's layers where the host then waits for nothing (all experts whole on a rank, in
+    bfloat16 on compute capability 9.0 or newer: else torch's product reads the counts on the host) and nothing is lost:
+    gradients of trained experts would not be added in float32, and FP8 is Transformer Engine's.
+    """
+    m = cfg.model
+    if torch_multiplies(cfg, choice.linear != TRANSFORMER_ENGINE) or m.moe_grouped_gemm_impl != "auto":
+        return m.moe_grouped_gemm_impl != "transformer_engine"
+    frozen = m.train_type == "lora" and not cfg.lora.modules_to_save and m.fp8_format is None
+    whole = layout.ep == layout.etp == 1 and m.moe_token_dispatcher_type != "flex" and not m.moe_expert_capacity_factor
+    on_device = dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)
+    fits = not grouped_width_problems(spec, layout.etp, dtype.itemsize, "")
+    return (
+        frozen and whole and on_device and fits and "moe_act" not in selective_recompute_modules(cfg, spec.moe_layers)
+    )
+
+
 def _grouped(spec: ModelSpec, cfg: SwiftConfig, etp: int, dtype: torch.dtype, torch_products: bool) -> bool:
     """Whether experts are multiplied in one product.
 
@@ -171,6 +192,8 @@ def overlap_capture_fusion_text(config: TransformerConfig, choice: LayerImplemen
     """For the first screen: overlapped communication, CUDA graphs, and what is fused beside Transformer Engine's own
     modules, each led by a comma; empty where there is none."""
     fused = [text for name, text in FUSED_PARTS.items() if getattr(config, name, False)]
+    if choice.linear == TRANSFORMER_ENGINE and config.moe_grouped_gemm and config.torch_experts:
+        fused.append("experts (torch's grouped product)")
     if choice.linear == TRANSFORMER_ENGINE and config.head.into_main_grad:
         fused.append("gradient accumulation")
     if jit.jit_fuser is torch.compile:
@@ -249,7 +272,7 @@ def transformer_config(
     config.features = spec.features
     config.head = VocabularyHeadOptions(cfg.model.fp32_lm_head, cfg.model.gradient_accumulation_fusion is not False)
     config.quantized = cfg.model.train_type == "qlora"
-    config.torch_experts = torch_multiplies(cfg, choice.linear != TRANSFORMER_ENGINE)
+    config.torch_experts = bool(spec.experts) and _torch_experts(spec, cfg, layout, choice, dtype)
     config.rope_factor = rope_factor
     _yarn(config, rope_factor)
     return config
