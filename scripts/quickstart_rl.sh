@@ -25,11 +25,11 @@ run sft 24 --model "$out/model" --max_steps 56 --learning_rate 1.5e-3 --warmup_s
 
 echo "== 3/4  $algorithm"
 case "$algorithm" in
-  grpo) settings=(--num_generations 8 --learning_rate 5e-4 --entropy_coef 0.03 --max_steps 280) ;;
-  ppo) settings=(--learning_rate 4e-4 --critic_learning_rate 1e-3 --lam 1.0 --beta 0 --entropy_coef 0.06 --max_steps 200) ;;
+  grpo) settings=(--num_generations 8 --learning_rate 5e-4 --lr_scheduler_type cosine --entropy_coef 0.03 --max_steps 280) ;;
+  ppo) settings=(--learning_rate 4e-4 --lr_scheduler_type constant --critic_learning_rate 1e-3 --lam 1.0 --beta 0 --entropy_coef 0.06 --max_steps 200) ;;
 esac
 run "$algorithm" 128 --model "$out/sft/hf" --reward_funcs "$quick/exact_match_reward.py:exact" --max_completion_length 8 "${settings[@]}" \
-  --generation_batch_size 256 --rollout_batch_size 256 --lr_scheduler_type constant --warmup_steps 5 --output_dir "$out/$algorithm"
+  --generation_batch_size 256 --rollout_batch_size 256 --warmup_steps 5 --output_dir "$out/$algorithm"
 
 echo "== 4/4  rewards, and the export, reloaded with transformers"
 "$env/bin/python" "$quick/mean_reward_of_first_and_last_steps.py" "$out/$algorithm/completions.jsonl"
