@@ -235,6 +235,15 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--moe_grouped_gemm true",
     ),
     ConflictingOptions(
+        ("recompute_modules", "recompute_granularity", "train_type", "use_dora"),
+        lambda c: (
+            _recomputes(c, "moe_act")
+            and (c.model.train_type == "qlora" or (c.model.train_type != "full" and c.lora.use_dora))
+        ),
+        "recomputing moe_act needs the grouped GEMM (Megatron-Core), which is off with DoRA and train_type qlora",
+        "--recompute_modules moe",
+    ),
+    ConflictingOptions(
         ("fp8_format", "transformer_impl"),
         lambda c: c.model.fp8_format and c.model.transformer_impl == "torch",
         "needs Transformer Engine's layers",

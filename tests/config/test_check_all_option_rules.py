@@ -179,6 +179,10 @@ CLASHING = [
         "--recompute_granularity selective --recompute_modules core_attn layernorm --fp8_format e4m3",
     ),
     ("recompute_modules", "--recompute_granularity selective --recompute_modules moe_act --moe_grouped_gemm false"),
+    (
+        "recompute_modules",
+        "--recompute_granularity selective --recompute_modules moe_act --train_type lora --use_dora",
+    ),
     ("fp8_format", "--fp8_format hybrid --transformer_impl torch"),
     *(
         ("fp8_param_gather", f"--fp8_format hybrid --fp8_param_gather {more}")

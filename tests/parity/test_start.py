@@ -1,6 +1,11 @@
-"""Where training starts from: random weights that no layout changes, and weights that do not train."""
+"""Where training starts from: random weights that no layout changes, and weights that do not train.
+
+Covers: megaswift/engine/megatron/freeze_weights.py.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -74,21 +79,37 @@ def test_random_weights_are_the_layouts_affair_in_nothing(text: str, pool: Pool,
 
 FROZEN = {"freeze_parameters": ("mlp", "embed_tokens")}
 THAWED = {"freeze_parameters": (".",), "trainable_parameters": (r"layers\.1\.mlp\.down_proj", "lm_head")}
+ONE_EXPERT = {
+    "freeze_parameters": (".",),
+    "trainable_parameters": (r"layers\.[0-2]\.mlp\.experts\.3\.",),
+    "weight_decay": 0.0,  # it would move a weight that gets no gradient
+}
 
 
 @pytest.mark.parametrize(
-    ("text", "options"), [("dense tp2 pp2", FROZEN), ("dense dp2 do", FROZEN), ("dense tp2 pp2", THAWED)], ids=str
+    ("text", "options"),
+    [
+        ("dense tp2 pp2", FROZEN),
+        ("dense dp2 do", FROZEN),
+        ("dense tp2 pp2", THAWED),
+        ("dense recompute=full", FROZEN),
+        ("moe recompute=moe", ONE_EXPERT),
+        ("moe dp2 ep2", ONE_EXPERT),
+    ],
+    ids=str,
 )
-def test_frozen_weights_stay(
-    text: str, options: dict[str, tuple[str, ...]], pool: Pool, references: References
-) -> None:
+def test_frozen_weights_stay(text: str, options: dict[str, Any], pool: Pool, references: References) -> None:
+    """And all others move: also inside recomputed parts, and where one expert-parallel rank trains experts alone."""
     case = parse(text)
     task = Task(case, references.model(case.variant), Recipe(), options=options)
     before, after, told = pool.run("tests.parity.test_start:frozen", task, case.world)[0]
     moved = {n for n in before if not torch.equal(before[n], after[n])}
     if options is FROZEN:
         assert moved == {n for n in before if "mlp" not in n and "embed_tokens" not in n}
-    else:
+    elif options is THAWED:
         assert moved == {"model.layers.1.mlp.down_proj.weight", "lm_head.weight"}
+    else:
+        names = {"gate_proj", "up_proj", "down_proj"}
+        assert moved == {f"model.layers.{i}.mlp.experts.3.{name}.weight" for i in range(3) for name in names}
     assert "--trainable_parameters nor_this" in told and "freezes all weights: nothing would be trained" in told
     assert "--freeze_parameters no_such_weight" in told and "model.embed_tokens.weight" in told

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
-from megaswift import distributed
 from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.hf_export import HfExportOptions, source_tensor_dtypes, write_hf_export
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
@@ -37,6 +36,7 @@ from megaswift.engine.megatron import quantize_fp8_weights_from_main_weights
 from megaswift.engine.megatron.checkpoint import save_load
 from megaswift.engine.megatron.checkpoint.optimizer_states import MainWeightFiller
 from megaswift.engine.megatron.export_hf_from_ranks import export_hf_folder_from_ranks
+from megaswift.engine.megatron.freeze_weights import freeze_weights, require_input_gradients
 from megaswift.engine.megatron.layers.layer_implementation import (
     TORCH,
     choose_layer_implementation,
@@ -50,7 +50,6 @@ from megaswift.engine.megatron.layers.te_attention_env_of_running_engine import 
 from megaswift.engine.megatron.load_and_gather_rank_weights import (
     RandomWeightSource,
     RankWeights,
-    set_trainable_weights_by_patterns,
 )
 from megaswift.engine.megatron.lora.rank_adapters import RankAdapters, adapter_plan_from_lora_config
 from megaswift.engine.megatron.measure_engine_sizes import measure_engine_sizes
@@ -64,7 +63,6 @@ from megaswift.engine.own_compute_time import OwnComputeClock
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights, replicated_by_group
-from megaswift.engine.trainable_pattern_errors import nothing_trains_problem, unmatched_pattern_problem
 from megaswift.errors import ConfigError
 from megaswift.families import family_of, qlora_weights_and_block_fit
 from megaswift.families.model_spec import ModelSpec
@@ -170,17 +168,8 @@ class MegatronEngine:
     def freeze(self, patterns: Sequence[str], trained: Sequence[str] = ()) -> None:
         """Parameters whose Hugging Face names match any of `patterns` do not train, unless one of `trained` matches.
         Before the model is wrapped."""
-        for option, given, trains in (("freeze_parameters", patterns, False), ("trainable_parameters", trained, True)):
-            hits = set_trainable_weights_by_patterns(self.weights.placed, given, trains)
-            matched = {p for own in distributed.all_gather_objects(hits) for p in own} if given else set()
-            missing = [p for p in given if p not in matched]
-            if missing:
-                examples = [name for entry in self.plan.entries[:12] for name in entry.hf][:4]
-                raise ConfigError([unmatched_pattern_problem(option, p, examples) for p in missing])
-        if patterns and not any(
-            distributed.all_gather_objects(any(p.tensor.requires_grad for p in self.weights.placed))
-        ):
-            raise ConfigError(nothing_trains_problem(patterns))
+        freeze_weights(self.weights.placed, self.plan, patterns, trained)
+        require_input_gradients(self.plain, self.config, self.plan, patterns, trained)
 
     def start_count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> StartedCount:
         """The counts of the global batch, and `beside` added up over all ranks in the same reduction. Collective."""

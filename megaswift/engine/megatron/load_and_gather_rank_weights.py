@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -330,14 +330,3 @@ def _wait(work: dist.Work | None, route: GatherDestination) -> None:
         work.wait()
     else:
         work.wait(datetime.timedelta(hours=route.hours))
-
-
-def set_trainable_weights_by_patterns(placed: Iterable[LocalParam], patterns: Iterable[str], trains: bool) -> list[str]:
-    """Parameters of which any Hugging Face name matches a pattern train, or do not; the patterns that match."""
-    hits: list[str] = []
-    for item in placed:
-        found = [pattern for pattern in patterns if any(re.search(pattern, name) for name in item.entry.hf)]
-        if found:
-            item.tensor.requires_grad_(trains)
-            hits += found
-    return hits
