@@ -23,6 +23,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.optimizer_rules import uses_distributed_optimizer
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.cuda_graphs import tell_graphs_of_fused_gradients
+from megaswift.engine.megatron.layers.grouped_experts import GroupedExpertLinear
 from megaswift.engine.megatron.layers.layer_implementation import (
     TORCH,
     TRANSFORMER_ENGINE,
@@ -285,6 +286,8 @@ def wrap_chunks(
     )
     half = config.bf16 or config.fp16
     inner = [Float16Module(config, c) if half else c for c in chunks]
+    for experts in (m for c in chunks for m in c.modules() if isinstance(m, GroupedExpertLinear)):
+        experts.separate_partly_trained()
     for router in (m for c in chunks for m in c.modules() if isinstance(m, AuxLossTopKRouter)):
         # before weights come: Megatron's own call, in the first pass, is after their rounding
         router._maintain_float32_expert_bias()

@@ -70,6 +70,15 @@ class GroupedExpertLinear(nn.Module):
         """Of expert 0, 1, ..."""
         return [getattr(self, f"weight{i}") for i in range(self.experts)]
 
+    def separate_partly_trained(self) -> None:
+        """Where some weights train and others do not, each gets memory of its own: the distributed optimizer moves the
+        trained ones into its buffers, and the memory of all would stay for the sake of the others."""
+        weights = self.weights()
+        if len({w.requires_grad for w in weights}) > 1:
+            self._seen = None
+            for weight in weights:
+                weight.data = weight.data.clone()
+
     def stacked_weights(self) -> Tensor:
         """[experts, out, in]: the weights themselves where they follow one another in memory, else a copy."""
         weights = self.weights()

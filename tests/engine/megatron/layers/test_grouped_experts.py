@@ -80,6 +80,19 @@ def test_weights_are_copied_only_where_they_lie_apart() -> None:
     assert stacked.data_ptr() not in {w.data_ptr() for w in layer.weights()}
 
 
+@pytest.mark.usefixtures("megatron")
+def test_frozen_experts_do_not_keep_the_memory_of_trained_ones() -> None:
+    """Which the distributed optimizer moves into its buffers."""
+    layer = layer_of(torch.float32)
+    layer.separate_partly_trained()
+    assert layer.stacked_weights().data_ptr() == layer.weight0.data_ptr(), "all train: they stay in one piece"
+    layer.weight1.requires_grad_(False)
+    before = [w.detach().clone() for w in layer.weights()]
+    layer.separate_partly_trained()
+    assert all(w.untyped_storage().nbytes() == w.nbytes for w in layer.weights())
+    assert all(map(torch.equal, before, layer.stacked_weights().unbind()))
+
+
 def test_which_runs_group_experts() -> None:
     """Unset: all but those with DoRA, NF4 or widths that are no multiple of 16 bytes."""
     spec: Any = SimpleNamespace(hidden_size=64, expert_ffn=24)
