@@ -120,22 +120,43 @@ def _save_tensor(tensor: Tensor, file: HashedFile) -> None:
         raise file.error or error from None
 
 
-def write_gathered_metadata(directory: Path, own: Sequence[SavedChunk]) -> Entries:
+StatelessBox = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""(weight, offset, shape): a box of a weight that is frozen, which the optimizer's states of that name leave out."""
+
+
+def write_gathered_metadata(
+    directory: Path, own: Sequence[SavedChunk], stateless: Sequence[StatelessBox] = ()
+) -> Entries:
     """`.metadata` and what Megatron-Core's loader looks for, from the boxes of all ranks. Rank 0 writes them and
-    returns their entries. Collective; CheckpointError where the boxes are not the whole of each tensor."""
-    gathered = distributed.gather_on_rank0([tuple(vars(box).values()) for box in own])
+    returns their entries. Collective; CheckpointError where the boxes are not the whole of each tensor, but for what is
+    `stateless` on any rank."""
+    gathered = distributed.gather_on_rank0(([tuple(vars(box).values()) for box in own], list(stateless)))
     problems: list[Problem] = []
     entries: Entries = {}
     if gathered is not None:
-        metadata = _metadata(SavedChunk(*box) for boxes in gathered for box in boxes)
+        metadata = _metadata(SavedChunk(*box) for boxes, _ in gathered for box in boxes)
+        whole = _with_stateless(metadata, [box for _, boxes in gathered for box in boxes])
         plans = [dcp.SavePlan([])] * len(gathered)  # their number is read: of several ranks tensors have to be whole
-        problems = [Problem(str(directory), error) for error in _validate_global_plan(plans, metadata)]
+        problems = [Problem(str(directory), error) for error in _validate_global_plan(plans, whole)]
         try:
             entries = {} if problems else _write_tables(directory, metadata)
         except OSError as error:
             problems = [Problem(str(directory), f"could not be written ({error})", ROOM)]
     distributed.raise_on_all_ranks(problems, limit=12)
     return entries
+
+
+def _with_stateless(metadata: Metadata, stateless: Sequence[StatelessBox]) -> Metadata:
+    """The tables as if frozen weights had states, too."""
+    boxes: dict[str, list[ChunkStorageMetadata]] = {}
+    for weight, offset, shape in stateless:
+        boxes.setdefault(weight, []).append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
+    tables = dict(metadata.state_dict_metadata)
+    for key, table in tables.items():
+        weight = key.removeprefix(STATES).partition(".")[2] if key.startswith(STATES) else ""
+        if weight in boxes and isinstance(table, TensorStorageMetadata):
+            tables[key] = replace(table, chunks=[*table.chunks, *boxes[weight]])
+    return Metadata(tables)
 
 
 def dcp_save_rank_tensor_chunks(directory: Path, boxes: Sequence[RankTensorChunk]) -> Entries:

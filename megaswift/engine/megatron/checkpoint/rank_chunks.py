@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from megaswift.bridge.sharded_state_dict_entries import KEPT, STATES
-from megaswift.bridge.torch_dist_chunk_io import RankTensorChunk
+from megaswift.bridge.torch_dist_chunk_io import RankTensorChunk, StatelessBox
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
 
@@ -120,6 +120,17 @@ def optimizer_chunks(
                     if tensor.is_meta and s.compact is not None:
                         later = functools.partial(s.compact.read, first - s.start + where, shape)
                     yield RankTensorChunk(f"{STATES}{name}.{p.key}", p.whole, offset, data, p.padded, later)
+
+
+def stateless_boxes(placed: Sequence[tuple[Tensor, list[LocalToGlobalSlice]]]) -> list[StatelessBox]:
+    """Of frozen weights, each box by one of the ranks that have it: where some experts train, the states of all are one
+    tensor with gaps."""
+    return [
+        (p.key, p.offset, p.shape)
+        for local, parts in placed
+        for p in parts
+        if not local.requires_grad and is_main_replica(p.replica)
+    ]
 
 
 def element_range_boxes(

@@ -61,9 +61,15 @@ class StartedRankSave:
     """A save whose content is fixed: `write`, in any thread, then `finish` on all ranks together."""
 
     def __init__(
-        self, directory: Path, rank: int, chunks: Sequence[files.RankTensorChunk], small: dict[str, bytes]
+        self,
+        directory: Path,
+        rank: int,
+        chunks: Sequence[files.RankTensorChunk],
+        stateless: Sequence[files.StatelessBox],
+        small: dict[str, bytes],
     ) -> None:
         self.directory, self.rank, self.chunks, self.small = directory, rank, chunks, small
+        self.stateless = stateless
         self.saved: list[files.SavedChunk] = []
         self.entries: files.Entries = {}
 
@@ -76,7 +82,7 @@ class StartedRankSave:
 
     def finish(self) -> files.Entries:
         """The tables, by rank 0, after every rank's `write`; the entries of this rank's files. Collective."""
-        entries = self.entries | files.write_gathered_metadata(self.directory, self.saved)
+        entries = self.entries | files.write_gathered_metadata(self.directory, self.saved, self.stateless)
         fsync_path(self.directory)
         return entries
 
@@ -106,7 +112,8 @@ def start_save(engine: MegatronEngine, directory: Path, on_host: bool = True) ->
         small[file.name] = fp8_history.fp8_histories_file_content(engine)
     if engine.rank == 0:
         small[FACTS] = (json.dumps(facts, indent=1) + "\n").encode()
-    return StartedRankSave(directory, engine.rank, files.copy_chunks_to_host(chunks) if on_host else chunks, small)
+    held = files.copy_chunks_to_host(chunks) if on_host else chunks
+    return StartedRankSave(directory, engine.rank, held, boxes.stateless_boxes(parameters), small)
 
 
 def _facts(engine: MegatronEngine, step: int) -> dict[str, Any]:

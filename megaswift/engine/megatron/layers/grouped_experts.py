@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megaswift.device_copy import copy_to_device_async
 
@@ -35,6 +36,7 @@ class _GroupedProduct(torch.autograd.Function):
         return F.grouped_mm(x, layer.stacked_weights().transpose(1, 2), offs=ends)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (ends, *inputs) = grads, ctx.saved_tensors
         layer, grad = ctx.layer, grad.contiguous()
