@@ -178,6 +178,8 @@ def _count_files(record: RankRecord, folder: Path, rank: int) -> None:
 
     def audit(event: str, values: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(values[0], str | Path) and Path(values[0]).is_relative_to(folder):
+            if Path(values[0]).parent.name == "__pycache__":
+                return  # Python's, by the rank that compiles a file of rewards first
             record.opened(Path(values[0]).relative_to(folder), rank, bool(values[2] & (os.O_WRONLY | os.O_RDWR)))
 
     def counted(self: Any, *values: Any) -> None:
