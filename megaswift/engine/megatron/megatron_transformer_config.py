@@ -113,8 +113,10 @@ def _torch_experts(
     gradients of trained experts would not be added in float32, and FP8 is Transformer Engine's.
     """
     m = cfg.model
-    if torch_multiplies(cfg, choice.linear != TRANSFORMER_ENGINE) or m.moe_grouped_gemm_impl != "auto":
-        return m.moe_grouped_gemm_impl != "transformer_engine"
+    if torch_multiplies(cfg, choice.linear != TRANSFORMER_ENGINE):
+        return True
+    if m.moe_grouped_gemm_impl == "transformer_engine":
+        return False
     frozen = m.train_type == "lora" and not cfg.lora.modules_to_save and m.fp8_format is None
     whole = layout.ep == layout.etp == 1 and m.moe_token_dispatcher_type != "flex" and not m.moe_expert_capacity_factor
     on_device = dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)

@@ -123,8 +123,8 @@ class GroupedExperts(MegatronModule):
         self.groups = pg_collection
         inner = divide(config.moe_ffn_hidden_size, pg_collection.expt_tp.size())
         joined = 2 * inner if config.gated_linear_unit else inner
-        self.linear_fc1 = GroupedExpertLinear(num_local_experts, config.hidden_size, joined, config)
-        self.linear_fc2 = GroupedExpertLinear(num_local_experts, inner, config.hidden_size, config)
+        self.linear_fc1 = submodules.linear_fc1(num_local_experts, config.hidden_size, joined, config)
+        self.linear_fc2 = submodules.linear_fc2(num_local_experts, inner, config.hidden_size, config)
         unit = config.use_te_activation_func and submodules.activation_func
         self.unit = build_module(submodules.activation_func, config=config) if unit else None
 
