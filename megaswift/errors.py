@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +27,15 @@ EXIT_MACHINE_TAKEN = 128 + signal.SIGUSR1
 """A machine will be taken away (`--preemption_command`): the run has saved, as on a cluster's SIGUSR1."""
 NOT_RESTARTED = (*EXPLAINED, EXIT_HARDWARE, EXIT_MACHINE_TAKEN)
 """Exit codes after which a restart on the same machines would end the same."""
+
+
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Characters that move a terminal's cursor, end a line or reverse the order of what is shown."""
+
+
+def without_control_characters(text: str) -> str:
+    """Returns text of a user's file for a message: control characters are escaped, so that it stays in its line."""
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,9 @@ class UserError(Exception):
             text = str(p) if p.rule else p.what + (f"\n    try: {p.fix}" if p.fix else "")
             lines.append("  - " + text)
         count = f" ({len(lines)} problems)" if len(lines) > 1 else ""
-        return f"megaswift: {self.title}{count}\n" + "\n".join(lines)
+        # a message may have several lines, but no character that makes a terminal do something
+        shown = "\n".join(without_control_characters(line) for text in lines for line in text.split("\n"))
+        return f"megaswift: {self.title}{count}\n{shown}"
 
 
 class ConfigError(UserError):

@@ -58,7 +58,7 @@ def token_dependencies(spec: EncodeSpec) -> dict[str, Any]:
     templates = spec.templates
     return {
         "task": spec.task,
-        "tokenizer": _hash([spec.tokenizer, spec.eos_id, spec.begin]),
+        "tokenizer": _hash([spec.tokenizer, spec.eos_id, spec.begin, *([True] if spec.splits_special_tokens else [])]),
         "processor": _processor(spec.processor) if spec.processor else None,
         "chat_template": _hash(templates.named) if templates else None,
         "special_tokens": _hash([templates.special_tokens, templates.end_tokens]) if templates else None,

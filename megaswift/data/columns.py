@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaswift.data.resolve_dataset_files import DatasetFiles, FilePart
-from megaswift.errors import DataError, Problem, did_you_mean_hint
+from megaswift.errors import DataError, Problem, did_you_mean_hint, without_control_characters
 from megaswift.log import warn
 
 LOOKED_AT = 1000
@@ -21,13 +21,15 @@ def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[s
 
 
 def fill_self_cognition_name_placeholders(value: Any, texts: Mapping[str, Sequence[str]], chinese: bool = False) -> Any:
-    """A row, or a value of it, with {{NAME}} and {{AUTHOR}} replaced, as rows of self-cognition data sets have them.
+    """A row, or a value of it, with {{NAME}} and {{AUTHOR}} replaced, as rows of self-cognition data sets have them;
+    {{name}} and {{author}}, as LLaMA-Factory's have them, too.
 
     `texts`: placeholder -> its text, or two, of which the first is for rows whose column `tag` is zh.
     """
     if isinstance(value, str):
         for placeholder, words in texts.items():
-            value = value.replace(placeholder, words[0 if chinese else -1])
+            word = words[0 if chinese else -1]
+            value = value.replace(placeholder, word).replace(placeholder.lower(), word)
         return value
     if isinstance(value, Mapping):
         chinese = chinese or value.get("tag") == "zh"
@@ -50,11 +52,12 @@ def check_columns_exist(sources: Sequence[DatasetFiles], columns: Mapping[str, s
                 lacking = {old: new for old, new in lacking.items() if old not in located.row}
             if not lacking:
                 break
+    names = [without_control_characters(name) for name in seen]
     problems = [
         Problem(
             f"--columns {old}={new}",
-            f"no row has a column {old}; columns are {', '.join(list(seen)[:20])}",
-            did_you_mean_hint(old, list(seen)) or "FROM=TO, the file's name first",
+            f"no row has a column {old}; columns are {', '.join(names[:20])}",
+            did_you_mean_hint(old, names) or "FROM=TO, the file's name first",
         )
         for old, new in lacking.items()
     ]

@@ -17,7 +17,6 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
 from megaswift.config.agent_templates import AGENT_FORMATS, AGENT_TEXTS, REFUSED_AGENT_FORMATS
-from megaswift.config.data import CHATS
 from megaswift.config.external_plugins import files_with_data_formats
 from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
 from megaswift.data.attach_row_media import reject_media
@@ -39,7 +38,7 @@ from megaswift.data.row_readers import LocatedRow
 from megaswift.data.token_safe_split_points import token_safe_split_patterns
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample, with_default_system_message
 from megaswift.data.vision_processor import Processor, ProcessorFolderWithDigest, tokenizer_of_tokenizer_or_processor
-from megaswift.errors import ConfigError, DataError, Problem
+from megaswift.errors import ConfigError, DataError, Problem, without_control_characters
 
 BATCH = 256
 SHOWN = 10
@@ -63,7 +62,9 @@ class EncodeSpec:
     """Text in rows -> what replaces it."""
     strict: bool = True
     begin: list[int] = field(default_factory=list)
-    """Tokens before a plain prompt: what the tokenizer itself puts before a text."""
+    """Tokens before a plain text: what the tokenizer itself puts there."""
+    splits_special_tokens: bool = False
+    """Whether special tokens in a text are encoded as any other text (`split_special_tokens` of the tokenizer)."""
     processor: ProcessorFolderWithDigest | None = None
     """Of a model that reads images."""
     image_folder: str = ""
@@ -118,7 +119,8 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         tokenizer=backend.to_str(),
         eos_id=tokenizer.eos_token_id,
         templates=None if plain else _templates(data, tokenizer),
-        begin=_before(tokenizer) if task in CHATS else [],
+        begin=_before(tokenizer),
+        splits_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
         loss_scale=parse_loss_scale(data.loss_scale),
         system=read_system_message(data.system),
         columns=dict(data.columns),
@@ -193,13 +195,14 @@ class RowEncoder:
         self._tokenizer.no_truncation()
         # adds nothing here, but would trim white space off the offsets
         self._tokenizer.post_processor = processors.Sequence([])
+        self._tokenizer.encode_special_tokens = spec.splits_special_tokens  # which its JSON leaves out
         self._chat = ChatRenderer(spec.templates, spec.loss_scale) if spec.templates is not None else None
         self._end = spec.eos_id if spec.task == "pt" else None
         self._weighted = any(table.weights - {0.0, 1.0} for table in spec.loss_scale.tables)
         """Whether a token may have another loss weight than 0 and 1."""
         self.keeps = spec.processor is not None
         """Whether rows keep something beside their tokens."""
-        cuts = token_safe_split_patterns(self._tokenizer)
+        cuts = None if spec.splits_special_tokens else token_safe_split_patterns(self._tokenizer)
         self._pieces = (
             DistinctPieceEncoder(self._tokenizer, cuts, token_range_of_characters) if cuts is not None else None
         )
@@ -243,7 +246,7 @@ class RowEncoder:
         if sample.prompt is not None:
             return self._completed(sample.prompt, sample.text or "")
         if sample.text is not None:
-            return RenderedConversation(sample.text, ((0, len(sample.text)),))
+            return RenderedConversation(sample.text, ((0, len(sample.text)),), plain=True)
         if self._chat is None:
             raise RowError(
                 "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja (or the template text)"
@@ -360,4 +363,5 @@ def reject_lone_surrogates(text: str) -> None:
 
 def malformed_row_problem(path: str, line: int, error: RowError) -> Problem:
     """A malformed row for the user: file, line, place in it, what was found and what was expected."""
-    return Problem(f"{path}:{line}", f"{error.where}: {error.found}; expected {error.expected}", error.fix)
+    place = f"{without_control_characters(path)}:{line}"
+    return Problem(place, f"{error.where}: {error.found}; expected {error.expected}", error.fix)

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from megaswift.data import json_text
 from megaswift.data.untokenized_sample import LineError, RowError, describe_value
-from megaswift.errors import DataError, Problem
+from megaswift.errors import DataError, Problem, without_control_characters
 from megaswift.errors import first_line as reason
 
 BY_BYTES = ("jsonl", "txt")
@@ -187,7 +187,11 @@ def _header(path: Path, reader: Any) -> list[str]:
         raise DataError(Problem(place, "is not UTF-8 (perhaps UTF-16)", "save the file in UTF-8"))
     twice = sorted({name for name in header if name and header.count(name) > 1})
     if twice:
-        raise DataError(Problem(place, f"two columns are named {twice[0]}", "give each column a unique name"))
+        raise DataError(
+            Problem(
+                place, f"two columns are named {without_control_characters(twice[0])}", "give each column a unique name"
+            )
+        )
     return header
 
 
@@ -196,8 +200,13 @@ def _csv(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located
         yield LocatedRow(line, row, i)
 
 
+def without_nulls_of_arrow(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without the nulls that Arrow puts where a struct of another row has a key and this one has none; a column
+    of its own that is null stays."""
+    return {column: _pruned(value) for column, value in row.items()}
+
+
 def _pruned(value: Any) -> Any:
-    """Without the nulls that a columnar file puts where a struct has no such key."""
     if isinstance(value, dict):
         return {k: _pruned(v) for k, v in value.items() if v is not None}
     return [_pruned(v) for v in value] if isinstance(value, list) else value
@@ -249,7 +258,7 @@ def _parquet_rows(batch: pa.RecordBatch, lo: int, hi: int, number: int) -> Itera
     except DAMAGED:
         rows = [_parquet_row(batch, i) for i in range(lo, hi)]
     for i, row in enumerate(rows, number + lo):
-        yield LocatedRow(i, _pruned(row), i)
+        yield LocatedRow(i, row if isinstance(row, RowError) else without_nulls_of_arrow(row), i)
 
 
 def _parquet_row(batch: pa.RecordBatch, i: int) -> Any:

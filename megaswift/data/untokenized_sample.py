@@ -19,6 +19,7 @@ from megaswift.data.role_aliases_and_tool_call_turns import (
     canonical_role_or_none,
     merge_tool_calls_into_turns,
 )
+from megaswift.errors import without_control_characters
 
 
 class RowError(Exception):
@@ -28,7 +29,9 @@ class RowError(Exception):
     """What to type, where that is known."""
 
     def __init__(self, column: str, found: str, expected: str) -> None:
-        self.column, self.found, self.expected = column, found, expected
+        self.column = without_control_characters(column)
+        self.found = found
+        self.expected = expected
         super().__init__(f"column {column!r}: {found}; expected {expected}")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -50,7 +53,12 @@ class LineError(RowError):
         return self.column
 
 
-LOSS_FIELDS = ("loss", "loss_scale")
+LOSS_FLAGS = ("loss", "weight", "loss_weight", "train", "training")
+"""Fields of a message that include it in the loss or exclude it: ours, and those of OpenAI and ShareGPT, LLaMA-Factory
+and axolotl."""
+PARTS_OF_LOSS = ("train_detail", "training_detail")
+"""axolotl's fields for parts of a message."""
+LOSS_FIELDS = (*LOSS_FLAGS, "loss_scale", *PARTS_OF_LOSS)
 """Of a message: what chat templates do not read."""
 
 
@@ -75,7 +83,8 @@ def describe_value(value: Any) -> str:
         shown = json.dumps(value, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError):  # keys that are no text, values that hold themselves
         shown = repr(type(value))
-    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+    short = shown if len(shown) <= 60 else shown[:57] + "..."
+    return f"{type(value).__name__} {without_control_characters(short)}"
 
 
 def decode_json_cell(value: Any, column: str, expected: str) -> Any:
@@ -130,16 +139,29 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], MessageLoss]:
     if role != "assistant":
         loss = loss_flag(loss)
         if loss:
-            raise RowError(f"{where}.loss", f"true on a {role} message", "true on assistant messages only")
+            name = next(name for name in LOSS_FLAGS if message.get(name))
+            given = "true" if message[name] is True else describe_value(message[name])
+            raise RowError(f"{where}.{name}", f"{given} on a {role} message", f"{given} on assistant messages only")
     fields = {k: v for k, v in message.items() if k not in LOSS_FIELDS and v is not None}
     return fields if fields["role"] == role else fields | {"role": role}, loss
 
 
 def _loss(message: Mapping[str, Any], where: str) -> MessageLoss:
-    loss = message.get("loss")
-    if loss not in (None, True, False):
-        raise RowError(f"{where}.loss", describe_value(loss), "true or false")
-    flag = None if loss is None else bool(loss)
+    flag: bool | None = None
+    for name in LOSS_FLAGS:
+        given = message.get(name)
+        if given is None:
+            continue
+        if given not in (0, 1):
+            fault = describe_value(given)
+            fraction = isinstance(given, int | float)
+            fault += ", a weight of one message, which is not supported" if fraction else ""
+            raise RowError(f"{where}.{name}", fault, "true or false" if name == "loss" else "0, 1, false or true")
+        flag = bool(given) and flag is not False  # a message is excluded if any of its fields says so
+    for name in PARTS_OF_LOSS:
+        if message.get(name):
+            fault = f"{describe_value(message[name])}, which is not supported"
+            raise RowError(f"{where}.{name}", fault, "`train` of the whole message; --loss_scale FILE.json for parts")
     scale = message.get("loss_scale")  # ms-swift's
     if scale is None:
         return flag

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from megaswift.data.coordinate_token_cache_build import data_cache_folder
+from megaswift.data.row_readers import without_nulls_of_arrow
 from megaswift.errors import ConfigError, DataError, Problem
 
 FIX = "give a path, a list of paths, a list of dictionaries or a datasets.Dataset"
@@ -63,7 +64,7 @@ def _stored(rows: Iterable[Mapping[str, Any]], option: str, cache: str | None) -
         folder.mkdir(exist_ok=True)
         with fresh.open("wb") as file:
             for number, row in enumerate(rows):
-                line = _line(row, number, option)
+                line = _line(without_nulls_of_arrow(row) if _is_dataset(rows) else row, number, option)
                 digest.update(line)
                 file.write(line)
         target = folder / f"{digest.hexdigest()[:32]}.jsonl"

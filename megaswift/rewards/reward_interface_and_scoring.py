@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from megaswift.errors import Problem, did_you_mean_hint
+from megaswift.errors import Problem, did_you_mean_hint, without_control_characters
 from megaswift.rewards.reward_value_validation import Value, checked_rewards, reward_error_from_trace_factory
 from megaswift.user_code_errors import convert_user_code_errors
 
@@ -137,8 +137,9 @@ def reward_function_flag(function: RewardFunction) -> str:
 
 def missing_reward_column_problems(functions: Sequence[RewardFunction], columns: frozenset[str]) -> list[Problem]:
     """What is wrong with a data set of these columns; to be asked before anything is built."""
-    has = f"the data has {', '.join(sorted(columns))}" if columns else "the data has no further columns"
-    yours = next(iter(columns)) if len(columns) == 1 else "YOURS"
+    names = [without_control_characters(name) for name in sorted(columns)]
+    has = f"the data has {', '.join(names)}" if columns else "the data has no further columns"
+    yours = names[0] if len(names) == 1 else "YOURS"
     return [
         Problem(
             reward_function_flag(f),

@@ -22,6 +22,7 @@ TEXTS = {"{{NAME}}": ("小黄", "Xiao Huang"), "{{AUTHOR}}": ("魔搭",)}
         ({"response": "I am {{NAME}} by {{AUTHOR}}.", "tag": "en"}, "I am Xiao Huang by 魔搭."),
         ({"response": "我是{{NAME}}。", "tag": "zh"}, "我是小黄。"),
         ({"response": "{{NAME}}{{NAME}}"}, "Xiao HuangXiao Huang"),
+        ({"response": "I am {{name}} by {{author}}."}, "I am Xiao Huang by 魔搭."),
         ({"response": "nothing to fill in {NAME}"}, "nothing to fill in {NAME}"),
     ],
 )

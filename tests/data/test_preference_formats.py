@@ -275,3 +275,27 @@ def test_data_of_another_task_are_refused(task: str, row: dict[str, Any], said: 
 def test_a_label_does_not_keep_a_conversation_from_sft() -> None:
     assert recognize_format({"messages": [U, A], "label": "news"}, "sft").name == "messages"
     assert recognize_format({"messages": [U, A], "rejected_response": None}, "sft").name == "messages"
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "column"),
+    [
+        ("dpo", {"messages": [U, A], "rejected_response": None}, "rejected_response"),
+        (
+            "dpo",
+            {"query": "q", "response": "a", "rejected_response": None, "rejected_messages": None},
+            "rejected_response",
+        ),
+        ("rm", {"prompt": "q", "chosen": "a", "rejected": None}, "rejected"),
+        ("kto", {"messages": [U, A], "label": None}, "label"),
+    ],
+)
+def test_a_column_that_is_null_is_named(task: str, row: dict[str, Any], column: str) -> None:
+    with pytest.raises(RowError) as e:
+        recognize_format(row, task).parse(row)
+    assert e.value.column == column
+    if column == "rejected_response":
+        empty = {**row, column: ""}
+        with pytest.raises(UnusablePreferenceError) as other:
+            recognize_format(empty, task).parse(empty)
+        assert str(e.value) == str(other.value)

@@ -140,7 +140,7 @@ def test_what_json_cannot_hold_is_text(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "when": datetime.date(2026, 1, 2), "tests": [{"x": 1}], "none": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
     made = load_prompt_splits(run(tmp_path, str(tmp_path / "d.parquet"), task="ppo"), tokenizer("qwen"), 1)[0]
-    assert made.next()[0].columns == {"when": "2026-01-02", "tests": [{"x": 1}]}
+    assert made.next()[0].columns == {"when": "2026-01-02", "tests": [{"x": 1}], "none": None}
 
 
 @pytest.mark.parametrize(

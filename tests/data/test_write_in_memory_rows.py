@@ -10,9 +10,11 @@ from typing import Any
 import datasets
 import pytest
 
+from megaswift.data.encode_rows import RowEncoder, encode_spec
+from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.write_in_memory_rows import dataset_option_paths
 from megaswift.errors import ConfigError, DataError
-from tests.data.makers import chat
+from tests.data.makers import chat, config, jsonl, tokenizer
 
 ROWS = [chat("hello", "world"), chat("日本語", "🙂"), {"messages": [], "number": 1.5, "none": None}]
 
@@ -30,6 +32,59 @@ def test_rows_are_one_file_whatever_holds_them(tmp_path: Path) -> None:
         same, "dataset", str(tmp_path)
     )
     assert dataset_option_paths(ROWS[:1], "dataset", str(tmp_path)) != path
+
+
+def tool(name: str, /, **parameters: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": parameters, "required": list(parameters)}
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
+
+
+def call(name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+SEVERAL_TOOLS = [
+    {
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [call("add", {"a": 1}), call("city", {"name": "Rome"})],
+            },
+            {"role": "tool", "content": "r", "name": "add", "tool_call_id": "c"},
+            {"role": "assistant", "content": "world", "reasoning_content": "think", "weight": 1.0},
+        ],
+        "tools": [
+            tool("add", a={"type": "integer", "minimum": 0}),
+            tool("city", b={"type": "string", "enum": ["Rome"]}),
+        ],
+    },
+    {"messages": [*chat("q", "a")["messages"], {"role": "user", "content": "x"}], "tools": None},
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5"])
+def test_arrow_s_nulls_change_no_token(name: str, tmp_path: Path) -> None:
+    """Structs of a table have the keys of all rows: nulls for those that a row does not have."""
+    dataset = datasets.Dataset.from_list(SEVERAL_TOOLS)
+    assert dataset[0]["tools"][0]["function"]["parameters"]["properties"]["b"] is None
+    dataset.to_parquet(tmp_path / "d.parquet")
+    paths = [
+        jsonl(tmp_path / "d.jsonl", SEVERAL_TOOLS),
+        str(tmp_path / "d.parquet"),
+        str(dataset_option_paths(dataset, "dataset", str(tmp_path))),
+    ]
+    tokens = [
+        [(ids.tolist(), mask.tolist()) for ids, mask in encoder.tokenize([encoder.render(row) for row in rows(path)])]
+        for path in paths
+        for encoder in [RowEncoder(encode_spec(config(tmp_path, path).data, tokenizer("qwen", name), "sft"))]
+    ]
+    assert tokens[0] == tokens[1] == tokens[2] and "null" not in tokenizer("qwen").decode(tokens[0][0][0])
+
+
+def rows(path: str) -> list[Any]:
+    return [located.row for located in FilePart(path, Path(path).suffix[1:], 0, 1 << 62).rows()]
 
 
 def test_paths_stay_paths(tmp_path: Path) -> None:

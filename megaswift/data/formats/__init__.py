@@ -17,7 +17,7 @@ from typing import Any
 from megaswift.config.data import RL, SFT
 from megaswift.data.preference_rows import PreferenceExample
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
-from megaswift.errors import DataError, Problem
+from megaswift.errors import CONTROL, DataError, Problem
 from megaswift.registry import Registry
 from megaswift.user_code_errors import convert_user_code_errors
 
@@ -108,6 +108,10 @@ def recognize_format(row: Row, task: str) -> RowFormat:
     usable = [f for f in fitting if task in f.tasks]
     if usable and (fitting[0].rank >= 0 or fitting[0] is usable[0]):
         return usable[0]
+    columns, null = set(row), set(row) - present
+    named = [f for f in FORMATS if task in f.tasks and columns.issuperset(f.required) and null & set(f.required)]
+    if empty := _ordered(f for f in named if f.detect(row)):
+        return empty[0]  # a column that the task needs is null in this row: the format's own parser names it
     if fitting:
         f = fitting[0]
         names = sorted({g.name for g in FORMATS if task in g.tasks})
@@ -183,7 +187,8 @@ def columns_option_suggestion(row: Row, task: str) -> str:
             }
             if all(candidates.values()) and len(set(candidates.values())) == len(candidates):
                 pairs = [f"{old}={new}" for new, old in candidates.items() if old != new]
-                return f"--columns {shlex.join(pairs)}"
+                typed = shlex.join(pairs)
+                return "" if CONTROL.search(typed) else f"--columns {typed}"
     return ""
 
 

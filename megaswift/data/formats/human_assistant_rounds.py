@@ -6,6 +6,7 @@ from typing import Any
 
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.untokenized_sample import (
+    LOSS_FIELDS,
     RowError,
     UntokenizedSample,
     checked_conversation_sample,
@@ -38,9 +39,8 @@ def _parse(row: Row, column: str) -> UntokenizedSample:
             or not isinstance(item.get("assistant"), str)
         ):
             raise RowError(f"{column}[{i}]", describe_value(item), 'an object {"human": string, "assistant": string}')
-        answer = {"role": "assistant", "content": item["assistant"]} | (
-            {"loss": item["loss"]} if "loss" in item else {}
-        )
+        loss = {name: item[name] for name in LOSS_FIELDS if name in item}
+        answer = {"role": "assistant", "content": item["assistant"], **loss}
         messages += [{"role": "user", "content": item["human"]}, answer]
     return checked_conversation_sample(messages, column, text_in_column(row, "system", optional=True), row.get("tools"))
 

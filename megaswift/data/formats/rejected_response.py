@@ -50,7 +50,7 @@ def _chosen(row: Row) -> UntokenizedSample:
 def parse(row: Row) -> PreferenceExample:
     """The rejected text takes the place of the last assistant message."""
     chosen = _chosen(row)
-    answer: dict[str, Any] = {"role": "assistant", "content": text_in_column(row, "rejected_response")}
+    answer: dict[str, Any] = {"role": "assistant", "content": text_in_column(row, "rejected_response", optional=True)}
     flags = (*chosen.loss[:-1], loss_flag(chosen.loss[-1]))  # the chosen answer's own weight is not this one's
     rejected = replace(chosen, messages=(*chosen.messages[:-1], answer), loss=flags)
     return make_pair(chosen, rejected, number_in_column(row), ("messages", "rejected_response"))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megaswift.errors import ConfigError, Problem, RewardError, did_you_mean_hint
+from megaswift.errors import ConfigError, Problem, RewardError, did_you_mean_hint, without_control_characters
 from megaswift.rewards.reward_value_validation import float_or_none
 from megaswift.user_code_errors import convert_user_code_errors, import_user_file
 
@@ -60,7 +60,8 @@ class EnvironmentWithNamedErrors:
 
     def reset(self, prompt: Any, columns: Mapping[str, Any]) -> None:
         """Begins; RewardError where it raises."""
-        passed = f"reset gets prompt and the row's columns: {', '.join(sorted(columns)) or 'none'}"
+        names = [without_control_characters(name) for name in sorted(columns)]
+        passed = f"reset gets prompt and the row's columns: {', '.join(names) or 'none'}"
         with convert_user_code_errors(lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}", passed))):
             self.inner.reset(prompt, **columns)
 
