@@ -8,9 +8,12 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megaswift import log
 from megaswift.clusters.cluster_and_job import SubmittedJob
+from megaswift.clusters.cluster_options import SSH
+from megaswift.clusters.clusters_file import read_cluster
 from megaswift.clusters.job_folder import submitted_jobs
 from megaswift.clusters.scheduler_protocol import scheduler_of
 from megaswift.command_line_common import UserErrorArgumentParser
@@ -33,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("verb", choices=tuple(VERBS), help="; ".join(f"{verb}: {text}" for verb, text in VERBS.items()))
     parser.add_argument("folder", nargs="?", default="output", metavar="FOLDER", help="default: output")
+    parser.add_argument("--clusters", metavar="FILE", help="the file with the clusters: for ssh_options")
     parser.add_argument("--follow", "-f", action="store_true", help="logs: wait for more")
     given = parser.parse_args(list(argv))
     if given.follow and given.verb != "logs":
@@ -54,7 +58,20 @@ def main(argv: Sequence[str]) -> int:
     if len(jobs) > 1 and given.verb == "cancel":
         folders = ", ".join(job.folder for job in jobs)
         raise ConfigError(Problem(given.folder, f"has several jobs: {folders}", "give the folder of one job"))
-    return _run(jobs[0], given)
+    job = jobs[0]
+    if job.launcher == SSH:
+        job = replace(job, options=_ssh_options(job, given.clusters))
+    return _run(job, given)
+
+
+def _ssh_options(job: SubmittedJob, clusters: str | None) -> dict[str, Any]:
+    """Of the cluster as clusters.yaml has it now: the record in the job's folder may come from someone else."""
+    try:
+        cluster = read_cluster(job.cluster, clusters)
+    except ConfigError as error:
+        log.warn(f"ssh gets no ssh_options: {error.problems[0].what}: {error.problems[0].rule}")
+        return {}
+    return {"ssh_options": cluster.get("ssh_options") or []}
 
 
 def _run(job: SubmittedJob, given: argparse.Namespace) -> int:

@@ -9,11 +9,42 @@ from typing import Any
 
 SLURM, KUBERNETES, RAY, DLC, SSH, LOCAL = "slurm", "kubernetes", "ray", "dlc", "ssh", "local"
 IN_IMAGES = (KUBERNETES, RAY, DLC)
-SAFE = re.compile(r"[A-Za-z0-9_.,:@/+=\[\]*%-]+")
-"""Of names that stand in a scheduler's options: nothing that a shell or a YAML file reads as more than text."""
+SAFE = re.compile(r"(?!-)[A-Za-z0-9_.,:@/+=\[\]*%-]+")
+"""Of names that stand in a scheduler's options: nothing that a shell or a YAML file reads as more than text, and
+no dash first, which a program reads as an option."""
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LAST_PORT = 65_535
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+DASHBOARD = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(/[A-Za-z0-9._~/-]*)?")
+"""Ray reads an address with another scheme as the name of a Python module, and imports it."""
+SSH_SWITCHES = ("-4", "-6", "-C", "-q", "-v")
+SSH_FLAGS = ("-p", "-l", "-i", "-J")
+SSH_SETTINGS = (
+    "AddressFamily",
+    "BindAddress",
+    "BindInterface",
+    "Ciphers",
+    "Compression",
+    "ConnectTimeout",
+    "ConnectionAttempts",
+    "HostKeyAlgorithms",
+    "HostKeyAlias",
+    "IdentitiesOnly",
+    "IdentityFile",
+    "KexAlgorithms",
+    "LogLevel",
+    "MACs",
+    "Port",
+    "PreferredAuthentications",
+    "ProxyJump",
+    "ServerAliveCountMax",
+    "ServerAliveInterval",
+    "TCPKeepAlive",
+    "User",
+    "UserKnownHostsFile",
+)
+"""Of `ssh -o NAME=VALUE`: those that start no program, load no library and send no variables. ProxyCommand,
+LocalCommand, Include and others stand in the user's own ~/.ssh/config."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +53,8 @@ class ClusterOption:
 
     name: str
     kind: str
-    """`name`, `text`, `path`, `count` (from 1), `number` (from 0), `port`, `bool`, `mapping`, `mappings`, `names`,
-    `lines`, or the values separated by |."""
+    """`name`, `path`, `url`, `count` (from 1), `number` (from 0), `port`, `bool`, `mapping`, `mappings`, `names`,
+    `ssh`, `lines`, or the values separated by |."""
     about: str
     launchers: tuple[str, ...] = ()
     """Empty: every launcher."""
@@ -62,14 +93,43 @@ def _names(value: Any) -> bool:
     return isinstance(value, list) and all(_is_name(item) for item in value)
 
 
+def _is_path(value: Any) -> bool:
+    return _text(value) and not value.startswith("-")
+
+
+def _is_url(value: Any) -> bool:
+    return isinstance(value, str) and DASHBOARD.fullmatch(value) is not None
+
+
+def _ssh_words(value: Any) -> bool:
+    """Whether these words change how ssh reaches a host, and nothing else."""
+    if not isinstance(value, list):
+        return False
+    words = [str(word) for word in value]
+    settings = {name.lower() for name in SSH_SETTINGS}
+    while words:
+        word = words.pop(0)
+        if word in SSH_SWITCHES:
+            continue
+        flag, given = word[:2], word[2:]
+        given = given or (words.pop(0) if words else "")
+        if not SAFE.fullmatch(given):
+            return False
+        name, equals, setting = given.partition("=")
+        is_setting = flag == "-o" and name.lower() in settings and bool(equals and SAFE.fullmatch(setting))
+        if flag not in SSH_FLAGS and not is_setting:
+            return False
+    return True
+
+
 def _lines(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) and "\0" not in item for item in value)
 
 
 _KINDS: dict[str, tuple[str, Any]] = {
-    "name": ("must be a name of letters, digits and _.,:@/+=[]*%-", _is_name),
-    "text": ("must be text on one line", _text),
-    "path": ("must be a path on one line", _text),
+    "name": ("must be a name of letters, digits and _.,:@/+=[]*%-, with no dash first", _is_name),
+    "path": ("must be a path on one line, with no dash first", _is_path),
+    "url": ("must be http://HOST:PORT or https://HOST:PORT", _is_url),
     "count": ("must be a whole number of at least 1", lambda v: _count(v, 1)),
     "number": ("must be a whole number of at least 0", lambda v: _count(v, 0)),
     "port": ("must be a port, 1 to 65535", lambda v: _count(v, 1) and v <= LAST_PORT),
@@ -80,6 +140,11 @@ _KINDS: dict[str, tuple[str, Any]] = {
         lambda v: isinstance(v, list) and all(isinstance(i, Mapping) for i in v),
     ),
     "names": ("must be a list of names", _names),
+    "ssh": (
+        f"must be of {', '.join(SSH_SWITCHES)}, {', '.join(SSH_FLAGS)} with a value, and -o NAME=VALUE with NAME of "
+        f"{', '.join(SSH_SETTINGS)}; others belong in ~/.ssh/config",
+        _ssh_words,
+    ),
     "lines": ("must be a list of lines of shell", _lines),
 }
 
@@ -153,7 +218,7 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
     ClusterOption(
         "submit_to", "address|rayjob|raycluster", "Running cluster, or a manifest for KubeRay", (RAY,), "address"
     ),
-    ClusterOption("address", "text", "Of the dashboard of a running cluster: http://HOST:8265", (RAY,)),
+    ClusterOption("address", "url", "Of the dashboard of a running cluster: http://HOST:8265", (RAY,)),
     ClusterOption("ray_version", "name", "Version of Ray in the image", (RAY,)),
     # Alibaba Cloud PAI-DLC
     ClusterOption("workspace_id", "name", "PAI workspace", (DLC,)),
@@ -172,7 +237,7 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
         "File of hosts, as DeepSpeed and MPI have it; slots are gpus_per_node where that is not set",
         (SSH,),
     ),
-    ClusterOption("ssh_options", "names", "Words for ssh before the host: -p, 2222", (SSH,)),
+    ClusterOption("ssh_options", "ssh", "Words for ssh before the host: -p, 2222", (SSH,)),
     ClusterOption("master_addr", "name", "Address of node 0 in the nodes' network; default: its host", (SSH,)),
 )
 

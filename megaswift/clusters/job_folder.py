@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import stat
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.clusters.cluster_and_job import RUN_FILE, Job, RenderedJob, SubmittedJob
+from megaswift.clusters.cluster_options import CONTROL, RAY, options_of_launcher
+from megaswift.clusters.scheduler_protocol import scheduler_of
 from megaswift.clusters.scheduler_table import SCHEDULERS
 from megaswift.errors import ConfigError, Problem, first_line
 
 JOBS = "jobs"
 """In the output directory of a run."""
 RECORD = "job.json"
-KEPT = ("context", "namespace", "kind", "submit_to", "address", "ssh_options")
-"""Options of a cluster that its tool needs later."""
+KEPT = ("context", "namespace", "kind", "submit_to", "address")
+"""Options of a cluster that its tool needs later. Those of ssh are taken from clusters.yaml."""
+ONCE_KEPT = ("ssh_options",)
+"""In records of earlier versions; not read."""
+LARGEST_RECORD = 1 << 16
+"""Bytes."""
+NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 
 
 def jobs_folder(output_dir: str, shares_files: bool) -> Path:
@@ -60,10 +69,14 @@ def write_record(job: Job, job_id: str, submitted: str) -> SubmittedJob:
 
 
 def read_record(folder: Path) -> SubmittedJob:
-    """Of a job's folder. ConfigError where job.json is no record."""
+    """Of a job's folder. ConfigError where job.json is no record.
+
+    The file may come from someone else: nothing in it may be more than a name, an id or an address to the tools that
+    get it.
+    """
     file = folder / RECORD
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(_record_text(file))
         if not isinstance(content, dict) or {*content} != {f.name for f in fields(SubmittedJob)}:
             raise ValueError("it has other fields")
         if wrong := [
@@ -72,11 +85,45 @@ def read_record(folder: Path) -> SubmittedJob:
             raise ValueError(f"{', '.join(wrong)}: not a text, or options that are no table")
         if content["launcher"] not in SCHEDULERS:
             raise ValueError(f"launcher {content['launcher']} is not one of {', '.join(SCHEDULERS)}")
-        return SubmittedJob(**{**content, "folder": str(folder)})
+        options = {name: value for name, value in content["options"].items() if name not in ONCE_KEPT}
+        record = SubmittedJob(**{**content, "folder": str(folder), "options": options})
+        _check_values(record)
+        return record
     except OSError as error:
         raise ConfigError(Problem(str(file), f"cannot be read: {error.strerror}")) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(Problem(str(file), f"is not the record of a job: {first_line(error)}")) from None
+
+
+def _record_text(file: Path) -> str:
+    """Neither a link nor a pipe, whose reading would lead elsewhere or wait for ever."""
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise ValueError("it is not a file")
+        text = stream.read(LARGEST_RECORD + 1)
+    if len(text) > LARGEST_RECORD:
+        raise ValueError(f"it is longer than {LARGEST_RECORD} characters")
+    return text
+
+
+def _check_values(record: SubmittedJob) -> None:
+    """ValueError for a value that no job of megaswift has. The text does not repeat it: it may hold control
+    characters."""
+    if not NAME.fullmatch(record.name):
+        raise ValueError("name: is not the name of a job")
+    if not scheduler_of(record.launcher).id_pattern.fullmatch(record.id):
+        raise ValueError(f"id: is not the id of a {record.launcher} job")
+    if any(CONTROL.search(text) for text in (record.cluster, record.submitted)):
+        raise ValueError("cluster, submitted: must be text on one line")
+    rows = options_of_launcher(record.launcher)
+    for name, value in record.options.items():
+        if name not in KEPT or name not in rows:
+            raise ValueError(f"options: one of them is not kept for a {record.launcher} job")
+        if rule := rows[name].wrong(value):
+            raise ValueError(f"options: {name}: {rule}")
+    by_address = record.launcher == RAY and record.options.get("submit_to", "address") == "address"
+    if by_address and "address" not in record.options:
+        raise ValueError("options: address is missing")
 
 
 def submitted_jobs(root: Path) -> tuple[list[SubmittedJob], list[Problem]]:

@@ -15,6 +15,8 @@ from typing import Any
 from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.kubernetes_pods import (
     INSTANCE_LABEL,
+    MEGASWIFT,
+    NAME_LABEL,
     NODE_NAME,
     QUEUE_LABEL,
     environment,
@@ -44,6 +46,7 @@ MOST_PODS = 10_000
 """Whose output kubectl follows: beyond any job's nodes and the pods that failed before them."""
 MOUNT_KEYS = ("claim", "host_path", "config_map")
 SECRET_PLACE = re.compile(r"[a-z0-9.-]+/[A-Za-z0-9._-]+")
+RESOURCE_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 MANAGER = "megaswift.io/submit"
 NOT_RUN = "the manifest is checked against published schemas; it has not run on a cluster"
 
@@ -52,6 +55,7 @@ class KubernetesScheduler:
     """kubectl."""
 
     shares_files = False
+    id_pattern = RESOURCE_NAME
 
     def problems(self, job: Job) -> list[Problem]:
         """An image, mounts that name one source each, secrets by their keys."""
@@ -76,7 +80,7 @@ class KubernetesScheduler:
 
     def status(self, job: SubmittedJob) -> Sequence[str]:
         """The resource and its pods."""
-        return [*_kubectl_of(job), *resources_and_pods([RESOURCES[str(job.options["kind"])]], job.id)]
+        return [*_kubectl_of(job), *resources_and_pods([RESOURCES[_kind(job)]], job.id)]
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
         """Of all pods, each line with its pod."""
@@ -84,7 +88,8 @@ class KubernetesScheduler:
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """Deletes the resources; pods get SIGTERM and time to save."""
-        return [*_kubectl_of(job), "delete", "-f", f"{job.folder}/{MANIFEST}", "--wait=false"]
+        made = ("services", "configmaps") if _kind(job) == "job" else ("configmaps",)
+        return [*_kubectl_of(job), *deletion([RESOURCES[_kind(job)], *made], job.id)]
 
 
 def pod_problems(job: Job) -> list[Problem]:
@@ -124,6 +129,12 @@ def resources_and_pods(resources: Sequence[str], name: str) -> list[str]:
     return ["get", ",".join([*resources, "pods"]), "-l", f"{INSTANCE_LABEL}={name}"]
 
 
+def deletion(resources: Sequence[str], name: str) -> list[str]:
+    """kubectl's words that delete a job's resources of these kinds. By label, not by the manifest in the job's folder:
+    a file that others may have written would name what is deleted."""
+    return ["delete", ",".join(resources), "-l", f"{NAME_LABEL}={MEGASWIFT},{INSTANCE_LABEL}={name}", "--wait=false"]
+
+
 def pod_logs(label: str, follow: bool) -> list[str]:
     """kubectl's words for the output of all pods with a label. By default it follows at most five pods."""
     return [
@@ -138,6 +149,10 @@ def pod_logs(label: str, follow: bool) -> list[str]:
 
 def _kubectl_of(job: SubmittedJob) -> list[str]:
     return kubectl(job.options.get("context"), job.options.get("namespace"))
+
+
+def _kind(job: SubmittedJob) -> str:
+    return str(job.options.get("kind", "job"))
 
 
 def _port(job: Job) -> str:

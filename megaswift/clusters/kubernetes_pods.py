@@ -1,7 +1,7 @@
 """Parts of Kubernetes manifests that every kind of job shares: the pod, its volumes, variables and resources.
 
-Values stand in the manifest as data: a YAML library writes it, and `$(NAME)`, which Kubernetes itself would expand in
-commands and variables, is escaped.
+Values stand in the manifest as data: a YAML library writes it, and `$`, which the kubelet itself would read in commands
+and variables, is escaped. Other fields are not expanded, and stand as they are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ SAVE_SECONDS = 600
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 NODE_NAME = {"name": "MEGASWIFT_NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
 """A variable with the name of the node on which a pod runs: a GPU with errors is reported with it."""
+NAME_LABEL, MEGASWIFT = "app.kubernetes.io/name", "megaswift"
+"""Of everything that `megaswift submit` creates."""
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 """Of a job's resources and pods: its name."""
 
@@ -47,8 +49,12 @@ def manifest_text(documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 def unexpanded(text: str) -> str:
-    """The text so that Kubernetes leaves it as it is."""
-    return text.replace("$(", "$$(")
+    """The text so that the kubelet gives it to the container as it is.
+
+    In command, args and the values of variables the kubelet turns `$$` into `$` and `$(NAME)` into the variable's
+    value, and it breaks a character of several bytes behind a single `$`.
+    """
+    return text.replace("$", "$$")
 
 
 def run_config_map(job: Job) -> dict[str, Any]:
@@ -56,7 +62,11 @@ def run_config_map(job: Job) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": f"{job.name}-run", "namespace": job.cluster.get("namespace")},
+        "metadata": {
+            "name": f"{job.name}-run",
+            "namespace": job.cluster.get("namespace"),
+            "labels": {NAME_LABEL: MEGASWIFT, INSTANCE_LABEL: job.name},
+        },
         "data": {RUN_FILE: job.run_text},
     }
 
@@ -64,7 +74,7 @@ def run_config_map(job: Job) -> dict[str, Any]:
 def metadata(job: Job) -> dict[str, Any]:
     """Name, namespace, labels."""
     queue = job.cluster.get("queue")
-    labels = {"app.kubernetes.io/name": "megaswift", INSTANCE_LABEL: job.name}
+    labels = {NAME_LABEL: MEGASWIFT, INSTANCE_LABEL: job.name}
     labels |= {QUEUE_LABEL: str(queue)} if queue else {}
     return {"name": job.name, "namespace": job.cluster.get("namespace"), "labels": labels}
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.errors import ConfigError, Problem
 
-IS_OWN = 'ps -ww -o args= -p "$1" | grep -qF -- "$2"'
+IS_OWN = '[[ "$1" =~ ^[0-9]+$ ]] && ps -ww -o args= -p "$1" | grep -qF -- "$2"'
 """Whether process $1 runs a file of the folder $2: a process id is given again after the end of its process."""
 ENDED = '{ echo "process $1 of the job has ended"; exit 1; }'
 SCRIPT, START, LOG = "job.sh", "start.sh", "job.log"
@@ -18,6 +20,7 @@ class LocalScheduler:
     """bash, and signals to its process group."""
 
     shares_files = True
+    id_pattern = re.compile(r"[1-9]\d{0,9}")
 
     def problems(self, job: Job) -> list[Problem]:
         """One node."""
@@ -48,11 +51,18 @@ class LocalScheduler:
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
         """The log file."""
-        return ["tail", *(["-F"] if follow else []), "-n", "+1", "--", f"{job.folder}/{LOG}"]
+        return printed_file(Path(job.folder, LOG), follow)
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """SIGTERM: the run saves its state."""
         return _of_its_process(job, f'{IS_OWN} && kill -TERM "$1" || {ENDED}')
+
+
+def printed_file(file: Path, follow: bool) -> list[str]:
+    """The command that prints a log file. ConfigError for a pipe or device, which would never end."""
+    if file.exists() and not file.is_file():
+        raise ConfigError(Problem(str(file), "is not a file", "remove it, or give the folder of another job"))
+    return ["tail", *(["-F"] if follow else []), "-n", "+1", "--", str(file)]
 
 
 def _of_its_process(job: SubmittedJob, line: str) -> list[str]:

@@ -36,6 +36,7 @@ class DlcScheduler:
     """dlc submit, get, logs, stop."""
 
     shares_files = False
+    id_pattern = re.compile(r"dlc[a-z0-9-]{1,60}")
 
     def problems(self, job: Job) -> list[Problem]:
         """An image; a size by instance type or by resources."""

@@ -5,7 +5,6 @@ The run itself starts its workers by `--launcher ray`.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,15 @@ from typing import Any
 import yaml
 
 from megaswift.clusters.cluster_and_job import RUN_FILE, Job, RenderedJob, SubmittedJob
-from megaswift.clusters.kubernetes import NOT_RUN, kubectl, pod_logs, pod_problems, resources_and_pods
+from megaswift.clusters.kubernetes import (
+    NOT_RUN,
+    RESOURCE_NAME,
+    deletion,
+    kubectl,
+    pod_logs,
+    pod_problems,
+    resources_and_pods,
+)
 from megaswift.clusters.kubernetes_pods import (
     QUEUE_LABEL,
     RUN_FOLDER,
@@ -23,6 +30,7 @@ from megaswift.clusters.kubernetes_pods import (
     pod_metadata,
     pod_spec,
     run_config_map,
+    unexpanded,
 )
 from megaswift.errors import Problem
 
@@ -39,6 +47,7 @@ class RayScheduler:
     """`ray job`, or kubectl with KubeRay's resources."""
 
     shares_files = False
+    id_pattern = RESOURCE_NAME
 
     def problems(self, job: Job) -> list[Problem]:
         """An address, or what a manifest needs."""
@@ -86,7 +95,7 @@ class RayScheduler:
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """SIGTERM to the driver, which saves; or the resource's end."""
-        return self._words(job, "stop", ["delete", "-f", f"{job.folder}/{MANIFEST}", "--wait=false"])
+        return self._words(job, "stop", deletion([*RESOURCES, "configmaps"], job.id))
 
     @staticmethod
     def _words(job: SubmittedJob, verb: str, of_kubectl: Sequence[str]) -> list[str]:
@@ -135,10 +144,9 @@ def _job_of_cluster(job: Job) -> dict[str, Any]:
 
 
 def _entry_fields(job: Job) -> dict[str, Any]:
-    return {
-        "entrypoint": shlex.join(["bash", "-c", _entry(job, f"{RUN_FOLDER}/{RUN_FILE}")]),
-        "runtimeEnvYAML": json.dumps({"env_vars": _run_variables(job)}),
-    }
+    """KubeRay puts the entry point into the arguments of a pod of its own, which the kubelet expands. Variables come
+    from the pods of the cluster: `runtimeEnvYAML` would pass them through double quotes of a shell."""
+    return {"entrypoint": unexpanded(shlex.join(["bash", "-c", _entry(job, f"{RUN_FOLDER}/{RUN_FILE}")]))}
 
 
 def _ray_job(job: Job) -> dict[str, Any]:

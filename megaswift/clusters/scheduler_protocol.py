@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -16,6 +17,8 @@ class Scheduler(Protocol):
 
     shares_files: bool
     """Whether nodes see the files of this machine under the same paths."""
+    id_pattern: re.Pattern[str]
+    """Of the ids of its jobs, which stand on the command lines of its tool."""
 
     def problems(self, job: Job) -> list[Problem]:
         """Options that are missing or do not go together."""

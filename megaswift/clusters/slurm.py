@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
+from megaswift.clusters.local_processes import printed_file
 from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
-from megaswift.errors import EXIT_HARDWARE, EXPLAINED, ConfigError, Problem
+from megaswift.errors import EXIT_HARDWARE, EXIT_MACHINE_TAKEN, EXPLAINED, ConfigError, Problem
 
 SCRIPT = "job.sh"
 LOG = "slurm-%j.log"
@@ -18,6 +20,9 @@ RESOLVED = 'getent hosts "$MASTER_ADDR" >/dev/null || MASTER_ADDR="$SLURM_LAUNCH
 """Names of nodes need not be in the network's name service."""
 ENDED = "ended"
 """File of the job's folder, with the job's id after it: exit code and time of the end, written by the script."""
+FAILURES = "failures"
+"""File of the job's folder, with the job's id after it: a line for each failure of the run, written by the script.
+Slurm's own count (SLURM_RESTART_COUNT) also has the starts after a time limit, a lost node or a preemption."""
 CANCELLED = 128 + 15
 """Exit code of a run that SIGTERM has ended, as scancel does: queued again it would come back."""
 LAST_NODE_SECONDS = 1800
@@ -39,6 +44,7 @@ class SlurmScheduler:
     """sbatch, squeue, scancel."""
 
     shares_files = True
+    id_pattern = re.compile(r"\d{1,18}")
 
     def problems(self, job: Job) -> list[Problem]:
         """GPUs are asked for in one way."""
@@ -67,11 +73,11 @@ class SlurmScheduler:
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
         """The script's output, which is that of all nodes."""
-        return ["tail", *(["-F"] if follow else []), "-n", "+1", "--", f"{job.folder}/{LOG.replace('%j', job.id)}"]
+        return printed_file(Path(job.folder, LOG.replace("%j", job.id)), follow)
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """SIGTERM to the run, which saves; Slurm kills what is left after its KillWait."""
-        return ["scancel", job.id]
+        return ["scancel", "--", job.id]
 
 
 _STATUS = """\
@@ -86,11 +92,18 @@ case "$code$queue" in 0*|*"Invalid job id"*) ;; *) echo "$queue" >&2; exit "$cod
 record=$(sacct -X --noheader --jobs "$1" --format JobID,JobName%20,State%12,ExitCode,Elapsed,End 2> /dev/null)
 if [ -n "$record" ]; then echo "$record"; exit 0; fi
 echo "job $1 is not in Slurm's queue any more, and Slurm's accounting has no record of it"
-if read -r code end 2> /dev/null < "$2"; then echo "its script ended at $end with exit code $code"; exit 0; fi
+if [ -f "$2" ] && read -r code end < "$2"; then echo "its script ended at $end with exit code $code"; exit 0; fi
 echo "its script did not get to its end: the job was cancelled, killed or lost its node (megaswift jobs logs)"
 exit 1
 """
 """$1: the job's id, $2: its file ENDED. Slurm forgets a job some minutes after its end (MinJobAge)."""
+
+
+_CORES = (
+    "cores=${SLURM_CPUS_ON_NODE:-}; "
+    'case "${SLURM_JOB_CPUS_PER_NODE:-}" in *,*) cores= ;; esac  # unless nodes have different numbers of cores'
+)
+"""For a job that says nothing of cores: its task gets all that Slurm has reserved on a node, not one."""
 
 
 def _script(job: Job) -> Iterator[str]:
@@ -114,16 +127,18 @@ def _script(job: Job) -> Iterator[str]:
     yield "trap on_usr1 USR1"
     yield "trap on_term TERM"
     node = f'export NODE_RANK="$SLURM_NODEID"; {RESOLVED}; exec "$@"'
-    yield f"srun {shell_words([*_step(job)])} bash -c {shell_words([node])} node \\"
+    cores = ""
+    if not cluster.get("cpus_per_node"):
+        yield _CORES
+        cores = " ${cores:+--cpus-per-task=$cores}"
+    yield f"srun {shell_words([*_step(job)])}{cores} bash -c {shell_words([node])} node \\"
     yield f"    {shell_words(job.command(str(job.run_file)))} &"
     yield "step=$!"
     yield "signalled=1"
     yield 'while [ "$signalled" = 1 ]; do signalled=0; wait "$step"; code=$?; done  # a signal interrupts wait'
-    again = ['[ "$early" = 1 ] && [ "$code" != 0 ]']
-    if requeues := cluster.get("requeues"):
-        explained = " ".join(f'&& [ "$code" != {code} ]' for code in (*EXPLAINED, CANCELLED))
-        again.append(f'[ "$code" != 0 ] {explained} && [ "$MEGASWIFT_RESTARTS" -lt {requeues} ]')
-    yield f"if {{ {'; } || { '.join(again)}; }}; then"
+    requeues = cluster.get("requeues")
+    yield from _decision(job, requeues)
+    yield 'if [ "$again" = 1 ]; then'
     if requeues:
         yield from (f"    {line}" for line in _EXCLUSION)
     yield '    scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script'
@@ -131,6 +146,32 @@ def _script(job: Job) -> Iterator[str]:
     ended = f"{shell_words([str(job.folder / ENDED)])}-$SLURM_JOB_ID"
     yield f'echo "$code $(date -u +%FT%TZ)" > {ended}'
     yield 'exit "$code"'
+
+
+def _decision(job: Job, requeues: int) -> Iterator[str]:
+    """Lines that set `again`. The end of the time is no failure; a failure is written down before the job is queued
+    again, since one that is not counted would start it for ever."""
+    yield "again=0"
+    yield 'case "$early $code" in'
+    yield f"    {_any_of(f'? {code}' for code in (0, *EXPLAINED))}) ;;  # it ended, or would end the same way again"
+    yield '    "1 "*) again=1 ;;  # its time is over'
+    if requeues:
+        file = f"{shell_words([str(job.folder / FAILURES)])}-$SLURM_JOB_ID"
+        yield f'    "0 {CANCELLED}") ;;  # scancel'
+        yield f'    "0 {EXIT_MACHINE_TAKEN}") again=1 ;;  # it saved, since its machine is taken away'
+        yield "    *)"
+        yield f'        if echo "$(date -u +%FT%TZ) exit code $code" >> {file}; then'
+        yield f"            failures=$(wc -l < {file})"
+        yield f'            echo "megaswift: exit code $code, failure $failures (requeues: {requeues})"'
+        yield f'            [ "$failures" -le {requeues} ] && again=1'
+        yield "        fi"
+        yield "        ;;"
+    yield "esac"
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """A pattern of `case`."""
+    return "|".join(text.replace(" ", r"\ ") for text in texts)
 
 
 _EXCLUSION = (
@@ -167,6 +208,8 @@ def _header(job: Job) -> Iterator[str]:
         yield f"cpus-per-task={cores}"
     if cluster.get("exclusive"):
         yield "exclusive"
+        if not cluster.get("memory_per_node"):
+            yield "mem=0"  # all of the node: exclusive itself reserves its cores and GPUs only
     yield "requeue"
     yield "open-mode=append"
     if seconds := cluster.get("save_before_end"):

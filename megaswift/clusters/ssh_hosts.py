@@ -5,6 +5,7 @@ The folder must be visible on every host under the same path, as the run's outpu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, SubmittedJob
 from megaswift.clusters.cluster_options import SAFE
-from megaswift.clusters.local_processes import IS_OWN
+from megaswift.clusters.local_processes import IS_OWN, printed_file
 from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.config.hostfile import read_hostfile
 from megaswift.config.variables_set_by_launcher import DEFAULT_PORT
@@ -27,6 +28,7 @@ class SshScheduler:
     """ssh; the hosts' processes are found by the process ids in the job's folder."""
 
     shares_files = True
+    id_pattern = re.compile(f"{SAFE.pattern}( {SAFE.pattern})*")
 
     def problems(self, job: Job) -> list[Problem]:
         """Hosts, as many as nodes."""
@@ -35,7 +37,7 @@ class SshScheduler:
             rule = "needs hosts or hostfile" if not given else "takes hosts or hostfile, not both"
             return [Problem(f"cluster {job.cluster.name}", rule, "hosts: [node1, node2]")]
         hosts = hosts_of(job.cluster)
-        unsafe = [h for h in hosts if not SAFE.fullmatch(h) or h.startswith("-")]
+        unsafe = [host for host in hosts if not SAFE.fullmatch(host)]
         if unsafe:
             return [Problem(f"cluster {job.cluster.name}: host {unsafe[0]}", "is not the name of a host")]
         if len(hosts) < job.nodes:
@@ -62,7 +64,7 @@ class SshScheduler:
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
         """Of node 0, whose rank 0 prints."""
-        return ["tail", *(["-F"] if follow else []), "-n", "+1", "--", f"{job.folder}/node-0.log"]
+        return printed_file(Path(job.folder, "node-0.log"), follow)
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """SIGTERM on every host."""
@@ -113,16 +115,17 @@ def _start_lines(job: Job, hosts: Sequence[str]) -> list[str]:
         remote[1] += shell_words([pid])
         send = [f"printf 'export {name}=%q\\n' \"${{{name}-}}\"" for name in secrets]
         send += [f"printf '%s\\n' {shell_words([line])}" for line in remote]
-        lines.append(f"{{ {'; '.join(send)}; }} | {shell_words(['ssh', *options, host, 'bash', '-s'])}")
+        lines.append(f"{{ {'; '.join(send)}; }} | {shell_words(['ssh', *options, '--', host, 'bash', '-s'])}")
     return [*lines, f"echo {shell_words(['started ' + ' '.join(hosts)])}"]
 
 
 def _on_every_host(job: SubmittedJob, line: str) -> Sequence[str]:
     """`line` on each host, where $1 is the process id, $2 the job's folder and $h the host. Paths go in as data."""
     options = shell_words([*QUIET, *map(str, job.options.get("ssh_options") or ())])
-    words = '"$h" "$FOLDER/node-$r.pid" "$FOLDER/"'
-    send = f"printf 'h=%q; set -- \"$(cat %q)\" %q; %s\\n' {words} {shell_words([line])}"
-    loop = f'r=0; for h in $HOSTS; do {send} | ssh {options} "$h" bash -s; r=$((r+1)); done'
+    words = '"$h" "$FOLDER/node-$r.pid" "$FOLDER/node-$r.pid" "$FOLDER/"'
+    pid = '"$([ -f %q ] && head -c 20 %q)"'
+    send = f"printf 'h=%q; set -- {pid} %q; %s\\n' {words} {shell_words([line])}"
+    loop = f'set -f; r=0; for h in $HOSTS; do {send} | ssh {options} -- "$h" bash -s; r=$((r+1)); done'
     return ["env", f"HOSTS={job.id}", f"FOLDER={job.folder}", "bash", "-c", loop]
 
 

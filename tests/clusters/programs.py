@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,12 +61,20 @@ def run_here(command: list[str], folder: Path, **more: str) -> list[dict[str, An
 
 
 def expanded_by_kubernetes(text: str, environ: dict[str, str]) -> str:
-    """A command or value as the kubelet starts it: `$(NAME)` replaced where it is a variable of the container, `$$(`
-    for `$(` (Kubernetes' reference, "Dependent environment variables")."""
-
-    def one(found: re.Match[str]) -> str:
-        if found[0].startswith("$$"):
-            return found[0][1:]
-        return environ.get(found[1], found[0])
-
-    return re.sub(r"\$\$\(|\$\(([A-Za-z_][A-Za-z0-9_]*)\)", one, text)
+    """A command or value as the kubelet starts it (k8s.io/kubernetes, third_party/forked/golang/expansion/expand.go):
+    `$$` is `$`, `$(NAME)` the variable where the container has it; a single `$` and the byte behind it are written as
+    two characters, which breaks one of several bytes."""
+    given, made, at = text.encode(), b"", 0
+    while at < len(given):
+        following = given[at + 1 : at + 2]
+        end = given.find(b")", at)
+        if given[at : at + 1] != b"$" or not following:
+            made, at = made + given[at : at + 1], at + 1
+        elif following == b"$":
+            made, at = made + b"$", at + 2
+        elif following == b"(" and end >= 0:
+            name = given[at + 2 : end].decode()
+            made, at = made + environ.get(name, f"$({name})").encode(), end + 1
+        else:
+            made, at = made + b"$" + chr(following[0]).encode(), at + 2
+    return made.decode(errors="replace")

@@ -30,10 +30,17 @@ PIECES = (
     "$$(HOME)",
     "\\",
     "&& touch X",
+    "$$x$$",
+    "$$$$",
+    "$é",
 )
 PIECES += ("!x", "*", "~", "%j", "#", "-n", " ", "é", "中", "|", ">X", "{a,b}", "=", ":", "- ", "%", "\u2028")
 KUBERNETES = ["job", "trainjob", "pytorchjob", "mpijob", "volcano"]
-ALWAYS = (("$(touch X)`touch X`'\"; touch X", "$(HOME) $$(HOME) $HOME", "a b'c"), ("", "'", "$(x)"))
+ALWAYS = (
+    ("$(touch X)`touch X`'\"; touch X", "$(HOME) $$(HOME) $HOME", "a b'c"),
+    ("", "'", "$(x)"),
+    ("Write $$x$$, $$$$y $é; $(NNODES) and $$(NNODES) stay", "$$(NNODES) $$5 $é $(touch X) `touch X`", "a$$b"),
+)
 LAUNCHERS = ["local", "slurm", "ssh", "dlc", "ray", "rayjob", "raycluster"]
 LAUNCHERS += KUBERNETES
 
@@ -56,8 +63,7 @@ def commands(rendered: RenderedJob, launcher: str, folder: Path) -> tuple[list[s
         return ["bash", "-c", entry], yaml.safe_load(rendered.files["runtime_env.yaml"])["env_vars"]
     documents = list(yaml.safe_load_all(rendered.files["job.yaml"]))
     if launcher in ("rayjob", "raycluster"):
-        spec = documents[-1]["spec"]
-        return ["bash", "-c", spec["entrypoint"]], yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
+        return _as_kuberay_starts_it(documents)
     container = _container(documents[-1], launcher)
     environ: dict[str, str] = {}
     for entry_ in (one for one in container["env"] if "value" in one):
@@ -70,6 +76,19 @@ def commands(rendered: RenderedJob, launcher: str, folder: Path) -> tuple[list[s
     }
     environ |= mine.get(launcher, {"RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     return [expanded_by_kubernetes(word, environ) for word in container["command"]], environ
+
+
+def _as_kuberay_starts_it(documents: list[dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
+    """The driver: in KubeRay's pod `bash -c "ray job submit [--runtime-env-json "JSON"] -- ENTRYPOINT ;"`, whose
+    arguments the kubelet expands (KubeRay 1.6, common/job.go); its variables are those of the head's container."""
+    spec = documents[-1]["spec"]
+    cluster = spec.get("rayClusterSpec") or documents[-2]["spec"]
+    env = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["env"]
+    environ: dict[str, str] = {}
+    for entry in (one for one in env if "value" in one):
+        environ[entry["name"]] = expanded_by_kubernetes(entry["value"], environ)
+    assert "runtimeEnvYAML" not in spec, "KubeRay passes it in double quotes, in which bash runs $(...)"
+    return ["bash", "-c", expanded_by_kubernetes(f"bash -c '\"$@\"' -- {spec['entrypoint']} ;", environ)], environ
 
 
 def _container(manifest: dict[str, Any], kind: str) -> dict[str, Any]:

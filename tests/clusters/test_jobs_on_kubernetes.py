@@ -56,32 +56,43 @@ def test_the_selector_finds_the_resources_and_their_pods(name: str, tmp_path: Pa
         if document["kind"] not in NO_RESOURCE_OF_A_JOB:
             assert f"{document['kind'].lower()}s.{document['apiVersion'].partition('/')[0]}" in kinds
             assert document["metadata"]["labels"][key] == value
+    deleted = list(scheduler_of(record.launcher).cancel(record))
+    assert {f"{document['kind'].lower()}s" for document in found} <= {
+        kind.partition(".")[0] for kind in deleted[deleted.index("delete") + 1].split(",")
+    }
+    assert all(document["metadata"]["labels"]["app.kubernetes.io/name"] == "megaswift" for document in found)
+    assert all(document["metadata"]["labels"][key] == value for document in found)
     pods = list(templates(found))
     assert pods and all(pod["metadata"]["labels"][key] == value for pod in pods)
 
 
 @pytest.mark.parametrize(
-    ("made", "status", "logs"),
+    ("made", "status", "logs", "deleted"),
     [
         (
             job("kubernetes", namespace="train", context="prod"),
             "get jobs.batch,pods -l app.kubernetes.io/instance=run",
             "logs -l app.kubernetes.io/instance=run --prefix --tail=-1",
+            "jobs.batch,services,configmaps",
         ),
         (
             job("ray", submit_to="rayjob", namespace="train", context="prod"),
             "get rayjobs.ray.io,rayclusters.ray.io,pods -l app.kubernetes.io/instance=run",
             "logs -l job-name=run --prefix --tail=-1",
+            "rayjobs.ray.io,rayclusters.ray.io,configmaps",
         ),
         (
             job("ray", submit_to="raycluster", namespace="train", context="prod"),
             "get rayjobs.ray.io,rayclusters.ray.io,pods -l app.kubernetes.io/instance=run",
             "logs -l job-name=run --prefix --tail=-1",
+            "rayjobs.ray.io,rayclusters.ray.io,configmaps",
         ),
     ],
     ids=["job", "rayjob", "raycluster"],
 )
-def test_what_jobs_runs(made: Job, status: str, logs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_jobs_runs(
+    made: Job, status: str, logs: str, deleted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The driver's output of a Ray job is that of the Job which KubeRay makes for it, under the same name."""
     record = submitted(made, tmp_path / "out/jobs")
     tool = tmp_path / "kubectl"
@@ -96,6 +107,6 @@ def test_what_jobs_runs(made: Job, status: str, logs: str, tmp_path: Path, monke
         f"{cluster} {status}",
         f"{cluster} {logs}",
         f"{cluster} {logs} -f --max-log-requests=10000",
-        f"{cluster} delete -f {record.folder}/job.yaml --wait=false",
+        f"{cluster} delete {deleted} -l app.kubernetes.io/name=megaswift,app.kubernetes.io/instance=run --wait=false",
     ]
     assert json.loads((Path(record.folder) / "job.json").read_text())["id"] == "run"

@@ -74,7 +74,9 @@ def test_gpus_stand_in_the_limits() -> None:
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
 
 
-@pytest.mark.parametrize("text", ["$(A)", "$$(A)", "$$$(A)", "a$(A)b$(B)", "$A", "$$", "$"])
+@pytest.mark.parametrize(
+    "text", ["$(A)", "$$(A)", "$$$(A)", "a$(A)b$(B)", "$A", "$$x$$", "$$", "$", "$\u00e9$\u4e2d", "$(A", "$()"]
+)
 def test_kubernetes_expands_nothing_of_ours(text: str) -> None:
     assert expanded_by_kubernetes(unexpanded(text), {"A": "wrong", "B": "wrong"}) == text
 

@@ -19,7 +19,7 @@ import yaml
 from megaswift.clusters.cluster_and_job import Cluster
 from megaswift.clusters.scheduler_protocol import scheduler_of
 from tests.clusters.jobs import job
-from tests.clusters.programs import program, run_here
+from tests.clusters.programs import expanded_by_kubernetes, program, run_here
 from tests.network_namespaces import Machine, machines, why_not
 from tests.sources import ROOT
 from tests.trainers.inputs import write_inputs
@@ -118,7 +118,8 @@ def test_a_job_starts_in_the_cluster_s_workdir(submit_to: str, tmp_path: Path) -
         words = list(rendered.commands[-1])
         command, run_file = words[words.index("--") + 1 :], "/run.yaml"
     else:
-        command = ["bash", "-c", list(yaml.safe_load_all(rendered.files["job.yaml"]))[-1]["spec"]["entrypoint"]]
+        entry = list(yaml.safe_load_all(rendered.files["job.yaml"]))[-1]["spec"]["entrypoint"]
+        command = ["bash", "-c", expanded_by_kubernetes(entry, {})]
         run_file = "/etc/megaswift/run.yaml"
     (arrived,) = run_here(command, tmp_path)
     assert arrived["folder"] == str(place) and arrived["words"][2] == "train"

@@ -215,7 +215,7 @@ def test_srun_itself_starts_nodes_or_ranks(environ: dict[str, str], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("code", "early", "restarts", "requeues", "again"),
+    ("code", "early", "failures", "requeues", "again"),
     [
         (0, False, 0, 2, False),
         (0, True, 0, 0, False),  # it finished after the signal
@@ -227,44 +227,102 @@ def test_srun_itself_starts_nodes_or_ranks(environ: dict[str, str], tmp_path: Pa
         (2, False, 0, 2, False),
         (3, False, 0, 2, False),
         (4, False, 0, 2, True),  # a GPU with errors
-        (138, False, 0, 2, True),  # --preemption_command
+        (138, False, 2, 2, True),  # --preemption_command: no failure
+        (138, False, 0, 0, False),
+        (2, True, 0, 2, False),  # no space for the checkpoint before the time limit
         (143, False, 0, 2, False),  # scancel
         (143, True, 0, 2, True),
     ],
 )
 def test_which_ends_are_queued_again(
-    code: int, early: bool, restarts: int, requeues: int, again: bool, tmp_path: Path
+    code: int, early: bool, failures: int, requeues: int, again: bool, tmp_path: Path
 ) -> None:
     """The script's own decision, with a run that ends with `code`, after USR1 where `early`."""
-    run = tmp_path / "python"
+    render_script(tmp_path, requeues)
+    (tmp_path / "failures-7").write_text("2026-01-01T00:00:00Z exit code 1\n" * failures)
+    assert attempt(tmp_path, code, early, 9) == again
+
+
+def render_script(folder: Path, requeues: int) -> None:
+    """The job's script, with stand-ins for Slurm's programs."""
+    made = job("slurm", python=str(folder / "python"), workdir=str(folder), folder=folder, requeues=requeues)
+    text = scheduler_of("slurm").render(made).files["job.sh"].replace("sleep 60", "exit 0")
+    (folder / "job.sh").write_text(text)
+    control = folder / "control"
+    control.mkdir()
+    (control / "scontrol").write_text(f"#!/bin/bash\n[ $1 = requeue ] && touch {folder}/again\necho localhost\n")
+    (control / "scontrol").chmod(0o755)
+    (control / "srun").write_text(
+        f'#!/bin/bash\necho "$@" > {folder}/srun\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"\n'
+    )
+    (control / "srun").chmod(0o755)
+
+
+def attempt(folder: Path, code: int, early: bool, restarts: int, **more: str) -> bool:
+    """Starts the script once as Slurm does; whether the job is queued again."""
+    for name in ("again", "got"):
+        (folder / name).unlink(missing_ok=True)
     signal = (
         "trap : USR1; kill -USR1 $(ps -o ppid= -p $$); while :; do sleep 0.05; [ -e got ] && break; touch got; done; "
         if early
         else ""
     )
-    run.write_text(f"#!/bin/bash\n{signal}exit {code}\n")
-    run.chmod(0o755)
-    rendered = scheduler_of("slurm").render(job("slurm", python=str(run), workdir=str(tmp_path), requeues=requeues))
-    script = tmp_path / "job.sh"
-    text = rendered.files["job.sh"].replace("sleep 60", "exit 0")
-    script.write_text(text)
-    control = tmp_path / "control"
-    control.mkdir()
-    (control / "scontrol").write_text(f"#!/bin/bash\n[ $1 = requeue ] && touch {tmp_path}/again\necho localhost\n")
-    (control / "scontrol").chmod(0o755)
-    (control / "srun").write_text('#!/bin/bash\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"\n')
-    (control / "srun").chmod(0o755)
-    variables = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "n",
-        "SLURM_RESTART_COUNT": str(restarts),
-        "SLURM_NODEID": "0",
-    }
+    (folder / "python").write_text(f"#!/bin/bash\n{signal}exit {code}\n")
+    (folder / "python").chmod(0o755)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_NODEID": "0", **more}
+    variables |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     done = subprocess.run(
-        ["bash", str(script)], env={"PATH": f"{control}:/usr/bin:/bin", **variables}, check=False, timeout=30
+        ["bash", str(folder / "job.sh")],
+        env={"PATH": f"{folder}/control:/usr/bin:/bin", **variables},
+        check=False,
+        timeout=30,
     )
-    assert (tmp_path / "again").exists() == again
+    again = (folder / "again").exists()
     assert done.returncode == (0 if again else code)
+    return again
+
+
+def test_time_limits_use_up_no_failure(tmp_path: Path) -> None:
+    """requeues: 2. Time limits, and starts by Slurm itself, in between: the third failure ends the job."""
+    render_script(tmp_path, 2)
+    story = [(138, True), (1, False), (138, True), (138, True), (1, False), (138, True), (1, False)]
+    again = [attempt(tmp_path, code, early, restarts) for restarts, (code, early) in enumerate(story)]
+    assert again == [True] * 6 + [False]
+    assert len((tmp_path / "failures-7").read_text().splitlines()) == 3
+
+
+def test_a_failure_that_cannot_be_counted_ends_the_job(tmp_path: Path) -> None:
+    """Full file system: counted by nothing, it would start for ever."""
+    render_script(tmp_path, 2)
+    (tmp_path / "failures-7").symlink_to("/dev/full")
+    assert not attempt(tmp_path, 1, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "words"),
+    [
+        ({}, {"SLURM_CPUS_ON_NODE": "96", "SLURM_JOB_CPUS_PER_NODE": "96(x2)"}, ["--cpus-per-task=96"]),
+        ({}, {"SLURM_CPUS_ON_NODE": "96", "SLURM_JOB_CPUS_PER_NODE": "96,64"}, []),
+        ({}, {}, []),
+        ({"cpus_per_node": 8}, {"SLURM_CPUS_ON_NODE": "96"}, ["--cpus-per-task=8"]),
+    ],
+)
+def test_a_task_gets_the_cores_of_its_node(
+    options: dict[str, Any], variables: dict[str, str], words: list[str], tmp_path: Path
+) -> None:
+    render_script(tmp_path, 0)
+    made = job("slurm", python=str(tmp_path / "python"), workdir=str(tmp_path), folder=tmp_path, **options)
+    (tmp_path / "job.sh").write_text(scheduler_of("slurm").render(made).files["job.sh"])
+    attempt(tmp_path, 0, False, 0, **variables)
+    assert [word for word in (tmp_path / "srun").read_text().split() if word.startswith("--cpus")] == words
+
+
+def test_whole_nodes_have_their_memory() -> None:
+    """--exclusive reserves cores and GPUs; the memory is that of one core where a site counts it by cores."""
+    header = scheduler_of("slurm").render(job("slurm", exclusive=True)).files["job.sh"].splitlines()
+    assert "#SBATCH --mem=0" in header
+    header = scheduler_of("slurm").render(job("slurm", exclusive=True, memory_per_node="9G")).files["job.sh"].split()
+    assert "--mem=9G" in header and "--mem=0" not in header
 
 
 @pytest.mark.wide

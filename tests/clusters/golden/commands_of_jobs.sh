@@ -10,23 +10,23 @@ case "$code$queue" in 0*|*"Invalid job id"*) ;; *) echo "$queue" >&2; exit "$cod
 record=$(sacct -X --noheader --jobs "$1" --format JobID,JobName%20,State%12,ExitCode,Elapsed,End 2> /dev/null)
 if [ -n "$record" ]; then echo "$record"; exit 0; fi
 echo "job $1 is not in Slurm'"'"'s queue any more, and Slurm'"'"'s accounting has no record of it"
-if read -r code end 2> /dev/null < "$2"; then echo "its script ended at $end with exit code $code"; exit 0; fi
+if [ -f "$2" ] && read -r code end < "$2"; then echo "its script ended at $end with exit code $code"; exit 0; fi
 echo "its script did not get to its end: the job was cancelled, killed or lost its node (megaswift jobs logs)"
 exit 1
 ' jobs 7 /out/jobs/run/ended-7
 tail -n +1 -- /out/jobs/run/slurm-7.log
 tail -F -n +1 -- /out/jobs/run/slurm-7.log
-scancel 7
+scancel -- 7
 ==== local
-bash -c 'ps -ww -o args= -p "$1" | grep -qF -- "$2" && ps -o pid,stat,etime,args -p "$1" || { echo "process $1 of the job has ended"; exit 1; }' jobs 4711 /out/jobs/run/
+bash -c '[[ "$1" =~ ^[0-9]+$ ]] && ps -ww -o args= -p "$1" | grep -qF -- "$2" && ps -o pid,stat,etime,args -p "$1" || { echo "process $1 of the job has ended"; exit 1; }' jobs 4711 /out/jobs/run/
 tail -n +1 -- /out/jobs/run/job.log
 tail -F -n +1 -- /out/jobs/run/job.log
-bash -c 'ps -ww -o args= -p "$1" | grep -qF -- "$2" && kill -TERM "$1" || { echo "process $1 of the job has ended"; exit 1; }' jobs 4711 /out/jobs/run/
+bash -c '[[ "$1" =~ ^[0-9]+$ ]] && ps -ww -o args= -p "$1" | grep -qF -- "$2" && kill -TERM "$1" || { echo "process $1 of the job has ended"; exit 1; }' jobs 4711 /out/jobs/run/
 ==== ssh
-env 'HOSTS=node0 node1' FOLDER=/out/jobs/run bash -c 'r=0; for h in $HOSTS; do printf '"'"'h=%q; set -- "$(cat %q)" %q; %s\n'"'"' "$h" "$FOLDER/node-$r.pid" "$FOLDER/" '"'"'ps -ww -o args= -p "$1" | grep -qF -- "$2" && echo "$h running" || echo "$h ended"'"'"' | ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -p 2222 "$h" bash -s; r=$((r+1)); done'
+env 'HOSTS=node0 node1' FOLDER=/out/jobs/run bash -c 'set -f; r=0; for h in $HOSTS; do printf '"'"'h=%q; set -- "$([ -f %q ] && head -c 20 %q)" %q; %s\n'"'"' "$h" "$FOLDER/node-$r.pid" "$FOLDER/node-$r.pid" "$FOLDER/" '"'"'[[ "$1" =~ ^[0-9]+$ ]] && ps -ww -o args= -p "$1" | grep -qF -- "$2" && echo "$h running" || echo "$h ended"'"'"' | ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -- "$h" bash -s; r=$((r+1)); done'
 tail -n +1 -- /out/jobs/run/node-0.log
 tail -F -n +1 -- /out/jobs/run/node-0.log
-env 'HOSTS=node0 node1' FOLDER=/out/jobs/run bash -c 'r=0; for h in $HOSTS; do printf '"'"'h=%q; set -- "$(cat %q)" %q; %s\n'"'"' "$h" "$FOLDER/node-$r.pid" "$FOLDER/" '"'"'ps -ww -o args= -p "$1" | grep -qF -- "$2" && kill -TERM "$1" || echo "$h ended"'"'"' | ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -p 2222 "$h" bash -s; r=$((r+1)); done'
+env 'HOSTS=node0 node1' FOLDER=/out/jobs/run bash -c 'set -f; r=0; for h in $HOSTS; do printf '"'"'h=%q; set -- "$([ -f %q ] && head -c 20 %q)" %q; %s\n'"'"' "$h" "$FOLDER/node-$r.pid" "$FOLDER/node-$r.pid" "$FOLDER/" '"'"'[[ "$1" =~ ^[0-9]+$ ]] && ps -ww -o args= -p "$1" | grep -qF -- "$2" && kill -TERM "$1" || echo "$h ended"'"'"' | ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -- "$h" bash -s; r=$((r+1)); done'
 ==== dlc
 dlc get job dlc1k2x3y4
 dlc logs dlc1k2x3y4 dlc1k2x3y4-worker-0
