@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.command_line_common import HELP, UserErrorArgumentParser, unknown_command_error
+from megaswift.config.versions import run_folder
 from megaswift.errors import EXIT_USER_ERROR, CheckpointError, Problem, missing_path_hint
 from megaswift.families import saved_step_integrity
 from megaswift.families.checkpoint_folder import ENGINE, FACTS
@@ -174,7 +175,7 @@ def _leaves_none(store: CheckpointStore, gone: Sequence[Path]) -> Problem | None
 def _store(path: Path) -> CheckpointStore:
     if not path.is_dir():
         raise CheckpointError(Problem(str(path), "is not a folder", "give the output directory of a run"))
-    inner = path / "checkpoints"
+    inner = run_folder(path, ["checkpoints"]) / "checkpoints"
     return CheckpointStore((inner if inner.is_dir() else path).absolute())
 
 

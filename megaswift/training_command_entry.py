@@ -173,20 +173,15 @@ def further_problems_of_refused_config(refused: SwiftConfig) -> list[Problem]:
 def config_after_restart(cfg: SwiftConfig, attempt: int, job: str = "") -> SwiftConfig:
     """The configuration of an attempt after a restart: it goes on from the newest checkpoint of its own folder.
 
-    Where that has none yet, it starts as the first attempt did. The folder is this run's now, so it is not replaced.
     `job`: a cluster's job, which may be started again without a count; the folder says whether it was here before.
     """
-    if not attempt and not job:
+    if cfg.train.add_version or not (attempt or job):  # the version is found when the ranks have met
         return cfg
-    from megaswift.trainers.output_folder import OutputFolder
+    from megaswift.trainers.output_folder import OutputFolder, resume_own_folder
 
-    outputs = OutputFolder(Path(cfg.train.output_dir))
-    if not attempt and outputs.job_id() != job:
+    if not attempt and OutputFolder(Path(cfg.train.output_dir)).job_id() != job:
         return cfg
-    saved = outputs.store.latest() is not None
-    if cfg.train.resume_from_checkpoint is not None and not saved:
-        return cfg
-    return cfg.replace(resume_from_checkpoint="latest", overwrite_output_dir=False)
+    return resume_own_folder(cfg)
 
 
 def launch_option_mismatch_problems(cfg: SwiftConfig) -> list[Problem]:

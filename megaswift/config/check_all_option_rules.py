@@ -133,6 +133,12 @@ CLASHES: tuple[ConflictingOptions, ...] = (
         ONE_OF,
     ),
     ConflictingOptions(
+        ("add_version", "overwrite_output_dir"),
+        lambda c: c.train.add_version and c.train.overwrite_output_dir,
+        "writes to a new folder, which contains no run to replace",
+        ONE_OF,
+    ),
+    ConflictingOptions(
         ("async_save", "save_only_model"),
         lambda c: c.train.async_save and c.train.save_only_model,
         "writes the optimizer's states in the background, and save_only_model leaves them out",

@@ -27,6 +27,7 @@ from megaswift.config.nodes_of_single_process_commands import unused_processes_n
 from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER, read_config_file
 from megaswift.config.swift_config import SwiftConfig, load_config
 from megaswift.config.user_spelling import TypedOption
+from megaswift.config.versions import run_folder
 from megaswift.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -48,8 +49,9 @@ def adapter_config(folder: Path | str) -> dict[str, Any]:
 
 
 def adapter_folder(path: str) -> str:
-    """The PEFT folder that a path means: itself, or `adapter` in a run's output directory or step."""
-    inner = Path(path) / "adapter"
+    """The PEFT folder that a path means: itself, or `adapter` in a run's output directory or step. Of an output folder
+    with versions it is the newest one."""
+    inner = run_folder(Path(path), (ADAPTER_CONFIG, "adapter")) / "adapter"
     return str(inner) if not (Path(path) / ADAPTER_CONFIG).is_file() and (inner / ADAPTER_CONFIG).is_file() else path
 
 

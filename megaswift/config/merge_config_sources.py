@@ -166,6 +166,8 @@ def _sections(state: ResolveState) -> Sections:
     given = frozenset(name for name in state.typed if values.get(name) is not None and name not in state.ambient)
     if values.get("packing") is None:
         values["packing"] = state.task in ALIGNMENT
+    if values.get("add_version") is None:
+        values["add_version"] = "output_dir" not in given and not values.get("overwrite_output_dir")
     if passes := _passes(state):
         values["gradient_accumulation_steps"] = passes.number
     parts = {

@@ -80,7 +80,7 @@ class SwiftConfig(Sections):
         unset = {n: None for n in self.typed if self.value(n) is None}  # what the user has left to nothing stays so
         given = unset | {n: self.value(n) for n in sorted(self.given)}
         derived = train_type_defaults(self.model.train_type)
-        again = {*given, "gradient_accumulation_steps"}  # worked out again from the batch options that are given
+        again = {*given, "gradient_accumulation_steps", "add_version"}  # worked out again from what is given
         ambient = {
             n: self.value(n)
             for n, o in OPTIONS.items()

@@ -148,7 +148,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("eval_delay", ("0",), "evaluation begins after --eval_steps steps", "--eval_steps N"),
     ("callbacks", UNSET, "a run has no callbacks of the user", LEAVE),
     ("restore_callback_states_from_checkpoint", EITHER, "a run has no callbacks of the user", LEAVE),
-    ("add_version", OFF, "a run writes to --output_dir itself", LEAVE),
     ("acc_strategy", ("token",), "accuracy is measured on tokens", LEAVE),
     ("predict_with_generate do_predict", OFF, _EVALUATION, "megaswift infer --val_dataset FILE on the result"),
     ("prediction_loss_only batch_eval_metrics", EITHER, _EVALUATION, LEAVE),

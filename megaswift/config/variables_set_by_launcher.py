@@ -32,7 +32,7 @@ NODE = "MEGASWIFT_NODE"
 RESTARTS = "MEGASWIFT_RESTARTS"
 """How often `--max_restarts` has started the processes again; torchrun counts its own restarts."""
 RUN = "MEGASWIFT_RUN"
-"""Names a run of Ray, whose processes one launcher starts for all runs."""
+"""Names the run of a launcher of ours: the same for its processes and for those that `--max_restarts` starts again."""
 
 OOM_RETRY = "MEGASWIFT_OOM_RETRY"
 """Set where the processes are started again after EXIT_OOM_RETRY."""
@@ -47,12 +47,17 @@ def launch_identity() -> str:
     """What the processes that a launcher has started on this machine have in common, and no other launch has: the
     launcher's process and when it started, its run and port. Of a run without a launcher: the process itself."""
     process = os.getppid() if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else os.getpid()
-    try:
-        started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): field 22
-    except (OSError, IndexError):
-        started = ""
+    started = process_start_time(process)
     run = (os.environ.get(name, "") for name in (RUN, "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
     return " ".join((socket.gethostname(), str(process), started, *run))
+
+
+def process_start_time(process: int) -> str:
+    """Return the start of a process of this machine in ticks since its boot; empty where the system does not say."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): field 22
+    except (OSError, IndexError):
+        return ""
 
 
 def is_launched_worker(environ: Mapping[str, str]) -> bool:

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaswift import log
+from megaswift.config.versions import run_folder
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.saved_step_integrity import (
+    POINTER,
     damage_problems_with_other_steps,
     damaged_file_problems,
     enclosing_step_folder,
@@ -57,7 +59,7 @@ def find_checkpoint(path: Path | str) -> CheckpointTensorAndModelPaths | None:
     """The checkpoint at `path` by names and manifests; None where there is none.
 
     A converted folder, a `step-N`, an output directory or its `checkpoints` (meaning the latest), the `model` folder of
-    any of these. CheckpointError for an output directory whose steps are all damaged.
+    any of these; of an output directory with versions, the newest one with checkpoints. CheckpointError for an output directory whose steps are all damaged.
     """
     return _find(path, lambda step, parts: [])
 
@@ -83,6 +85,7 @@ def _find(
             if problems := problems_of(step, within or WEIGHTS):
                 raise CheckpointError(damage_problems_with_other_steps(step, problems))
         return parts
+    folder = run_folder(folder, ("checkpoints", POINTER))
     for store in (folder / "checkpoints", folder):
         problems = []
         for step in steps_in_resume_order(store):

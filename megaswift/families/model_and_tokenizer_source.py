@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from megaswift.config import SwiftConfig
 from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.inference import ModelPathOptions
+from megaswift.config.versions import run_folder
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.data.named_chat_templates import named_templates, template_tokens
 from megaswift.data.open_media_files import VideoSampling
@@ -90,6 +91,7 @@ def short_name(model: str) -> str:
 def _folder(path: Path, name: str, verify: bool) -> Path:
     if (path / "config.json").is_file():
         return path
+    path = run_folder(path, (MARKER, "hf", "checkpoints", "adapter"))
     if (path / "hf" / "config.json").is_file() and any((path / name).exists() for name in ("metrics.jsonl", MARKER)):
         return path / "hf"
     checkpoint = (find_intact_checkpoint if verify else find_checkpoint)(path)

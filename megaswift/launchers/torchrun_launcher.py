@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -16,7 +17,7 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.launcher_table import launcher_entry
-from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, NODE, OOM_RETRY, RESTARTS
+from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, NODE, OOM_RETRY, RESTARTS, RUN
 from megaswift.errors import EXIT_OOM_RETRY, EXIT_USER_ERROR, NOT_RESTARTED, ConfigError, Problem
 from megaswift.launchers.local_address_and_interface import local_address
 from megaswift.launchers.parent_death import environment_with_parent_pid
@@ -133,7 +134,7 @@ def run_torchrun_with_restarts(
     run has a smaller micro-batch then; all nodes end with this exit code and start again. Workers see by RESTARTS that
     they are another attempt, and resume. `retries_oom` is false where the agents of the nodes restart it.
     """
-    environ = {name: value for name, value in environ.items() if name != OOM_RETRY}
+    environ = {name: value for name, value in environ.items() if name != OOM_RETRY} | {RUN: uuid.uuid4().hex}
     started = failures = retried = 0
     while True:
         counted = {**environ, RESTARTS: str(started)} if started else environ

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config.launch import LaunchConfig
-from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, JOB_ID, NODE, RESTARTS
+from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, JOB_ID, NODE, RESTARTS, RUN
 from megaswift.errors import Problem, UserError
 from megaswift.log import count_text
 
@@ -44,7 +44,7 @@ def gather_nodes(environ: MutableMapping[str, str]) -> Any:
     place = NodeOfAttempt(address, int(port), int(rank), int(nodes), environ.get(RESTARTS, "0"))
     store = wait_for_nodes(place, float(timeout_s))
     if int(rank) == 0 and not store.check([JOB]):
-        store.set(JOB, environ.get(JOB_ID) or uuid.uuid4().hex)
+        store.set(JOB, environ.get(JOB_ID) or environ.get(RUN) or uuid.uuid4().hex)
     environ.setdefault(JOB_ID, store.get(JOB).decode())
     return store
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.atomic_disk_writes import fsync_path, write_atomically
+from megaswift.config.versions import run_folder
 from megaswift.errors import CheckpointError, Problem, did_you_mean_hint
 from megaswift.families import saved_step_integrity
 from megaswift.families.saved_step_integrity import (
@@ -203,6 +204,7 @@ def resume_step_candidates(wanted: str, output: Path) -> tuple[list[Path], list[
         newest = "use --resume_from_checkpoint latest, the newest in --output_dir" if named_latest else ""
         fix = newest or did_you_mean_hint(wanted, ["latest"]) or _others(output, path)
         raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", "is not a folder", fix))
+    path = run_folder(path, (MARKER, POINTER, "checkpoints"))
     for root in (path, path / "checkpoints"):
         if not STEP.fullmatch(root.name) and (steps := _steps(root)):
             return steps, []

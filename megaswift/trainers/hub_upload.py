@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megaswift import distributed, log
 from megaswift.config import SwiftConfig
+from megaswift.config.versions import VERSION
 from megaswift.trainers.hub_clients import HubRepository, client_failures, hub_client
 from megaswift.trainers.progress import print_warning
 
@@ -24,7 +25,9 @@ class HubUpload:
     def __init__(self, cfg: SwiftConfig) -> None:
         train = cfg.train
         self.strategy = train.hub_strategy
-        name = train.hub_model_id or Path(train.output_dir).absolute().name
+        output = Path(train.output_dir).absolute()
+        output = output.parent if VERSION.fullmatch(output.name) else output  # versions are commits of one repository
+        name = train.hub_model_id or output.name
         self.repository = HubRepository(
             hub_client(cfg.model.use_hf, train.hub_token, train.hub_revision), train.hub_token, name
         )

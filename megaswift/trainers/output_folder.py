@@ -7,6 +7,7 @@ moved aside, by rename. Files that are not ours are never touched.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER
 from megaswift.config.swift_config import config_yaml_text
-from megaswift.config.train import TRACKERS
+from megaswift.config.train import TRACKERS, TrainConfig
 from megaswift.config.variables_set_by_launcher import JOB_ID
+from megaswift.config.versions import versions
 from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.trainers import checkpoint_store
@@ -124,6 +126,18 @@ class OutputFolder:
         """Of the cluster's job that wrote this run; empty for none."""
         return self.job.read_text(encoding="utf-8").strip() if self.job.is_file() else ""
 
+    @property
+    def run(self) -> Path:
+        """Names of the run, one a line, by which another attempt of it finds the folder."""
+        return self.root / "run_id"
+
+    def run_names(self) -> list[str]:
+        """Return the names of the run; an empty list where there are none."""
+        try:
+            return self.run.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            return []
+
     def present(self) -> list[Path]:
         """What of a run is there. What a start that failed before its first step left behind is no run."""
         present = [p for name in NAMES if (p := self.root / name).exists() and not _empty(p)]
@@ -148,24 +162,62 @@ def _empty(path: Path) -> bool:
     return not any(path.iterdir()) if path.is_dir() else path.suffix == ".jsonl" and path.stat().st_size == 0
 
 
+def resume_own_folder(cfg: SwiftConfig) -> SwiftConfig:
+    """Return the configuration of another attempt of the run in `output_dir`: it resumes from the newest checkpoint.
+
+    Where the folder has none yet, the attempt starts as the first one did. The folder is never replaced.
+    """
+    saved = OutputFolder(Path(cfg.train.output_dir)).store.latest() is not None
+    if cfg.train.resume_from_checkpoint is not None and not saved:
+        return cfg
+    return cfg.replace(resume_from_checkpoint="latest", overwrite_output_dir=False)
+
+
+def resumed_version(train: TrainConfig) -> tuple[Path, str] | None:
+    """Return the folder that `resume_from_checkpoint` continues, and what to resume there; None where the run begins in
+    a new version.
+
+    `latest`, and the output folder itself, mean the newest version that contains a run. An output folder without
+    versions may contain a run itself, from `--add_version false`.
+    """
+    if train.resume_from_checkpoint is None:
+        return None
+    root = Path(train.output_dir)
+    wanted = Path(train.resume_from_checkpoint).resolve()
+    if train.resume_from_checkpoint == "latest" or wanted == root.resolve():
+        newest = next((folder for folder in reversed(versions(root)) if OutputFolder(folder).present()), None)
+        if newest is None and OutputFolder(root).store.latest() is not None:
+            newest = root
+        return None if newest is None else (newest, "latest")
+    if wanted.is_relative_to((root / "checkpoints").resolve()):
+        return root, train.resume_from_checkpoint
+    inside = next((folder for folder in versions(root) if wanted.is_relative_to(folder.resolve())), None)
+    return None if inside is None else (inside, train.resume_from_checkpoint)
+
+
 def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
     """What speaks against this output directory; changes nothing."""
-    train, outputs = cfg.train, OutputFolder(Path(cfg.train.output_dir))
-    problems, flag = [], f"--output_dir {train.output_dir}"
+    train = cfg.train
+    resumed = resumed_version(train) if train.add_version else None
+    is_new = train.add_version and resumed is None
+    folder, wanted = resumed or (Path(train.output_dir), train.resume_from_checkpoint)
+    outputs = OutputFolder(folder)
+    problems: list[Problem] = []
+    flag = f"--output_dir {outputs.root}"
     occupied = next((p for p in (outputs.root, *outputs.root.parents) if p.exists()), None)
     if occupied is not None and not occupied.is_dir():
         return [Problem(flag, f"{occupied} is a file", "give a folder")]
-    if not _joins_own_run(cfg, outputs) and (locked := RunLock(outputs.root).problems()):
+    if not is_new and not _joins_own_run(cfg, outputs) and (locked := RunLock(outputs.root).problems()):
         return locked
     resume = None
-    if train.resume_from_checkpoint is not None:
+    if wanted is not None:
         try:
-            resume, _ = checkpoint_store.select_resume_step(train.resume_from_checkpoint, outputs.root)
+            resume, _ = checkpoint_store.select_resume_step(wanted, outputs.root)
         except UserError as error:
             problems += error.problems
     problems += [] if resume is None else _other_engine(cfg, resume)
-    present = outputs.present()
-    own = checkpoint_store.names_newest_of_run(train.resume_from_checkpoint, outputs.root)
+    present = [] if is_new else outputs.present()
+    own = checkpoint_store.names_newest_of_run(wanted, outputs.root)
     own = own or (resume is not None and _inside(resume, outputs.root))
     if present and train.overwrite_output_dir and cfg.model.model and _inside(Path(cfg.model.model), outputs.root):
         rule = f"is in {train.output_dir}, which would be replaced"
@@ -176,8 +228,8 @@ def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
                 flag,
                 f"contains another run ({', '.join(p.name for p in present)})",
                 (
-                    "use another folder, --resume_from_checkpoint latest to resume, or --overwrite_output_dir to start "
-                    "over (the earlier run is moved aside)"
+                    "use another folder, --add_version true for a new folder below it, --resume_from_checkpoint latest "
+                    "to resume, or --overwrite_output_dir to start over (the earlier run is moved aside)"
                 ),
             )
         )
@@ -219,9 +271,9 @@ def _inside(path: Path, folder: Path) -> bool:
     return path.exists() and path.resolve().is_relative_to(folder.resolve())
 
 
-def prepare_output_folder(cfg: SwiftConfig, lock: RunLock | None = None) -> OutputFolder:
-    """Makes the folder, locks it with `lock`, moves a replaced run aside, writes config.yaml. Rank 0, after
-    `output_folder_problems`."""
+def prepare_output_folder(cfg: SwiftConfig, lock: RunLock | None = None, names: Sequence[str] = ()) -> OutputFolder:
+    """Makes the folder, locks it with `lock`, moves a replaced run aside, writes config.yaml and the run's `names`.
+    Rank 0, after `output_folder_problems`."""
     outputs = OutputFolder(Path(cfg.train.output_dir))
     outputs.root.mkdir(parents=True, exist_ok=True)
     if lock is not None:
@@ -239,6 +291,8 @@ def prepare_output_folder(cfg: SwiftConfig, lock: RunLock | None = None) -> Outp
         write_atomically(outputs.job, f"{job}\n")
     else:
         outputs.job.unlink(missing_ok=True)
+    if names:
+        write_atomically(outputs.run, "".join(f"{name}\n" for name in names))
     write_atomically(outputs.config, HEADER + config_yaml_text(with_absolute_paths(cfg.to_dict())))
     return outputs
 

@@ -45,28 +45,39 @@ def run_training(cfg: SwiftConfig) -> Path:
             refuse_ranks_with_other_options,
         )
         from megaswift.trainers.create_process_groups_and_engine import start_context
+        from megaswift.trainers.output_version import (
+            config_of_new_version,
+            config_of_started_version,
+            names_of_all_ranks,
+            run_names,
+        )
         from megaswift.trainers.session import TrainingSession
         from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import verify_sources_and_locate_model
 
-        cfg = config_of_retry(cfg, os.environ)
         folder = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
         spec = model_spec_for_task(cfg, folder)
         layout = layout_for(cfg, ModelShape.of(spec), int(os.environ.get("WORLD_SIZE", "1")))
         context = start_context(cfg, layout)
     finished = False
+    adds_version = cfg.train.add_version
     try:
         with gc_paused():
+            names = names_of_all_ranks(run_names(cfg, os.environ))
+            cfg = config_of_started_version(cfg, names, os.environ)
+            cfg = config_of_retry(cfg, os.environ)
             if layout.world_size > 1:
                 refuse_ranks_that_differ(program_and_device_facts(folder, context.device))
             refuse_ranks_with_other_options(cfg)
             intact = verify_sources_and_locate_model(cfg, folder)
             spec = spec if intact == folder else model_spec_for_task(cfg, intact)
             cfg, fit = fit_to_device(cfg, spec, layout)
-            session = TrainingSession(cfg, spec, intact, context)
+            session = TrainingSession(config_of_new_version(cfg), spec, intact, context, names)
             session.build.fit = fit
         session.seconds["start-up"] = time.perf_counter() - began
         root = session.run()
         finished = True
+        if adds_version:
+            log.print_result(f"output folder: {root}")
         return root
     except InterruptedBySignal:
         finished = True  # on all ranks: threads of groups that stay open can abort the interpreter's end

@@ -378,7 +378,7 @@ def reference_model_summary_text(cfg: SwiftConfig, adapts: bool) -> str:
 
 def changed_options(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`learning_rate 1e-05 -> 2e-05` for every option that a resumed run has otherwise."""
-    quiet = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"}
+    quiet = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir", "add_version"}
     changes = []
     for section, values in now.items():
         before = saved.get(section)

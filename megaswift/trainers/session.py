@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -77,13 +77,15 @@ REPORT_ERRORS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, R
 class TrainingSession:
     """A run between the start of its processes and their end."""
 
-    def __init__(self, cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> None:
+    def __init__(
+        self, cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any, names: Sequence[str] = ()
+    ) -> None:
         self.cfg, self.spec = cfg, spec
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.rows: startup_summary.Rows = []
         self.status = "failed before the first step"
         self.lock = RunLock(Path(cfg.train.output_dir))
-        prepared = distributed.run_on_rank0(lambda: output_folder.prepare_output_folder(cfg, self.lock))
+        prepared = distributed.run_on_rank0(lambda: output_folder.prepare_output_folder(cfg, self.lock, names))
         refuse_unshared_output_folder(prepared.config)
         if distributed.global_rank() == 0:
             forget_earlier_retry(prepared.root, os.environ)

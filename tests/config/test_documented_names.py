@@ -61,9 +61,9 @@ def test_no_name_is_answered_with_a_guess(toolkit: str, task: str, which: int) -
 
 
 DIFFERENT = {
-    "ms-swift": "add_version disable_ignore_empty_think lmbda num_mini_batches num_sample_generations sft_alpha "
+    "ms-swift": "disable_ignore_empty_think lmbda num_mini_batches num_sample_generations sft_alpha "
     "template_backend use_chat_template",
-    "Megatron-SWIFT": "accumulate_allreduce_grads_in_fp32 add_version calculate_per_token_loss "
+    "Megatron-SWIFT": "accumulate_allreduce_grads_in_fp32 calculate_per_token_loss "
     "data_parallel_sharding_strategy fp8_amax_compute_algo fp8_amax_history_len lmbda "
     "main_params_dtype muon_extra_scale_factor sft_alpha teacher_kl_coef "
     "teacher_tag_key use_chat_template",
