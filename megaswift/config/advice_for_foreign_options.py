@@ -39,6 +39,11 @@ _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation ha
 _FUSED = _GONE + "fused kernels are selected by device and --transformer_impl"
 _STEPS = "--eval_steps N or --save_steps N; unset: only at the end"
 
+_MCORE = (
+    "export it to a Hugging Face folder DST with the toolkit that wrote it (one of megaswift: megaswift convert "
+    "megatron-to-hf SRC DST)"
+)
+
 NAMES_ELSEWHERE: dict[str, str] = {
     # models and precision
     "tokenizer": _GONE + "the tokenizer is loaded from the model folder (--model DIR)",
@@ -58,10 +63,10 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "init_strategy": "--random_init true, or a checkpoint with all weights",
     "device_map": "--engine fsdp2 or --tensor_parallel_size N; device_map is an option of megaswift infer",
     "max_memory": "--engine fsdp2 or --tensor_parallel_size N; max_memory is an option of megaswift infer",
-    "mcore_model": "megaswift convert megatron-to-hf SRC DST, then --model DST",
+    "mcore_model": _MCORE + ", then --model DST",
     "mcore_adapter": "--adapters DIR, a PEFT folder",
-    "ref_load": "megaswift convert megatron-to-hf SRC DST, then --ref_model DST",
-    "mcore_ref_model": "megaswift convert megatron-to-hf SRC DST, then --ref_model DST",
+    "ref_load": _MCORE + ", then --ref_model DST",
+    "mcore_ref_model": _MCORE + ", then --ref_model DST",
     "pretrained_checkpoint": "--model DIR, a Hugging Face model folder",
     "num_labels": OTHER_TASKS,
     "problem_type": OTHER_TASKS,

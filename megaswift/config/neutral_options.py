@@ -157,7 +157,7 @@ NEUTRAL: dict[str, NeutralOption] = {
     "half_precision_backend": NeutralOption(
         ("auto", "amp", "cuda_amp", "cpu_amp"),
         "--torch_dtype sets the precision",
-        "leave it out: apex is not supported",
+        "leave it out: --torch_dtype sets the precision in place of apex's amp",
     ),
     "check_model": NeutralOption(EITHER, "model files are checked before the run starts"),
     "use_torchrun": NeutralOption(ON, "torchrun is the default launcher", "leave it out"),
@@ -176,6 +176,7 @@ NEUTRAL: dict[str, NeutralOption] = {
     ),
     # evaluation, logs, checkpoints
     "save_safetensors": _SAFETENSORS,
+    "load_safetensors": NeutralOption(ON, "weights are read from safetensors", "--model DIR, a Hugging Face folder"),
     "safe_serialization": _SAFETENSORS,
     "save_on_each_node": NeutralOption(OFF, "all nodes write to one shared folder", "leave it out"),
     "eval_accumulation_steps": NeutralOption(ANY, "evaluation accumulates sums only"),

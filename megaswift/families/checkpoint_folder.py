@@ -59,7 +59,8 @@ def find_checkpoint(path: Path | str) -> CheckpointTensorAndModelPaths | None:
     """The checkpoint at `path` by names and manifests; None where there is none.
 
     A converted folder, a `step-N`, an output directory or its `checkpoints` (meaning the latest), the `model` folder of
-    any of these; of an output directory with versions, the newest one with checkpoints. CheckpointError for an output directory whose steps are all damaged.
+    any of these; of an output directory with versions, the newest one with checkpoints. CheckpointError for an output
+    directory whose steps are all damaged.
     """
     return _find(path, lambda step, parts: [])
 

@@ -53,10 +53,28 @@ class ShellCommand:
     """What the script exports before, and what stands in front of the command."""
     conditional: bool = False
     """It stands in a condition, a loop or a function."""
+    stray_lines: tuple[int, ...] = ()
+    """Lines that begin with an option without a backslash before them, and are read as part of the command."""
 
 
 def shell_commands(text: str) -> Iterator[ShellCommand]:
-    """The commands of a script. ConfigError where its variables grow beyond all bounds."""
+    """The commands of a script. ConfigError where its variables grow beyond all bounds.
+
+    A line that begins with an option starts no command: a backslash is missing before it.
+    """
+    last: ShellCommand | None = None
+    for command in _separate_commands(text):
+        if last is not None and command.words[0].text[:2] == "--":
+            last = replace(last, words=last.words + command.words, stray_lines=(*last.stray_lines, command.line))
+            continue
+        if last is not None:
+            yield last
+        last = command
+    if last is not None:
+        yield last
+
+
+def _separate_commands(text: str) -> Iterator[ShellCommand]:
     known = ShellVariables()
     conditions: list[bool] = []
     for step in control_steps(list(simple_commands(text))):

@@ -6,7 +6,7 @@ Owns the record; `translate_command.py` fills it and `write_run_file.py` writes 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from megaswift.config.sections import Sections
 from megaswift.errors import Problem
 from megaswift.redaction import MASK, is_secret
 
+LONGEST_LIST = 200
+"""Characters of a list of options in a line."""
 NOT_SET = "the script does not set {0}"
 SECRET = "a secret is not copied; set it in the environment"
 
@@ -73,8 +75,14 @@ class MigratedRun:
 
     def add(self, option: MigratedOption) -> None:
         """A line; a later one of the same name replaces an earlier one."""
-        self.options.pop(option.name, None)
+        self.replace(option.name, option.label)
         self.options[option.name] = option
+
+    def replace(self, name: str, by: str) -> None:
+        """Takes out the line of an option that the command gives again, as `by`."""
+        earlier = self.options.pop(name, None)
+        if earlier is not None and not earlier.of_default and earlier.label != by:
+            self.left_out.append(f"{earlier.label}: {by} comes later")
 
     def ask(self, what: str, rule: str, fix: str = "") -> None:
         """Something for the user to decide."""
@@ -92,7 +100,11 @@ class MigratedRun:
         lines: dict[tuple[str, str], list[str]] = {}
         for question in self.questions:
             lines.setdefault((question.rule, question.fix), []).append(question.what)
-        return [f"{', '.join(w)}: {rule}" + (f"; {fix}" if fix else "") for (rule, fix), w in lines.items()]
+        return [
+            f"{names}: {rule}" + (f"; {fix}" if fix else "")
+            for (rule, fix), whats in lines.items()
+            for names in _joined(whats)
+        ]
 
     def source(self) -> ConfigSource:
         """The file as the loader will see it, and what the file leaves out as accepted without effect."""
@@ -105,3 +117,14 @@ class MigratedRun:
         numbers = [counts["nproc_per_node"], counts["nnodes"]]
         known = all(re.fullmatch(r"[1-9]\d{0,5}", n) for n in numbers)
         return int(numbers[0]) * int(numbers[1]) if known else None
+
+
+def _joined(whats: Iterable[str]) -> Iterator[str]:
+    """The subjects of one answer, as many on a line as are readable."""
+    line = ""
+    for what in whats:
+        if line and len(line) + len(what) > LONGEST_LIST:
+            yield line
+            line = ""
+        line = f"{line}, {what}" if line else what
+    yield line

@@ -17,13 +17,24 @@ from megaswift.config.sections import OPTIONS, TASKS
 from megaswift.migration.llama_factory_datasets import with_registered_datasets
 from megaswift.migration.migrated_run import MigratedOption, MigratedRun
 
+_EXPORT = {
+    MEGATRON_LM: "export it to a Hugging Face folder MODEL, by AutoBridge.export_ckpt of Megatron-Bridge for example",
+    MEGATRON_SWIFT: "swift export --mcore_model DIR --to_hf true --output_dir MODEL with ms-swift",
+}
+"""How a checkpoint becomes a model folder: with the tools of its own toolkit, because there is no importer here."""
+
 
 def with_own_meanings(run: MigratedRun, givens: Iterable[GivenOptionValue], folder: Path) -> list[GivenOptionValue]:
     """The options of a source in the words of the tables. `folder`: of the file that they are from."""
     givens = list(givens)
     if run.toolkit == LLAMA_FACTORY:
         givens = with_registered_datasets(run, givens, folder)
-    reading = {LLAMA_FACTORY: _llama_factory, MEGATRON_LM: _megatron_lm, TRL: _trl}.get(run.toolkit)
+    reading = {
+        LLAMA_FACTORY: _llama_factory,
+        MEGATRON_LM: _megatron,
+        MEGATRON_SWIFT: _megatron,
+        TRL: _trl,
+    }.get(run.toolkit)
     return [out for given in givens for out in (reading(run, given) if reading else [given])]
 
 
@@ -48,13 +59,13 @@ def _llama_factory(run: MigratedRun, given: GivenOptionValue) -> Iterator[GivenO
         yield given
 
 
-def _megatron_lm(run: MigratedRun, given: GivenOptionValue) -> Iterator[GivenOptionValue]:
+def _megatron(run: MigratedRun, given: GivenOptionValue) -> Iterator[GivenOptionValue]:
     if given.name == "load":
         run.ask(
-            given.label,
-            "a checkpoint of Megatron-LM is converted once",
-            "megaswift convert megatron-to-hf DIR MODEL, then model: MODEL",
+            given.label, f"checkpoints of {run.toolkit} cannot be read", f"{_EXPORT[run.toolkit]}, then model: MODEL"
         )
+    elif given.name == "num_workers":
+        yield replace(given, name="dataloader_num_workers")
     else:
         yield given
 

@@ -33,7 +33,7 @@ from megaswift.migration.split_launcher_options_from_program import (
 
 MEGASWIFT = "megaswift"
 CONSOLE_SCRIPTS = {"swift": SWIFT, "megatron": MEGATRON_SWIFT, "megaswift": MEGASWIFT, "trl": TRL}
-WITHOUT_A_FILE = ("infer", "deploy", "export", "eval", "rollout", "app", "sample", "merge-lora")
+WITHOUT_A_FILE = ("infer", "deploy", "export", "eval", "rollout", "app", "sample", "merge-lora", "web-ui")
 """Commands of ms-swift that take no YAML file here."""
 TRL_TASKS = {"reward": "rm", "reward_modeling": "rm"} | {
     t: t for t in ("sft", "dpo", "kto", "grpo", "orpo", "cpo", "ppo")
@@ -52,7 +52,7 @@ TRAINS = frozenset(
 """Names of transformers by which the arguments of any script show that it trains."""
 MEGATRON_TRAINS = frozenset({"lr", "train_iters", "train_samples"})
 """Names of Megatron-LM that a program has which trains, and one that only evaluates has not."""
-_SWIFT_FILE = re.compile(r"(?:^|[/.])(?:swift[/.])?cli[/.](_megatron[/.])?(\w+?)(?:\.py)?$")
+_SWIFT_FILE = re.compile(r"(?:^|[/.])(?:swift[/.])?cli[/.](_megatron[/.])?([\w-]+?)(?:\.py)?$")
 _TRL_FILE = re.compile(r"(?:^|[/.])(?:trl[/.]scripts|examples/scripts)[/.](?:\w+/)?(\w+?)(?:\.py)?$")
 _MEGATRON_FILE = re.compile(r"(?:^|/)(?:pretrain|train)_(?:gpt|mamba|hybrid|llama|mixtral|moe)\w*\.py$")
 _OWN_FILE = re.compile(rf"(?:^|/)megaswift[/.]({'|'.join(TASKS)}|rlhf)(?:\.py)?$")
@@ -94,6 +94,11 @@ def foreign_commands(text: str, name: str) -> Iterator[ForeignCommand]:
         if command.conditional:
             notes += (
                 "the command stands in a condition, a loop or a function of the script: this file is one pass of it",
+            )
+        if command.stray_lines:
+            lines = ", ".join(map(str, command.stray_lines))
+            notes += (
+                f"no backslash before line {lines}, which begins with an option: it is read as part of the command",
             )
         yield replace(
             found,

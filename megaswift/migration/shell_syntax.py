@@ -14,6 +14,10 @@ NAME = re.compile(r"[A-Za-z_]\w*")
 ARRAY = re.compile(r"([A-Za-z_]\w*)\+?=")
 SPECIAL = re.compile(r"[0-9@*#?$!-]")
 BLANK, END = " \t\r", ";&|()\n"
+JOINED = re.compile(r"\\[ \t]*\r?\n|\\[ \t]+#[^\n]*(?:\n|$)|\\#[^\n]{0,999}\n(?=[ \t]*-)")
+"""A line that goes on. Guides print a comment behind the backslash, which a shell would not read so."""
+JOINED_IN_WORD = re.compile(r"\\\r?\n|\\[ \t]{0,99}#[^\n]{0,999}\n(?=[ \t]*-)")
+"""The same directly after a word: before a line that begins with an option, so that `a\\ #b` stays a word."""
 DEEPEST = 40
 """Substitutions inside substitutions."""
 
@@ -103,7 +107,7 @@ class _ShellReader:
         while self.at < len(self.text):
             if self.text[self.at] in BLANK:
                 self.at += 1
-            elif found := re.compile(r"\\[ \t]*\r?\n").match(self.text, self.at):
+            elif found := JOINED.match(self.text, self.at):
                 self.at, joined = found.end(), True
             elif self.text[self.at] == "#":
                 end = self.text.find("\n", self.at)
@@ -143,10 +147,12 @@ class _ShellReader:
             if char == "(" and word.literal and ARRAY.fullmatch(word.literal):
                 word.items = self._array()
                 break
-            if char in BLANK + END + "<>" or (found := re.compile(r"\\\r?\n").match(self.text, self.at)) is not None:
-                if char != "\\":
+            if char in BLANK + END + "<>":
+                break
+            if (found := JOINED_IN_WORD.match(self.text, self.at)) is not None:
+                self.at = found.end()
+                if "#" in found[0]:
                     break
-                self.at = found.end() if found else self.at + 1
             elif char == "'":
                 end = self.text.find("'", self.at + 1)
                 end = len(self.text) if end < 0 else end

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megaswift.config.advice_for_foreign_options import foreign_value_advice
 from megaswift.config.megatron_architecture_options import ARCHITECTURE
-from megaswift.config.merge_config_sources import neutral_option_or_problem_of_unknown
+from megaswift.config.merge_config_sources import LISTS_ALL, neutral_option_or_problem_of_unknown
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
 from megaswift.config.parse_option_values import (
     FALSE,
@@ -25,11 +25,12 @@ from megaswift.config.parse_option_values import (
 from megaswift.config.read_config_file_and_command_line import (
     ConfigSource,
     GivenOptionValue,
+    normalize_name,
     read_command_line,
     read_config_file,
 )
 from megaswift.config.sections import NAMES, OPTIONS, TASKS, names_task
-from megaswift.config.translated_options import SWITCHES, translated_options
+from megaswift.config.translated_options import RENAMED, SWITCHES, TASK_SPELLINGS, translated_options
 from megaswift.errors import ConfigError, Problem
 from megaswift.migration.migrated_run import NOT_SET, SECRET, MigratedOption, MigratedRun
 from megaswift.migration.options_of_same_name_but_other_meaning import with_own_meanings, with_run_lengths
@@ -37,6 +38,9 @@ from megaswift.migration.recognize_toolkit_and_task_of_command import MEGASWIFT,
 from megaswift.migration.settle_options import add_differing_defaults, leave_out_idle_options, settle_options
 from megaswift.migration.translate_launcher_and_environment import launch_of_command
 from megaswift.redaction import is_secret
+
+NAMES_OF_TASK = frozenset({*TASK_SPELLINGS, "task", "rlhf_type", "pref_loss"})
+"""Options that the line `task` of the file is."""
 
 
 def migrated_run(command: ForeignCommand, folder: Path) -> MigratedRun:
@@ -60,7 +64,24 @@ def migrated_run(command: ForeignCommand, folder: Path) -> MigratedRun:
         add_differing_defaults(run)
         settle_options(run)
     leave_out_idle_options(run)
+    _name_lost_options(run, command)
     return run
+
+
+def _name_lost_options(run: MigratedRun, command: ForeignCommand) -> None:
+    """Asks about options of the command that have left no trace in the file."""
+    told = {*run.left_out, *run.notes, *run.open, *run.launch}
+    for option in run.options.values():
+        told |= {option.name, option.label, option.comment}
+    words = {word.replace("-", "_").lower() for text in told for word in re.findall(r"[\w-]+", text)}
+    typed = [w.text.partition("=")[0] for w in command.words if re.match(r"--[A-Za-z]", w.text)]
+    for flag in dict.fromkeys(typed):
+        name = normalize_name(flag)
+        if name in NAMES_OF_TASK:
+            continue
+        own = NAMES.get(RENAMED.get(name, name))
+        if not any(word == own or word.strip("_").endswith(name.lower()) for word in words):
+            run.ask(flag, "has left no trace in the file", LISTS_ALL.format(task=run.task or "TASK"))
 
 
 def _sources(run: MigratedRun, command: ForeignCommand, folder: Path) -> Iterable[ConfigSource]:
@@ -145,10 +166,12 @@ def _take_option(run: MigratedRun, given: GivenOptionValue) -> None:
         run.ask(given.label, error.rule, advice)
         return
     if option.section == "launch" and option.name != "launcher" and value is not None:
-        run.launch.setdefault(option.name, option_value_text(value))
+        text = option_value_text(value)
+        if run.launch.setdefault(option.name, text) != text:
+            run.left_out.append(f"{given.label}: the launcher says {run.launch[option.name]}")
         return
     if value is None:
-        run.options.pop(option.name, None)
+        run.replace(option.name, given.label)
         run.unset.add(option.name)
         run.left_out.append(f"{given.label}: {option.name} stays unset")
         return

@@ -79,13 +79,16 @@ def launch_of_command(run: MigratedRun, command: ForeignCommand, folder: Path) -
     _restarts(run, str(settings.pop("max_restarts", "0")))
     if run.launch.get("nnodes", "1") == "1":
         for name in ("node_rank", "nnodes", "master_addr", "master_port"):
-            run.launch.pop(name, None)
+            value = run.launch.pop(name, None)
+            if value is not None:
+                run.left_out.append(f"{name} {value}: the run is on one machine")
     for name, value in settings.items():
         if name in WITHOUT_MEANING:
-            if name not in TAKEN and str(value).lower() not in SILENT:
+            typed = name in command.launcher_options
+            if typed or (name not in TAKEN and str(value).lower() not in SILENT):
                 shown = "" if str(value).lower() == "true" else f" {value}"
                 why = DEEPSPEED_SETTLED.get(name) or SETTLED.get(name) or "a run does not need this of its launcher"
-                run.left_out.append(f"--{name}{shown}: {why}")
+                run.left_out.append(f"--{name}{shown}: {'it is read above' if name in TAKEN else why}")
         else:
             run.ask(f"--{name} {value}", f"is an option of {command.launcher or 'the launcher'} without a counterpart")
     return sources
