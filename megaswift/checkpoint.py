@@ -46,7 +46,7 @@ def _parser(name: str, text: str) -> UserErrorArgumentParser:
 
 
 def _list(argv: list[str]) -> int:
-    parser = _parser("ls", "Lists the checkpoints of a run in the order they were saved.")
+    parser = _parser("ls", "Lists the checkpoints of a run by step.")
     parser.add_argument("path", metavar="OUT", type=Path, help="output directory of a run, or its checkpoints folder")
     parser.add_argument("--verify", action="store_true", help="check every file against its SHA-256 (reads all files)")
     given = parser.parse_args(argv)

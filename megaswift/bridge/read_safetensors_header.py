@@ -37,6 +37,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 HEADER_LIMIT = 100_000_000
 """Bytes; the safetensors library's own limit."""
 MOST = 2**63 - 1
+MOST_DIMENSIONS = 64
+"""Of a tensor in a file: the product of more sizes would take longer than the file is long."""
 
 
 class HeaderEntry(NamedTuple):
@@ -95,6 +97,8 @@ def _tensor(name: str, entry: Any, base: int) -> HeaderEntry:
         raise DamagedHeader(f"has a damaged header at tensor {ascii(name)[1:-1]}") from None
     if not isinstance(dtype, str) or not all(type(n) is int and 0 <= n <= MOST for n in (*shape, first, last)):
         raise DamagedHeader(f"has a damaged header at tensor {name}: sizes and offsets must be whole numbers")
+    if len(shape) > MOST_DIMENSIONS:
+        raise DamagedHeader(f"has a damaged header at tensor {name}: its shape has {len(shape):,} dimensions")
     if math.prod(max(1, n) for n in shape) > MOST:
         raise DamagedHeader(f"has a damaged header at tensor {name}: the shape {list(shape)} is invalid")
     if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,35 +26,63 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megaswift.bridge.pickle_opcode_limits import BROKEN, check_pickle_opcode_limits
+from megaswift.bridge.read_safetensors_header import MOST_DIMENSIONS
 from megaswift.errors import Problem
 from megaswift.families.checkpoint_folder import TABLES as INDEX
 
 MOST = 2**62
 """Elements of a tensor, bytes of a file."""
+_METADATA = "torch.distributed.checkpoint.metadata"
 _CLASSES = {
-    ("torch.distributed.checkpoint.metadata", name)
+    (_METADATA, name)
     for name in (
         "Metadata",
         "TensorStorageMetadata",
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
-        "MetadataIndex",
         "TensorProperties",
         "StorageMeta",
         "_MEM_FORMAT_ENCODING",
     )
 } | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }
 _BROKEN = (*BROKEN, pickle.UnpicklingError)
+
+
+class _Place:
+    """Stands for a MetadataIndex until its fields are checked; hashed by identity."""
+
+    fqn: object = None
+    offset: object = None
+    index: object = None
+
+    def checked(self) -> MetadataIndex | None:
+        """The key that it stands for; None where a field is of another type."""
+        if type(self.fqn) is not str or not isinstance(self.offset, torch.Size | None):
+            return None
+        if self.index is not None and type(self.index) is not int:
+            return None
+        return MetadataIndex(self.fqn, self.offset, self.index)
+
+
+def _size(numbers: object = ()) -> torch.Size:
+    """A torch.Size of so few dimensions that its hash and its product take no time."""
+    if not isinstance(numbers, tuple | list) or len(numbers) > MOST_DIMENSIONS:
+        raise pickle.UnpicklingError("contains a size of another form")
+    return torch.Size(numbers)
+
+
+_REPLACED: dict[tuple[str, str], Any] = {(_METADATA, "MetadataIndex"): _Place, ("torch", "Size"): _size}
 
 
 class _Tables(pickle.Unpickler):
     """Tables only: any other class or function in the file is refused before it is called."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _REPLACED:
+            return _REPLACED[module, name]
         if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
@@ -66,7 +95,7 @@ def read_torch_dist_metadata(directory: Path) -> Metadata | Problem:
     path = directory / INDEX
     try:
         data = path.read_bytes()
-        check_pickle_opcode_limits(data)
+        check_pickle_opcode_limits(data, {f"{_METADATA} MetadataIndex"})
         tables = _Tables(io.BytesIO(data)).load()
     except FileNotFoundError:
         return Problem(str(path), "is missing")
@@ -85,15 +114,27 @@ def _wrong(index: Metadata) -> str:
     """The first value that is not what such tables have there; empty if all are."""
     if not isinstance(index.state_dict_metadata, dict) or not isinstance(index.storage_data, dict):
         return "no tables of tensors and files"
+    places: dict[MetadataIndex, _StorageInfo] = {}
     for place, info in index.storage_data.items():
-        if not isinstance(place, MetadataIndex) or not isinstance(place.fqn, str) or not _is_place(info):
-            return f"an invalid storage entry for {str(getattr(place, 'fqn', place))[:80]!r}"
+        key = place.checked() if isinstance(place, _Place) else None
+        if key is None or not _is_place(info):
+            return f"an invalid storage entry for {_shown(getattr(place, 'fqn', place))}"
+        places[key] = info
+    index.storage_data = places
+    parts = Counter(place.fqn for place in places)
     for key, table in index.state_dict_metadata.items():
         if not isinstance(key, str):
-            return f"{str(key)[:80]!r} as the name of a tensor"
-        if isinstance(table, TensorStorageMetadata) and (wrong := _wrong_tensor(key, table, index.storage_data)):
-            return f"{wrong} for tensor {key[:80]!r}"
+            return f"{_shown(key)} as the name of a tensor"
+        if isinstance(table, TensorStorageMetadata) and len(table.chunks) > parts[key]:
+            return f"a chunk without a file for tensor {_shown(key)}"
+        if isinstance(table, TensorStorageMetadata) and (wrong := _wrong_tensor(key, table, places)):
+            return f"{wrong} for tensor {_shown(key)}"
     return ""
+
+
+def _shown(value: object) -> str:
+    """A text or number in a message; of what else a file may hold, the type: its text may have no end."""
+    return repr(str(value)[:80]) if type(value) in (str, int) else type(value).__name__
 
 
 def _is_place(info: object) -> bool:

@@ -23,6 +23,7 @@ from torch.storage import UntypedStorage
 
 from megaswift.bridge.file_tensor import FileTensor
 from megaswift.bridge.pickle_opcode_limits import BROKEN, check_pickle_opcode_limits
+from megaswift.bridge.read_safetensors_header import MOST_DIMENSIONS
 
 ALIGNMENT = 64
 """Of the tensor's bytes within an item, as torch aligns them."""
@@ -140,6 +141,10 @@ class _Part(io.RawIOBase):
         return len(content)
 
 
+def _no_hooks() -> None:
+    """Stands for the empty OrderedDict of a tensor's hooks; with entries it would hash what a file holds."""
+
+
 class _Facts(pickle.Unpickler):
     """Reads a description into (storage, offset, shape, strides, dtype); any other content is refused before it is
     called."""
@@ -154,7 +159,7 @@ class _Facts(pickle.Unpickler):
                 dtype,
             )
         if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
+            return _no_hooks
         resolved = (
             getattr(torch, name, None) if module == "torch" else UntypedStorage if name == "UntypedStorage" else None
         )
@@ -194,7 +199,11 @@ def _check_description(kind: object, shape: object, strides: object, offset: obj
     if not isinstance(kind, torch.dtype) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
         raise ValueError("its description has values of the wrong type")
     numbers = (*shape, *strides, offset)
-    if len(shape) != len(strides) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
+    if (
+        len(shape) != len(strides)
+        or len(shape) > MOST_DIMENSIONS
+        or not all(type(n) is int and 0 <= n < 2**62 for n in numbers)
+    ):
         raise ValueError("its description has invalid sizes")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -29,10 +30,20 @@ VISION_TASKS = (*SFT, "dpo", "cpo", "simpo", *GRPO)
 """Tasks that vision-language models train on, images and all."""
 
 
-def split_shares(split: str) -> tuple[float, float, float]:
-    """The shares of training, evaluation and tests that `969,30,1` names, adding up to 1; missing ones are 0."""
-    shares = [*(float(share) for share in re.findall(r"[.0-9]+", split)), 0.0, 0.0, 0.0][:3]
-    total = sum(shares) or 1.0
+SHARE = re.compile(r"\s*(?:[0-9]+\.?[0-9]*|\.[0-9]+)\s*", re.ASCII)
+"""A number without sign or exponent."""
+
+
+def split_shares(split: str) -> tuple[float, float, float] | None:
+    """The shares of training, evaluation and tests that `969,30,1` names, adding up to 1; missing ones are 0. None for
+    a text that names no such shares, or none for training."""
+    texts = split.split(",")
+    if len(texts) > 3 or not all(SHARE.fullmatch(text) for text in texts):
+        return None
+    shares = [*map(float, texts), 0.0, 0.0][:3]
+    total = sum(shares)
+    if shares[0] == 0 or not math.isfinite(total):
+        return None
     return shares[0] / total, shares[1] / total, shares[2] / total
 
 
@@ -193,7 +204,8 @@ class DataConfig:
     @property
     def evaluation_share(self) -> float:
         """The part of indexed data that `data_split` names for evaluation."""
-        return split_shares(self.data_split or "1")[1]
+        shares = split_shares(self.data_split or "1")
+        return 0.0 if shares is None else shares[1]
 
     @property
     def shares_rows(self) -> bool:

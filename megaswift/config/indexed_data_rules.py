@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaswift.config.data import split_shares
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption
 from megaswift.config.sections import Sections
 
@@ -86,14 +87,6 @@ def _other(c: Sections) -> bool:
     return not reads_indexed_data(c)
 
 
-def _is_split(text: str) -> bool:
-    try:
-        shares = [float(share) for share in text.split(",")]
-    except ValueError:
-        return False
-    return 1 <= len(shares) <= 3 and min(shares) >= 0 and 0 < shares[0] < math.inf
-
-
 _DATA = ("dataset",)
 _FULL = "indexed data are tokens already, cut into samples of max_length"
 INDEXED_DATA_IGNORED: tuple[IgnoredOption, ...] = (
@@ -146,7 +139,7 @@ INDEXED_DATA_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("data_split",),
-        lambda c: c.data.data_split is not None and not _is_split(c.data.data_split),
+        lambda c: c.data.data_split is not None and split_shares(c.data.data_split) is None,
         "is not one to three shares of at least 0, the first above 0",
         "--data_split 99,1,0",
     ),

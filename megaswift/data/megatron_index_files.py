@@ -30,6 +30,8 @@ TOKEN_TYPES: dict[int, type[np.generic]] = dict(
 """By the code in the header; 6 and 7, floating point, hold no tokens."""
 SAMPLED = 1 << 20
 """Bytes at either end of a file that name its content."""
+CHECKED = 1 << 20
+"""Sequences whose lengths and offsets are checked at a time."""
 AGAIN = "make the files again (megaswift data index, or Megatron-LM's preprocess_data.py)"
 
 
@@ -102,12 +104,40 @@ def open_indexed_tokens(prefix: str) -> IndexedTokens:
         else np.zeros(0, np.int64)
     )
     dtype = np.dtype(TOKEN_TYPES[code])
-    end = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize if sequences else 0
-    if bytes_of_tokens < end:
-        rule = f"is cut off: {bytes_of_tokens:,} bytes, its index expects {end:,}"
-        raise DataError(Problem(str(binary), rule, AGAIN))
+    _refuse_damaged_index(index, binary, (lengths, offsets), (bytes_of_tokens, dtype.itemsize))
     tokens = np.memmap(binary, dtype, "r") if bytes_of_tokens >= dtype.itemsize else np.zeros(0, dtype)
     return IndexedTokens(prefix, lengths, offsets, max(0, edges - 1), tokens)
+
+
+def _refuse_damaged_index(
+    index: Path, binary: Path, entries: tuple[np.ndarray, np.ndarray], sizes: tuple[int, int]
+) -> None:
+    """DataError that names the first sequence whose length or offset lies outside PREFIX.bin, or between two tokens.
+
+    Args:
+        entries: All lengths (tokens) and offsets (bytes).
+        sizes: Bytes of PREFIX.bin, and of a token.
+    """
+    lengths, offsets = entries
+    file_bytes, width = sizes
+    for start in range(0, len(lengths), CHECKED):
+        length = np.asarray(lengths[start : start + CHECKED], np.int64)
+        offset = np.asarray(offsets[start : start + CHECKED])
+        room = file_bytes - np.clip(offset, 0, file_bytes)  # no difference of these overflows
+        cut_off = (offset > file_bytes) | (length * width > room)
+        wrong = (length < 0) | (offset < 0) | (offset % width != 0) | cut_off
+        if not wrong.any():
+            continue
+        first = int(wrong.argmax())
+        if length[first] < 0:
+            rule = f"has {length[first]:,} tokens"
+        elif offset[first] < 0 or offset[first] % width:
+            rule = f"begins at byte {offset[first]:,}; tokens of {width} bytes begin at multiples of {width} from 0 on"
+        else:
+            end = int(offset[first]) + int(length[first]) * width
+            rule = f"is cut off: {file_bytes:,} bytes; sequence {start + first} of {index} ends at byte {end:,}"
+            raise DataError(Problem(str(binary), rule, AGAIN))
+        raise DataError(Problem(f"{index}, sequence {start + first}", rule, AGAIN))
 
 
 def smallest_token_type(vocabulary: int) -> np.dtype[np.generic]:

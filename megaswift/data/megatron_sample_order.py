@@ -25,7 +25,9 @@ LAST_EPOCH = 0.8
 
 def split_ranges(split: str) -> list[tuple[float, float]]:
     """The parts of each data set for training, evaluation and tests, as `969,30,1` names them."""
-    edges = [0.0, *accumulate(split_shares(split))]
+    shares = split_shares(split)
+    assert shares is not None, "the configuration was checked"
+    edges = [0.0, *accumulate(shares)]
     return list(pairwise(edges))
 
 

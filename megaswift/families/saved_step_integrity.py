@@ -108,13 +108,14 @@ def _count(value: object) -> bool:
 
 
 def steps_with_valid_manifest(store: Path) -> list[SavedStep]:
-    """Every step of OUT/checkpoints with a valid manifest, oldest save first. No other file is read."""
+    """Every step of OUT/checkpoints with a valid manifest, by number: a clock that was set back does not change the
+    order. No other file is read."""
     steps = []
     for path in store.glob("step-*"):
         match = STEP.fullmatch(path.name)
         if match and (manifest := load_manifest_or_none(path)) is not None:
             steps.append(SavedStep(int(match[1]), path, float(manifest["saved_at"]), manifest["files"]))
-    return sorted(steps, key=lambda s: (s.saved_at, s.step))
+    return sorted(steps, key=lambda s: (s.step, s.saved_at))
 
 
 def steps_without_valid_manifest(store: Path) -> list[Path]:
@@ -142,10 +143,13 @@ def _named_by_pointer(store: Path) -> Path | None:
 
 
 def steps_in_resume_order(store: Path) -> list[Path]:
-    """The steps in the order in which they are tried: the one pointed at, then by the time they were saved."""
-    saved = [s.path for s in reversed(steps_with_valid_manifest(store))]
-    first = _named_by_pointer(store)
-    return [first, *(p for p in saved if p != first)] if first in saved else saved
+    """The steps in the order in which they are tried: the one pointed at, those before it, the newest first, then those
+    behind it, which a run that went back to an earlier step has left."""
+    saved = steps_with_valid_manifest(store)[::-1]
+    pointed = next((s.step for s in saved if s.path == _named_by_pointer(store)), None)
+    if pointed is None:
+        return [s.path for s in saved]
+    return [s.path for s in saved if s.step <= pointed] + [s.path for s in saved if s.step > pointed]
 
 
 def no_usable_step_problem(store: Path) -> Problem | None:

@@ -113,7 +113,7 @@ class CheckpointStore:
         return folder
 
     def complete(self) -> list[SavedStep]:
-        """Every checkpoint with a valid manifest, oldest save first."""
+        """Every checkpoint with a valid manifest, by step."""
         return saved_step_integrity.steps_with_valid_manifest(self.root)
 
     def incomplete(self) -> list[Path]:
@@ -126,7 +126,7 @@ class CheckpointStore:
         return saved_step_integrity.step_named_by_latest_json(self.root)
 
     def latest(self) -> Path | None:
-        """The pointed-at checkpoint; the one saved last where the pointer is missing or names nothing complete."""
+        """The pointed-at checkpoint; the highest step where the pointer is missing or names nothing complete."""
         return next(iter(saved_step_integrity.steps_in_resume_order(self.root)), None)
 
     def recover(self) -> None:
@@ -140,17 +140,24 @@ class CheckpointStore:
                 (saving if load_manifest_or_none(saving) is not None else old).rename(folder)
 
     def rotate(self, limit: int | None, best: int | None = None) -> list[Path]:
-        """Keeps the `limit` checkpoints saved last, and always the one pointed at; clears what crashes left behind. The
-        one of step `best` counts as the last but one.
+        """Keeps the `limit` highest steps and always the one pointed at; clears what crashes left behind. The one of
+        step `best` counts as the last but one.
 
-        Steps that were found to be damaged are not counted, and stay.
+        After a run went back to an earlier step, the `limit` highest up to the one pointed at stay too: they are newer
+        than the steps behind it. Steps that were found to be damaged are not counted, and stay.
         """
         whole = [s for s in self.complete() if not saved_step_integrity.has_missing_or_known_changed_files(s)]
         pointed, apart = self.pointed(), None if best is None else self.folder(best)
-        whole = [s for s in whole[:-1] if s.path != apart] + [s for s in whole[:-1] if s.path == apart] + whole[-1:]
+        reached = next((s.step for s in whole if s.path == pointed), None)
+        stay = {pointed, apart}
+        for steps in (whole, [s for s in whole if reached is not None and s.step <= reached]):
+            ordered = (
+                [s for s in steps[:-1] if s.path != apart] + [s for s in steps[:-1] if s.path == apart] + steps[-1:]
+            )
+            stay |= {s.path for s in ordered[max(len(ordered) - limit, 0) :]} if limit else {s.path for s in ordered}
         gone = []
-        for saved in whole[: max(len(whole) - limit, 0)] if limit else []:
-            if saved.path not in (pointed, apart):
+        for saved in whole:
+            if saved.path not in stay:
                 leaving = saved.path.with_name(saved.path.name + DELETING)
                 saved.path.rename(leaving)
                 gone.append(saved.path)

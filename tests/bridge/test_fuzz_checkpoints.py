@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import subprocess
+import sys
 import time
 import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megaswift.bridge.read_safetensors_header import read_safetensors_header
 from megaswift.bridge.read_torch_dist_metadata import read_torch_dist_metadata
+from megaswift.bridge.torch_save_tensor_file_format import locate_torch_save_tensor, torch_save_zip_frame
 from megaswift.errors import Problem, UserError, WeightsError
 from megaswift.families.model_and_tokenizer_source import missing_model_file_problems
 from tests import fuzz_checkpoints as fuzz
+from tests.sources import ROOT
 
 COUNT = 120
 
@@ -62,6 +68,88 @@ def place(name: str, value: Any) -> Any:
             object.__setattr__(info, name, value)
 
     return change
+
+
+NOTHING = b"\x80\x04\x8c\x05torch\x8c\x04Size\x93)"
+DOUBLED = b"".join(b"q%ch%c\x86" % (i, i) for i in range(45))
+"""Makes a tuple of the value before it, twice, and so on: 2^45 paths."""
+PLACE = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}(X\x03\0\0\0fqn%bX\x06\0\0\0offset%bub"
+TABLES = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(%bub."
+STORED = b"X\x13\0\0\0state_dict_metadata%bX\x0c\0\0\0storage_data%b"
+BOMBS = {
+    "key": b"\x80\x04}(N" + DOUBLED + b"K\x01u.",
+    "single key": b"\x80\x04}N" + DOUBLED + b"K\x01s.",
+    "element": b"\x80\x04\x8f(N" + DOUBLED + b"\x90.",
+    "frozen": b"\x80\x04(N" + DOUBLED + b"\x91.",
+    "kept key": b"\x80\x04N" + DOUBLED + b"q\x700}(h\x70K\x01u.",
+    "name of a place": TABLES % (STORED % (b"}", b"}(" + PLACE % (b"N" + DOUBLED, b"N") + b"K\x01u")),
+    "offset of a place": TABLES % (STORED % (b"}", b"}(" + PLACE % (b"X\x01\0\0\0a", b"N" + DOUBLED) + b"K\x01u")),
+    "place in a place": TABLES
+    % (STORED % (b"}", b"}(" + PLACE % (PLACE % (b"N" + DOUBLED, b"N") + DOUBLED, b"N") + b"K\x01u")),
+    "list in a message": TABLES
+    % (
+        STORED
+        % (
+            b"}",
+            b"}(" + PLACE % (b"]" + b"".join(b"q%c0](h%ch%ce" % (i, i, i) for i in range(45)), b"N") + b"K\x01u",
+        )
+    ),
+    "class": b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}(X\x01\0\0\0xK\x01u\x86b.",
+    "long size": b"\x80\x04ctorch\nSize\n(" + b"K\x01" * 10_000 + b"t\x85R.",
+}
+
+
+READ_ALL = """
+import resource, sys
+from pathlib import Path
+from megaswift.bridge.read_safetensors_header import read_safetensors_header
+from megaswift.bridge.read_torch_dist_metadata import read_torch_dist_metadata
+from megaswift.bridge.torch_save_tensor_file_format import locate_torch_save_tensor, torch_save_zip_frame
+from megaswift.errors import Problem
+
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    print("reading", folder.name, flush=True)
+    found = read_torch_dist_metadata(folder)
+    assert isinstance(found, Problem) and ("cannot be read" in found.rule or "damaged" in found.rule), found
+"""
+
+
+@pytest.mark.process
+def test_tables_whose_hash_or_text_has_no_end_are_refused(tmp_path: Path) -> None:
+    """In one process, whose processor time is limited: a hash cannot be interrupted."""
+    for name, data in BOMBS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").write_bytes(data)
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ALL, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=200
+    )
+    assert done.returncode == 0 and done.stdout.count("reading") == len(BOMBS), done
+
+
+def test_a_shape_of_many_dimensions_is_refused_at_once(tmp_path: Path) -> None:
+    """The product of 300,000 sizes of 63 bits takes many seconds."""
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2**63 - 1] * 300_000, "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0000")
+    began = time.process_time()
+    with pytest.raises(ValueError, match="its shape has 300,000 dimensions"):
+        read_safetensors_header(tmp_path / "m.safetensors")
+    assert time.process_time() - began < 5
+
+
+def test_hooks_of_a_tensor_are_not_read(tmp_path: Path) -> None:
+    """An OrderedDict with entries would hash its keys."""
+    frame = torch_save_zip_frame(torch.float32, (1,))
+    (tmp_path / "good").write_bytes(frame.head + b"0000" + frame.tail)
+    assert locate_torch_save_tensor(tmp_path / "good", 0, (tmp_path / "good").stat().st_size).shape == (1,)
+    hooks = b"((K\x01K\x02tt\x85R"
+    with zipfile.ZipFile(tmp_path / "bad", "w") as archive:
+        storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x01tQ"
+        call = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0K\x01\x85K\x01\x85\x89"
+        archive.writestr("a/data.pkl", b"\x80\x02" + call + b"ccollections\nOrderedDict\n" + hooks + b"tR.")
+        archive.writestr("a/data/0", b"0000")
+    with pytest.raises(ValueError, match="has no tensor at byte 0"):
+        locate_torch_save_tensor(tmp_path / "bad", 0, (tmp_path / "bad").stat().st_size)
 
 
 @pytest.mark.parametrize(

@@ -76,3 +76,12 @@ def test_documents_apart_share_rows() -> None:
     assert not load_config("pt", words[:2], environ={}).data.shares_rows
     with pytest.raises(ConfigError, match="needs tensors of one shape"):
         load_config("pt", ["--cuda_graph_impl", "local", *words], environ={})
+
+
+@pytest.mark.parametrize(
+    "split", ["a", ".", "1..2", "1.2.3,4", "0,1", "nan", "inf", "1e3", "-1,2", "1,,2", "9" * 400, "1,2,3,4"]
+)
+@pytest.mark.parametrize("blend", ["1 a", "data.jsonl"])
+def test_a_split_that_names_no_shares(split: str, blend: str) -> None:
+    with pytest.raises(ConfigError, match="is not one to three shares"):
+        load_config("pt", ["--dataset", *blend.split(), "--data_split", split], environ={})

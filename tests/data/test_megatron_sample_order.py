@@ -7,6 +7,7 @@ Covers: megaswift/data/megatron_index_files.py, megaswift/data/indexed_batches.p
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megaswift.config import SwiftConfig
 from megaswift.config.indexed_data_rules import IndexedBlend, parse_indexed_blend
+from megaswift.data import megatron_index_files
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.collate import PaddingShape
 from megaswift.data.indexed_batches import (
@@ -293,6 +295,32 @@ def test_damaged_files_are_refused(fault: str, tmp_path: Path) -> None:
         binary.unlink()
     with pytest.raises(DataError, match=said):
         open_indexed_tokens(prefix)
+
+
+INDEX = struct.Struct("<9sQBQQ4i4q5q")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "offsets", "said"),
+    [
+        ((50,) * 4, (0, -200, 400, 600), r"d\.idx, sequence 1: begins at byte -200"),
+        ((50,) * 4, (0, 200, 401, 600), r"d\.idx, sequence 2: begins at byte 401"),
+        ((50, 50, -50, 50), (0, 200, 400, 600), r"d\.idx, sequence 2: has -50 tokens"),
+        ((50,) * 4, (10**12, 200, 400, 600), r"d\.bin: is cut off: 800 bytes; sequence 0 of .*d\.idx ends at byte 1,0"),
+        ((50,) * 4, (0, 2**63 - 4, 400, 600), r"d\.bin: is cut off: 800 bytes; sequence 1 of "),
+        ((50, 50, 2**31 - 1, 50), (0, 200, 400, 600), r"d\.bin: is cut off: 800 bytes; sequence 2 of "),
+        ((50, 50, 50, 50), (0, 200, 400, 604), r"d\.bin: is cut off: 800 bytes; sequence 3 of .* ends at byte 804"),
+    ],
+)
+def test_every_sequence_lies_within_the_tokens(
+    lengths: tuple[int, ...], offsets: tuple[int, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d.idx").write_bytes(INDEX.pack(b"MMIDIDX\0\0", 1, 4, 4, 5, *lengths, *offsets, *range(5)))
+    (tmp_path / "d.bin").write_bytes(bytes(800))
+    for at_a_time in (1 << 20, 1):
+        monkeypatch.setattr(megatron_index_files, "CHECKED", at_a_time)
+        with pytest.raises(DataError, match=said):
+            open_indexed_tokens(str(tmp_path / "d"))
 
 
 def test_what_entries_mean(corpora: dict[str, str], tmp_path: Path) -> None:

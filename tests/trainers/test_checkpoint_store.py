@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.errors import CheckpointError
-from megaswift.families.saved_step_integrity import damaged_file_problems
+from megaswift.families.saved_step_integrity import damaged_file_problems, steps_in_resume_order
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.checkpoint_store import CheckpointStore
 
@@ -100,6 +100,31 @@ def test_rotation_does_not_count_a_step_found_damaged(tmp_path: Path) -> None:
     save(store, 5)
     assert store.rotate(2) == [tmp_path / "step-2"]
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-3", "step-4", "step-5"]
+
+
+def test_a_clock_that_goes_back_changes_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resume, rotation and `latest` go by the number of the step."""
+    store, now = CheckpointStore(tmp_path), 2e9
+    for step in range(1, 10):
+        if step == 5:
+            now -= 365 * 86400
+        monkeypatch.setattr(time, "time", lambda at=now + step: at)
+        save(store, step)
+        store.rotate(3)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-7", "step-8", "step-9"]
+    assert [p.name for p in steps_in_resume_order(tmp_path)] == ["step-9", "step-8", "step-7"]
+    assert [s.step for s in store.complete()] == [7, 8, 9]
+    (tmp_path / "latest.json").unlink()
+    assert store.latest() == tmp_path / "step-9"
+
+
+def test_a_run_that_went_back_to_an_earlier_step(tmp_path: Path) -> None:
+    """Steps 6 and 8 are behind the pointer: the next one to try is the one before it, and rotation keeps it."""
+    store = CheckpointStore(tmp_path)
+    for step in (2, 4, 6, 8, 3, 5):
+        save(store, step)
+        store.rotate(2 if step in (3, 5) else None)
+    assert [p.name for p in steps_in_resume_order(tmp_path)] == ["step-5", "step-3", "step-8", "step-6"]
 
 
 def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
