@@ -128,13 +128,13 @@ def test_tables_whose_hash_or_text_has_no_end_are_refused(tmp_path: Path) -> Non
 
 
 def test_a_shape_of_many_dimensions_is_refused_at_once(tmp_path: Path) -> None:
-    """The product of 300,000 sizes of 63 bits takes many seconds."""
-    header = json.dumps({"a": {"dtype": "F32", "shape": [2**63 - 1] * 300_000, "data_offsets": [0, 4]}}).encode()
+    """The product of 40,000 sizes of 63 bits takes seconds."""
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2**63 - 1] * 40_000, "data_offsets": [0, 4]}}).encode()
     (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0000")
     began = time.process_time()
-    with pytest.raises(ValueError, match="its shape has 300,000 dimensions"):
+    with pytest.raises(ValueError, match="its shape has 40,000 dimensions"):
         read_safetensors_header(tmp_path / "m.safetensors")
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 1
 
 
 def test_hooks_of_a_tensor_are_not_read(tmp_path: Path) -> None:
