@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +25,27 @@ from megaswift.log import LOG_FILE
 PATIENCE_SECONDS = 5.0
 FORGET_SECONDS = 60.0
 """A marker this old is another run's: process ids come again, in a restarted container at once."""
+
+
+calls_left_behind: list[str] = []
+"""Libraries in which a thread of this process still waits, though the run has ended without it."""
+
+
+def end_past_calls_left_behind(code: int) -> None:
+    """Where a library was left behind in a call, ends the process here, with `code` or the error that is under way:
+    what the library does at exit would wait for the call."""
+    if not calls_left_behind:
+        return
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def print_error_once(error: UserError, environ: Mapping[str, str], patience: float = PATIENCE_SECONDS) -> int:

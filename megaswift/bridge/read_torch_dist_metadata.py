@@ -116,10 +116,10 @@ def _wrong(index: Metadata) -> str:
         return "no tables of tensors and files"
     places: dict[MetadataIndex, _StorageInfo] = {}
     for place, info in index.storage_data.items():
-        key = place.checked() if isinstance(place, _Place) else None
-        if key is None or not _is_place(info):
+        checked = place.checked() if isinstance(place, _Place) else None
+        if checked is None or not _is_place(info):
             return f"an invalid storage entry for {_shown(getattr(place, 'fqn', place))}"
-        places[key] = info
+        places[checked] = info
     index.storage_data = places
     parts = Counter(place.fqn for place in places)
     for key, table in index.state_dict_metadata.items():

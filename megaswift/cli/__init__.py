@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from megaswift.closed_stdout import ignore_closed_stdout
 from megaswift.command_line_common import HELP, unknown_command_error
 from megaswift.config.sections import TASKS
-from megaswift.error_exit import print_error_once
+from megaswift.error_exit import end_past_calls_left_behind, print_error_once
 from megaswift.errors import UserError, storage_error
 from megaswift.version import __version__
 
@@ -185,8 +185,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     code = 0
-    with ignore_closed_stdout():
-        code = _run(words)
+    try:
+        with ignore_closed_stdout():
+            code = _run(words)
+    finally:
+        if argv is None:  # this process is the command
+            end_past_calls_left_behind(code)
     return code
 
 

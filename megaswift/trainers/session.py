@@ -48,6 +48,7 @@ from megaswift.trainers.resumed_model_config_check import refuse_other_model
 from megaswift.trainers.run_builder import RunBuilder
 from megaswift.trainers.run_lock import RunLock
 from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
+from megaswift.trainers.trackers import TrackerHook
 from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import first_intact_step
 from megaswift.trainers.wall_time_by_part import timed
 
@@ -93,10 +94,23 @@ class TrainingSession:
         cfg, folder = with_initial_adapter(cfg, folder, prepared.root)
         self.upload = hub_upload_of(cfg)
         self.build = run_builder.RunBuilder(cfg, spec, folder, context, prepared)
+        self.trackers: list[TrackerHook] = []
         self.diagnosis: failed_collective_diagnosis_and_stacks.RankDiagnosis | None = None
 
     def run(self) -> Path:
-        """Everything, in order; a page about it also when it fails."""
+        """Everything, in order; a page about it also when it fails. Trackers end last: other ranks do not wait for
+        them."""
+        try:
+            return self._run()
+        finally:
+            self.end_trackers()
+
+    def end_trackers(self) -> None:
+        """Waits for what trackers still send, at most half a minute."""
+        for tracker in self.trackers:
+            tracker.wait()
+
+    def _run(self) -> Path:
         interrupted: InterruptedBySignal | None = None
         try:
             self.diagnosis = failed_collective_diagnosis_and_stacks.dump_stacks_on_signal(self.build.outputs.root)
@@ -124,6 +138,7 @@ class TrainingSession:
         distributed.barrier()
         if monitor is not None:  # after an error it goes on answering other ranks
             monitor.close()
+        self.end_trackers()
         log.LOG_FILE.close()
         loop.signals.restore()
         if interrupted is not None:
@@ -147,6 +162,7 @@ class TrainingSession:
             )
         built = b.task.build(self)
         loop = built.loop
+        self.trackers = [hook for hook in loop.hooks if isinstance(hook, TrackerHook)]
         if b.layout.world_size > 1:
             refuse_ranks_that_differ({"data": loop.source.data_fingerprint})
         if self.upload is not None:
