@@ -13,6 +13,7 @@ from pathlib import Path
 from megaswift.command_line_common import UserErrorArgumentParser
 from megaswift.config.byte_size_text import bytes_text
 from megaswift.config.transformer_engine_rules import has_transformer_engine
+from megaswift.diagnosis.c_compiler import compiler_findings
 from megaswift.diagnosis.compiled_extensions import extension_findings
 from megaswift.diagnosis.cpu_memory_and_open_file_limits import limit_findings
 from megaswift.diagnosis.environment_variables import HarmConditions, variable_findings
@@ -96,6 +97,7 @@ def all_findings(
     yield from requirement_findings()
     yield from torch_findings(software, listing)
     yield from extension_findings(software)
+    yield from compiler_findings(software, machine.environ)
     yield from gpu_findings(listing, machine)
     yield from topology
     yield from infiniband_findings(machine, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], bool(listing.devices))

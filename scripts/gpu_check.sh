@@ -9,7 +9,7 @@
 # FOLDER/bench are run. --redo forgets both and begins again; for one case: bench_gpu.py --out FOLDER/bench --redo --only
 # CASE. Each step ends within ten minutes: where a command may only run for some minutes, type it again (without --redo)
 # until it says that all have passed. With --budget no step is started after that many seconds. A
-# benchmark that cannot be run here is neither passed nor failed, and is tried again by the next call. With --cpu the
+# benchmark or a test that cannot be run here is neither passed nor failed, and is tried again by the next call. With --cpu the
 # tests, which need a device, are left out, and the benchmarks run on shapes for a CPU: that shows that they work, and
 # measures nothing.
 set -uo pipefail
@@ -61,7 +61,7 @@ step() {
 tests() {
   local name=$1; shift
   if [ -n "$cpu" ]; then echo "== $name: not run: needs a CUDA device"; without+=("$name"); return; fi
-  step "$name" "$python" -m pytest -q -rs -p no:cacheprovider --durations=5 -m gpu "$@"
+  step "$name" "$python" -m pytest -q -rs -p no:cacheprovider -p tests.gpu.not_run --durations=5 -m gpu "$@"
 }
 bench() {
   local name=$1; shift

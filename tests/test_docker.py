@@ -18,6 +18,8 @@ import yaml
 
 from megaswift.cli import COMMANDS
 from megaswift.config import load_config
+from megaswift.config.launch import LaunchConfig
+from megaswift.launchers.torchrun_launcher import torchrun_environment
 from tests.sources import ROOT
 
 FOLDER = ROOT / "docker"
@@ -82,6 +84,29 @@ def test_sources_are_held_at_a_commit() -> None:
                 fetched = re.findall(r"git fetch .*? https://\S+ \"\$\{(\w+)\}\"", text)
                 assert len(fetched) == text.count("https://github.com") and "git clone" not in text
                 assert all(COMMIT.fullmatch(arguments(file)[argument]) for argument in fetched)
+
+
+def test_the_cuda_image_compiles_what_runs_use() -> None:
+    """Transformer Engine without the part against NCCL's device API, which would meet two releases of NCCL; apex, vLLM
+    and the like on request, and nothing of it has run."""
+    text = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
+    built = [words for name, words in steps(FOLDER / "Dockerfile") if name == "RUN"]
+    (engine,) = [words for words in built if "transformer-engine" in words]
+    assert engine.startswith("NVTE_WITH_NCCL_EP=0 pip install")
+    switches = {name: value for name, value in arguments(FOLDER / "Dockerfile").items() if value in ("0", "1")}
+    assert switches == dict.fromkeys(("APEX", "FLASH_ATTN", "DEEPEP", "VLLM"), "0")
+    for name in switches:
+        assert any(f'if [ "${{{name}}}" = 1 ]' in words for words in built)
+    assert "Not run: no build of it, with or without the arguments" in text
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda p: p.name)
+def test_threads_are_the_launcher_s_to_share_out(file: Path) -> None:
+    """It leaves a variable as it finds it: one thread for HostAdam, tokenizers and checksums."""
+    environ = dict(word.split("=", 1) for name, text in steps(file) if name == "ENV" for word in shlex.split(text))
+    assert "OMP_NUM_THREADS" not in environ
+    given = torchrun_environment(LaunchConfig(nproc_per_node=1), environ)
+    assert given["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
 
 
 def test_the_ascend_image_is_refused_with_the_reason() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.gpu.not_run import NOT_RUN
 from tests.sources import ROOT
 from tests.test_bench_gpu import all_cases
 
@@ -71,6 +73,36 @@ def test_what_has_passed_is_not_repeated(python: Path) -> None:
     assert "all passed" in text
     assert len(second) == 1
     assert "-k fp8" in second[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("pytest.skip('no vLLM')", NOT_RUN),
+        ("pytest.skip('no vLLM') if number else None", NOT_RUN),
+        ("pass", 0),
+        ("pass\n\npytest.skip('no vLLM', allow_module_level=True)", NOT_RUN),
+        ("assert not number; pytest.skip('no vLLM')", 1),
+    ],
+)
+def test_skipped_tests_have_not_passed(body: str, code: int, tmp_path: Path) -> None:
+    """pytest ends with 0 where every test skips: without vLLM its test has not run."""
+    text = "import pytest\n\n\n@pytest.mark.parametrize('number', [0, 1])\ndef test(number):\n    "
+    (tmp_path / "test_some.py").write_text(text + body + "\n")
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.gpu.not_run", str(tmp_path)]
+    done = subprocess.run(words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    assert done.returncode == code
+
+
+def test_a_step_whose_tests_skip_is_not_run(python: Path) -> None:
+    """And is tried again by the next call."""
+    python.write_text(python.read_text().replace("exit 0\n", 'case "$*" in *sleep*) exit 77;; esac\nexit 0\n'))
+    code, first, text = check(python)
+    assert code == 0 and "== vllm_sleep: not run" in text and "gpu_check.sh: not run: vllm_sleep" in text
+    tests = [call for call in first if "-m pytest" in call]
+    assert tests and all("-p tests.gpu.not_run" in call for call in tests)
+    [again] = check(python)[1]
+    assert "test_vllm_sleep.py" in again
 
 
 def test_only_redo_repeats_good_cases(python: Path) -> None:

@@ -19,6 +19,7 @@ from megaswift.config.neutral_options import NEWER, NeutralOption
 from megaswift.errors import Problem, did_you_mean_hint
 
 _PROVEN = "is set by megaswift: the proof of layouts depends on it"
+_ENGINE = "changes how Megatron-Core's schedule calls the model, which the engine here does not support"
 _MODEL = "follows from the model's config.json"
 OPTION_OF_FIELD: dict[str, str] = {
     "tensor_model_parallel_size": "--tensor_parallel_size",
@@ -101,6 +102,25 @@ SET_BY_ENGINE = (
     "variable_seq_lengths",
 )
 """Fields that the engine sets or depends on."""
+ANOTHER_SCHEDULE = (
+    "defer_embedding_wgrad_compute",
+    "delay_wgrad_compute",
+    "ep_overlap_early_attn_memory_release",
+    "hybrid_context_parallel",
+    "init_model_with_meta_device",
+    "max_seqlen_per_dp_cp_rank",
+    "mtp_standalone",
+    "num_microbatches_with_partial_activation_checkpoints",
+    "overlap_dispatch_backward_with_experts_wgrad",
+    "overlap_moe_expert_parallel_comm",
+    "use_ring_exchange_p2p",
+    "wgrad_deferral_limit",
+)
+"""Fields that change what Megatron-Core's schedules ask of a forward step, of the data or of the model: schedule plans
+(`return_schedule_plan`), a flag for recomputation, weight gradients computed apart, samples handed over by length."""
+WHOLE_STEP = "full_iteration"
+"""A value of `CAPTURED` with which Megatron-Core leaves the capture to its own training loop."""
+CAPTURED = ("cuda_graph_scope", "cuda_graph_modules")
 OF_MODEL = (
     "activation_func_clamp_value",
     "apply_residual_connection_post_layernorm",
@@ -175,6 +195,8 @@ def transformer_config_option(name: str) -> NeutralOption | None:
     if name in OF_MODEL:
         return NeutralOption(NOTHING, "the model's config.json sets the architecture", "leave it out")
     default = _transformer_config_defaults().get(name)
+    if name in ANOTHER_SCHEDULE:
+        return NeutralOption((default or "none",), f"it {_ENGINE}", "leave it out")
     fix = f"--megatron_extra_kwargs '{{\"{name}\": VALUE}}'"
     return NeutralOption((default or "none",), "Megatron-Core's default applies", fix)
 
@@ -209,6 +231,8 @@ def extra_kwargs_problems(given: Mapping[str, str], of_model: Mapping[str, Any])
             problems.append(Problem(what, "has an option of its own", OPTION_OF_FIELD[name]))
         elif name in SET_BY_ENGINE:
             problems.append(Problem(what, _PROVEN, "leave it out"))
+        elif name in ANOTHER_SCHEDULE or (name in CAPTURED and WHOLE_STEP in str(value)):
+            problems.append(Problem(what, _ENGINE, "leave it out"))
         elif name in of_model:
             problems.append(Problem(what, _MODEL, "change config.json of the model"))
         elif name not in fields:

@@ -81,6 +81,8 @@ class NumberedRowsBatchSource:
     """Prepare so many global batches ahead of the one that is taken, a thread each (0: none)."""
     prepare_ahead: Callable[[list[Batch]], list[Batch]] | None = None
     """What threads do to micro-batches beside."""
+    alone: int = 0
+    """Nothing is prepared ahead while so many of the next batches are trained on."""
     _taken: int = 0
     _ahead: deque[tuple[int, Future[list[Batch]]]] = field(default_factory=deque)
     _pool: ThreadPoolExecutor | None = None
@@ -119,7 +121,8 @@ class NumberedRowsBatchSource:
     def next(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch."""
         start, size = self._taken, self.geometry.global_batch
-        if self.threads == 0:
+        if self.threads == 0 or self.alone > 0:
+            self.alone = max(0, self.alone - 1)
             batch = self._make(start)
         else:
             self._pool = self._pool or ThreadPoolExecutor(self.threads, thread_name_prefix="megaswift-data")

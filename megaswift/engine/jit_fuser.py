@@ -6,6 +6,7 @@ Megatron-Core binds its decorator when it is imported (`megatron.core.jit`), so 
 from __future__ import annotations
 
 from megaswift.config import SwiftConfig
+from megaswift.engine.triton_on_device import triton_launches
 
 _chosen: bool | None = None
 
@@ -17,5 +18,5 @@ def choose_jit_fuser(cfg: SwiftConfig) -> None:
 
 
 def fuses_pointwise_functions(cuda: bool) -> bool:
-    """Whether they are compiled; on a GPU unless the option says otherwise."""
-    return cuda if _chosen is None else _chosen
+    """Whether they are compiled; on a GPU where Triton can launch kernels, unless the option says otherwise."""
+    return cuda and triton_launches() if _chosen is None else _chosen

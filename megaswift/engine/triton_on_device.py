@@ -1,18 +1,25 @@
-"""Whether Triton kernels can run on a tensor."""
+"""Whether Triton kernels can run: on a tensor, and in this process at all."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import os
 
 from torch import Tensor
 
+from megaswift import log
+from megaswift.diagnosis.c_compiler import FIX, missing_for_triton
+
 
 def runs_triton_kernels(tensor: Tensor) -> bool:
-    """On a GPU, with the package triton, which comes with the CUDA builds of torch."""
-    return tensor.is_cuda and _has_triton()
+    """On a GPU where Triton can launch kernels."""
+    return tensor.is_cuda and triton_launches()
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def triton_launches() -> bool:
+    """Whether Triton can launch kernels in a process with a GPU; warns once where it cannot."""
+    missing = missing_for_triton(os.environ)
+    if missing:
+        log.warn(f"no Triton kernels and no torch.compile, so training is slower: {missing}; {FIX}")
+    return not missing

@@ -68,7 +68,7 @@ from megaswift.trainers.rl.preflight_checks import (
     vision_rollout_problems,
 )
 from megaswift.trainers.task_model_spec import model_spec_for_task, transformers_class_problems
-from megaswift.trainers.torch_engine_machine_checks import torch_engine_machine_problems
+from megaswift.trainers.torch_engine_machine_checks import native_compiler_problems, torch_engine_machine_problems
 
 EXPERT_OPTIONS = (
     "moe_aux_loss_coeff",
@@ -195,7 +195,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     adapters = adapter_target_and_folder_problems(cfg, spec) if cfg.model.train_type != "full" else []
     idle += rope_length_problems(cfg, spec)
     request = LayoutRequest.from_config(cfg, world_size)
-    unfit = layout_problems(ModelShape.of(spec), request)
+    unfit = layout_problems(ModelShape.of(spec), request) + native_compiler_problems(cfg)
     if cfg.model.train_type == "qlora" and not unfit:
         unfit = qlora_weights_and_block_fit.four_bit_block_size_problems(
             family_of(spec.hf_config), spec, request.tp, request.etp

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megaswift.config.cuda_graph_rules import uses_cuda_graphs
 from megaswift.config.data import PROMPTED
 from megaswift.data.build_batch_sources import share_prompts
 from megaswift.data.loader import TokenStoreBatchSource
@@ -47,6 +48,9 @@ def build_supervised_loop(session: TrainingSession) -> LoopWithRunSummary:
         hooks = build.hooks(engine, evaluation)
     if isinstance(source, TokenStoreBatchSource):
         source.prepare_ahead = engine.prepare_ahead
+        # Megatron-Core captures the graphs of backward passes at the end of the first step, in the mode in which no
+        # other thread may allocate pinned memory
+        source.alone = int(uses_cuda_graphs(build.cfg))
     transform = build.preparation()
     loop = Loop(
         engine,

@@ -1,4 +1,4 @@
-"""Checks of torch-engine options that depend on the machine: packages, GPU. They run before a process group exists.
+"""Checks of options that depend on the machine: packages, compilers, GPU. They run before a process group exists.
 
 torch is imported only to look for a device, and only for an option that needs one.
 """
@@ -17,6 +17,7 @@ from megaswift.config.deepspeed_json import deepspeed_label, read_deepspeed_json
 from megaswift.config.deepspeed_served_keys import offload_parts_on_a_drive
 from megaswift.config.engine import ZERO
 from megaswift.config.optim import OF_BITSANDBYTES, PAGED
+from megaswift.diagnosis.c_compiler import FIX, missing_for_triton
 from megaswift.errors import Problem
 
 _CALLS_LIBAIO = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"
@@ -80,7 +81,7 @@ def attention_problems(cfg: SwiftConfig) -> list[Problem]:
         rule = "needs FlashAttention 3 (the module flash_attn_interface), which is not installed"
         fix = "install it from the folder hopper of FlashAttention's repository, or --attn_impl flash"
         return [Problem(wanted, rule, fix)]
-    return missing_package_problem("flash_attn", wanted) if kind == "flash" else []
+    return missing_package_problem("flash_attn", wanted) if kind == "flash" else triton_problems(wanted)
 
 
 def liger_problems(cfg: SwiftConfig) -> list[Problem]:
@@ -92,7 +93,23 @@ def liger_problems(cfg: SwiftConfig) -> list[Problem]:
         problems.append(
             Problem("--use_liger true", "its kernels need a GPU, and there is no CUDA device", "--use_liger false")
         )
-    return problems
+    return problems or triton_problems("--use_liger true")
+
+
+def triton_problems(option: str) -> list[Problem]:
+    """Why kernels that an option asks for cannot be launched on the GPU of this machine."""
+    missing = missing_for_triton(os.environ)
+    fix = "run pip install triton" if "package" in missing else FIX
+    return [Problem(option, f"needs Triton kernels, which cannot be launched here: {missing}", fix)] if missing else []
+
+
+def native_compiler_problems(cfg: SwiftConfig) -> list[Problem]:
+    """The native engine's options that ask for Triton kernels: they are off by themselves where there can be none."""
+    model = cfg.model
+    asked = [name for name in ("jit_fuser", "moe_permute_fusion") if getattr(model, name)]
+    if not asked or not has_gpu():
+        return []
+    return [problem for name in asked for problem in triton_problems(f"--{name} true")]
 
 
 def compiler_problems(cfg: SwiftConfig) -> list[Problem]:
@@ -100,7 +117,7 @@ def compiler_problems(cfg: SwiftConfig) -> list[Problem]:
     if not cfg.model.torch_compile or cfg.model.torch_compile_backend != "inductor":
         return []
     if has_gpu():
-        return missing_package_problem("triton", "--torch_compile_backend inductor")
+        return triton_problems("--torch_compile_backend inductor")
     if any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "clang++", "c++")):
         return []
     return [

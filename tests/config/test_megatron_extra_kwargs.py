@@ -5,6 +5,7 @@ Covers: megaswift/engine/megatron/megatron_transformer_config.py.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import json
@@ -16,6 +17,7 @@ import torch
 import megaswift.engine.megatron  # noqa: F401 (before megatron.core)
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.megatron_extra_kwargs import (
+    ANOTHER_SCHEDULE,
     OF_MODEL,
     OPTION_OF_FIELD,
     SET_BY_ENGINE,
@@ -107,6 +109,11 @@ def test_bf16_main_gradients_of_other_weights() -> None:
         ({"context_parallel_size": 2}, "has an option of its own", "--context_parallel_size"),
         ({"num_layers": 4}, "config.json", "change config.json of the model"),
         ({"fp32_residual_conection": True}, "is not a field", "did you mean fp32_residual_connection?"),
+        *(
+            ({name: True}, "changes how Megatron-Core's schedule calls the model", "leave it out")
+            for name in ANOTHER_SCHEDULE
+        ),
+        ({"cuda_graph_scope": ["full_iteration"]}, "changes how Megatron-Core's schedule", "leave it out"),
         ({"fp32_residual_connection": "yes"}, "is not of the field's type, bool", ""),
         ({"moe_input_jitter_eps": True}, "is not of the field's type", ""),
         ({"fp32_residual_connection": None}, "is not of the field's type", ""),
@@ -116,6 +123,33 @@ def test_fields_that_cannot_be_set(given: dict[str, Any], rule: str, fix: str) -
     texts = {name: json.dumps(value) for name, value in given.items()}
     (problem,) = extra_kwargs_problems(texts, SPEC.transformer)
     assert rule in problem.rule and fix in problem.fix and next(iter(given)) in problem.what
+
+
+def test_the_schedules_call_a_forward_step_in_no_other_way() -> None:
+    """Every argument with which the installed Megatron-Core calls `forward_step_func` beyond the two that every step
+    has, by the field on which it depends."""
+    from megatron.core.pipeline_parallel import combined_1f1b, schedules
+
+    beyond = {
+        argument.arg if isinstance(argument, ast.keyword) else ast.unparse(argument)
+        for module in (combined_1f1b, schedules)
+        for call in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "forward_step_func"
+        for argument in (*call.args[2:], *call.keywords)
+    }
+    fields = {
+        "return_schedule_plan": "overlap_moe_expert_parallel_comm",
+        "checkpoint_activations_microbatch": "num_microbatches_with_partial_activation_checkpoints",
+    }
+    assert beyond == set(fields) and set(fields.values()) <= set(ANOTHER_SCHEDULE)
+
+
+def test_fields_of_schedules_given_as_options() -> None:
+    """Their default changes nothing; the advice is not to give them as --megatron_extra_kwargs."""
+    option = transformer_config_option("overlap_moe_expert_parallel_comm")
+    assert option is not None and option.accepts("false") and not option.accepts("true")
+    assert option.otherwise == "leave it out" and "schedule" in option.reason
+    assert extra_kwargs_problems({"cuda_graph_scope": '["attn"]'}, {}) == []
 
 
 @pytest.mark.parametrize("value", ["0.1", "1", "null"])

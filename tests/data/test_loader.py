@@ -151,6 +151,19 @@ def test_threads_prepare_the_same_batches_in_the_same_order(tmp_path: Path, kind
     assert all(name.startswith("megaswift-data") for name in prepared)
 
 
+def test_nothing_is_prepared_while_a_batch_is_trained_on_alone(tmp_path: Path) -> None:
+    """No thread has work during the step of that batch, as graphs are captured in it; the batches are the same."""
+    geometry = LoaderGeometry(1, 2, 1, 4, doc_multiple=4, row_multiple=8)
+    plain, ahead = (source(tmp_path, 60, geometry, dataloader_num_workers=n)[0] for n in (0, 2))
+    ahead.alone = 1
+    pending = []
+    for _ in range(4):
+        for a, b in zip(plain.next(), ahead.next(), strict=True):
+            assert torch.equal(a.input_ids, b.input_ids)
+        pending.append(len(ahead._ahead))
+    assert pending == [0, 2, 2, 2]
+
+
 def test_resume_on_other_ranks_sees_the_rows_that_come_next(tmp_path: Path) -> None:
     s = source(tmp_path, 20, LoaderGeometry(0, 1, 4))[0]
     seen = ids_of(s.next()) + ids_of(s.next())

@@ -49,7 +49,7 @@ def install() -> None:
     from megaswift.engine.megatron.cpu import cuda_stubs, megatron_cpu_patch_table
     from megaswift.engine.torch import start_data_parallel_and_seed
 
-    triton_on_device._has_triton = lambda: False  # type: ignore[assignment]  # kernels need a driver
+    triton_on_device.triton_launches = lambda: False  # type: ignore[assignment]  # kernels need a driver
     functions = [
         megatron_cpu_patch_table.unwrap_decorators(megatron_cpu_patch_table.resolve_symbol(row.symbol)[2])
         for row in megatron_cpu_patch_table.CONSTANTS

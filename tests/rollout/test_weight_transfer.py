@@ -6,19 +6,22 @@ Covers: megaswift/rollout/weight_transfer.
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megaswift.rollout.weight_transfer.bucket_transports import GLOO, SHARED_MEMORY
+from megaswift.rollout.weight_transfer import bucket_transports
+from megaswift.rollout.weight_transfer.bucket_transports import GLOO, SHARED_MEMORY, CudaIpcReceiver, CudaIpcSender
 from megaswift.rollout.weight_transfer.weight_buckets import (
     BucketPacker,
     ChangedWeights,
@@ -60,6 +63,49 @@ def test_buckets_hold_every_tensor_bit_for_bit(seed: int) -> None:
     for (_, left), (_, right, _) in zip(got, sent, strict=True):
         assert left.dtype == right.dtype and left.shape == right.shape
         assert left.reshape(-1).view(torch.uint8).equal(right.contiguous().reshape(-1).view(torch.uint8))
+
+
+def test_a_slot_is_shared_and_mapped_once_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA IPC with host memory for the device's: many syncs make and open one handle a slot and worker, a slot that
+    grows another one, and the bytes are the sender's at every time."""
+    shared: dict[bytes, Any] = {}
+    opened: list[bytes] = []
+
+    def share(self: Any) -> tuple[Any, ...]:
+        handle = f"handle {len(shared)}".encode()
+        shared[handle] = self
+        return (0, handle, self.nbytes(), 0, b"counter", 0, b"event", False)
+
+    def attach(device: int, handle: bytes, *_: Any) -> Any:
+        opened.append(handle)
+        return shared[handle]
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", attach)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a"))
+    monkeypatch.setattr(bucket_transports, "gpu_uuids", lambda: ["GPU-a"])
+    cpu = torch.device("cpu")
+    sender, workers = CudaIpcSender(cpu, 3), [CudaIpcReceiver(cpu, rank) for rank in (1, 2, 3)]
+
+    def send(number: int, size: int) -> None:
+        slot = number % bucket_transports.SLOTS
+        sender.buffer(slot, size)[:size] = number
+        location = json.loads(json.dumps(sender.location(slot)))
+        for worker in workers:
+            assert worker.take(location, size).tolist() == [number] * size
+
+    for number in range(20):
+        send(number, 64 - number // 2)
+    assert len(shared) == len(opened) == 2 * 3
+    send(20, 100)
+    for number in range(21, 40):
+        send(number, 64)
+    assert len(shared) == len(opened) == 3 * 3 and {len(worker.mapped) for worker in workers} == {2}
+    for side in (sender, *workers):
+        side.close()
+    assert not any((sender.handles, sender.slots, *(worker.mapped for worker in workers)))
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 64, 101])

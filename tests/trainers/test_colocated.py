@@ -89,7 +89,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str = "ppo") -> dict[str, list[float]]:
-    """Bytes on rank 0 in each phase of the last step, as multiples of the model's weights."""
+    """Bytes on rank 0 while the sampler is built, and in each phase of the last step, as multiples of the model's
+    weights."""
     inputs = [
         "--model",
         folder / "model",
@@ -120,7 +121,7 @@ def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str
     return {
         name: [count / weights for phase, count in last if phase == name]
         for name in ("streaming", "generating", "training")
-    }
+    } | {"building": [count / weights for phase, count in lines if phase == "building"]}
 
 
 def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
@@ -128,6 +129,8 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
     from megaswift.engine.megatron import offload_for_sampling
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.rollout.backends.transformers_sampler import TransformersSampler
+    from megaswift.trainers.rl import rollout_loop_builder
+    from megaswift.trainers.rl.build_sampler import build_sampler
     from megaswift.training_command_entry import main
 
     task, words, out = command
@@ -165,6 +168,11 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
         tell("training")
         return found
 
+    def built(*values: Any) -> Any:
+        tell("building")
+        return build_sampler(*values)
+
+    rollout_loop_builder.build_sampler = built  # type: ignore[assignment]
     TransformersSampler.generate, TransformersSampler.update_weights = generated, updated  # type: ignore[method-assign]
     MegatronEngine.train_batch = stepped  # type: ignore[method-assign]
     sys.argv = [f"megaswift/{task}.py", *words]
@@ -219,6 +227,7 @@ def test_memory_changes_hands(
     ]
     sampler = 1.0 if "bfloat16" not in layout else 0.5
     base = moved["generating"][0] - sampler
+    assert moved["building"][0] - base == pytest.approx(0.0, abs=0.35), "a sampler that takes its share at once fits"
     assert stays["generating"][0] - base == pytest.approx(held + sampler, abs=0.35)
     assert max(moved["training"]) - base == pytest.approx(held, abs=0.35), "the sampler sleeps"
     own = sampler / ranks if layout[:1] in (("--tp",), ("--pp",)) else sampler

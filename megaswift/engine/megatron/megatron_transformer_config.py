@@ -36,6 +36,7 @@ from megaswift.engine.megatron.tp_comm_overlap import (
     tp_comm_overlap_fields,
     tp_comm_overlap_text,
 )
+from megaswift.engine.triton_on_device import triton_launches
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.grouped_expert_products import grouped_width_problems, groups_experts, torch_multiplies
 from megaswift.families.model_spec import ModelSpec
@@ -165,6 +166,7 @@ def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoic
         # On a rank whose experts get no token, Transformer Engine's unpermute returns the empty tensor, where the
         # allgather dispatcher needs the rows that it restores.
         permute_fusion = fused and m.moe_token_dispatcher_type != "allgather"
+        permute_fusion &= not cuda or triton_launches()  # Transformer Engine's kernels for it are Triton's
         fields["moe_permute_fusion"] = permute_fusion if m.moe_permute_fusion is None else m.moe_permute_fusion
         fields["moe_router_fusion"] = m.moe_router_fusion
         fields["moe_shared_expert_overlap"] = m.moe_shared_expert_overlap

@@ -119,53 +119,76 @@ class SharedMemoryReceiver:
 
 
 class CudaIpcSender:
-    """Device memory of this process, opened by others of the machine. Not run."""
+    """Device memory of this process, opened by others of the machine. Not run.
+
+    Each slot is shared once: PyTorch wraps a storage's pointer anew in every call that shares it, and frees all of
+    these wrappers, one within the other, with the storage.
+    """
 
     def __init__(self, device: torch.device, receivers: int) -> None:
         self.device, self.receivers = device, receivers
         self.slots: dict[int, Tensor] = {}
+        self.handles: dict[int, list[list[Any]]] = {}
+        """Of each slot that workers have been told of: one for each worker."""
 
     def buffer(self, slot: int, nbytes: int) -> Tensor:
         """Device memory; new where the slot's is too small."""
         if slot not in self.slots or self.slots[slot].numel() < nbytes:
             self.slots[slot] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self.handles.pop(slot, None)
         return self.slots[slot]
 
     def location(self, slot: int) -> dict[str, Any]:
         """The GPU by its UUID, because processes number GPUs differently, and a handle for each worker: PyTorch counts
         one reader per handle. The bytes have been written."""
         torch.cuda.synchronize(self.device)
-        storage = self.slots[slot].untyped_storage()
-        handles = [[_to_json(part) for part in storage._share_cuda_()[1:]] for _ in range(self.receivers)]
-        return {"gpu": str(torch.cuda.get_device_properties(self.device).uuid), "handles": handles}
+        if slot not in self.handles:
+            storage = self.slots[slot].untyped_storage()
+            self.handles[slot] = [
+                [_to_json(part) for part in storage._share_cuda_()[1:]] for _ in range(self.receivers)
+            ]
+        gpu = str(torch.cuda.get_device_properties(self.device).uuid)
+        return {"gpu": gpu, "slot": slot, "handles": self.handles[slot]}
 
     def push(self, payload: Tensor) -> None:
         """Workers read the memory."""
 
     def close(self) -> None:
         """Frees the memory once no worker has it open."""
+        self.handles.clear()
         self.slots.clear()
         torch.cuda.ipc_collect()
 
 
 class CudaIpcReceiver:
-    """Opens device memory of another process. Not run."""
+    """Opens device memory of another process, each slot once. Not run."""
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self.device, self.rank = device, rank
+        self.mapped: dict[int, tuple[list[Any], Tensor]] = {}
+        """The handle and the memory behind it, of each slot."""
 
     def take(self, location: dict[str, Any], nbytes: int) -> Tensor:
         """Copied to the worker's own device."""
-        device = gpu_uuids().index(location["gpu"])
-        handle = [_from_json(part) for part in location["handles"][self.rank - 1]]
-        storage: Any = torch.UntypedStorage._new_shared_cuda(device, *handle)
-        mapped = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
+        mapped = self._map(location)
         own = torch.empty(nbytes, dtype=torch.uint8, device=self.device).copy_(mapped[:nbytes])
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(mapped.device)
         return own
 
+    def _map(self, location: dict[str, Any]) -> Tensor:
+        """The sender's memory; opened where the slot is new or has another handle, because the sender's has grown."""
+        slot, handle = location["slot"], location["handles"][self.rank - 1]
+        if slot not in self.mapped or self.mapped[slot][0] != handle:
+            self.mapped.pop(slot, None)  # closes what was open
+            device = gpu_uuids().index(location["gpu"])
+            storage: Any = torch.UntypedStorage._new_shared_cuda(device, *map(_from_json, handle))
+            memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self.mapped[slot] = (handle, memory)
+        return self.mapped[slot][1]
+
     def close(self) -> None:
-        """Nothing is kept."""
+        """Closes the sender's memory."""
+        self.mapped.clear()
 
 
 def _to_json(part: Any) -> Any:

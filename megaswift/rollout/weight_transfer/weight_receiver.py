@@ -22,7 +22,7 @@ from megaswift.rollout.weight_transfer.weight_buckets import (
     unpack_bucket,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of headers and keys; both sides must have the same."""
 
 

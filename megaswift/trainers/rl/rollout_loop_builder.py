@@ -30,6 +30,7 @@ from megaswift.rewards.reward_interface_and_scoring import (
     RewardFunction,
     missing_reward_column_problems,
 )
+from megaswift.rollout.sampler import Sampler
 from megaswift.rollout.write_weight_sync_folders import SyncRounds
 from megaswift.trainers.add_preference_loss_fields_to_batches import ReferenceLogprobs
 from megaswift.trainers.choose_prefix_sharing import shares_prefixes
@@ -255,11 +256,12 @@ def rollout_dependencies(
         images = PromptImageReader(build.processor, media_kinds(prompts.prompts.docs.stores))
     packs = cfg.data.packing is not False and images is None
     adapters_only = build.adapts and syncs_adapters_only(cfg, build.spec, build.folder)
-    dtype = str(engine.dtype).removeprefix("torch.")
+    offloaded = {"optimizer": cfg.rl.offload_optimizer, "model": cfg.rl.offload_model}
+    leaves = frozenset(part for part, moves in offloaded.items() if moves)
     generation = CompletionGenerator(
         engine,
         context.coordinates,
-        build_sampler(cfg, build.spec, build.folder, context, dtype, adapter_rank(cfg) if adapters_only else 0),
+        build_sampler_in_freed_memory(build, engine, leaves, adapter_rank(cfg) if adapters_only else 0),
         sampling_params_of(cfg, tokenizer, build.folder),
         cfg.train.seed,
         build_multi_turn(cfg, tokenizer),
@@ -270,7 +272,6 @@ def rollout_dependencies(
         images,
     )
     critic = critic_of()  # after the sampler, which reserves its share of the memory first
-    offloaded = {"optimizer": cfg.rl.offload_optimizer, "model": cfg.rl.offload_model}
     scheduler = CompletionSamplingScheduler(
         prompts,
         generation,
@@ -278,7 +279,7 @@ def rollout_dependencies(
         advantage_estimator_entry_of(cfg).greedy_baseline,
         cfg.rl.async_generation,
         cfg.rl.rollout_sleep,
-        frozenset(part for part, leaves in offloaded.items() if leaves),
+        leaves,
         None if critic is None else critic.engine,
     )
     return RolloutDependencies(
@@ -299,6 +300,20 @@ def rollout_dependencies(
         geometry,
         critic,
     )
+
+
+def build_sampler_in_freed_memory(
+    build: RunBuilder, engine: Engine, leaves: frozenset[str], rank: int
+) -> Sampler | None:
+    """This rank's sampler, built while `leaves` of the engine are off the device: vLLM refuses to start where less than
+    its share of the memory is free. `rank`: of adapters that come alone."""
+    if leaves:
+        engine.offload(leaves)
+    dtype = str(engine.dtype).removeprefix("torch.")
+    sampler = build_sampler(build.cfg, build.spec, build.folder, build.context, dtype, rank)
+    if leaves:
+        engine.onload()
+    return sampler
 
 
 def rollout_hooks(build: RunBuilder, rollouts: RolloutSource) -> Iterator[Hook]:

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import os
 import sys
 import types
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ import torch
 from megaswift.engine.jit_fuser import fuses_pointwise_functions
 from megaswift.engine.megatron.cpu import cuda_stubs, gloo_collectives_made_of_all_to_all
 from megaswift.engine.megatron.layers.token_permutation_no_host_sync import unsynced_permute
+from megaswift.engine.triton_on_device import triton_launches
 
 BOTH = "0.16-0.19"
 
@@ -312,6 +314,8 @@ def install_cpu_patches() -> None:
     if not runs_without_cuda():
         if not fuses_pointwise_functions(cuda=True):
             _import_patched()
+        if not triton_launches():
+            os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # Transformer Engine compiles functions of its own
         _define_missing_names()
         _remove_host_waits()
         return
