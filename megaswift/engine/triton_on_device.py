@@ -1,14 +1,16 @@
-"""Whether Triton kernels can run: on a tensor, and in this process at all."""
+"""Whether Triton kernels can run: on a tensor, and in this process at all. No torch."""
 
 from __future__ import annotations
 
 import functools
 import os
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megaswift import log
 from megaswift.diagnosis.c_compiler import FIX, missing_for_triton
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def runs_triton_kernels(tensor: Tensor) -> bool:

@@ -227,10 +227,13 @@ def test_memory_changes_hands(
     ]
     sampler = 1.0 if "bfloat16" not in layout else 0.5
     base = moved["generating"][0] - sampler
-    assert moved["building"][0] - base == pytest.approx(0.0, abs=0.35), "a sampler that takes its share at once fits"
     assert stays["generating"][0] - base == pytest.approx(held + sampler, abs=0.35)
     assert max(moved["training"]) - base == pytest.approx(held, abs=0.35), "the sampler sleeps"
-    own = sampler / ranks if layout[:1] in (("--tp",), ("--pp",)) else sampler
+    divided = ranks if layout[:1] in (("--tp",), ("--pp",)) else 1
+    assert stays["building"][0] - moved["building"][0] > 0.9 * 2.0 / divided, (
+        "weights and gradients have left before a sampler that takes its share of the memory at once is built"
+    )
+    own = sampler / divided
     assert max(moved["streaming"]) - base == pytest.approx(own + sampler, abs=0.35), (
         "the policy's weights and the sampler's, nothing else"
     )
