@@ -29,6 +29,7 @@ from megaswift.inference.generator import AnswerRequest, Listener, ProcessedImag
 from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
 
 _Message = Mapping[str, Any]
+NO_TEXT = 'a part of type text needs a string: {"type": "text", "text": "..."}'
 STRANGERS = RowImageFolders(None)
 """Whoever asks names no file of this machine."""
 
@@ -48,7 +49,9 @@ class TokenizedChat:
     pictures: ProcessedImageInputs | None = None
     """What the towers read of them; None: they are opened when the answer's turn comes."""
     stop: tuple[str, ...] = ()
-    """Texts behind which not the model goes on but a tool's result."""
+    """Stop strings after which a tool result follows instead of model output."""
+    echo: str | None = None
+    """The text that the answer repeats before its own; None: no echo."""
 
 
 class ChatInputRenderer:
@@ -145,7 +148,9 @@ class ChatInputRenderer:
             raise ChatInputError(f"{plural_of_kinds(media)} are not supported: {self.blind}")
         if other:
             raise ChatInputError(f"parts of type {', '.join(other)} are not supported; only text parts are")
-        return "".join(str(p.get("text", "")) for p in parts)
+        if not all(isinstance(p.get("text"), str) for p in parts):
+            raise ChatInputError(f"content: {NO_TEXT}")
+        return "".join(p["text"] for p in parts)
 
     def _of_images(self, reader: Processor, turns: list[dict[str, Any]], tools: Any, row: _Message) -> TokenizedChat:
         """The same for a vision-language model, whatever images there are."""
@@ -181,11 +186,11 @@ class ChatInputRenderer:
             raise _told(error) from None
         return sample.messages[0]["content"][0]
 
-    def of_any(self, prompt: str | Sequence[int]) -> TokenizedChat:
-        """Tokens of a text, or tokens as they are."""
+    def of_any(self, prompt: str | Sequence[int], room: bool = True) -> TokenizedChat:
+        """Tokens of a text, or tokens as they are. `room`: whether the context must have room for an answer."""
         if isinstance(prompt, str):
-            return self.of_text(prompt)
-        ids, count = self._checked(prompt), len(self.tokenizer)
+            return TokenizedChat(self._checked(self.tokenizer(prompt)["input_ids"], room))
+        ids, count = self._checked(prompt, room), len(self.tokenizer)
         wrong = next((t for t in ids if not 0 <= t < count), None)
         if wrong is not None:
             raise ChatInputError(f"{wrong} is not a token id of this model (0 to {count - 1})")
@@ -193,16 +198,17 @@ class ChatInputRenderer:
 
     def of_text(self, text: str) -> TokenizedChat:
         """Tokens of a text that goes on."""
-        return TokenizedChat(self._checked(self.tokenizer(text)["input_ids"]))
+        return self.of_any(text)
 
-    def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
+    def _checked(self, ids: Sequence[int], room: bool = True) -> tuple[int, ...]:
         if not ids:
             raise ChatInputError("the prompt is empty")
         if self._longest is not None and len(ids) > self._longest:
             raise ChatInputError(f"the prompt has {len(ids)} tokens; --max_length is {self._longest}")
-        if self.context is not None and len(ids) >= self.context:
+        if self.context is not None and len(ids) + room > self.context:
+            what = "prompt and answer" if room else "it"
             raise ChatInputError(
-                f"the prompt has {len(ids)} tokens; prompt and answer must fit the context length of {self.context}"
+                f"the prompt has {len(ids)} tokens; {what} must fit the context length of {self.context}"
             )
         return tuple(ids)
 
@@ -226,7 +232,7 @@ class ChatInputRenderer:
                 raise ChatInputError("its images changed size since the file was read")
             pictures = again.pictures
         room = most if self.context is None else min(most, self.context - len(prompt.ids))
-        return AnswerRequest(prompt.ids, room, (*stop, *prompt.stop), logprobs, listener, pictures)
+        return AnswerRequest(prompt.ids, room, (*stop, *prompt.stop), logprobs, listener, pictures, prompt.echo)
 
 
 def _told(error: RowError) -> ChatInputError:

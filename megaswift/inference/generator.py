@@ -1,5 +1,5 @@
 """Generation: one call of transformers' `generate` per batch of prompts, each with its own length limit, stop strings
-and listener.
+and listener. A prompt that is given back with log-probabilities takes a forward pass of its own before.
 
 Owns the arguments of that call and the progress reported while it runs; transformers samples the tokens. Callers
 (terminal, file, server) see requests and completions only.
@@ -7,8 +7,9 @@ Owns the arguments of that call and the progress reported while it runs; transfo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +23,10 @@ from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.families import FAMILIES
 from megaswift.inference.incremental_detokenizer import IncrementalDetokenizer, decode_tokens
 from megaswift.inference.load_adapters import active_adapter
+from megaswift.inference.token_texts import TokenTexts
 
+SCORED_POSITIONS = 512
+"""Positions of a prompt whose log-probabilities over the vocabulary are in memory at a time."""
 NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -47,9 +51,14 @@ class TokenLogprob:
     """One token of an answer: log-softmax of the model's logits in float32, before temperature and penalties."""
 
     token: int
-    logprob: float
+    logprob: float | None
+    """None: the first token of an echoed prompt, before which there is nothing."""
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens at this position."""
+    start: int = 0
+    """Characters of the text before it."""
+    first: bool = False
+    """Whether no text is before it: decoders drop a space there."""
 
 
 Listener = Callable[[str, Sequence[TokenLogprob]], None]
@@ -76,6 +85,8 @@ class AnswerRequest:
     """How many of the most likely tokens to return with the chosen token's log-probability; None: return neither."""
     listener: Listener | None = None
     pictures: ProcessedImageInputs | None = None
+    echo: str | None = None
+    """The text of the prompt, where the answer begins with it and its log-probabilities; None: it does not."""
     cancelled: bool = False
     """Set from any thread: the answer ends with the next token."""
     begun: bool = False
@@ -87,6 +98,7 @@ class Answer:
     """An answer."""
 
     text: str
+    """With the prompt's text before it where the request asks for an echo."""
     tokens: int
     """Generated, the end-of-text token included."""
     reason: str
@@ -136,22 +148,39 @@ class _Row:
     stream: IncrementalDetokenizer | None
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    """Length of the text before each token."""
     told: int = 0
     """Tokens whose log-probabilities the listener has."""
     reason: str = ""
 
+    @property
+    def echoed(self) -> bool:
+        """Whether the prompt is a part of the answer."""
+        return self.request.echo is not None
+
+    def begin(self, prompt: Sequence[TokenLogprob]) -> None:
+        """The prompt with its log-probabilities, where it is echoed."""
+        self.logprobs += prompt
+        if self.request.echo:
+            self._tell(self.request.echo)
+        if not self.request.max_new_tokens:
+            self.reason = "length"
+
     def take(self, token: int, ends: bool, logprob: TokenLogprob | None) -> None:
-        """The next token; an end-of-text token is counted, and is no text."""
+        """The next token; an end-of-text token is counted, and is no text.
+
+        With an echo it has its log-probability, so that as many follow the prompt's as tokens were generated.
+        """
         self.ids.append(token)
         text = ""
-        if not ends:
-            if logprob is not None:
-                self.logprobs.append(logprob)
-                self.starts.append(self.stream.length if self.stream else 0)
-            if self.stream is not None:
+        if logprob is not None and (self.echoed or not ends):
+            assert self.stream is not None, "log-probabilities go with a stream"
+            start = len(self.request.echo or "") + self.stream.length
+            self.logprobs.append(replace(logprob, start=start, first=self.stream.blank))
+        if self.stream is not None:
+            if not ends:
                 text = self.stream.add(token)
+            elif self.request.stop:
+                text = self.stream.end(token)
         if ends or (self.stream is not None and self.stream.stopped):
             self.reason = "stop"
         elif self.request.cancelled:
@@ -162,22 +191,26 @@ class _Row:
             text += self.stream.finish()
             self.reason = "stop" if self.stream.stopped else self.reason
             self._cut(len(self.stream.text))
-        if text and self.request.listener is not None:
+        if text:
+            self._tell(text)
+
+    def _tell(self, text: str) -> None:
+        if self.request.listener is not None:
             self.request.begun = True
             self.request.listener(text, self.logprobs[self.told :])
             self.told = len(self.logprobs)
 
     def _cut(self, length: int) -> None:
         """Forget tokens that belong to the stop text."""
-        if self.stream is not None and self.stream.stopped:
-            keep = sum(start < length for start in self.starts)
+        if self.stream is not None and self.stream.stopped and not self.echoed:
+            keep = sum(entry.start < length for entry in self.logprobs)
             del self.logprobs[max(keep, self.told) :]
 
     def completion(self, tokenizer: Any, ends: frozenset[int]) -> Answer:
         """The whole answer."""
         ids = self.ids[:-1] if self.ids and self.ids[-1] in ends else self.ids
         text = self.stream.text if self.stream is not None else decode_tokens(tokenizer, ids)
-        return Answer(text, len(self.ids), self.reason or "length", tuple(self.logprobs))
+        return Answer((self.request.echo or "") + text, len(self.ids), self.reason or "length", tuple(self.logprobs))
 
 
 class _Watch:
@@ -202,20 +235,32 @@ class _Watch:
         return torch.tensor([bool(row.reason) for row in self.rows], device=ids.device)
 
     def _logprobs(self, chosen: Tensor) -> list[TokenLogprob | None]:
-        wanted = [row.request.logprobs for row in self.rows if row.request.logprobs is not None]
-        if not wanted:
-            return [None] * len(self.rows)
+        counts = [row.request.logprobs for row in self.rows]
+        if all(count is None for count in counts):
+            return [None] * len(counts)
         assert self.logits is not None, "the hook runs before the token is chosen"
-        scores = self.logits.log_softmax(-1)
-        own = scores.gather(1, chosen.to(scores.device)[:, None])[:, 0].tolist()
-        top = scores.topk(max(1, *wanted), dim=-1)
-        values, tokens = top.values.tolist(), top.indices.tolist()
-        return [
-            None
-            if (n := row.request.logprobs) is None
-            else TokenLogprob(token, own[i], tuple(zip(tokens[i][:n], values[i][:n], strict=True)))
-            for i, (row, token) in enumerate(zip(self.rows, chosen.tolist(), strict=True))
-        ]
+        return token_logprobs(self.logits, chosen, counts)
+
+
+def token_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int | None]) -> list[TokenLogprob | None]:
+    """Log-probabilities of the chosen tokens and of the likeliest.
+
+    Args:
+        logits: [b, vocabulary], of any float dtype; the log-softmax is float32.
+        chosen: [b], tokens.
+        counts: How many of the likeliest tokens each row needs; None: nothing.
+    """
+    scores = logits.float().log_softmax(-1)
+    own = scores.gather(1, chosen.to(scores.device)[:, None])[:, 0].tolist()
+    top = scores.topk(max(1, *(count or 0 for count in counts)), dim=-1)
+    values = top.values.tolist()
+    tokens = top.indices.tolist()
+    return [
+        None
+        if count is None
+        else TokenLogprob(token, own[i], tuple(zip(tokens[i][:count], values[i][:count], strict=True)))
+        for i, (count, token) in enumerate(zip(counts, chosen.tolist(), strict=True))
+    ]
 
 
 def _unlike(requests: Sequence[AnswerRequest]) -> tuple[AnswerRequest, AnswerRequest]:
@@ -296,6 +341,41 @@ class Generator:
             _Row(r, IncrementalDetokenizer(self.tokenizer, r.stop) if live or r.logprobs is not None else None)
             for r in requests
         ]
+        with _model_errors_as_ours(requests):
+            for row in rows:
+                row.begin(self._prompt_logprobs(row.request))
+            growing = [row for row in rows if not row.reason]
+            if growing:
+                self._grow(growing, sampling)
+        return [row.completion(self.tokenizer, self.ends) for row in rows]
+
+    def _prompt_logprobs(self, request: AnswerRequest) -> list[TokenLogprob]:
+        """Log-probabilities of an echoed prompt's own tokens, each after those before it.
+
+        The prompt runs alone, because the logits of all its positions are in memory.
+        """
+        if request.echo is None or request.logprobs is None or request.cancelled:
+            return []
+        ids = torch.tensor([request.prompt], device=self.device)
+        with torch.inference_mode():
+            out = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        logits, following = out.logits[0, :-1], ids[0, 1:]
+        entries: list[TokenLogprob | None] = [TokenLogprob(request.prompt[0], None)]
+        for begin in range(0, len(following), SCORED_POSITIONS):
+            chosen = following[begin : begin + SCORED_POSITIONS]
+            entries += token_logprobs(
+                logits[begin : begin + SCORED_POSITIONS], chosen, [request.logprobs] * len(chosen)
+            )
+        starts = TokenTexts(self.tokenizer).starts(request.prompt, request.echo)
+        return [
+            replace(entry, start=start, first=not start)
+            for entry, start in zip(entries, starts, strict=True)
+            if entry is not None
+        ]
+
+    def _grow(self, rows: Sequence[_Row], sampling: GenerationParams) -> None:
+        """Generates the answers of a batch."""
+        requests = [row.request for row in rows]
         watch = _Watch(rows, self.ends)
         inputs = self._inputs(requests)
         if sampling.seed is not None:
@@ -306,30 +386,11 @@ class Generator:
         try:
             with torch.inference_mode():
                 out = self.model.generate(**inputs, generation_config=self._config(requests, sampling), **how)
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                Problem(
-                    "GPU memory",
-                    str(error).splitlines()[0],
-                    "use a smaller batch, fewer --max_new_tokens, or a lower --max_memory for this GPU",
-                )
-            ) from None
-        except ValueError as error:
-            if all(r.pictures is None for r in requests):
-                raise
-            raise UserError(
-                Problem(
-                    "images",
-                    f"the model rejects the output of its processor ({first_line(error)})",
-                    "use a chat template with a placeholder for each image",
-                )
-            ) from None
         finally:
             if hook is not None:
                 hook.remove()
         if beams:
             self._take_all(rows, out[:, inputs["input_ids"].shape[1] :].tolist())
-        return [row.completion(self.tokenizer, self.ends) for row in rows]
 
     def _take_all(self, rows: Sequence[_Row], answers: Sequence[Sequence[int]]) -> None:
         """After a beam search, whose answers are known at its end only."""
@@ -355,6 +416,30 @@ class Generator:
             eos_token_id=sorted(self.ends) or None,
             **drawn,
         )
+
+
+@contextmanager
+def _model_errors_as_ours(requests: Sequence[AnswerRequest]) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            Problem(
+                "GPU memory",
+                str(error).splitlines()[0],
+                "use a smaller batch, fewer --max_new_tokens, or a lower --max_memory for this GPU",
+            )
+        ) from None
+    except ValueError as error:
+        if all(r.pictures is None for r in requests):
+            raise
+        raise UserError(
+            Problem(
+                "images",
+                f"the model rejects the output of its processor ({first_line(error)})",
+                "use a chat template with a placeholder for each image",
+            )
+        ) from None
 
 
 LONG, SHORT, NEW = 12, 5, 2

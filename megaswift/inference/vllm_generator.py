@@ -13,6 +13,7 @@ from typing import Any
 from megaswift.config.inference_backend_options import BackendOptions
 from megaswift.errors import Problem, UserError
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams, TokenLogprob
+from megaswift.inference.incremental_detokenizer import special_token_texts
 from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
 
 
@@ -53,6 +54,7 @@ class VllmGenerator:
                 stop=list(request.stop),
                 logprobs=request.logprobs,
                 seed=None if sampling.seed is None else sampling.seed + number,
+                **_special_stops(self.tokenizer, request.stop),
             )
             for number, request in enumerate(requests)
         ]
@@ -61,13 +63,19 @@ class VllmGenerator:
         return [_answer(output.outputs[0], request) for output, request in zip(outputs, requests, strict=True)]
 
 
+def _special_stops(tokenizer: Any, stop: Sequence[str]) -> dict[str, Any]:
+    """Stop texts that are special tokens, by number: vLLM looks for texts in what it decodes without them."""
+    special = [text for text in stop if text in special_token_texts(tokenizer)]
+    return {"stop_token_ids": tokenizer.convert_tokens_to_ids(special)} if special else {}
+
+
 def _answer(output: Any, request: AnswerRequest) -> Answer:
     tokens = list(output.token_ids)
     logprobs: tuple[TokenLogprob, ...] = ()
     if request.logprobs is not None:
         logprobs = tuple(
-            TokenLogprob(token, entry[token].logprob, _likeliest(entry, request.logprobs))
-            for token, entry in zip(tokens, output.logprobs, strict=True)
+            TokenLogprob(token, entry[token].logprob, _likeliest(entry, request.logprobs), first=not place)
+            for place, (token, entry) in enumerate(zip(tokens, output.logprobs, strict=True))
         )
     return Answer(output.text, len(tokens), output.finish_reason or "length", logprobs)
 

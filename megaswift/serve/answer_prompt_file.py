@@ -26,6 +26,7 @@ from megaswift.config.inference import InferConfig
 from megaswift.errors import ConfigError, DataError, Problem
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams, Generator
+from megaswift.inference.token_texts import TokenTexts
 from megaswift.serve.logprobs import logprob_json
 from megaswift.serve.prompt_file_rows import PromptFileRow, prompt_dataset_files
 
@@ -169,7 +170,8 @@ class PromptFileRun:
         requests = [self._request(self.rows[i], top_logprobs) for i in batch]
         seed = (SEED if self.sampling.seed is None else self.sampling.seed) + batch[0]
         completions = generator.generate(requests, replace(self.sampling, seed=seed))
-        return [_columns(c, generator.tokenizer, self.cfg.file.logprobs) for c in completions]
+        texts = TokenTexts(generator.tokenizer) if self.cfg.file.logprobs else None
+        return [_columns(completion, texts) for completion in completions]
 
     def _request(self, row: PromptFileRow, top_logprobs: int | None) -> AnswerRequest:
         try:
@@ -210,9 +212,9 @@ def _plain(value: Any) -> str:
     return f"data:;base64,{base64.b64encode(value).decode()}" if isinstance(value, bytes) else str(value)
 
 
-def _columns(completion: Answer, tokenizer: Any, logprobs: bool) -> dict[str, Any]:
-    """What an answer adds to its row."""
+def _columns(completion: Answer, texts: TokenTexts | None) -> dict[str, Any]:
+    """What an answer adds to its row; None: no log-probabilities."""
     columns: dict[str, Any] = {"response": completion.text}
-    if logprobs:
-        columns["logprobs"] = {"content": [logprob_json(t, tokenizer) for t in completion.logprobs]}
+    if texts is not None:
+        columns["logprobs"] = {"content": [logprob_json(t, texts) for t in completion.logprobs]}
     return columns

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -23,6 +24,7 @@ from megaswift.data.attach_row_media import KEYS, TYPES
 from megaswift.errors import UserError
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat
 from megaswift.inference.generator import Answer, TokenLogprob
+from megaswift.inference.token_texts import TokenTexts
 from megaswift.serve.openai_requests import (
     ChatRequest,
     CompletionRequest,
@@ -82,6 +84,12 @@ class ServerState:
     reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "read"))
     """Parses, renders, tokenizes, opens images. One thread: a tokenizer cannot be in two."""
     writing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "write"))
+
+    texts: TokenTexts = field(init=False)
+    """Over `tokenizer`."""
+
+    def __post_init__(self) -> None:
+        self.texts = TokenTexts(self.tokenizer)
 
     async def read(self, make: Callable[[ServerState, bytes], Result], body: bytes) -> Result:
         """What a body asks for; Full where too many wait for that."""
@@ -158,7 +166,7 @@ def _chat(served: ServerState, body: bytes) -> ParsedRequest:
     if agent is None:
         _refuse_tools(parsed)
     prompt = _prompt(served, lambda said: served.prompts.of_chat(*said), [parsed.messages, tools], "messages")
-    words = (adapter or served.name, served.tokenizer, bool(parsed.logprobs))
+    words = (adapter or served.name, served.texts, bool(parsed.logprobs))
     if agent is None or not tools:
         return ParsedRequest(parsed, [prompt], parsed.told(), ChatResponseWriter(*words), adapter)
     names = frozenset(tool["function"]["name"] for tool in tools)
@@ -182,8 +190,14 @@ def _text(served: ServerState, body: bytes) -> ParsedRequest:
     adapter = _adapter(served, parsed.model)
     if (parsed.logprobs or 0) > served.max_logprobs:
         raise RequestRefused(400, f"logprobs may be at most {served.max_logprobs} here", "logprobs")
-    prompts = [_prompt(served, served.prompts.of_any, p, "prompt") for p in parsed.prompts()]
-    form = CompletionResponseWriter(adapter or served.name, served.tokenizer, parsed.logprobs is not None)
+    make = served.prompts.of_any
+    if parsed.max_tokens == 0:
+        make = partial(make, room=False)
+    prompts = [_prompt(served, make, p, "prompt") for p in parsed.prompts()]
+    if parsed.echo:
+        given = [p if isinstance(p, str) else served.prompts.tokenizer.decode(p) for p in parsed.prompts()]
+        prompts = [replace(prompt, echo=text) for prompt, text in zip(prompts, given, strict=True)]
+    form = CompletionResponseWriter(adapter or served.name, served.texts, parsed.logprobs is not None)
     return ParsedRequest(parsed, prompts, parsed.logprobs, form, adapter)
 
 
@@ -273,20 +287,18 @@ async def _stream(
     read: int | None,
 ) -> AsyncIterator[str]:
     """Server-sent events; a disconnected client cancels its answers."""
-    lengths = [0] * len(ticket.requests)
     try:
-        for index in range(len(lengths)):
+        for index in range(len(ticket.requests)):
             for chunk in form.first(index):
                 yield server_sent_event(chunk)
         while (piece := await pieces.get()) is not None:
             index, text, logprobs = piece
             if form.logprobs:
-                more = await served.write(form.piece, index, text, logprobs, lengths[index])
+                more = await served.write(form.piece, index, text, logprobs)
             else:
-                more = form.piece(index, text, logprobs, lengths[index])
+                more = form.piece(index, text, logprobs)
             if more is not None:
                 yield server_sent_event(more)
-            lengths[index] += len(text)
         failed = ticket.done.exception()
         if failed is not None:
             yield server_sent_event(error_json(_short(failed), "server_error"))

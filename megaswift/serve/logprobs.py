@@ -5,19 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.inference.generator import TokenLogprob
+from megaswift.inference.token_texts import TokenTexts
 
 
-def token_text(tokenizer: Any, token: int) -> str:
-    """The token alone as text."""
-    return tokenizer.decode([token], clean_up_tokenization_spaces=False)
+def logprob_json(entry: TokenLogprob, texts: TokenTexts) -> dict[str, Any]:
+    """An entry of `logprobs.content`. The `bytes` of an answer's entries, joined, are its text in UTF-8."""
+
+    def one(token: int, logprob: float | None) -> dict[str, Any]:
+        return {
+            "token": texts.text(token),
+            "logprob": logprob,
+            "bytes": list(texts.bytes(token, entry.first)),
+        }
+
+    return {**one(entry.token, entry.logprob), "top_logprobs": [one(token, value) for token, value in entry.top]}
 
 
-def _entry(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
-    text = token_text(tokenizer, token)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8"))}
+def names_of_position(entry: TokenLogprob, texts: TokenTexts) -> dict[int, str]:
+    """Token -> the name under which a completion lists it, different for each.
 
-
-def logprob_json(entry: TokenLogprob, tokenizer: Any) -> dict[str, Any]:
-    """An entry of `logprobs.content`."""
-    top = [_entry(tokenizer, token, value) for token, value in entry.top]
-    return {**_entry(tokenizer, entry.token, entry.logprob), "top_logprobs": top}
+    Its text; where a likelier token has that, its text within a sentence, with the space before it; else `token_id:N`.
+    """
+    names: dict[int, str] = {}
+    for token in dict.fromkeys([*(token for token, _ in entry.top), entry.token]):
+        text = texts.text(token)
+        within = texts.bytes(token, entry.first).decode("utf-8", "replace") or text
+        free = [name for name in (text, within) if name not in names.values()]
+        names[token] = free[0] if free else f"token_id:{token}"
+    return names

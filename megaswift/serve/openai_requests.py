@@ -15,6 +15,7 @@ from megaswift.config.inference import COLD, PENALTIES, GenerationOptions
 from megaswift.data.attach_row_media import TYPES
 from megaswift.data.role_aliases_and_tool_call_turns import ROLES
 from megaswift.data.row_media import IMAGE
+from megaswift.inference.chat_inputs import NO_TEXT
 from megaswift.inference.generator import GenerationParams, generation_params
 
 MOST_CHOICES, MOST_TOP, MOST_STOPS, MOST_IMAGES = 16, 20, 16, 16
@@ -37,7 +38,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "reasoning_effort": (),
     "parallel_tool_calls": (True, False),
@@ -45,13 +45,18 @@ OFF: dict[str, tuple[Any, ...]] = {
     "audio": (),
 }
 """Unsupported fields and the values with which they have no effect."""
+SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
+NUMBERS = ("max_tokens", "max_completion_tokens", "n", "seed", "top_logprobs", *SAMPLING)
 
 
 def image_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     """The parts of a message that are images."""
-    content = message["content"]
-    parts = content if isinstance(content, list) else []
-    return [p for p in parts if isinstance(p, dict) and TYPES.get(str(p.get("type"))) == IMAGE]
+    return [part for part in _parts(message) if TYPES.get(str(part.get("type"))) == IMAGE]
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
 class InvalidRequest(Exception):
@@ -102,6 +107,13 @@ class CommonRequestFields(BaseModel):
     frequency_penalty: Any = None
     logit_bias: Any = None
 
+    @field_validator(*NUMBERS, mode="before", check_fields=False)
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # pydantic reads true as 1
+            raise ValueError("must be a number")
+        return value
+
     @field_validator(*OFF, check_fields=False)
     @classmethod
     def _off(cls, value: Any, info: Any) -> Any:
@@ -131,12 +143,10 @@ class CommonRequestFields(BaseModel):
     def sampling(self, defaults: GenerationOptions, own: Any) -> GenerationParams:
         """The server's options where the request names none. top_p and top_k without a temperature are OpenAI's: its
         default is 1."""
-        given = {
-            k: v for k in ("temperature", "top_p", "top_k", "repetition_penalty") if (v := getattr(self, k)) is not None
-        }
+        given = {k: v for k in SAMPLING if (v := getattr(self, k)) is not None}
         if given.get("top_k") == -1:
             given["top_k"] = 0
-        known = {k: getattr(defaults, k) for k in ("temperature", "top_p", "top_k", "repetition_penalty")} | given
+        known = {k: getattr(defaults, k) for k in SAMPLING} | given
         if given.get("temperature") == 0:
             known |= {"top_p": None, "top_k": None}
         elif known["temperature"] is None and not own.do_sample and {"top_p", "top_k"} & given.keys():
@@ -176,6 +186,8 @@ class ChatRequest(CommonRequestFields):
             calls = message["role"] == "assistant" and isinstance(message.get("tool_calls"), list)
             if not isinstance(message.get("content"), str | list) and (message.get("content") or not calls):
                 raise ValueError(f"[{i}] has no content")
+            if any(part.get("type") == "text" and not isinstance(part.get("text"), str) for part in _parts(message)):
+                raise ValueError(f"[{i}]: {NO_TEXT}")
         images = [part for message in value for part in image_parts(message)]
         if len(images) > MOST_IMAGES:
             raise ValueError(f"have {len(images)} images; the limit is {MOST_IMAGES}")
@@ -214,10 +226,17 @@ class CompletionRequest(CommonRequestFields):
     """POST /v1/completions."""
 
     prompt: Any
+    max_tokens: int | None = Field(None, ge=0, le=MOST_NUMBER)
+    """0: no answer; with `echo` and `logprobs` the prompt's log-probabilities."""
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    echo: bool | None = None
     best_of: Any = None
-    echo: Any = None
     suffix: Any = None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _count(cls, value: Any) -> Any:
+        return cls._numbers(value)
 
     @field_validator("prompt")
     @classmethod
@@ -236,7 +255,7 @@ class CompletionRequest(CommonRequestFields):
 
     def wanted(self, default: int) -> int:
         """Maximum tokens of an answer."""
-        return self.max_tokens or default
+        return default if self.max_tokens is None else self.max_tokens
 
 
 def _tokens(value: Any) -> bool:

@@ -7,11 +7,11 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from megaswift.inference.generator import Answer, TokenLogprob
-from megaswift.serve.logprobs import logprob_json, token_text
+from megaswift.inference.token_texts import TokenTexts
+from megaswift.serve.logprobs import logprob_json, names_of_position
 
 
 def error_json(
@@ -42,7 +42,7 @@ class ChatResponseWriter:
     """Writes answers of /v1/chat/completions."""
 
     model: str
-    tokenizer: Any
+    texts: TokenTexts
     logprobs: bool
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
@@ -51,9 +51,7 @@ class ChatResponseWriter:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        return (
-            {"content": [logprob_json(t, self.tokenizer) for t in entries], "refusal": None} if self.logprobs else None
-        )
+        return {"content": [logprob_json(t, self.texts) for t in entries], "refusal": None} if self.logprobs else None
 
     def whole(self, answers: Sequence[Answer], counts: dict[str, int]) -> dict[str, Any]:
         """The answer in one."""
@@ -77,8 +75,8 @@ class ChatResponseWriter:
         """Before any text of a choice."""
         return [self._chunk(index, {"role": "assistant", "content": ""}, None, None)]
 
-    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob], before: int) -> dict[str, Any] | None:
-        """Some more text, if there is any to send yet; `before`: characters before it."""
+    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """Some more text, if there is any to send yet."""
         return self._chunk(index, {"content": text}, self._logprobs(entries), None)
 
     def last(self, index: int, answer: Answer) -> list[dict[str, Any]]:
@@ -96,17 +94,18 @@ class CompletionResponseWriter(ChatResponseWriter):
 
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
 
-    def _tokens(self, entries: Sequence[TokenLogprob], before: int) -> dict[str, Any] | None:
+    def _tokens(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
-        texts = [token_text(self.tokenizer, t.token) for t in entries]
-        offsets = [*accumulate(map(len, texts[:-1]), initial=before)] if texts else []
-        top = [{token_text(self.tokenizer, token): value for token, value in t.top} or None for t in entries]
+        names = [names_of_position(entry, self.texts) for entry in entries]
         return {
-            "tokens": texts,
-            "token_logprobs": [t.logprob for t in entries],
-            "top_logprobs": top,
-            "text_offset": offsets,
+            "tokens": [name[entry.token] for name, entry in zip(names, entries, strict=True)],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [
+                {name[token]: value for token, value in entry.top} or None
+                for name, entry in zip(names, entries, strict=True)
+            ],
+            "text_offset": [entry.start for entry in entries],
         }
 
     def _choice(self, index: int, text: str, logprobs: Any, end: str | None) -> dict[str, Any]:
@@ -114,18 +113,16 @@ class CompletionResponseWriter(ChatResponseWriter):
 
     def whole(self, answers: Sequence[Answer], counts: dict[str, int]) -> dict[str, Any]:
         """The answer in one."""
-        choices = [
-            self._choice(i, a.text, self._tokens(a.logprobs, 0), finish_reason(a)) for i, a in enumerate(answers)
-        ]
+        choices = [self._choice(i, a.text, self._tokens(a.logprobs), finish_reason(a)) for i, a in enumerate(answers)]
         return self._body("text_completion", choices, {"usage": counts})
 
     def first(self, index: int) -> list[dict[str, Any]]:
         """Nothing comes before the text."""
         return []
 
-    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob], before: int) -> dict[str, Any]:
+    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Some more text."""
-        return self._body("text_completion", [self._choice(index, text, self._tokens(entries, before), None)], {})
+        return self._body("text_completion", [self._choice(index, text, self._tokens(entries), None)], {})
 
     def last(self, index: int, answer: Answer) -> list[dict[str, Any]]:
         """Why a choice ended."""

@@ -115,12 +115,12 @@ class ToolCallResponseWriter(ChatResponseWriter):
     def _parsed(self, answer: Answer) -> tuple[str, list[ParsedToolCall]]:
         return self.parser.parse(answer.text, finish_reason(answer) == "length")
 
-    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob], before: int) -> dict[str, Any] | None:
+    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """Some more text, without what may be a call; None where nothing is left to say."""
         known = self._texts.get(index, "")
         self._texts[index] = known + text
         fresh = self.parser.shown(known + text).removeprefix(self.parser.shown(known))
-        return super().piece(index, fresh, entries, before) if fresh or self.logprobs else None
+        return super().piece(index, fresh, entries) if fresh or self.logprobs else None
 
     def last(self, index: int, answer: Answer) -> list[dict[str, Any]]:
         """What was held back, the calls, and why a choice ended."""

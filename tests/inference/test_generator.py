@@ -120,3 +120,60 @@ def test_what_is_not_set_comes_from_the_model_s_own_configuration() -> None:
     assert generation_params(GenerationOptions(), GenerationConfig()) == GenerationParams()
     with pytest.raises(ConfigError, match="--temperature 0.7"):
         generation_params(GenerationOptions(top_p=0.5), GenerationConfig())
+
+
+def test_a_special_token_as_a_stop_text_ends_an_answer_at_once(ours: Generator) -> None:
+    """The first special token that the model writes, which is no part of the text; streamed too."""
+    prompts = ids(ours)
+    special = {ours.tokenizer.convert_tokens_to_ids(t) for t in ("<pad>", "<u>", "<a>")}
+    told = ours.generate([AnswerRequest(p, NEW, logprobs=0) for p in prompts], GenerationParams())
+    row, place = next(
+        (row, place)
+        for row, answer in enumerate(told)
+        for place, entry in enumerate(answer.logprobs)
+        if entry.token in special
+    )
+    stop = ours.tokenizer.decode([told[row].logprobs[place].token])
+    heard: list[str] = []
+    request = AnswerRequest(prompts[row], NEW, (stop,), 0, lambda text, entries: heard.append(text))
+    [found] = ours.generate([request], GenerationParams())
+    before = [entry.token for entry in told[row].logprobs[:place]]
+    assert (found.reason, found.tokens, found.text) == ("stop", place + 1, ours.tokenizer.decode(before))
+    assert "".join(heard) == found.text and [e.token for e in found.logprobs] == before
+
+
+def test_an_echoed_prompt_has_the_log_probabilities_that_transformers_gives_it(
+    ours: Generator, theirs: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of several lengths and none in one batch; a prompt longer than what is scored at a time."""
+    monkeypatch.setattr("megaswift.inference.generator.SCORED_POSITIONS", 4)
+    prompts = ids(ours)
+    heard: list[str] = []
+    requests = [
+        AnswerRequest(p, new, logprobs=2, echo=text, listener=lambda said, entries: heard.append(said))
+        for p, text, new in zip(prompts, PROMPTS, (0, 1, 3, 0, 2, 0), strict=True)
+    ]
+    found = ours.generate(requests, GenerationParams())
+    assert "".join(heard).startswith("".join(PROMPTS))
+    for prompt, text, request, answer in zip(prompts, PROMPTS, requests, found, strict=True):
+        tokens = [entry.token for entry in answer.logprobs]
+        assert answer.tokens == request.max_new_tokens and len(tokens) == len(prompt) + answer.tokens
+        assert tuple(tokens[: len(prompt)]) == prompt and answer.text.startswith(text) and answer.reason == "length"
+        assert [entry.start for entry in answer.logprobs[: len(prompt)]] == list(range(len(text)))
+        with torch.no_grad():
+            scores = theirs[0](torch.tensor([tokens])).logits[0].log_softmax(-1)
+        assert answer.logprobs[0].logprob is None and not answer.logprobs[0].top
+        for place, entry in enumerate(answer.logprobs[1:]):
+            assert entry.logprob == pytest.approx(float(scores[place, entry.token]), abs=2e-5)
+            assert [value for _, value in entry.top] == pytest.approx(scores[place].topk(2).values.tolist(), abs=2e-5)
+
+
+def test_an_echoed_answer_lists_its_end_token(ours: Generator) -> None:
+    """So that as many entries follow the prompt's as tokens were generated: lm-eval leaves the last one out."""
+    [prompt] = ids(ours, ("ab",))
+    first = ours.generate([AnswerRequest(prompt, 1, logprobs=0)], GenerationParams())[0].logprobs[0].token
+    ending = Generator(ours.model, ours.tokenizer, ours.device)
+    ending.ends = frozenset([*ours.ends, first])
+    [found] = ending.generate([AnswerRequest(prompt, 1, ("b",), logprobs=1, echo="ab")], GenerationParams())
+    assert [entry.token for entry in found.logprobs] == [*prompt, first]
+    assert (found.text, found.tokens, found.reason) == ("ab", 1, "stop")

@@ -58,6 +58,30 @@ def test_nothing_of_a_stop_text_is_given_out(stop: tuple[str, ...], want: str) -
     assert "".join(pieces) == stream.text == want and stream.stopped == (want != "Say the answer is 42 now")
 
 
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [("<|im_end|>", "a b"), (" b<|im_end|>", "a"), ("<|im_end|> c", "a b"), ("im_end", ""), ("<|im_start|>", "")],
+)
+def test_a_stop_text_may_be_a_special_token_which_no_text_shows(stop: str, text: str) -> None:
+    tokens = tokenizer("qwen", "qwen2_5")
+    ids = tokens("a b<|im_end|> c", add_special_tokens=False)["input_ids"]
+    assert tokens.convert_tokens_to_ids("<|im_end|>") in ids
+    pieces, stream = streamed(tokens, "a b<|im_end|> c", (stop,))
+    assert (stream.text, stream.stopped) == ((text, True) if text else ("a b c", False))
+    assert "".join(pieces) == stream.text
+
+
+def test_the_letters_of_a_special_token_are_a_stop_text_too() -> None:
+    tokens = tokenizer("qwen", "qwen2_5")
+    parts = ("a <", "|im_", "end", "|> b")
+    stream = IncrementalDetokenizer(tokens, ("<|im_end|>",))
+    ids = [token for part in parts for token in tokens(part, add_special_tokens=False)["input_ids"]]
+    for token in ids:
+        if not stream.stopped:
+            stream.add(token)
+    assert (stream.text, stream.stopped) == ("a ", True)
+
+
 def test_an_unfinished_character_at_the_end_is_told_as_such() -> None:
     tokens = tokenizer("qwen", "qwen2_5")
     ids = tokens("日", add_special_tokens=False)["input_ids"]

@@ -98,7 +98,7 @@ def test_the_engine_and_a_batch(engine: type[Engine], tmp_path: Path) -> None:
     requests = [AnswerRequest((1, 2), 5, ("x",), logprobs=1), AnswerRequest((3,), 6)]
     first, second = found.generate(requests, GenerationParams(0.7, 0.9, 0, 1.1, seed=40))
     assert (first.text, first.tokens, first.reason, second.logprobs) == ("hi", 2, "stop", ())
-    assert first.logprobs == (TokenLogprob(4, -0.5, ((9, -0.1),)), TokenLogprob(2, -0.25, ((2, -0.25),)))
+    assert first.logprobs == (TokenLogprob(4, -0.5, ((9, -0.1),), first=True), TokenLogprob(2, -0.25, ((2, -0.25),)))
     ((prompts, params, how),) = engine.calls
     assert prompts == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
     assert [p["seed"] for p in params] == [40, 41] and [p["max_tokens"] for p in params] == [5, 6]

@@ -1,0 +1,89 @@
+"""The bytes and the text of single tokens, as they stand in the text of an answer.
+
+A token may be a part of a character, and a decoder of SentencePiece drops the space before the first token of a text
+only, so decoding a token alone gives neither.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from megaswift.inference.incremental_detokenizer import BROKEN, decode_tokens
+
+_FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""How SentencePiece's vocabularies write a byte."""
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE (GPT-2): printable bytes stand for themselves, the others follow from 256
+    on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = byte_alphabet()
+
+
+class TokenTexts:
+    """Bytes and text of a tokenizer's tokens. For one thread, as the tokenizer is."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._known: dict[tuple[int, bool], bytes] = {}
+        self._word: list[int] | None = None
+
+    def bytes(self, token: int, first: bool = False) -> bytes:
+        """The UTF-8 bytes that the token adds to an answer; none for a special token, which is no part of its text.
+
+        Args:
+            token: Number of the token.
+            first: Whether no text precedes it.
+        """
+        key = (token, first)
+        if key not in self._known:
+            self._known[key] = self._bytes(token, first)
+        return self._known[key]
+
+    def text(self, token: int) -> str:
+        """The token decoded alone; a special token by its name."""
+        return self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
+    def starts(self, entries: Sequence[int], text: str) -> list[int]:
+        """Where in `text`, a prompt that these tokens were made of, each of them begins, in characters.
+
+        A token that the tokenizer added to the text (BOS) takes no place.
+        """
+        stored = text.encode("utf-8")
+        character_of_byte = [*(i for i, character in enumerate(text) for _ in character.encode("utf-8")), len(text)]
+        starts: list[int] = []
+        at = 0
+        for token in entries:
+            starts.append(character_of_byte[at])
+            forms = (self.bytes(token, not at), self.text(token).encode("utf-8"))
+            at += next((len(form) for form in forms if form and stored.startswith(form, at)), 0)
+        return starts
+
+    def _bytes(self, token: int, first: bool) -> bytes:
+        before = [] if first else self._before()
+        text = decode_tokens(self.tokenizer, [*before, token])[len(decode_tokens(self.tokenizer, before)) :]
+        if BROKEN not in text:
+            return text.encode("utf-8")
+        stored = self.tokenizer.convert_ids_to_tokens(token)
+        if isinstance(stored, bytes):  # tokenizers that come with a model, over tiktoken
+            return stored
+        fallback = _FALLBACK_BYTE.fullmatch(stored)
+        if fallback is not None:
+            return bytes.fromhex(fallback[1])
+        if all(character in _BYTES for character in stored):
+            return bytes(_BYTES[character] for character in stored)
+        return text.encode("utf-8")
+
+    def _before(self) -> list[int]:
+        """A token of letters, after which others are decoded as within a text."""
+        if self._word is None:
+            texts = ((token, decode_tokens(self.tokenizer, [token])) for token in range(len(self.tokenizer)))
+            self._word = next(([token] for token, text in texts if text.isascii() and text.isalnum()), [])
+        return self._word

@@ -1,0 +1,141 @@
+"""Requests and answers of the two APIs through the application in this process, over a model that answers.
+
+Covers: megaswift/serve/openai_requests.py, megaswift/serve/openai_response_bodies.py, megaswift/serve/logprobs.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from megaswift.config.inference import ChatTemplateOptions, GenerationOptions
+from megaswift.inference.chat_inputs import ChatInputRenderer
+from megaswift.inference.generator import TokenLogprob
+from megaswift.inference.token_texts import TokenTexts
+from megaswift.serve.app import ServerState, build_app
+from megaswift.serve.logprobs import names_of_position
+from megaswift.serve.request_queue import RequestQueue
+from tests.inference.models import opened
+from tests.inference.test_token_texts import byte_level
+
+TEXT = "what is 3+4?"
+
+
+@pytest.fixture(scope="module")
+def http(model: Path) -> Iterator[TestClient]:
+    prepared, generator = opened(model)
+    line = RequestQueue.before(generator, 8, 40)
+    prompts = ChatInputRenderer(prepared, ChatTemplateOptions())
+    own = GenerationConfig()
+    state = ServerState("tiny", prompts, line, GenerationOptions(), own, 0, copy.deepcopy(prepared.tokenizer))
+    with TestClient(build_app(state)) as client:
+        yield client
+    line.close()
+    state.close()
+
+
+def complete(http: TestClient, **fields: Any) -> Any:
+    return http.post("/v1/completions", json={"model": "tiny", "prompt": TEXT, "temperature": 0, **fields})
+
+
+def scored(model: Path, text: str) -> tuple[list[int], torch.Tensor]:
+    ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    with torch.no_grad():
+        return ids, AutoModelForCausalLM.from_pretrained(model)(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+@pytest.mark.parametrize("as_tokens", [False, True], ids=["text", "tokens"])
+def test_echo_gives_the_prompt_and_its_log_probabilities(
+    http: TestClient, model: Path, most: int, as_tokens: bool
+) -> None:
+    """What lm-eval asks of a server for its multiple-choice tasks; the oracle is transformers."""
+    ids, scores = scored(model, TEXT)
+    prompt = ids if as_tokens else TEXT
+    choice = complete(http, prompt=prompt, max_tokens=most, logprobs=1, echo=True, seed=1234).json()["choices"][0]
+    told = choice["logprobs"]
+    plain = complete(http, max_tokens=most).json()["choices"][0]["text"]
+    shown = AutoTokenizer.from_pretrained(model).decode(ids) if as_tokens else TEXT
+    assert choice["text"] == shown + plain
+    assert len(told["tokens"]) == len(told["top_logprobs"]) == len(told["text_offset"]) == len(ids) + most
+    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+    want = [float(scores[place, token]) for place, token in enumerate(ids[1:])]
+    assert told["token_logprobs"][1 : len(ids)] == pytest.approx(want, abs=1e-5)
+    best = [max(entry.values()) for entry in told["top_logprobs"][1 : len(ids)]]
+    assert best == pytest.approx(scores[:-1].max(-1).values.tolist(), abs=1e-5)
+    assert all(len(entry) == 1 for entry in told["top_logprobs"][1:])
+
+
+def test_echo_of_a_prompt_that_fills_the_context(http: TestClient) -> None:
+    """With nothing to generate there need be no room for it."""
+    full = [5] * 128
+    told = complete(http, prompt=full, max_tokens=0, logprobs=0, echo=True).json()
+    assert len(told["choices"][0]["logprobs"]["token_logprobs"]) == 128
+    assert told["usage"] == {"prompt_tokens": 128, "completion_tokens": 0, "total_tokens": 128}
+    refused = complete(http, prompt=full, max_tokens=1, logprobs=0, echo=True)
+    assert refused.status_code == 400 and "prompt and answer must fit" in refused.json()["error"]["message"]
+
+
+def test_echo_streamed_and_without_log_probabilities(http: TestClient) -> None:
+    whole = complete(http, max_tokens=4, logprobs=2, echo=True).json()["choices"][0]
+    lines = complete(http, max_tokens=4, logprobs=2, echo=True, stream=True).text.splitlines()
+    chunks = [json.loads(x.removeprefix("data: "))["choices"][0] for x in lines if x and not x.endswith("[DONE]")]
+    assert "".join(chunk["text"] for chunk in chunks) == whole["text"] and chunks[0]["text"] == TEXT
+    offsets = [at for chunk in chunks for at in (chunk["logprobs"] or {"text_offset": []})["text_offset"]]
+    assert offsets == whole["logprobs"]["text_offset"]
+    bare = complete(http, max_tokens=4, echo=True).json()["choices"][0]
+    assert bare["text"] == whole["text"] and bare["logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", True),
+        ("n", True),
+        ("seed", False),
+        ("temperature", True),
+        ("top_p", True),
+        ("top_k", True),
+        ("repetition_penalty", True),
+        ("logprobs", True),
+    ],
+)
+def test_a_truth_value_is_no_number(http: TestClient, field: str, value: bool) -> None:
+    refused = complete(http, **{field: value})
+    assert refused.status_code == 400, refused.json()
+    assert refused.json()["error"]["param"] == field and "must be a number" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "top_logprobs"])
+def test_a_truth_value_is_no_number_in_a_chat(http: TestClient, field: str) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "logprobs": True, field: True}
+    refused = http.post("/v1/chat/completions", json=body)
+    assert refused.status_code == 400 and "must be a number" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("text", [None, 5, True, ["x"], ...])
+def test_a_part_without_text_is_refused(http: TestClient, text: Any) -> None:
+    part = {"type": "text"} if text is ... else {"type": "text", "text": text}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]}
+    refused = http.post("/v1/chat/completions", json=body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages", refused.json()
+    assert "needs a string" in refused.json()["error"]["message"]
+
+
+def test_tokens_of_one_text_are_listed_apart(http: TestClient) -> None:
+    """Every part of a character is U+FFFD as text."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = PreTrainedTokenizerFast(tokenizer_object=byte_level())
+    parts = [token for token in range(len(tokens)) if tokens.decode([token]) == "\ufffd"][:4]
+    entry = TokenLogprob(parts[1], -2.0, tuple((token, -1.0 - place) for place, token in enumerate(parts)))
+    names = names_of_position(entry, TokenTexts(tokens))
+    assert names == {parts[0]: "\ufffd", **{token: f"token_id:{token}" for token in parts[1:]}}
