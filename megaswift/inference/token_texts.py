@@ -35,7 +35,7 @@ class TokenTexts:
         self._known: dict[tuple[int, bool], bytes] = {}
         self._word: list[int] | None = None
 
-    def bytes(self, token: int, first: bool = False) -> bytes:
+    def utf8(self, token: int, first: bool = False) -> bytes:
         """The UTF-8 bytes that the token adds to an answer; none for a special token, which is no part of its text.
 
         Args:
@@ -44,7 +44,7 @@ class TokenTexts:
         """
         key = (token, first)
         if key not in self._known:
-            self._known[key] = self._bytes(token, first)
+            self._known[key] = self._utf8(token, first)
         return self._known[key]
 
     def text(self, token: int) -> str:
@@ -62,11 +62,11 @@ class TokenTexts:
         at = 0
         for token in entries:
             starts.append(character_of_byte[at])
-            forms = (self.bytes(token, not at), self.text(token).encode("utf-8"))
+            forms = (self.utf8(token, not at), self.text(token).encode("utf-8"))
             at += next((len(form) for form in forms if form and stored.startswith(form, at)), 0)
         return starts
 
-    def _bytes(self, token: int, first: bool) -> bytes:
+    def _utf8(self, token: int, first: bool) -> bytes:
         before = [] if first else self._before()
         text = decode_tokens(self.tokenizer, [*before, token])[len(decode_tokens(self.tokenizer, before)) :]
         if BROKEN not in text:

@@ -15,7 +15,7 @@ def logprob_json(entry: TokenLogprob, texts: TokenTexts) -> dict[str, Any]:
         return {
             "token": texts.text(token),
             "logprob": logprob,
-            "bytes": list(texts.bytes(token, entry.first)),
+            "bytes": list(texts.utf8(token, entry.first)),
         }
 
     return {**one(entry.token, entry.logprob), "top_logprobs": [one(token, value) for token, value in entry.top]}
@@ -29,7 +29,7 @@ def names_of_position(entry: TokenLogprob, texts: TokenTexts) -> dict[int, str]:
     names: dict[int, str] = {}
     for token in dict.fromkeys([*(token for token, _ in entry.top), entry.token]):
         text = texts.text(token)
-        within = texts.bytes(token, entry.first).decode("utf-8", "replace") or text
+        within = texts.utf8(token, entry.first).decode("utf-8", "replace") or text
         free = [name for name in (text, within) if name not in names.values()]
         names[token] = free[0] if free else f"token_id:{token}"
     return names

@@ -46,12 +46,12 @@ def test_the_bytes_of_an_answer_s_tokens_joined_are_its_text(make: Any) -> None:
     ids = tokens(TEXT, add_special_tokens=False)["input_ids"]
     texts, stream, joined = TokenTexts(tokens), IncrementalDetokenizer(tokens), []
     for token in ids:
-        joined.append(texts.bytes(token, stream.blank))
+        joined.append(texts.utf8(token, stream.blank))
         stream.add(token)
     assert b"".join(joined).decode() == decode_tokens(tokens, ids)
     assert b"\xe6" in joined and b"<tool>" in joined  # the first byte of a character alone
     special = tokens.convert_tokens_to_ids("<|im|>")
-    assert (texts.bytes(special), texts.text(special)) == (b"", "<|im|>")
+    assert (texts.utf8(special), texts.text(special)) == (b"", "<|im|>")
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
