@@ -206,9 +206,12 @@ def count_peak(rank: int, world: int, task: tuple[CountedRun, int]) -> int:
     engine, context = build(parse(run.text), run.folder, world, **run.options)
     rows, length = engine.cfg.train.per_device_train_batch_size, engine.cfg.data.max_length
     batch = full_rows(rows, length, packed=False)
-    engine.accumulate([batch], CrossEntropy())  # what is made once is there
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        engine.accumulate([batch], CrossEntropy())
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    # On CPUs without bfloat16 products oneDNN takes float32 copies of both matrices from the same allocator.
+    with torch.backends.mkldnn.flags(enabled=False):
+        engine.accumulate([batch], CrossEntropy())  # what is made once is there
+        with profiler:
+            engine.accumulate([batch], CrossEntropy())
     events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if e.name() == "[memory]"]
     context.close()
