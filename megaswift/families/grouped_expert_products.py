@@ -19,6 +19,11 @@ def torch_multiplies(cfg: SwiftConfig, torch_products: bool) -> bool:
     return torch_products or cfg.model.moe_grouped_gemm_impl == "torch"
 
 
+def needs_torch_widths(cfg: SwiftConfig, torch_products: bool) -> bool:
+    """Whether torch multiplies rows of experts that are grouped, by their weights or by their adapters."""
+    return torch_multiplies(cfg, torch_products) or cfg.model.train_type == "lora"
+
+
 def grouped_width_problems(spec: ModelSpec, etp: int, element_bytes: int, asked: str) -> list[Problem]:
     """Why torch's grouped product cannot multiply a model's experts: widths of a rank, of elements of so many bytes.
     `asked`: what asks for it."""
@@ -42,4 +47,4 @@ def groups_experts(cfg: SwiftConfig, spec: ModelSpec, etp: int, element_bytes: i
         return cfg.model.moe_grouped_gemm
     if cfg.lora.use_dora or cfg.model.train_type == "qlora":
         return False
-    return not torch_multiplies(cfg, torch_products) or not grouped_width_problems(spec, etp, element_bytes, "")
+    return not needs_torch_widths(cfg, torch_products) or not grouped_width_problems(spec, etp, element_bytes, "")

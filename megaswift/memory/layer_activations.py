@@ -179,16 +179,18 @@ def _moe(setup: MicrobatchSetup, layer: int) -> Kept:
     if not setup.grouped_experts:
         return kept | _adapter_products(setup, layer, {EXPERT_FC1: m, EXPERT_FC2: m})
     return kept | _grouped_adapters(
-        setup, layer, {EXPERT_FC1: (spec.hidden_size, 2 * e), EXPERT_FC2: (e, spec.hidden_size)}
+        setup, layer, {EXPERT_FC1: (spec.hidden_size, setup.layout.etp), EXPERT_FC2: (e, 1)}
     )
 
 
 def _grouped_adapters(setup: MicrobatchSetup, layer: int, modules: Mapping[str, tuple[int, int]]) -> Kept:
-    """Adapters of all experts in grouped products: A's and B's of a rank's experts stacked, and the outputs of A, with
-    ranks filled up to rows of 16 bytes. `modules`: (inputs, outputs) of an expert's layer."""
-    experts, unit, kept = setup.spec.experts // setup.layout.ep, 16 // setup.width, 0
-    for module, (inputs, outputs) in modules.items():
-        ranks = len(setup.adapters(layer, module)) * setup.parts.rank
-        width = -(-ranks // unit) * unit
-        kept += setup.width * width * (setup.expert_tokens + experts * (inputs + outputs))
+    """Adapters of all experts in grouped products: the scaled outputs of A. A rank that is no multiple of 16 bytes is
+    filled up, in copies of A and B. `modules`: (inputs on this rank, ranks that split the outputs) of an expert's
+    layer."""
+    experts, unit, rank, kept = setup.spec.experts // setup.layout.ep, 16 // setup.width, setup.parts.rank, 0
+    width = -(-rank // unit) * unit
+    for module, (inputs, ranks) in modules.items():
+        for projection in setup.adapters(layer, module):
+            copies = experts * (inputs + projection.shape[0] // ranks) if width > rank else 0
+            kept += setup.width * width * (setup.expert_tokens + copies)
     return {"adapters": kept} if kept else {}

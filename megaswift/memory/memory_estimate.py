@@ -56,7 +56,8 @@ class RunParameters:
         """Of a configuration's model."""
         parts = TrainedParts.from_config(cfg, family_of(spec.hf_config), spec)
         stages = model_chunks_by_stage(spec.num_layers, layout, PipelineSplit.from_config(cfg.parallel))
-        held = [rank_parameters(spec, parts, layout, chunks) for chunks in stages]
+        grouped = MicrobatchSetup(cfg, spec, layout, kernels, parts).grouped_experts
+        held = [rank_parameters(spec, parts, layout, chunks, grouped) for chunks in stages]
         return cls(spec, layout, kernels, parts, stages, held)
 
     def estimate(self, cfg: SwiftConfig) -> MemoryEstimate:

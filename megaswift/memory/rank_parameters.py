@@ -108,13 +108,19 @@ class TrainedParts:
 
 
 def rank_parameters(
-    spec: ModelSpec, parts: TrainedParts, layout: Layout, chunks: Sequence[ModelChunk]
+    spec: ModelSpec,
+    parts: TrainedParts,
+    layout: Layout,
+    chunks: Sequence[ModelChunk],
+    grouped_experts: bool = False,
 ) -> list[RankParameters]:
     """Of each model chunk, what the first rank of its stage holds: with Megatron's parallelism no other rank of the
-    stage holds more."""
+    stage holds more. `grouped_experts`: adapters of all experts are one parameter for each projection."""
     family = family_of(spec.hf_config)
     sizes = _ShardSizes(spec, layout)
     held: list[RankParameters] = [Counter() for _ in chunks]
+    stacks: Counter[tuple[int, int | None, str, int]] = Counter()
+    """Elements by chunk, layer, base weight and number of the adapter's matrix."""
     for rule, layer, expert in expand_weight_table(family.weights, spec):
         if rule.buffer or (expert is not None and expert >= spec.experts // layout.ep):
             continue
@@ -135,8 +141,13 @@ def rank_parameters(
         adapted = parts.adapters.get(module, ()) if rule.megatron.endswith(WEIGHT) else ()
         for i in _places(rule, layer, chunks, shared):
             held[i][parameter] += 1
-            for elements in sizes.adapters(rule, expert, adapted, parts):
-                held[i][RankParameter(elements, expert=expert is not None, adapter=True)] += 1
+            for number, elements in enumerate(sizes.adapters(rule, expert, adapted, parts)):
+                if grouped_experts and expert is not None:
+                    stacks[i, layer, rule.megatron, number] += elements
+                else:
+                    held[i][RankParameter(elements, expert=expert is not None, adapter=True)] += 1
+    for (i, *_), elements in stacks.items():
+        held[i][RankParameter(elements, expert=True, adapter=True)] += 1
     return held
 
 

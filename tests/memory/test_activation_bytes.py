@@ -91,6 +91,7 @@ def check(run: CountedRun, pool: Pool, kernels: str = TORCH) -> list[tuple[Saved
         ("moe", "single", {**LORA, "moe_grouped_gemm": False}),
         ("moe", "single", selective("moe")),
         ("moe", "single", {**LORA, "lora_dropout": 0.1}),
+        ("moe", "single", {**LORA, "lora_rank": 8}),
         ("moe", "single", {**LORA, "target_modules": ("q_proj",)}),
         ("dense", "single", {**LORA, "target_modules": ("q_proj", "v_proj")}),
         ("dense", "single", {"train_type": "qlora"}),

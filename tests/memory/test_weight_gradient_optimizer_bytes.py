@@ -182,6 +182,21 @@ def test_remainders_and_the_host_optimizer() -> None:
     assert per_element(optimizer="sgd") == 14
 
 
+def test_adapters_of_grouped_experts_are_one_parameter_for_each_projection() -> None:
+    """As many elements as one by one. The host optimizer's buffers have room for the largest parameter."""
+    spec = family_of(MOE).spec(MOE)
+    cfg = SwiftConfig(task="sft", train_type="lora", lora_rank=8, optimizer_cpu_offload=True)
+    parts = TrainedParts.from_config(cfg, family_of(MOE), spec)
+    (chunks,) = model_chunks_by_stage(4, LAYOUT)
+    [grouped], [single] = (rank_parameters(spec, parts, LAYOUT, chunks, on) for on in (True, False))
+    adapters = [{p: n for p, n in each.items() if p.adapter and p.expert} for each in (grouped, single)]
+    assert [sum(each.values()) for each in adapters] == [4 * 3 * 2, 4 * 3 * 2 * 4]
+    elements = [sum(n * p.elements for p, n in each.items()) for each in adapters]
+    assert elements == [4 * 4 * 3 * 8 * (128 + 64)] * 2
+    hosts = [held_bytes(cfg, "bfloat16", LAYOUT, [each]).host for each in (grouped, single)]
+    assert hosts[0] - hosts[1] == 2 * 8 * (4 * 8 * 128 - 256 * 8)  # an A of four experts in place of the B of queries
+
+
 def test_states_of_eight_bit_optimizers() -> None:
     """bitsandbytes' states of a matrix and of a vector below its smallest size."""
     cfg = SwiftConfig(task="sft", engine="ddp", optimizer="adamw_8bit")

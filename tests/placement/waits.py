@@ -132,6 +132,7 @@ FSDP_ROLLOUT = STEP | SAMPLER | ROLLOUT_LOOP | {SCORES: 2, OBJECTS: 5, "gloo meg
 WAITS: dict[tuple[str, int], dict[str, Any]] = {
     ("", 1): {
         "step:moe": LAUNCHED,
+        "step:moe --train_type lora": LAUNCHED,
         "save:moe": _checkpoint(237, 63, counters=63),
         "run:dpo": STEP,
         "run:kto": STEP,

@@ -295,7 +295,7 @@ class MegatronEngine:
     def _live(self) -> list[Tensor]:
         """What a reference has values of its own of: everything, or what trains beside a frozen base."""
         if self.lora is not None:
-            return [p.tensor.data for p in (*self.lora.placed, *self.lora.saved)]
+            return [p.data for p in (*self.lora.parameters, *(saved.tensor for saved in self.lora.saved))]
         return [p.tensor.data for p in self.weights.placed]
 
     @contextmanager

@@ -38,7 +38,12 @@ from megaswift.engine.megatron.tp_comm_overlap import (
 )
 from megaswift.engine.triton_on_device import triton_launches
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.grouped_expert_products import grouped_width_problems, groups_experts, torch_multiplies
+from megaswift.families.grouped_expert_products import (
+    grouped_width_problems,
+    groups_experts,
+    needs_torch_widths,
+    torch_multiplies,
+)
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.row_padding import full_microbatch_tokens
@@ -136,7 +141,9 @@ def _grouped(spec: ModelSpec, cfg: SwiftConfig, etp: int, dtype: torch.dtype, to
     m, asked = cfg.model, ""
     if m.moe_grouped_gemm_impl == "torch":
         asked = "--moe_grouped_gemm_impl torch"
-    elif torch_products and m.moe_grouped_gemm:
+    elif needs_torch_widths(cfg, torch_products) and m.moe_grouped_gemm_impl == "transformer_engine":
+        asked = "--moe_grouped_gemm_impl transformer_engine"
+    elif needs_torch_widths(cfg, torch_products) and m.moe_grouped_gemm:
         asked = "--moe_grouped_gemm true"
     problems = grouped_width_problems(spec, etp, dtype.itemsize, asked) if asked and spec.experts else []
     if problems:

@@ -6,6 +6,7 @@ parameters are filled from the last to the first, hence the order in which they 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,30 +23,31 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megaswift.device_copy import copy_to_device_async
+from megaswift.engine.megatron.layers.grouped_product import ExpertRows, grouped_product, grouped_weight_gradients
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """x [t, in] to [t, out]: rows up to ends[i], int32 [experts], by the weight [out, in] of expert i."""
+    """x [t, in] to [t, out], each row by the weight [out, in] of its expert; keeps no input where no weight trains."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: Tensor, layer: GroupedExpertLinear, *trained: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, counts: Tensor, ends: Tensor, layer: GroupedExpertLinear, *trained: Tensor
+    ) -> Tensor:
         ctx.layer = layer
-        ctx.save_for_backward(ends, *([x] if trained else ()))
-        if not len(x):
-            return x.new_empty(0, layer.outputs)
-        return F.grouped_mm(x, layer.stacked_weights().transpose(1, 2), offs=ends)
+        ctx.save_for_backward(ends, *([counts, x] if trained else ()))
+        return grouped_product(x, layer.stacked_weights().transpose(1, 2), ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (ends, *inputs) = grads, ctx.saved_tensors
-        layer, grad = ctx.layer, grad.contiguous()
-        if not len(grad):
-            zeros = [torch.zeros_like(w) for w in layer.weights()] if inputs else []
-            return grad.new_empty(0, layer.inputs), None, None, *zeros
-        weights = F.grouped_mm(grad.t(), inputs[0], offs=ends).unbind() if inputs else ()
-        x = F.grouped_mm(grad, layer.stacked_weights(), offs=ends) if ctx.needs_input_grad[0] else None
-        return x, None, None, *weights
+        ends, *kept = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        weights: Sequence[Tensor] = ()
+        inputs = grouped_product(grad, ctx.layer.stacked_weights(), ends) if ctx.needs_input_grad[0] else None
+        if kept:
+            counts, x = kept
+            weights = grouped_weight_gradients(grad, x, ExpertRows(counts, ends)).unbind()
+        return inputs, None, None, None, *weights
 
 
 class GroupedExpertLinear(nn.Module):
@@ -97,15 +99,15 @@ class GroupedExpertLinear(nn.Module):
             return torch.stack([w.detach() for w in weights])
         return first.detach().as_strided((self.experts, self.outputs, self.inputs), (size, self.inputs, 1))
 
-    def forward(self, x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(x W^T [t, out] without bias, each row's bias [t, out] or None); counts [experts]: rows of each expert."""
+    def forward(self, x: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor | None]:
+        """(x W^T [t, out] without bias, each row's bias [t, out] or None)."""
         weights = self.weights()
         trained = weights if any(w.requires_grad for w in weights) else []
-        out = _GroupedProduct.apply(x, counts.cumsum(0).to(torch.int32), self, *trained)
+        out = _GroupedProduct.apply(x, rows.counts, rows.ends, self, *trained)
         if not self.biased:
             return out, None
         biases = torch.stack([getattr(self, f"bias{i}") for i in range(self.experts)])
-        return out, biases.repeat_interleave(counts, dim=0, output_size=len(x))
+        return out, biases.repeat_interleave(rows.counts, dim=0, output_size=len(x))
 
 
 class GroupedExperts(MegatronModule):
@@ -149,10 +151,11 @@ class GroupedExperts(MegatronModule):
     def forward(self, x: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """Rows [t, h] in the order of their experts, rows of each expert [experts] on any device, routing weights [t]:
         (their outputs [t, h], no bias left to add)."""
-        counts, factor = copy_to_device_async(tokens_per_expert, x.device), weights.unsqueeze(-1)
-        inner, bias = self.linear_fc1(x, counts)
+        rows = ExpertRows.of(copy_to_device_async(tokens_per_expert, x.device))
+        factor = weights.unsqueeze(-1)
+        inner, bias = self.linear_fc1(x, rows)
         inner = self._weighted(inner if bias is None else inner + bias, factor)
-        out, bias = self.linear_fc2(inner, counts)
+        out, bias = self.linear_fc2(inner, rows)
         return out if bias is None else (out + bias * factor).to(out.dtype), None
 
     def sharded_state_dict(

@@ -21,36 +21,30 @@ from megaswift.families.weight_rules import TensorParallelShard, shard_dim
 
 
 def trainable_tensor_slices(lora: RankAdapters) -> list[tuple[Tensor, list[LocalToGlobalSlice]]]:
-    """Every trainable tensor of this rank with its pieces."""
+    """Every trainable tensor of this rank with its pieces: those of all experts' adapters where they share one."""
     context = lora.weights.context
-    slices: list[tuple[Tensor, list[LocalToGlobalSlice]]] = []
+    slices: dict[int, tuple[Tensor, list[LocalToGlobalSlice]]] = {}
     for p in lora.placed:
-        adapter, half = p.adapter, p.half
+        adapter, half, parameter = p.adapter, p.half, p.parameter
         replica = _replica(adapter.entry, adapter.sharded(half), context)
         ranges = adapter.ranges(half, p.owner.ranks, p.owner.rank)
-        slices.append(
-            (
-                p.tensor,
-                list(
-                    _pieces(
-                        ADAPTER + adapter.name(half), adapter.shape(half), tp_dim_of_adapter_half(half), ranges, replica
-                    )
-                ),
-            )
-        )
+        key, dim = ADAPTER + adapter.name(half), tp_dim_of_adapter_half(half)
+        first = int(p.tensor.storage_offset() - parameter.storage_offset())
+        _, parts = slices.setdefault(id(parameter), (parameter, []))
+        parts += _pieces(key, adapter.shape(half), dim, ranges, replica, first)
     for placed in lora.saved:
         entry = placed.entry
         ranks, rank = lora.weights.tp_of(entry)
         replica, start, dim = _replica(entry, entry.shard != "replicated", context), 0, shard_dim(entry.rule)
-        parts: list[LocalToGlobalSlice] = []
+        parts = []
         for piece in entry.pieces(TensorParallelShard(ranks, rank, lora.weights.padded)):
             whole = entry.hf_shapes[piece.source]
             # rows of the vocabulary's padding are no one's
             ranges = [(min(piece.start, whole[dim]), min(piece.stop, whole[dim]))]
             parts += _pieces(SAVED + entry.hf[piece.source], whole, dim, ranges, replica, start)
             start += piece.length * (placed.tensor.numel() // placed.tensor.shape[dim])
-        slices.append((placed.tensor, parts))
-    return slices
+        slices[id(placed.tensor)] = (placed.tensor, parts)
+    return list(slices.values())
 
 
 def _pieces(

@@ -35,7 +35,13 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from torch import Tensor, nn
 
-from megaswift.bridge.adapter_plan import Half, ModuleAdapterSpec, dora_row_scale, rank_output_rows_by_adapter
+from megaswift.bridge.adapter_plan import (
+    Half,
+    ModuleAdapterSpec,
+    dora_row_scale,
+    rank_output_rows_by_adapter,
+    tp_dim_of_adapter_half,
+)
 from megaswift.engine.megatron.layers.scaled_post_norm_projection import ScaledPostNormProjection
 from megaswift.engine.megatron.parallel_context import ParallelContext
 
@@ -47,20 +53,14 @@ NORM_ELEMENTS = 1 << 22
 """Elements of W + scale B A that exist in float32 at a time while the lengths of its rows are taken."""
 
 
-class LayerAdapters(nn.Module):
-    """The adapters of one linear layer of this rank: one A and B (with DoRA an M) for each Hugging Face module that the
-    layer joins.
+class Adapters(nn.Module):
+    """What adapters of one linear layer of this rank and those of a grouped one have in common.
 
     They are this module's own parameters, not a child's: Megatron gathers updated parameters (overlap_param_gather)
     before the call of the module that owns them, and a list of parameters is never called.
     """
 
-    weight: Callable[[], Tensor]
-    """The layer's own [out, in] of this rank."""
-
-    def __init__(
-        self, adapters: Sequence[ModuleAdapterSpec], context: ParallelContext, dtype: torch.dtype, dropout: float
-    ) -> None:
+    def __init__(self, adapters: Sequence[ModuleAdapterSpec], context: ParallelContext, dropout: float) -> None:
         super().__init__()
         entry, layout, coords = adapters[0].entry, context.layout, context.coordinates
         self.adapters = tuple(adapters)
@@ -70,25 +70,27 @@ class LayerAdapters(nn.Module):
         self.group = context.groups.expt_tp if self.expert else context.groups.tp
         self.dropout = dropout
         self.enabled = True
-        self.order = rank_output_rows_by_adapter(adapters, self.ranks, self.rank)
         self.dora = adapters[0].dora
-        for half in adapters[0].halves:
-            empty = [
-                torch.empty(a.local_shape(half, self.ranks, self.rank), dtype=dtype, device=context.device)
-                for a in adapters
-            ]
-            for number, (adapter, data) in enumerate(zip(adapters, empty, strict=True)):
-                # by name, not in a ParameterList, for whose parameters Megatron's overlapped gathers do not wait before
-                # they are used: adapters then train on stale shards
-                self.register_parameter(f"{half}{number}", self._parameter(adapter, half, data))
 
-    def _parameter(self, adapter: ModuleAdapterSpec, half: Half, data: Tensor) -> nn.Parameter:
+    def parameter(self, number: int, half: Half) -> nn.Parameter:
+        """The parameter that A, B or M of one of the adapters is, or is a part of."""
+        raise NotImplementedError
+
+    def part(self, number: int, half: Half, whole: Tensor) -> Tensor:
+        """One adapter's part of a tensor that has the shape of its parameter."""
+        raise NotImplementedError
+
+    def measure(self) -> None:
+        """Sets DoRA's magnitudes from the weights as they are."""
+
+    def _new_parameter(self, adapter: ModuleAdapterSpec, half: Half, data: Tensor) -> nn.Parameter:
         """Marked for Megatron: how it is spread, whose replicas it has, what is partial, whom the gradient norm
-        counts."""
+        counts. `data`: the adapter's matrix, or those of several experts [experts, ...]."""
         p = nn.Parameter(data)
         sharded = adapter.sharded(half)
         p.tensor_model_parallel = sharded
-        p.partition_dim, p.partition_stride = 1 if half == "A" else 0, 1
+        p.partition_dim = tp_dim_of_adapter_half(half) + data.dim() - len(adapter.shape(half))
+        p.partition_stride = 1
         if self.expert:
             # the norm's "count tensor-parallel rank 0 only" is about the dense group; experts of other ranks are no
             # replicas
@@ -99,6 +101,42 @@ class LayerAdapters(nn.Module):
         else:
             p.sequence_parallel = self.sequence_parallel and not sharded
         return p
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Inputs that tensor-parallel ranks share get one mask on all of them, inputs that they split one each.
+
+        Experts draw from a stream of their own: ranks draw unequally often there, which must not part the shared
+        stream.
+        """
+        if not self.dropout or not self.training:
+            return x
+        fork: Any = contextlib.nullcontext()
+        if self.expert:
+            fork = get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
+        elif self.sequence_parallel or self.kind == "row":
+            fork = get_cuda_rng_tracker().fork()
+        with fork:
+            return F.dropout(x, self.dropout)
+
+
+class LayerAdapters(Adapters):
+    """The adapters of one linear layer of this rank: one A and B (with DoRA an M) for each Hugging Face module that the
+    layer joins."""
+
+    weight: Callable[[], Tensor]
+    """The layer's own [out, in] of this rank."""
+
+    def __init__(
+        self, adapters: Sequence[ModuleAdapterSpec], context: ParallelContext, dtype: torch.dtype, dropout: float
+    ) -> None:
+        super().__init__(adapters, context, dropout)
+        self.order = rank_output_rows_by_adapter(adapters, self.ranks, self.rank)
+        for half in adapters[0].halves:
+            for number, adapter in enumerate(adapters):
+                data = torch.empty(adapter.local_shape(half, self.ranks, self.rank), dtype=dtype, device=context.device)
+                # by name, not in a ParameterList, for whose parameters Megatron's overlapped gathers do not wait before
+                # they are used: adapters then train on stale shards
+                self.register_parameter(f"{half}{number}", self._new_parameter(adapter, half, data))
 
     def on(self, x: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
         """The layer's output with the adapters' part of its input x, unless they are switched off. `bias` is what `out`
@@ -111,14 +149,18 @@ class LayerAdapters(nn.Module):
         extra = (self._factors() - 1).to(out.dtype)
         return out + added + extra * (added + (out if bias is None else out - bias))
 
-    def matrix(self, number: int, half: Half) -> nn.Parameter:
+    def parameter(self, number: int, half: Half) -> nn.Parameter:
         """A, B or M of one of the adapters."""
         parameter: nn.Parameter = getattr(self, f"{half}{number}")
         return parameter
 
+    def part(self, number: int, half: Half, whole: Tensor) -> Tensor:
+        """All of it."""
+        return whole
+
     def matrices(self, half: Half) -> list[nn.Parameter]:
         """Those of all adapters."""
-        return [self.matrix(number, half) for number in range(len(self.adapters))]
+        return [self.parameter(number, half) for number in range(len(self.adapters))]
 
     @torch.no_grad()
     def measure(self) -> None:
@@ -149,8 +191,8 @@ class LayerAdapters(nn.Module):
                 assert number is not None
                 n = min(most, rows - start)
                 b, a = (
-                    self.matrix(number, "B")[first_row + start : first_row + start + n].float(),
-                    self.matrix(number, "A").float(),
+                    self.parameter(number, "B")[first_row + start : first_row + start + n].float(),
+                    self.parameter(number, "A").float(),
                 )
                 part = weight[first + start : first + start + n].float().addmm(b, a, alpha=self.adapters[number].scale)
                 norms[number][first_row + start : first_row + start + n] = part.square().sum(1)
@@ -197,22 +239,6 @@ class LayerAdapters(nn.Module):
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(h, group=self.group)
         return reduce_from_tensor_model_parallel_region(h, group=self.group)
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        """Inputs that tensor-parallel ranks share get one mask on all of them, inputs that they split one each.
-
-        Experts draw from a stream of their own: ranks draw unequally often there, which must not part the shared
-        stream.
-        """
-        if not self.dropout or not self.training:
-            return x
-        fork: Any = contextlib.nullcontext()
-        if self.expert:
-            fork = get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
-        elif self.sequence_parallel or self.kind == "row":
-            fork = get_cuda_rng_tracker().fork()
-        with fork:
-            return F.dropout(x, self.dropout)
 
 
 def adapters_forward_hook(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -71,13 +71,23 @@ class PlacedAdapterHalf:
 
     adapter: ModuleAdapterSpec
     half: Half
-    owner: layer_adapters.LayerAdapters
+    owner: layer_adapters.Adapters
     number: int
 
     @property
-    def tensor(self) -> nn.Parameter:
-        """The parameter: looked up at each use, because a change of precision may replace it."""
-        return self.owner.matrix(self.number, self.half)
+    def parameter(self) -> nn.Parameter:
+        """The parameter that it is, or is a part of: looked up at each use, because a change of precision may replace
+        it."""
+        return self.owner.parameter(self.number, self.half)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This half's part of a tensor that has the shape of its parameter."""
+        return self.owner.part(self.number, self.half, whole)
+
+    @property
+    def tensor(self) -> Tensor:
+        """Its values, in the parameter's memory."""
+        return self.part(self.parameter.data)
 
 
 class RankAdapters:
@@ -87,7 +97,7 @@ class RankAdapters:
 
     def __init__(self, chunks: Sequence[SwiftGPT], weights: RankWeights, plan: AdapterPlan) -> None:
         self.chunks, self.weights, self.plan = chunks, weights, plan
-        self.layers: list[layer_adapters.LayerAdapters] = []
+        self.layers: list[layer_adapters.Adapters] = []
         self.placed: list[PlacedAdapterHalf] = []
         self._base: dict[str, Tensor] = {}
         self._freeze()
@@ -119,7 +129,7 @@ class RankAdapters:
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(layer_adapters.require_output_grad_hook)
 
-    def _place(self, wrapper: layer_adapters.LayerAdapters) -> None:
+    def _place(self, wrapper: layer_adapters.Adapters) -> None:
         self.layers.append(wrapper)
         for number, adapter in enumerate(wrapper.adapters):
             self.placed += [PlacedAdapterHalf(adapter, half, wrapper, number) for half in adapter.halves]
@@ -162,6 +172,11 @@ class RankAdapters:
         for placed in self.saved:
             ranks, rank = self.weights.tp_of(placed.entry)
             placed.tensor.copy_(placed.entry.read(_Whole(tensors), ranks, rank, self.weights.padded))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of all adapters of this rank."""
+        return [p for layer in self.layers for p in layer.parameters()]
 
     @property
     def saved(self) -> list[LocalParam]:
@@ -236,7 +251,13 @@ class RankAdapters:
         holders = self.weights.holders(adapter.entry)
         if not adapter.sharded(half):
             holders = holders[:1]
-        parts = self.weights.collect(holders, shapes, lambda: value(self.by_name[adapter.name(half)].tensor), route)
+
+        def own_part() -> Tensor | None:
+            placed = self.by_name[adapter.name(half)]
+            whole = value(placed.parameter)
+            return None if whole is None else placed.part(whole)
+
+        parts = self.weights.collect(holders, shapes, own_part, route)
         return adapter.join(half, parts) if parts is not None else None
 
 

@@ -1,6 +1,7 @@
 """Grouped products against one product after the other: values, gradients, and whether weights are copied.
 
-Covers: megaswift/engine/megatron/layers/grouped_experts.py, megaswift/families/grouped_expert_products.py.
+Covers: megaswift/engine/megatron/layers/grouped_experts.py, megaswift/engine/megatron/layers/grouped_product.py,
+megaswift/families/grouped_expert_products.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from megaswift.config import SwiftConfig
 from megaswift.families.grouped_expert_products import grouped_width_problems, groups_experts
+from tests.engine.megatron.layers.empty_groups import leave_empty_groups_unwritten
+from tests.placement.device import DEVICE, StandIn
 
 EXPERTS, INPUTS, OUTPUTS = 4, 16, 24
 
@@ -30,6 +33,13 @@ def layer_of(dtype: torch.dtype, bias: bool = False) -> Any:
     return layer
 
 
+def rows_of(counts: list[int] | Tensor) -> Any:
+    """Numbers of rows as the layer takes them."""
+    from megaswift.engine.megatron.layers.grouped_product import ExpertRows
+
+    return ExpertRows.of(torch.as_tensor(counts))
+
+
 def one_by_one(x: Tensor, layer: Any, counts: list[int]) -> tuple[Tensor, Tensor]:
     """(products, biases) expert by expert."""
     parts = x.split(counts)
@@ -42,10 +52,14 @@ def one_by_one(x: Tensor, layer: Any, counts: list[int]) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("counts", [[3, 0, 9, 1], [0, 0, 0, 5], [0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
 @pytest.mark.parametrize("apart", [False, True])
-def test_products_and_gradients(counts: list[int], dtype: torch.dtype, bias: bool, apart: bool) -> None:
-    """Also of experts without tokens, and of a rank without any; weights in one piece or `apart`."""
+def test_products_and_gradients(
+    counts: list[int], dtype: torch.dtype, bias: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of experts without tokens, whose gradients the product leaves unwritten, and of a rank without any; weights
+    in one piece or `apart`."""
+    leave_empty_groups_unwritten(monkeypatch)
     found = []
-    for compute in (lambda x, layer: layer(x, torch.tensor(counts)), lambda x, layer: one_by_one(x, layer, counts)):
+    for compute in (lambda x, layer: layer(x, rows_of(counts)), lambda x, layer: one_by_one(x, layer, counts)):
         layer = layer_of(dtype, bias)
         for parameter in layer.parameters() if apart else ():
             parameter.data = parameter.data.clone()
@@ -59,11 +73,30 @@ def test_products_and_gradients(counts: list[int], dtype: torch.dtype, bias: boo
 
 
 @pytest.mark.usefixtures("megatron")
+def test_gradients_of_experts_without_tokens_are_set_to_zero_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the numbers of tokens are: the host waits for nothing."""
+    leave_empty_groups_unwritten(monkeypatch)
+    stand_in = StandIn()
+    with stand_in.running():
+        layer = layer_of(torch.bfloat16)
+        for parameter in layer.parameters():
+            parameter.data = parameter.data.to(DEVICE)
+        counts = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
+        counts[1] = 5
+        x = torch.ones(5, INPUTS, dtype=torch.bfloat16, device=DEVICE)
+        stand_in.counted()
+        layer(x, rows_of(counts))[0].sum().backward()
+        assert stand_in.counted() == {}
+        assert [bool(w.grad.any()) for w in layer.weights()] == [False, True, False, False]
+        assert all(bool(w.grad.isfinite().all()) for w in layer.weights())
+
+
+@pytest.mark.usefixtures("megatron")
 def test_frozen_weights_keep_nothing_of_the_input() -> None:
     layer = layer_of(torch.float32).requires_grad_(False)
     x, kept = torch.randn(5, INPUTS, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        layer(x, torch.tensor([2, 1, 0, 2]))[0].sum().backward()
+        layer(x, rows_of([2, 1, 0, 2]))[0].sum().backward()
     assert [t.dtype for t in kept] == [torch.int32] and all(p.grad is None for p in layer.parameters())
     torch.testing.assert_close(x.grad[:1], torch.ones(1, OUTPUTS) @ layer.weight0)
 
@@ -100,6 +133,10 @@ def test_which_runs_group_experts() -> None:
     assert groups_experts(cfg, spec, 1, 2, True) and groups_experts(cfg, spec, 2, 4, True)
     assert not groups_experts(cfg, spec, 2, 2, True), "12 of 2 bytes"
     assert groups_experts(cfg, spec, 2, 2, False), "Transformer Engine's takes any"
+    lora = cfg.replace(train_type="lora")
+    assert groups_experts(lora, spec, 1, 2, False) and not groups_experts(lora, spec, 2, 2, False), (
+        "adapters are torch's"
+    )
     assert not groups_experts(cfg.replace(train_type="qlora"), spec, 1, 2, True)
     assert not groups_experts(cfg.replace(train_type="lora", use_dora=True), spec, 1, 2, False)
     assert not groups_experts(cfg.replace(moe_grouped_gemm=False), spec, 1, 2, False)
