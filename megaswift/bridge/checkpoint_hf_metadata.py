@@ -57,6 +57,26 @@ def copy_tokenizer_and_template_files(source: Path, target: Path) -> list[Path]:
     return copies
 
 
+def name_padding_token(folder: Path, config: Mapping[str, Any]) -> None:
+    """Give the tokenizer of a reward model's folder the padding token that its config.json says, so that transformers
+    pads with what the model does not read. Only a special token can be one."""
+    path = folder / "tokenizer_config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+        names = {token["id"]: token["content"] for token in added if token["special"]}
+    except (OSError, ValueError, KeyError, TypeError):  # other kinds of tokenizers keep what they have
+        return
+    name = names.get(config.get("pad_token_id"))
+    if name is None:
+        return
+    for file in (path, folder / "special_tokens_map.json"):  # the latter where transformers 4 has written it
+        if file.exists():
+            values = settings if file == path else json.loads(file.read_text(encoding="utf-8"))
+            text = json.dumps({**values, "pad_token": name}, indent=2, ensure_ascii=False)
+            file.write_text(text + "\n", encoding="utf-8")
+
+
 def write_checkpoint_hf_metadata(
     target: Path, config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], source: Path | None
 ) -> None:

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from megaswift.atomic_disk_writes import fsync_tree, replace_folder
-from megaswift.bridge.checkpoint_hf_metadata import copy_tokenizer_and_template_files
+from megaswift.bridge.checkpoint_hf_metadata import copy_tokenizer_and_template_files, name_padding_token
 from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.hf_safetensors_source import INDEX, SINGLE, TensorMeta
 from megaswift.bridge.read_safetensors_header import DTYPE_NAMES
 from megaswift.bridge.resumable_folder import check_disk_space, recover_and_check_target
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization_schemes import FIELD, config_without_quantization
+from megaswift.families.scalar_head import has_scalar_head
 
 MAX_SHARD_BYTES = 5_000_000_000
 CHUNK = 1 << 28
@@ -116,6 +117,8 @@ def write_non_tensor_files(
         _write_json(folder / "config.json", exported_config_json(config, (meta.dtype for meta in tensors.values())))
     if source is not None:
         copy_tokenizer_and_template_files(source, folder)
+        if config is not None and has_scalar_head(config):
+            name_padding_token(folder, config)
 
 
 def add_quantization_config(folder: Path, quantization: Mapping[str, Any]) -> None:

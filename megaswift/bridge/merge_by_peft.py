@@ -22,7 +22,7 @@ from megaswift.bridge.write_transformers_model_folder import (
     tensors_by_disk_name,
     write_transformers_folder,
 )
-from megaswift.data.load_tokenizer import load_tokenizer, padding_token_of
+from megaswift.data.load_tokenizer import load_tokenizer, score_padding_token
 from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.families.adapter_folder import adapter_peft_type_or_lora, is_reward_model_adapter
 from megaswift.families.family import FAMILIES, read_config_json
@@ -70,11 +70,8 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
 def config_with_tokenizer_pad_token_id(config: Mapping[str, Any], home: Path) -> dict[str, Any]:
     """The config.json of a reward model whose tokenizer lies in `home`: transformers reads a row's score at its last
     token."""
-    if config.get("pad_token_id") is not None:
-        return dict(config)
-    return with_pad_token_id(
-        config, padding_token_of(load_tokenizer(home, False, "put the tokenizer's files into the base model's folder"))
-    )
+    tokenizer = load_tokenizer(home, False, "put the tokenizer's files into the base model's folder")
+    return with_pad_token_id(config, score_padding_token(tokenizer, config))
 
 
 def _merged(base: Path, adapter: Path) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,3 +76,43 @@ def padding_token_of(tokenizer: Any, vocabulary: int = 0) -> int:
     """
     wanted = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((int(token) for token in wanted if token is not None and (not vocabulary or token < vocabulary)), 0)
+
+
+def score_padding_token(tokenizer: Any, config: Mapping[str, Any]) -> int:
+    """The pad_token_id for the config.json of a reward model.
+
+    transformers reads the score of a row at its last token that is not this one, so it must not be a token that ends a
+    text: with the end-of-text token, which often stands in for a missing padding token, the score of a text that ends
+    with it would be read one token too early.
+    """
+    config = {**config, **(config.get("text_config") or {})}
+    vocabulary = int(config.get("vocab_size") or len(tokenizer))
+    ends = _end_tokens(tokenizer, config)
+    named = {token: text.content for token, text in sorted(tokenizer.added_tokens_decoder.items()) if text.special}
+    templates = str(tokenizer.chat_template)
+    candidates = [
+        tokenizer.pad_token_id,
+        config.get("pad_token_id"),
+        *(token for token, text in named.items() if "pad" in text.lower()),
+        *(token for token, text in named.items() if text not in templates),
+        *named,
+        vocabulary - 1,  # often a row without a token; without special tokens any choice may end some text
+        vocabulary - 2,
+    ]
+    return next(token for token in candidates if token is not None and 0 <= token < vocabulary and token not in ends)
+
+
+def _end_tokens(tokenizer: Any, config: Mapping[str, Any]) -> set[int]:
+    """Tokens that may end a conversation: the model's, and the last one that the chat template writes."""
+    of_model = config.get("eos_token_id")
+    ends = {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])} - {None}
+    if tokenizer.chat_template is not None:
+        from megaswift.data.jinja_sandbox_limits import REFUSED
+
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+        except REFUSED:  # the run says what is wrong with the template
+            return ends
+        ends.update(tokenizer(text, add_special_tokens=False)["input_ids"][-1:])
+    return ends

@@ -70,4 +70,6 @@ def config_with_scalar_head(config: Mapping[str, Any]) -> dict[str, Any]:
 def with_pad_token_id(config: Mapping[str, Any], padding: int) -> dict[str, Any]:
     """The config.json of a classifier with a pad_token_id, by which transformers finds the last token of a padded
     row."""
-    return dict(config) if config.get("pad_token_id") is not None else {**config, "pad_token_id": padding}
+    changed = {**config, "pad_token_id": padding}
+    inner = config.get("text_config")  # of a vision-language model: transformers reads it there
+    return {**changed, "text_config": {**inner, "pad_token_id": padding}} if isinstance(inner, dict) else changed

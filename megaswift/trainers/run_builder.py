@@ -25,7 +25,7 @@ from megaswift.config.evaluation_rules import evaluates
 from megaswift.config.preference import needs_reference
 from megaswift.data import build_batch_sources as data
 from megaswift.data.collate_preference_batches import kto_kl_batches, labeled_documents, previous_in_global_batch
-from megaswift.data.load_tokenizer import padding_token_of
+from megaswift.data.load_tokenizer import score_padding_token
 from megaswift.data.loader import BatchSource, EvaluationSource, TokenStoreBatchSource
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.stream_batches import StreamBatchSource
@@ -155,11 +155,12 @@ class RunBuilder:
         reader = self.reader()
         self.tokenizer = tokenizer_of_tokenizer_or_processor(reader)
         if self.spec.scored:
+            config = {"vocab_size": self.spec.vocab_size, **self.spec.hf_config}
+            padding = score_padding_token(self.tokenizer, config)
             self.spec = replace(
                 self.spec,
-                hf_config=with_pad_token_id(
-                    self.spec.hf_config, padding_token_of(self.tokenizer, self.spec.vocab_size)
-                ),
+                hf_config=with_pad_token_id(self.spec.hf_config, padding),
+                features=replace(self.spec.features, padding_token=padding),
             )
         source, evaluation = data.build_train_and_eval_sources(
             self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels
