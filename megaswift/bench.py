@@ -11,13 +11,14 @@ import math
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaswift.command_line_common import HELP, UserErrorArgumentParser, unknown_command_error
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.byte_size_text import byte_size_or_none
+from megaswift.config.byte_size_text import byte_size_or_none, bytes_text
 from megaswift.config.read_config_file_and_command_line import read_command_line
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.config.user_spelling import errors_as_typed
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from megaswift.bandwidth_table_and_plot import GroupPlacement
+    from megaswift.engine.communication_benchmark import CommunicationTiming
 
 USAGE = """\
 Measures all-reduce, all-gather, reduce-scatter, all-to-all and send/receive for each group of a parallel layout, all
@@ -57,6 +59,7 @@ LAYOUT_OPTIONS = (
     "ddp_timeout",
 )
 """Options of the section `parallel` that change what is measured."""
+PROGRESS_SECONDS = 5.0
 SCRIPT = Path(__file__).parent / "cli" / "main.py"
 
 
@@ -183,7 +186,7 @@ def _measure(given: argparse.Namespace, cfg: SwiftConfig, layout: Layout) -> Non
     sizes = sorted({byte_size_or_none(size) or 0 for size in given.sizes})
     plan = CommunicationPlan(communication_groups(layout), given.operations, sizes, given.seconds, given.repeats)
     placement = _placement(backend, device, given.link_gbps)
-    timings, left_out = run_benchmark(plan, device)
+    timings, left_out = run_benchmark(plan, device, _progress(len(plan.measurements()), given.seconds))
     if log.is_main():
         report = BenchReport(layout, backend, placement, plan.groups, timings, left_out)
         print(report.table(), flush=True)
@@ -191,6 +194,26 @@ def _measure(given: argparse.Namespace, cfg: SwiftConfig, layout: Layout) -> Non
             report.write(Path(given.output))
             log.print_result(f"wrote {given.output} and {Path(given.output).with_suffix('.png')}")
     dist.destroy_process_group()
+
+
+def _progress(measurements: int, seconds: float) -> Callable[[CommunicationTiming], None]:
+    """Says what is measured and for how long, then how far it is, at most every PROGRESS_SECONDS."""
+    from megaswift import log
+
+    log.info(f"{log.count_text(measurements, 'measurement')}, for up to {seconds:g} s (--seconds)")
+    began = last = time.monotonic()
+    done = 0
+
+    def tell(timing: CommunicationTiming) -> None:
+        nonlocal last, done
+        done += 1
+        now = time.monotonic()
+        if now - last >= PROGRESS_SECONDS:
+            last = now
+            what = f"{timing.operation} of {timing.group}, {bytes_text(timing.size)}"
+            log.info(f"{done} of {measurements} after {now - began:.0f} s: {what}")
+
+    return tell
 
 
 def _backend_and_device(requested: str | None) -> tuple[str, torch.device]:

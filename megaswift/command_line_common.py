@@ -12,6 +12,7 @@ from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint
 from megaswift.redaction import redacted_command
 
 HELP = ("-h", "--help")
+_NO_PAGE = "run megaswift --help for the commands; there is no web interface"
 ELSEWHERE = {
     "finetune": "megaswift sft",
     "pretrain": "megaswift pt",
@@ -21,12 +22,23 @@ ELSEWHERE = {
     "server": "megaswift deploy",
     "rollout": "run vllm serve, then megaswift grpo --rollout_backend vllm_server (docs/samplers.md)",
     "merge-lora": "megaswift export --merge_lora true",
-    "merge_lora": "megaswift export --merge_lora true",
     "eval": "run megaswift infer --result_path FILE to generate; give --val_dataset FILE in training for the loss",
     "sample": "megaswift infer --dataset FILE --temperature 1, once per --seed",
-    "web-ui": "run megaswift --help for the commands; there is no web interface",
+    "web-ui": _NO_PAGE,
+    "webui": _NO_PAGE,
     "app": "run megaswift deploy and use a chat client for OpenAI's API",
     "list": "megaswift checkpoint ls OUT",
+    **dict.fromkeys(
+        ("prepare-datasets", "prepare-dataset", "prepare-data", "prepare", "preprocess", "tokenize", "cache"),
+        "megaswift data cache DATASET --model DIR --output_dir FOLDER; megaswift data show DATASET --model DIR",
+    ),
+    **dict.fromkeys(
+        ("plan", "estimate", "memory", "fit"),
+        "--fit true --device_memory 80GiB of megaswift sft and pt, which estimates the memory before it trains",
+    ),
+    "push": "megaswift export --model DIR --push_to_hub true --hub_model_id ID",
+    "quantize": "megaswift export --model DIR --quantization_bit 4",
+    "benchmark": "megaswift bench comm",
     "megatron": "megaswift sft, pt or rlhf, which train with Megatron-Core by default; megaswift convert for weights",
 }
 """Commands of other toolkits, and what takes their place."""
@@ -48,11 +60,16 @@ def unknown_command_error(program: str, word: str, commands: Iterable[str]) -> U
         Problem(
             f"{program} {word}",
             f"is not a command; commands are {', '.join(known)}",
-            (ELSEWHERE.get(word.lower(), "") if program == "megaswift" else "")
+            (ELSEWHERE.get(_command_name(word), "") if program == "megaswift" else "")
             or did_you_mean_hint(word, known)
             or f"{program} --help",
         )
     )
+
+
+def _command_name(word: str) -> str:
+    """`scripts/prepare_datasets.py` and `Prepare-Datasets` are one name."""
+    return word.rpartition("/")[2].removesuffix(".py").lower().replace("_", "-")
 
 
 class UserErrorArgumentParser(argparse.ArgumentParser):

@@ -89,12 +89,30 @@ def test_what_the_time_does_not_allow_is_left_out() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         plan = CommunicationPlan({"world": [[0]]}, OPERATIONS[:4], (16, 64), 30.0, 1)
-        timings, left_out = run_benchmark(plan, torch.device("cpu"))
+        told: list[CommunicationTiming] = []
+        timings, left_out = run_benchmark(plan, torch.device("cpu"), told.append)
+        assert told == timings
         assert [t.size for t in timings] == [16] * 4 + [64] * 4 and left_out == []
         timings, left_out = run_benchmark(replace(plan, seconds=1e-9), torch.device("cpu"))
         assert timings == [] and left_out == plan.measurements()
     finally:
         dist.destroy_process_group()
+
+
+def test_progress_is_told(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default measures for two minutes: the first line comes at once, then one every few seconds."""
+    now = [0.0]
+    monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
+    tell = bench._progress(100, 120.0)
+    assert capsys.readouterr().err == "megaswift: 100 measurements, for up to 120 s (--seconds)\n"
+    for second in range(1, 12):
+        now[0] = float(second)
+        tell(CommunicationTiming("tp", "all_gather", 2**20, 3, 0.5, 0.25, (2, 3)))
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        "megaswift: 5 of 100 after 5 s: all_gather of tp, 1.0 MiB",
+        "megaswift: 10 of 100 after 10 s: all_gather of tp, 1.0 MiB",
+    ]
 
 
 def report() -> BenchReport:

@@ -247,6 +247,40 @@ def test_help_of_a_command_by_the_word() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("text", "engine"),
+    [
+        ("deepspeed: zero3", "zero3"),
+        ("deepspeed: ds.json", "zero2"),
+        ("fsdp: full_shard", "fsdp2"),
+        ("load_in_4bit: true", "auto"),
+        ("load_in_4bit: true\nmodel: model", "ddp"),
+        ("model: model", "megatron"),
+        ("model: other", "ddp"),
+        ("model: other\nengine: auto\nnproc_per_node: 2", "ddp"),
+        ("learning_rate: 1e-4", "megatron"),
+    ],
+)
+def test_config_prints_the_engine_of_the_run(
+    text: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NPROC_PER_NODE", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
+    sizes |= {"intermediate_size": 16, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    for name, kind in (("model", "llama"), ("other", "opt")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind, **sizes}))
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    (tmp_path / "run.yaml").write_text(text + "\n")
+    assert main(["config", "run.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert f"\n  engine: {engine}\n" in printed
+    (tmp_path / "again.yaml").write_text(printed)
+    assert main(["config", "again.yaml"]) == 0 and capsys.readouterr().out == printed
+
+
 def test_config_prints_what_it_understood(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("task: pt\nparallel: {tp: 4}\n")
     code, out, _ = ran("-m", "megaswift", "config", "run.yaml", "--lr", "1e-4", cwd=tmp_path)

@@ -6,6 +6,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megaswift.closed_stdout import ignore_closed_stdout
 from megaswift.command_line_common import HELP, unknown_command_error
@@ -13,6 +15,9 @@ from megaswift.config.sections import TASKS
 from megaswift.error_exit import end_past_calls_left_behind, print_error_once
 from megaswift.errors import UserError, storage_error
 from megaswift.version import __version__
+
+if TYPE_CHECKING:
+    from megaswift.config import SwiftConfig
 
 
 def _train(task: str) -> Callable[[list[str]], int]:
@@ -43,8 +48,21 @@ def _config(argv: list[str]) -> int:
 
         print(json.dumps(config_json_schema(), indent=2))
         return 0
-    print(load_config(None, argv).to_yaml(), end="")
+    print(_with_engine(load_config(None, argv)).to_yaml(), end="")
     return 0
+
+
+def _with_engine(cfg: SwiftConfig) -> SwiftConfig:
+    """The configuration with the engine that a run takes; `auto` stays where it depends on a model that is not here."""
+    from megaswift.config.engine_rules import AUTO, requested_engine
+
+    if cfg.model.model is not None and Path(cfg.model.model).is_dir():
+        from megaswift.trainers.engine_choice import resolve_engine
+        from megaswift.training_command_entry import process_count
+
+        return resolve_engine(cfg, process_count(cfg))
+    requested = requested_engine(cfg)
+    return cfg if requested in (AUTO, cfg.engine.engine) else cfg.replace(engine=requested)
 
 
 def _data(argv: list[str]) -> int:

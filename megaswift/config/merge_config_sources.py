@@ -49,6 +49,8 @@ from megaswift.redaction import redact_problems
 
 LISTS_ALL = "megaswift {task} --help lists them all"
 """The fix of an unknown option; the task is filled in once all sources are read, because a later one may name it."""
+DEEPSPEED_FILE = 0
+"""The weight of what a DeepSpeed file says: every other source counts more."""
 _SAMPLING = re.compile("(vllm|sglang|lmdeploy)_")
 """Prefixes of settings of samplers."""
 KEPT = frozenset({"train_type", "model", "dataset", "output_dir", "resume_from_checkpoint"})
@@ -87,7 +89,7 @@ class ResolveState:
         self.wrong.discard(name)
 
     def without(self, name: str, notice: str) -> ResolveState:
-        """A copy that has forgotten an option, with a notice that says so."""
+        """A copy that has forgotten an option, with a notice that says so, where there is one."""
         rest = replace(
             self,
             values=dict(self.values),
@@ -96,7 +98,7 @@ class ResolveState:
             ambient=set(self.ambient),
             wrong=set(self.wrong),
             neutral=dict(self.neutral),
-            notices=[*self.notices, notice],
+            notices=[*self.notices, *([notice] if notice else [])],
         )
         rest.forget(name)
         return rest
@@ -247,7 +249,10 @@ def _with_one_dropped(state: ResolveState, sections: Sections) -> tuple[ResolveS
     ):
         if old in KEPT or not state.typed[old].spelling:  # accelerate's settings: its launcher follows them too
             continue
-        rest = state.without(old, f"{state.typed[old].label} is not used because of {state.typed[new].label}")
+        notice = f"{state.typed[old].label} is not used because of {state.typed[new].label}"
+        if state.weights[old] == DEEPSPEED_FILE and old in BATCH_OPTIONS:
+            notice = ""  # the file's batch is compared with the run's: it is the same, or refused
+        rest = state.without(old, notice)
         fewer = _sections(rest)
         same_thing = {old, new} == {BATCH[0], *BATCH[1]}
         depending = _superfluous_names(fewer, rest) - idle  # a notice leaves these out

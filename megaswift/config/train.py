@@ -149,13 +149,13 @@ class TrainConfig:
     output_dir: str = option("output", "Output directory of the run", aliases=("save",))
     add_version: bool | None = option(
         None,
-        "Write to a new folder below output_dir, vN-DATE-TIME; unset: unless output_dir is given",
+        "Write to a new folder output_dir/vN-DATE-TIME; unset: if no output_dir is given",
         metavar="true|false",
     )
     overwrite_output_dir: bool = option(False, "Replace an earlier run in output_dir")
     resume_from_checkpoint: str | None = option(
         None,
-        "Checkpoint folder to resume from; latest: the newest in output_dir, or in its newest version",
+        "Checkpoint folder to resume from; latest: the newest in output_dir or a version",
         aliases=("load",),
         metavar="DIR|latest",
     )

@@ -59,9 +59,12 @@ class CommunicationPlan:
 
 
 def run_benchmark(
-    plan: CommunicationPlan, device: torch.device
+    plan: CommunicationPlan, device: torch.device, after_each: Callable[[CommunicationTiming], None] | None = None
 ) -> tuple[list[CommunicationTiming], list[tuple[int, str, str]]]:
-    """The timings, and the measurements that the time did not allow. Collective; the same on every rank."""
+    """The timings, and the measurements that the time did not allow. Collective; the same on every rank.
+
+    `after_each` is called with each timing as soon as it is there.
+    """
     mine = {name: _own_group(groups) for name, groups in plan.groups.items()}
     measurements = plan.measurements()
     timings: list[CommunicationTiming] = []
@@ -76,6 +79,8 @@ def run_benchmark(
         share = SHARE * left / (len(measurements) - number)
         repeats, seconds = _seconds_of_call(call, device, share, plan.repeats)
         timings.append(_slowest_group(name, operation, (bytes_moved, repeats, seconds), plan.groups[name]))
+        if after_each is not None:
+            after_each(timings[-1])
     return timings, []
 
 

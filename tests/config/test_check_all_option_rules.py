@@ -214,6 +214,7 @@ CLASHING = [
     ("moe_token_dispatcher_type", "--moe_token_dispatcher_type flex"),
     ("attn_impl", "--attn_impl flash --transformer_impl torch"),
     ("overwrite_output_dir", "--overwrite_output_dir --resume_from_checkpoint latest"),
+    ("add_version", "--add_version true --overwrite_output_dir"),
     ("lr_warmup_init", "--lr_warmup_init 1 --warmup_steps 3"),
     ("lr_warmup_init_ratio", "--lr_warmup_init_ratio 0.1 --lr_warmup_init 1e-6 --warmup_steps 3"),
     ("weight_decay_incr_style", "--weight_decay_incr_style linear --start_weight_decay 0.1"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
+from megaswift.config.engine_rules import filled_deepspeed_config
 from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
 
@@ -100,3 +101,21 @@ def test_adapters_have_a_learning_rate_of_their_own() -> None:
     assert load_config("sft", ["--train_type", "lora", "--lr", "1e-5"], environ={}).optim.learning_rate == 1e-5
     (notice,) = load_config("sft", ["--train_type", "lora"], environ={}).notices
     assert notice == "learning_rate 0.0001, the default with train_type lora (full: 1e-05)"
+
+
+def test_a_notice_about_a_deepspeed_file_s_batch_does_not_contradict_its_refusal(tmp_path: Path) -> None:
+    """The file's batch is compared with the run's, so a notice that it is not used would be wrong."""
+    (tmp_path / "zero2.json").write_text(
+        '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}'
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(f"deepspeed: {tmp_path / 'zero2.json'}\nper_device_train_batch_size: 4\n")
+    for words in (["--gradient_accumulation_steps", "8"], []):
+        if not words:
+            file.write_text(file.read_text() + "gradient_accumulation_steps: 8\n")
+        config = load_config("sft", [str(file), *words], environ={})
+        assert config.train.gradient_accumulation_steps == 8
+        assert not [notice for notice in config.notices if "train_batch_size" in notice]
+        refused = filled_deepspeed_config(config, 4, "float32", 64).problems
+        assert [p.what.split('"')[1] for p in refused] == ["train_batch_size"] and "uses 128" in refused[0].rule
+        assert filled_deepspeed_config(config, 1, "float32", 64).problems == ()

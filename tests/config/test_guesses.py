@@ -32,6 +32,21 @@ SWIFT_NAMES = Path(__file__).with_name("swift_names.json")
 """Options that ms-swift documents (its docs/source_en, commit 3602360, 2026-08-22), names alone."""
 
 
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("prepare_datasets", "megaswift data cache"),
+        ("prepare_datasets.py", "megaswift data cache"),
+        ("plan", "--fit true --device_memory 80GiB"),
+        ("estimate", "--fit true --device_memory 80GiB"),
+        ("merge_lora", "megaswift export --merge_lora true"),
+        ("webui", "there is no web interface"),
+    ],
+)
+def test_a_command_that_is_none_names_what_does_its_work(word: str, answer: str) -> None:
+    assert answer in unknown_command_error("megaswift", word, COMMANDS).problems[0].fix
+
+
 def fixes(*argv: str, task: str | None = "sft") -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(task, list(argv), environ={})
