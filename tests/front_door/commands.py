@@ -44,7 +44,7 @@ def commands_in_script(file: Path, name: str) -> Iterator[Command]:
     variables: dict[str, str] = {}
     for number, text in _logical_lines(file.read_text(encoding="utf-8", errors="replace")):
         try:
-            words = shlex.split(_expanded(text, variables), comments=True)
+            words = shlex.split(_without_comment(_expanded(text, variables)))
         except ValueError:  # an unfinished quotation: text of another language inside the script
             continue
         environ: dict[str, str] = {}
@@ -61,6 +61,20 @@ def commands_in_script(file: Path, name: str) -> Iterator[Command]:
             program, task, rest = command
             known = {k: v for k, v in variables.items() if k.isupper()}
             yield Command(name, number, program, task, rest, known | environ)
+
+
+def _without_comment(text: str) -> str:
+    """The text up to a comment. As in a shell, `#` begins one at the start of a word only: `rows#500` is a word."""
+    quote = ""
+    for at, char in enumerate(text):
+        escaped = at > 0 and text[at - 1] == "\\" and quote != "'"
+        if quote:
+            quote = "" if char == quote and not escaped else quote
+        elif char in "'\"" and not escaped:
+            quote = char
+        elif char == "#" and (at == 0 or text[at - 1] in " \t;&|()"):
+            return text[:at]
+    return text
 
 
 def _command(words: list[str]) -> tuple[str, str, tuple[str, ...]] | None:

@@ -27,6 +27,7 @@ MACHINES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER
 MACHINES_32 = {**MACHINES, "NNODES": "4"}
 SECOND = {**MACHINES, "NODE_RANK": "1"}
 NVME = {"device": "nvme", "nvme_path": "/tmp", "pin_memory": True}
+WARMUP_FILE = WHOLE_FILES["a warmup from above 0"].content
 ZERO3_FILE = WHOLE_FILES["transformers zero3"].content
 PROFILE: dict[str, Any] = {
     "zero_optimization": {"stage": 2},
@@ -119,9 +120,23 @@ DDP_AND_ZERO = [
     ),
     Row("two machines", SEVENTY_TWO_B + " --deepspeed zero3 --gradient_accumulation_steps 16", MACHINES),
     Row(
-        "two machines by options",
-        f"{LORA} --deepspeed zero3 --nnodes 2 --node_rank 1 --master_addr 127.0.0.1 --master_port 29500",
+        "a float16 file in a bfloat16 run",
+        f"{LORA} --deepspeed DS.json --torch_dtype bfloat16 --num_train_epochs 1 --per_device_train_batch_size 1 "
+        "--learning_rate 1e-4 --lora_rank 8 --lora_alpha 32 --target_modules all-linear "
+        "--gradient_accumulation_steps 8 --output_dir output_deepspeed --system helpful",
         TWO,
+        deepspeed=WARMUP_FILE,
+        answer="conflicts with the compute dtype bfloat16 --torch_dtype float16",
+    ),
+    *(
+        Row(
+            f"two machines by options, machine {rank}",
+            f"{LORA} --deepspeed DS.json --nnodes 2 --node_rank {rank} --master_addr 127.0.0.1 --master_port 29500 "
+            "--output_dir /shared/output_multinode --per_device_train_batch_size 1 --gradient_accumulation_steps 16",
+            deepspeed=WARMUP_FILE,
+            answer='"gradient_accumulation_steps": 8 conflicts with the run, which uses 16',
+        )
+        for rank in (0, 1)
     ),
     *commands(
         TWO,
@@ -323,7 +338,10 @@ YAML: dict[str, tuple[dict[str, Any], str | None]] = {
         None,
     ),
     "memory": (training(gradient_checkpointing=True, bf16=True, per_device_train_batch_size=2), None),
-    "memory with deepspeed": (training("zero3", per_device_train_batch_size=4, gradient_accumulation_steps=8), "zero3"),
+    "memory with deepspeed": (
+        training("zero3", per_device_train_batch_size=1, gradient_accumulation_steps=16),
+        "zero3",
+    ),
     "communication": (training(find_unused_parameters=False, ddp_bucket_cap_mb=25, dataloader_pin_memory=True), None),
     "learning rate": (training(learning_rate=5e-5, warmup_ratio=0.1, lr_scheduler_type="cosine"), None),
     "learning rate with deepspeed": (training("zero2", learning_rate=3e-5, warmup_ratio=0.1), "zero2"),
@@ -348,14 +366,25 @@ YAML: dict[str, tuple[dict[str, Any], str | None]] = {
         None,
     ),
     "full evaluation": (training(fp16=True, fp16_opt_level="O1", fp16_full_eval=False), None),
-    "loader": (training("zero2", dataloader_num_workers=4, dataloader_pin_memory=True), "zero2"),
+    "loader": (
+        training(distributed_strategy="deepspeed", dataloader_num_workers=4, dataloader_pin_memory=True),
+        None,
+    ),
     "prefetch": ({"dataloader_num_workers": 8, "dataloader_pin_memory": True, "dataloader_prefetch_factor": 2}, None),
     "saving": (training(save_strategy="steps", save_steps=1000), None),
     "out of memory": (training(per_device_train_batch_size=2, mixed_precision="fp16"), None),
 }
+REFUSED_YAML = {"memory with deepspeed": '"train_micro_batch_size_per_gpu": 4 conflicts with the run, which uses 1'}
 FILES_OF_YAML = [
-    Row(f"YAML: {name}", SEVEN_B, FOUR, yaml=content, deepspeed=ZERO[zero] if zero else None)
-    for ZERO in ({"zero2": {"zero_optimization": {"stage": 2}}, "zero3": {"zero_optimization": {"stage": 3}}},)
+    Row(
+        f"YAML: {name}",
+        SEVEN_B,
+        {} if zero else FOUR,
+        yaml=content,
+        deepspeed=WHOLE_FILES[f"numbers {zero}"].content if zero else None,
+        answer=REFUSED_YAML.get(name, ""),
+    )
     for name, (content, zero) in YAML.items()
 ]
+"""The DeepSpeed files are those of the documents, whose batch is that of one process."""
 ROWS: list[Row] = [*DDP_AND_ZERO, *USE_CASES, *MEGATRON, *FILES_OF_YAML]

@@ -39,6 +39,19 @@ def test_a_script(tmp_path: Path) -> None:
     assert (second.program, second.task, second.words) == ("megatron", "pt", ("--tp", "2"))
 
 
+def test_a_comment_begins_at_the_start_of_a_word_only(tmp_path: Path) -> None:
+    (tmp_path / "x.sh").write_text(
+        "swift rlhf --rlhf_type grpo --dataset AI-MO/NuminaMath-TIR#1000 \\\n"
+        "    --system 'Answer # briefly' --reward_funcs accuracy  # a comment --lr 5\n"
+        'swift sft --model "a#b" --lr 1e-4 #1000\n'
+        "# swift sft --model c\n"
+    )
+    first, second = commands_in_folder(tmp_path)
+    words = "--rlhf_type grpo --dataset AI-MO/NuminaMath-TIR#1000 --system"
+    assert first.words == (*words.split(), "Answer # briefly", "--reward_funcs", "accuracy")
+    assert second.words == ("--model", "a#b", "--lr", "1e-4")
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("front-door")
