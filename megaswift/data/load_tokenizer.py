@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
+    if (clash := _sentencepiece_problem(folder)) is not None:
+        raise WeightsError(clash)
     unreadable = (*UNREADABLE, StrictDataclassError)  # the latter of config.json, which is read, too
     with _as_problem(f"tokenizer in {folder}", "cannot be read: {}", fix, unreadable):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
@@ -52,6 +55,25 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
         if (largest := largest_token_id(tokenizer)) > MOST_TOKENS:
             raise ValueError(f"token ID {largest:,} exceeds the maximum of {MOST_TOKENS:,}")
         return tokenizer
+
+
+def _sentencepiece_problem(folder: Path) -> Problem | None:
+    """A tokenizer of which only `tokenizer.model` is there, where the installed packages cannot read it.
+
+    transformers would ask for tiktoken, which reads other files.
+    """
+    if not (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file():
+        return None
+    try:
+        from google.protobuf.runtime_version import VersionError
+    except ImportError:
+        return Problem(str(folder / "tokenizer.model"), "needs the package protobuf", "pip install protobuf")
+    try:
+        importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    except (ImportError, TypeError, VersionError) as error:  # TypeError: protobuf of files generated long ago
+        rule = f"cannot be read by the installed sentencepiece and protobuf: {first_line(error)}"
+        return Problem(str(folder / "tokenizer.model"), rule, "pip install 'sentencepiece<0.2.3'")
+    return None
 
 
 def largest_token_id(tokenizer: Any) -> int:
