@@ -40,7 +40,10 @@ def allocated_peak(work: Callable[[], Any]) -> int:
 
     Without oneDNN, which on CPUs without bfloat16 products takes float32 copies of both matrices from the same allocator.
     """
-    with torch.backends.mkldnn.flags(enabled=False), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        torch.backends.mkldnn.flags(enabled=False),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         work()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = top = 0
