@@ -19,6 +19,7 @@ from megaswift.families import saved_step_integrity
 from megaswift.families.checkpoint_folder import ENGINE, FACTS
 from megaswift.families.saved_step_integrity import STEP
 from megaswift.parallel.layout import Layout
+from megaswift.plain_files import read_plain_file
 from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.run_lock import RunLock
 
@@ -94,7 +95,7 @@ def _row(store: CheckpointStore, step: Path, verify: bool) -> tuple[str, ...]:
 
 def _engine_facts(step: Path) -> dict[str, Any]:
     try:
-        facts = json.loads((step / ENGINE / FACTS).read_text(encoding="utf-8"))
+        facts = json.loads(read_plain_file(step / ENGINE / FACTS).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}

@@ -4,6 +4,8 @@ for an unknown command."""
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import re
 from collections.abc import Iterable
 from typing import NoReturn
@@ -70,6 +72,33 @@ def unknown_command_error(program: str, word: str, commands: Iterable[str]) -> U
 def _command_name(word: str) -> str:
     """`scripts/prepare_datasets.py` and `Prepare-Datasets` are one name."""
     return word.rpartition("/")[2].removesuffix(".py").lower().replace("_", "-")
+
+
+def unusable_text_rule(text: str) -> str:
+    """What is wrong with a text that no file can hold or be named by, or with a path that leads in a ring; empty where
+    nothing is."""
+    if "\0" in text:
+        return "contains a null character"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"contains an unpaired surrogate (\\u{ord(text[error.start]):04x}) at character {error.start + 1}"
+    try:
+        os.stat(os.path.expanduser(text))
+    except OSError as error:
+        return "is a ring of symbolic links" if error.errno == errno.ELOOP else ""
+    return ""
+
+
+def refuse_unusable_words(words: Iterable[str]) -> None:
+    """ConfigError for words of a command line that are no usable text, or a path that leads in a ring."""
+    problems = [
+        Problem(word, rule, "use text in UTF-8, and a path that is valid on this file system")
+        for word in words
+        if (rule := unusable_text_rule(word.partition("=")[2] if word.startswith("--") and "=" in word else word))
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 class UserErrorArgumentParser(argparse.ArgumentParser):

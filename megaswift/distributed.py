@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,7 +30,33 @@ _WAIT_NUMBERS = itertools.count()
 
 
 PATIENCE = 24.0
-"""Hours that ranks wait for others that write to disk."""
+"""Hours that ranks wait at most for others that write to disk and make progress."""
+
+
+@dataclass(frozen=True)
+class PatientWait:
+    """A wait for other ranks' work, which may take longer than --ddp_timeout while they make progress."""
+
+    ranks: tuple[int, ...]
+    arrived: str = ""
+    """A rank that is no longer waited for has set the key of this name and its number in the store; empty: none has
+    one."""
+
+
+patient_waits: list[PatientWait] = []
+"""In which the main thread is, the innermost last; the monitor of collectives ends those without progress."""
+
+
+@contextmanager
+def waiting_for(ranks: Iterable[int], arrived: str = "") -> Iterator[None]:
+    """Marks what the main thread does inside as a wait for these ranks."""
+    patient_waits.append(PatientWait(tuple(ranks), arrived))
+    try:
+        yield
+    finally:
+        patient_waits.pop()
+
+
 _cpu_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Default group -> the gloo group beside it."""
 
@@ -155,7 +183,8 @@ def _wait_for_rank0(hours: float) -> None:
     if global_rank() == 0:
         store.set(name, "done")
     else:
-        store.wait([name], datetime.timedelta(hours=hours))
+        with waiting_for([0]):
+            store.wait([name], datetime.timedelta(hours=hours))
 
 
 def untimed_barrier(hours: float) -> None:
@@ -164,9 +193,11 @@ def untimed_barrier(hours: float) -> None:
     if not _several():
         return
     store, name = dist.distributed_c10d._get_default_store(), f"megaswift/{next(_WAIT_NUMBERS)}"
+    store.set(f"{name}/arrived/{global_rank()}", "")
     if store.add(f"{name}/arrived", 1) == global_world_size():
         store.set(name, "done")
-    store.wait([name], datetime.timedelta(hours=hours))
+    with waiting_for(range(global_world_size()), f"{name}/arrived/"):
+        store.wait([name], datetime.timedelta(hours=hours))
 
 
 def _error_of(name: str, problems: Sequence[Problem]) -> UserError:

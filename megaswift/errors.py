@@ -78,7 +78,8 @@ class UserError(Exception):
         count = f" ({len(lines)} problems)" if len(lines) > 1 else ""
         # a message may have several lines, but no character that makes a terminal do something
         shown = "\n".join(without_control_characters(line) for text in lines for line in text.split("\n"))
-        return f"megaswift: {self.title}{count}\n{shown}"
+        text = f"megaswift: {self.title}{count}\n{shown}"
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")  # half of a surrogate pair cannot be written
 
 
 class ConfigError(UserError):

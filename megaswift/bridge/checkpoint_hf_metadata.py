@@ -24,36 +24,22 @@ from megaswift.atomic_disk_writes import fsync_path
 from megaswift.bridge.read_safetensors_header import DTYPE_NAMES, DTYPES
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization_schemes import config_without_quantization
+from megaswift.families.side_files import side_files
+from megaswift.plain_files import read_plain_file
 
 FACTS = "weights.json"
 FORMAT = 1
-COPIED = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.tiktoken",
-    "spiece.model",
-    "sentencepiece*.model",
-    "chat_template*",
-    "additional_chat_templates/*",
-    "*processor_config.json",
-)
-"""Files of a model folder that go along with config.json."""
 
 
 def copy_tokenizer_and_template_files(source: Path, target: Path) -> list[Path]:
-    """Tokenizer, generation configuration and chat template of a model folder; the copies."""
+    """Copies tokenizer, generation configuration and chat template of a model folder; returns the copies. WeightsError
+    where one of them is a link out of the folder."""
     copies = []
-    for pattern in COPIED:
-        for path in sorted(source.glob(pattern)):
-            copy = target / path.relative_to(source)
-            if path.is_file() and copy not in copies:
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copy)
-                copies.append(copy)
+    for path in side_files(source):
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+        copies.append(copy)
     return copies
 
 
@@ -109,7 +95,7 @@ def read_original_tensor_dtypes(model: Path) -> OriginalTensorDtypes:
     """What weights.json says."""
     path = model / FACTS
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(read_plain_file(path).decode("utf-8"))
         if facts["format"] != FORMAT:
             raise ValueError(f"format {facts['format']}; this version reads {FORMAT}")
         return OriginalTensorDtypes(

@@ -23,6 +23,7 @@ from megaswift.bridge.read_safetensors_header import (
     reject_duplicate_keys,
 )
 from megaswift.errors import Problem, WeightsError
+from megaswift.plain_files import outside_link_rule
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -156,15 +157,13 @@ class HfSource:
         beside it."""
         if Path(name).is_absolute() or ".." in Path(name).parts:
             return "points outside its folder"
+        path = self.directory / name
+        if outside := outside_link_rule(self.directory, path):
+            return outside
         try:
-            folder, target = self.directory.resolve(), (self.directory / name).resolve()
-            is_complete = target.is_file()
-        except (OSError, ValueError, RuntimeError) as error:  # a name too long, with a null byte, a ring of links
+            return None if path.is_file() else "is missing"
+        except (OSError, ValueError) as error:  # a name that is too long
             return f"is not a file name ({error})"
-        allowed = [folder] + ([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])
-        if not any(target.is_relative_to(a) for a in allowed):
-            return f"is a link to {target}, outside its folder"
-        return None if is_complete else "is missing"
 
     def _add(self, name: str, index: dict[str, str] | None, problems: list[Problem]) -> None:
         """Read one file's header into the table."""

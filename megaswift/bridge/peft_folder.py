@@ -49,6 +49,7 @@ from megaswift.families.adapter_target_modules import (
     projections,
 )
 from megaswift.families.saved_step_integrity import refuse_damaged_part
+from megaswift.plain_files import read_plain_file, refuse_links_outside
 
 REFUSED: Mapping[str, str] = {
     "lora_bias": "has biases",
@@ -75,6 +76,7 @@ class PeftFolder:
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
         refuse_damaged_part(self.directory)
+        refuse_links_outside(self.directory, [self.directory / CONFIG, self.directory / TENSORS])
         self._unstacked: set[str] = set()
         self.config = self._config()
         problems = list(_unfit(self.directory, self.config))
@@ -92,7 +94,7 @@ class PeftFolder:
     def _config(self) -> dict[str, Any]:
         path = self.directory / CONFIG
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_plain_file(path).decode("utf-8"))
         except FileNotFoundError:
             fix = "give a folder written by PEFT or by a megaswift run (OUT/adapter)"
             raise WeightsError(Problem(str(self.directory), f"has no {CONFIG}", fix)) from None

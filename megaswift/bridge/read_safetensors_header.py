@@ -65,6 +65,8 @@ class DamagedHeader(ValueError):
 
 def read_safetensors_header(path: Path) -> dict[str, HeaderEntry]:
     """The tensors of one file; `DamagedHeader` says what is wrong with it."""
+    if path.exists() and not path.is_file():
+        raise DamagedHeader("is not a file")
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)

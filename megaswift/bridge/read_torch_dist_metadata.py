@@ -29,7 +29,10 @@ from megaswift.bridge.pickle_opcode_limits import BROKEN, check_pickle_opcode_li
 from megaswift.bridge.read_safetensors_header import MOST_DIMENSIONS
 from megaswift.errors import Problem
 from megaswift.families.checkpoint_folder import TABLES as INDEX
+from megaswift.plain_files import read_plain_file
 
+LARGEST = 1 << 32
+"""Bytes of the tables."""
 MOST = 2**62
 """Elements of a tensor, bytes of a file."""
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -94,7 +97,7 @@ def read_torch_dist_metadata(directory: Path) -> Metadata | Problem:
     """The tables of a checkpoint, or why there are none."""
     path = directory / INDEX
     try:
-        data = path.read_bytes()
+        data = read_plain_file(path, LARGEST)
         check_pickle_opcode_limits(data, {f"{_METADATA} MetadataIndex"})
         tables = _Tables(io.BytesIO(data)).load()
     except FileNotFoundError:

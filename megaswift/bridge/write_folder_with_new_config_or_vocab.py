@@ -22,6 +22,7 @@ from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.bridge.hf_safetensors_source import INDEX
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.errors import Problem, WeightsError
+from megaswift.plain_files import refuse_links_outside
 
 CONFIG, MARK = "config.json", "changed.json"
 VOCABULARY = "vocab_size"
@@ -41,12 +42,13 @@ def link_weights_copy_rest(source: Path, target: Path, without: Sequence[str] = 
     """`target` gets every file of `source` but these: weights as hard links (copies where the file system has none),
     the others as copies, so that an edited one leaves `source` as it is.
 
-    Symbolic links would lead out of the folder, which `WeightSource` rejects in a model's folder.
+    Symbolic links would lead out of the folder, which `WeightSource` rejects in a model's folder; WeightsError where
+    `source` has such a link.
     """
     target.mkdir(parents=True, exist_ok=True)
-    for path in source.iterdir():
-        if not path.is_file() or path.name in without:
-            continue
+    files = [path for path in sorted(source.iterdir()) if path.is_file() and path.name not in without]
+    refuse_links_outside(source, files)
+    for path in files:
         if path.suffix == ".safetensors":
             with suppress(OSError):  # another file system, or one without hard links
                 (target / path.name).hardlink_to(path.resolve())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaswift.closed_stdout import ignore_closed_stdout
-from megaswift.command_line_common import HELP, unknown_command_error
+from megaswift.command_line_common import HELP, refuse_unusable_words, unknown_command_error
 from megaswift.config.sections import TASKS
 from megaswift.error_exit import end_past_calls_left_behind, print_error_once
 from megaswift.errors import UserError, storage_error
@@ -180,6 +180,8 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "doctor": ("check packages, devices, network and other nodes", _doctor),
 }
 
+PLAIN_COMMANDS = ("config", "data", "convert", "checkpoint", "migrate", "submit", "jobs", "bench", "doctor")
+"""Commands whose words are no options of a table, which checks each value."""
 MEGATRON_COMMANDS = ("sft", "pt", "rlhf")
 """Commands that ms-swift starts as `megatron COMMAND`: here they train with Megatron-Core by default."""
 
@@ -226,6 +228,8 @@ def _run(words: list[str]) -> int:
     try:
         if words[0] not in COMMANDS:
             raise unknown_command_error("megaswift", words[0], COMMANDS)
+        if words[0] in PLAIN_COMMANDS:
+            refuse_unusable_words(words[1:])
         return COMMANDS[words[0]][1](words[1:])
     except UserError as error:
         return print_error_once(error, os.environ)

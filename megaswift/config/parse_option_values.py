@@ -10,11 +10,14 @@ import math
 import os
 from typing import Any
 
+from megaswift.command_line_common import unusable_text_rule
 from megaswift.config.option import Option
 from megaswift.errors import did_you_mean_hint
 
 LARGEST = 2**53
 """Of whole numbers, unless an option says otherwise: what every format and library keeps exactly."""
+LARGEST_FRACTION = 3.4e38
+"""Of other numbers: what float32, in which models compute, still holds."""
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 UNSET = ("none", "null", "")
 
@@ -99,11 +102,17 @@ def _text(option: Option, raw: Any) -> str:
     if not isinstance(raw, str) and (isinstance(raw, bool) or not isinstance(raw, int)):
         raise InvalidValue("must be text", example_flag_text(option))
     text = str(raw)
+    _refuse_unusable_text(option, text)
     if option.choices:
         return _choice(option, text)
     if not text:
         raise InvalidValue("is empty", example_flag_text(option))
     return text
+
+
+def _refuse_unusable_text(option: Option, text: str) -> None:
+    if rule := unusable_text_rule(text):
+        raise InvalidValue(rule, "use text in UTF-8, and a path that is valid on this file system")
 
 
 def _choice(option: Option, text: str) -> Any:
@@ -155,7 +164,10 @@ def _int(option: Option, raw: Any) -> float:
 
 
 def _float(option: Option, raw: Any) -> float:
-    return float(_in_range(option, _number(option, raw)))
+    value = float(_in_range(option, _number(option, raw)))
+    if abs(value) > LARGEST_FRACTION:
+        raise InvalidValue(f"must be between -{LARGEST_FRACTION:g} and {LARGEST_FRACTION:g}", example_flag_text(option))
+    return value
 
 
 def option_range_text(option: Option) -> str:
@@ -222,6 +234,9 @@ def _map(option: Option, raw: Any) -> dict[str, str]:
             item = {k: json.dumps(v) if isinstance(v, bool | int | float | list) else v for k, v in item.items()}
         if not isinstance(item, dict) or not all(isinstance(v, str) for v in item.values()):
             raise InvalidValue("must be FROM=TO pairs or a JSON object of strings", example_flag_text(option))
+        for key, value in item.items():
+            _refuse_unusable_text(option, str(key))
+            _refuse_unusable_text(option, value)
         mapping.update({str(k): v for k, v in item.items()})
     return mapping
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.advice_for_foreign_options import SINGLE_VALUE_FIXES, unknown_section_advice
+from megaswift.config.bounded_yaml import TooManyValuesError, compose_yaml
 from megaswift.config.neutral_options import neutral_option
 from megaswift.config.option import OptionTable
 from megaswift.config.parse_option_values import FALSE, TRUE, example_flag_text, option_value_text
@@ -34,9 +35,6 @@ LONGEST = 200
 """Characters of a value of the Python API in a message."""
 LARGEST_FILE = 1 << 20
 """Bytes of a configuration file."""
-MOST_VALUES = 20_000
-"""Values of a YAML file, each counted as often as aliases repeat it: some seconds' work."""
-TOO_MANY = f"contains more than {MOST_VALUES:,} values, with its aliases expanded"
 
 
 @dataclass(frozen=True)
@@ -215,39 +213,19 @@ _Pair = tuple[str, str, Any, str]
 def _yaml_pairs(text: str) -> Iterator[_Pair]:
     import yaml  # 20 ms that --help need not pay
 
-    class Counting(yaml.SafeLoader):
-        nodes = 0
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            self.nodes += 1
-            if self.nodes > MOST_VALUES:
-                raise _Malformed(TOO_MANY)
-            return super().compose_node(parent, index)
-
     try:
-        loader = Counting(text)
-        root = loader.get_single_node()
-        if root is not None and _expanded(root, {}) > MOST_VALUES:
-            raise _Malformed(TOO_MANY)
+        loader, root = compose_yaml(text)
         yield from _walk(loader, root, "")
     except RecursionError:
         raise _Malformed("is nested too deeply") from None
+    except TooManyValuesError as error:
+        raise _Malformed(str(error)) from None
     except ValueError as error:  # of a number or date that Python cannot represent
         raise _Malformed(f"contains a value that cannot be read: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise _Malformed(f"is not YAML: {what}", f":{mark.line + 1}" if mark else "") from None
-
-
-def _expanded(node: Any, counts: dict[int, int]) -> int:
-    """Values below a node once aliases are written out. `counts`: of the nodes that were counted already."""
-    if id(node) not in counts:
-        counts[id(node)] = MOST_VALUES + 1  # what a node counts inside itself
-        parts = node.value if isinstance(node.value, list) else ()
-        children = (child for part in parts for child in (part if isinstance(part, tuple) else (part,)))
-        counts[id(node)] = 1 + sum(_expanded(child, counts) for child in children)
-    return counts[id(node)]
 
 
 def _walk(loader: Any, node: Any, section: str) -> Iterator[_Pair]:

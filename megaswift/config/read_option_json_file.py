@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megaswift.config.bounded_yaml import read_yaml
 from megaswift.errors import ConfigError, Problem
 
 
@@ -34,7 +35,7 @@ def read_option_object(named: str, what: str, fix: str) -> dict[str, Any]:
     import yaml
 
     try:
-        value = yaml.safe_load(Path(named).read_text(encoding="utf-8"))
+        value = read_yaml(Path(named).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(Problem(what, f"cannot be read: {error.strerror}", fix)) from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from megaswift.config.bounded_yaml import read_yaml
 from megaswift.errors import ConfigError, Problem
 
 OPTION = "tp_comm_overlap_cfg"
@@ -64,12 +65,12 @@ def read_tp_comm_overlap_cfg(path: str | None) -> dict[str, dict[str, Any]]:
         return {}
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
+            content = read_yaml(file.read())
     except OSError as error:
         raise ConfigError(
             Problem(f"--{OPTION} {path}", error.strerror or str(error), "an existing YAML file")
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(Problem(f"--{OPTION} {path}", f"is not YAML: {error}", "a YAML file")) from None
     content = {} if content is None else content
     if problems := list(_problems(path, content)):

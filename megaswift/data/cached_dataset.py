@@ -27,6 +27,7 @@ from megaswift.data.resolve_dataset_files import CACHED_DATASET, DatasetFiles, c
 from megaswift.data.token_store import TokenStore
 from megaswift.data.vision_processor import ProcessorFolderWithDigest
 from megaswift.errors import DataError, Problem
+from megaswift.plain_files import files_below, refuse_links_outside
 from megaswift.version import __version__
 
 VERSION = 1
@@ -92,6 +93,7 @@ def write_cached_dataset(
     scratch.mkdir(parents=True)
     sets = []
     for number, (source, store) in enumerate(stores):
+        refuse_links_outside(store.folder, files_below(store.folder))
         shutil.copytree(store.folder, scratch / str(number))
         sets.append({"name": source.name, "rows": source.rows, "draw": source.draw, "store": str(number)})
     facts = {

@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from megaswift.errors import Problem
+from megaswift.plain_files import read_plain_file
 
 CONFIG = "adapter_config.json"
 """What makes a folder one."""
@@ -19,7 +20,7 @@ CLASSIFIER_TASK, LANGUAGE_TASK = "SEQ_CLS", "CAUSAL_LM"
 
 def _said(adapter: Path, name: str) -> str:
     try:
-        return str(json.loads((adapter / CONFIG).read_text(encoding="utf-8"))[name] or "")
+        return str(json.loads(read_plain_file(adapter / CONFIG).decode("utf-8"))[name] or "")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
 

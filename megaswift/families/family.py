@@ -23,6 +23,7 @@ from megaswift.families.scalar_head import config_without_scalar_head, has_scala
 from megaswift.families.unsupported_model_types import unsupported_model_type_problem
 from megaswift.families.vision_language_detection import has_vision_tower, vision_language_problem
 from megaswift.families.weight_rules import WeightRule
+from megaswift.plain_files import read_plain_file
 from megaswift.registry import Registry
 
 ROPE_BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "global_rope_theta", "local_rope_theta")
@@ -139,7 +140,7 @@ def read_config_json(directory: Path | str) -> dict[str, Any]:
     path = Path(directory)
     path = path / "config.json" if path.is_dir() or path.suffix != ".json" else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), parse_int=_int)
+        config = json.loads(read_plain_file(path).decode("utf-8"), parse_int=_int)
     except FileNotFoundError:
         folder = path.parent
         fix = "give a folder with a Hugging Face model" if folder.is_dir() else missing_path_hint(folder)

@@ -21,6 +21,7 @@ from typing import Any
 
 from megaswift import log
 from megaswift.errors import CheckpointError, Problem
+from megaswift.plain_files import read_plain_file
 
 MARKER, POINTER = "manifest.json", "latest.json"
 WEIGHTS_ONLY = "weights_only"
@@ -55,7 +56,7 @@ def load_manifest_or_problem(folder: Path) -> dict[str, Any] | Problem:
     """The manifest of a step, or what is wrong with it."""
     path = folder / MARKER
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(read_plain_file(path).decode("utf-8"))
     except FileNotFoundError:
         return Problem(str(path), "is missing: not a checkpoint of megaswift, or an interrupted save")
     except (OSError, ValueError, RecursionError) as error:
@@ -133,10 +134,8 @@ def step_named_by_latest_json(store: Path) -> Path | None:
 
 
 def _named_by_pointer(store: Path) -> Path | None:
-    if not (store / POINTER).is_file():  # a pipe in its place would never end
-        return None
     try:
-        name = json.loads((store / POINTER).read_text(encoding="utf-8"))["directory"]
+        name = json.loads(read_plain_file(store / POINTER).decode("utf-8"))["directory"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return store / name if isinstance(name, str) and STEP.fullmatch(name) else None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.errors import Problem, UserError, first_line
+from megaswift.plain_files import refuse_links_outside
 
 SHARD_BYTES = 1 << 30
 SHARED_MEMORY = Path("/dev/shm")
@@ -73,10 +74,11 @@ class WeightFolder(SyncRounds):
         folder = self.begin()
         try:
             folder.mkdir(parents=True)
-            for pattern in CONFIG_FILES:
-                for file in self.model.glob(pattern):
-                    if not file.name.endswith(".index.json"):
-                        shutil.copyfile(file, folder / file.name)
+            found = [file for pattern in CONFIG_FILES for file in self.model.glob(pattern) if file.is_file()]
+            files = [file for file in found if not file.name.endswith(".index.json")]
+            refuse_links_outside(self.model, files)
+            for file in files:
+                shutil.copyfile(file, folder / file.name)
             self._shards(folder, weights)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)

@@ -18,6 +18,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.evaluation_rules import best_model_metric, compares_evaluations
 from megaswift.errors import CheckpointError, ConfigError, Problem, did_you_mean_hint
 from megaswift.families.checkpoint_folder import ENGINE
+from megaswift.plain_files import files_below, refuse_links_outside
 from megaswift.trainers.hook import Hook, Line
 from megaswift.trainers.progress import print_line
 from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import damaged_file_problems_all_ranks
@@ -158,6 +159,7 @@ def copy_export(source: Path, target: Path) -> None:
     """A folder of a checkpoint as an export of the run, in place of an earlier one. Collective."""
 
     def copy() -> None:
+        refuse_links_outside(source, files_below(source))
         new = target.with_name(target.name + ".copy")
         shutil.rmtree(new, ignore_errors=True)
         shutil.copytree(source, new)

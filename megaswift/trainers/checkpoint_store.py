@@ -11,6 +11,7 @@ Owns the folder OUT/checkpoints and nothing else: what is inside a step folder b
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -65,6 +66,14 @@ def hash_share(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, Any]]
     return hash_files(folder, unhashed_files(folder, ())[rank::ranks])
 
 
+def _delete(path: Path) -> None:
+    """Deletes a folder, or a link or file in its place, never what a link leads to."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
 class CheckpointStore:
     """The folder OUT/checkpoints."""
 
@@ -83,6 +92,9 @@ class CheckpointStore:
         """An empty folder to write to; what a killed save of this step left is removed."""
         self.recover()
         folder = self.saving(step)
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            rule = "is a link" if folder.is_symlink() else "is a file"
+            raise CheckpointError(Problem(str(folder), f"{rule}; a checkpoint is written there", "remove it"))
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
@@ -109,7 +121,7 @@ class CheckpointStore:
         fsync_path(self.root)
         write_json_durably(self.root / POINTER, {"step": step, "directory": folder.name})
         if replaced.exists():
-            shutil.rmtree(replaced)
+            _delete(replaced)
         return folder
 
     def complete(self) -> list[SavedStep]:
@@ -135,7 +147,7 @@ class CheckpointStore:
             folder = old.with_name(old.name.removesuffix(REPLACED))
             saving = folder.with_name(folder.name + SAVING)
             if folder.exists():
-                shutil.rmtree(old)
+                _delete(old)
             else:
                 (saving if load_manifest_or_none(saving) is not None else old).rename(folder)
 
@@ -163,7 +175,7 @@ class CheckpointStore:
                 gone.append(saved.path)
         for pattern in (DELETING, SAVING):
             for path in self.root.glob(f"step-*{pattern}"):
-                shutil.rmtree(path)
+                _delete(path)
         return gone
 
     def remove(self, steps: Sequence[Path]) -> list[Path]:
@@ -180,15 +192,15 @@ class CheckpointStore:
             leaving = step.with_name(step.name + DELETING)
             step.rename(leaving)
             fsync_path(self.root)
-            shutil.rmtree(leaving)
+            _delete(leaving)
         return list(steps)
 
 
 def names_newest_of_run(wanted: str | None, output: Path) -> bool:
     """Whether `wanted` is the newest checkpoint of this run, if any: `latest`, or the run's own folder, as in a job
     that resumes itself when it is started again."""
-    own = {output.resolve(), (output / "checkpoints").resolve()}
-    return wanted is not None and (wanted == "latest" or Path(wanted).resolve() in own)
+    own = {os.path.realpath(output), os.path.realpath(output / "checkpoints")}
+    return wanted is not None and (wanted == "latest" or os.path.realpath(wanted) in own)
 
 
 def select_resume_step(wanted: str, output: Path) -> tuple[Path | None, list[str]]:

@@ -2,7 +2,8 @@
 
 NCCL's watchdog aborts the process without a word of ours, so the monitor comes a little before it; gloo raises in the
 thread that waits, so the monitor comes after it, for waits in other places. The thread also answers other ranks that
-ask what this one does, and ends the process of a hung rank.
+ask what this one does, and ends the process of a hung rank. Waits outside of collectives end where the ranks that are
+waited for make no progress.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from megaswift.trainers.failed_collective_diagnosis_and_stacks import (
     RankDiagnosis,
     lost_rank_error,
 )
-from megaswift.trainers.find_ranks_blocking_a_collective import own_state
+from megaswift.trainers.find_ranks_blocking_a_collective import own_state, patient_call
+from megaswift.trainers.rank_progress import ProgressWatch
 
 INTERVAL_S = 0.5
 BEFORE_NCCL_S = 5.0
@@ -44,8 +46,14 @@ def end_process(error: LostRankError | None) -> None:
 class CollectiveTimeoutMonitor:
     """The thread runs until `close`."""
 
-    def __init__(self, own: RankDiagnosis, end: Callable[[LostRankError | None], None] = end_process) -> None:
+    def __init__(
+        self,
+        own: RankDiagnosis,
+        timeout_s: float = float("inf"),
+        end: Callable[[LostRankError | None], None] = end_process,
+    ) -> None:
         self.own, self._end = own, end
+        self._progress = ProgressWatch(own.states, timeout_s)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="collective timeout monitor", daemon=True)
         self._thread.start()
@@ -67,6 +75,10 @@ class CollectiveTimeoutMonitor:
             late = late_collective(pending)
             if late is not None and self.own.explaining.acquire(blocking=False):
                 self._end(lost_rank_error(self.own, late, late.timeout_s, "waits for other ranks"))
+                return
+            stuck = self._progress.look(time.monotonic())
+            if stuck and (call := patient_call(stuck)) and self.own.explaining.acquire(blocking=False):
+                self._end(lost_rank_error(self.own, call, self._progress.timeout_s, "waits for other ranks"))
                 return
             if time.monotonic() > end_at and self.own.explaining.acquire(blocking=False):
                 self._end(None)

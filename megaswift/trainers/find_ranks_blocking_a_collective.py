@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -64,11 +64,28 @@ class Cause:
     """All that were asked and wait; where the other fields are empty, these wait for each other."""
 
 
+@dataclass(frozen=True)
+class PatientCall(WaitingCall):
+    """A wait for work of others that takes as long as it progresses."""
+
+    def text(self) -> str:
+        """For a message."""
+        return self.function
+
+
+def patient_call(ranks: Iterable[int] = ()) -> PatientCall | None:
+    """The wait in which the main thread is, of all of its ranks or of these; None outside of such a wait."""
+    if not distributed.patient_waits:
+        return None
+    waited = tuple(ranks) or tuple(r for r in distributed.patient_waits[-1].ranks if r != distributed.global_rank())
+    return PatientCall("the others at the end of its work, without any progress,", waited)
+
+
 def own_state(step: int, failed: PendingCollective | WaitingCall | None = None) -> RankState:
     """This rank's state. `failed`: the operation that has just failed, where it is not pending any more."""
     frame = main_thread_frame()
     pending = pending_collectives()
-    operation = failed or (pending[0] if pending else waiting_call(frame))
+    operation = failed or (pending[0] if pending else waiting_call(frame)) or patient_call()
     counts, code = newest_sequence_numbers(), frame_text(frame)
     if operation is None:
         return RankState(step, counts=counts, code=code)
@@ -148,6 +165,21 @@ class RankStateStore:
         """What a rank has published, None without."""
         text = self._get(f"megaswift/state/{rank}")
         return None if text is None else RankState(**_fields(text))
+
+    def publish_progress(self, value: int) -> None:
+        """A number that changes with this rank's progress."""
+        with suppress(RuntimeError):
+            self._store.set(f"megaswift/progress/{self.rank}", str(value))
+
+    def progress_of(self, rank: int) -> str:
+        """The number of a rank; empty where it has published none."""
+        return self._get(f"megaswift/progress/{rank}") or ""
+
+    def is_set(self, key: str) -> bool:
+        """Whether a key is in the store; true where the store has ended."""
+        with suppress(RuntimeError):
+            return bool(self._store.check([key]))
+        return True
 
     def host_of(self, rank: int) -> str:
         """The machine of a rank; empty where unknown."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaswift.errors import ConfigError, Problem, first_line
+from megaswift.plain_files import files_below, refuse_links_outside
 from megaswift.redaction import MASK
 
 HTTP_CLIENTS = {"httpx": "HTTPError", "httpx2": "HTTPError", "requests": "RequestException"}
@@ -141,7 +142,9 @@ class HubRepository:
         return text.replace(self.token, MASK) if self.token else text
 
     def send(self, folder: Path, message: str, place: str = "") -> str:
-        """A line about the upload; raises one of `client_failures()`."""
+        """A line about the upload; raises one of `client_failures()`, and WeightsError for a link out of the folder:
+        clients upload what it leads to."""
+        refuse_links_outside(folder, files_below(folder))
         self.client.send(self.name, folder, message, place)
         return f"uploaded {folder} to {self.name}" + (f", {place}" if place else "")
 

@@ -6,7 +6,9 @@ moved aside, by rename. Files that are not ours are never touched.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +51,8 @@ NAMES = (
     "job_id",
 )
 """What a run writes; nothing else in the folder is ours."""
+OPENED = (*NAMES, "run.lock", "stacks", "oom_retry.json")
+"""What a run opens there."""
 STARTS = ("base_model", "initial_adapter", "residual_model")
 """What a run starts from, where it is not `--model` itself."""
 ASIDE = "replaced"
@@ -207,6 +211,8 @@ def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
     occupied = next((p for p in (outputs.root, *outputs.root.parents) if p.exists()), None)
     if occupied is not None and not occupied.is_dir():
         return [Problem(flag, f"{occupied} is a file", "give a folder")]
+    if unusable := [p for name in OPENED if (p := _unusable_kind_problem(outputs.root / name)) is not None]:
+        return unusable
     if not is_new and not _joins_own_run(cfg, outputs) and (locked := RunLock(outputs.root).problems()):
         return locked
     resume = None
@@ -234,6 +240,17 @@ def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
             )
         )
     return problems
+
+
+def _unusable_kind_problem(path: Path) -> Problem | None:
+    """What is wrong with a path that is neither a file nor a folder."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        return Problem(str(path), "is a ring of symbolic links", "remove it") if error.errno == errno.ELOOP else None
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return None
+    return Problem(str(path), "is neither a file nor a folder: reading or writing it may never end", "remove it")
 
 
 def _joins_own_run(cfg: SwiftConfig, outputs: OutputFolder) -> bool:

@@ -42,6 +42,7 @@ from megaswift.families.family import read_config_json
 from megaswift.families.megatron_options_match_config import megatron_architecture_problems
 from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems
 from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
+from megaswift.families.side_files import side_file_problems
 from megaswift.families.vision_language_detection import (
     has_vision_tower,
     vision_packing_problems,
@@ -173,7 +174,9 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """The model's files and its layout."""
     folder = locate_model(cfg.model, weights=False)
     local = Path(str(cfg.model.model)).is_dir()
-    problems = missing_model_file_problems(folder, cfg.model.random_init) if local else []
+    problems = (
+        [*missing_model_file_problems(folder, cfg.model.random_init), *side_file_problems(folder)] if local else []
+    )
     problems += model_type_option_mismatch_problems(cfg.model.model_type, read_config_json(folder))
     spec = model_spec_for_task(cfg, folder)
     problems += tf32_problems(cfg, spec.dtype)

@@ -114,7 +114,11 @@ class TrainingSession:
         interrupted: InterruptedBySignal | None = None
         try:
             self.diagnosis = failed_collective_diagnosis_and_stacks.dump_stacks_on_signal(self.build.outputs.root)
-            monitor = None if self.diagnosis is None else CollectiveTimeoutMonitor(self.diagnosis)
+            monitor = (
+                None
+                if self.diagnosis is None
+                else CollectiveTimeoutMonitor(self.diagnosis, self.cfg.parallel.ddp_timeout)
+            )
             loop = self.prepare()
             self.train(loop)
             if self.cfg.train.export_hf or self.build.adapts:

@@ -6,15 +6,20 @@ Covers: megaswift/config/advice_for_foreign_options.py.
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
+from megaswift import cli
+from megaswift.config import load_config
 from megaswift.config.advice_for_foreign_options import VALUES_ELSEWHERE, foreign_value_advice
 from megaswift.config.non_lora_peft_methods import VARIANTS
 from megaswift.config.option import Option
 from megaswift.config.parse_option_values import InvalidValue, parse_option_value
 from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.errors import ConfigError
 
 MS_SWIFT_TUNERS = (
     *("lora", "full", "lora_llm", "longlora", "adalora", "llamapro", "adapter", "vera", "boft", "fourierft", "reft"),
@@ -70,3 +75,51 @@ def test_what_an_answer_names_is_taken(option: str) -> None:
     }
     assert {name for name, _ in advised} <= {*NAMES}
     assert [(n, w) for n, w in sorted(advised) if w not in ("with", "or") and not taken(OPTIONS[NAMES[n]], w)] == []
+
+
+PATHS = [
+    *("model", "output_dir", "resume_from_checkpoint", "dataset", "val_dataset", "adapters", "tensorboard_dir"),
+    *("dataset_cache_dir", "external_plugins", "ref_model", "run_name", "system", "logging_dir"),
+]
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ("x\0y", "contains a null character"),
+        ("x\ud800", r"contains an unpaired surrogate \(\\ud800\) at character 2"),
+        ("x\udce9", r"contains an unpaired surrogate \(\\udce9\) at character 2"),
+        ("RING", "is a ring of symbolic links"),
+        ("RING/x", "is a ring of symbolic links"),
+    ],
+)
+def test_a_text_that_names_no_file(name: str, value: str, rule: str, tmp_path: Path) -> None:
+    """Of every option, whether the command line, a JSON file or Python gives it."""
+    (tmp_path / "RING").symlink_to(tmp_path / "other")
+    (tmp_path / "other").symlink_to(tmp_path / "RING")
+    text = str(tmp_path / value) if value.startswith("RING") else value
+    (tmp_path / "r.json").write_text(json.dumps({name: text}))
+    for words in ([f"--{name}", text], [str(tmp_path / "r.json")]):
+        with pytest.raises(ConfigError) as error:
+            load_config("sft" if name != "ref_model" else "dpo", words, environ={})
+        assert [p for p in error.value.problems if re.search(rule, p.rule)]
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "min_lr", "max_grad_norm", "adam_epsilon"])
+@pytest.mark.parametrize("value", ["1e308", "3.5e38"])
+def test_a_number_that_float32_has_not(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--{name} {value}: must be "):
+        load_config("sft", ["--dataset", "d", f"--{name}", value], environ={})
+
+
+@pytest.mark.parametrize("command", ["checkpoint ls", "convert hf-to-megatron m", "config", "jobs list"])
+@pytest.mark.parametrize("bad", ["x\ud800", "RING", "x\0y"])
+def test_a_word_that_names_no_file(
+    command: str, bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("RING").symlink_to("other")
+    Path("other").symlink_to("RING")
+    assert cli.main([*command.split(), bad]) == 2
+    assert re.search("null character|unpaired surrogate|ring of symbolic links", capsys.readouterr().err)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,18 @@ def test_config_yaml_repeats_the_run(tmp_path: Path) -> None:
     assert not [
         line for line in load_config("sft", [str(OutputFolder(tmp_path).config)]).notices if "written by" in line
     ]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl", "train.log", "config.yaml", "checkpoints", "run.lock"])
+@pytest.mark.parametrize("kind", ["pipe", "ring", "/dev/zero"])
+def test_what_is_neither_file_nor_folder_is_named(name: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "out" / name
+    path.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(name if kind == "ring" else kind)
+    said = "ring of" if kind == "ring" else "neither a file"
+    for more in ({}, {"resume_from_checkpoint": "latest"}, {"overwrite_output_dir": True}):
+        found = output_folder_problems(config(path.parent, **more))
+        assert found and found[0].what == str(path) and said in found[0].rule

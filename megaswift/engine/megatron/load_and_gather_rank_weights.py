@@ -307,8 +307,8 @@ _WIRE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def _send(tensor: Tensor, route: GatherDestination) -> None:
     code = torch.tensor([_WIRE.index(tensor.dtype)])
-    _wait(dist.isend(code, route.to, group=distributed.cpu_group()), route)
-    _wait(dist.isend(tensor, route.to, group=_group_of(route)), route)
+    _wait(dist.isend(code, route.to, group=distributed.cpu_group()), route, route.to)
+    _wait(dist.isend(tensor, route.to, group=_group_of(route)), route, route.to)
 
 
 def _group_of(route: GatherDestination) -> Any:
@@ -318,15 +318,16 @@ def _group_of(route: GatherDestination) -> Any:
 
 def _receive(shape: tuple[int, ...], source: int, route: GatherDestination) -> Tensor:
     code = torch.zeros(1, dtype=torch.int64)
-    _wait(dist.irecv(code, source, group=distributed.cpu_group()), route)
+    _wait(dist.irecv(code, source, group=distributed.cpu_group()), route, source)
     tensor = torch.empty(shape, dtype=_WIRE[int(code)], device=route.device)
-    _wait(dist.irecv(tensor, source, group=_group_of(route)), route)
+    _wait(dist.irecv(tensor, source, group=_group_of(route)), route, source)
     return tensor
 
 
-def _wait(work: dist.Work | None, route: GatherDestination) -> None:
+def _wait(work: dist.Work | None, route: GatherDestination, peer: int) -> None:
     assert work is not None, "no member of the group"
     if route.hours is None:
         work.wait()
     else:
-        work.wait(datetime.timedelta(hours=route.hours))
+        with distributed.waiting_for([peer]):
+            work.wait(datetime.timedelta(hours=route.hours))

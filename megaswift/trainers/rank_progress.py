@@ -1,0 +1,94 @@
+"""Progress of ranks whose work others wait for outside of collectives, as in the export: a rank that stops there is
+found after --ddp_timeout, however long its work may take.
+
+Every rank publishes a number in the store that changes when it has computed, read or written something. A rank that
+waits for one that progresses progresses too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from megaswift import distributed
+from megaswift.distributed import PatientWait
+
+LONGEST_PERIOD_S = 5.0
+"""Between two looks."""
+LEAST_CPU_S = 0.05
+"""Of computing, which is more than idle threads take."""
+WATCHING = 2
+"""So many ranks look after those that have not arrived at a barrier."""
+IO = Path("/proc/self/io")
+
+
+class ProgressStore(Protocol):
+    """Where ranks publish their progress."""
+
+    rank: int
+
+    def publish_progress(self, value: int) -> None:
+        """This rank's number."""
+
+    def progress_of(self, rank: int) -> str:
+        """Another rank's; empty where it has published none."""
+
+    def is_set(self, key: str) -> bool:
+        """Whether a key is in the store."""
+
+
+def work_done() -> tuple[float, int]:
+    """Returns the processor seconds of this process without those of the calling thread, and the bytes it wrote or
+    that came from a disk."""
+    counts = dict(line.split(": ") for line in IO.read_text().splitlines()) if IO.is_file() else {}
+    moved = sum(int(counts.get(name, 0)) for name in ("wchar", "read_bytes"))
+    return time.process_time() - time.thread_time(), moved
+
+
+@dataclass
+class ProgressWatch:
+    """What the monitor's thread does for ranks that wait. `look` is called often."""
+
+    states: ProgressStore
+    timeout_s: float
+    work: Callable[[], tuple[float, int]] = work_done
+    _looked: float = float("-inf")
+    _seconds: float = float("-inf")
+    _bytes: int = -1
+    _count: int = 0
+    _wait: PatientWait | None = None
+    _seen: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """Rank -> the last number of a rank that is waited for, and when it came."""
+
+    def look(self, now: float) -> list[int]:
+        """Publishes this rank's progress; returns ranks that this one waits for and that have made none for
+        `timeout_s` seconds."""
+        if now - self._looked < min(LONGEST_PERIOD_S, self.timeout_s / 4):
+            return []
+        self._looked = now
+        seconds, moved_bytes = self.work()
+        moved = seconds - self._seconds >= LEAST_CPU_S or moved_bytes != self._bytes
+        if moved:
+            self._seconds, self._bytes = seconds, moved_bytes
+        absent = self._awaited()
+        for rank in absent:
+            value = self.states.progress_of(rank)
+            if rank not in self._seen or self._seen[rank][0] != value:
+                self._seen[rank] = (value, now)
+                moved = True
+        if moved:
+            self._count += 1
+            self.states.publish_progress(self._count)
+        return [rank for rank in absent if now - self._seen[rank][1] > self.timeout_s]
+
+    def _awaited(self) -> list[int]:
+        wait = distributed.patient_waits[-1] if distributed.patient_waits else None
+        if wait is not self._wait:
+            self._wait, self._seen = wait, {}
+        if wait is None or (wait.arrived and self.states.rank >= WATCHING):
+            return []
+        others = [rank for rank in wait.ranks if rank != self.states.rank]
+        return [r for r in others if not (wait.arrived and self.states.is_set(f"{wait.arrived}{r}"))]
