@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from megaswift.errors import ConfigError, Problem
 from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput
 
-_SWIFT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>\Z", re.DOTALL)
+_SWIFT = re.compile(r"<think>(?>.*?</think>\s*+<answer>).*</answer>\Z", re.DOTALL)
+"""ms-swift's `<think>.*?</think>\\s*<answer>.*?</answer>`, linear in the text: if any `</think> <answer>` fits, the
+first one does, so that no later one is tried."""
 _THINK = re.compile(r"<think>(?!.*<think>)(.*?)</think>", re.DOTALL)
 
 

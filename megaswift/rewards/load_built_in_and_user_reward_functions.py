@@ -3,8 +3,9 @@ problems are reported before anything is built."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,34 @@ def _one(name: str, options: BuiltInRewardParameters, plugins: Mapping[str, Any]
     return load_user_reward_function(name)
 
 
+def _file_and_function(name: str) -> tuple[Path, str]:
+    file, _, function = name.rpartition(":")
+    return Path(file).expanduser().resolve(), function
+
+
+def _is_given(name: str, others: Sequence[str]) -> bool:
+    """Whether one of the other names is the same function of the same file."""
+    return _file_and_function(name) in [_file_and_function(other) for other in others if is_file_function(other)]
+
+
+def _names_in_metrics(name: str) -> Iterator[str]:
+    """Names for `FILE.py:function`: the function, then with the file and more and more of its folders."""
+    file, function = _file_and_function(name)
+    parts = [function, file.stem, *(part for part in reversed(file.parent.parts) if part != file.anchor)]
+    yield from (".".join(reversed(parts[:size])) for size in range(1, len(parts) + 1))
+    yield from (f"{function}.{number}" for number in count(2))
+
+
 def load_reward_functions(
     names: Sequence[str], options: BuiltInRewardParameters, plugin_files: Sequence[str] = ()
 ) -> list[RewardFunction]:
     """The functions in their order, each under a name of its own; ConfigError with all that is wrong."""
     load_external_plugins(plugin_files)
     plugins = PLUGINS.rewards if plugin_files else {}
+    taken = {SPELLINGS.get(name, name) for name in names if not is_file_function(name)}
     functions: dict[str, RewardFunction] = {}
     problems: list[Problem] = []
-    for name in names:
+    for place, name in enumerate(names):
         flag = f"--reward_funcs {name}"
         try:
             function = _one(name, options, plugins)
@@ -73,8 +93,8 @@ def load_reward_functions(
             continue
         assert is_dataclass(function) and not isinstance(function, type), "as all that are registered"
         function = replace(function, flag=flag)
-        if function.name in functions and isinstance(function, UserFunction):
-            function = replace(function, name=f"{Path(name.rpartition(':')[0]).stem}.{function.name}")
+        if isinstance(function, UserFunction) and is_file_function(name) and not _is_given(name, names[:place]):
+            function = replace(function, name=next(n for n in _names_in_metrics(name) if n not in {*functions, *taken}))
         if function.name in functions:
             problems.append(Problem(flag, "is given twice", "give it once, with a larger weight in --reward_weights"))
         functions[function.name] = function

@@ -13,8 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from megaswift.errors import Problem, did_you_mean_hint, without_control_characters
-from megaswift.rewards.reward_value_validation import Value, checked_rewards, reward_error_from_trace_factory
+from megaswift.errors import Problem, RewardError, did_you_mean_hint, without_control_characters
+from megaswift.rewards.reward_value_validation import (
+    USABLE,
+    Value,
+    checked_rewards,
+    is_usable,
+    reward_error_from_trace_factory,
+)
 from megaswift.user_code_errors import convert_user_code_errors
 
 _Message = Mapping[str, Any]
@@ -130,6 +136,11 @@ class RewardScores:
     """The same by token that the model wrote, of samples that have rewards of tokens; empty where none has."""
 
 
+def is_user_function(function: RewardFunction) -> bool:
+    """Whether a function is from a user's file."""
+    return hasattr(function, "takes")
+
+
 def reward_function_flag(function: RewardFunction) -> str:
     """The option that named a function, as typed: its name in metrics is shorter (`FILE.py:` is left out)."""
     return getattr(function, "flag", "") or f"--reward_funcs {function.name}"
@@ -153,7 +164,7 @@ def missing_reward_column_problems(functions: Sequence[RewardFunction], columns:
 
 def _parameter(function: RewardFunction, name: str) -> str:
     """What a mistyped parameter of a user's function should be called; the empty string where it looks like none."""
-    guess = did_you_mean_hint(name, ALWAYS_PASSED) if hasattr(function, "takes") else ""
+    guess = did_you_mean_hint(name, ALWAYS_PASSED) if is_user_function(function) else ""
     return f"{guess} ({', '.join(ALWAYS_PASSED)} are passed without a column)" if guess else ""
 
 
@@ -175,12 +186,14 @@ def score_rewards(
     )
     for f in functions if samples else ():
         if f.name not in awaited:
-            with convert_user_code_errors(reward_error_from_trace_factory(reward_function_flag(f), samples)):
+            say = reward_error_from_trace_factory(reward_function_flag(f), samples)
+            with convert_user_code_errors(say, timed=is_user_function(f)):
                 returned = f(samples)
             awaited[f.name] = checked_rewards(reward_function_flag(f), returned, samples)
     values = {f.name: awaited.get(f.name, []) for f in functions}
     sums = {name: [sum(v) if isinstance(v, tuple) else v for v in given] for name, given in values.items()}
     total = [_weighted(weights, each) for each in zip(*sums.values(), strict=True)]
+    _check_sums(functions, {**sums, "": total})
     every = list(zip(*values.values(), strict=True))
     of_tokens = any(isinstance(value, tuple) for each in every for value in each)
     return RewardScores(
@@ -188,6 +201,22 @@ def score_rewards(
         total,
         [_by_token(weights, each, s.written) for each, s in zip(every, samples, strict=True)] if of_tokens else [],
     )
+
+
+def _check_sums(functions: Sequence[RewardFunction], sums: Mapping[str, Sequence[float]]) -> None:
+    """RewardError for sums of rewards of tokens, by function, or weighted sums (under no name) that are too large."""
+    flags = {f.name: reward_function_flag(f) for f in functions}
+    for name, values in sums.items():
+        for i, value in enumerate(values):
+            if not math.isnan(value) and not is_usable(value):
+                what = f"gave tokens rewards that add up to {value:g}" if name else f"make the reward {value:g}"
+                raise RewardError(
+                    Problem(
+                        flags.get(name, "--reward_weights"),
+                        f"{what} for sample {i} of {len(values)}",
+                        f"use smaller rewards: a sum has to be {USABLE}",
+                    )
+                )
 
 
 def _weighted(weights: Sequence[float], each: Sequence[float]) -> float:

@@ -16,6 +16,9 @@ from megaswift.errors import Problem, RewardError
 if TYPE_CHECKING:
     from megaswift.rewards.reward_interface_and_scoring import RewardInput
 
+LARGEST = 1e15
+"""Of rewards, either sign. Advantages are computed in float32, whose largest number is 3.4e38: squares of such rewards,
+summed over a generation, stay below it."""
 SHOWN = 80
 """Characters of a sample in a message."""
 Value = float | tuple[float, ...]
@@ -71,11 +74,19 @@ def _checked(flag: str, value: Any, sample: RewardInput, where: str) -> Value:
 
 def _finite(flag: str, value: Any, sample: RewardInput, where: str) -> float:
     number = float_or_none(value)
-    if number is None or not math.isfinite(number):
+    if number is None or not is_usable(number):
         what = f"{value!r} ({type(value).__name__})" if number is None else str(number)
-        fix = "return a finite number for every sample, or None for one that the function does not apply to"
+        fix = f"return {USABLE} for every sample, or None for one that the function does not apply to"
         raise RewardError(Problem(flag, f"returned {what[:SHOWN]} for {where}, the completion {_shown(sample)}", fix))
     return number
+
+
+USABLE = f"a finite number of at most {LARGEST:g}"
+
+
+def is_usable(number: float) -> bool:
+    """Whether a number can be a reward, or a sum of rewards."""
+    return abs(number) <= LARGEST  # no: NaN
 
 
 def _item(value: Any) -> Any:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ class UserFunction:
         return given if self.takes is None else {name: value for name, value in given.items() if name in self.takes}
 
     def __call__(self, samples: Sequence[RewardInput]) -> Any:
-        """What the function returns."""
-        return self.function(**self.arguments(samples))
+        """What the function returns. It gets copies: what it changes in place is not seen by the next function."""
+        return self.function(**self.arguments([_copied(sample) for sample in samples]))
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,13 @@ class AsyncUserFunction(UserFunction):
 
     async def wait(self, samples: Sequence[RewardInput]) -> Any:
         """What the function returns in the end."""
-        return await self.function(**self.arguments(samples))
+        return await self.function(**self.arguments([_copied(sample) for sample in samples]))
+
+
+def _copied(sample: RewardInput) -> RewardInput:
+    """The sample with a prompt, a completion and columns of its own, as deep as they go."""
+    prompt, completion, columns = deepcopy((sample.prompt, sample.completion, dict(sample.columns)))
+    return replace(sample, prompt=prompt, completion=completion, columns=columns)
 
 
 def load_user_reward_function(text: str) -> UserFunction:

@@ -19,6 +19,7 @@ from megaswift.config import SwiftConfig
 from megaswift.engine.determinism import enable_determinism
 from megaswift.engine.jit_fuser import choose_jit_fuser
 from megaswift.engine.tf32 import set_tf32
+from megaswift.error_exit import print_error_once
 from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.parallel.layout_checks import layout_for
 from megaswift.parallel.model_shape import ModelShape
@@ -27,6 +28,7 @@ from megaswift.trainers.interrupt import InterruptedBySignal
 from megaswift.trainers.oom_retry import config_of_retry
 from megaswift.trainers.preflight import preflight
 from megaswift.trainers.task_model_spec import model_spec_for_task
+from megaswift.user_code_errors import CLOCK
 
 __all__ = ["preflight", "run_training"]
 
@@ -35,6 +37,7 @@ def run_training(cfg: SwiftConfig) -> Path:
     """Trains as `cfg` says and returns the output directory. Every rank calls it, after `preflight`."""
     began = time.perf_counter()
     log.quiet_libraries()
+    CLOCK.limit(cfg.parallel.ddp_timeout, "--ddp_timeout", lambda error: print_error_once(error, os.environ))
     enable_determinism(cfg, os.environ)
     set_tf32(cfg)
     choose_jit_fuser(cfg)

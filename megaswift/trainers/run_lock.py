@@ -1,15 +1,18 @@
 """A lock on OUT/run.lock, held by rank 0, so that only one run writes to an output directory.
 
 The lock is the kernel's (`flock`), so it ends with its holder, however that ends. The file stays; it names the holder
-for the message. Where a file system has no locks, the run goes on with a warning.
+for the message. Where a file system has no locks, the run goes on with a warning. Forked children (a reward function's,
+a data loader's) close their copy, or the lock would last as long as the last of them.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 
@@ -18,6 +21,18 @@ from megaswift.errors import CheckpointError, Problem
 
 NAME = "run.lock"
 FIX = "wait until it ends, stop it, or use another --output_dir"
+_held: set[int] = set()
+"""Descriptors of the locks that this process holds."""
+
+
+def _close_inherited_locks() -> None:
+    """Closes the copies of a forked child, which leaves the parent's lock in place."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 class RunLock:
@@ -28,8 +43,8 @@ class RunLock:
         self._file = -1
 
     def take(self, fix: str = FIX) -> None:
-        """Locks the folder; CheckpointError when another run has it."""
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        """Locks the folder; CheckpointError when another run has it, or when the lock is no file of this folder."""
+        descriptor = self._open(os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -44,12 +59,31 @@ class RunLock:
         os.truncate(descriptor, 0)
         os.write(descriptor, (json.dumps(holder) + "\n").encode())
         self._file = descriptor
+        _held.add(descriptor)
+
+    def _open(self, flags: int) -> int:
+        """A descriptor of the file itself, never of what a link names; CheckpointError for anything but a file."""
+        try:
+            descriptor = os.open(self.path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link, a folder, a socket
+                raise CheckpointError(self._no_file()) from None
+            raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise CheckpointError(self._no_file())
+        return descriptor
+
+    def _no_file(self) -> Problem:
+        kind = "a symbolic link" if self.path.is_symlink() else "not a regular file"
+        return Problem(str(self.path), f"is {kind}; the lock of a run is a file", "remove it")
 
     def release(self) -> None:
         """Unlocks the folder, where this process has locked it."""
-        if self._file >= 0:
+        if self._file in _held:  # not in a forked child
+            _held.remove(self._file)
             os.close(self._file)
-            self._file = -1
+        self._file = -1
 
     def taken(self, fix: str = FIX) -> Problem:
         """The message about the run that has the lock."""
@@ -63,7 +97,9 @@ class RunLock:
     def problems(self) -> list[Problem]:
         """What a look without locking finds; changes nothing."""
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = self._open(os.O_RDONLY)
+        except CheckpointError as error:
+            return error.problems
         except OSError:
             return []
         try:

@@ -6,24 +6,29 @@ Owns the protocol, finding the user's class, and checks of what it returns. One 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import json
+import reprlib
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
 from megaswift.errors import ConfigError, Problem, RewardError, did_you_mean_hint, without_control_characters
-from megaswift.rewards.reward_value_validation import float_or_none
+from megaswift.rewards.reward_value_validation import USABLE, float_or_none, is_usable
 from megaswift.user_code_errors import convert_user_code_errors, import_user_file
 
 Message = dict[str, Any]
 Turn = tuple[list[Message], float, bool]
 """(messages that answer the model: none ends the conversation, reward of this turn, whether it has ended)."""
+Observation = str | list[Message]
+"""Before the model's first turn: text for the last message of the prompt, or messages after it; empty: nothing."""
+MESSAGES = '[{"role": "tool", "content": "..."}]'
 
 
 class Environment(Protocol):
     """What a class of the user's has."""
 
-    def reset(self, prompt: Any, **columns: Any) -> None:
+    def reset(self, prompt: Any, **columns: Any) -> Observation | None:
         """A new conversation begins: the row's prompt, as text or messages, and its other columns."""
 
     def step(self, answer: str) -> Turn:
@@ -44,12 +49,21 @@ def load_environment_class(text: str) -> Callable[[], Environment]:
                 did_you_mean_hint(name, [n for n in names if not n.startswith("_")]),
             )
         )
-    lacking = [method for method in ("reset", "step") if not callable(getattr(environment, method, None))]
-    if isinstance(environment, type) and lacking:
-        raise ConfigError(
-            Problem(flag, f"has no {' and no '.join(lacking)}", "define reset(prompt, **columns) and step(answer)")
-        )
+    if not callable(environment):
+        kind = type(environment).__name__
+        raise ConfigError(Problem(flag, f"{name} is {kind}, not a class", f"write class {name}"))
+    lacking = _lacking_methods(environment) if isinstance(environment, type) else ""
+    if lacking:
+        raise ConfigError(Problem(flag, f"has no {lacking}", METHODS))
     return environment
+
+
+METHODS = "define reset(prompt, **columns) and step(answer)"
+
+
+def _lacking_methods(environment: Any) -> str:
+    missing = (method for method in ("reset", "step") if not callable(getattr(environment, method, None)))
+    return " and no ".join(missing)
 
 
 class EnvironmentWithNamedErrors:
@@ -58,12 +72,31 @@ class EnvironmentWithNamedErrors:
     def __init__(self, flag: str, inner: Environment) -> None:
         self.flag, self.inner = flag, inner
 
-    def reset(self, prompt: Any, columns: Mapping[str, Any]) -> None:
-        """Begins; RewardError where it raises."""
+    @classmethod
+    def make(cls, flag: str, environment: Callable[[], Environment]) -> EnvironmentWithNamedErrors:
+        """A new one; RewardError where it cannot be created."""
+        fix = "it is called without arguments, once for each completion"
+        with convert_user_code_errors(lambda trace: RewardError(Problem(flag, f"cannot be created\n{trace}", fix))):
+            inner = environment()
+        if lacking := _lacking_methods(inner):
+            raise RewardError(Problem(flag, f"made {_shown(inner)}, which has no {lacking}", METHODS))
+        return cls(flag, inner)
+
+    def reset(self, prompt: Any, columns: Mapping[str, Any]) -> Observation:
+        """Begins, and returns the first observation: the empty string where there is none. RewardError where it raises
+        or returns something else."""
         names = [without_control_characters(name) for name in sorted(columns)]
         passed = f"reset gets prompt and the row's columns: {', '.join(names) or 'none'}"
         with convert_user_code_errors(lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}", passed))):
-            self.inner.reset(prompt, **columns)
+            returned: Any = self.inner.reset(deepcopy(prompt), **deepcopy(dict(columns)))
+        if isinstance(returned, tuple) and len(returned) == 2 and _is_info(returned[1]):
+            returned = returned[0]  # as Gymnasium has it: (observation, info)
+        if returned is None:
+            return ""
+        if isinstance(returned, str):
+            return self._checked_text(returned, "reset returned text")
+        fix = f"return the first observation as text or as messages, {MESSAGES}, or None"
+        return self._checked_messages(returned, "reset", fix)
 
     def step(self, answer: str) -> Turn:
         """One turn; RewardError where it raises or returns something else."""
@@ -71,22 +104,63 @@ class EnvironmentWithNamedErrors:
             lambda trace: RewardError(Problem(self.flag, f"step failed on {answer[:80]!r}\n{trace}"))
         ):
             returned: Any = self.inner.step(answer)
-        if not isinstance(returned, Sequence) or len(returned) != 3:
-            raise RewardError(Problem(self.flag, f"step returned {returned!r:.80}", "return (messages, reward, done)"))
+        if not isinstance(returned, tuple | list) or len(returned) != 3:
+            raise RewardError(
+                Problem(self.flag, f"step returned {_shown(returned)}", "return (messages, reward, done)")
+            )
         messages, reward, done = returned
         worth = float_or_none(reward)
-        if worth is None or not math.isfinite(worth):
-            raise RewardError(
-                Problem(
-                    self.flag, f"step returned the reward {reward!r:.80}", "return a finite number; 0.0 for no reward"
-                )
-            )
-        if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and m.get("role") for m in messages):
-            raise RewardError(
-                Problem(
-                    self.flag,
-                    f"step returned the messages {messages!r:.80}",
-                    'return [{"role": "tool", "content": "..."}]',
-                )
-            )
-        return [dict(m) for m in messages], worth, bool(done)
+        if worth is None or not is_usable(worth):
+            fix = f"return {USABLE}; 0.0 for no reward"
+            raise RewardError(Problem(self.flag, f"step returned the reward {_shown(reward)}", fix))
+        ended = float_or_none(done)
+        if ended is None:
+            fix = "return whether the conversation is over, True or False, as the third value"
+            raise RewardError(Problem(self.flag, f"step returned done as {_shown(done)}", fix))
+        fix = f"return {MESSAGES}, or [] to end the conversation"
+        return self._checked_messages(messages, "step", fix), worth, bool(ended)
+
+    def _checked_messages(self, messages: Any, method: str, fix: str) -> list[Message]:
+        """The messages as plain values of their own; RewardError for anything else."""
+        rule = f"{method} returned the messages {_shown(messages)}"
+        if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+            raise RewardError(Problem(self.flag, rule, fix))
+        try:
+            text = json.dumps([dict(m) for m in messages], ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise RewardError(Problem(self.flag, f"{rule}, which JSON cannot hold", fix)) from None
+        return json.loads(self._checked_text(text, f"{method} returned messages"))
+
+    def _checked_text(self, text: str, what: str) -> str:
+        """The text; RewardError for half of a character, which no tokenizer takes: rows with it are refused too."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"an unpaired surrogate (\\u{ord(text[error.start]):04x}, an incomplete character)"
+            before = text[max(error.start - 40, 0) : error.start]
+            fix = 'replace it: text.encode("utf-8", "replace").decode()'
+            raise RewardError(Problem(self.flag, f"{what} with {half} behind {before!r}", fix)) from None
+        return str(text)
+
+
+def _is_info(value: Any) -> bool:
+    """Whether it is the second value of Gymnasium's `reset`, and no message."""
+    return isinstance(value, Mapping) and "role" not in value
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and bool(message["role"])
+        and isinstance(message.get("content"), str)
+    )
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
+
+
+def _shown(value: Any) -> str:
+    """A value in a few words, also where its `__repr__` fails."""
+    return _REPR.repr(value)

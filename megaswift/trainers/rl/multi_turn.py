@@ -1,28 +1,23 @@
 """Multi-turn rollouts: the model and an environment take turns.
 
-Owns the turns, the tokens between them and which tokens are the model's own. All conversations of a rank go on
-together, turn by turn.
+Owns the turns and which tokens are the model's own; what the chat template writes between turns is `chat_turns.py`'s.
+All conversations of a rank go on together, turn by turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
 
-from megaswift.data.jinja_sandbox_limits import REFUSED
 from megaswift.data.rl_prompts import Prompt
-from megaswift.errors import Problem, RewardError, first_line
+from megaswift.errors import Problem, RewardError
 from megaswift.rollout.sampler import Completion, Sampler, SamplingParams
+from megaswift.trainers.rl.chat_turns import REFUSALS, ChatTurns, Conversation, ModelTurn, refusal_text
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, Message
-
-SAID = "megaswift-turn"
-"""Stands for what the model said, to find the place in the template's text: what comes before it may depend on what
-follows."""
-DUMMY = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAID}]
 
 
 @dataclass(frozen=True)
@@ -38,6 +33,18 @@ class MultiTurnCompletion(Completion):
     """How many own tokens there were at the end of each of these turns."""
     turns: int = 0
     """Of the model."""
+    rewritten: int = 0
+    """Turns of the model after which the chat template writes the conversation otherwise than its tokens are."""
+    prompt_ids: tuple[int, ...] = ()
+    """Of the prompt with the environment's first observation; empty where it gave none."""
+    prompt_content: str | tuple[Message, ...] = ()
+    """The same as `Prompt.content`."""
+
+    def prompt(self, given: Prompt) -> Prompt:
+        """What was asked: the row's prompt with the first observation."""
+        if not self.prompt_ids:
+            return given
+        return replace(given, token_ids=self.prompt_ids, content=self.prompt_content)
 
     @property
     def reward(self) -> float:
@@ -50,6 +57,11 @@ def model_token_mask(completion: Completion) -> tuple[bool, ...]:
     return completion.own if isinstance(completion, MultiTurnCompletion) else (True,) * len(completion.token_ids)
 
 
+def asked_prompt(given: Prompt, completion: Completion) -> Prompt:
+    """The prompt that a completion answers."""
+    return completion.prompt(given) if isinstance(completion, MultiTurnCompletion) else given
+
+
 @dataclass
 class _Open:
     """A conversation under way."""
@@ -57,6 +69,12 @@ class _Open:
     prompt: Prompt
     seed: int
     environment: EnvironmentWithNamedErrors
+    room: int
+    """Tokens that the model and the environment may write, all together."""
+    asked: Prompt
+    """The prompt with the environment's first observation."""
+    conversation: Conversation | None = None
+    """As the chat template writes it; None before the first turn."""
     tokens: list[int] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -64,6 +82,7 @@ class _Open:
     rewards: list[float] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     turns: int = 0
+    rewritten: int = 0
     ended: bool = False
     finished: bool = False
 
@@ -78,6 +97,9 @@ class _Open:
             tuple(self.rewards),
             tuple(self.ends),
             self.turns,
+            self.rewritten,
+            () if self.asked is self.prompt else self.asked.token_ids,
+            () if self.asked is self.prompt else self.asked.content,
         )
 
 
@@ -86,89 +108,133 @@ class MultiTurnRunner:
     """How conversations of a run go."""
 
     make: Callable[[], EnvironmentWithNamedErrors]
-    tokenizer: Any
+    chat: ChatTurns
     max_turns: int | None
     """Of the model; None: until the environment ends it, or the tokens do."""
-    template_variables: Mapping[str, bool] = field(default_factory=dict)
-    """What the run sets of the chat template."""
-
-    def between(self, answers: Sequence[Message], flag: str) -> list[int]:
-        """The tokens from the end of the model's turn to the beginning of its next: the template's text of the answers.
-
-        RewardError that names the environment (`flag`) where the template has none.
-        """
-
-        def after(messages: Sequence[Message], prompt: bool) -> str:
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=prompt, **self.template_variables
-                )
-            )
-            _, separator, rest = text.partition(SAID)
-            if not separator:
-                raise ValueError("it omits the assistant's message")
-            return rest
-
-        try:
-            tail, rest, stop = after(DUMMY, False), after([*DUMMY, *answers], True), self.tokenizer.eos_token or ""
-        except REFUSED as error:
-            roles = " and ".join(dict.fromkeys(str(m["role"]) for m in answers))
-            raise RewardError(
-                Problem(
-                    flag,
-                    f"answers as {roles}, which the chat template does not render: {first_line(error)}",
-                    "return messages of another role, such as user, from step, or use --chat_template FILE.jinja",
-                )
-            ) from None
-        # the model wrote its end of turn
-        end = tail.index(stop) + len(stop) if stop and stop in tail else len(commonprefix([tail, rest]))
-        return list(self.tokenizer(rest[end:], add_special_tokens=False)["input_ids"])
 
     def write(
         self, sampler: Sampler, sampling: SamplingParams, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> list[Completion]:
         """One conversation for each prompt."""
-        every = [_Open(p, s, self.make()) for p, s in zip(prompts, seeds, strict=True)]
-        for one in every:
-            one.environment.reset(
-                one.prompt.content if isinstance(one.prompt.content, str) else list(one.prompt.content),
-                one.prompt.columns,
-            )
+        every = [self.begin(p, s, sampling.max_tokens) for p, s in zip(prompts, seeds, strict=True)]
         while under_way := [one for one in every if not one.ended]:
-            room = max(sampling.max_tokens - len(one.tokens) for one in under_way)
-            contexts = [[*one.prompt.token_ids, *one.tokens] for one in under_way]
+            room = max(one.room - len(one.tokens) for one in under_way)
+            contexts = [[*one.asked.token_ids, *one.tokens] for one in under_way]
             drawn = [
                 int(np.random.SeedSequence([one.seed, one.turns]).generate_state(1, np.uint64)[0] >> 1)
                 for one in under_way
             ]
             completions = sampler.generate(contexts, replace(sampling, max_tokens=room), drawn)
             for one, completion in zip(under_way, completions, strict=True):
-                self._turn(one, completion, sampling.max_tokens)
+                self._turn(one, completion, sampling.stop_token_ids)
         return [one.closed() for one in every]
 
-    def _turn(self, one: _Open, completion: Completion, most: int) -> None:
+    def begin(self, prompt: Prompt, seed: int, most: int) -> _Open:
+        """A conversation with its environment, which may have something to say first."""
+        environment = self.make()
+        content: Any = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
+        observation = environment.reset(content, prompt.columns)
+        if not observation:
+            return _Open(prompt, seed, environment, most, prompt)
+        flag = environment.flag
+        with rendering(flag, [] if isinstance(observation, str) else [m["role"] for m in observation]):
+            asked, conversation = self._observed(prompt, observation)
+        room = most - max(len(asked.token_ids) - len(prompt.token_ids), 0)
+        if room < 1:
+            grown = len(asked.token_ids) - len(prompt.token_ids)
+            rule = f"reset returned an observation of {grown} tokens, which leaves no room for the model to answer"
+            raise RewardError(
+                Problem(flag, rule, f"a --max_completion_length above {grown}; it counts what the environment writes")
+            )
+        return _Open(prompt, seed, environment, room, asked, conversation)
+
+    def _observed(self, prompt: Prompt, observation: str | list[Message]) -> tuple[Prompt, Conversation | None]:
+        """The prompt with an observation: text goes to the end of its last message, if that is a user's; messages
+        follow it."""
+        if isinstance(prompt.content, str) and isinstance(observation, str):
+            ids = (*prompt.token_ids, *self.chat.tokens("", observation))
+            return replace(prompt, token_ids=ids, content=prompt.content + observation), None
+        asked: list[Message] = (
+            [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else [*prompt.content]
+        )
+        added = 0
+        if not isinstance(observation, str):
+            asked += observation
+            added = len(observation)
+        elif asked[-1]["role"] == "user":
+            asked[-1] = {**asked[-1], "content": _with_text(asked[-1].get("content"), observation)}
+        else:
+            asked.append({"role": "user", "content": observation})
+            added = 1
+        conversation = self.chat.begin(asked, prompt.tools, added)
+        ids = tuple(self.chat.tokens("", conversation.text))
+        return replace(prompt, token_ids=ids, content=tuple(asked)), conversation
+
+    def _turn(self, one: _Open, completion: Completion, stops: Sequence[int]) -> None:
         """The model's turn, and the environment's after it."""
-        room = most - len(one.tokens)
-        ids, whole = list(completion.token_ids[:room]), completion.finished and len(completion.token_ids) <= room
+        room = one.room - len(one.tokens)
+        ids = list(completion.token_ids[:room])
+        whole = completion.finished and len(completion.token_ids) <= room
+        before = [*one.asked.token_ids, *one.tokens]
         one.tokens += ids
         one.own += [True] * len(ids)
         one.logprobs += completion.logprobs[:room]
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        one.messages.append({"role": "assistant", "content": text})
+        turn = self._model_turn(before, ids, stops)
+        one.messages.append({"role": "assistant", "content": turn.content})
         one.turns += 1
         if not whole:
             one.ended = True
             return
-        answers, reward, done = one.environment.step(text)
+        answers, reward, done = one.environment.step(turn.content)
         one.rewards.append(reward)
         one.ends.append(sum(one.own))
         one.finished = one.ended = done or not answers or one.turns == self.max_turns
         if one.ended:
             return
-        tokens = self.between(answers, one.environment.flag)
-        if len(one.tokens) + len(tokens) >= most:  # no room for another turn: cut off
+        with rendering(one.environment.flag, [m["role"] for m in answers]):
+            if one.conversation is None:
+                one.conversation = self.chat.begin(one.asked.content, one.asked.tools)
+            found = self.chat.go_on(one.conversation, turn, answers)
+            tokens = self.chat.tokens(turn.end, found.between)
+        if len(one.tokens) + len(tokens) >= one.room:  # no room for another turn: cut off
             one.ended = True
             return
+        one.conversation = found.conversation
+        one.rewritten += found.rewritten
         one.messages += answers
         one.tokens += tokens
         one.own += [False] * len(tokens)
+
+    def _model_turn(self, before: Sequence[int], ids: Sequence[int], stops: Sequence[int]) -> ModelTurn:
+        """What the tokens `ids` say behind those of `before`."""
+        tokenizer = self.chat.tokenizer
+        context = list(before[-1:])  # decoders of some tokenizers drop a blank at the beginning
+        lead = tokenizer.decode(context, clean_up_tokenization_spaces=False)
+        written = tokenizer.decode([*context, *ids], clean_up_tokenization_spaces=False)
+        content = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ended = bool(ids) and ids[-1] in (*stops, tokenizer.eos_token_id)
+        end = tokenizer.decode(ids[-1:], clean_up_tokenization_spaces=False) if ended else ""
+        return ModelTurn(written.removeprefix(lead), content, end)
+
+
+def _with_text(content: Any, text: str) -> Any:
+    """A message's content with text behind it."""
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": text}]
+    return (content or "") + text
+
+
+@contextmanager
+def rendering(flag: str, roles: Sequence[str]) -> Iterator[None]:
+    """RewardError that names the environment (`flag`) where the template refuses or omits its messages."""
+    try:
+        yield
+    except REFUSALS as error:
+        whose = f"answers as {' and '.join(dict.fromkeys(roles))}" if roles else "answers"
+        raise RewardError(
+            Problem(
+                flag,
+                f"{whose}, which the chat template does not render: {refusal_text(error)}",
+                "return messages of another role, such as user, or use --chat_template FILE.jinja",
+            )
+        ) from None

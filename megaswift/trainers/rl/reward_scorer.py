@@ -15,7 +15,7 @@ from megaswift import distributed
 from megaswift.data.rl_prompts import Prompt
 from megaswift.rewards.reward_interface_and_scoring import RewardFunction, RewardInput, score_rewards
 from megaswift.rollout.sampler import Completion
-from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, model_token_mask
+from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, asked_prompt, model_token_mask
 
 ENVIRONMENT = "environment"
 
@@ -81,6 +81,7 @@ class RewardScorer:
     ) -> list[ScoredCompletion]:
         """All rollouts, on every rank; this one judges `mine`. An environment's own rewards count beside.
         Collective."""
+        prompts = [asked_prompt(p, c) for p, c in zip(prompts, completions, strict=True)]
         texts = [self.decode(c.token_ids) for c in completions]
 
         def work() -> list[tuple[dict[str, float], float, tuple[float, ...] | None]]:

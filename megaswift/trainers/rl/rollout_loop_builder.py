@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaswift.config import SwiftConfig
+from megaswift.config.agent_templates import AGENT_TEXTS
 from megaswift.config.byte_size_text import bytes_text
 from megaswift.config.evaluation_rules import evaluates
 from megaswift.config.generation_batch import generation_batch_plan
@@ -47,6 +48,7 @@ from megaswift.trainers.rl.build_sampler import (
     sampling_params_of,
     sync_folder,
 )
+from megaswift.trainers.rl.chat_turns import ChatTurns
 from megaswift.trainers.rl.choose_adapter_or_merged_weight_sync import (
     adapter_rank,
     merged_sync_reason,
@@ -186,11 +188,12 @@ def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None
     if text is None:
         return None
     environment = load_environment_class(text)
+    agent_text = cfg.data.agent_template if cfg.data.agent_template in AGENT_TEXTS else ""
+    variables = thinking_variable(cfg.data.enable_thinking, tokenizer.chat_template)
     return MultiTurnRunner(
-        lambda: EnvironmentWithNamedErrors(f"--environment {text}", environment()),
-        tokenizer,
+        lambda: EnvironmentWithNamedErrors.make(f"--environment {text}", environment),
+        ChatTurns(tokenizer, variables, agent_text or ""),
         cfg.rl.max_turns,
-        thinking_variable(cfg.data.enable_thinking, tokenizer.chat_template),
     )
 
 

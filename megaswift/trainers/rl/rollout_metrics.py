@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megaswift.losses.advantages import groups_without_spread
-from megaswift.trainers.rl.multi_turn import model_token_mask
+from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, model_token_mask
 from megaswift.trainers.rl.reward_scorer import ScoredCompletion
 
 
@@ -40,6 +40,10 @@ def rollout_statistics(rollouts: Sequence[ScoredCompletion], group: int) -> dict
     finished = np.asarray([r.completion.finished for r in rollouts])
     metrics |= _lengths("completions/", lengths) | {"completions/clipped_ratio": 1 - finished.mean()}
     metrics |= _lengths("completions/", lengths[finished] if finished.any() else np.zeros(1), "_terminated")
+    talks = [r.completion for r in rollouts if isinstance(r.completion, MultiTurnCompletion)]
+    if talks:
+        answered = sum(max(talk.turns - 1, 0) for talk in talks)
+        metrics["completions/rewritten_turns"] = sum(talk.rewritten for talk in talks) / max(answered, 1)
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megaswift.data.rl_prompts import Prompt
 from megaswift.errors import ConfigError, RewardError
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
+from megaswift.trainers.rl.chat_turns import ChatTurns, Conversation, ModelTurn
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, load_environment_class
-from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, MultiTurnRunner
+from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, MultiTurnRunner, rendering
 from tests.data import makers
 from tests.trainers.inputs import write_model
 
@@ -81,7 +82,7 @@ def talked(
     ]
     made = load_environment_class(f"{file}:Echo")
     talk = MultiTurnRunner(
-        lambda: EnvironmentWithNamedErrors("--environment worlds.py:Echo", made()), tokenizer, max_turns
+        lambda: EnvironmentWithNamedErrors("--environment worlds.py:Echo", made()), ChatTurns(tokenizer), max_turns
     )
     found = talk.write(sampler, SamplingParams(most, stop_token_ids=(1,)), prompts, [11, 12])
     return tokenizer, prompts, [c for c in found if isinstance(c, MultiTurnCompletion)]
@@ -174,7 +175,9 @@ def test_calls_of_tools_and_their_results(name: str, role: str, monkeypatch: pyt
     prompt = tokenizer.apply_chat_template(list(said), add_generation_prompt=True, return_dict=False)
     talk, sampler = (
         MultiTurnRunner(
-            lambda: EnvironmentWithNamedErrors("--environment e.py:Calculator", Calculator()), tokenizer, None
+            lambda: EnvironmentWithNamedErrors("--environment e.py:Calculator", Calculator()),
+            ChatTurns(tokenizer),
+            None,
         ),
         Scripted(),
     )
@@ -255,16 +258,20 @@ def test_a_column_that_reset_lacks_is_told_with_those_of_the_row(file: Path) -> 
             "no tools here",
         ),
         ("{{ messages[-1].content }}", "it omits the assistant's message"),
-        ("{{ 1 / (messages | length - messages | length) }}", "division by zero"),
-        (None, "chat template"),
+        (
+            "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
+            "omits messages of the role tool",
+        ),
+        ("{{ 1 / (messages | length - 3) }}{{ messages[-1].content }}", "division by zero"),
     ],
 )
-def test_answers_that_a_template_cannot_write(template: str | None, told: str) -> None:
+def test_answers_that_a_template_cannot_write(template: str, told: str) -> None:
     tokenizer = makers.tokenizer("qwen", None)
     tokenizer.chat_template = template
-    talk = MultiTurnRunner(lambda: EnvironmentWithNamedErrors("--environment e.py:Tool", Calculator()), tokenizer, None)
-    with pytest.raises(RewardError) as error:
-        talk.between([{"role": "tool", "content": "42"}], "--environment e.py:Tool")
+    chat = ChatTurns(tokenizer)
+    before = Conversation(({"role": "user", "content": "a"},), "a")
+    with pytest.raises(RewardError) as error, rendering("--environment e.py:Tool", ["tool"]):
+        chat.go_on(before, ModelTurn("b<|im_end|>", "b", "<|im_end|>"), [{"role": "tool", "content": "42"}])
     assert "--environment e.py:Tool: answers as tool, which the chat template does not render: " in str(error.value)
     assert told in str(error.value) and "try: return messages of another role" in str(error.value)
 
@@ -280,5 +287,6 @@ def test_the_next_turn_begins_as_enable_thinking_says() -> None:
     tokens = makers.tokenizer("qwen", "qwen3")
     answers = [{"role": "user", "content": "and now?"}]
     for variables, end in (({}, "assistant\n"), ({"enable_thinking": False}, "</think>\n\n")):
-        runner = MultiTurnRunner(lambda: None, tokens, None, variables)  # type: ignore[arg-type, return-value]
-        assert tokens.decode(runner.between(answers, "--environment e.py:E")).endswith(end)
+        chat = ChatTurns(tokens, variables)
+        found = chat.go_on(chat.begin("what?"), ModelTurn("this<|im_end|>", "this", "<|im_end|>"), answers)
+        assert found.between.endswith(end)

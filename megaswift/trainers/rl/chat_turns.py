@@ -1,0 +1,193 @@
+"""What the chat template writes between two turns of the model: the end of the turn before, the environment's messages
+and the header of the next turn.
+
+Owns the place where the model's turn ends in the template's text of the whole conversation. The tokens of the model's
+turns are never changed: where the template writes an earlier turn otherwise (it drops reasoning, or ends turns with
+another token), the run keeps its own, and `Continuation.rewritten` says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from os.path import commonprefix
+from typing import Any
+
+from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample
+from megaswift.errors import UserError
+from megaswift.trainers.rl.environment import Message
+
+
+class OmittedError(ValueError):
+    """The template renders the conversation without a part of it."""
+
+
+@dataclass(frozen=True)
+class ModelTurn:
+    """What the model wrote."""
+
+    written: str
+    """All of it, special tokens included."""
+    content: str
+    """Without special tokens: the content of its message."""
+    end: str
+    """The text of the token that ended it; empty where a server ended it without one."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Up to where the model speaks."""
+
+    messages: tuple[Message, ...]
+    text: str
+    """As the template writes it."""
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A conversation after a turn of the model and the messages that answer it."""
+
+    conversation: Conversation
+    between: str
+    """What stands between the token that ended the turn and the model's next turn."""
+    rewritten: bool
+    """Whether the template writes the conversation before otherwise than it stands in the run's tokens."""
+
+
+class ChatTurns:
+    """The chat template of a run, as conversations go on."""
+
+    def __init__(self, tokenizer: Any, variables: Mapping[str, bool] | None = None, agent_text: str = "") -> None:
+        """`variables`: what the run sets of the template; `agent_text`: the format in which tools are written."""
+        self.tokenizer, self._variables, self._agent_text = tokenizer, dict(variables or {}), agent_text
+        self._rendered_roles: set[tuple[str, ...]] = set()
+
+    @cached_property
+    def _renderer(self) -> ChatRenderer:
+        templates = load_chat_templates(self.tokenizer, None)
+        variables = {**templates.special_tokens, **self._variables}
+        return ChatRenderer(replace(templates, special_tokens=variables, agent_text=self._agent_text))
+
+    @cached_property
+    def _specials(self) -> re.Pattern[str]:
+        """The special tokens."""
+        added = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
+        texts = {*added, *self.tokenizer.all_special_tokens} - {""}
+        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+    def begin(self, content: str | Sequence[Message], tools: Any = None, added: int = 0) -> Conversation:
+        """A conversation up to the model's first turn, whose last `added` messages are the environment's. A prompt that
+        is text counts as a user's message."""
+        asked = ({"role": "user", "content": content},) if isinstance(content, str) else tuple(content)
+        self._check_rendered(asked, added, tools)
+        return Conversation(asked, self._text(asked, tools), tools)
+
+    def go_on(self, before: Conversation, turn: ModelTurn, answers: Sequence[Message]) -> Continuation:
+        """The conversation with the model's turn and the messages that answer it.
+
+        Raises RowError where the template refuses it, OmittedError where it leaves a part of it out.
+        """
+        plain = replace(turn, content=turn.content.removesuffix(turn.end)) if turn.end else turn
+        said = {"role": "assistant", "content": plain.content}
+        messages = (*before.messages, said, *answers)
+        self._check_rendered(messages, len(answers), before.tools)
+        text = self._text(messages, before.tools)
+        if text.startswith(before.text + turn.written):
+            rest, rewritten = text[len(before.text + turn.written) :], False
+        elif plain.content != turn.content:  # the token is a word of the content, such as </tool_call>
+            return self.go_on(before, replace(turn, end=""), answers)
+        else:
+            rest, rewritten = self._behind_turn(before, turn, answers, text), True
+        return Continuation(Conversation(messages, text, before.tools), rest, rewritten)
+
+    def tokens(self, end: str, between: str) -> list[int]:
+        """The tokens of `between`, as they are behind the token that ended the turn."""
+        if end:
+            end_ids = self._encode(end)
+            ids = self._encode(end + between)
+            if ids[: len(end_ids)] == end_ids:
+                return ids[len(end_ids) :]
+        return self._encode(between)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text(self, messages: Sequence[Message], tools: Any) -> str:
+        sample = UntokenizedSample(tuple(messages), (None,) * len(messages), tools)
+        return self._renderer.prompt(sample)
+
+    def _check_rendered(self, messages: Sequence[Message], count: int, tools: Any) -> None:
+        """OmittedError where the template leaves out messages of the roles of the last `count`."""
+        kept = len(messages) - count
+        roles = tuple(str(m["role"]) for m in messages[kept:])
+        if not count or roles in self._rendered_roles:
+            return
+        words = [f"megaswiftanswer{i}x" for i in range(count)]
+        marked = [{**m, "content": f"{m['content']} {w}"} for m, w in zip(messages[kept:], words, strict=True)]
+        text = self._text([*messages[:kept], *marked], tools).lower()
+        if missing := [role for role, word in zip(roles, words, strict=True) if word not in text]:
+            raise OmittedError(f"it omits messages of the role {missing[0]}")
+        self._rendered_roles.add(roles)
+
+    def _behind_turn(self, before: Conversation, turn: ModelTurn, answers: Sequence[Message], text: str) -> str:
+        """What stands behind the turn in a text that does not begin with the conversation before it."""
+        mark = next(c for c in map(chr, range(0x10FFFD, 0x100000, -1)) if c not in text)
+        rest = self._behind_mark(before, turn, answers, mark)
+        if rest is None:
+            raise OmittedError("it omits the assistant's message")
+        if not turn.end:
+            return rest
+        if rest.lstrip().startswith(turn.end):
+            return rest.partition(turn.end)[2]
+        ending = self._ending(before, turn, rest, mark)
+        stop = ending.find(turn.end)
+        if stop >= 0:
+            return rest[stop + len(turn.end) :]
+        first = self._specials.search(ending)
+        return rest[first.end() if first else 0 :]  # the model's token stands for the template's
+
+    def _behind_mark(self, before: Conversation, turn: ModelTurn, answers: Sequence[Message], mark: str) -> str | None:
+        """The text behind the content of the turn, found by a mark at its end; None where the content is left out."""
+        core = turn.content.rstrip()
+        space = turn.content[len(core) :]
+        said = {"role": "assistant", "content": core + mark + space}
+        _, found, rest = self._text((*before.messages, said, *answers), before.tools).rpartition(mark)
+        return rest.removeprefix(space) if found else None
+
+    def _ending(self, before: Conversation, turn: ModelTurn, rest: str, mark: str) -> str:
+        """The special tokens with which the template ends a turn of the model, and white space before them: what `rest`
+        has in common with the text where no answer follows, up to the header of the next turn."""
+        try:
+            alone = self._behind_mark(before, turn, (), mark)
+        except RowError:  # a template that wants a question before each turn
+            alone = None
+        if alone is None:
+            return ""
+        common, end = len(commonprefix([alone, rest])), 0
+        opening = self._opening(before)
+        for special in self._specials.finditer(rest, 0, common):
+            if special[0] == opening or rest[end : special.start()].strip():
+                break
+            end = special.end()
+        return rest[:end]
+
+    def _opening(self, before: Conversation) -> str:
+        """The special token with which the template begins the header of a turn of the model; empty where there is
+        none."""
+        asked, prompted = (self._renderer.text_or_none(before.messages, before.tools, p) for p in (False, True))
+        if asked is None or prompted is None:
+            return ""
+        same = len(commonprefix([asked, prompted]))
+        return next((m[0] for m in self._specials.finditer(prompted) if m.end() > same), "")
+
+
+REFUSALS = (RowError, OmittedError)
+
+
+def refusal_text(error: RowError | OmittedError | UserError) -> str:
+    """Why a conversation cannot be rendered, in one line."""
+    return error.found if isinstance(error, RowError) else str(error)
