@@ -6,21 +6,18 @@ template that raises for a probe is taken to write the part: the row itself then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from megaswift.data.locate_assistant_turns_in_rendered_text import REASONING
+from megaswift.data.message_forms import NAME, PROBE_ID, MessageForms, Render, tools_of_probe
 from megaswift.data.row_count_names_and_texts import EMPTY_ANSWERS, UNUSED_SYSTEM, UNUSED_TOOLS
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 
 _Message = Mapping[str, Any]
-_Render = Callable[[Sequence[_Message], Any], str | None]
-"""The text of messages and tools; None where the template refuses them."""
-NAME = "megaswiftprobe"
-_QUESTION = "megaswiftquestion"
 _ASK = {"role": "user", "content": "x"}
-_CALL = {"type": "function", "id": "abcdefghi", "function": {"name": NAME, "arguments": {}}}
+_CALL = {"type": "function", "id": PROBE_ID, "function": {"name": "f", "arguments": {}}}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _SCHEMA = {"name": NAME, "description": "x", "parameters": {"type": "object", "properties": {}}}
 _TOOL = {"type": "function", "function": _SCHEMA}
@@ -40,9 +37,10 @@ def is_empty_assistant_message(message: _Message) -> bool:
 class RenderedPartsProbe:
     """One template's answers."""
 
-    def __init__(self, render: _Render) -> None:
+    def __init__(self, render: Render, forms: MessageForms) -> None:
         self._render = render
-        self._roles: dict[str, bool] = {}
+        self._forms = forms
+        self._roles: dict[tuple[str, bool], bool] = {}
 
     def _writes(self, messages: Sequence[_Message], tools: Any = None) -> bool:
         text = self._render(messages, tools)
@@ -53,29 +51,21 @@ class RenderedPartsProbe:
         """Whether it writes descriptions of tools."""
         return self._writes([_ASK], [_TOOL])
 
-    @cached_property
-    def calls(self) -> bool:
-        """Whether it writes an assistant's tool calls."""
-        other = {**_TOOL, "function": {**_SCHEMA, "name": "f"}}
-        return self._writes([_ASK, _CALLING]) or self._writes([_ASK, _CALLING], [other])
+    def calls(self, tools: Any) -> bool:
+        """Whether it writes an assistant's tool calls, in a conversation with or without tools."""
+        return self._forms.writes_calls(tools)
 
-    def call_text(self) -> str:
-        """What it writes after a question for a tool call; empty where it writes none."""
-        function = {"name": NAME, "arguments": {"a": "b"}}
-        calling = {**_CALLING, "tool_calls": [{**_CALL, "function": function}]}
-        text = self._render([{**_ASK, "content": _QUESTION}, calling], [_TOOL]) or ""
-        after = text.rpartition(_QUESTION)[2]
-        return after if NAME in after else ""
-
-    def role(self, role: str) -> bool:
-        """Whether it writes messages of a role."""
-        if role not in self._roles:
+    def role(self, role: str, tools: Any) -> bool:
+        """Whether it writes messages of a role, in a conversation with or without tools."""
+        key = role, bool(tools)
+        if key not in self._roles:
             probe = {"role": role, "content": NAME}
-            answer = {**probe, "name": "f", "tool_call_id": "abcdefghi"}
-            call = {**_CALL, "function": {"name": "f", "arguments": {}}}
-            messages: list[_Message] = [_ASK, {**_CALLING, "tool_calls": [call]}, answer]
-            self._roles[role] = self._writes([probe, _ASK] if role in ("system", "developer") else messages)
-        return self._roles[role]
+            answer = {**probe, "name": "f", "tool_call_id": PROBE_ID}
+            messages: list[_Message] = [probe, _ASK]
+            if role not in ("system", "developer"):
+                messages = [_ASK, next(self._forms.forms([_CALLING], tools))[0], answer]
+            self._roles[key] = self._writes(messages, tools_of_probe(tools))
+        return self._roles[key]
 
     def notes(self, sample: UntokenizedSample, trained: Sequence[bool]) -> tuple[str, ...]:
         """What is counted of this row. RowError for tool calls and messages that the template leaves out.
@@ -89,11 +79,11 @@ class RenderedPartsProbe:
             if role == "user":
                 continue
             if role == "assistant":
-                if "tool_calls" in message and message["tool_calls"] and not self.calls:
+                if "tool_calls" in message and message["tool_calls"] and not self.calls(sample.tools):
                     raise RowError(f"messages[{i}].tool_calls", "tool calls, which the chat template omits", FIX)
                 if next(carries, False) and is_empty_assistant_message(message):
                     notes.append(EMPTY_ANSWERS)
-            elif not self.role(role):
+            elif not self.role(role, sample.tools):
                 if role not in ("system", "developer"):
                     raise RowError(f"messages[{i}]", f"a {role} message, which the chat template omits", FIX)
                 notes.append(UNUSED_SYSTEM)

@@ -9,9 +9,9 @@ by `loss_scale` and the rows' `loss` flags. Finding turns in templates without `
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -19,6 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale
 from megaswift.data.jinja_sandbox_limits import REFUSED, TemplateLimitExceeded, install_template_limits
 from megaswift.data.locate_assistant_turns_in_rendered_text import AssistantTurnFinder
+from megaswift.data.message_forms import MessageForms
 from megaswift.data.message_loss import TurnLoss, UniformLoss, loss_flag
 from megaswift.data.parts_that_template_renders import RenderedPartsProbe
 from megaswift.data.read_template_and_system import read_template, thinking_variable
@@ -34,6 +35,7 @@ from megaswift.data.write_tools_as_agent_text import (
 from megaswift.errors import DataError, Problem, first_line
 
 install_template_limits()
+_Made = TypeVar("_Made")
 _Span = tuple[int, int]
 Notes = tuple[str, ...]
 _InnerParts = tuple[Sequence[Sequence[TurnPart]], Sequence[TurnLoss]]
@@ -99,6 +101,10 @@ def load_chat_templates(
     return ChatTemplateTexts(named, variables, tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added])))
 
 
+class RejectedByTemplate(RowError):
+    """A conversation for which the chat template itself raises."""
+
+
 def trained_turn_flags(sample: UntokenizedSample, loss_scale: str) -> list[bool]:
     """For each assistant message in order: does it carry loss?"""
     return [bool(loss) for loss in turn_losses(sample, loss_scale)]
@@ -130,6 +136,7 @@ class ChatRenderer:
         self._turn_weights = TurnWeights(loss_scale.tables, templates.end_tokens)
         self._finders: dict[str, AssistantTurnFinder] = {}
         self._probes: dict[str, RenderedPartsProbe] = {}
+        self._forms: dict[str, MessageForms] = {}
         self._parts: dict[str, bool] = {}
         self._marked: dict[str, bool] = {}
         self._lists: dict[str, bool] = {}
@@ -168,7 +175,7 @@ class ChatRenderer:
                 )
             ) from None
         except REFUSED as e:
-            raise RowError(
+            raise RejectedByTemplate(
                 "messages",
                 f"the chat template rejects this conversation ({first_line(e)})",
                 "a conversation that the template can render",
@@ -211,23 +218,47 @@ class ChatRenderer:
             self._finders[template] = AssistantTurnFinder(render, self.templates.end_tokens)
         return self._finders[template]
 
+    def _text_of_probe(self, template: str) -> Callable[[Sequence[Mapping[str, Any]], Any], str | None]:
+        def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str | None:
+            try:
+                return self._text(template, [dict(m) for m in messages], tools)
+            except RowError:
+                return None
+
+        return render
+
     def _probe(self, template: str) -> RenderedPartsProbe:
         if template not in self._probes:
-
-            def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str | None:
-                try:
-                    return self._text(template, [dict(m) for m in messages], tools)
-                except RowError:
-                    return None
-
-            self._probes[template] = RenderedPartsProbe(render)
+            self._probes[template] = RenderedPartsProbe(self._text_of_probe(template), self._forms_of(template))
         return self._probes[template]
+
+    def _forms_of(self, template: str) -> MessageForms:
+        if template not in self._forms:
+            self._forms[template] = MessageForms(self._text_of_probe(template))
+        return self._forms[template]
+
+    def formed(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[dict[str, Any]]:
+        """Returns the messages in the form in which the template writes tool calls and contents."""
+        template = self.templates.pick(tools)
+        return next(self._forms_of(template).forms(self._joined(template, [dict(m) for m in messages]), tools))
+
+    def _in_a_form(self, sample: UntokenizedSample, make: Callable[[UntokenizedSample], _Made]) -> _Made:
+        """What `make` gives for the sample in the first form that the template does not reject."""
+        template = self.templates.pick(sample.tools)
+        refused: RejectedByTemplate | None = None
+        for messages in self._forms_of(template).forms(self._joined(template, sample.messages), sample.tools):
+            try:
+                return make(replace(sample, messages=tuple(messages)))
+            except RejectedByTemplate as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
 
     def text_or_none(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool) -> str | None:
         """The text of a conversation, with a generation prompt if `prompt`; None when the template refuses it."""
         template = self.templates.pick(tools)
         try:
-            return self._text(template, self._joined(template, [dict(m) for m in messages]), tools, prompt)
+            return self._text(template, self.formed(messages, tools), tools, prompt)
         except RowError:
             return None
 
@@ -241,7 +272,7 @@ class ChatRenderer:
     def rendered_tool_call(self) -> str:
         """How the template writes a tool call; empty where it does not."""
         template = self.templates.named.get("tool_use") or self.templates.pick(None)
-        return self._probe(template).call_text()
+        return self._forms_of(template).call_text([{}])
 
     def prompt_notes(self, sample: UntokenizedSample) -> tuple[str, ...]:
         """What is counted of a prompt; RowError for parts that the template leaves out."""
@@ -258,18 +289,15 @@ class ChatRenderer:
             text = self._text(self.templates.pick(None), agent.messages[: -1 if ends else None], None, prompt=True)
             return text + agent.messages[-1]["content"] if ends else text
         template = self.templates.pick(sample.tools)
-        return self._text(template, self._joined(template, sample.messages), sample.tools, prompt=True)
+        return self._in_a_form(sample, lambda formed: self._text(template, formed.messages, formed.tools, prompt=True))
 
     def render(self, sample: UntokenizedSample) -> RenderedConversation:
         """The text of the whole conversation and its loss spans; RowError when the template refuses it."""
         if self.templates.agent_text:
             return self._render_agent_text(sample)
-        template = self.templates.pick(sample.tools)
-        messages = self._joined(template, sample.messages)
-        sample = sample if messages is sample.messages else replace(sample, messages=tuple(messages))
         wanted = turn_losses(sample, self._trains)
-        notes = self._probe(template).notes(sample, [bool(loss) for loss in wanted])
-        return self._render_turns(sample, wanted, notes, None)
+        notes = self._probe(self.templates.pick(sample.tools)).notes(sample, [bool(loss) for loss in wanted])
+        return self._in_a_form(sample, lambda formed: self._render_turns(formed, wanted, notes, None))
 
     def _as_text(self, sample: UntokenizedSample, trained: Sequence[bool]) -> AgentTextConversation:
         return write_tools_as_agent_text(sample, self.templates.agent_text, trained)

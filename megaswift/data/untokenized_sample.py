@@ -53,6 +53,8 @@ class LineError(RowError):
         return self.column
 
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message that hold its reasoning."""
 LOSS_FLAGS = ("loss", "weight", "loss_weight", "train", "training")
 """Fields of a message that include it in the loss or exclude it: ours, and those of OpenAI and ShareGPT, LLaMA-Factory
 and axolotl."""
@@ -113,7 +115,7 @@ def text_in_column(row: Mapping[str, Any], column: str, optional: bool = False) 
 
 def _content(message: Mapping[str, Any], where: str) -> None:
     content = message.get("content")
-    if content is None and message.get("tool_calls"):
+    if content is None and (message.get("tool_calls") or any(message.get(key) for key in REASONING)):
         return
     listed: list[Any] = content if isinstance(content, list) else []
     parts = isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("type"), str) for p in listed)
@@ -131,6 +133,7 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], MessageLoss]:
         raise RowError(f"{where}.role", describe_value(message.get("role")), f"one of {KNOWN}")
     if role == TOOL_CALL:
         return _call(message, where), _loss(message, where)
+    message = _with_decoded_calls(message, where)
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(c, Mapping) for c in calls)):
         raise RowError(f"{where}.tool_calls", describe_value(calls), "a list of objects")
@@ -143,7 +146,21 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], MessageLoss]:
             given = "true" if message[name] is True else describe_value(message[name])
             raise RowError(f"{where}.{name}", f"{given} on a {role} message", f"{given} on assistant messages only")
     fields = {k: v for k, v in message.items() if k not in LOSS_FIELDS and v is not None}
+    if calls:
+        fields["tool_calls"] = [{k: v for k, v in call.items() if v is not None} for call in calls]
     return fields if fields["role"] == role else fields | {"role": role}, loss
+
+
+def _with_decoded_calls(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A message with the calls of its field as a list: from JSON text, or from OpenAI's former `function_call`."""
+    calls, former = message.get("tool_calls"), message.get("function_call")
+    if isinstance(calls, str):
+        calls = decode_json_cell(calls, f"{where}.tool_calls", "a list of objects") if calls.strip() else None
+        return {**message, "tool_calls": calls}
+    if not calls and isinstance(former, Mapping) and isinstance(former.get("name"), str):
+        rest = {k: v for k, v in message.items() if k != "function_call"}
+        return {**rest, "tool_calls": [{"type": "function", "function": dict(former)}]}
+    return message
 
 
 def _loss(message: Mapping[str, Any], where: str) -> MessageLoss:

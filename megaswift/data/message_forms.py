@@ -1,0 +1,187 @@
+"""Chooses the form in which a chat template writes tool calls, whatever dialect a row is written in.
+
+Some templates take a call's arguments as an object and some as JSON text; some write a call only where the content is
+null, and others fail there. Each form is tried in a short conversation, once a template; a row then goes to the
+template in the first form that writes the whole call, without quoting JSON a second time. Owns the forms and the
+choice; what a row may say belongs to `untokenized_sample.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message], Any], str | None]
+"""The text of messages and tools; None where the template refuses them."""
+QUESTION, NAME, KEY, VALUE = "megaswiftquestion", "megaswiftprobe", "megaswiftkey", "megaswiftvalue"
+PROBE_ID = "abcdefghi"
+"""Of a call: nine letters, which Mistral's templates require."""
+ASK = {"role": "user", "content": QUESTION}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "x", "parameters": {"type": "object", "properties": {}, "required": []}},
+}
+_RESULT = {"role": "tool", "content": "x", "name": NAME, "tool_call_id": PROBE_ID}
+_AFTER = (_RESULT, {"role": "assistant", "content": "y"})
+ABSENT = "absent"
+_IDS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+WRITTEN, MANGLED, OMITTED = 2, 1, 0
+"""How a form comes out: as JSON or the template's own notation; quoted twice or as Python writes it; not at all."""
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """One way to hand a call to a template."""
+
+    text: bool
+    """Arguments as JSON text, else as an object."""
+    bare: bool
+    """The call as `{"name", "arguments"}`, else within `{"type", "function"}`."""
+    empty: str | None
+    """What stands for a content that is empty or null: "", None or ABSENT."""
+
+    def message(self, message: Message) -> dict[str, Any]:
+        """The message in this form."""
+        content = message.get("content")
+        changed = {**message, "tool_calls": [self._call(call) for call in message["tool_calls"]]}
+        if content is None or content == "":
+            changed.pop("content", None)
+            if self.empty != ABSENT:
+                changed["content"] = self.empty
+        return changed
+
+    def _call(self, call: Message) -> dict[str, Any]:
+        function = dict(call["function"]) if isinstance(call.get("function"), Mapping) else dict(call)
+        own = {key: function.pop(key) for key in ("id", "type") if key in function and function is not call}
+        arguments = object_of_arguments(function.get("arguments"))
+        if self.text and isinstance(arguments, Mapping):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function["arguments"] = arguments
+        around = {key: value for key, value in call.items() if key != "function"} if "function" in call else own
+        if self.bare:
+            return {key: value for key, value in around.items() if key != "type"} | function
+        return {"type": "function", **around, "function": function}
+
+
+def object_of_arguments(arguments: Any) -> Any:
+    """Arguments as an object: JSON text is parsed, nothing is an empty object; other text stays."""
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+class MessageForms:
+    """The forms of calls that one template writes."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._best: dict[tuple[bool, str], tuple[CallForm, int]] = {}
+
+    def writes_calls(self, tools: Any) -> bool:
+        """Whether the template writes a call without content, in a conversation with or without tools."""
+        return self._learnt(tools, "")[1] > OMITTED
+
+    def call_text(self, tools: Any) -> str:
+        """What the template writes after a question for a call; empty where it writes none."""
+        text = self._render([ASK, self._learnt(tools, "")[0].message(_probe(""))], tools_of_probe(tools)) or ""
+        after = text.rpartition(QUESTION)[2]
+        return after if NAME in after else ""
+
+    def forms(self, messages: Sequence[Message], tools: Any) -> Iterator[list[dict[str, Any]]]:
+        """The messages in each form that may do, the best first. One without calls has one form."""
+        calling = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("tool_calls")]
+        if not calling:
+            yield [dict(m) if m.get("content") is not None else {**m, "content": ""} for m in messages]
+            return
+        best = self._applied(messages, calling, tools)
+        yield best
+        # What one message cannot show: templates that require ids, and those that fail in longer conversations
+        if any("id" not in call for i in calling for call in messages[i]["tool_calls"]):
+            yield _with_ids(best)
+        yield [{**m, "content": m.get("content") or ""} for m in best]
+        yield [dict(m) for m in messages]
+
+    def _applied(self, messages: Sequence[Message], calling: Sequence[int], tools: Any) -> list[dict[str, Any]]:
+        changed = [m if m.get("content") is not None else {**m, "content": ""} for m in map(dict, messages)]
+        for i in calling:
+            content = messages[i].get("content")
+            kind = "null" if content is None else "" if content == "" else "text"
+            changed[i] = self._learnt(tools, kind)[0].message(messages[i])
+        return changed
+
+    def _learnt(self, tools: Any, kind: str) -> tuple[CallForm, int]:
+        """(the best form, how it comes out) of calls in messages whose content is null, empty or a text."""
+        key = bool(tools), kind
+        if key not in self._best:
+            self._best[key] = self._learn(tools, kind)
+        return self._best[key]
+
+    def _learn(self, tools: Any, kind: str) -> tuple[CallForm, int]:
+        orders: dict[str, tuple[str | None, ...]] = {"": ("", None, ABSENT), "null": (None, "", ABSENT), "text": ("",)}
+        empties = orders[kind]
+        choices = [CallForm(*one) for one in product((False, True), (False, True), empties)]
+        # the content as the row has it first, in either form of the arguments
+        choices.sort(key=lambda form: (form.bare, empties.index(form.empty), form.text))
+        best = choices[0], OMITTED
+        for after in ((), _AFTER):
+            for form in choices:
+                message = form.message(_probe("" if kind != "text" else "z"))
+                text = self._render([ASK, message, *after], tools_of_probe(tools))
+                quality = OMITTED if text is None else _quality(text)
+                if quality > best[1]:
+                    best = form, quality
+                if quality == WRITTEN:
+                    return best
+        return best
+
+
+def _probe(content: str) -> dict[str, Any]:
+    call = {"type": "function", "id": PROBE_ID, "function": {"name": NAME, "arguments": {KEY: VALUE}}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def tools_of_probe(tools: Any) -> list[Any] | None:
+    """A tool for a probe of conversations that have tools."""
+    return [_TOOL] if tools else None
+
+
+def _quality(text: str) -> int:
+    after = text.rpartition(QUESTION)[2]
+    if not all(word in after for word in (NAME, KEY, VALUE)):
+        return OMITTED
+    mangled = f'\\"{KEY}' in after or f"'{KEY}'" in after or "None" in after
+    return MANGLED if mangled else WRITTEN
+
+
+def _with_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Calls and their results with ids where they have none, for templates that require them (Mistral's)."""
+    changed: list[dict[str, Any]] = []
+    open_ids: list[str] = []
+    for i, message in enumerate(messages):
+        if message.get("tool_calls"):
+            calls = [{"id": _id(f"{i}.{k}"), **call} for k, call in enumerate(message["tool_calls"])]
+            open_ids = [str(call["id"]) for call in calls]
+            changed.append({**message, "tool_calls": calls})
+        elif message["role"] in ("tool", "function", "ipython", "observation") and open_ids:
+            changed.append({"tool_call_id": open_ids.pop(0), **message})
+        else:
+            changed.append(dict(message))
+    return changed
+
+
+def _id(place: str) -> str:
+    digest = hashlib.sha256(place.encode()).digest()
+    return "".join(_IDS[byte % len(_IDS)] for byte in digest[:9])
