@@ -29,6 +29,7 @@ from megaswift.data.encode_preferences import EncodedPreference, PreferenceEncod
 from megaswift.data.encode_prompts import RenderedPrompt
 from megaswift.data.encode_rows import BATCH, EncodeSpec, RowEncoder
 from megaswift.data.encode_vision_row_tokens import TokenizedVisionRow
+from megaswift.data.message_forms import tools_of_probe
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, RenderedConversation, trained_turn_flags
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.row_count_names_and_texts import UNUSED_SYSTEM, UNUSED_TOOLS
@@ -236,7 +237,8 @@ class LossMaskCertifier:
         if bool(tools) not in self._searches:
             templates = self._chat.templates
             eos = str(templates.special_tokens.get("eos_token") or "")
-            self._searches[bool(tools)] = AnswerSearch(self._chat.text_or_none, templates.end_tokens, eos)
+            probe = tools_of_probe(tools)
+            self._searches[bool(tools)] = AnswerSearch(self._chat.text_or_none, templates.end_tokens, eos, probe)
         return self._searches[bool(tools)].search(document.text, document.sample.messages, tools)
 
     def _prompt_at_inference(self, document: _Document, places: Sequence[AnswerPlace]) -> list[tuple[str, str]]:

@@ -11,13 +11,14 @@ Left out: which turns carry loss (`render_chat_with_loss_spans.py`), tokens (`en
 
 from __future__ import annotations
 
+import os
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megaswift.data.untokenized_sample import RowError
+from megaswift.data.message_forms import PROBE_ID, MessageForms
+from megaswift.data.untokenized_sample import REASONING, RowError
 
 _Message = dict[str, Any]
 _Render = Callable[[Sequence[_Message], Any, bool], str]
@@ -26,31 +27,42 @@ BASE = 0xF0000
 """First character of Unicode's supplementary private use area A."""
 MARKS = re.compile(f"[{chr(BASE)}-{chr(BASE + 0xFFFD)}]")
 MARKED_TEMPLATE = "a chat template with {% generation %} around the assistant's turns (--chat_template)"
-REASONING = ("reasoning_content", "thinking", "reasoning")
 REASONS = "<think>"
 EMPTY_BLOCK = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
 """The generation prompt may have brought its beginning."""
 REASONING_WORDS = re.compile("think|thought", re.IGNORECASE)
 """In the special tokens of an empty block of reasoning, whatever the model."""
-_CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}
+SHORTEST_CLOSING = 3
+"""Characters of what is written behind a call's arguments, enough to be found again."""
+_ASK: _Message = {"role": "user", "content": "x"}
 
 
 def _start(i: int) -> str:
-    return chr(BASE + 2 * i)
+    return chr(BASE + 4 * i)
 
 
 def _end(i: int) -> str:
-    return chr(BASE + 2 * i + 1)
+    return chr(BASE + 4 * i + 1)
+
+
+def _first_call(i: int) -> str:
+    return chr(BASE + 4 * i + 2)
+
+
+def _last_call(i: int) -> str:
+    return chr(BASE + 4 * i + 3)
 
 
 @dataclass(frozen=True)
 class _Marking:
     """What is marked in a second rendering: the more, the more is known, if the template lets it pass."""
 
+    fronts: bool
+    """The starts of users' and tools' contents too."""
     others: bool
-    """The ends of users' and tools' contents too."""
+    """Their ends."""
     starts: bool
-    """The starts of the assistant's contents."""
+    """The starts of the assistant's contents and reasoning, and the names of its calls."""
     outside: bool
     """Marks outside of contents' outer white space: exact, but in the way of templates that trim it."""
 
@@ -58,25 +70,28 @@ class _Marking:
 _MARKINGS = tuple(
     _Marking(*m)
     for m in (
-        (True, True, True),
-        (True, True, False),
-        (False, True, True),
-        (False, True, False),
-        (False, False, False),
-        (True, False, False),
+        (True, True, True, True),
+        (True, True, True, False),
+        (False, True, True, True),
+        (False, True, True, False),
+        (False, False, True, True),
+        (False, False, True, False),
+        (True, True, False, True),
+        (True, True, False, False),
+        (False, False, False, False),
     )
 )
 
 
-def _mark_text(text: str, i: int, how: _Marking, start: bool) -> str:
-    """`text` with marks at its edges, and a start mark after its reasoning too."""
+def _mark_text(text: str, i: int, how: _Marking, answers: bool) -> str:
+    """`text` with marks at its edges, and in an answer a start mark after its reasoning too."""
     core = text if how.outside else text.strip()
     if not core.strip():
         return text
     offset = text.index(core)
     lead, trail = text[:offset], text[offset + len(core) :]
-    if not start:
-        return lead + core + _end(i) + trail
+    if not answers or not how.starts:
+        return lead + (_start(i) if how.fronts and not answers else "") + core + _end(i) + trail
     head, closing, answer = core.rpartition("</think>")
     body = answer.lstrip()
     gap = answer[: len(answer) - len(body)]
@@ -89,12 +104,33 @@ def _marked(message: _Message, i: int, how: _Marking) -> _Message:
     content = message.get("content")
     if not (answers or (how.others and message["role"] != "system")):
         return message
+    changed = dict(message)
+    if answers and how.starts:
+        for key in REASONING:
+            if isinstance(text := message.get(key), str) and (core := text.strip()):
+                changed[key] = text.replace(core, _start(i) + core, 1)
+        if calls := message.get("tool_calls"):
+            changed["tool_calls"] = _marked_calls(calls, i)
     if isinstance(content, str):
-        return {**message, "content": _mark_text(content, i, how, answers and how.starts)}
-    if isinstance(content, list) and len(texts := [p for p in content if p.get("type") == "text"]) == 1:
-        part = {**texts[0], "text": _mark_text(texts[0]["text"], i, how, answers and how.starts)}
-        return {**message, "content": [part if p is texts[0] else p for p in content]}
-    return message
+        changed["content"] = _mark_text(content, i, how, answers)
+    elif isinstance(content, list) and len(texts := [p for p in content if p.get("type") == "text"]) == 1:
+        part = {**texts[0], "text": _mark_text(texts[0]["text"], i, how, answers)}
+        changed["content"] = [part if p is texts[0] else p for p in content]
+    return changed
+
+
+def _marked_calls(calls: Sequence[_Message], i: int) -> list[_Message]:
+    """Calls with marks before the first one's name and behind the last one's."""
+    marked = [dict(call) for call in calls]
+    for k, mark in ((0, _first_call(i)), (len(calls) - 1, _last_call(i))):
+        call = marked[k]
+        function = dict(call["function"]) if isinstance(call.get("function"), Mapping) else call
+        name = function.get("name")
+        if isinstance(name, str):
+            function["name"] = mark + name if mark == _first_call(i) else name + mark
+        if function is not call:
+            call["function"] = function
+    return marked
 
 
 def _has_reasoning(message: _Message) -> bool:
@@ -107,82 +143,171 @@ def _trailing(message: _Message) -> str:
     return content[len(content.rstrip()) :] if isinstance(content, str) else ""
 
 
-def _behind_opening(text: str, opening: str, at: int) -> int:
-    """The position behind `opening`, what a template writes where an answer is to begin; -1 where it does not stand at
-    `at`. The beginning of a reasoning block in it (Qwen3.5) need not stand before every answer."""
-    for written in (opening, opening.partition(REASONS)[0]):
-        if text.startswith(written, at):
-            return at + len(written)
-    return -1
+@dataclass(frozen=True)
+class _Places:
+    """Where the marks of a conversation came out."""
 
+    text: str
+    """With the marks."""
+    first: dict[str, int]
+    """The first place of each mark."""
+    last: dict[str, int]
 
-def _behind_empty_block(message: _Message, text: str, begin: int) -> int:
-    """Where a turn begins behind an empty block of reasoning that the template itself writes, as before a tool call
-    without content."""
-    block = None if _has_reasoning(message) else EMPTY_BLOCK.match(text, begin)
-    return block.end() if block else begin
+    @classmethod
+    def of(cls, text: str) -> _Places:
+        found = [(m.group(), m.start()) for m in MARKS.finditer(text)]
+        return cls(text, dict(reversed(found)), dict(found))
+
+    def content_end(self, i: int) -> int | None:
+        """Behind the content of message `i`."""
+        place = self.last.get(_end(i))
+        return None if place is None else place + 1
+
+    def begin(self, i: int) -> int | None:
+        """The first character of what message `i` says or calls."""
+        return min((self.first[m] for m in (_start(i), _first_call(i)) if m in self.first), default=None)
+
+    def end(self, i: int) -> int | None:
+        """Behind the last mark of message `i`. A call's name may come out again with its result."""
+        own = [self.last[_end(i)]] if _end(i) in self.last else []
+        own += [self.first[m] for m in (_first_call(i), _last_call(i)) if m in self.first]
+        return max(own) + 1 if own else None
+
+    def is_content_apart(self, i: int) -> bool:
+        """Whether other messages stand between the calls of message `i` and its content behind them."""
+        own = _first_call(i) in self.first and _start(i) in self.first and _end(i) in self.last
+        return own and self.first[_first_call(i)] < self.following(i) < self.first[_start(i)]
+
+    def without_content(self, i: int) -> _Places:
+        """The same without the marks of the content of message `i`."""
+        gone = (_start(i), _end(i))
+        kept = [{mark: at for mark, at in places.items() if mark not in gone} for places in (self.first, self.last)]
+        return replace(self, first=kept[0], last=kept[1])
+
+    def following(self, i: int) -> int:
+        """The first mark of a message after `i`."""
+        return min((at for mark, at in self.first.items() if ord(mark) - BASE > 4 * i + 3), default=len(self.text))
+
+    def unmarked(self, at: int) -> int:
+        """The same place in the text without marks."""
+        return at - len(MARKS.findall(self.text, 0, at))
 
 
 class AssistantTurnFinder:
-    """Finds assistant turns for one template; what the template writes around turns is learnt once."""
+    """Finds assistant turns for one template, in conversations with or without tools; what the template writes around
+    turns is learnt once."""
 
-    def __init__(self, render: _Render, end_tokens: Sequence[str]) -> None:
+    def __init__(self, render: _Render, end_tokens: Sequence[str], tools: Any = None) -> None:
+        """`tools`: those of the short conversations that are learnt from; None for conversations without."""
         self._render = render
+        self._tools = tools
         self._specials = sorted((t for t in end_tokens if t), key=len, reverse=True)
         self._tails: dict[str, str] = {}
-        self.header = self._learn_header()
-        self.ends = self._learn_ends()
+        self._forms = MessageForms(self._try)
+        self.header, self.ends = self._learn_header_and_ends()
+        self._openings = self._learn_openings()
+        self._closing = self._learn_closing()
 
-    def _try(self, messages: Sequence[_Message], prompt: bool = False) -> str | None:
+    def _try(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, prompt: bool = False) -> str | None:
         try:
-            return self._render(messages, None, prompt)
+            return self._render([dict(m) for m in messages], tools, prompt)
         except RowError:
             return None
 
-    def _learn_header(self) -> str:
-        """What the template writes where an answer is to begin: its generation prompt, or nothing."""
-        ask = [{"role": "user", "content": "x"}]
-        plain, prompted = self._try(ask), self._try(ask, True)
-        return (
-            prompted[len(plain) :] if plain is not None and prompted is not None and prompted.startswith(plain) else ""
-        )
+    def _probe(self, *messages: _Message, prompt: bool = False) -> str:
+        """The text of a short conversation; empty where the template refuses it."""
+        return self._try(messages, self._tools, prompt) or ""
 
-    def _tail(self, role: str) -> str | None:
-        """What stands between the end of a `role` message's content and the beginning of an answer."""
+    def _calling(self, mark: str = "") -> _Message:
+        call = {"type": "function", "id": PROBE_ID, "function": {"name": "f", "arguments": {"a": "b" + mark}}}
+        return next(self._forms.forms([{"role": "assistant", "content": "", "tool_calls": [call]}], self._tools))[0]
+
+    def _learn_header_and_ends(self) -> tuple[str, tuple[str, ...]]:
+        """(what the template writes where an answer is to begin: its generation prompt, or nothing; the texts that end
+        an assistant's turn, each one or more tokens: in the last place, after a tool call, and in the middle)."""
+        plain, prompted = self._probe(_ASK), self._probe(_ASK, prompt=True)
+        header = prompted[self._common(plain, prompted) :] if plain and prompted else ""
+        answer = {"role": "assistant", "content": _start(0) + "y" + _end(0)}
+        last = self._probe(_ASK, answer)
+        after = last.rpartition(_end(0))[2]
+        ending = self._first_special(after)
+        if ending is None:
+            return header, ()
+        place = after.index(ending)
+        middle = self._probe(_ASK, answer, _ASK).rpartition(_end(0))[2]
+        if after[:place].strip() and not middle.startswith(after[:place]):  # words behind the conversation, not an end
+            return header, ()
+        rest = after[place + len(ending) :]
+        if rest.strip() and last.partition(_start(0))[0].endswith(rest):  # the next answer's header is always there
+            header, run = rest, ending
+        else:
+            run = self._specials_at(after, place)
+        ends = [ending, run]
+        other = self._first_special(middle)
+        if other is not None and middle.index(other) == place and middle[:place] == after[:place]:
+            ends.append(other)
+        calling = self._probe(_ASK, self._calling()).removesuffix(header).rstrip()
+        ends += [t for t in self._specials if calling.endswith(t)][:1]
+        return header, tuple(dict.fromkeys(ends))
+
+    def _common(self, text: str, other: str) -> int:
+        """The length of what two texts begin with alike, up to the beginning of a special token."""
+        length = len(os.path.commonprefix([text, other]))
+        for token in self._specials:
+            for at in range(max(0, length - len(token) + 1), length):
+                if other.startswith(token, at) or text.startswith(token, at):
+                    return self._common(text[:at], other[:at])
+        return length
+
+    def _learn_openings(self) -> tuple[str, ...]:
+        """What may stand where an answer begins: the generation prompt, and as much of it as stands before answers of
+        every kind. The rest opens a block of reasoning (Qwen3.5) or is an empty one (Gemma 4)."""
+        if not self.header.strip():
+            return ()
+        core = self.header.partition(REASONS)[0]
+        thought = {"reasoning_content": _start(0) + "z", "content": _start(0) + "y"}
+        answers: list[list[_Message]] = [
+            [{"role": "assistant", **thought}],
+            [{"role": "assistant", "content": _start(0) + "y"}, _ASK],
+        ]
+        for messages in answers:
+            text = self._probe({**_ASK, "content": "x" + _end(0)}, *messages)
+            between = text.rpartition(_end(0))[2].partition(_start(0))[0]
+            at = between.find(core[:1]) if core else -1
+            shared = (
+                [core[: self._common(core, between[k:])] for k in range(max(at, 0), len(between))] if at >= 0 else []
+            )
+            core = max(shared, key=len, default="") if _start(0) in text else core
+        return tuple(dict.fromkeys(opening for opening in (self.header, core) if opening.strip()))
+
+    def _learn_closing(self) -> str:
+        """What stands behind the last argument of a call, whatever follows the call."""
+        calling = self._calling(_end(0))
+        results: tuple[list[_Message], ...] = (
+            [],
+            [{"role": "tool", "content": "x", "name": "f", "tool_call_id": PROBE_ID}],
+        )
+        behind = [self._probe(_ASK, calling, *more).rpartition(_end(0))[2] for more in results]
+        return behind[0][: self._common(*behind)].rstrip()
+
+    def _tail(self, role: str) -> tuple[str, ...]:
+        """What may stand between the end of a `role` message's content and the beginning of an answer."""
         if role not in self._tails:
             probe: list[_Message] = [{"role": role, "content": "x" + _end(0)}]
             if role not in ("user", "system", "developer"):
-                probe = [
-                    {"role": "user", "content": "x"},
-                    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-                    {**probe[0], "name": "f", "tool_call_id": "abcdefghi"},
-                ]
-            text = self._try(probe, True)
-            self._tails[role] = text.rpartition(_end(0))[2] if text and _end(0) in text else "\0"
-        return None if self._tails[role] == "\0" else self._tails[role]
+                probe = [_ASK, self._calling(), {**probe[0], "name": "f", "tool_call_id": PROBE_ID}]
+            text = self._probe(*probe, prompt=True)
+            self._tails[role] = text.rpartition(_end(0))[2] if _end(0) in text else "\0"
+        tail = self._tails[role]
+        if tail == "\0":
+            return ()
+        around = tail.removesuffix(self.header)
+        others = [around + opening for opening in self._openings if tail != around]
+        return tuple(dict.fromkeys([tail, tail.partition(REASONS)[0], *others]))
 
     def _first_special(self, text: str, begin: int = 0) -> str | None:
         candidates = [(text.find(t, begin), -len(t), t) for t in self._specials]
         return min((f for f in candidates if f[0] >= 0), default=(0, 0, None))[2]
-
-    def _learn_ends(self) -> tuple[str, ...]:
-        """The texts that end an assistant's turn, each one or more tokens: in the last place, after a tool call, and in
-        the middle."""
-        ask, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y" + _end(0)}
-        last = self._try([ask, answer]) or ""
-        after = last.rpartition(_end(0))[2]
-        ending = self._first_special(after)
-        if ending is None:
-            return ()
-        place = after.index(ending)
-        ends = [ending, self._specials_at(after, place)]
-        middle = (self._try([ask, answer, ask]) or "").rpartition(_end(0))[2]
-        other = self._first_special(middle)
-        if other is not None and middle.index(other) == place and middle[:place] == after[:place]:
-            ends.append(other)
-        calling = self._try([ask, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]) or ""
-        ends += [t for t in self._specials if calling.rstrip().endswith(t)][:1]
-        return tuple(dict.fromkeys(ends))
 
     def _specials_at(self, text: str, begin: int) -> str:
         """The special tokens that stand at `begin`, one right after the other, as Cohere's models end a turn."""
@@ -191,8 +316,9 @@ class AssistantTurnFinder:
             end += len(token)
         return text[begin:end]
 
-    def find(self, messages: Sequence[_Message], tools: Any, text: str) -> list[tuple[int, int]]:
-        """Character ranges of the assistant turns in `text`, in order of the assistant messages."""
+    def find(self, messages: Sequence[_Message], tools: Any, text: str) -> list[list[tuple[int, int]]]:
+        """Character ranges of each assistant turn in `text`, in order of the assistant messages. A turn has more than
+        one where the template writes other messages within it (Gemma 4: a result between a call and its content)."""
         if MARKS.search(text):
             raise RowError("messages", "characters from Unicode's private use plane 15", "text without such characters")
         edges = any(isinstance(c := m.get("content"), str) and c != c.strip() for m in messages)
@@ -205,86 +331,138 @@ class AssistantTurnFinder:
             except RowError:
                 continue
             if MARKS.sub("", rendered) == text:
-                return self._turns(messages, rendered)
+                return self._turns(messages, tools, _Places.of(rendered))
         raise RowError(
             "messages",
             "the assistant's turns cannot be located: the chat template transforms message contents",
             MARKED_TEMPLATE,
         )
 
-    def _turns(self, messages: Sequence[_Message], marked: str) -> list[tuple[int, int]]:
-        where: dict[str, int] = {}
-        marks = [m.start() for m in MARKS.finditer(marked)]
-        for place in marks:
-            if (ord(marked[place]) - BASE) % 2 or marked[place] not in where:  # the first start mark, the last end mark
-                where[marked[place]] = place
-        turns, position = [], 0
+    def _turns(self, messages: Sequence[_Message], tools: Any, places: _Places) -> list[list[tuple[int, int]]]:
+        turns: list[list[tuple[int, int]]] = []
+        position = 0
         for i, message in enumerate(messages):
-            end = where.get(_end(i))
             if message["role"] != "assistant":
-                position = max(position, end + 1 if end is not None else position)
+                position = max(position, places.content_end(i) or position)
                 continue
-            following = min((at for mark, at in where.items() if ord(mark) - BASE > 2 * i + 1), default=len(marked))
-            begin = self._begin(messages, i, marked, where, (position, following))
+            own = places.without_content(i) if places.is_content_apart(i) else places
+            begin = self._begin(messages, i, own, position, tools)
             if begin is None:
-                fault = "the chat template omits this assistant message, or its start cannot be located"
-                raise RowError(f"messages[{i}]", fault, MARKED_TEMPLATE)
-            stop = self._stop(
-                marked, end if end is not None else begin, end is not None, bool(message.get("tool_calls"))
-            )
-            names = [str(c.get("function", c).get("name")) for c in message.get("tool_calls") or ()]
-            if stop > following or any(name not in marked[begin:stop] for name in names):
-                fault = "the chat template omits a tool call of this assistant message, or its end cannot be located"
-                raise RowError(f"messages[{i}]", fault, MARKED_TEMPLATE)
-            turns.append((begin, stop))
+                raise RowError(f"messages[{i}]", "the chat template omits this assistant message", MARKED_TEMPLATE)
+            stop = self._stop(messages, i, own, begin, tools)
+            for call in message.get("tool_calls") or ():
+                if not _is_written(call, MARKS.sub("", places.text[begin:stop])):
+                    name = (call.get("function") or call).get("name")
+                    fault = f"the chat template omits a tool call of this assistant message ({name})"
+                    raise RowError(f"messages[{i}]", fault, MARKED_TEMPLATE)
+            turn = [(begin, stop)]
+            if own is not places:
+                turn.append(self._content(i, places))
+            turns.append([(places.unmarked(a), places.unmarked(b)) for a, b in turn])
             position = stop
-        shift = _shifts(marks)
-        return [(a - shift(a), b - shift(b)) for a, b in turns]
+        return turns
 
-    def _begin(
-        self, messages: Sequence[_Message], i: int, marked: str, where: dict[str, int], between: tuple[int, int]
+    def _content(self, i: int, places: _Places) -> tuple[int, int]:
+        """Where the content of message `i` stands that the template writes apart from its calls."""
+        begin, end = places.first[_start(i)], places.content_end(i)
+        assert end is not None
+        bound = min((at for at in places.first.values() if at >= end), default=len(places.text))
+        stop = self._behind_end(places.text, end)
+        return begin, stop if stop is not None and stop <= bound else end
+
+    def _begin(self, messages: Sequence[_Message], i: int, places: _Places, position: int, tools: Any) -> int | None:
+        """Where the turn of message `i` begins, behind `position`, the end of the message before it."""
+        message, first = messages[i], places.begin(i)
+        calls = message.get("tool_calls")  # Gemma 4 writes them before the content
+        if first is not None and not calls and not _has_reasoning(message):
+            return self._behind_header(places.text, position, first)
+        bound = first
+        if bound is None:
+            bound = min(places.content_end(i) or len(places.text), places.following(i))
+        text = MARKS.sub("", places.text)
+        begin = self._behind_opening(
+            messages, i, text, places, (places.unmarked(position), places.unmarked(bound)), tools
+        )
+        if begin is None:
+            return first if first is not None or not calls else position if position else None
+        block = None if _has_reasoning(message) else EMPTY_BLOCK.match(text, begin)
+        begin = block.end() if block and block.end() <= places.unmarked(bound) else begin
+        return _marked_place(places.text, begin)
+
+    def _behind_opening(
+        self, messages: Sequence[_Message], i: int, text: str, places: _Places, between: tuple[int, int], tools: Any
     ) -> int | None:
-        """Where the turn of message `i` begins, `between` the end of the message before it and the first mark of a
-        later one."""
-        position, following = between
-        content = where.get(_start(i))
-        calls = messages[i].get("tool_calls")  # Gemma 4 writes them before the content
-        if content is not None and not calls and not _has_reasoning(messages[i]):
-            return self._behind_header(marked, position, content)
-        if i and _end(i - 1) in where and position == where[_end(i - 1)] + 1:
-            tail = self._tail(messages[i - 1]["role"])
+        """The place in the text without marks behind what the template writes before the answer of message `i`, from
+        the end of the message before it to the first that is the answer's own."""
+        position, bound = between
+        if i and position == places.unmarked(places.content_end(i - 1) or 0):
             # the mark may stand before white space that the template keeps
-            for space in ("", _trailing(messages[i - 1])):
-                behind = -1 if tail is None else _behind_opening(marked, space + tail, position)
-                if behind >= 0:
-                    return _behind_empty_block(messages[i], marked, behind)
-        if core := self.header.partition(REASONS)[0]:
-            header_at = marked.find(core, position, where.get(_end(i), following))
-            behind = _behind_opening(marked, self.header, header_at) if header_at >= 0 else -1
-            return _behind_empty_block(messages[i], marked, behind) if behind >= 0 else content
-        return content
+            for tail in self._tail(messages[i - 1]["role"]):
+                for written in (tail, _trailing(messages[i - 1]) + tail):
+                    if written and text.startswith(written, position):
+                        return position + len(written)
+        for opening in self._openings:  # a content may bring along what the generation prompt ends with: <think>
+            at = text.find(opening, position, bound + len(opening))
+            if 0 <= at <= bound:
+                return at + len(opening)
+        # up to where the text is the prompt of the messages before, if the template writes these as it does here
+        for prompt in (self._try(messages[:i], tools, prompt) for prompt in (True, False)):
+            length = self._common(prompt, text) if prompt else 0
+            if prompt and position <= length <= bound and length == len(prompt.rstrip()):
+                return length
+        return None
 
     def _behind_header(self, marked: str, position: int, content: int) -> int:
         """Where an answer begins whose content begins at `content`: special tokens between it and the generation
         prompt, such as gpt-oss's `<|channel|>final<|message|>`, are the model's; an empty block of reasoning is not."""
-        header_at = marked.rfind(self.header, position, content) if self.header else -1
-        if header_at < 0:
-            return content
-        begin = header_at + len(self.header)
-        written = marked[begin:content]
-        own = any(t in written for t in self._specials) and not REASONING_WORDS.search(written)
-        return begin if own else content
+        for opening in self._openings:
+            header_at = marked.rfind(opening, position, content)
+            if header_at >= 0:
+                begin = header_at + len(opening)
+                written = marked[begin:content]
+                own = any(t in written for t in self._specials) and not REASONING_WORDS.search(written)
+                return begin if own else content
+        return content
 
-    def _stop(self, marked: str, begin: int, has_content: bool, calls: bool) -> int:
-        """Where the turn ends whose content ends at `begin`, with its tool calls."""
-        matches = [(position, position + len(t)) for t in self.ends if (position := marked.find(t, begin)) >= 0]
-        if matches:
-            return max(end for position, end in matches if position == min(matches)[0])
-        if has_content and not calls:
-            return begin
-        following = self._first_special(marked, begin)  # GLM's: the next role's
-        return len(marked) if following is None else marked.index(following, begin)
+    def _stop(self, messages: Sequence[_Message], i: int, places: _Places, begin: int, tools: Any) -> int:
+        """Where the turn of message `i` ends, which begins at `begin`, with its tool calls."""
+        marked, following, calls = places.text, places.following(i), messages[i].get("tool_calls")
+        last = max(places.end(i) or begin, begin)
+        stop = self._behind_end(marked, last)
+        if stop is not None and stop <= following:
+            return stop
+        if not calls:
+            return last
+        # a turn that no token ends: up to where the conversation without what follows ends, or to the next role's token
+        whole = self._try(messages[: i + 1], tools)
+        text = MARKS.sub("", marked)
+        if whole and text.startswith(whole := whole.removesuffix(self.header).rstrip()) and len(whole) < len(text):
+            stop = _marked_place(marked, len(whole))
+            if last <= stop <= following:
+                return stop
+        for closing in (self._closing[k:] for k in range(len(self._closing) - SHORTEST_CLOSING + 1)):
+            if (at := marked.rfind(closing, last, following)) >= 0:
+                return at + len(closing)
+        token = self._first_special(marked, last)
+        return min(len(marked) if token is None else marked.index(token, last), following)
+
+    def _behind_end(self, marked: str, at: int) -> int | None:
+        """Behind the first text from `at` on that ends a turn; None without one."""
+        matches = [(place, place + len(t)) for t in self.ends if (place := marked.find(t, at)) >= 0]
+        return max(end for place, end in matches if place == min(matches)[0]) if matches else None
 
 
-def _shifts(marks: Sequence[int]) -> Callable[[int], int]:
-    return lambda at: bisect_left(marks, at)
+def _is_written(call: _Message, turn: str) -> bool:
+    """Whether a turn has this call: its name, or what Kimi's models write in place of it, its id."""
+    function = call.get("function") or call
+    return any(isinstance(word, str) and word and word in turn for word in (function.get("name"), call.get("id")))
+
+
+def _marked_place(marked: str, at: int) -> int:
+    """The place in a text with marks of character `at` of the text without."""
+    place = at
+    for mark in MARKS.finditer(marked):
+        if mark.start() >= place:
+            break
+        place += 1
+    return place

@@ -30,8 +30,9 @@ _RESULT = {"role": "tool", "content": "x", "name": NAME, "tool_call_id": PROBE_I
 _AFTER = (_RESULT, {"role": "assistant", "content": "y"})
 ABSENT = "absent"
 _IDS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-WRITTEN, MANGLED, OMITTED = 2, 1, 0
-"""How a form comes out: as JSON or the template's own notation; quoted twice or as Python writes it; not at all."""
+WRITTEN, MANGLED, NAMED, OMITTED, REJECTED = 4, 3, 2, 1, 0
+"""How a form comes out: as JSON or the template's own notation; quoted twice or as Python writes it; without its
+arguments; not at all; or the template raises."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,13 @@ class MessageForms:
     def __init__(self, render: Render) -> None:
         self._render = render
         self._best: dict[tuple[bool, str], tuple[CallForm, int]] = {}
+        self._ids: dict[bool, bool] = {}
+        self._ids_are_names: dict[bool, bool] = {}
 
     def writes_calls(self, tools: Any) -> bool:
-        """Whether the template writes a call without content, in a conversation with or without tools."""
-        return self._learnt(tools, "")[1] > OMITTED
+        """Whether the template writes a call without content, in a conversation with or without tools. One that raises
+        for every form is taken to write it: the row then shows why."""
+        return self._learnt(tools, "")[1] != OMITTED
 
     def call_text(self, tools: Any) -> str:
         """What the template writes after a question for a call; empty where it writes none."""
@@ -107,10 +111,10 @@ class MessageForms:
             yield [dict(m) if m.get("content") is not None else {**m, "content": ""} for m in messages]
             return
         best = self._applied(messages, calling, tools)
+        if any("id" not in call for i in calling for call in messages[i]["tool_calls"]) and self._needs_ids(tools):
+            best = _with_ids(best, self._ids_are_names[bool(tools)])
         yield best
-        # What one message cannot show: templates that require ids, and those that fail in longer conversations
-        if any("id" not in call for i in calling for call in messages[i]["tool_calls"]):
-            yield _with_ids(best)
+        # What one message cannot show: a template that fails for a content only in longer conversations
         yield [{**m, "content": m.get("content") or ""} for m in best]
         yield [dict(m) for m in messages]
 
@@ -122,6 +126,18 @@ class MessageForms:
             changed[i] = self._learnt(tools, kind)[0].message(messages[i])
         return changed
 
+    def _needs_ids(self, tools: Any) -> bool:
+        """Whether a call without an id is not written (Mistral's and Kimi's templates)."""
+        key = bool(tools)
+        if key not in self._ids:
+            form, quality = self._learnt(tools, "")
+            bare = _probe("")
+            del bare["tool_calls"][0]["id"]
+            text = self._render([ASK, form.message(bare)], tools_of_probe(tools))
+            self._ids[key] = quality > _quality(text)
+            self._ids_are_names[key] = bool(text) and NAME not in str(text).rpartition(QUESTION)[2]
+        return self._ids[key]
+
     def _learnt(self, tools: Any, kind: str) -> tuple[CallForm, int]:
         """(the best form, how it comes out) of calls in messages whose content is null, empty or a text."""
         key = bool(tools), kind
@@ -130,18 +146,19 @@ class MessageForms:
         return self._best[key]
 
     def _learn(self, tools: Any, kind: str) -> tuple[CallForm, int]:
-        orders: dict[str, tuple[str | None, ...]] = {"": ("", None, ABSENT), "null": (None, "", ABSENT), "text": ("",)}
+        # transformers leaves out what is null; its older releases did not, and some templates ask for null
+        orders: dict[str, tuple[str | None, ...]] = {"": ("", None, ABSENT), "null": (ABSENT, None, ""), "text": ("",)}
         empties = orders[kind]
         choices = [CallForm(*one) for one in product((False, True), (False, True), empties)]
         # the content as the row has it first, in either form of the arguments
         choices.sort(key=lambda form: (form.bare, empties.index(form.empty), form.text))
-        best = choices[0], OMITTED
+        best = choices[0], REJECTED
         for after in ((), _AFTER):
             for form in choices:
                 message = form.message(_probe("" if kind != "text" else "z"))
                 text = self._render([ASK, message, *after], tools_of_probe(tools))
-                quality = OMITTED if text is None else _quality(text)
-                if quality > best[1]:
+                quality = _quality(text)
+                if quality > best[1] and not (after and quality == NAMED):  # a result may name the function too
                     best = form, quality
                 if quality == WRITTEN:
                     return best
@@ -158,21 +175,30 @@ def tools_of_probe(tools: Any) -> list[Any] | None:
     return [_TOOL] if tools else None
 
 
-def _quality(text: str) -> int:
+def _quality(text: str | None) -> int:
+    if text is None:
+        return REJECTED
     after = text.rpartition(QUESTION)[2]
-    if not all(word in after for word in (NAME, KEY, VALUE)):
-        return OMITTED
+    named = NAME in after or PROBE_ID in after  # Kimi's models write the id
+    if not named or KEY not in after or VALUE not in after:
+        return NAMED if named else OMITTED
     mangled = f'\\"{KEY}' in after or f"'{KEY}'" in after or "None" in after
     return MANGLED if mangled else WRITTEN
 
 
-def _with_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Calls and their results with ids where they have none, for templates that require them (Mistral's)."""
+def _with_ids(messages: Sequence[Message], names: bool) -> list[dict[str, Any]]:
+    """Calls and their results with ids where they have none: `names`: Kimi's, which hold the function's name; else
+    nine letters and digits, as Mistral's models have them."""
     changed: list[dict[str, Any]] = []
     open_ids: list[str] = []
-    for i, message in enumerate(messages):
+    number = 0
+    for message in messages:
         if message.get("tool_calls"):
-            calls = [{"id": _id(f"{i}.{k}"), **call} for k, call in enumerate(message["tool_calls"])]
+            calls = []
+            for call in message["tool_calls"]:
+                name = (call.get("function") or call).get("name")
+                calls.append({"id": f"functions.{name}:{number}" if names else _nine_letters(number), **call})
+                number += 1
             open_ids = [str(call["id"]) for call in calls]
             changed.append({**message, "tool_calls": calls})
         elif message["role"] in ("tool", "function", "ipython", "observation") and open_ids:
@@ -182,6 +208,6 @@ def _with_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return changed
 
 
-def _id(place: str) -> str:
-    digest = hashlib.sha256(place.encode()).digest()
+def _nine_letters(number: int) -> str:
+    digest = hashlib.sha256(str(number).encode()).digest()
     return "".join(_IDS[byte % len(_IDS)] for byte in digest[:9])

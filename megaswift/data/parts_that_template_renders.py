@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from megaswift.data.locate_assistant_turns_in_rendered_text import REASONING
 from megaswift.data.message_forms import NAME, PROBE_ID, MessageForms, Render, tools_of_probe
 from megaswift.data.row_count_names_and_texts import EMPTY_ANSWERS, UNUSED_SYSTEM, UNUSED_TOOLS
-from megaswift.data.untokenized_sample import RowError, UntokenizedSample
+from megaswift.data.untokenized_sample import REASONING, RowError, UntokenizedSample
 
 _Message = Mapping[str, Any]
 _ASK = {"role": "user", "content": "x"}

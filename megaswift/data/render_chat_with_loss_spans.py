@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale
 from megaswift.data.jinja_sandbox_limits import REFUSED, TemplateLimitExceeded, install_template_limits
 from megaswift.data.locate_assistant_turns_in_rendered_text import AssistantTurnFinder
-from megaswift.data.message_forms import MessageForms
+from megaswift.data.message_forms import MessageForms, tools_of_probe
 from megaswift.data.message_loss import TurnLoss, UniformLoss, loss_flag
 from megaswift.data.parts_that_template_renders import RenderedPartsProbe
 from megaswift.data.read_template_and_system import read_template, thinking_variable
@@ -134,7 +134,7 @@ class ChatRenderer:
         """`parts`: a vision-language model's, whose template may read lists of parts and no strings."""
         self.templates, self._trains = templates, loss_scale.turns
         self._turn_weights = TurnWeights(loss_scale.tables, templates.end_tokens)
-        self._finders: dict[str, AssistantTurnFinder] = {}
+        self._finders: dict[tuple[str, bool], AssistantTurnFinder] = {}
         self._probes: dict[str, RenderedPartsProbe] = {}
         self._forms: dict[str, MessageForms] = {}
         self._parts: dict[str, bool] = {}
@@ -209,14 +209,15 @@ class ChatRenderer:
             self._lists[template] = "\ue000" in text and "\ue001" in text
         return messages if self._lists[template] else [_with_joined_text(m, i) for i, m in enumerate(messages)]
 
-    def _finder(self, template: str) -> AssistantTurnFinder:
-        if template not in self._finders:
+    def _finder(self, template: str, tools: Any = None) -> AssistantTurnFinder:
+        key = template, bool(tools)
+        if key not in self._finders:
 
             def render(messages: Sequence[dict[str, Any]], tools: Any, prompt: bool) -> str:
                 return self._text(template, messages, tools, prompt)
 
-            self._finders[template] = AssistantTurnFinder(render, self.templates.end_tokens)
-        return self._finders[template]
+            self._finders[key] = AssistantTurnFinder(render, self.templates.end_tokens, tools_of_probe(tools))
+        return self._finders[key]
 
     def _text_of_probe(self, template: str) -> Callable[[Sequence[Mapping[str, Any]], Any], str | None]:
         def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str | None:
@@ -335,8 +336,12 @@ class ChatRenderer:
             return RenderedConversation(text, ((0, len(text)),), notes=notes)
         if marked and all(wanted) and whole and (inner is None or len(spans) != len(wanted)):
             return RenderedConversation(text, tuple(spans), notes=notes)
+        questions = _questions(sample)
         if not marked:
-            turns = self._finder(template).find(sample.messages, sample.tools, text)
+            found = self._finder(template, sample.tools).find(sample.messages, sample.tools, text)
+            wanted = [loss for loss, parts in zip(wanted, found, strict=True) for _ in parts]
+            questions = [asked for asked, parts in zip(questions, found, strict=True) for _ in parts]
+            turns = sorted(span for parts in found for span in parts)
         elif len(spans) == len(wanted):
             turns = list(spans)
         else:
@@ -347,7 +352,6 @@ class ChatRenderer:
             )
         if not self.templates.keep_empty_reasoning:
             text, turns = without_empty_reasoning(text, turns)
-        questions = _questions(sample)
         if inner is not None:
             located = [locate_turn_parts(text, a, b, own) for (a, b), own in zip(turns, inner[0], strict=True)]
             questions = [asked for asked, own in zip(questions, inner[0], strict=True) for _ in own]

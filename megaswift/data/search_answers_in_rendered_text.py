@@ -30,6 +30,7 @@ MEDIUM = re.compile(r"<image>|<video>|<img>.+?</img>", re.DOTALL)
 _USER, _ANSWER = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
 _CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULTS = ("tool", "function", "ipython", "observation")
 _RESULT = {"role": "tool", "content": ASKED, "name": "f", "tool_call_id": "abcdefghi"}
 
 MESSAGE_MISSING, SYSTEM_MISSING = "message_missing", "system_missing"
@@ -76,8 +77,10 @@ class SearchResult:
 class AnswerSearch:
     """Searches the texts of one template."""
 
-    def __init__(self, render: Render, special_tokens: Sequence[str], eos_token: str) -> None:
+    def __init__(self, render: Render, special_tokens: Sequence[str], eos_token: str, tools: Any = None) -> None:
+        """`tools`: those of the short conversations that are learnt from; None for conversations without."""
         self._render = render
+        self._tools = tools
         self._specials = sorted(filter(None, special_tokens), key=len, reverse=True)
         self._openers: dict[str, str] = {}
         self._frames: dict[str, str] = {}
@@ -86,14 +89,14 @@ class AnswerSearch:
 
     def _between(self, before: Sequence[Mapping[str, Any]]) -> str:
         """What stands between a message that says ASKED and the answer to it."""
-        text = self._render([*before, _ANSWER], None, False) or ""
+        text = self._render([*before, _ANSWER], self._tools, False) or ""
         asked = text.rfind(ASKED)
         answered = text.rfind(ANSWERED)
         return text[asked + len(ASKED) : answered] if 0 <= asked < answered else ""
 
     def _learn_header(self) -> str:
         """The generation prompt, as far as it also stands before an answer that is there."""
-        plain, prompted = self._render([_USER], None, False), self._render([_USER], None, True)
+        plain, prompted = self._render([_USER], self._tools, False), self._render([_USER], self._tools, True)
         if plain is None or prompted is None or not prompted.startswith(plain):
             return ""
         header, between = prompted[len(plain) :].partition(OPENING)[0], self._between([_USER])
@@ -115,7 +118,9 @@ class AnswerSearch:
         if role not in self._frames:
             tool = role == "tool"
             before: Sequence[Mapping[str, Any]] = (_USER, _CALLING, _RESULT) if tool else (_USER, _ANSWER)
-            written = self._render([*before, {**before[-1 if tool else 0], "content": _SECOND}], None, False) or ""
+            written = (
+                self._render([*before, {**before[-1 if tool else 0], "content": _SECOND}], self._tools, False) or ""
+            )
             first = written[: written.rfind(ASKED) if tool else written.find(ASKED)]
             self._frames[role] = os.path.commonprefix([first[::-1], written.partition(_SECOND)[0][::-1]])[::-1]
         frame = self._frames[role]
@@ -123,22 +128,51 @@ class AnswerSearch:
         return begin + len(frame) if 0 <= begin < found + 1 <= begin + len(frame) else found
 
     def _learn_ends(self, eos_token: str) -> tuple[tuple[str, ...], str]:
-        """(the texts that end a turn, all that follows the last answer). A text is one or more special tokens in a row:
-        behind the last answer, behind an earlier one, and the tokenizer's."""
+        """(the texts that end a turn, all that the template writes behind the last answer for its end). A text is one
+        or more special tokens in a row: behind the last answer, behind an earlier one, and the tokenizer's."""
         last, middle = (self._behind_answer(more) for more in ([], [{**_USER, "content": "x"}]))
         at, token = self._first_special(last, 0)
-        run = token
-        while more := next((t for t in self._specials if token and last.startswith(t, at + len(run))), ""):
-            run += more
+        run = self._own_tokens(self._run(last, at), eos_token)
         place, other = self._first_special(middle, 0)
-        called = (self._render([_USER, _CALLING], None, False) or "").rstrip()
+        called = (self._render([_USER, _CALLING], self._tools, False) or "").rstrip()
         calling = next((t for t in self._specials if called.endswith(t)), "")
+        calling = calling if calling == token or calling not in self._begin_tokens() else ""
         ends = [eos_token, run, token, other if token and middle[:place] == last[:at] else "", calling]
-        return tuple(dict.fromkeys(filter(None, ends))), last[at:].rstrip()
+        closing = last[at:].rstrip()
+        alone = not self._without_specials(closing[len(run) :]).strip()
+        others = any(t in closing[len(run) :] for t in self._begin_tokens())
+        return tuple(dict.fromkeys(filter(None, ends))), closing if alone and not others else run
+
+    def _run(self, text: str, at: int) -> list[str]:
+        """The special tokens that stand at `at`, one right after the other."""
+        tokens: list[str] = []
+        while more := next((t for t in self._specials if text.startswith(t, at)), ""):
+            tokens.append(more)
+            at += len(more)
+        return tokens
+
+    def _own_tokens(self, run: Sequence[str], eos_token: str) -> str:
+        """Those of the tokens behind an answer that are its end: up to the tokenizer's end token, or up to the first
+        with which messages begin. Templates may write the next message's header in any case."""
+        if eos_token in run:
+            return "".join(run[: run.index(eos_token) + 1])
+        begins = self._begin_tokens()
+        stop = next((k for k, token in enumerate(run) if k and token in begins), len(run))
+        return "".join(run[:stop])
+
+    def _begin_tokens(self) -> set[str]:
+        """The special tokens that stand before the first message's text."""
+        before = (self._render([_USER], self._tools, False) or "").partition(ASKED)[0]
+        return {token for token in self._specials if token in before}
+
+    def _without_specials(self, text: str) -> str:
+        for token in self._specials:
+            text = text.replace(token, "")
+        return text
 
     def _behind_answer(self, more: Sequence[Mapping[str, Any]]) -> str:
         """What follows an answer before other messages."""
-        text = self._render([_USER, _ANSWER, *more], None, False) or ""
+        text = self._render([_USER, _ANSWER, *more], self._tools, False) or ""
         return text.rpartition(ANSWERED)[2] if ANSWERED in text else ""
 
     def _first_special(self, text: str, begin: int) -> tuple[int, str]:
@@ -155,7 +189,11 @@ class AnswerSearch:
             if role == "assistant":
                 opener = self._header or self._opener(before)
                 found = text.find(opener, at)
-                if found < 0:
+                own = self._own_begin(text, at, message)
+                if before in _RESULTS and own >= 0 and not at <= found < own:  # Gemma 4: within the turn of the call
+                    place = self._answer(text, own, i, message, i > last_question, result)
+                    at = place.limit if place is not None else at
+                elif found < 0:
                     result.missing.append((ANSWER_CHANGED, f"messages[{i}]"))
                 else:
                     place = self._answer(text, found + len(opener), i, message, i > last_question, result)
@@ -175,6 +213,13 @@ class AnswerSearch:
             before = role
         result.missing += missing_tools(text, tools)
         return result
+
+    def _own_begin(self, text: str, at: int, message: Mapping[str, Any]) -> int:
+        """Where the first text or the first call's name of an answer stands from `at` on; -1 where neither does."""
+        reasoning, pieces = split_reasoning(message)
+        calls = [str((call.get("function") or call).get("name")) for call in message.get("tool_calls") or ()]
+        found = [text.find(word, at) for word in filter(None, (reasoning, *pieces[:1], *calls[:1]))]
+        return min((place for place in found if place >= 0), default=-1)
 
     def _end(self, text: str, at: int) -> tuple[int, int]:
         """The first token from `at` on that ends a turn, before another answer begins; (-1, -1) without one."""

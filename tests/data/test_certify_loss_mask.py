@@ -20,6 +20,7 @@ from megaswift.data.certify_data_sets import certificate_lines, certify_sources
 from megaswift.data.certify_loss_mask import Findings, LossMaskCertifier
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, encode_spec
 from megaswift.data.formats import parse_sample
+from megaswift.data.locate_assistant_turns_in_rendered_text import AssistantTurnFinder
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, RenderedConversation
 from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.row_readers import LocatedRow
@@ -253,6 +254,47 @@ def test_an_excluded_answer_with_loss_is_found(monkeypatch: pytest.MonkeyPatch) 
     messages = [*chat("a", "one")["messages"], *chat("b", "two")["messages"]]
     rows = [{"messages": [m | ({"loss": False} if i == 1 else {}) for i, m in enumerate(messages)]}]
     assert certified(spec_of(template("qwen3")), rows).faults == {certify.EXCLUDED_TRAINED: 1}
+
+
+ALWAYS_PROMPTING = (
+    "{%- for m in messages -%}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' + m.content + '<|eot_id|>' }}"
+    "{%- endfor -%}{{ '<|start_header_id|>assistant<|end_header_id|>' }}"
+)
+
+
+@pytest.mark.parametrize("eos", ["<|eot_id|>", "</s>"])
+def test_the_end_of_a_turn_is_not_the_mask_s(monkeypatch: pytest.MonkeyPatch, eos: str) -> None:
+    """A mask that takes the next header's token for a part of the end is found, with or without the tokenizer's."""
+    rows = [{"messages": [*chat("a", "one")["messages"], *chat("b", "two")["messages"]]}]
+    spec = spec_of(ALWAYS_PROMPTING)
+    assert spec.templates is not None
+    named = replace(spec.templates, special_tokens={**spec.templates.special_tokens, "eos_token": eos})
+    spec = replace(spec, templates=named)
+    assert not certified(spec, rows).faults
+    learn = AssistantTurnFinder._learn_header_and_ends
+
+    def wrong(finder: AssistantTurnFinder) -> tuple[str, tuple[str, ...]]:
+        return learn(finder)[0], ("<|eot_id|><|start_header_id|>", "<|eot_id|>")
+
+    monkeypatch.setattr(AssistantTurnFinder, "_learn_header_and_ends", wrong)
+    assert certified(spec, rows).faults == {certify.PROMPT_TRAINED: 1}
+
+
+def test_calls_and_results_within_one_turn() -> None:
+    """Gemma 4's: certified with the mask that training uses."""
+    call = {"type": "function", "id": "c", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    schema = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "well"},
+        {"role": "tool", "content": "3", "name": "add", "tool_call_id": "c"},
+        {"role": "assistant", "content": "Paris"},
+    ]
+    made = tokenizer("gemma", "gemma4")
+    made.add_special_tokens({"additional_special_tokens": ["<|tool_response>", "<tool_response|>"]})
+    spec = encode_spec(config(Path("/tmp"), "x").data, made, "sft")
+    findings = certified(spec, [{"messages": messages, "tools": [{"type": "function", "function": schema}]}])
+    assert (findings.faults, findings.refused, findings.answers) == ({}, 0, 2)
 
 
 def test_other_tasks() -> None:

@@ -337,10 +337,107 @@ def test_renderer_learns_what_stands_around_turns() -> None:
         assert (finder.header, finder.ends[0]) == (header, ends)
 
 
-def test_a_tool_call_inside_of_another_turn_is_refused() -> None:
-    """Gemma 4's later template puts calls, results and the answer into one turn, without a mark between them."""
-    with pytest.raises(RowError, match="omits a tool call of this assistant message, or its end cannot be located"):
-        encoded("gemma", "gemma4", {"messages": [Q, CALL, RESULT, answer("It is 3.")], "tools": TOOLS})
+GEMMA_CALL = "<|tool_call>call:add{a:1}<tool_call|><|tool_response>"
+GEMMA_THOUGHT = "<|channel>thought\nwell\n<channel|>"
+OTHER_CALL = {**CALL, "tool_calls": [{**CALL["tool_calls"][0], "function": {"name": "add", "arguments": {"a": 2}}}]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "parts"),
+    [
+        # the result within the turn: the model goes on behind it
+        ([Q, CALL, RESULT, answer("It is 3.")], [GEMMA_CALL, "It is 3.<turn|>"]),
+        (
+            [Q, CALL, RESULT, OTHER_CALL, RESULT, answer("b")],
+            [GEMMA_CALL, GEMMA_CALL.replace("1", "2"), "b<turn|>"],
+        ),
+        ([Q, CALL | {"reasoning_content": "well"}, RESULT, answer("b")], [GEMMA_THOUGHT + GEMMA_CALL, "b<turn|>"]),
+        # a content that the template moves behind the result
+        ([Q, CALL | {"content": "Let me see."}, RESULT, answer("b")], [GEMMA_CALL, "Let me see.<turn|>", "b<turn|>"]),
+    ],
+)
+def test_gemma_4_by_hand(messages: list[dict[str, Any]], parts: list[str]) -> None:
+    """Its later template puts calls, results and the answer into one turn, without a mark between them."""
+    assert encoded("gemma", "gemma4", {"messages": messages, "tools": TOOLS})[3] == parts
+
+
+def spans_of(source: str, messages: list[dict[str, Any]], tools: Any = None, kind: str = "gemma") -> list[str]:
+    made = tokenizer(kind)
+    made.chat_template = source
+    encoder = RowEncoder(encode_spec(config(Path("/tmp"), "x").data, made, "sft"))
+    rendered = encoder.render({"messages": messages, "tools": tools})
+    wanted = made.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert rendered.text == wanted
+    return [rendered.text[a:b] for a, b in rendered.spans]
+
+
+EMPTY_BLOCK_IN_PROMPT = (
+    "{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{ '<|turn>model\n' }}"
+    "{{ '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' if m.reasoning_content else '' }}"
+    "{{ m.content }}{%- for c in m.tool_calls or [] -%}<|tool_call>{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}<tool_call|>{%- endfor -%}{{ '<turn|>\n' }}{%- else -%}"
+    "{{ '<|turn>' + m.role + '\n' + m.content + '<turn|>\n' }}"
+    "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|turn>model\n' }}"
+    "{{ '<|channel>thought\n<channel|>' if not enable_thinking else '' }}{%- endif -%}"
+)
+
+
+def test_reasoning_and_calls_behind_a_prompt_with_an_empty_block() -> None:
+    """As google/gemma-4-26B-A4B-it's: the model writes the block itself where it reasons."""
+    thought = answer("b", reasoning_content="well")
+    assert spans_of(EMPTY_BLOCK_IN_PROMPT, [Q, answer("a"), user("and?"), thought]) == [
+        "a<turn|>",
+        "<|channel>thought\nwell\n<channel|>b<turn|>",
+    ]
+    assert spans_of(EMPTY_BLOCK_IN_PROMPT, [Q, CALL, RESULT, thought]) == [
+        '<|tool_call>add{"a": 1}<tool_call|><turn|>',
+        "<|channel>thought\nwell\n<channel|>b<turn|>",
+    ]
+
+
+ALWAYS_PROMPTING = (
+    "{%- for m in messages -%}{{ '<|turn>' + m.role + '<turn|>\n' + m.content }}{%- for c in m.tool_calls or [] -%}"
+    "{{ c.function | tojson }}{%- endfor -%}{{ '<eos>' }}{%- endfor -%}{{ '<|turn>assistant<turn|>\n' }}"
+)
+
+
+def test_a_header_behind_the_last_answer_is_no_part_of_a_turn() -> None:
+    """Templates that write the generation prompt in any case."""
+    messages = [Q, answer("one"), user("and?"), answer("two")]
+    assert spans_of(ALWAYS_PROMPTING, messages) == ["one<eos>", "two<eos>"]
+    assert spans_of(ALWAYS_PROMPTING, [Q, CALL, RESULT, answer("b")]) == [
+        '{"name": "add", "arguments": {"a": 1}}<eos>',
+        "b<eos>",
+    ]
+
+
+def test_boundaries_are_learnt_with_tools_where_a_template_requires_them() -> None:
+    needs = "{%- for t in tools -%}{{ t | tojson }}{%- endfor -%}"
+    for source in (ALWAYS_PROMPTING, EMPTY_BLOCK_IN_PROMPT):
+        messages = [Q, CALL, RESULT, answer("b", reasoning_content="well"), user("and?"), answer("c")]
+        assert spans_of(needs + source, messages, TOOLS) == spans_of(source, messages)
+
+
+def test_a_turn_that_no_token_ends_stops_before_the_next_message() -> None:
+    """The role's name is all that stands between a call and its result."""
+    source = (
+        "{%- for m in messages -%}{{ m.role + ': ' + m.content }}{%- for c in m.tool_calls or [] -%}<call>"
+        "{{ c.function | tojson }}</call>{%- endfor -%}{{ '\n' }}{%- endfor -%}"
+        "{{ 'assistant: ' if add_generation_prompt else '' }}"
+    )
+    called = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+    assert spans_of(source, [Q, CALL, {**RESULT, "content": "</call>"}, answer("b")]) == [called, "b"]
+
+
+def test_what_cannot_be_trained_is_named() -> None:
+    """Of a row without calls no call is said to be missing."""
+    guard = "{% for m in messages %}{{ m.content }} {% endfor %}Is this safe?{{ '<eos>' }}"
+    assert spans_of(guard, [Q, answer("a"), user("and?"), answer("b")]) == ["a", "b"]
+    with pytest.raises(RowError, match="the chat template omits this assistant message; expected"):
+        spans_of("{{ messages[-1].content }}", [Q, answer("a"), user("and?"), answer("b")])
+    omits = "{% for m in messages %}{{ m.content or m.tool_calls | tojson }}{% endfor %}"
+    with pytest.raises(RowError, match=r"omits a tool call of this assistant message \(add\)"):
+        spans_of(omits, [Q, CALL | {"content": "Let me see."}, RESULT, answer("b")])
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,192 @@
+"""A call in any dialect gives the text of the same call in the form that the template writes, and is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megaswift.data.encode_rows import RowEncoder, encode_spec
+from megaswift.data.untokenized_sample import RowError
+from tests.data.makers import config, template, tokenizer
+
+ARGUMENTS = {"city": "Rome", "days": 2}
+TEXT = json.dumps(ARGUMENTS)
+SCHEMA = {
+    "name": "lookup",
+    "description": "looks it up",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+}
+TOOLS = [{"type": "function", "function": SCHEMA}]
+ASK = {"role": "user", "content": "q"}
+RESULT = {"role": "tool", "name": "lookup", "tool_call_id": "abcdefghi", "content": "sunny"}
+DONE = {"role": "assistant", "content": "done"}
+
+
+def openai(content: Any, arguments: Any) -> dict[str, Any]:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "lookup", "arguments": arguments}}
+    message = {"role": "assistant", "content": content, "tool_calls": [call]}
+    if content == "absent":
+        del message["content"]
+    return {"messages": [ASK, message, RESULT, DONE], "tools": TOOLS}
+
+
+def turn(role: str, call: Any) -> dict[str, Any]:
+    return {"messages": [ASK, {"role": role, "content": json.dumps(call)}, RESULT, DONE], "tools": json.dumps(TOOLS)}
+
+
+CALL = {"name": "lookup", "arguments": ARGUMENTS}
+SAME = {
+    "OpenAI": openai(None, TEXT),
+    "empty content": openai("", TEXT),
+    "no content": openai("absent", TEXT),
+    "null and object": openai(None, ARGUMENTS),
+    "object": openai("", ARGUMENTS),
+    "compact JSON": openai("", json.dumps(ARGUMENTS, separators=(",", ":"))),
+    "ms-swift": turn("tool_call", CALL),
+    "a list": turn("tool_call", [CALL]),
+    "arguments as text in a turn": turn("function_call", {**CALL, "arguments": TEXT}),
+    "LLaMA-Factory": {
+        "conversations": [
+            {"from": "human", "value": "q"},
+            {"from": "function_call", "value": json.dumps(CALL)},
+            {"from": "observation", "value": "sunny", "name": "lookup", "tool_call_id": "abcdefghi"},
+            {"from": "gpt", "value": "done"},
+        ],
+        "tools": json.dumps(TOOLS),
+    },
+    "function_call": {
+        "messages": [
+            ASK,
+            {"role": "assistant", "content": None, "function_call": {"name": "lookup", "arguments": TEXT}},
+            RESULT,
+            DONE,
+        ],
+        "tools": TOOLS,
+    },
+    "calls as text": {
+        "messages": [ASK, {"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])}, RESULT, DONE],
+        "tools": TOOLS,
+    },
+}
+"""The same conversation."""
+PUBLISHED = [
+    ("qwen", "qwen2_5"),
+    ("qwen", "qwen3"),
+    ("qwen", "qwen3_5_think"),
+    ("qwen", "qwen3_8"),
+    ("llama", "llama3_1"),
+    ("harmony", "gptoss"),
+    ("glm", "glm4moe"),
+    ("qwen", "deepseekv3"),
+    ("qwen", "deepseek_r1_distill"),
+    ("gemma", "gemma4"),
+    ("gemma", "gemma4_v5"),
+    ("qwen", "lfm2_2_5"),
+    ("qwen", "nemotron_3_nano"),
+]
+MARK = "{{- '<|im_start|>' + m.role + '\\n' }}"
+OWN = {
+    # null content fails, as in Qwen3's template of April 2025
+    "added": "{{- m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name + ' ' }}"
+    "{{- c.function.arguments | tojson }}</tool_call>{% endfor %}",
+    # DeepSeek's first: a call only where the content is null, arguments as text
+    "none": "{% if m.content is none %}{% for c in m.tool_calls %}{{ c.function.name + ' ' + c.function.arguments }}"
+    "{% endfor %}{% else %}{{ m.content }}{% endif %}",
+    # as it comes: Python's notation for an object
+    "printed": "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments }}"
+    "{% endfor %}",
+    # an object of keys and values
+    "items": "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %} {{ k }}={{ v | tojson }}{% endfor %}{% endfor %}",
+    # without the object around a function
+    "bare": "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.name + ' ' }}{{ c.arguments | tojson }}"
+    "{% endfor %}",
+    "null is a word": "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}",
+}
+
+
+def source(body: str) -> str:
+    prompt = "{% if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"
+    return "{%- for m in messages -%}" + MARK + body + "{{- '<|im_end|>\\n' }}{%- endfor -%}" + prompt
+
+
+def encoded(kind: str, text: str, row: dict[str, Any]) -> tuple[Any, Any]:
+    """(the rendered conversation, its tokens and mask)."""
+    made = tokenizer(kind)
+    made.chat_template = text
+    encoder = RowEncoder(encode_spec(config(Path("/tmp"), "x").data, made, "sft"))
+    rendered = encoder.render(row)
+    return rendered, [part.tolist() for part in next(iter(encoder.tokenize([rendered])))]
+
+
+@pytest.mark.parametrize("dialect", SAME)
+@pytest.mark.parametrize(("kind", "name"), [*PUBLISHED, *(("qwen", name) for name in OWN)], ids=lambda v: v)
+def test_every_dialect_gives_the_same_tokens(kind: str, name: str, dialect: str) -> None:
+    text = source(OWN[name]) if name in OWN else template(name)
+    wanted, tokens = encoded(kind, text, SAME["null and object"])
+    rendered, made = encoded(kind, text, SAME[dialect])
+    assert rendered.text == wanted.text and made == tokens
+    said = "".join(rendered.text[a:b] for a, b in rendered.spans)
+    assert all(word in said for word in ("lookup", "city", "Rome", "done"))
+    assert not any(wrong in said for wrong in ('\\"city', "'city'", "None", "sunny"))
+
+
+@pytest.mark.parametrize("content", [None, "", "absent"])
+@pytest.mark.parametrize("arguments", [ARGUMENTS, TEXT], ids=["object", "text"])
+@pytest.mark.parametrize(("kind", "name"), PUBLISHED[:8], ids=lambda v: v)
+def test_the_text_is_transformers_own(kind: str, name: str, arguments: Any, content: Any) -> None:
+    """Of the row, or where transformers raises or quotes twice, of a form of it that it renders."""
+    row = openai(content, arguments)
+    text = template(name)
+    made = tokenizer(kind, name)
+    texts = []
+    for form in (openai(empty, given) for empty in (content, "absent", "", None) for given in (ARGUMENTS, TEXT)):
+        try:
+            kept = {"tools": TOOLS, "chat_template": text, **made.special_tokens_map}
+            texts.append(render_jinja_template([form["messages"]], **kept)[0][0])
+        except (TemplateError, TypeError):
+            continue
+    good = [t for t in texts if '\\"city' not in t and "'city'" not in t and "Rome" in t and "None" not in t]
+    assert encoded(kind, text, row)[0].text in good[:2]
+
+
+def test_calls_without_ids_get_those_that_a_template_requires() -> None:
+    body = (
+        "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('id') }}"
+        "{% endif %}{{ c.id }} {{ c.function | tojson }}{% endfor %}{{ m.tool_call_id or '' }}"
+    )
+    row = turn("tool_call", CALL)
+    del row["messages"][2]["tool_call_id"]
+    rendered, _ = encoded("qwen", source(body), row)
+    ids = [line for line in rendered.text.split("<|im_start|>") if line.startswith("tool\n")]
+    assert ids[0].removeprefix("tool\nsunny")[:9] in rendered.text.partition("<|im_start|>tool")[0]
+    kimi = body[: body.index("{% if")] + "{{ c.id }} {{ c.function.arguments | tojson }}{% endfor %}"
+    assert "functions.lookup:0 {" in encoded("qwen", source(kimi), row)[0].text
+
+
+def test_arguments_that_are_no_json_stay_text() -> None:
+    rendered, _ = encoded("qwen", source(OWN["printed"]), openai("", "{city: Rome"))
+    assert "lookup {city: Rome<|im_end|>" in rendered.text
+    for arguments in ("", None, {}):
+        assert "lookup {}<|im_end|>" in encoded("qwen", source(OWN["printed"]), openai("", arguments))[0].text
+
+
+def test_a_row_is_refused_where_transformers_raises_and_where_a_call_is_not_written() -> None:
+    with pytest.raises(RowError, match="rejects this conversation .no tools here"):
+        encoded(
+            "qwen", source("{% if m.tool_calls %}{{ raise_exception('no tools here') }}{% endif %}"), SAME["OpenAI"]
+        )
+    with pytest.raises(RowError, match="tool calls, which the chat template omits"):
+        encoded("qwen", source("{{ m.content or '' }}"), SAME["OpenAI"])
+
+
+def test_null_content_beside_reasoning() -> None:
+    row = {"messages": [ASK, {"role": "assistant", "content": None, "reasoning_content": "well"}]}
+    body = "{{ m.reasoning_content or '' }}{{ m.content }}"
+    rendered, _ = encoded("qwen", source(body), row)
+    assert [rendered.text[a:b] for a, b in rendered.spans] == ["well<|im_end|>"]
