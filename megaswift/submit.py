@@ -17,11 +17,12 @@ from contextlib import chdir
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from megaswift import log
 from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, job_name
 from megaswift.clusters.cluster_options import KUBERNETES, RAY, SSH
-from megaswift.clusters.clusters_file import read_cluster, secret_fix
+from megaswift.clusters.clusters_file import SECRET_OPTIONS, read_cluster, secret_fix
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder, write_job_files, write_record
 from megaswift.clusters.node_setup_shell_lines import shell_words
 from megaswift.clusters.ray_jobs import KUBERAY
@@ -34,7 +35,7 @@ from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint
 from megaswift.launchers.nccl_preset import ONE_NODE
 from megaswift.parallel.layout import PROCESSES
-from megaswift.redaction import has_url_credentials, is_secret
+from megaswift.redaction import has_secret, is_secret, secret_lines
 
 USAGE = """\
 Checks a run, renders it as a job of a cluster and submits it with the cluster's own tool. clusters.yaml describes the
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     scheduler = scheduler_of(cluster.launcher)
     job, cfg = _job(given, rest, cluster, scheduler)
     problems = [*scheduler.problems(job), *_network_problems(job)]
-    problems += [*_secret_problems(job, given.file), *_url_credential_problems(job, given.file)]
+    problems += [*_secret_problems(job, given.file), *_secret_text_problems(job, given.file)]
     problems += _missing_variable_problems(job)
     if problems:
         raise ConfigError(problems)
@@ -168,18 +169,42 @@ def _secret_problems(job: Job, file: str) -> list[Problem]:
     return [Problem(f"--{name}", "is a secret, which would be written into the job's files", fix) for name in found]
 
 
-def _url_credential_problems(job: Job, file: str) -> list[Problem]:
-    """One problem that names all places; the URLs themselves are not printed."""
-    lines = enumerate(job.run_text.splitlines(), 1)
-    places = [f"{file}, line {number}" for number, line in lines if has_url_credentials(line)]
-    places += ["the command line"] * any(map(has_url_credentials, job.overrides))
-    options = {name: str(value) for name, value in job.cluster.options.items()}
-    places += [f"cluster {job.cluster.name}: {name}" for name, text in options.items() if has_url_credentials(text)]
+def _secret_text_problems(job: Job, file: str) -> list[Problem]:
+    """One problem that names all places with a secret in a URL, a header or a line of text; it is not printed."""
+    named = {f"{file}:{number}" for number in _lines_of_secret_options(file)}
+    places = [f"{file}, line {n}" for n in secret_lines(job.run_text) if f"{file}:{n}" not in named]
+    places += ["the command line"] * any(map(has_secret, job.overrides))
+    options = {name: value for name, value in job.cluster.options.items() if name not in SECRET_OPTIONS}
+    places += [
+        f"cluster {job.cluster.name}: {name}" for name, value in options.items() if any(map(has_secret, _texts(value)))
+    ]
     if not places:
         return []
-    rule = "would be written into the job's files: leave the user, password or token out of the URL"
+    rule = "would be written into the job's files: leave the user, password, token or key out"
     fix = _variable_fix(job)
-    return [Problem(f"credentials in a URL ({'; '.join(places)})", rule, fix)]
+    return [Problem(f"credentials in a URL or text ({'; '.join(places)})", rule, fix)]
+
+
+def _lines_of_secret_options(file: str) -> Iterator[int]:
+    """Of a YAML file, which `_secret_problems` names by their options."""
+    for given in read_config_file(file).givens:
+        found = re.match(r":(\d+) ", given.spelling.removeprefix(file))
+        if found and is_secret(given.name):
+            yield int(found[1])
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Texts in an option of a cluster; a variable of a pod (`name`, `value`) as an assignment."""
+    if isinstance(value, Mapping):
+        if {"name", "value"} <= {*value}:
+            yield f"{value['name']}={value['value']}"
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    else:
+        yield str(value)
 
 
 def _variable_fix(job: Job) -> str:

@@ -138,10 +138,61 @@ def test_credentials_in_urls_are_refused_in_one_message(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("git+ssh://git@host/a", False), ("https://host/a@b", False), ("http://h:80/x", False), ("HTTPS://tok@h", True)],
+    [
+        ("git+ssh://git@host/a", False),
+        ("https://host/a@b", False),
+        ("http://h:80/x", False),
+        ("HTTPS://tok@h", True),
+        ("https://h/d.jsonl?token=x", True),
+        ("https://h/?a=b&X-Amz-Signature=x", True),
+        ("https://h/?revision=main&max_tokens=5", False),
+    ],
 )
 def test_urls_with_and_without_credentials(text: str, found: bool) -> None:
     assert has_url_credentials(text) is found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--dataset", "https://h/d.jsonl?token=SECRETCANARY123456"),
+        ("--report_to", "mlflow", "--mlflow_tracking_uri", "https://h/?access_token=SECRETCANARY123456"),
+        ("--run_name", "hf_SECRETCANARY123456"),
+        ("--system", "Authorization: Bearer SECRETCANARY123456"),
+    ],
+)
+@pytest.mark.parametrize("place", ["line", "file"])
+def test_a_secret_in_any_option_is_refused(place: str, words: tuple[str, ...], folder: Path) -> None:
+    if place == "file":
+        names = [word.removeprefix("--") for word in words[::2]]
+        with (folder / "run.yaml").open("r") as file:
+            content = yaml.safe_load(file)
+        content |= dict(zip(names, words[1::2], strict=True))
+        (folder / "run.yaml").write_text(yaml.safe_dump(content))
+        words = ()
+    said = refused("run.yaml", "--cluster", "lab", *words)
+    assert "credentials in a URL or text" in said and "SECRETCANARY" not in said
+    assert ("run.yaml, line" if place == "file" else "the command line") in said
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"environment": {"MIRROR": "https://h/?token=SECRETCANARY123456"}},
+        {"environment": {"ARGS": "--api-key SECRETCANARY123456"}},
+        {"environment": {"NOTE": "hf_SECRETCANARY123456"}},
+        {"python": "/x?token=SECRETCANARY123456"},
+    ],
+)
+def test_a_secret_in_any_option_of_a_cluster_is_refused(options: dict[str, object], folder: Path) -> None:
+    (folder / "clusters.yaml").write_text(yaml.safe_dump({"clusters": {"c": {"launcher": "slurm", **options}}}))
+    said = refused("run.yaml", "--cluster", "c")
+    assert f"cluster c: {next(iter(options))}" in said and "SECRETCANARY" not in said
+
+
+def test_ordinary_options_hold_no_secret(folder: Path) -> None:
+    words = ["--system", "the password: ask your admin for the token", "--max_length", "64"]
+    assert submit(["run.yaml", "--cluster", "lab", "--dry_run", *words]) == 0
 
 
 @pytest.mark.parametrize("cluster", ["lab", "pods"])

@@ -10,24 +10,22 @@ from typing import Any
 
 import yaml
 
+from megaswift import log
 from megaswift.clusters.cluster_and_job import Cluster
-from megaswift.clusters.cluster_options import ENVIRONMENT_NAME, RAY, options_of_launcher
+from megaswift.clusters.cluster_options import CONTROL, ENVIRONMENT_NAME, RAY, options_of_launcher
 from megaswift.clusters.scheduler_table import SCHEDULERS
+from megaswift.config.bounded_yaml import TooManyValuesError, compose_yaml
 from megaswift.config.read_config_file_and_command_line import LARGEST_FILE
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line
-from megaswift.redaction import is_secret
+from megaswift.redaction import has_secret, is_secret
 
 FILE = "clusters.yaml"
 EXAMPLE = "clusters: {NAME: {launcher: slurm, partition: gpu}}"
 LOCAL = Cluster("local", "local")
-"""Known without a file."""
-NUMBERS = {
-    "tag:yaml.org,2002:int": r"^[-+]?(0|[1-9][0-9_]*)$",
-    "tag:yaml.org,2002:float": r"^[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$",
-}
-"""As people write them: in the base 10."""
+"""Known without a file, and never from one: submit takes this cluster where none is named, so an entry of a file in the
+working folder would run its `setup` unasked."""
 SECRET_OPTIONS = ("secrets", "secret_variables")
-LITERAL = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=[\"']?(?=[^\s\"'$`<;&|)/~.])")
+LITERAL = re.compile(r"(?<![\w$?&-])([A-Za-z_]\w*)=[\"']?(?=[^\s\"'$`<;&|)/~.])")
 """An assignment in a line of shell whose value is neither an expansion nor a path."""
 WRITTEN = "is a secret, which would be written into the job's files"
 
@@ -36,8 +34,7 @@ def clusters_file(given: str | None, environ: Mapping[str, str]) -> Path | None:
     """The file: `--clusters FILE`, else ./clusters.yaml, else the user's; None where there is none."""
     if given is not None:
         return Path(given).expanduser()
-    home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".config")
-    return next((p for p in (Path(FILE), home / "megaswift" / FILE) if p.is_file()), None)
+    return next((p for p in (Path(FILE), _own_file(environ)) if p.is_file()), None)
 
 
 def read_cluster(name: str, given: str | None, environ: Mapping[str, str] = os.environ) -> Cluster:
@@ -49,6 +46,7 @@ def read_cluster(name: str, given: str | None, environ: Mapping[str, str] = os.e
         fix = f"write ./{FILE} with {EXAMPLE}, or give --clusters FILE"
         raise ConfigError(Problem(f"--cluster {name}", f"there is no {FILE} here or in the configuration folder", fix))
     clusters = _read(file)
+    _say_what_is_hidden(name, file, given, clusters, environ)
     if name not in clusters:
         if name == LOCAL.name:
             return LOCAL
@@ -68,35 +66,66 @@ def read_cluster(name: str, given: str | None, environ: Mapping[str, str] = os.e
     return Cluster(name, launcher, options)
 
 
+def _say_what_is_hidden(
+    name: str, file: Path, given: str | None, clusters: Mapping[str, Any], environ: Mapping[str, str]
+) -> None:
+    """Warns where the file of the working folder has a cluster that the user's own file has, too."""
+    own = _own_file(environ)
+    if given is None and file != own and own.is_file() and name in clusters and name in _read(own):
+        log.warn(f"cluster {name} is that of ./{file}, not that of {own}: --clusters FILE chooses")
+
+
+def _own_file(environ: Mapping[str, str]) -> Path:
+    home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".config")
+    return home / "megaswift" / FILE
+
+
 def _read(file: Path) -> Mapping[Any, Any]:
     try:
-        if file.stat().st_size > LARGEST_FILE:
+        with file.open("rb") as stream:
+            text = stream.read(LARGEST_FILE + 1)
+        if len(text) > LARGEST_FILE:
             raise ConfigError(Problem(str(file), f"is larger than {LARGEST_FILE >> 20} MiB"))
-        content = _clusters_loader()(file.read_text(encoding="utf-8")).get_single_data()
+        loader, root = compose_yaml(text.decode("utf-8"))
+        _refuse_twins(file, root, set())
+        content = None if root is None else loader.construct_document(root)
     except OSError as error:
         raise ConfigError(Problem(str(file), f"cannot be read: {error.strerror}", "--clusters FILE")) from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except TooManyValuesError as error:
+        raise ConfigError(Problem(str(file), str(error))) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(Problem(str(file), f"is not YAML: {first_line(error)}")) from None
     clusters = content.get("clusters") if isinstance(content, Mapping) else None
     if not isinstance(clusters, Mapping):
         raise ConfigError(Problem(str(file), "has no mapping `clusters`", EXAMPLE))
+    names = [str(name) for name in clusters]
+    for name in names:
+        if CONTROL.search(name):
+            raise ConfigError(Problem(str(file), "has a cluster whose name is not text on one line", EXAMPLE))
+    if LOCAL.name in names:
+        rule = "is this machine as it is, and has no entry"
+        raise ConfigError(Problem(f"{file}: {LOCAL.name}", rule, "another name: workstation: {launcher: local, ...}"))
     return {str(name): entry for name, entry in clusters.items()}
 
 
-def _clusters_loader() -> type[Any]:
-    """Reads 24:00:00 as text: YAML 1.1 has numbers to the base 60, so that a time limit would be 86400."""
-
-    class WithoutBase60(yaml.SafeLoader):
-        pass
-
-    first = {
-        letter: [(tag, pattern) for tag, pattern in rows if tag not in NUMBERS]
-        for letter, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    WithoutBase60.yaml_implicit_resolvers = first
-    for tag, pattern in NUMBERS.items():
-        WithoutBase60.add_implicit_resolver(tag, re.compile(pattern), list("-+.0123456789"))
-    return WithoutBase60
+def _refuse_twins(file: Path, node: Any, seen: set[int]) -> None:
+    """ConfigError for a key that a mapping has twice, of which YAML's reader would take the last."""
+    if not isinstance(node, (yaml.MappingNode, yaml.SequenceNode)) or id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _refuse_twins(file, child, seen)
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in lines:
+                rule = f"has a key of line {lines[key.value]} again"
+                raise ConfigError(Problem(f"{file}, line {line}", rule, "remove or rename one of the two"))
+            lines[key.value] = line
+        _refuse_twins(file, value, seen)
 
 
 def _closest(given: str) -> str:
@@ -137,9 +166,13 @@ def _environment_problems(where: str, launcher: str, options: Mapping[str, Any])
 
 def _setup_problems(where: str, launcher: str, options: Mapping[str, Any]) -> Iterator[Problem]:
     setup = options.get("setup")
-    for line in setup if isinstance(setup, list) else ():
-        for variable in (found[1] for found in LITERAL.finditer(str(line)) if is_secret(found[1])):
+    for number, line in enumerate(setup if isinstance(setup, list) else (), 1):
+        variables = [found[1] for found in LITERAL.finditer(str(line)) if is_secret(found[1])]
+        for variable in variables:
             yield Problem(f"{where}: setup: {variable}", WRITTEN, secret_fix(launcher, options, variable))
+        if not variables and has_secret(str(line)):
+            fix = f"a variable in its place, such as $HF_TOKEN, and {secret_fix(launcher, options)}"
+            yield Problem(f"{where}: setup, line {number}", WRITTEN, fix)
 
 
 def secret_fix(launcher: str, options: Mapping[str, Any], variable: str = "NAME") -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from megaswift.data.coordinate_token_cache_build import build_once, is_cache_builder_process, wait_for_build
 from megaswift.errors import DataError, Problem, first_line
 from megaswift.log import info
-from megaswift.redaction import MASK, URL_CREDENTIALS, has_url_credentials, is_secret, redact_problems
+from megaswift.redaction import has_url_credentials, is_secret, redact_problems, redacted_urls
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*://.+?)(:[^:/#]+)?(#:?\d+)?", re.IGNORECASE)
 """Address, subset and rows of an entry."""
@@ -35,9 +35,9 @@ def is_remote_dataset(entry: str) -> bool:
 def check_remote_dataset(entry: str, flag: str) -> None:
     """DataError for an address that holds credentials, which configuration files and messages would show."""
     if has_url_credentials(entry):
-        scheme = entry.partition("://")[0]
-        shown = URL_CREDENTIALS.sub(f"{scheme}://{MASK}@", entry)
-        raise DataError(Problem(f"{flag} {shown}", "the address holds a password or a token", CREDENTIALS))
+        raise DataError(
+            Problem(f"{flag} {redacted_urls(entry)}", "the address holds a password or a token", CREDENTIALS)
+        )
 
 
 def with_local_copy(entry: str, cache: Path, flag: str) -> str:

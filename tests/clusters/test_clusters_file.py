@@ -112,6 +112,93 @@ def test_setup_may_read_a_secret(line: str, tmp_path: Path) -> None:
     assert read_cluster("lab", write(tmp_path, lab={"launcher": "dlc", "setup": [line]})).get("setup") == [line]
 
 
+SECRET_LINES = (
+    "huggingface-cli login --token SECRET123",
+    "huggingface-cli login --token=SECRET123",
+    "hf login -t SECRET123",
+    "curl -H 'Authorization: Bearer SECRET123' http://x",
+    "curl -H 'Authorization: Basic SECRET123' http://x",
+    "wget 'https://h/x?access_token=SECRET123'",
+    "echo 'machine h login me password SECRET123' > ~/.netrc",
+    "git clone https://me:SECRET123@h/x",
+    "curl -H 'x-api-key: SECRET123' x",
+)
+
+
+@pytest.mark.parametrize("line", SECRET_LINES)
+def test_a_secret_in_setup_is_refused_and_not_shown(line: str, tmp_path: Path) -> None:
+    refused = said(tmp_path, lab={"launcher": "slurm", "setup": ["module load cuda", line]})
+    assert "setup, line 2: is a secret" in refused and "SECRET123" not in refused
+
+
+BOMB = "x: &a0 [k]\n" + "".join(f"x{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+MERGES = "x: &a0 {k: v}\n" + "".join(f"x{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{BOMB}clusters: {{lab: {{launcher: kubernetes, image: i, tolerations: [{{key: *a39}}]}}}}\n",
+        f"{MERGES}clusters: {{lab: {{launcher: slurm}}}}\n",
+        "clusters: {lab: {launcher: slurm, setup: [" + "a," * 30_000 + "]}}\n",
+        "clusters: &a {lab: *a}\n",
+    ],
+    ids=["aliases", "merges", "long", "itself"],
+)
+def test_a_file_that_would_never_end_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="contains more than 20,000 values|is not YAML"):
+        read_cluster("lab", str(tmp_path / "c.yaml"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "clusters:\n  lab: {launcher: slurm}\n  lab: {launcher: local}\n",
+        "clusters: {lab: {launcher: slurm}, lab: {launcher: local}}\n",
+        "clusters: {lab: {launcher: slurm, account: a, account: b}}\n",
+        "clusters: {lab: {launcher: slurm, environment: {A: 1, A: 2}}}\n",
+        "clusters: {1: {launcher: slurm}, '1': {launcher: slurm}}\n",
+        "clusters: {}\nclusters: {lab: {launcher: slurm}}\n",
+    ],
+)
+def test_twins_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"c\.yaml, line \d: has a key of line \d again"):
+        read_cluster("lab", str(tmp_path / "c.yaml"))
+
+
+def test_one_value_may_serve_several_clusters(tmp_path: Path) -> None:
+    text = "base: &b {launcher: slurm, partition: gpu}\nclusters: {a: *b, lab: {<<: *b, partition: cpu}}\n"
+    (tmp_path / "c.yaml").write_text(text)
+    assert read_cluster("lab", str(tmp_path / "c.yaml")).get("partition") == "cpu"
+    assert read_cluster("a", str(tmp_path / "c.yaml")).get("partition") == "gpu"
+
+
+def test_local_is_never_a_file_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """submit takes it where no cluster is named: in a stranger's checkout its setup would run unasked."""
+    entry = {"launcher": "local", "setup": ["touch canary"]}
+    assert "local: is this machine as it is" in said(tmp_path, "local", local=entry, lab={"launcher": "slurm"})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="local: is this machine"):
+        read_cluster("local", None, {"HOME": str(tmp_path / "home")})
+
+
+def test_a_cluster_that_hides_the_user_s_own_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "home/.config/megaswift"
+    own.mkdir(parents=True)
+    write(own, lab={"launcher": "slurm"}, mine={"launcher": "slurm"})
+    write(tmp_path, lab={"launcher": "ssh", "hosts": ["a"]}, other={"launcher": "slurm"})
+    monkeypatch.chdir(tmp_path)
+    environ = {"HOME": str(tmp_path / "home")}
+    assert read_cluster("other", None, environ).launcher == "slurm" and not capsys.readouterr().err
+    assert read_cluster("lab", None, environ).launcher == "ssh"
+    assert "cluster lab is that of ./clusters.yaml, not that of" in capsys.readouterr().err
+    assert read_cluster("lab", "clusters.yaml", environ).launcher == "ssh" and not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "text"), [("clusters: [", "is not YAML"), ("a: 1", "has no mapping"), (None, "cannot be read")]
 )
