@@ -13,9 +13,14 @@ import torch
 
 from megaswift import log
 from megaswift.errors import Problem, WeightsError, first_line
-from megaswift.families.adapter_folder import adapter_folder_tensor_shapes, base_model_name_or_empty
+from megaswift.families.adapter_folder import (
+    adapter_folder_tensor_shapes,
+    base_model_name_or_empty,
+    resized_vocabulary_problem,
+)
 
 LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+WHOLE = re.compile(r"base_model\.model\.(?P<module>.+?)(\.base_layer)?\.weight")
 LAYER = re.compile(r"(?:.*\.)?layers\.(?P<number>\d+)\.")
 NAMED = 12
 
@@ -25,6 +30,10 @@ def check_adapter_sizes(skeleton: Any, folder: Path, model: str) -> None:
     modules = dict(skeleton.named_modules())
     depth = getattr(skeleton.config.get_text_config(), "num_hidden_layers", None)
     for name, shape in adapter_folder_tensor_shapes(folder).items():
+        stored = WHOLE.fullmatch(name)
+        whole = modules.get(stored["module"]) if stored is not None else None
+        if whole is not None and _is_embedding(skeleton, whole) and shape[0] != whole.weight.shape[0]:
+            raise WeightsError(resized_vocabulary_problem(f"--adapters {folder}", shape[0], whole.weight.shape[0]))
         match = LORA.fullmatch(name)
         if match is None:
             continue
@@ -43,6 +52,10 @@ def check_adapter_sizes(skeleton: Any, folder: Path, model: str) -> None:
             raise WeightsError(
                 Problem(f"--adapters {folder}", rule, f"use --model {base or 'BASE'}, or adapters of {model}")
             )
+
+
+def _is_embedding(model: Any, module: torch.nn.Module) -> bool:
+    return module is model.get_input_embeddings() or module is model.get_output_embeddings()
 
 
 def load_whole_adapter(model: Any, folder: Path, **how: Any) -> Any:

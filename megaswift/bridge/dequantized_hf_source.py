@@ -20,6 +20,7 @@ from torch import Tensor
 from megaswift.bridge.file_tensor import empty_releasable_tensor
 from megaswift.bridge.hf_safetensors_source import HfSource, Slices, Span, WeightSource, slice_bounds_per_dim
 from megaswift.bridge.read_safetensors_header import DTYPE_NAMES
+from megaswift.bridge.stored_names import canonical_names
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import read_config_json
 from megaswift.families.quantization_schemes import FIELD, Fp8Scheme, Scheme, scheme_of, unreadable_quantization_problem
@@ -293,7 +294,9 @@ def open_hf_weights(directory: Path | str) -> WeightSource:
     config = read_config_json(folder) if (folder / "config.json").exists() else {}
     if problem := unreadable_quantization_problem(config):
         raise WeightsError(Problem(f"{folder / 'config.json'}, {FIELD}", *problem))
-    scheme, stored = scheme_of(config), HfSource(folder)
+    scheme = scheme_of(config)
+    stored = HfSource(folder)
+    stored.rename(canonical_names(stored.names(), config))
     if scheme is None:
         return stored
     name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")

@@ -7,7 +7,7 @@ needs is `weight_plan`'s.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -185,6 +185,11 @@ class HfSource:
                 problems.append(Problem(what, f"is not listed in {INDEX}"))
             self._stored.setdefault(tensor, stored)
             self._file_of.setdefault(tensor, path)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call tensors by other names than the files do; `names`: stored name -> name."""
+        self._stored = {names.get(name, name): stored for name, stored in self._stored.items()}
+        self._file_of = {names.get(name, name): path for name, path in self._file_of.items()}
 
     def names(self) -> list[str]:
         """All tensors."""

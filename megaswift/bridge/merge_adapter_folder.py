@@ -24,6 +24,7 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.bridge.resumable_hf_folder_writer import HfFolderPlan
 from megaswift.bridge.streaming_folder_job import file_change_stamps, split_region_into_blocks
+from megaswift.bridge.untied_head import UntiedSource, untied_spec
 from megaswift.errors import Problem, WeightsError, missing_path_hint
 from megaswift.families import family_of, load_spec
 from megaswift.families.adapter_folder import is_reward_model_adapter
@@ -100,23 +101,22 @@ def merge_adapter_folder_into_base(
             raise WeightsError(Problem(str(base), "does not exist", missing_path_hint(base)))
         raise WeightsError(Problem(str(base), "has no config.json", "give the folder of the base model"))
     if merge_by_peft.streaming_merge_unsupported(home, adapter):
-        if checkpoint is not None:
-            raise WeightsError(
-                Problem(
-                    str(base),
-                    "is a checkpoint, but PEFT can merge these adapters only into a Hugging Face folder",
-                    f"run megaswift convert megatron-to-hf {base} DIR, then merge into DIR",
-                )
-            )
-        return merge_by_peft.merge_with_peft(base, adapter, target, max_shard_bytes, overwrite)
+        return _merged_by_peft(base, adapter, target, max_shard_bytes, overwrite, checkpoint is not None)
     scored, spec = is_reward_model_adapter(adapter), load_spec(home)
     spec = with_scalar_head(spec) if scored else spec
     weights = WeightPlan(family_of(spec.hf_config), spec)
     source = open_weights(base)
     if scored and NEW not in source.names():
         source = NewScalarHeadSource(source, torch.zeros(weights.hf_shapes[NEW], dtype=getattr(torch, spec.dtype)))
-    ignored = weights.check(source)
     folder = PeftFolder(adapter)
+    if folder.unsupported_modules(weights):
+        return _merged_by_peft(base, adapter, target, max_shard_bytes, overwrite, checkpoint is not None)
+    ignored = weights.check(source)
+    if spec.tied and folder.separates_tied_embeddings():
+        spec = untied_spec(spec)
+        weights = WeightPlan(weights.family, spec)
+        source = UntiedSource(source)
+        ignored = []
     plan = folder.plan(weights)
     if scored and NEW not in plan.saved:
         raise WeightsError(
@@ -137,3 +137,18 @@ def merge_adapter_folder_into_base(
     return resumable_hf_folder_writer.write_hf_folder_resumably(
         output, functools.partial(merged_tensor_blocks, source, plan=plan, tensors=tensors), made_from
     )
+
+
+def _merged_by_peft(
+    base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwrite: bool, checkpoint: bool
+) -> Path:
+    """The same by PEFT; `checkpoint`: whether the base is one, of which PEFT builds no model."""
+    if checkpoint:
+        raise WeightsError(
+            Problem(
+                str(base),
+                "is a checkpoint, but PEFT can merge these adapters only into a Hugging Face folder",
+                f"run megaswift convert megatron-to-hf {base} DIR, then merge into DIR",
+            )
+        )
+    return merge_by_peft.merge_with_peft(base, adapter, target, max_shard_bytes, overwrite)

@@ -6,20 +6,23 @@ tensor is rounded once, to the dtype that it had.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megaswift.bridge.adapter_folder_fits_model import load_whole_adapter
+from megaswift.bridge.adapter_folder_fits_model import check_adapter_sizes, load_whole_adapter
 from megaswift.bridge.check_finite_weights import all_values_finite, warn_non_finite_written
 from megaswift.bridge.new_scalar_head import NEW
 from megaswift.bridge.peft_config_from_options import train_type_for_peft_type
 from megaswift.bridge.transformers_loading_report import LOADING_INFO, check_all_weights_loaded
+from megaswift.bridge.untied_head import untie_adapted_modules, untied_config
 from megaswift.bridge.write_transformers_model_folder import (
     persistent_buffers,
     tensors_by_disk_name,
+    tied_tensors,
     write_transformers_folder,
 )
 from megaswift.data.load_tokenizer import load_tokenizer, score_padding_token
@@ -50,18 +53,20 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
             Problem(str(base), f"has quantized weights ({quantized}); adapters cannot be merged into them", PLAIN)
         )
     try:
-        merged = _merged(base, adapter)
+        merged, tied = _merged(base, adapter)
     except UserError:
         raise
     except REFUSALS as error:
         raise WeightsError(Problem(f"{adapter} on {base}", f"PEFT cannot merge it: {first_line(error)}")) from None
-    tensors = {**dict(merged.named_parameters()), **persistent_buffers(merged)}
+    tensors = {**dict(merged.named_parameters(remove_duplicate=False)), **persistent_buffers(merged)}
+    config: dict[str, Any] | None = None
+    if is_reward_model_adapter(adapter):
+        config = config_with_tokenizer_pad_token_id(config_with_scalar_head(read_config_json(base)), base)
+    if all(torch.equal(tensors[name], tensors[first]) for name, first in tied.items()):
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
+    else:
+        config = untied_config(config or read_config_json(base))
     stored = tensors_by_disk_name(merged, {n: t.detach() for n, t in tensors.items()})
-    config = (
-        config_with_tokenizer_pad_token_id(config_with_scalar_head(read_config_json(base)), base)
-        if is_reward_model_adapter(adapter)
-        else None
-    )
     write_transformers_folder(target, stored, base, max_shard_bytes, overwrite, config)
     warn_non_finite_written(target, [name for name, tensor in stored.items() if not all_values_finite(tensor)])
     return target
@@ -74,7 +79,8 @@ def config_with_tokenizer_pad_token_id(config: Mapping[str, Any], home: Path) ->
     return with_pad_token_id(config, score_padding_token(tokenizer, config))
 
 
-def _merged(base: Path, adapter: Path) -> Any:
+def _merged(base: Path, adapter: Path) -> tuple[Any, dict[str, str]]:
+    """The model, and which of its tensors were one with another before: adapters on one of the two part them."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -85,4 +91,11 @@ def _merged(base: Path, adapter: Path) -> Any:
     )
     model, loading_info = auto.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **how, **LOADING_INFO)
     check_all_weights_loaded(str(base), loading_info, new=(NEW,) if how else ())
-    return load_whole_adapter(model, adapter).merge_and_unload()
+    check_adapter_sizes(model, adapter, str(base))
+    tied = tied_tensors(model)
+    with warnings.catch_warnings():
+        # PEFT would merge an adapter on one of two tied modules into both, and warns of it.
+        warnings.filterwarnings("ignore", "Model with .tie_word_embeddings=True.")
+        adapted = load_whole_adapter(model, adapter)
+        untie_adapted_modules(adapted)
+        return adapted.merge_and_unload(), tied

@@ -8,6 +8,7 @@ The stacked form that PEFT writes for transformers' fused experts is taken apart
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -37,9 +38,17 @@ from megaswift.bridge.peft_expert_stacks import (
     per_expert_lora_readers,
     target_parameter_of_expert_module,
 )
+from megaswift.bridge.peft_targets import targeted_modules
 from megaswift.bridge.read_safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_safetensors_header
+from megaswift.bridge.stored_names import EMBEDDING, OUTPUT
 from megaswift.errors import CheckpointError, Problem, WeightsError
-from megaswift.families.adapter_folder import CLASSIFIER_TASK, CONFIG, LANGUAGE_TASK, TENSORS
+from megaswift.families.adapter_folder import (
+    CLASSIFIER_TASK,
+    CONFIG,
+    LANGUAGE_TASK,
+    TENSORS,
+    resized_vocabulary_problem,
+)
 from megaswift.families.adapter_target_modules import (
     WEIGHT,
     Projection,
@@ -65,6 +74,12 @@ REFUSED: Mapping[str, str] = {
     "monteclora_config": "is MonteCLoRA",
 }
 """Fields that change what is computed, where they are set, and what they mean."""
+ADAPTER_TENSOR = re.compile(
+    r"(?P<module>.+?)(\.base_layer)*\.(lora_[AB]\.weight|lora_embedding_[AB]|base_layer\.weight)"
+)
+"""Names of tensors of an adapter, without PEFT's prefix."""
+MERGE_FIRST = "merge it into the model first (megaswift convert merge-lora BASE ADAPTER MERGED), then use the result"
+WHOLE = "use the folder as PEFT wrote it, or take the module out of the targets"
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations that change the base model's weights: PEFT saves such adapters against the changed base unless it
 converts them."""
@@ -114,22 +129,83 @@ class PeftFolder:
             rank, alpha, bool(c.get("use_rslora")), dropout, bool(c.get("use_dora")), alphas=alphas
         )
 
-    def plan(self, weights: WeightPlan) -> AdapterPlan:
-        """The adapters of the folder on this model; a WeightsError names every tensor that does not fit it."""
+    def trains(self, tensor: str) -> bool:
+        """Whether `modules_to_save` names the module of a tensor: PEFT compares the ends of names. Other whole tensors
+        are embeddings that were saved as they were."""
+        module = tensor.removesuffix(WEIGHT)
+        return any(module.endswith(name) for name in self.config.get("modules_to_save") or ())
+
+    def separates_tied_embeddings(self) -> bool:
+        """Whether it makes the input and output embeddings of a tied model different: PEFT trains a copy of the one
+        that `modules_to_save` names, unless `ensure_weight_tying` stores both alike."""
+        stored = [name for name in (EMBEDDING, OUTPUT) if name in self._stored]
+        if len(stored) == 2 and torch.equal(self._read(EMBEDDING), self._read(OUTPUT)):
+            return False
+        return any(map(self.trains, stored))
+
+    def unsupported_modules(self, weights: WeightPlan) -> list[str]:
+        """Modules of this model with adapters that are not supported: the embedding, the output layer, routers."""
+        known = {p.module for p in projections(weights.family, weights.spec)}
+        modules = dict.fromkeys(match["module"] for name in self._stored if (match := ADAPTER_TENSOR.match(name)))
+        own = {*weights.hf_shapes, OUTPUT}
+        return [
+            module
+            for module in modules
+            if module not in known and {module + WEIGHT, module.replace(".mlp.", ".block_sparse_moe.") + WEIGHT} & own
+        ]
+
+    def _unsupported_problems(self, weights: WeightPlan, training: bool) -> Iterator[Problem]:
+        """What this model, or training, has no place for although PEFT has."""
+        spec = weights.spec
+        for module in self.unsupported_modules(weights):
+            rule = f"has an adapter on {module}; adapters are supported in attention, MLPs and experts only"
+            yield Problem(str(self.directory), rule, MERGE_FIRST)
+        stored = [name for name in self._stored if name in (*weights.hf_shapes, OUTPUT)]
+        for name in (EMBEDDING, OUTPUT) if spec.tied else ():
+            if name in self._stored and (training or self.separates_tied_embeddings()):
+                rule = "is of tied embeddings, of which PEFT trains a copy: the model would be tied no longer"
+                yield Problem(f"{self.directory}, tensor {name}", rule, MERGE_FIRST)
+        for name in stored if training else ():
+            if not self.trains(name) and not spec.tied:
+                rule = "is stored without being trained (it is in no modules_to_save)"
+                yield Problem(f"{self.directory}, tensor {name}", rule, MERGE_FIRST)
+
+    def plan(self, weights: WeightPlan, training: bool = False) -> AdapterPlan:
+        """The adapters of the folder on this model; a WeightsError names every tensor that does not fit it.
+
+        Args:
+            weights: The model's.
+            training: Whether they go on training: whole tensors train then too.
+        """
         by_module = {p.module: p for p in projections(weights.family, weights.spec)}
         tensors = self._tensors(by_module)
-        chosen, ranks, saved, problems = [], {}, [], []
+        chosen: list[Projection] = []
+        ranks: dict[str, int] = {}
+        saved: list[str] = []
+        problems = list(self._unsupported_problems(weights, training))
+        unsupported = self.unsupported_modules(weights)
+        stored = {name.rsplit(".lora_", 1)[0] for name in tensors} & by_module.keys()
+        expected = set(targeted_modules(self.config, by_module, stored))
+        missing: list[Problem] = []
         for module, projection in by_module.items():
             halves = [f"{module}.lora_{half}.weight" for half in HALVES] + [module + MAGNITUDE] * self.settings.dora
             if not any(name in tensors for name in halves):
+                if module in expected:
+                    rule = "is missing: adapter_config.json names the module in target_modules or target_parameters"
+                    missing.append(Problem(f"{self.directory}, tensor {halves[0]}", rule, WHOLE))
                 continue
             chosen.append(projection)
             shapes = [tuple(tensors.pop(name)().shape) if name in tensors else None for name in halves]
             ranks[module] = shapes[0][0] if shapes[0] else 0
             out, width = projection.shape
-            expected = [(ranks[module], width), (out, ranks[module]), (out,)][: len(halves)]
-            problems += [self._wrong(name, s, w) for name, s, w in zip(halves, shapes, expected, strict=True) if s != w]
+            needed = [(ranks[module], width), (out, ranks[module]), (out,)][: len(halves)]
+            problems += [self._wrong(name, s, w) for name, s, w in zip(halves, shapes, needed, strict=True) if s != w]
+        if weights.spec.tied and OUTPUT in tensors:
+            head = tensors.pop(OUTPUT)
+            tensors.setdefault(EMBEDDING, head)
         for name, read in tensors.items():
+            if any(name.startswith(module + ".") for module in unsupported):
+                continue
             if name not in weights.hf_shapes:
                 what = f"{self.directory}, tensor {name}"
                 problems.append(
@@ -144,11 +220,13 @@ class PeftFolder:
             saved.append(name)
         problems += partial_fused_modules_to_save_problems(weights.family, weights.spec, saved)
         problems += dora_problems(chosen, f"{self.directory / CONFIG}, use_dora") if self.settings.dora else []
-        if problems:
-            raise WeightsError(problems[:SHOWN])
+        if problems or missing:
+            raise WeightsError([*problems, *missing][:SHOWN])
         return AdapterPlan(weights, chosen, self._with_ranks(ranks), saved)
 
     def _wrong(self, name: str, shape: tuple[int, ...] | None, expected: tuple[int, ...]) -> Problem:
+        if name in (EMBEDDING, OUTPUT) and shape is not None and shape[1:] == expected[1:]:
+            return resized_vocabulary_problem(str(self.directory), shape[0], expected[0])
         rule = "is missing" if shape is None else f"has shape {list(shape)}, this model needs {list(expected)}"
         return Problem(f"{self.directory}, tensor {name}", rule)
 
@@ -190,7 +268,10 @@ class PeftFolder:
     def read(self, plan: AdapterPlan) -> Mapping[str, Tensor]:
         """All tensors of the plan by name, and of the modules that are saved whole; each is read when it is needed
         for."""
-        return LazyTensors(self._tensors({a.module: a.projection for a in plan.adapters}))
+        tensors = self._tensors({a.module: a.projection for a in plan.adapters})
+        if EMBEDDING in plan.saved and EMBEDDING not in tensors:  # of a tied model, saved under its other name
+            tensors[EMBEDDING] = tensors[OUTPUT]
+        return LazyTensors(tensors)
 
 
 class LazyTensors(Mapping[str, Tensor]):

@@ -31,8 +31,14 @@ def tensors_by_disk_name(model: nn.Module, state: Mapping[str, Tensor]) -> dict[
 
 def tied_tensor_names(model: nn.Module) -> set[str]:
     """Names under which a tensor appears a second time."""
+    return set(tied_tensors(model))
+
+
+def tied_tensors(model: nn.Module) -> dict[str, str]:
+    """The same, each with the first name of its tensor."""
     names: dict[int, str] = {}
-    return {name for name, p in model.named_parameters(remove_duplicate=False) if names.setdefault(id(p), name) != name}
+    first = {name: names.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {name: own for name, own in first.items() if name != own}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

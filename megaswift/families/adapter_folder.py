@@ -50,6 +50,12 @@ def adapter_folder_tensor_shapes(adapter: Path) -> Mapping[str, tuple[int, ...]]
         return {}
 
 
+def resized_vocabulary_problem(what: str, theirs: int, ours: int) -> Problem:
+    """Adapters that were trained on the model with another vocabulary."""
+    rule = f"stores an embedding of {theirs} rows, the model has {ours}: its vocabulary was resized before training"
+    return Problem(what, rule, "give the resized model: resize_token_embeddings and save_pretrained in transformers")
+
+
 def adapter_given_as_model_problem(what: str, adapter: Path) -> Problem:
     """What is wrong with a folder given as a model that has nothing but these adapters."""
     base = base_model_name_or_empty(adapter) or "BASE"

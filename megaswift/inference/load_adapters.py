@@ -15,6 +15,7 @@ import torch
 
 from megaswift.bridge import check_finite_weights
 from megaswift.bridge.adapter_folder_fits_model import check_adapter_is_whole, check_adapter_sizes
+from megaswift.bridge.untied_head import untie_adapted_modules
 from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import Problem, WeightsError
 from megaswift.inference import device_placement
@@ -72,7 +73,10 @@ def model_with_adapters(model: Any, options: ModelLoadingOptions, placed: Device
         _onto_devices(adapted, (folder, name), device_placement.execution_device(placed))
         added = ((n, p) for n, p in adapted.named_parameters() if _of_adapter(n, name))
         check_finite_weights.check_weights_finite(added, f"--adapters {folder}")
-    return adapted.merge_and_unload() if options.merge_adapters else adapted
+    if not options.merge_adapters:
+        return adapted
+    untie_adapted_modules(adapted)
+    return adapted.merge_and_unload()
 
 
 @contextmanager

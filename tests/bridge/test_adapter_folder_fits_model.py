@@ -76,6 +76,20 @@ def test_adapters_of_another_model(sizes: dict[str, int], words: str, tmp_path: 
         check_adapter_sizes(skeleton, tmp_path, "m")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["head", "embedding"])
+def test_a_resized_vocabulary_is_told(kind: str, tmp_path: Path) -> None:
+    grown = base()
+    grown.resize_token_embeddings(11)
+    made: Any = peft.get_peft_model(grown, KINDS[kind])
+    made.save_pretrained(str(tmp_path))
+    with torch.device("meta"):
+        skeleton = base()
+    said = r"stores an embedding of 11 rows, the model has 8: its vocabulary was resized before training"
+    with pytest.raises(WeightsError, match=said):
+        check_adapter_sizes(skeleton, tmp_path, "m")
+
+
 def test_sizes_of_other_kinds_are_pefts_words(tmp_path: Path) -> None:
     """The first size, not the title of torch's list."""
     made: Any = peft.get_peft_model(base(), KINDS["boft"])

@@ -3,16 +3,19 @@ reference."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import peft
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
 from megaswift.inference.load_adapters import selectable_adapters
 from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor, load_model_and_prompt_device
+from tests.bridge.test_merge_adapter_folder import EMBEDDINGS
 from tests.inference.models import PROMPTS, adapters, plain
 
 pytestmark = pytest.mark.wide
@@ -56,3 +59,25 @@ def test_with_names_a_request_selects_one(model: Path, two: tuple[str, str]) -> 
     both = generator(model, (f"a={two[0]}", f"b.2={two[1]}"))
     for name, folders in (("b.2", two[1:]), ("", ()), ("a", two[:1]), ("b.2", two[1:])):
         assert answers(both, name) == merged(model, *folders), name
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("what", EMBEDDINGS)
+def test_trained_embeddings_of_a_tied_model(what: str, merge: bool, model: Path, tmp_path: Path) -> None:
+    """PEFT's logits, beside the weights and in them."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(model, base, ignore=shutil.ignore_patterns("adapter-*"))
+    tied = AutoModelForCausalLM.from_pretrained(base, tie_word_embeddings=True)
+    tied.save_pretrained(base)
+    adapted = peft.get_peft_model(tied, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **EMBEDDINGS[what]))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    adapted.save_pretrained(adapter)
+    ids = torch.arange(4, 40)[None]
+    with torch.no_grad():
+        want = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)(ids).logits
+        found = generator(base, (str(adapter),), merge).model(ids).logits
+        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(base)(ids).logits, want, atol=1e-2)
+    assert torch.allclose(found, want, atol=1e-4)

@@ -43,7 +43,7 @@ def adapter_plan_from_lora_config(cfg: LoraConfig, weights: WeightPlan) -> Adapt
     """The adapters that the options ask for, or those of the folder to go on from; only dropout is still the run's
     then."""
     if cfg.adapters is not None:
-        plan = PeftFolder(cfg.adapters).plan(weights)
+        plan = PeftFolder(cfg.adapters).plan(weights, training=True)
         if weights.spec.scored and NEW not in plan.saved:
             raise WeightsError(
                 Problem(
