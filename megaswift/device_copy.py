@@ -24,6 +24,43 @@ def pin_where_copied(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.pin_memory()
 
 
+CHUNK = 1 << 26
+"""Bytes of a host buffer. Pinned memory is rounded up to a power of two, so one buffer for each tensor would take up to
+twice its size."""
+
+
+def allocate_host_memory(size: int) -> Tensor:
+    """`size` bytes of host memory, pinned where a GPU copies from and to it."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+
+
+class HostBuffers:
+    """Host memory that is kept from one use to the next: pinning it takes longer than the copies."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Tensor] = []
+        self._used = 0
+
+    def store(self, data: Tensor) -> list[Tensor]:
+        """A copy of these bytes, in pieces; complete once the device is synchronized."""
+        pieces: list[Tensor] = []
+        done = 0
+        while done < len(data):
+            number, start = divmod(self._used, CHUNK)
+            if number == len(self._chunks):
+                self._chunks.append(allocate_host_memory(CHUNK))
+            count = min(CHUNK - start, len(data) - done)
+            pieces.append(self._chunks[number][start : start + count])
+            pieces[-1].copy_(data[done : done + count], non_blocking=True)
+            done += count
+            self._used += count
+        return pieces
+
+    def clear(self) -> None:
+        """What was stored is no longer needed."""
+        self._used = 0
+
+
 class HostCopy:
     """Numbers [n] of a device on their way to the host, which waits for them in `wait`, but not for what the device is
     given to do after this copy."""

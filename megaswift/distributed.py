@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from megaswift.errors import CheckpointError, Problem, UserError, storage_error
 
 K = TypeVar("K")
 T = TypeVar("T")
+LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 _WAIT_NUMBERS = itertools.count()
 """Names of the keys in the store. Every rank waits equally often and in the same order."""
 
@@ -62,8 +64,19 @@ _cpu_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def start_cpu_group(timeout: datetime.timedelta) -> None:
-    """Makes the group for tensors in host memory, beside a default group that takes none. Collective."""
-    _cpu_groups[dist.group.WORLD] = dist.new_group(backend="gloo", timeout=timeout, group_desc="cpu")
+    """Makes the group for tensors in host memory, beside a default group that takes none. Collective.
+
+    Two ranks connect when they first have something for each other, not each with every other one at the start: among
+    1,024 ranks these would be 523,776 connections. A torch that does not know the variable ignores it.
+    """
+    asked = os.environ.get(LAZY_GLOO)
+    os.environ[LAZY_GLOO] = "1" if asked is None else asked
+    try:
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc="cpu")
+    finally:
+        if asked is None:
+            del os.environ[LAZY_GLOO]
+    _cpu_groups[dist.group.WORLD] = group
 
 
 def cpu_group() -> Any:

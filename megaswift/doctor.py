@@ -37,6 +37,7 @@ from megaswift.diagnosis.storage import storage_findings
 from megaswift.diagnosis.torch_build import torch_findings
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers.local_address_and_interface import addresses_of_interfaces
+from megaswift.rollout.installed_vllm_version_and_support import vllm_version_problem
 from megaswift.version import __version__
 
 MOST_CPU_PROCESSES = 2
@@ -107,7 +108,7 @@ def all_findings(
         nvlink=any("NV" in finding.found for finding in topology),
         infiniband=any(port.active for port in list_ports(machine)),
         several_nodes=bool(nodes),
-        vllm=has_module("vllm"),
+        old_vllm=has_module("vllm") and bool(vllm_version_problem("vLLM", (0, 33), "")),
     )
     yield from variable_findings(machine.environ, facts)
     yield from storage_findings(given.output_dir, machine.environ)

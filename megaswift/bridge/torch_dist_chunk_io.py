@@ -14,6 +14,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
@@ -37,6 +38,7 @@ from megaswift import distributed
 from megaswift.atomic_disk_writes import FileEntry, HashedFile, write_hashed
 from megaswift.bridge.saved_dtype_compatibility import saved_dtype_problem
 from megaswift.bridge.sharded_state_dict_entries import KEPT, STATES
+from megaswift.device_copy import HostBuffers
 from megaswift.errors import ROOM, Problem
 from megaswift.families.checkpoint_folder import TABLES
 
@@ -78,20 +80,34 @@ class SavedChunk:
 
 
 def copy_chunks_to_host(boxes: Iterable[RankTensorChunk]) -> list[RankTensorChunk]:
-    """The boxes with copies of their content in host memory, pinned where it comes from a GPU. Boxes whose content lies
-    in files that do not change are left as they are."""
-    copies, waits = [], False
+    """The boxes with copies of their content in host memory. Boxes whose content lies in files that do not change are
+    left as they are.
+
+    What comes from a GPU goes to pinned chunks, and is put together when it is written, one box at a time: CUDA's
+    allocator would round the memory of each tensor up to a power of two, and keep it.
+    """
+    copies: list[RankTensorChunk] = []
+    buffers, waits = HostBuffers(), False
     for box in boxes:
         if box.key.startswith(KEPT):
             copies.append(box)
             continue
         data = box.data.detach() if box.read is None else box.read()
-        waits |= data.is_cuda
-        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda).copy_(data, non_blocking=True)
-        copies.append(replace(box, data=host, read=None))
+        if not data.is_cuda:
+            copies.append(replace(box, data=data.clone(memory_format=torch.contiguous_format), read=None))
+            continue
+        waits = True
+        pieces = buffers.store(data.reshape(-1).view(torch.uint8))
+        outline = torch.empty(data.shape, dtype=data.dtype, device="meta")
+        copies.append(replace(box, data=outline, read=partial(_joined, pieces, outline)))
     if waits:
         torch.cuda.synchronize()
     return copies
+
+
+def _joined(pieces: Sequence[Tensor], outline: Tensor) -> Tensor:
+    """A tensor of the outline's dtype and shape from its bytes."""
+    return torch.cat([*pieces]).view(outline.dtype).view(outline.shape)
 
 
 def write_rank_chunks(directory: Path, rank: int, boxes: Iterable[RankTensorChunk]) -> tuple[list[SavedChunk], Entries]:

@@ -46,8 +46,11 @@ class VllmSamplerConfig:
         1, "Ranks of a node that share one engine, each with a part of the model", minimum=1, unit="ranks", tasks=RL
     )
     vllm_enforce_eager: bool = option(False, "Disable CUDA graphs", tasks=RL)
-    vllm_seed_requests: bool = option(
-        True, "A seed for each completion; false: vLLM draws for the batch, not repeatable", tasks=RL
+    vllm_seed_requests: bool | None = option(
+        None,
+        "A seed for each completion, repeatable; unset: not with vllm on a GPU",
+        tasks=RL,
+        metavar="true|false",
     )
     vllm_enable_prefix_caching: bool | None = option(
         None,

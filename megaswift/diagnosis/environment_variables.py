@@ -22,7 +22,8 @@ class HarmConditions:
     nvlink: bool = False
     infiniband: bool = False
     several_nodes: bool = False
-    vllm: bool = False
+    old_vllm: bool = False
+    """vLLM before 0.33, which leaves such segments out of the memory of its sleep mode by itself."""
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
     interfaces: tuple[str, ...] = field(default_factory=lambda: tuple(name for _, name in socket.if_nameindex()))
 
@@ -81,9 +82,9 @@ HARMFUL = (
     *(
         HarmfulVariable(
             name,
-            lambda v, f: f.vllm and "expandable_segments:true" in v.lower(),
-            "conflicts with the sleep mode of colocated vLLM samplers: older releases stop, newer ones turn it off",
-            f"unset {name} for runs with --vllm_mode colocate",
+            lambda v, f: f.old_vllm and "expandable_segments:true" in v.lower(),
+            "conflicts with the sleep mode of colocated vLLM samplers before vLLM 0.33",
+            f"unset {name} for runs with --vllm_mode colocate, or install vLLM 0.33",
         )
         for name in ALLOCATOR
     ),

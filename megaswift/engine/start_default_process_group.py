@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import resource
 import socket
 from collections.abc import Mapping, MutableMapping
 
@@ -21,6 +22,8 @@ from megaswift.launchers.local_address_and_interface import interface_of_address
 ADDRESS_IN_USE = "EADDRINUSE"
 ARRIVED = "megaswift/arrived/"
 MOST_NAMED = 16
+MOST_FILES = 1 << 20
+"""Programs that a rank starts close each file that they may have: a limit without bounds makes that slow."""
 GLOO_INTERFACE, LOOPBACK = "GLOO_SOCKET_IFNAME", "lo"
 
 
@@ -40,6 +43,7 @@ def init_default_and_gloo_process_groups(backend: str, timeout_s: float, store: 
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(seconds=timeout_s)
+    raise_open_file_limit()
     choose_gloo_interface(os.environ)
     record_collectives(os.environ)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -57,6 +61,15 @@ def init_default_and_gloo_process_groups(backend: str, timeout_s: float, store: 
         raise MissingRanksError(_missing_rank_problem(store, missing, world, timeout_s)) from None
     if "gloo" not in backend:
         distributed.start_cpu_group(timeout)
+
+
+def raise_open_file_limit() -> None:
+    """Raises the soft limit of open files to the hard one: each rank that this one is connected to is an open file, and
+    the usual soft limit of 1,024 is reached by groups of as many ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def set_timeout_of_all_groups(timeout_s: float) -> None:

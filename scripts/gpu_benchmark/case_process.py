@@ -17,6 +17,7 @@ import torch
 
 from gpu_benchmark.cases import BenchmarkCase, document_lengths
 from gpu_benchmark.contenders import Contender, NotRun, build_contender, micro_batches
+from megaswift.losses.contract import Batch
 from megaswift.trainers.flops import peak_tflops
 
 MATMUL = 8192
@@ -66,15 +67,20 @@ def counted_synchronizations(active: bool) -> Iterator[list[str]]:
 def measure(case: BenchmarkCase, contender: Contender, options: dict[str, Any]) -> dict[str, Any]:
     """Times, rates and memory."""
     small, count = options["small"], options["microbatches"]
+
+    def batches_of(seed: int) -> list[Batch]:
+        return contender.prepare(micro_batches(case, small, count, seed))
+
     for k in range(options["warmup"]):
-        contender.step(micro_batches(case, small, count, k))
+        contender.step(batches_of(k))
     losses: list[float] = []
     times = []
     for k in range(options["warmup"], options["warmup"] + options["steps"]):
-        batches = micro_batches(case, small, count, k)
+        batches = batches_of(k)
         times.append(seconds_of(lambda batches=batches: losses.append(contender.step(batches))))  # type: ignore[misc]
+    prepared = batches_of(0)
     with counted_synchronizations(options["synchronizations"]) as places:
-        contender.step(micro_batches(case, small, count, 0))
+        contender.step(prepared)
     median = statistics.median(times)
     steps = range(options["warmup"], options["warmup"] + options["steps"])
     rates = [_tflop(case, contender, small, count, k) / seconds for k, seconds in zip(steps, times, strict=True)]

@@ -30,10 +30,12 @@ class Contender:
     """A model that is ready to train."""
 
     step: Callable[[Sequence[Batch]], float]
-    """One optimizer step over these micro-batches; the loss, which has been read from the device."""
+    """One optimizer step over micro-batches that `prepare` has given; the loss, which has been read from the device."""
     flops: StepFlopFormula
     settings: str
     """What it chose by itself."""
+    prepare: Callable[[list[Batch]], list[Batch]] = list
+    """What a run's data threads do to micro-batches before their step."""
     close: Callable[[], None] = lambda: None
     """Ends its process groups."""
 
@@ -94,10 +96,17 @@ def _megaswift(case: BenchmarkCase, folder: Path, small: bool, count: int) -> Co
     engine = MegatronEngine(spec, cfg, context)
     engine.random_init(seed=1, device=context.device)
     loss = CrossEntropy()
+
+    def step(batches: Sequence[Batch]) -> float:
+        """As the train loop takes it: counts are launched before the passes."""
+        counted = engine.start_count(batches, loss)()
+        return engine.train_batch(batches, loss, LR, counted=counted).loss
+
     return Contender(
-        lambda batches: engine.train_batch(batches, loss, LR).loss,
+        step,
         step_flop_formula(engine, spec, 0),
         f"{engine.kernels}; {settings.replace(chr(10), '; ')}".rstrip("; "),
+        engine.prepare_ahead,
         context.close,
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaswift import device_copy
 from megaswift.engine.megatron import offload_for_sampling
 from megaswift.engine.megatron.offload_for_sampling import StorageOffloader
 from megaswift.trainers.rl.offload_and_async_generation import CompletionSamplingScheduler
@@ -52,9 +53,9 @@ def test_host_memory_is_kept_and_device_memory_returned(megatron: Any, monkeypat
         allocated.append(size)
         return torch.empty(size, dtype=torch.uint8)
 
-    monkeypatch.setattr(offload_for_sampling, "CHUNK", 512)
+    monkeypatch.setattr(device_copy, "CHUNK", 512)
     monkeypatch.setattr(offload_for_sampling, "is_host_storage", lambda storage: False)
-    monkeypatch.setattr(offload_for_sampling, "allocate_host_memory", allocate)
+    monkeypatch.setattr(device_copy, "allocate_host_memory", allocate)
     monkeypatch.setattr(torch.cuda, "synchronize", device_call("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", device_call("empty"))
     parked = StorageOffloader()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import datetime
 import os
+import resource
 import signal
 import socket
 import time
 from multiprocessing.connection import Connection
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from megaswift import distributed
 from megaswift.engine import start_default_process_group
 from megaswift.errors import ConfigError
 from tests.rank_context import rank_context
@@ -42,6 +45,58 @@ def _rank(port: int, rank: int, attempt: int, answer: Connection) -> None:
     answer.send(float(total))
     if attempt == 0:
         signal.pause()
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 4096, 4096),
+        (1024, resource.RLIM_INFINITY, 1 << 20),
+        (4096, 4096, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+    ],
+)
+def test_a_rank_may_have_as_many_files_as_the_system_lets_it(
+    soft: int, hard: int, raised: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: given.append(limits))
+    start_default_process_group.raise_open_file_limit()
+    assert given == ([] if raised is None else [(raised, hard)])
+
+
+def _limited_rank(port: int, rank: int, world: int, answer: Connection) -> None:
+    """The gloo group beside a default group, as beside NCCL; how many connections it opened, and the limit."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    os.environ.update(_environ(port, rank, 0) | {"WORLD_SIZE": str(world)})
+    start_default_process_group.init_default_and_gloo_process_groups("gloo", 60)
+    before = len(psutil.Process().net_connections())
+    distributed.start_cpu_group(datetime.timedelta(seconds=60))
+    opened = len(psutil.Process().net_connections()) - before
+    answer.send((opened, distributed.all_gather_objects(rank), resource.getrlimit(resource.RLIMIT_NOFILE)))
+    answer.recv()
+
+
+@pytest.mark.process
+def test_the_gloo_group_beside_nccl_connects_ranks_when_they_talk() -> None:
+    """Not each with every other one at the start; and the limit of open files is the system's."""
+    context, world = rank_context(), 4
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe() for _ in range(world)]
+    ranks = [context.Process(target=_limited_rank, args=(agent.port, r, world, pipes[r][1])) for r in range(world)]
+    try:
+        for rank in ranks:
+            rank.start()
+        assert all(here.poll(60) for here, _ in pipes)
+        for opened, gathered, (soft, hard) in [here.recv() for here, _ in pipes]:
+            assert opened < world - 1 and gathered == list(range(world))
+            assert soft == min(hard, start_default_process_group.MOST_FILES)
+        assert distributed.LAZY_GLOO not in os.environ
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
 @pytest.mark.process

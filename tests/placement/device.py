@@ -228,7 +228,12 @@ class _Calls(TorchFunctionMode):
                 return _backward(*args, **kwargs)
         if name == "__get__" and first is not None:
             return self._attribute(func, first, args, kwargs)
+        if name == "type" and first is not None and len(args) == 1 and not kwargs and DEVICE.type == "cuda":
+            kind = func(*args)
+            return kind.replace("torch.", "torch.cuda.") if stand_in.holds(first) else kind
         if name == "pin_memory":
+            if stand_in.holds(first):
+                raise WrongDevice(f"pin_memory of a tensor of the device in {_caller()}")
             copy = args[0].clone()
             _remember(stand_in.pinned, copy)
             return copy

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from megaswift import device_copy
+from megaswift.bridge.torch_dist_chunk_io import RankTensorChunk, copy_chunks_to_host
 from megaswift.device_copy import HostCopy, copy_to_device_async
 from megaswift.engine.megatron import host_adam
 from megaswift.rollout.weight_transfer.weight_buckets import BucketPacker, unpack_bucket
@@ -275,3 +277,33 @@ def test_the_host_s_adam_waits_once_a_chunk(stand_in: StandIn, monkeypatch: pyte
         adam.step()
         assert stand_in.counted() == {"sync megaswift.engine.megatron.host_adam:HostAdam._update": 4}
     assert weight.max() < 1
+
+
+def test_a_background_checkpoint_is_copied_to_chunks(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to pinned memory of its own for each tensor, which CUDA's allocator rounds up to a power of two: copied aside
+    with one wait for all, and whole, whatever training does to the tensors meanwhile."""
+    sizes: list[int] = []
+
+    def allocate(size: int) -> torch.Tensor:
+        sizes.append(size)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    monkeypatch.setattr(device_copy, "CHUNK", 512)
+    monkeypatch.setattr(device_copy, "allocate_host_memory", allocate)
+    monkeypatch.setattr(torch.cuda, "synchronize", stand_in.synchronized)
+    with stand_in.running():
+        there = [torch.arange(300.0, device=DEVICE).view(3, 100).t(), torch.full((5,), 2, device=DEVICE).bfloat16()]
+        there += [torch.ones((), device=DEVICE), torch.arange(33, device=DEVICE).to(torch.uint8)]
+        host = torch.arange(6.0).view(2, 3).t()
+        values = [t.clone() for t in (*there, host)]
+        boxes = [RankTensorChunk(f"w{i}", (9,), (0,), t) for i, t in enumerate((*there, host))]
+        copies = copy_chunks_to_host(boxes)
+        assert [key.split()[0] for key in stand_in.counted()] == ["sync"]
+        for tensor in (*there, host):
+            tensor.zero_()
+        for copied, value in zip(copies, values, strict=True):
+            found = copied.data if copied.read is None else copied.read()
+            assert found.device.type == "cpu" and (found.dtype, found.shape) == (value.dtype, value.shape)
+            assert (copied.data.dtype, copied.data.shape) == (value.dtype, value.shape)
+            assert found.tolist() == value.tolist()
+    assert sizes == [512] * 3, "1,200 + 10 + 4 + 33 bytes"

@@ -69,9 +69,10 @@ def install(release: str = sources.RELEASES[0]) -> None:
 
     from megaswift.engine.megatron.cpu.megatron_cpu_patch_table import _cpu_constant
 
-    # where tokens are sorted by Transformer Engine's kernels, their new order is made on the GPU
-    build = MoEAlltoAllTokenDispatcher.__init__
-    build.__code__ = _cpu_constant(build.__code__)
+    if sources.DEVICE == "cpu":
+        # where tokens are sorted by Transformer Engine's kernels, their new order is made on the GPU
+        build = MoEAlltoAllTokenDispatcher.__init__
+        build.__code__ = _cpu_constant(build.__code__)
 
 
 def own_angles(angles: Tensor, axis: int, group: Any) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.te import sources
 from tests.te.registry import kernel, python_function
 
 UTILS = "transformer_engine.pytorch.utils:"
@@ -20,8 +21,8 @@ def load_framework_extension(framework: str) -> None:
 
 @python_function(UTILS + "canonicalize_device")
 def canonicalize_device(device: Any) -> torch.device:
-    """All tensors are on the CPU."""
-    return torch.device("cpu")
+    """All tensors are on one device."""
+    return torch.device(sources.DEVICE)
 
 
 @python_function("transformer_engine.pytorch.distributed:_get_cuda_rng_state")

@@ -19,6 +19,8 @@ from typing import Any
 
 from tests.te.registry import REPLACED, WRAPPED
 
+DEVICE = "cpu"
+"""What new tensors of Transformer Engine are made on; tests/fake_cuda leaves "cuda"."""
 RELEASES = ("2.12.0", "2.20.2")
 """The release that fits the torch of a GPU machine at hand, and the newest."""
 PACKAGE = "transformer_engine"
@@ -53,7 +55,7 @@ class Edits(ast.NodeTransformer):
 
     def visit_Constant(self, node: ast.Constant) -> Any:  # noqa: N802
         """Devices by name."""
-        return self._replace("device", node, ast.Constant("cpu")) if node.value == "cuda" else node
+        return self._replace("device", node, ast.Constant(DEVICE)) if node.value == "cuda" else node
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:  # noqa: N802
         """`is_cuda`, `torch.cuda`."""

@@ -126,6 +126,7 @@ def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str
 
 def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
     """The life of a worker (on the ranks): a run that writes down what malloc has given out in each phase."""
+    from megaswift import device_copy
     from megaswift.engine.megatron import offload_for_sampling
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.rollout.backends.transformers_sampler import TransformersSampler
@@ -139,7 +140,7 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
     def allocate(size: int) -> torch.Tensor:
         return torch.from_file(str(next(host)), True, size, dtype=torch.uint8)
 
-    offload_for_sampling.is_host_storage, offload_for_sampling.allocate_host_memory = lambda storage: False, allocate
+    offload_for_sampling.is_host_storage, device_copy.allocate_host_memory = lambda storage: False, allocate
     generate, update, train = (
         TransformersSampler.generate,
         TransformersSampler.update_weights,

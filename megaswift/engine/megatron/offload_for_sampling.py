@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaswift.device_copy import HostBuffers
 from megaswift.engine.megatron.model import finish_weight_gathers
 from megaswift.engine.megatron.optimizer import optimizer_parts
 from megaswift.engine.megatron.precision_aware_adam_update import forget_launch_tables
-
-CHUNK = 1 << 26
-"""Bytes of a host buffer. Pinned memory is rounded up to a power of two, so one buffer for each tensor would take up to
-twice its size."""
 
 
 def is_host_storage(storage: torch.UntypedStorage) -> bool:
@@ -27,40 +24,8 @@ def is_host_storage(storage: torch.UntypedStorage) -> bool:
     return storage.device.type == "cpu"
 
 
-def allocate_host_memory(size: int) -> Tensor:
-    """`size` bytes of host memory, pinned where a GPU copies from and to it."""
-    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
-
-
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-class HostBuffers:
-    """Host memory that is kept from one offload to the next: pinning it takes longer than the copies."""
-
-    def __init__(self) -> None:
-        self._chunks: list[Tensor] = []
-        self._used = 0
-
-    def store(self, data: Tensor) -> list[Tensor]:
-        """A copy of these bytes, in pieces; complete once the device is synchronized."""
-        pieces: list[Tensor] = []
-        done = 0
-        while done < len(data):
-            number, start = divmod(self._used, CHUNK)
-            if number == len(self._chunks):
-                self._chunks.append(allocate_host_memory(CHUNK))
-            count = min(CHUNK - start, len(data) - done)
-            pieces.append(self._chunks[number][start : start + count])
-            pieces[-1].copy_(data[done : done + count], non_blocking=True)
-            done += count
-            self._used += count
-        return pieces
-
-    def clear(self) -> None:
-        """What was stored is no longer needed."""
-        self._used = 0
 
 
 class StorageOffloader:

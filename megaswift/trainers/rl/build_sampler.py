@@ -102,6 +102,13 @@ def rollout_batch_size(cfg: SwiftConfig, spec: ModelSpec) -> int:
     return min(MOST, max(1, memory // CACHE_PARTS // completion)) if in_process else ON_CPU
 
 
+def seeds_requests(cfg: SwiftConfig, cuda: bool) -> bool:
+    """Whether each completion has a seed of its own. With one, vLLM on a GPU draws row by row and not by FlashInfer's
+    sampler, which takes milliseconds of each decoded token."""
+    asked = cfg.vllm.vllm_seed_requests
+    return not (cfg.rl.rollout_backend == "vllm" and cuda) if asked is None else asked
+
+
 def sampler_options(
     cfg: SwiftConfig, spec: ModelSpec, sync: Path, device: str = "cpu", dtype: str = "auto", rank: int = 0
 ) -> SamplerOptions:
@@ -114,7 +121,7 @@ def sampler_options(
         batch_size=rollout_batch_size(cfg, spec),
         max_length=cfg.data.max_length,
         memory_share=rl.vllm_gpu_memory_utilization,
-        seed_requests=cfg.vllm.vllm_seed_requests,
+        seed_requests=seeds_requests(cfg, torch.device(device).type == "cuda"),
         tensor_parallel_size=cfg.vllm.vllm_tensor_parallel_size,
         engine_arguments=cfg.vllm.engine_arguments,
         base_urls=rl.rollout_server_url,

@@ -221,6 +221,25 @@ def test_engines_have_seeds_of_their_own_where_requests_have_none(
 
 
 @pytest.mark.parametrize(
+    ("backend", "device", "asked", "seeded"),
+    [
+        ("vllm", "cuda:0", None, False),
+        ("vllm", "cuda:0", True, True),
+        ("vllm", "cpu", None, True),
+        ("vllm", "cpu", False, False),
+        ("vllm_server", "cuda:0", None, True),
+    ],
+)
+def test_requests_have_seeds_unless_vllm_draws_on_the_gpu(
+    backend: str, device: str, asked: bool | None, seeded: bool
+) -> None:
+    """There a seed a request keeps it off its fast sampler."""
+    server = {"rollout_server_url": ["http://127.0.0.1:8000"]} if backend == "vllm_server" else {}
+    cfg = run(rollout_backend=backend, vllm_seed_requests=asked, **server)
+    assert build_sampler.sampler_options(cfg, SPEC, Path("sync"), device).seed_requests is seeded
+
+
+@pytest.mark.parametrize(
     ("urls", "nodes", "free", "in_memory"),
     [
         ([], 1, 1 << 20, True),

@@ -102,7 +102,8 @@ class LayerImplementationChoice:
         """For the first screen."""
         if self.linear == self.attention:
             return f"{self.linear} ({self.reason})"
-        return f"{self.linear} ({self.reason}), attention: {self.attention} ({', '.join(self.own)})"
+        own = f" ({', '.join(self.own)})" if self.own else ""
+        return f"{self.linear} ({self.reason}), attention: {self.attention}{own}"
 
 
 def te_unsupported_attention_features(
