@@ -16,8 +16,8 @@ from megaswift.errors import did_you_mean_hint
 
 LARGEST = 2**53
 """Of whole numbers, unless an option says otherwise: what every format and library keeps exactly."""
-LARGEST_FRACTION = 3.4e38
-"""Of other numbers: what float32, in which models compute, still holds."""
+LARGEST_FRACTION = 1e16
+"""Of other numbers: float32, in which models compute, holds the product of two of them."""
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 UNSET = ("none", "null", "")
 
@@ -166,7 +166,7 @@ def _int(option: Option, raw: Any) -> float:
 def _float(option: Option, raw: Any) -> float:
     value = float(_in_range(option, _number(option, raw)))
     if abs(value) > LARGEST_FRACTION:
-        raise InvalidValue(f"must be between -{LARGEST_FRACTION:g} and {LARGEST_FRACTION:g}", example_flag_text(option))
+        raise InvalidValue(f"must be <= {LARGEST_FRACTION:g} in size", example_flag_text(option))
     return value
 
 
