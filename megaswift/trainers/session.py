@@ -35,6 +35,7 @@ from megaswift.trainers import (
     rope_scaling_and_new_tokens,
     run_builder,
     startup_summary,
+    trackers,
 )
 from megaswift.trainers.agreement_of_ranks_at_start import refuse_ranks_that_differ, refuse_unshared_output_folder
 from megaswift.trainers.best_model import best_checkpoint, copy_export, load_best_checkpoint
@@ -48,7 +49,6 @@ from megaswift.trainers.resumed_model_config_check import refuse_other_model
 from megaswift.trainers.run_builder import RunBuilder
 from megaswift.trainers.run_lock import RunLock
 from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
-from megaswift.trainers.trackers import TrackerHook
 from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import first_intact_step
 from megaswift.trainers.wall_time_by_part import timed
 
@@ -94,21 +94,24 @@ class TrainingSession:
         cfg, folder = with_initial_adapter(cfg, folder, prepared.root)
         self.upload = hub_upload_of(cfg)
         self.build = run_builder.RunBuilder(cfg, spec, folder, context, prepared)
-        self.trackers: list[TrackerHook] = []
+        self.trackers: list[trackers.TrackerHook] = []
         self.diagnosis: failed_collective_diagnosis_and_stacks.RankDiagnosis | None = None
 
     def run(self) -> Path:
         """Everything, in order; a page about it also when it fails. Trackers end last: other ranks do not wait for
         them."""
+        done = distributed.global_world_size() == 1
         try:
-            return self._run()
+            root = self._run()
+            done = True
+            return root
         finally:
-            self.end_trackers()
+            self.end_trackers(trackers.END_S if done else trackers.END_AFTER_ERROR_S)
 
-    def end_trackers(self) -> None:
-        """Waits for what trackers still send, at most half a minute."""
+    def end_trackers(self, seconds: float = trackers.END_S) -> None:
+        """Waits for what trackers still send, at most so long."""
         for tracker in self.trackers:
-            tracker.wait()
+            tracker.wait(seconds)
 
     def _run(self) -> Path:
         interrupted: InterruptedBySignal | None = None
@@ -166,7 +169,7 @@ class TrainingSession:
             )
         built = b.task.build(self)
         loop = built.loop
-        self.trackers = [hook for hook in loop.hooks if isinstance(hook, TrackerHook)]
+        self.trackers = [hook for hook in loop.hooks if isinstance(hook, trackers.TrackerHook)]
         if b.layout.world_size > 1:
             refuse_ranks_that_differ({"data": loop.source.data_fingerprint})
         if self.upload is not None:

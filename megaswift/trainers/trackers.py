@@ -55,6 +55,8 @@ SLOW_S = 60.0
 """A call that takes so long is worth a line."""
 END_S = 30.0
 """How long the end of a run waits for all its trackers together."""
+END_AFTER_ERROR_S = 2.0
+"""The same on a rank that failed: others wait for it."""
 TRIES = 3
 """After so many failed attempts at a record the next one is tried too: a tracker may refuse the one record."""
 BEGIN, END = "begin", "end"
@@ -167,13 +169,13 @@ class TrackerHook(Hook, ABC):
         if distributed.global_world_size() == 1:
             self.wait()
 
-    def wait(self) -> None:
-        """Waits until the tracker has everything, `END_S` seconds at most for all trackers of the run together, and
+    def wait(self, seconds: float = float("inf")) -> None:
+        """Waits until the tracker has everything, at most `seconds`, and `END_S` for all trackers of the run together;
         says what it does not have."""
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
-        thread.join(self.group.seconds_left())
+        thread.join(min(seconds, self.group.seconds_left()))
         with self._changed:
             missing = self._lost + sum(not isinstance(record, str) for record in (*self._taken, *self._records))
         if thread.is_alive():
