@@ -20,8 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megaswift import log
-from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, job_name
-from megaswift.clusters.cluster_options import KUBERNETES, RAY, SSH
+from megaswift.clusters.cluster_and_job import NCCL_OPTIONS, Cluster, Job, RenderedJob, job_name
+from megaswift.clusters.cluster_options import KUBERNETES, RAY, SSH, options_of_launcher
 from megaswift.clusters.clusters_file import SECRET_OPTIONS, read_cluster, secret_fix
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder, write_job_files, write_record
 from megaswift.clusters.node_setup_shell_lines import shell_words
@@ -49,6 +49,10 @@ SET_BY_JOB = {**dict.fromkeys(OF_LAUNCH, "--nodes N --gpus_per_node M"), "hostfi
 SET_BY_JOB["master_port"] = "master_port of the cluster"
 """Options that a job's run does not take, and what does their work."""
 
+READ_HERE = ("nodes", "gpus_per_node", "workdir", "hostfile", "secret_variables")
+"""Options of a cluster that are read before a job is rendered."""
+CHOICES = ("kind", "submit_to")
+"""Options that choose what is rendered."""
 PROCESSES_LINE = f"^.*{re.escape(PROCESSES)}$"
 """Of a layout's fix."""
 FIRST_NODE = {"NODE_RANK": "0", "MASTER_ADDR": "node-0"}
@@ -64,10 +68,10 @@ def main(argv: Sequence[str]) -> int:
     problems = [*scheduler.problems(job), *_network_problems(job)]
     problems += [*_secret_problems(job, given.file), *_secret_text_problems(job, given.file)]
     problems += _missing_variable_problems(job)
-    if problems:
+    if problems := problems or [*_ignored_option_problems(job, scheduler)]:
         raise ConfigError(problems)
     _check_run(cfg, job, scheduler)
-    for text in _paths_outside_mounts(cfg, job):
+    for text in (*scheduler.warnings(job), *_paths_outside_mounts(cfg, job)):
         log.warn(text)
     rendered = scheduler.render(job)
     if given.dry_run:
@@ -212,7 +216,29 @@ def _variable_fix(job: Job) -> str:
     return f"a variable for the job, by cluster {job.cluster.name} (docs/launch.md): {fix}"
 
 
+def _ignored_option_problems(job: Job, scheduler: Scheduler) -> Iterator[Problem]:
+    """Options of the cluster that its rendering does not read, with these others."""
+    cluster = replace(job.cluster, read={*READ_HERE})
+    scheduler.render(replace(job, cluster=cluster))
+    choices = [f"{name}: {cluster.get(name)}" for name in CHOICES if name in options_of_launcher(cluster.launcher)]
+    which = f"launcher: {cluster.launcher}{''.join(f', {choice}' for choice in choices)}"
+    for name, value in cluster.options.items():
+        if name not in cluster.read and value is not None:
+            yield Problem(
+                f"cluster {cluster.name}: {name}", f"would be ignored: {which} has no use for it", "leave it out"
+            )
+
+
 def _network_problems(job: Job) -> list[Problem]:
+    twice = [
+        Problem(f"cluster {job.cluster.name}: environment: {variable}", f"is set by {option}, too", "leave one out")
+        for option, variable in NCCL_OPTIONS.items()
+        if job.cluster.get(option) is not None and variable in (job.cluster.get("environment") or {})
+    ]
+    return [*twice, *_preset_problems(job)]
+
+
+def _preset_problems(job: Job) -> list[Problem]:
     if job.nodes == 1 or job.cluster.get("network") != ONE_NODE:
         return []
     rule = f"is for a single node, and the job has {job.nodes}: it keeps NCCL off the network"

@@ -14,6 +14,8 @@ from megaswift.config.variables_set_by_launcher import JOB_ID
 
 RUN_FILE = "run.yaml"
 """The copy of the configuration that the job reads, beside the other files of the job."""
+NCCL_OPTIONS = {"nccl_ib_hca": "NCCL_IB_HCA", "nccl_socket_ifname": "NCCL_SOCKET_IFNAME"}
+"""Options of a cluster and NCCL's variables, which go over those of a preset."""
 LONGEST_NAME = 40
 """Characters. KubeRay allows 47 for a RayJob, and Kubernetes 63 for a pod, to whose name operators append a role, a
 number and a random part; `next_job_folder` appends a number too."""
@@ -26,9 +28,12 @@ class Cluster:
     name: str
     launcher: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set, compare=False, repr=False)
+    """Options that were asked for: a given one that no rendering reads would be ignored."""
 
     def get(self, option: str) -> Any:
         """The value, or its default."""
+        self.read.add(option)
         rows = options_of_launcher(self.launcher)
         return self.options.get(option, rows[option].default if option in rows else None)
 
@@ -73,7 +78,9 @@ class Job:
         given = {str(k): _variable_text(v) for k, v in (self.cluster.get("environment") or {}).items()}
         sizes = {"NNODES": str(self.nodes), "NPROC_PER_NODE": str(self.processes_per_node)}
         job = {JOB_ID: self.id} if self.id else {}
-        return {**network_variables(self.cluster.get("network")), **given, **sizes, **job}
+        devices = {name: self.cluster.get(option) for option, name in NCCL_OPTIONS.items()}
+        chosen = {name: str(value) for name, value in devices.items() if value is not None}
+        return {**network_variables(self.cluster.get("network")), **chosen, **given, **sizes, **job}
 
 
 @dataclass(frozen=True)

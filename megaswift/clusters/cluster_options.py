@@ -15,6 +15,7 @@ no dash first, which a program reads as an option."""
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LAST_PORT = 65_535
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+DEVICES = re.compile(r"\^?=?[A-Za-z0-9_.:-]+(,[A-Za-z0-9_.:-]+)*")
 DASHBOARD = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(/[A-Za-z0-9._~/-]*)?")
 """Ray reads an address with another scheme as the name of a Python module, and imports it."""
 SSH_SWITCHES = ("-4", "-6", "-C", "-q", "-v")
@@ -53,8 +54,8 @@ class ClusterOption:
 
     name: str
     kind: str
-    """`name`, `path`, `url`, `count` (from 1), `number` (from 0), `port`, `bool`, `mapping`, `mappings`, `names`,
-    `ssh`, `lines`, or the values separated by |."""
+    """`name`, `path`, `url`, `count` (from 1), `number` (from 0), `port`, `bool`, `mapping`, `mappings`, `fields`,
+    `names`, `devices`, `ssh`, `lines`, or the values separated by |."""
     about: str
     launchers: tuple[str, ...] = ()
     """Empty: every launcher."""
@@ -87,6 +88,19 @@ def _mapping(value: Any) -> bool:
 
 def _scalar(value: Any) -> bool:
     return isinstance(value, (int, float, bool)) or (isinstance(value, str) and CONTROL.search(value) is None)
+
+
+def _fields(value: Any) -> bool:
+    """Part of a manifest."""
+    if isinstance(value, Mapping):
+        return all(_text(name) and _fields(item) for name, item in value.items())
+    if isinstance(value, list):
+        return all(map(_fields, value))
+    return value is None or isinstance(value, (int, float, bool)) or (isinstance(value, str) and "\0" not in value)
+
+
+def _devices(value: Any) -> bool:
+    return isinstance(value, str) and DEVICES.fullmatch(value) is not None
 
 
 def _names(value: Any) -> bool:
@@ -139,6 +153,8 @@ _KINDS: dict[str, tuple[str, Any]] = {
         "must be a list of mappings",
         lambda v: isinstance(v, list) and all(isinstance(i, Mapping) for i in v),
     ),
+    "fields": ("must be a mapping of a manifest's fields", lambda v: isinstance(v, Mapping) and _fields(v)),
+    "devices": ("must be names as NCCL takes them: mlx5_0,mlx5_1, ^docker,lo, =eth0", _devices),
     "names": ("must be a list of names", _names),
     "ssh": (
         f"must be of {', '.join(SSH_SWITCHES)}, {', '.join(SSH_FLAGS)} with a value, and -o NAME=VALUE with NAME of "
@@ -164,6 +180,8 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
     ),
     ClusterOption("secret_variables", "names", "Variables taken from the shell that submits", (SLURM, SSH, LOCAL)),
     ClusterOption("network", "ethernet|roce|infiniband|nvlink_node", "Preset of NCCL variables (docs/launch.md)"),
+    ClusterOption("nccl_ib_hca", "devices", "NCCL_IB_HCA: InfiniBand or RoCE devices: mlx5_0,mlx5_1"),
+    ClusterOption("nccl_socket_ifname", "devices", "NCCL_SOCKET_IFNAME: network interfaces: eth0, ^lo,docker"),
     ClusterOption("setup", "lines", "Lines of shell before the run: module load, source .../activate"),
     ClusterOption("python", "path", "Python with megaswift on the nodes; default: this one, in images `megaswift`"),
     ClusterOption("image", "name", "Container image", (KUBERNETES, RAY, DLC)),
@@ -200,7 +218,12 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
         (KUBERNETES, RAY),
         "nvidia.com/gpu",
     ),
-    ClusterOption("resources", "mapping", "More resources of a node: rdma/ib: 8", (KUBERNETES, RAY)),
+    ClusterOption(
+        "resources",
+        "mapping",
+        "More resources of a node: rdma/ib: 8; with network infiniband and no device: rdma/ib: 1",
+        (KUBERNETES, RAY),
+    ),
     ClusterOption(
         "mounts", "mappings", "Volumes: {claim: NAME, path: /data}, host_path: or config_map:", (KUBERNETES, RAY)
     ),
@@ -213,7 +236,14 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
     ClusterOption(
         "host_network", "bool", "Pods use the network of their node, as RDMA often needs", (KUBERNETES, RAY), False
     ),
-    ClusterOption("retries", "number", "Restarts of a failed job by Kubernetes", (KUBERNETES, RAY), 3),
+    ClusterOption(
+        "retries", "number", "Restarts of a failed job by Kubernetes; no field of a TrainJob", (KUBERNETES, RAY), 3
+    ),
+    ClusterOption(
+        "security_context", "fields", "securityContext of the run's container: {privileged: true}", (KUBERNETES, RAY)
+    ),
+    ClusterOption("annotations", "mapping", "Annotations of pods: k8s.v1.cni.cncf.io/networks: ib0", (KUBERNETES, RAY)),
+    ClusterOption("pod_patch", "fields", "Fields merged into the spec of every pod (below)", (KUBERNETES, RAY)),
     # Ray
     ClusterOption(
         "submit_to", "address|rayjob|raycluster", "Running cluster, or a manifest for KubeRay", (RAY,), "address"

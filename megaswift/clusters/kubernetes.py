@@ -9,7 +9,7 @@ Volcano's batch.volcano.sh/v1alpha1.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
@@ -19,15 +19,21 @@ from megaswift.clusters.kubernetes_pods import (
     NAME_LABEL,
     NODE_NAME,
     QUEUE_LABEL,
+    RDMA_DEVICE,
+    RDMA_NETWORKS,
+    asks_for_default_device,
     environment,
     manifest_text,
     metadata,
+    names_device,
     node_command,
+    patched_pod,
     placement,
     pod_metadata,
     pod_spec,
     resources,
     run_config_map,
+    security_context,
     volume_mounts,
     volumes,
 )
@@ -48,6 +54,27 @@ MOUNT_KEYS = ("claim", "host_path", "config_map")
 SECRET_PLACE = re.compile(r"[a-z0-9.-]+/[A-Za-z0-9._-]+")
 RESOURCE_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 MANAGER = "megaswift.io/submit"
+_TRAIN_JOB_POD = (
+    "affinity",
+    "containers",
+    "imagePullSecrets",
+    "initContainers",
+    "nodeSelector",
+    "schedulingGates",
+    "serviceAccountName",
+    "tolerations",
+    "volumes",
+)
+TRAIN_JOB_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "2.1": (_TRAIN_JOB_POD, ("name", "volumeMounts")),
+    "2.2": ((*_TRAIN_JOB_POD, "securityContext"), ("name", "securityContext", "volumeMounts")),
+    "2.3": (
+        (*_TRAIN_JOB_POD, "securityContext", "terminationGracePeriodSeconds"),
+        ("name", "securityContext", "volumeMounts"),
+    ),
+}
+"""Release of Kubeflow Trainer: fields of a pod and of a container that a TrainJob's patch has (its
+CustomResourceDefinition). Variables of the container `node` are refused there: `environment` sets them."""
 NOT_RUN = "the manifest is checked against published schemas; it has not run on a cluster"
 
 
@@ -58,15 +85,17 @@ class KubernetesScheduler:
     id_pattern = RESOURCE_NAME
 
     def problems(self, job: Job) -> list[Problem]:
-        """An image, mounts that name one source each, secrets by their keys."""
-        if job.cluster.get("host_network") and job.cluster.get("kind") == "trainjob":
-            what, rule = (
-                f"{job.cluster.name}: host_network",
-                "has no place in a TrainJob: its runtime describes the pods",
-            )
-            fix = "set hostNetwork in the ClusterTrainingRuntime and leave it out here, or use kind: pytorchjob"
-            return [Problem(what, rule, fix), *pod_problems(job)]
-        return pod_problems(job)
+        """An image, mounts that name one source each, secrets by their keys; what a TrainJob has no field for."""
+        found = [*_train_job_problems(job)] if job.cluster.get("kind") == "trainjob" else []
+        return [*found, *pod_problems(job)]
+
+    def warnings(self, job: Job) -> list[str]:
+        """About pods that wait for each other, and RDMA."""
+        runtime = job.cluster.get("kind") == "trainjob" and str(job.cluster.get("trainer_version")) == "2.1"
+        locked = job.cluster.get("network") in RDMA_NETWORKS
+        missing = f"cluster {job.cluster.name}: a TrainJob of Kubeflow Trainer 2.1 has no field for IPC_LOCK, which "
+        missing += f"network: {job.cluster.get('network')} needs: the runtime's container must have it"
+        return [*pod_warnings(job, job.cluster.get("kind") == "volcano"), *([missing] if runtime and locked else [])]
 
     def render(self, job: Job) -> RenderedJob:
         """The manifest: the configuration first."""
@@ -92,6 +121,57 @@ class KubernetesScheduler:
         return [*_kubectl_of(job), *deletion([RESOURCES[_kind(job)], *made], job.id)]
 
 
+def pod_warnings(job: Job, starts_together: bool = False) -> list[str]:
+    """Of every manifest. `starts_together`: the kind of resource sees to it."""
+    cluster, found = job.cluster, []
+    if job.nodes > 1 and not starts_together and not cluster.get("queue"):
+        found.append(
+            f"cluster {cluster.name}: the {job.nodes} pods may start one by one, and hold their GPUs while they wait "
+            "for the others, unless something there schedules them together: queue: NAME of Kueue, or kind: volcano"
+        )
+    if asks_for_default_device(job):
+        found.append(
+            f"cluster {cluster.name}: network: infiniband asks for {RDMA_DEVICE}: 1 in each pod; where the device "
+            "has another name or a pod needs several: resources: {NAME: N}"
+        )
+    elif cluster.get("network") in RDMA_NETWORKS and not names_device(job):
+        found.append(
+            f"cluster {cluster.name}: network: {cluster.get('network')} and no RDMA device: NCCL will use TCP, unless "
+            "pods have the devices anyway: resources: {rdma/NAME: N}"
+        )
+    return found
+
+
+def _train_job_problems(job: Job) -> Iterator[Problem]:
+    """Options for which a TrainJob has no field: its runtime describes the pods, and what follows a failure."""
+    cluster, version = job.cluster, str(job.cluster.get("trainer_version"))
+    where, runtime = f"cluster {cluster.name}", f"the ClusterTrainingRuntime {cluster.get('runtime')}"
+    if cluster.get("host_network"):
+        rule = "has no place in a TrainJob: its runtime describes the pods"
+        fix = f"set hostNetwork in {runtime} and leave it out here, or use kind: pytorchjob"
+        yield Problem(f"{where}: host_network", rule, fix)
+    if "retries" in cluster.options:
+        rule = "has no place in a TrainJob: its runtime says how often a failed job starts again"
+        fix = f"set failurePolicy: {{maxRestarts: {cluster.get('retries')}}} in the JobSet of {runtime}, and leave "
+        yield Problem(f"{where}: retries", rule, f"{fix}retries out here")
+    pod_fields, container_fields = TRAIN_JOB_FIELDS[version]
+    if cluster.get("security_context") and "securityContext" not in container_fields:
+        rule = f"has no place in a TrainJob of Kubeflow Trainer {version}"
+        yield Problem(f"{where}: security_context", rule, f"set it in {runtime}, or trainer_version: 2.2")
+    patch = cluster.get("pod_patch") or {}
+    containers = patch.get("containers") or []
+    unknown = [name for name in patch if name not in pod_fields]
+    unknown += [
+        f"containers: {name}"
+        for container in (containers if isinstance(containers, list) else ())
+        for name in (container if isinstance(container, Mapping) else ())
+        if name not in container_fields
+    ]
+    for name in unknown:
+        rule = f"has no place in a TrainJob of Kubeflow Trainer {version}"
+        yield Problem(f"{where}: pod_patch: {name}", rule, f"set it in {runtime}")
+
+
 def pod_problems(job: Job) -> list[Problem]:
     """Of options that every manifest reads."""
     where = f"cluster {job.cluster.name}"
@@ -106,6 +186,13 @@ def pod_problems(job: Job) -> list[Problem]:
         if len(sources) != 1 or not str(mount.get("path", "")).startswith("/") or unknown:
             rule = f"needs path, absolute, and one of {', '.join(MOUNT_KEYS)}"
             problems.append(Problem(f"{where}: mounts: {dict(mount)}", rule, "{claim: data, path: /data}"))
+    patch = job.cluster.get("pod_patch") or {}
+    containers = patch.get("containers", [])
+    if not isinstance(containers, list) or not all(isinstance(container, Mapping) for container in containers):
+        problems.append(Problem(f"{where}: pod_patch: containers", "must be a list of mappings", "[{env: [...]}]"))
+    elif "restartPolicy" in patch or any({"command", "args"} & {*one} for one in containers if "name" not in one):
+        rule = "must leave restartPolicy, and command and args of the run's container, which the kind of job sets"
+        problems.append(Problem(f"{where}: pod_patch", rule, "leave them out"))
     for name, place in (job.cluster.get("secrets") or {}).items():
         if not SECRET_PLACE.fullmatch(str(place)):
             rule = "must be SECRET/KEY: the name of a Kubernetes secret and a key in it"
@@ -164,7 +251,7 @@ def _indexed_job(job: Job) -> list[dict[str, Any]]:
     command = node_command(job, ['export NODE_RANK="$JOB_COMPLETION_INDEX"'])
     address = {"MASTER_ADDR": f"{job.name}-0.{job.name}", "MASTER_PORT": _port(job)}
     template = {
-        "metadata": {"labels": dict(metadata(job)["labels"])},
+        "metadata": pod_metadata(job, metadata(job)["labels"]),
         "spec": pod_spec(job, "megaswift", command, address),
     }
     template["spec"]["subdomain"] = job.name
@@ -211,14 +298,12 @@ def _train_job(job: Job) -> list[dict[str, Any]]:
     }
     if needed := resources(job):
         trainer["resourcesPerNode"] = needed
-    pod = {
-        **placement(job),
-        "containers": [{"name": "node", "volumeMounts": volume_mounts(job)}],
-        "volumes": volumes(job),
-    }
     version = str(job.cluster.get("trainer_version"))
-    if version != "2.3":
-        del pod["terminationGracePeriodSeconds"]  # no field of a patch there
+    pod_fields, container_fields = TRAIN_JOB_FIELDS[version]
+    container = {"name": "node", "securityContext": security_context(job), "volumeMounts": volume_mounts(job)}
+    container = {name: value for name, value in container.items() if value and name in container_fields}
+    pod: dict[str, Any] = {**placement(job), "containers": [container], "volumes": volumes(job)}
+    pod = patched_pod(job, {name: value for name, value in pod.items() if name in pod_fields})
     if version == "2.1":
         override = {"targetJobs": [{"name": "node"}], "metadata": pod_metadata(job), "spec": pod}
         patches: dict[str, Any] = {"podTemplateOverrides": [override]}
@@ -282,7 +367,7 @@ def _volcano_job(job: Job) -> list[dict[str, Any]]:
     command = node_command(job, ['export NODE_RANK="$VC_TASK_INDEX"'])
     about = metadata(job)
     labels = {name: value for name, value in about["labels"].items() if name != QUEUE_LABEL}  # the queue is Volcano's
-    template = {"metadata": {"labels": dict(labels)}, "spec": pod_spec(job, "megaswift", command, address)}
+    template = {"metadata": pod_metadata(job, labels), "spec": pod_spec(job, "megaswift", command, address)}
     queue = {"queue": str(job.cluster.get("queue"))} if job.cluster.get("queue") else {}
     spec: dict[str, Any] = {
         "schedulerName": "volcano",

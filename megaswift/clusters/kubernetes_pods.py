@@ -17,6 +17,20 @@ from megaswift.clusters.node_setup_shell_lines import shell_words
 RUN_FOLDER = "/etc/megaswift"
 """Where the configuration is mounted."""
 RUN_VOLUME, SHARED_MEMORY = "megaswift-run", "megaswift-shm"
+RDMA_NETWORKS = ("infiniband", "roce")
+RDMA_DEVICE, IPC_LOCK = "rdma/ib", "IPC_LOCK"
+MERGED_BY = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "imagePullSecrets": "name",
+    "schedulingGates": "name",
+    "volumeMounts": "mountPath",
+    "ports": "containerPort",
+    "hostAliases": "ip",
+}
+"""Lists of a pod whose items a patch merges, and what tells the items apart (Kubernetes' patchMergeKey)."""
 SAVE_SECONDS = 600
 """That a pod gets for saving after SIGTERM."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -79,9 +93,17 @@ def metadata(job: Job) -> dict[str, Any]:
     return {"name": job.name, "namespace": job.cluster.get("namespace"), "labels": labels}
 
 
-def pod_metadata(job: Job) -> dict[str, Any]:
-    """The label by which `megaswift jobs` finds the pods."""
-    return {"labels": {INSTANCE_LABEL: job.name}}
+def pod_metadata(job: Job, labels: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The label by which `megaswift jobs` finds the pods, or these labels; the cluster's annotations."""
+    made: dict[str, Any] = {"labels": dict(labels or {INSTANCE_LABEL: job.name})}
+    if annotations := job.cluster.get("annotations"):
+        made["annotations"] = {str(name): scalar_text(value) for name, value in annotations.items()}
+    return made
+
+
+def scalar_text(value: Any) -> str:
+    """As YAML writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def node_command(job: Job, lines: Sequence[str], end: str | None = None) -> list[str]:
@@ -103,11 +125,35 @@ def environment(job: Job, more: Mapping[str, str] | None = None) -> list[dict[st
     return made
 
 
+def names_device(job: Job) -> bool:
+    """Whether the pods can reach RDMA devices: by a resource of the cluster's own name, or as they are privileged."""
+    is_privileged = (job.cluster.get("security_context") or {}).get("privileged") is True
+    return is_privileged or any("/" in str(name) for name in job.cluster.get("resources") or ())
+
+
+def asks_for_default_device(job: Job) -> bool:
+    """Whether the manifest asks for `RDMA_DEVICE`."""
+    return job.cluster.get("network") == "infiniband" and not names_device(job)
+
+
+def security_context(job: Job) -> dict[str, Any]:
+    """Of the run's container. RDMA locks the memory that it registers, which takes the capability IPC_LOCK."""
+    made = dict(job.cluster.get("security_context") or {})
+    capabilities = dict(made.get("capabilities") or {})
+    added = list(capabilities.get("add") or ())
+    if job.cluster.get("network") in RDMA_NETWORKS and not {"ALL", IPC_LOCK} & set(map(str, added)):
+        made["capabilities"] = {**capabilities, "add": [*added, IPC_LOCK]}
+    return made
+
+
 def resources(job: Job) -> dict[str, Any]:
     """Requests and limits of a node; GPUs and other devices must be limits."""
     wanted: dict[str, str] = {str(k): str(v) for k, v in (job.cluster.get("resources") or {}).items()}
+    gpu = str(job.cluster.get("gpu_resource"))
     if job.gpus_per_node:
-        wanted[str(job.cluster.get("gpu_resource"))] = str(job.gpus_per_node)
+        wanted[gpu] = str(job.gpus_per_node)
+    if asks_for_default_device(job):
+        wanted[RDMA_DEVICE] = "1"
     for option, name in (("cpus_per_node", "cpu"), ("memory_per_node", "memory")):
         if (value := job.cluster.get(option)) is not None:
             wanted[name] = str(value)
@@ -162,7 +208,7 @@ def placement(job: Job) -> dict[str, Any]:
 
 def pod_spec(job: Job, container: str, command: Sequence[str], more: Mapping[str, str] | None = None) -> dict[str, Any]:
     """A pod with one container."""
-    needed = resources(job)
+    needed, security = resources(job), security_context(job)
     made: dict[str, Any] = {
         "restartPolicy": "Never",
         **placement(job),
@@ -173,6 +219,7 @@ def pod_spec(job: Job, container: str, command: Sequence[str], more: Mapping[str
                 "command": list(command),
                 "env": [*environment(job, more), NODE_NAME],
                 **({"resources": needed} if needed else {}),
+                **({"securityContext": security} if security else {}),
                 "volumeMounts": volume_mounts(job),
             }
         ],
@@ -180,4 +227,37 @@ def pod_spec(job: Job, container: str, command: Sequence[str], more: Mapping[str
     }
     if job.cluster.get("host_network"):
         made |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return patched_pod(job, made)
+
+
+def patched_pod(job: Job, pod: dict[str, Any]) -> dict[str, Any]:
+    """The spec of a pod with the cluster's `pod_patch`, merged as `kubectl patch` does.
+
+    A container of the patch without a name is the run's, whose name differs between kinds.
+    """
+    patch = dict(job.cluster.get("pod_patch") or {})
+    if isinstance(patch.get("containers"), list):
+        own = pod["containers"][0]["name"]
+        patch["containers"] = [{"name": own, **container} for container in patch["containers"]]
+    made: dict[str, Any] = _merged(pod, patch)
     return made
+
+
+def _merged(value: Any, patch: Any, field: str = "") -> Any:
+    if isinstance(value, Mapping) and isinstance(patch, Mapping):
+        made = {name: item for name, item in value.items() if name not in patch or patch[name] is not None}
+        for name, item in patch.items():
+            if item is not None:
+                made[name] = _merged(made.get(name), item, name)
+        return made
+    key = MERGED_BY.get(field)
+    if key is None or not isinstance(value, list) or not isinstance(patch, list):
+        return patch
+    items = list(value)
+    for item in patch:
+        same = next((i for i, known in enumerate(items) if known.get(key) == item.get(key)), None)
+        if same is None:
+            items.append(item)
+        else:
+            items[same] = _merged(items[same], item)
+    return items

@@ -28,6 +28,10 @@ class LocalScheduler:
             return []
         return [Problem(f"--nodes {job.nodes}", "a local job has one node", "--cluster with launcher ssh or slurm")]
 
+    def warnings(self, job: Job) -> list[str]:
+        """None."""
+        return []
+
     def render(self, job: Job) -> RenderedJob:
         """The run's script, and one that starts it in a session of its own and prints the process id."""
         variables = ["export NODE_RANK=0"]

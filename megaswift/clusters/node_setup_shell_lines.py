@@ -24,8 +24,10 @@ def default_lines(variables: Mapping[str, str]) -> list[str]:
 
 def preparation_lines(job: Job) -> list[str]:
     """The working folder, the cluster's setup, the variables."""
+    variables = job.environment()
     preset = network_variables(job.cluster.get("network"))
-    own = {name: value for name, value in job.environment().items() if preset.get(name) != value}
+    preset = {name: value for name, value in preset.items() if variables[name] == value}
+    own = {name: value for name, value in variables.items() if name not in preset}
     setup = [str(line) for line in job.cluster.get("setup") or ()]
     return [f"cd -- {shlex.quote(job.workdir)} || exit 1", *setup, *default_lines(preset), *export_lines(own)]
 

@@ -57,6 +57,10 @@ class DlcScheduler:
             problems.append(Problem(f"{where}: the command of the job", rule, fix))
         return problems
 
+    def warnings(self, job: Job) -> list[str]:
+        """None."""
+        return []
+
     def render(self, job: Job) -> RenderedJob:
         """`dlc submit pytorchjob`: each node runs the same command, and PAI sets MASTER_ADDR, MASTER_PORT, RANK."""
         script = _script(job)

@@ -19,6 +19,7 @@ from megaswift.clusters.kubernetes import (
     kubectl,
     pod_logs,
     pod_problems,
+    pod_warnings,
     resources_and_pods,
 )
 from megaswift.clusters.kubernetes_pods import (
@@ -65,6 +66,10 @@ class RayScheduler:
             rule = "secrets would be in the job's files of the Ray cluster"
             return [Problem(where, rule, "set the variables where `ray start` runs")]
         return []
+
+    def warnings(self, job: Job) -> list[str]:
+        """Of the pods of a manifest."""
+        return pod_warnings(job) if job.cluster.get("submit_to") in KUBERAY else []
 
     def render(self, job: Job) -> RenderedJob:
         """`ray job submit` with a runtime environment, or the manifest."""

@@ -23,6 +23,9 @@ class Scheduler(Protocol):
     def problems(self, job: Job) -> list[Problem]:
         """Options that are missing or do not go together."""
 
+    def warnings(self, job: Job) -> list[str]:
+        """Lines about a job that is no mistake, and that may not do what is wanted."""
+
     def render(self, job: Job) -> RenderedJob:
         """Pure: reads no file and starts nothing."""
 

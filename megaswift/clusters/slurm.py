@@ -52,6 +52,13 @@ class SlurmScheduler:
             return [Problem(f"{job.cluster.name}: gres", "asks for GPUs, and gpus_per_node is 0", "set gpus_per_node")]
         return []
 
+    def warnings(self, job: Job) -> list[str]:
+        """About cores, of which Slurm reserves one for a task."""
+        if job.cluster.get("cpus_per_node") or job.cluster.get("exclusive"):
+            return []
+        text = "without cpus_per_node or exclusive Slurm reserves one core of each node, unless the partition's default"
+        return [f"cluster {job.cluster.name}: {text} says otherwise: cpus_per_node: N"]
+
     def render(self, job: Job) -> RenderedJob:
         """The script and sbatch's command line; paths are words of it, because sbatch expands % in its header."""
         log = str(job.folder / LOG.replace("%j", "\0")).replace("%", "%%").replace("\0", "%j")

@@ -44,6 +44,10 @@ class SshScheduler:
             return [Problem(f"--nodes {job.nodes}", f"cluster {job.cluster.name} has {len(hosts)} hosts")]
         return []
 
+    def warnings(self, job: Job) -> list[str]:
+        """None."""
+        return []
+
     def render(self, job: Job) -> RenderedJob:
         """A script for each host, and one that hands them out."""
         hosts = hosts_of(job.cluster)[: job.nodes]

@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 TEXTS: dict[Any, Any] = {str: str}
+ANYTHING = object
+"""A part that a user writes."""
 META = {"name": str, "namespace": str, "labels": TEXTS, "annotations": TEXTS}
 SECRET_KEY = {"name": str, "key": str, "optional": bool}
 ENV = [{"name": str, "value": str, "valueFrom": {"secretKeyRef": SECRET_KEY, "fieldRef": {"fieldPath": str}}}]
@@ -37,8 +39,12 @@ CONTAINER = {
     "resources": RESOURCES,
     "volumeMounts": MOUNTS,
     "ports": [{"name": str, "containerPort": int, "protocol": str}],
+    "securityContext": {"capabilities": {"add": [str], "drop": [str]}, "privileged": bool, "runAsUser": int},
 }
 POD = {
+    "securityContext": ANYTHING,
+    "affinity": ANYTHING,
+    "priorityClassName": str,
     "restartPolicy": str,
     "terminationGracePeriodSeconds": int,
     "nodeSelector": TEXTS,
@@ -82,7 +88,7 @@ JOB_SPEC = {
     "suspend": bool,
 }
 JOB = {"apiVersion": str, "kind": str, "metadata": META, "spec": JOB_SPEC}
-CONTAINER_PATCH = {"name": str, "env": ENV, "volumeMounts": MOUNTS}
+CONTAINER_PATCH = {"name": str, "env": ENV, "volumeMounts": MOUNTS, "securityContext": CONTAINER["securityContext"]}
 POD_PATCH = {
     "serviceAccountName": str,
     "nodeSelector": TEXTS,
@@ -190,6 +196,8 @@ FIELDS: dict[tuple[str, str], Any] = {
 
 def unknown_fields(value: Any, table: Any, place: str = "") -> list[str]:
     """Places of fields that are not in the table, and of values of another type."""
+    if table is ANYTHING:
+        return []
     if isinstance(table, dict):
         if not isinstance(value, dict):
             return [f"{place}: no mapping"]

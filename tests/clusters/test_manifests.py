@@ -90,6 +90,14 @@ def test_kubernetes_expands_nothing_of_ours(text: str) -> None:
         ({"mounts": [{"claim": "a", "path": "/c", "pth": 1}]}, "needs path"),
         ({"secrets": {"HF_TOKEN": "hub"}}, "must be SECRET/KEY"),
         ({"kind": "trainjob", "host_network": True}, "has no place in a TrainJob"),
+        ({"kind": "trainjob", "retries": 7}, "failurePolicy: {maxRestarts: 7}"),
+        ({"kind": "trainjob", "retries": 0}, "retries: has no place in a TrainJob"),
+        ({"kind": "trainjob", "pod_patch": {"hostNetwork": True}}, "pod_patch: hostNetwork: has no place"),
+        ({"kind": "trainjob", "pod_patch": {"containers": [{"env": []}]}}, "pod_patch: containers: env: has no place"),
+        ({"kind": "trainjob", "trainer_version": "2.1", "security_context": {"privileged": True}}, "Trainer 2.1"),
+        ({"pod_patch": {"restartPolicy": "Always"}}, "must leave restartPolicy"),
+        ({"pod_patch": {"containers": [{"command": ["x"]}]}}, "must leave restartPolicy, and command"),
+        ({"pod_patch": {"containers": {"name": "x"}}}, "must be a list of mappings"),
     ],
 )
 def test_options_that_do_not_do(options: dict[str, Any], text: str) -> None:
