@@ -97,3 +97,36 @@ def test_a_reward_function_that_hangs_on_one_rank_is_named(engine: str, tmp_path
     assert "rank 1 runs rewards.py:10 hanging" in done.stderr, done.stderr
     assert "in hanging" in (tmp_path / "out/stacks/rank-1.txt").read_text()
     assert time.time() - (tmp_path / "hung").stat().st_mtime < 8 + 10, "ended by --ddp_timeout, not by a launcher"
+
+
+STOPPED = """
+import os, pathlib, signal
+from megaswift.bridge import hf_safetensors_writer as writers
+
+def stopped(method):
+    def planted(*words, **named):
+        pathlib.Path("hung").touch()
+        HANG
+        return method(*words, **named)
+    return planted
+
+writers.HfWriter.close = stopped(writers.HfWriter.close)
+writers.HfPartialFolderWriter.add = stopped(writers.HfPartialFolderWriter.add)
+"""
+STOP, SLEEP = "os.kill(os.getpid(), signal.SIGSTOP)", "import time; time.sleep(600)"
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "options", "hang"),
+    [(0, "--nproc_per_node 2", STOP), (0, "--nproc_per_node 2", SLEEP), (1, "--tp 2 --nproc_per_node 2", STOP)],
+    ids=["dp2 stopped", "dp2 asleep", "tp2 stopped"],
+)
+def test_a_rank_that_stops_in_the_export_is_named(rank: int, options: str, hang: str, tmp_path: Path) -> None:
+    """What others wait for there is no collective, and may take hours."""
+    done = run_with_fault(tmp_path, rank, STOPPED.replace("HANG", hang), f"{options} --ddp_timeout 8")
+    assert done.returncode == 1, done.stderr
+    assert f"- rank {rank}: did not join the others at the end of its work, without any progress" in done.stderr
+    assert "within 8 s (--ddp_timeout)" in done.stderr
+    assert time.time() - (tmp_path / "hung").stat().st_mtime < 8 + 50
