@@ -23,7 +23,7 @@ from megaswift.bridge.read_safetensors_header import (
     reject_duplicate_keys,
 )
 from megaswift.errors import Problem, WeightsError
-from megaswift.plain_files import outside_link_rule
+from megaswift.plain_files import outside_link_rule, read_plain_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -134,7 +134,8 @@ class HfSource:
                 )
             )
         try:
-            index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=reject_duplicate_keys)["weight_map"]
+            text = read_plain_file(path).decode("utf-8")
+            index = json.loads(text, object_pairs_hook=reject_duplicate_keys)["weight_map"]
         except DamagedHeader as error:
             raise WeightsError(Problem(str(path), str(error))) from None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

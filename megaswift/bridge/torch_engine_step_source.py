@@ -17,6 +17,7 @@ from megaswift.bridge.hf_safetensors_source import HfSource, Slices
 from megaswift.bridge.read_safetensors_header import DTYPE_NAMES
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointTensorAndModelPaths
+from megaswift.plain_files import read_plain_file
 
 PREFIX = "weight."
 
@@ -33,7 +34,7 @@ class TorchStepSource:
     def _check(self) -> None:
         path = self.directory / FACTS
         try:
-            adapts = json.loads(path.read_text(encoding="utf-8"))["train_type"] != "full"
+            adapts = json.loads(read_plain_file(path).decode("utf-8"))["train_type"] != "full"
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(Problem(str(path), f"cannot be read ({type(error).__name__}: {error})")) from None
         if adapts:

@@ -27,7 +27,7 @@ from megaswift.data.resolve_dataset_files import CACHED_DATASET, DatasetFiles, c
 from megaswift.data.token_store import TokenStore
 from megaswift.data.vision_processor import ProcessorFolderWithDigest
 from megaswift.errors import DataError, Problem
-from megaswift.plain_files import files_below, refuse_links_outside
+from megaswift.plain_files import files_below, outside_link_rule, read_plain_file, refuse_links_outside
 from megaswift.version import __version__
 
 VERSION = 1
@@ -145,6 +145,35 @@ def join_writer(folder: Path, node: str, spec: EncodeSpec, names: Sequence[str])
     (folder / f"{NODE}{node}").touch()
 
 
+CHECKED = 1 << 20
+"""Rows whose places are checked at a time."""
+
+
+def _open_store(folder: Path, name: object) -> TokenStore:
+    """A token store of a cached data set, which may come from someone else; ValueError where it is not a folder of
+    files beside the description, or where a row does not lie in its tokens."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError("a store is no folder in it")
+    for path in files_below(folder / name):
+        if rule := outside_link_rule(folder, path):
+            raise ValueError(f"{name}/{path.name} {rule}")
+        if not path.is_file():
+            raise ValueError(f"{name}/{path.name} is not a file")
+    store = TokenStore(folder / name)
+    offsets, tokens = store.offsets, len(store.tokens)
+    if offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu" or len(store.mask) != tokens:
+        raise ValueError(f"{name}: its arrays do not belong together")
+    if len(store.labels) != len(offsets) - 1 or len(store.lines) != len(offsets) - 1:
+        raise ValueError(f"{name}: its arrays have other numbers of rows")
+    if int(offsets[0]) != 0 or int(offsets[-1]) != tokens:
+        raise ValueError(f"{name}: its rows do not end with its {tokens:,} tokens")
+    for start in range(0, len(offsets) - 1, CHECKED):
+        part = offsets[start : start + CHECKED + 1]
+        if (wrong := part[1:] < part[:-1]).any():
+            raise ValueError(f"{name}: row {start + int(wrong.argmax())} ends before it begins")
+    return store
+
+
 def read_cached_dataset(
     name: str, spec: EncodeSpec, tokenizer_name: str, flag: str
 ) -> list[tuple[DatasetFiles, TokenStore]] | None:
@@ -154,16 +183,16 @@ def read_cached_dataset(
     if folder is None:
         return None
     try:
-        facts = json.loads((folder / CACHED_DATASET).read_text(encoding="utf-8"))
+        facts = json.loads(read_plain_file(folder / CACHED_DATASET).decode("utf-8"))
         found = [
             (
                 DatasetFiles(one["name"], (), one["rows"], draw=tuple(one["draw"]) if one["draw"] else None),
-                TokenStore(folder / one["store"]),
+                _open_store(folder, one["store"]),
             )
             for one in facts["datasets"]
         ]
         was = facts["depends_on"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise DataError(
             Problem(f"{flag} {name}", f"the cached data set is damaged ({error})", "write it again")
         ) from None

@@ -30,6 +30,7 @@ from megaswift.families.family import read_config_json
 from megaswift.families.saved_step_integrity import MARKER
 from megaswift.families.vision_language_detection import has_vision_tower, vision_task_problems
 from megaswift.log import warn
+from megaswift.plain_files import read_plain_file
 
 CONFIG_FILES = (
     "config.json",
@@ -177,7 +178,7 @@ def missing_model_file_problems(folder: Path, random_init: bool) -> list[Problem
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            shards = set(json.loads(read_plain_file(index).decode("utf-8"))["weight_map"].values())
             absent = sorted(name for name in shards if not (folder / name).is_file())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return [

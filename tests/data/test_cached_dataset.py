@@ -10,9 +10,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,6 +165,52 @@ def test_a_damaged_folder_streams_and_what_is_there_already(tmp_path: Path) -> N
         cache([*words, str(tmp_path / "mine"), "--overwrite", "true"], reader)
     (Path(folder) / "0" / "tokens.bin").unlink()
     assert "is damaged" in refused(tmp_path, "sft", folder)
+
+
+def renamed_store(folder: Path, name: str) -> None:
+    text = (folder / "cached_dataset.json").read_text()
+    (folder / "cached_dataset.json").write_text(text.replace('"store": "0"', f'"store": {json.dumps(name)}'))
+
+
+def with_row(folder: Path, row: int, place: int) -> None:
+    offsets = np.load(folder / "0" / "rows.npy")
+    offsets[row] = place
+    np.save(folder / "0" / "rows.npy", offsets)
+
+
+def special(path: Path, target: str) -> None:
+    path.unlink()
+    if target == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(target)
+
+
+HARM: list[tuple[str, Callable[[Path], object]]] = [
+    ("a store is no folder in it", lambda folder: renamed_store(folder, "../../cache")),
+    ("a store is no folder in it", lambda folder: renamed_store(folder, "/etc")),
+    ("rows.npy is not a file", lambda folder: special(folder / "0" / "rows.npy", "pipe")),
+    ("tokens.bin is a link to /etc/passwd", lambda folder: special(folder / "0" / "tokens.bin", "/etc/passwd")),
+    ("row 1 ends before it begins", lambda folder: with_row(folder, 2, -5)),
+    ("ends before it begins", lambda folder: with_row(folder, 2, 10**9)),
+    ("rows do not end with its", lambda folder: with_row(folder, -1, 10**9)),
+    ("rows do not end with its", lambda folder: with_row(folder, 0, 1)),
+    ("other numbers of rows", lambda folder: np.save(folder / "0" / "labels.npy", np.zeros(1, np.int64))),
+    ("do not belong together", lambda folder: np.save(folder / "0" / "rows.npy", np.zeros((2, 2), np.int64))),
+    ("is damaged", lambda folder: (folder / "0" / "rows.npy").write_bytes(b"\x93NUMPY")),
+    ("is damaged", lambda folder: (folder / "cached_dataset.json").write_text("[" * 100_000)),
+    ("is damaged", lambda folder: (folder / "cached_dataset.json").write_text('{"datasets": 7}')),
+]
+
+
+@pytest.mark.parametrize(("said", "harm"), HARM, ids=[str(i) for i in range(len(HARM))])
+def test_a_strangers_folder_is_read_within_its_bounds(
+    tmp_path: Path, said: str, harm: Callable[[Path], object]
+) -> None:
+    """Every row lies in the tokens, and every file in the folder."""
+    _, folder = written(tmp_path, "sft")
+    harm(Path(folder))
+    assert said in refused(tmp_path, "sft", folder)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Covers: megaswift/data/megatron_index_files.py, megaswift/data/indexed_batches.p
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -321,6 +322,15 @@ def test_every_sequence_lies_within_the_tokens(
         monkeypatch.setattr(megatron_index_files, "CHECKED", at_a_time)
         with pytest.raises(DataError, match=said):
             open_indexed_tokens(str(tmp_path / "d"))
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_a_pipe_is_no_indexed_data(suffix: str, tmp_path: Path) -> None:
+    prefix = written(tmp_path, "d", 5, 1)
+    Path(f"{prefix}{suffix}").unlink()
+    os.mkfifo(f"{prefix}{suffix}")
+    with pytest.raises(DataError, match=rf"d\{suffix}: is not a file"):
+        open_indexed_tokens(prefix)
 
 
 def test_what_entries_mean(corpora: dict[str, str], tmp_path: Path) -> None:
