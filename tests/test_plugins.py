@@ -27,7 +27,7 @@ from megaswift.config.preference import LOSSES
 from megaswift.data import tokenization
 from megaswift.data.build_batch_sources import load_document_splits
 from megaswift.data.formats import FORMATS
-from megaswift.errors import ConfigError, DataError
+from megaswift.errors import ConfigError, DataError, RewardError
 from megaswift.families.family import FAMILIES
 from megaswift.losses import cpo, dpo_loss_types, kto, orpo, policy_loss_types, reward
 from megaswift.losses.advantage_estimators import ESTIMATORS, estimate_advantage_fields
@@ -186,6 +186,48 @@ def test_an_advantage_estimator_by_hand(recipe: Callable[[str], str]) -> None:
     assert found[:, 0].tolist() == [-1.0, 3.0, 0.0, 0.0, 0.0, 9.0]
     with pytest.raises(ConfigError, match="advantage_estimator"):
         load_config("ppo", [*words, "--reward_funcs", "format"], environ={})
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ("0.0", "returned float, not a tensor"),
+        ("torch.tensor(1.0)", r"returned a tensor of shape \[\]"),
+        ("torch.ones(1)", r"returned a tensor of shape \[1\]"),
+        ("x.totals.unsqueeze(1)", r"returned a tensor of shape \[6, 1\]"),
+        ("x.totals.tolist()", "returned list, not a tensor"),
+        ("None", "returned NoneType, not a tensor"),
+        ("x.totals * float('nan')", "returned numbers that are not finite"),
+        ("x.totals > 0", "returned a tensor of bool"),
+        ("{'returns': x.totals}", "returned a mapping without advantages, with 'returns'"),
+        ("{'advantages': x.totals, 'returns': x.totals[:1]}", r"returned returns as a tensor of shape \[1\]"),
+        ("x.missing", "failed\n(.*\n)*.*AttributeError"),
+        ("sys.exit(0)", "failed\n(.*\n)*.*SystemExit"),
+    ],
+)
+def test_an_advantage_estimator_that_returns_nonsense(returned: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "odd.py"
+    file.write_text(
+        "import sys\nimport torch\nfrom megaswift import plugins\n\n\ndef odd(x):\n    return "
+        f"{returned}\n\n\nplugins.advantage_estimator('odd', odd)\n",
+        encoding="utf-8",
+    )
+    load_config("grpo", ["--external_plugins", str(file), "--reward_funcs", "format"], environ={})
+    with pytest.raises(RewardError, match=told) as error:
+        estimate_advantage_fields("odd", inputs([1.0, 5.0, 2.0, 0.0, 0.0, 9.0], 3))
+    assert "--advantage_estimator odd: the estimator of" in str(error.value) and str(file) in str(error.value)
+
+
+def test_an_advantage_estimator_may_return_tokens_and_change_its_input(tmp_path: Path) -> None:
+    file = tmp_path / "fine.py"
+    text = "def fine(x):\n    found = x.mask * x.totals.unsqueeze(1)\n    x.mask.zero_()\n    return found\n\n\n"
+    file.write_text(
+        f"from megaswift import plugins\n\n\n{text}plugins.advantage_estimator('fine', fine)\n", encoding="utf-8"
+    )
+    load_config("grpo", ["--external_plugins", str(file), "--reward_funcs", "format"], environ={})
+    given = inputs([1.0, 5.0], 2)
+    assert estimate_advantage_fields("fine", given)["advantages"].tolist() == [[1.0] * 3, [5.0] * 3]
+    assert given.mask.all()
 
 
 def test_a_family(recipe: Callable[[str], str]) -> None:

@@ -14,10 +14,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from megaswift.errors import EXIT_USER_ERROR
+from megaswift.launchers.finish_marks import FOLDER, unfinished_text
 
 POLL_SECONDS = 0.3
 SIGKILL_WITH_PARENT = (1, int(signal.SIGKILL))
@@ -45,8 +49,11 @@ def run_worker(plan: dict[str, Any]) -> None:
         raise FileNotFoundError(
             f"{plan['folder']} does not exist on {socket.gethostname()}: all nodes of a run must share its folders"
         )
+    marks = tempfile.TemporaryDirectory(prefix="megaswift-finished-")
     process = start_training_process(
-        [sys.executable, "-P", "-m", __name__, plan["task"], *plan["argv"]], environ, plan["folder"]
+        [sys.executable, "-P", "-m", __name__, plan["task"], *plan["argv"]],
+        environ | {FOLDER: marks.name},
+        plan["folder"],
     )
     ray.get(exchange.begin.remote(rank))
     reader = threading.Thread(target=lambda: [exchange.say.remote(line) for line in process.stdout or ()])
@@ -58,9 +65,14 @@ def run_worker(plan: dict[str, Any]) -> None:
             seen += 1
             process.send_signal(number)
     reader.join()
-    ray.get(exchange.end.remote(rank, process.returncode))
-    if process.returncode and not seen:
-        raise ChildProcessError(f"rank {rank} exited with code {process.returncode}")
+    code = process.returncode
+    if code == 0 and (line := unfinished_text(Path(marks.name), 1)):
+        code = EXIT_USER_ERROR
+        ray.get(exchange.say.remote(f"[rank {rank}] {line}\n"))
+    marks.cleanup()
+    ray.get(exchange.end.remote(rank, code))
+    if code and not seen:
+        raise ChildProcessError(f"rank {rank} exited with code {code}")
 
 
 def worker_environment(given: dict[str, str], address: tuple[str, int]) -> dict[str, str]:

@@ -12,10 +12,14 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from megaswift.config.variables_set_by_launcher import NODE
+from megaswift.errors import EXIT_USER_ERROR
 from megaswift.launchers.end_on_all_nodes import EndedElsewhere, NodesEnd, end_run_on_all_nodes
+from megaswift.launchers.finish_marks import FOLDER, unfinished_text
 from megaswift.launchers.parent_death import PARENT, end_with_parent
 from megaswift.launchers.wait_for_nodes import MissingNodesError, gather_nodes
 from megaswift.launchers.worker_failure import exit_code, failure_text, first_failure, worker_failures
@@ -42,7 +46,22 @@ def run_agent(argv: list[str], ends: NodesEnd | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs torchrun to the end; the exit code."""
+    """Runs torchrun to the end; the exit code. It is not 0 unless every process has come to its end."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    with tempfile.TemporaryDirectory(prefix="megaswift-finished-") as folder:
+        os.environ[FOLDER] = folder
+        code = _run_to_end(words)
+        started = int(words[words.index(PROCESSES) + 1]) if PROCESSES in words else 1
+        if code == 0 and (line := unfinished_text(Path(folder), started)):
+            print(line, file=sys.stderr, flush=True)
+            return EXIT_USER_ERROR
+    return code
+
+
+PROCESSES = "--nproc-per-node"
+
+
+def _run_to_end(words: list[str]) -> int:
     end_with_parent(os.environ)
     os.environ[PARENT] = str(os.getpid())
     quiet_torchrun(os.environ)
@@ -55,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = os.environ.get(NODE, "").split()
         store = gather_nodes(os.environ)  # kept: it is the store that torchrun uses
         ends = NodesEnd(store, int(place[0]), int(place[1])) if place else None
-        run_agent(list(sys.argv[1:] if argv is None else argv), ends)
+        run_agent(words, ends)
     except ChildFailedError as error:
         failure = first_failure(worker_failures(error.failures))
         if line := failure_text(failure):

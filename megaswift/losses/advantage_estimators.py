@@ -6,16 +6,20 @@ names. The formulas that have other uses are in `advantages.py`. Completions of 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megaswift.config.advantage_estimator_table import PLUGIN_ESTIMATORS
 from megaswift.config.rl import RlConfig
+from megaswift.errors import Problem, RewardError
 from megaswift.losses import advantages as formulas
 from megaswift.registry import Registry
+from megaswift.user_code_errors import convert_user_code_errors
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,41 @@ def _gae(x: EstimatorInput) -> Mapping[str, Tensor]:
 
 
 def estimate_advantage_fields(name: str, x: EstimatorInput) -> dict[str, Tensor]:
-    """`advantages`, and whatever else the estimator gives, [n, t] each."""
-    estimate = ESTIMATORS.get(name)(x)
+    """`advantages`, and whatever else the estimator gives, [n, t] each.
+
+    Raises RewardError for an estimator of a user's file that fails or returns something else.
+    """
+    estimator = ESTIMATORS.get(name)
+    if name not in PLUGIN_ESTIMATORS:
+        estimate = estimator(x)
+    else:
+        what = f"--advantage_estimator {name}"
+        file = inspect.getfile(inspect.unwrap(estimator)) if inspect.isfunction(estimator) else "--external_plugins"
+        where = f"the estimator of {file}"
+        with convert_user_code_errors(lambda trace: RewardError(Problem(what, f"{where} failed\n{trace}"))):
+            estimate = estimator(replace(x, mask=x.mask.clone()))  # it may change its input in place
+        if fault := _fault_of_estimate(estimate, x):
+            n, t = x.mask.shape
+            fix = f"return advantages as a tensor of shape [{n}], one per completion, or [{n}, {t}], one per token"
+            raise RewardError(Problem(what, f"{where} returned {fault}", fix))
     fields = {"advantages": estimate} if isinstance(estimate, Tensor) else dict(estimate)
-    return {k: v if v.dim() == 2 else v.unsqueeze(1).expand(x.mask.shape) for k, v in fields.items()}
+    return {k: (v if v.dim() == 2 else v.unsqueeze(1).expand(x.mask.shape)).detach() for k, v in fields.items()}
+
+
+def _fault_of_estimate(estimate: object, x: EstimatorInput) -> str:
+    """What is wrong with what an estimator returned; empty where nothing is."""
+    fields = {"advantages": estimate} if not isinstance(estimate, Mapping) else dict(estimate)
+    if "advantages" not in fields:
+        return f"a mapping without advantages, with {', '.join(map(repr, fields)) or 'nothing'}"
+    for name, values in fields.items():
+        what = "" if len(fields) == 1 else f"{name} as "
+        if not isinstance(values, Tensor):
+            return f"{what}{type(values).__name__}, not a tensor"
+        if tuple(values.shape) not in (tuple(x.mask.shape), tuple(x.totals.shape)):
+            return f"{what}a tensor of shape {[*values.shape]}"
+        if values.is_complex() or values.dtype == torch.bool:
+            return f"{what}a tensor of {str(values.dtype).removeprefix('torch.')}"
+        each = values if values.dim() == 2 else values.unsqueeze(1).expand(x.mask.shape)
+        if not bool(each[x.mask].isfinite().all()):
+            return f"{what}numbers that are not finite"
+    return ""

@@ -3,6 +3,9 @@ source."""
 
 from __future__ import annotations
 
+import random
+import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,6 +13,7 @@ from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishm
 
 from megaswift.errors import ConfigError
 from megaswift.rewards import format_and_length_rewards
+from megaswift.rewards.format_and_length_rewards import answer_format, think_format
 from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput
 from tests.rewards.samples import judged, said
 
@@ -72,3 +76,24 @@ def test_values_that_make_no_sense_are_refused() -> None:
         format_and_length_rewards.repetition(replace(OPTIONS, repetition_max_penalty=1.0))
     with pytest.raises(ConfigError, match="exceeds the maximum completion length of 100 tokens"):
         format_and_length_rewards.soft_overlong(replace(OPTIONS, soft_cache_length=101))
+
+
+def test_built_in_formats_read_a_text_once() -> None:
+    """A model that repeats a tag costs time in proportion to its text: 1.6 million characters in well under a second,
+    of which 128,000 took six."""
+    reward = answer_format(BuiltInRewardParameters(100))
+    thought = think_format(BuiltInRewardParameters(100))
+    for piece in ("</think><answer>", "</think> ", "</answer>", "<think>", "</think>" + " " * 50 + "x"):
+        sample = judged("<think>" + piece * (1_600_000 // len(piece)), 1)
+        began = time.process_time()
+        assert reward([sample]) == [0.0]
+        thought([sample])
+        assert time.process_time() - began < 2
+
+
+def test_format_is_ms_swifts_expression() -> None:
+    swift = re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])", re.DOTALL)
+    pieces, rng = ("<think>", "</think>", "<answer>", "</answer>", " ", "\n", "x"), random.Random(3)
+    texts = ["<think>" + "".join(rng.choices(pieces, k=rng.randint(3, 8))) + "</answer>" for _ in range(20_000)]
+    found = answer_format(BuiltInRewardParameters(100))([judged(text, 1) for text in texts])
+    assert found == [float(swift.match(text) is not None) for text in texts] and 0 < sum(found) < len(found)

@@ -74,6 +74,26 @@ def test_two_functions_of_one_name_are_told_apart(file: Path) -> None:
         load_reward_functions(["format", "format"], OPTIONS)
 
 
+def test_files_of_one_name_in_different_folders_are_told_apart(tmp_path: Path) -> None:
+    for folder in ("a", "b", "c", "d/c"):
+        (tmp_path / folder).mkdir(parents=True)
+        text = f"def reward(completions):\n    return [{len(folder)}.0] * len(completions)\n"
+        (tmp_path / folder / "score.py").write_text(text)
+    names = [f"{tmp_path}/{folder}/score.py:reward" for folder in ("a", "b", "c", "d/c")]
+    functions = load_reward_functions(names, OPTIONS)
+    assert [f.name for f in functions] == ["reward", "score.reward", "c.score.reward", "d.c.score.reward"]
+    assert score_rewards(functions, [1.0] * 4, [judged("x")]).per_function["d.c.score.reward"] == [3.0]
+    with pytest.raises(ConfigError, match="is given twice"):
+        load_reward_functions([names[0], f"{tmp_path}/b/../a/score.py:reward"], OPTIONS)
+
+
+def test_a_function_with_the_name_of_a_built_in_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def format(completions):\n    return [0.0] * len(completions)\n")
+    names = [f"{tmp_path}/mine.py:format", "format"]
+    for order in (names, names[::-1]):
+        assert {f.name for f in load_reward_functions(order, OPTIONS)} == {"mine.format", "format"}
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

@@ -262,3 +262,42 @@ def test_a_function_that_leaves_the_program_is_an_error() -> None:
 
     with pytest.raises(RewardError, match="SystemExit: 5"):
         score(UserFunction("leaves", leaves, frozenset({"completions"}), frozenset()))
+
+
+def test_a_function_that_changes_what_it_gets_changes_nothing_for_the_next() -> None:
+    seen: list[Any] = []
+
+    def spoil(prompts: Any, completions: Any, completion_ids: Any, tags: Any) -> list[float]:
+        seen.append([prompts[0][0]["content"], completions[0][0]["content"], [*completion_ids[0]], [*tags[0]]])
+        for values in (prompts, completions):
+            values[0][0]["content"] = "spoiled"
+        completion_ids[0].clear()
+        tags[0].append("spoiled")
+        del completions[1:]
+        return [0.0, 0.0]
+
+    async def spoil_later(prompts: Any, completions: Any, completion_ids: Any, tags: Any) -> list[float]:
+        return spoil(prompts, completions, completion_ids, tags)
+
+    takes = frozenset({"prompts", "completions", "completion_ids", "tags"})
+    tags = ["a"]
+    samples = [said("hello", tags=tags), said("hi", tags=tags)]
+    functions = [UserFunction(name, spoil, takes, frozenset()) for name in ("one", "two")]
+    later = [AsyncUserFunction(name, spoil_later, takes, frozenset()) for name in ("three", "four")]
+    score(*functions, *later, samples=samples)
+    assert seen == [["Q", "hello", [*map(ord, "hello")], ["a"]]] * 4 and tags == ["a"]
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 1e16, float("inf")])
+def test_rewards_whose_sums_overflow_are_refused(value: float) -> None:
+    with pytest.raises(RewardError, match="a finite number of at most 1e\\+15"):
+        score(returning([value, 0.0, 0.0]))
+    with pytest.raises(RewardError, match="a finite number of at most 1e\\+15"):
+        score(returning([[value], [0.0, 0.0], [0.0] * 3]))
+
+
+def test_sums_that_are_too_large_are_refused() -> None:
+    with pytest.raises(RewardError, match=r"tokens rewards that add up to 1.8e\+15 for sample 1 of 3"):
+        score(returning([[0.0], [9e14, 9e14], [0.0] * 3]))
+    with pytest.raises(RewardError, match=r"--reward_weights: make the reward 1e\+30 for sample 2 of 3"):
+        score(returning([0.0, 0.0, 1.0]), weights=(1e30,))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config import load_config
+from megaswift.config import SwiftConfig, load_config
 from megaswift.errors import CheckpointError
 from megaswift.trainers import output_folder
 from megaswift.trainers.run_lock import NAME, RunLock
@@ -60,3 +60,50 @@ def test_a_folder_without_locks_is_a_warning(
     RunLock(tmp_path).take()
     assert "cannot be locked (No locks available)" in capsys.readouterr().err
     assert RunLock(tmp_path).problems() == []
+
+
+@pytest.mark.parametrize("kind", ["file", "nothing", "folder"])
+def test_a_link_in_place_of_the_lock_is_refused(kind: str, tmp_path: Path) -> None:
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    out.mkdir()
+    if kind == "folder":
+        victim.mkdir()
+    elif kind == "file":
+        victim.write_text("precious")
+    (out / NAME).symlink_to(victim)
+    for look in (lambda: RunLock(out).take(), lambda: output_folder.prepare_output_folder(config(out), RunLock(out))):
+        with pytest.raises(CheckpointError, match=r"run\.lock: is a symbolic link.*\n.*remove it"):
+            look()
+    (problem,) = RunLock(out).problems()
+    assert "is a symbolic link" in problem.rule
+    assert victim.read_text() == "precious" if kind == "file" else victim.exists() == (kind == "folder")
+
+
+def config(out: Path) -> SwiftConfig:
+    return load_config("sft", ["--output_dir", str(out)], environ={})
+
+
+def test_a_pipe_or_folder_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+    for name, make in (("pipe", os.mkfifo), ("folder", os.mkdir)):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / NAME)
+        with pytest.raises(CheckpointError, match="is not a regular file"):
+            RunLock(tmp_path / name).take()
+
+
+def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    lock.take()
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(write)
+        os.read(read, 1)  # until the parent is done
+        os._exit(0)
+    try:
+        lock.release()
+        assert RunLock(tmp_path).problems() == []
+        RunLock(tmp_path).take()
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)

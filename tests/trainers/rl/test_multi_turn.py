@@ -221,6 +221,19 @@ def test_turns_and_tokens_have_an_end(model: Path, file: Path) -> None:
         (([], float("nan"), True), "the reward nan"),
         (([], "1", True), "the reward '1'"),
         ((["hello"], 0.0, False), "the messages"),
+        ((None, 1.0, True), "the messages None"),
+        ((5, 1.0, True), "the messages 5"),
+        (("text", 1.0, True), "the messages 'text'"),
+        (({"role": "user", "content": "x"}, 1.0, True), "the messages {"),
+        (([{"role": 5, "content": "x"}], 1.0, True), "the messages [{"),
+        (([{"role": "user", "content": None}], 1.0, True), "the messages [{"),
+        (([{"role": "user", "content": "x", "raw": object()}], 1.0, True), "which JSON cannot hold"),
+        (([{"role": "user", "content": "page \ud83d end"}], 1.0, False), "an unpaired surrogate (\\ud83d"),
+        (([], 1e308, True), "the reward 1e+308"),
+        (([], 1.0, "no"), "done as 'no'"),
+        (([], 1.0, None), "done as None"),
+        ("abc", "step returned 'abc'"),
+        ({"messages": [], "reward": 1.0, "done": True}, "return (messages, reward, done)"),
         ("raise", "KeyError"),
     ],
 )
@@ -290,3 +303,48 @@ def test_the_next_turn_begins_as_enable_thinking_says() -> None:
         chat = ChatTurns(tokens, variables)
         found = chat.go_on(chat.begin("what?"), ModelTurn("this<|im_end|>", "this", "<|im_end|>"), answers)
         assert found.between.endswith(end)
+
+
+def test_what_a_step_returns_is_the_runs_own() -> None:
+    class Keeps:
+        said: Any = [{"role": "user", "content": "first", "extra": {"n": [1]}}]
+
+        def reset(self, prompt: Any, **columns: Any) -> Any:
+            prompt[0]["content"], columns["tags"][0] = "changed", "changed"
+
+        def step(self, answer: str) -> Any:
+            return self.said, np.float32(1), np.bool_(True)
+
+    inner = Keeps()
+    environment = EnvironmentWithNamedErrors("--environment e.py:Keeps", inner)
+    prompt, columns = [{"role": "user", "content": "asked"}], {"tags": ["a"]}
+    environment.reset(prompt, columns)
+    assert prompt == [{"role": "user", "content": "asked"}] and columns == {"tags": ["a"]}
+    messages, _, done = environment.step("text")
+    inner.said[0]["extra"]["n"].append(2)
+    assert messages == [{"role": "user", "content": "first", "extra": {"n": [1]}}] and done is True
+
+
+@pytest.mark.parametrize(
+    "returned", [5, True, {"role": "user"}, ["text"], object(), "half \udc80", [{"role": "user", "content": "\udc80"}]]
+)
+def test_an_observation_that_is_none(returned: Any) -> None:
+    class Resets:
+        def reset(self, prompt: Any) -> Any:
+            return returned
+
+    with pytest.raises(RewardError, match="--environment e.py:Resets: reset returned"):
+        EnvironmentWithNamedErrors("--environment e.py:Resets", Resets()).reset("asked", {})  # type: ignore[arg-type]
+
+
+def test_an_environment_that_cannot_be_made(file: Path) -> None:
+    class Fails:
+        def __init__(self) -> None:
+            raise OSError("no browser")
+
+    for make, told in ((Fails, "cannot be created\n(.*\n)*.*no browser"), (object, "has no reset and no step")):
+        with pytest.raises(RewardError, match=told):
+            EnvironmentWithNamedErrors.make("--environment e.py:Fails", make)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="annotations is _Feature, not a class"):
+        file.with_name("other.py").write_text("from __future__ import annotations\n")
+        load_environment_class(f"{file.with_name('other.py')}:annotations")
