@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -116,10 +117,9 @@ def test_code_that_does_not_return(name: str, line: str, theirs: ModuleType, sho
 
 
 def test_untimed_code_has_time(theirs: ModuleType, short: None) -> None:
-    import time
-
     with convert_user_code_errors(said, timed=False):
         time.sleep(0.6)
+    assert CLOCK.seconds == 0.3
 
 
 @pytest.mark.parametrize(

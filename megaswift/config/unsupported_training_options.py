@@ -76,8 +76,8 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("dataloader_in_order", ON, "batches keep their order", LEAVE),
     # sampling
     ("num_beams", ("1",), "completions are sampled, without beam search", LEAVE),
-    ("stop stop_words stop_strings", UNSET, "a completion ends with the model's end-of-sequence token or at --max_completion_length",
-     LEAVE),
+    ("stop stop_words stop_strings", UNSET,
+     "a completion ends with the model's end-of-sequence token or at --max_completion_length", LEAVE),
     ("logprobs", OFF, "it applies to inference only", LEAVE),
     ("top_logprobs structured_outputs_regex", UNSET, "it applies to inference only", LEAVE),
     ("vllm_pipeline_parallel_size vllm_data_parallel_size", ("1",), "every process samples with a whole model",

@@ -111,6 +111,8 @@ class MultiTurnRunner:
     chat: ChatTurns
     max_turns: int | None
     """Of the model; None: until the environment ends it, or the tokens do."""
+    max_length: int | None = None
+    """Tokens of a prompt with its first observation and the completion; None: any number."""
 
     def write(
         self, sampler: Sampler, sampling: SamplingParams, prompts: Sequence[Prompt], seeds: Sequence[int]
@@ -139,13 +141,10 @@ class MultiTurnRunner:
         flag = environment.flag
         with rendering(flag, [] if isinstance(observation, str) else [m["role"] for m in observation]):
             asked, conversation = self._observed(prompt, observation)
-        room = most - max(len(asked.token_ids) - len(prompt.token_ids), 0)
+        room = most if self.max_length is None else min(most, self.max_length - len(asked.token_ids))
         if room < 1:
-            grown = len(asked.token_ids) - len(prompt.token_ids)
-            rule = f"reset returned an observation of {grown} tokens, which leaves no room for the model to answer"
-            raise RewardError(
-                Problem(flag, rule, f"a --max_completion_length above {grown}; it counts what the environment writes")
-            )
+            rule = f"reset returned an observation: the prompt now has {len(asked.token_ids)} tokens, no room to answer"
+            raise RewardError(Problem(flag, rule, f"use a --max_length above {len(asked.token_ids)}"))
         return _Open(prompt, seed, environment, room, asked, conversation)
 
     def _observed(self, prompt: Prompt, observation: str | list[Message]) -> tuple[Prompt, Conversation | None]:

@@ -194,6 +194,7 @@ def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None
         lambda: EnvironmentWithNamedErrors.make(f"--environment {text}", environment),
         ChatTurns(tokenizer, variables, agent_text or ""),
         cfg.rl.max_turns,
+        cfg.data.max_length,
     )
 
 

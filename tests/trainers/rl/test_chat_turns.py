@@ -296,7 +296,9 @@ def test_the_first_observation_is_part_of_the_prompt(first: Any, asked: Any, env
     assert between(tokenizer, talk) == [f"<|end|>\n<|user|>\nwkanswer{i}<|end|>\n<|assistant|>\n" for i in (1, 2)]
 
 
-def test_an_observation_without_room_for_an_answer_is_an_error(environment: Path) -> None:
+def test_an_observation_takes_its_room_from_the_whole_length(environment: Path) -> None:
     tokenizer = tokenizer_for(PHI, eos="<|endoftext|>")
-    with pytest.raises(RewardError, match=r"reset returned an observation of 2000 tokens.*\n.*max_completion_length"):
-        talked(tokenizer, environment, "<|end|>", first="x" * 2000)
+    with pytest.raises(RewardError, match=r"reset returned an observation .* 9023 tokens, no room.*\n.*--max_length"):
+        talked(tokenizer, environment, "<|end|>", first="x" * 9000)
+    _, talk = talked(tokenizer, environment, "<|end|>", first="x" * 8160)
+    assert len(talk.prompt_ids) == 8183 and talk.turns == 1 and not talk.finished
