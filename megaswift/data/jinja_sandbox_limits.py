@@ -2,23 +2,28 @@
 
 jinja2's sandbox limits `range` alone: `'x' * 10**9`, nested loops and texts that double have no end there. Owns the
 environment that counts, which takes the place of the sandbox in transformers (`install_template_limits`), so that
-every rendering of a process is limited: `apply_chat_template` too. A legitimate conversation is far below every limit.
+every rendering of a process is limited: `apply_chat_template` too. What an operator, a filter or a method makes is
+measured before it is made where its size follows from its arguments, and counted afterwards in any case; methods are
+those of a list. A legitimate conversation is far below every limit.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from types import MethodType
+from types import BuiltinFunctionType
 from typing import Any, cast
 
 import jinja2
 from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
@@ -28,6 +33,16 @@ MOST_TEXT = 1 << 26
 """Characters that one rendering may write, or keep in one value."""
 MOST_NUMBER = 1 << 20
 """Characters or items that one operator, filter or method may make of a number."""
+MOST_BYTES = 1 << 28
+"""Memory of all that one rendering makes, kept or not, beyond what the conversation allows."""
+BYTES_OF_INPUT = 64
+"""What a rendering may make for each byte of its conversation."""
+MOST_ITEMS = 1 << 22
+"""Items of a list that one filter or method may make of a text."""
+ITEM = 64
+"""Bytes of a short text in a list."""
+CONTAINER = 192
+"""Bytes of a list or an object, besides those of an item."""
 MOST_STEPS = 2_000_000
 """Iterations and calls of one rendering."""
 MOST_SECONDS = 10.0
@@ -35,13 +50,39 @@ _CLOCK_EVERY = 1024
 """Steps between two looks at the clock."""
 _TOGETHER = 64
 """Pieces of a text that are measured at a time."""
+_PAGE = 12
+"""Bits of the size of a text that takes about as long as a step of a loop."""
 _WIDTH = re.compile(r"%[^%a-zA-Z]*(?:\*|\d{7})|\{[^{}]*:[^{}]*(?:\{|\d{7})")
 """In a format string: a width of millions, or one from the arguments."""
-FORMATS = ("format", "format_map")
-NUMBERED = ("center", "indent", "wordwrap", "batch", "slice", "truncate", "tojson", "format", "replace", "join")
+_DIGITS = re.compile(r"\d+")
+LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+_METHODS_OF_TEXT = """
+capitalize casefold center count endswith expandtabs find format format_map index isalnum isalpha isascii isdecimal
+isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition
+removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase
+title upper zfill
+"""
+METHODS: dict[type, frozenset[str]] = {
+    str: frozenset(_METHODS_OF_TEXT.split()),
+    dict: frozenset({"get", "items", "keys", "values", "copy"}),
+    list: frozenset({"count", "index", "copy"}),
+    tuple: frozenset({"count", "index"}),
+    int: frozenset({"bit_length"}),
+    float: frozenset({"is_integer"}),
+}
+"""Methods of Python's own types that a template may call."""
+LEFT_OUT = ("pprint", "urlize", "wordwrap", "xmlattr", "striptags")
+"""Filters that no chat template needs and whose work is not bounded by their input."""
+LISTING = ("list", "join", "sort", "unique", "groupby", "batch", "slice", "sum", "min", "max", "last", "reverse")
+"""Filters that go through all items."""
+GROWTH = {"escape": 5, "e": 5, "forceescape": 5, "urlencode": 12}
 """Filters whose output may be longer than their input by a factor."""
-# Sandboxed calls of these methods of str are limited like the filters.
-METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join", "format", "format_map")
+_TESTS = """
+defined undefined none string mapping iterable sequence number integer float boolean true false callable sameas
+divisibleby even odd filter test escaped
+"""
+CHEAP_TESTS = frozenset(_TESTS.split())
+"""Tests that take no longer for a long text."""
 
 
 class TemplateLimitExceeded(SecurityError):
@@ -51,15 +92,18 @@ class TemplateLimitExceeded(SecurityError):
 class _Budget(threading.local):
     """What is left to the rendering of this thread."""
 
-    steps = written = 0
-    """Steps up to the last look at the clock, and characters."""
+    steps = written = made = 0
+    """Steps up to the last look at the clock, characters, and bytes of all that was made."""
     since = 0
     """Steps since then."""
     end = float("inf")
+    inputs: Any = ()
+    """The conversation and what else the template gets."""
 
-    def begin(self) -> None:
-        self.steps = self.written = self.since = 0
+    def begin(self, inputs: Any = ()) -> None:
+        self.steps = self.written = self.made = self.since = 0
         self.end = time.monotonic() + MOST_SECONDS
+        self.inputs = inputs
 
     def step(self, count: int = 1) -> None:
         since = self.since + count
@@ -67,6 +111,13 @@ class _Budget(threading.local):
             self._look(since)
             since = 0
         self.since = since
+
+    def take(self, size: int) -> None:
+        """`size` bytes are made, or are about to be."""
+        self.made += size
+        if self.made > MOST_BYTES and self.made > MOST_BYTES + BYTES_OF_INPUT * _weight(self.inputs, self.made):
+            raise TemplateLimitExceeded(f"more than {MOST_BYTES:,} bytes for one conversation")
+        self.step(1 + (size >> _PAGE))
 
     def _look(self, since: int) -> None:
         self.steps += since
@@ -77,6 +128,45 @@ class _Budget(threading.local):
 
 
 BUDGET = _Budget()
+
+
+def _weight(value: Any, most: int) -> int:
+    """Bytes of a value with all that it holds, each as often as it is held; the count ends beyond `most`."""
+    total, left = 0, [value]
+    while left and total <= most:
+        one = left.pop()
+        if isinstance(one, str):
+            total += sys.getsizeof(one)
+            continue
+        total += ITEM
+        if isinstance(one, Namespace):
+            one = object.__getattribute__(one, "_Namespace__attrs")
+        if isinstance(one, (Mapping, list, tuple)):
+            total += CONTAINER
+            left += one
+            left += one.values() if isinstance(one, Mapping) else ()
+    return total
+
+
+def _whole_weight(value: Any, most: int = MOST_TEXT) -> int:
+    """The bytes of a value that is written, compared or copied as a whole; TemplateLimitExceeded where it is too
+    large."""
+    weight = _weight(value, most)
+    if weight > most:
+        raise TemplateLimitExceeded(f"a text or list of more than {most:,} characters or items")
+    BUDGET.step(1 + (weight >> _PAGE))
+    return weight
+
+
+def _counted(value: Any) -> Any:
+    """A value that an operator, a filter or a method has made."""
+    if isinstance(value, str):
+        BUDGET.take(sys.getsizeof(value))
+    elif isinstance(value, (list, tuple, dict)):
+        BUDGET.take(ITEM * len(value))
+        if any(isinstance(one, (list, tuple, dict, Namespace)) for one in value):
+            _whole_weight(value)
+    return value
 
 
 def _size(size: int, most: int = MOST_NUMBER) -> None:
@@ -106,29 +196,110 @@ def _kept(value: Any) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """A value that goes into a block's text, which is whole in memory before it can be measured."""
-    if isinstance(value, (str, list, tuple, dict)):
-        BUDGET.written += len(value)
+    """A value that is written: to a block's text, it is whole in memory before it can be measured."""
+    if isinstance(value, (str, list, tuple, dict, Namespace)):
+        BUDGET.written += len(value) if isinstance(value, str) else _whole_weight(value)
         _size(BUDGET.written, MOST_TEXT)
     return value
 
 
-def _made(name: str, first: Any, rest: tuple[Any, ...]) -> None:
-    """TemplateLimitExceeded where the filter or method `name` of `first` makes too much of its arguments."""
-    for value in rest if name not in FORMATS else ():
+def _shown(value: Any) -> Any:
+    """A value that is written where it is measured with the rest of the text; other values than texts become one."""
+    if not isinstance(value, str):
+        _whole_weight(value)
+    return value
+
+
+def _compared(value: Any) -> Any:
+    """A value that is compared, which takes as long as it is."""
+    _whole_weight(value)
+    return value
+
+
+def _together(values: Sequence[Any]) -> str:
+    """What `~` makes."""
+    _size(sum(len(v) if isinstance(v, str) else _whole_weight(v) for v in values), MOST_TEXT)
+    return str(_counted("".join(map(str, values))))
+
+
+def _bounded(items: Any) -> Any:
+    """The items of a list, or of what a filter hands on one by one, as a list."""
+    if not isinstance(items, (list, tuple, str, Mapping)) and isinstance(items, Iterable):
+        items = list(islice(items, MOST_ITEMS + 1))
+    if isinstance(items, (str, list, tuple)):
+        _size(len(items), MOST_ITEMS)
+    return items
+
+
+def _joined_size(separator: Any, items: Any) -> None:
+    """TemplateLimitExceeded where a text of `items` with `separator` between them is too long."""
+    if isinstance(items, (str, list, tuple)):
+        between = len(separator) if isinstance(separator, str) else 0
+        _size(_whole_weight(items) + len(items) * between, MOST_TEXT)
+
+
+def _formatted_size(text: str, mark: str, values: Any) -> None:
+    """TemplateLimitExceeded where a format string makes too much of its values."""
+    if _WIDTH.search(text):
+        raise TemplateLimitExceeded("a format with a width of millions")
+    widest = max((int(digits) for digits in _DIGITS.findall(text)), default=0)
+    factor = 10 if "!" in text or "%r" in text or "%a" in text else 1
+    _size(len(text) + text.count(mark) * (widest + factor * _whole_weight(values)), MOST_TEXT)
+
+
+def _numbers(values: Iterable[Any]) -> None:
+    for value in values:
         if isinstance(value, int):
             _size(abs(value))
-    if not isinstance(first, str):
-        if name == "join":
-            items = first if isinstance(first, (list, tuple)) else ()
-            _size(len(items) * max((len(v) for v in rest if isinstance(v, str)), default=0), MOST_TEXT)
+
+
+def _pieces(text: str, name: str, values: Sequence[Any]) -> None:
+    """TemplateLimitExceeded where a text is split into too many."""
+    separator = next((v for v in values if isinstance(v, str) and v), None)
+    if name == "splitlines":
+        count = sum(map(text.count, LINE_ENDS))
+    else:
+        count = len(text) // 2 if separator is None else text.count(separator)
+    _size(count, MOST_ITEMS)
+    BUDGET.take(ITEM * count)
+
+
+def _made_of_text(name: str, text: str, values: Sequence[Any]) -> None:
+    """TemplateLimitExceeded where the method or filter `name` makes too much of a text."""
+    if name in ("format", "format_map"):
+        _formatted_size(text, "%" if "%" in text else "{", values)
         return
-    if name in FORMATS and _WIDTH.search(first):
-        raise TemplateLimitExceeded("a format with a width of millions")
-    if name == "replace" and len(rest) > 1 and isinstance(rest[0], str) and isinstance(rest[1], str):
-        _size(len(first) + first.count(rest[0]) * len(rest[1]), MOST_TEXT)
-    if name == "join" and rest and isinstance(rest[0], (list, tuple)):
-        _size(len(rest[0]) * len(first), MOST_TEXT)
+    _numbers(values)
+    first, second = (*values, None, None)[:2]
+    if name == "expandtabs":
+        _size(len(text) + text.count("\t") * (first if isinstance(first, int) else 8), MOST_TEXT)
+    elif name == "indent":
+        width = len(first) if isinstance(first, str) else first if isinstance(first, int) else 4
+        _size(len(text) + (1 + text.count("\n")) * width, MOST_TEXT)
+    elif name == "replace" and isinstance(first, str) and isinstance(second, str):
+        _size(len(text) + text.count(first) * len(second), MOST_TEXT)
+    elif name in ("split", "rsplit", "splitlines"):
+        _pieces(text, name, values)
+    elif name in GROWTH:
+        _size(len(text) * GROWTH[name], MOST_TEXT)
+
+
+def _made(name: str, first: Any, rest: Sequence[Any]) -> None:
+    """TemplateLimitExceeded where the filter `name` makes too much of its arguments."""
+    if name == "sum" and any(isinstance(v, (str, list, tuple)) for v in rest[1:]):
+        raise TemplateLimitExceeded("a sum of texts or lists")
+    if name == "join":
+        _joined_size(next(iter(rest), ""), first)
+    elif name == "tojson":
+        _numbers(rest)
+        widest = max((v for v in rest if isinstance(v, int)), default=0)
+        _size(_whole_weight(first, MOST_TEXT >> 2) * (1 + widest), MOST_TEXT)
+    elif isinstance(first, str):
+        _made_of_text(name, first, rest)
+    else:
+        _numbers(rest)
+        if name == "string":
+            _whole_weight(first)
 
 
 def _limited(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,23 +307,40 @@ def _limited(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     skipped = 1 if hasattr(plain, "jinja_pass_arg") else 0
 
     def limited(*args: Any, **options: Any) -> Any:
-        BUDGET.step()
-        _made(name, args[skipped], (*args[skipped + 1 :], *options.values()))
-        return plain(*args, **options)
+        first, rest = args[skipped], (*args[skipped + 1 :], *options.values())
+        BUDGET.step(1 + (len(first) >> _PAGE if isinstance(first, (str, list, tuple)) else 0))
+        if name in LISTING:
+            first = _bounded(first)
+        _made(name, first, rest)
+        return _counted(plain(*args[:skipped], first, *args[skipped + 1 :], **options))
 
-    limited.__dict__.update(plain.__dict__)
+    limited.__dict__.update(getattr(plain, "__dict__", {}))
     return limited
 
 
+def _timed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A test of values that may be long."""
+
+    def timed(*args: Any, **options: Any) -> Any:
+        for value in args:
+            if isinstance(value, (str, list, tuple, dict)):
+                _whole_weight(value)
+        return plain(*args, **options)
+
+    timed.__dict__.update(getattr(plain, "__dict__", {}))
+    return timed
+
+
 class _Filters(dict[str, Callable[..., Any]]):
-    """Filters by name; those of `NUMBERED` are limited, whoever sets them."""
+    """Filters by name, each limited, whoever sets them."""
 
     def __setitem__(self, name: str, plain: Callable[..., Any]) -> None:
-        super().__setitem__(name, _limited(name, plain) if name in NUMBERED else plain)
+        super().__setitem__(name, _limited(name, plain))
 
 
 class _Counted(NodeTransformer):
-    """Puts a count around each loop's items, and a look at the size around what is assigned or written to a block."""
+    """Puts a count around each loop's items, and a look at the size around what is assigned, written, compared, cut or
+    put into a list."""
 
     blocks = loops = 0
 
@@ -180,11 +368,31 @@ class _Counted(NodeTransformer):
 
     def visit_Output(self, node: nodes.Output) -> nodes.Output:  # noqa: N802
         self.generic_visit(node)
-        if self.blocks and self.loops:
-            node.nodes = [
-                n if isinstance(n, nodes.TemplateData) else _through("_megaswift_written", n) for n in node.nodes
-            ]
+        name = "_megaswift_written" if self.blocks and self.loops else "_megaswift_shown"
+        node.nodes = [n if isinstance(n, nodes.TemplateData) else _through(name, n) for n in node.nodes]
         return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
+        self.generic_visit(node)
+        return _through("_megaswift_together", nodes.List(node.nodes, lineno=node.lineno))
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802
+        self.generic_visit(node)
+        for operand in node.ops:
+            if not isinstance(operand.expr, nodes.Const) or "in" in operand.op:
+                operand.expr = _through("_megaswift_compared", operand.expr)
+        return node
+
+    def _list(self, node: nodes.Expr) -> nodes.Expr:
+        self.generic_visit(node)
+        stored = getattr(node, "ctx", "load") != "load"  # the names of `for a, b in ...`
+        return node if stored else _through("_megaswift_counted", node)
+
+    visit_List = visit_Tuple = visit_Dict = _list
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:  # noqa: N802
+        self.generic_visit(node)
+        return _through("_megaswift_counted", node) if isinstance(node.arg, nodes.Slice) else node
 
 
 def _through(name: str, node: nodes.Node) -> nodes.Filter:
@@ -196,12 +404,12 @@ class LimitedTemplate(Template):
 
     def render(self, *args: Any, **kwargs: Any) -> str:
         """The text; TemplateLimitExceeded for one without end."""
-        BUDGET.begin()
+        BUDGET.begin((args, kwargs))
         return super().render(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Iterator[str]:
         """The text in pieces; TemplateLimitExceeded for one without end."""
-        BUDGET.begin()
+        BUDGET.begin((args, kwargs))
         size = 0
         for piece in super().generate(*args, **kwargs):
             size += len(piece)
@@ -213,21 +421,34 @@ class LimitedTemplate(Template):
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox with limits."""
 
-    intercepted_binops = frozenset({"*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
     template_class = LimitedTemplate
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.globals.pop("lipsum", None)
-        filters = _Filters(_megaswift_steps=_steps, _megaswift_kept=_kept, _megaswift_written=_written)
+        filters = _Filters(
+            _megaswift_steps=_steps,
+            _megaswift_kept=_kept,
+            _megaswift_written=_written,
+            _megaswift_shown=_shown,
+            _megaswift_together=_together,
+            _megaswift_compared=_compared,
+            _megaswift_counted=_counted,
+        )
         for name, plain in self.filters.items():
-            filters[name] = plain
+            if name not in LEFT_OUT:
+                filters[name] = plain
         self.filters = filters
+        self.tests = {
+            name: plain if name in CHEAP_TESTS else _timed(cast(Any, plain)) for name, plain in self.tests.items()
+        }
 
     def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Template:
         """The template; TemplateLimitExceeded for one of more than a megabyte."""
         if isinstance(source, str) and len(source) > MOST_SOURCE:
             raise TemplateLimitExceeded(f"a template of {len(source):,} characters; at most {MOST_SOURCE:,}")
+        BUDGET.begin()  # what is constant is computed here
         return super().from_string(source, *args, **kwargs)
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
@@ -239,7 +460,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def concat(pieces: Iterable[str]) -> str:  # type: ignore[override]
         """The pieces as one text; TemplateLimitExceeded when it grows too long."""
         if isinstance(pieces, list):
-            _size(sum(map(len, pieces)), MOST_TEXT)
+            size = sum(map(len, pieces))
+            _size(size, MOST_TEXT)
+            BUDGET.take(size)
             return "".join(pieces)
         size, out, left = 0, list[str](), iter(pieces)
         while some := list(islice(left, _TOGETHER)):
@@ -247,17 +470,41 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             if size > MOST_TEXT:
                 _size(size, MOST_TEXT)
             out += some
+        BUDGET.take(size)
         return "".join(out)
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """A function, macro or method, which counts."""
         BUDGET.step()
-        if isinstance(getattr(obj, "__self__", None), (str, list)) and getattr(obj, "__name__", "") in METHODS:
-            _made(obj.__name__, obj.__self__, (*args, *kwargs.values()))
-        elif not isinstance(obj, MethodType):
-            for value in args:
+        owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+        kind = next((kind for kind in METHODS if isinstance(owner, kind)), None)
+        if isinstance(owner, type) or kind is None and isinstance(obj, BuiltinFunctionType):
+            raise TemplateLimitExceeded(f"the method {name}")
+        if kind is not None:
+            if name not in METHODS[kind]:
+                raise TemplateLimitExceeded(f"the method {name} of a {kind.__name__}")
+            args = self._measured(owner, name, args, kwargs)
+        elif not isinstance(obj, Macro):
+            for value in (*args, *kwargs.values()):
                 _kept(value)
-        return super().call(context, obj, *args, **kwargs)
+                if isinstance(value, str) and name == "strftime_now":
+                    _size(len(value))
+        return _counted(super().call(context, obj, *args, **kwargs))
+
+    @staticmethod
+    def _measured(owner: Any, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a method; TemplateLimitExceeded where it makes too much of them."""
+        if not isinstance(owner, str):
+            _whole_weight(owner)
+            return args
+        BUDGET.step(1 + (len(owner) >> _PAGE))
+        if name == "join":
+            args = tuple(_bounded(value) for value in args)
+            for items in args:
+                _joined_size(owner, items)
+        else:
+            _made_of_text(name, owner, (*args, *options.values()))
+        return args
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """`str.format` of bounded width."""
@@ -267,16 +514,19 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         text, plain = value.__self__, formatter
 
         def limited(*args: Any, **kwargs: Any) -> str:
-            _made("format", text, ())
+            _formatted_size(text, "{", (*args, *kwargs.values()))
             return plain(*args, **kwargs)
 
         return limited
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """A product, power or format of bounded size."""
-        if operator == "%":
-            if isinstance(left, str) and _WIDTH.search(left):
-                raise TemplateLimitExceeded("a format with a width of millions")
+        """A sum, product, power or format of bounded size."""
+        if operator == "+":
+            if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+                _size(len(left) + len(right), MOST_TEXT if isinstance(left, str) else MOST_ITEMS)
+        elif operator == "%":
+            if isinstance(left, str):
+                _formatted_size(left, "%", right)
         elif operator == "*" and isinstance(left, (str, list, tuple)) and isinstance(right, int):
             _size(len(left) * right)
         elif operator == "*" and isinstance(right, (str, list, tuple)) and isinstance(left, int):
@@ -284,7 +534,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         elif isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
             _size(bits, 4096)
-        return super().call_binop(context, operator, left, right)
+        return _counted(super().call_binop(context, operator, left, right))
 
 
 def install_template_limits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -47,6 +48,86 @@ ENDLESS = [
     ("{% set x %}{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}{% endset %}", LARGE),
     ("{{ 1 }}" + "x" * jinja_sandbox_limits.MOST_SOURCE, "a template of 1,048,583 characters"),
 ]
+
+
+STEPS = "loop iterations and calls|seconds"
+MUCH = "more than [0-9,]+ bytes for one conversation"
+TEXT = "{% set a = 'x' * 1000000 %}{% set a = a ~ a ~ a ~ a %}{% set a = a ~ a ~ a ~ a %}"
+"""16 million letters."""
+TWICE = "{% set n = namespace(l=[1], t=(1,)) %}{% for i in range(60) %}"
+"""The beginning of lists that hold another list twice, sixty times over: no memory until one is written."""
+SIBLINGS = [
+    ("{{ ('a' * 1000000).translate({97: 'b' * 1000}) | length }}", "the method translate of a str"),
+    ("{{ ('a' | attr('translate'))({97: 'b'}) }}", "the method translate of a str"),
+    ("{{ (1).to_bytes(10 ** 9, 'big') | length }}", "the method to_bytes of a int"),
+    ("{{ 'a'.maketrans({'a': 'b'}) }}", "the method maketrans"),
+    ("{{ {}.fromkeys([1]) }}", "the method fromkeys"),
+    ("{{ 'a'.encode() }}", "the method encode of a str"),
+    ("{{ ('\t' * 1000000).expandtabs(1000000) | length }}", LARGE),
+    ("{{ 'x'.zfill(1000000000) }}", LARGE),
+    ("{{ ('\n' * 1000000) | indent(1000000) | length }}", LARGE),
+    ("{{ ('\n' * 1000000) | indent('y' * 1000000) | length }}", LARGE),
+    ("{{ ([('x' * 1000000)] * 1000000) | join('') | length }}", LARGE),
+    ("{{ ''.join([('x' * 1000000)] * 1000000) | length }}", LARGE),
+    ("{{ ''.join(([('x' * 1000000)] * 1000) | map('trim')) | length }}", MUCH),
+    ("{{ range(100000) | join('x' * 1000000) | length }}", LARGE),
+    ("{{ ([('x' * 1000000)] * 1000000) | map('upper') | list | length }}", MUCH),
+    ("{{ ([('x' * 1000000)] * 1000000) | tojson | length }}", LARGE),
+    ("{{ ([('x' * 1000000)] * 1000000) | string | length }}", LARGE),
+    ("{{ [('x' * 1000000)] * 1000000 }}", LARGE),
+    (TEXT + "{{ (" + " ~ ".join(["a"] * 100) + ") | length }}", LARGE),
+    (TEXT + "{{ (" + " + ".join(["a"] * 100) + ") | length }}", LARGE),
+    (TEXT + "{{ (('%s' * 100) % (" + ", ".join(["a"] * 100) + ")) | length }}", LARGE),
+    ("{{ ('%.999999f' * 100000) % (" + ", ".join(["1.5"] * 10) + ") }}", LARGE),
+    (TEXT + "{{ ('{0}' * 1000).format(a) | length }}", LARGE),
+    ("{{ ('{0:999999}' * 100000).format(1) | length }}", LARGE),
+    (TEXT + "{{ ('{x}' * 1000).format_map({'x': a}) | length }}", LARGE),
+    (TEXT + "{{ [" + ", ".join(f"a[{i}:]" for i in range(1, 99)) + "] | length }}", MUCH),
+    (TEXT + "".join("{% set v%d = a[%d:] %%}".replace("{%", "{%%", 1) % (i, i) for i in range(1, 99)), MUCH),
+    (TEXT + "{{ a | list | length }}", LARGE),
+    (TEXT + "{{ a.split('x') | length }}", LARGE),
+    ("{{ strftime_now('%c' * 1048577) }}", LARGE),
+    ("{{ ([[1]] * 1000000) | sum(start=[]) | length }}", "a sum of texts or lists|" + LARGE),
+    (TWICE + "{% set n.l = [n.l, n.l] %}{% endfor %}{{ n.l }}", LARGE),
+    (TWICE + "{% set n.l = [n.l] + [n.l] %}{% endfor %}{{ n.l == 1 }}", LARGE),
+    (TWICE + "{% set n.l = {'a': n.l, 'b': n.l} %}{% endfor %}{{ n.l | tojson }}", LARGE),
+    (TWICE + "{% set n.l = dict(a=n.l, b=n.l) %}{% endfor %}{{ n.l ~ '' }}", LARGE),
+    (TWICE + "{% set n.l = namespace(a=n.l, b=n.l) %}{% endfor %}{{ n.l }}", LARGE),
+    (TWICE + "{% set n.t = (n.t, n.t) %}{% endfor %}{{ {n.t: 1} | length }}", LARGE),
+    (TEXT + "{% for i in range(9999) %}{% if a[1:] == a[2:] %}{% endif %}{% endfor %}", MUCH),
+    (TEXT + "{% for i in range(99999) %}{% if 'y' in a %}{% endif %}{% endfor %}", "loop iterations and calls|seconds"),
+    (
+        TEXT + "{% for i in range(99999) %}{% if a is upper %}{% endif %}{% endfor %}",
+        "loop iterations and calls|seconds",
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "said"), SIBLINGS, ids=[str(i) for i in range(len(SIBLINGS))])
+def test_a_template_that_takes_memory_or_time_in_another_way_is_refused(template: str, said: str) -> None:
+    began = time.process_time()
+    with pytest.raises(DataError, match=f"the chat template: is not allowed: .*({said})"):
+        rendered(template)
+    assert time.process_time() - began < 20
+
+
+@pytest.mark.parametrize("index", [0, 2, 7, 14, 21, 25, 26])
+def test_memory_stays_below_the_limit(index: int) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError):
+            rendered(SIBLINGS[index][0])
+        assert tracemalloc.get_traced_memory()[1] < 3e8
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_conversation_may_take_more() -> None:
+    """What a rendering may make grows with its conversation."""
+    text = "word " * 800000
+    template = "{% for m in messages %}" + "{% set c = m.content | trim %}" * 100 + "{{ c }}{% endfor %}"
+    long = checked_conversation_sample(chat(text, "a")["messages"], "messages")
+    assert rendered(template, long).startswith("word word")
 
 
 @pytest.mark.parametrize(("template", "said"), ENDLESS)
@@ -112,6 +193,12 @@ SAME = [
     "{{ messages | map(attribute='role') | join(' ') }}{{ ', '.join(['a', 'b']) }}{{ range(5) | batch(2, 0) | list }}",
     "{% set x %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}{{ x | trim | length }}",
     "{% filter upper %}y{% endfilter %}{{ 'a\\nb' | indent(4) }}",
+    "{% for a, b in [(1, 2), (3, 4)] %}{{ a ~ b ~ ([a] + [b]) }}{% endfor %}{{ 'abc'[1:] ~ messages[::-1][0].role }}",
+    "{{ 'a b c'.split(' ', 1) }}{{ 'a\\tb'.expandtabs(4) }}{{ '%s-%s' % ('a', 'b') }}{{ '{0} {x}'.format(1, x=2) }}",
+    "{{ {'a': [1, {'b': none}]} }}{{ (1, 2) }}{{ [3, 1] | sort }}{{ [1, 2] | sum }}{{ 'b' in 'abc' }}{{ 1 in [1] }}",
+    "{{ none }}{{ 1.5 }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'A' is upper }}",
+    "{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{% set j = joiner(', ') %}{{ j() }}x{{ j() }}y",
+    "{{ '<a>' | e }}{{ ('<a>' | safe) ~ '<b>' }}{{ {'a': 1}.items() | list }}{{ dict(a=1) | tojson }}",
 ]
 
 
