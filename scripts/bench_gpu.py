@@ -66,6 +66,7 @@ def run_in_process(case: BenchmarkCase, args: argparse.Namespace, limit: float) 
     words += ["--microbatches", str(args.microbatches)]
     words += ["--small"] if args.small else []
     words += ["--synchronizations"] if args.synchronizations else []
+    words += ["--profile"] if args.profile else []
     with log.open("w") as errors:
         try:
             done = subprocess.run(
@@ -175,6 +176,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=3, help="steps before these")
     parser.add_argument("--microbatches", type=int, default=4, help="rows a step, one a micro-batch")
     parser.add_argument("--synchronizations", action="store_true", help="also list where a step waits for the device")
+    parser.add_argument("--profile", action="store_true", help="also count the kernels of a step, by torch.profiler")
     parser.add_argument("--small", action="store_true", help="small models and rows; always so without a GPU")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     return parser

@@ -120,8 +120,9 @@ def test_contenders_count_the_same_work(tmp_path: Path) -> None:
         assert ours.flops.attention == theirs.flops.attention
         assert ours.flops.parameters == pytest.approx(theirs.flops.parameters, abs=1)
         batches = micro_batches(parse_case(f"qwen3-8b/{method}/{rows}/hf"), True, 2, 0)
+        assert all(batch.ahead is not None for batch in ours.prepare(batches)), "by the engine, as in a run"
         for contender in (ours, theirs):
-            assert contender.step(batches) == pytest.approx(math.log(512), rel=0.05)
+            assert contender.step(contender.prepare(batches)) == pytest.approx(math.log(512), rel=0.05)
             contender.close()
 
 
@@ -352,6 +353,14 @@ def test_the_command_is_resumed(tmp_path: Path) -> None:
     assert "--list" in wrong.stderr
 
 
+def test_a_step_is_profiled_once_more() -> None:
+    from gpu_benchmark.case_process import profile_of  # type: ignore[import-not-found]
+
+    x = torch.ones(8, 8)
+    found = profile_of(lambda: (x @ x).relu())["profile"]
+    assert found["launched"] >= 2 and found["seconds"] > 0
+
+
 def test_rates_mfu_and_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of 2 s of a model of 1,000 parameters and 10 of attention, on a device with a known peak: tokens and the
     FLOP rule's work over the median step; bytes as GiB."""
@@ -359,14 +368,24 @@ def test_rates_mfu_and_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu_benchmark.cases import document_lengths  # type: ignore[import-not-found]
 
     case = parse_case("qwen3-0.6b/full/4096/torch")
-    options = {"small": True, "microbatches": 1, "steps": 3, "warmup": 1, "synchronizations": False}
+    options = {"small": True, "microbatches": 1, "steps": 3, "warmup": 1, "synchronizations": False, "profile": False}
     seconds = iter([2.0, 1.0, 4.0])
-    contender = SimpleNamespace(step=lambda _: 0.5, flops=StepFlopFormula(1000, 10), settings="as is")
+    taken: list[Any] = []
+
+    def step(batches: Any) -> float:
+        taken.append(batches)
+        return 0.5
+
+    def prepare(batches: list[Any]) -> tuple[str, int]:
+        return "prepared", len(batches)
+
+    contender = SimpleNamespace(step=step, prepare=prepare, flops=StepFlopFormula(1000, 10), settings="as is")
     monkeypatch.setattr(case_process, "matmul_tflops", lambda small: 1.0)
     monkeypatch.setattr(case_process, "peak_tflops", lambda device, dtype: 1e-6)
     monkeypatch.setattr(case_process, "build_contender", lambda *_: contender)
     monkeypatch.setattr(case_process, "seconds_of", lambda work: (work(), next(seconds))[1])
     result = case_process.run_case(case, options)
+    assert taken == [("prepared", 1)] * 5, "as a run's data threads do, outside of what is timed"
     [length] = document_lengths(case, True, 0)
     work = 6 * 1000 * length + 6 * 10 * length**2
     assert result["tokens_per_s"] == length / 2 and result["tflops"] == pytest.approx(work / 2 / 1e12)

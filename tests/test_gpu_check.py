@@ -3,6 +3,7 @@ Python and records what it is asked; every file and case that the steps name is 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -35,19 +36,22 @@ def python(tmp_path: Path) -> Path:
 
 
 ORDER = (
-    "doctor",
+    "doctor --offline",
     "test_transformer_engine_modules.py",
     "test_triton_kernels.py",
+    "gpu_benchmark/head.py",
+    "--synchronizations --only qwen3-8b/full/packed/te",
+    "full/packed/bf16_moment",
+    "--profile --only qwen3-30b-a3b/lora/4096/te",
+    "-k float16 or resumes",
+    "qwen3-8b/fp8/4096/te",
     "test_native.py",
-    "-k float16",
-    "-k resumes",
-    "full/packed/te --synchronizations",
-    "qwen3-8b/full/4096/te",
-    "test_vllm_sleep.py",
-    "-k fp8",
     "-k export",
+    "qwen3-0.6b/full/4096/te",
+    "qwen3-8b/full/4096/torch",
 )
-"""What is most likely to go wrong on a first GPU comes first; benchmarks that only compare come last."""
+"""What decides most on a first GPU comes first, in a quarter of an hour; benchmarks that only compare come last."""
+AFTER = ("test_vllm_sleep.py", "-k fp8")
 
 
 def check(python: Path, *words: str) -> tuple[int, list[str], str]:
@@ -65,8 +69,8 @@ def test_what_has_passed_is_not_repeated(python: Path) -> None:
     code, first, text = check(python)
     assert code == 1
     assert "failed: fp8" in text
-    assert all(words in call for words, call in zip(ORDER, first, strict=False))
-    assert all("scripts/bench_gpu.py" in call for call in first[len(ORDER) :])
+    assert all(words in call for words, call in zip((*ORDER, *AFTER), first, strict=False))
+    assert all("scripts/bench_gpu.py" in call for call in first[len(ORDER) + len(AFTER) :])
     python.with_name("fails").unlink()
     code, second, text = check(python)
     assert code == 0
@@ -121,11 +125,35 @@ def test_only_redo_repeats_good_cases(python: Path) -> None:
     assert len(check(python)[1]) == 1
 
 
+def test_the_first_part(python: Path) -> None:
+    """Its steps alone, each with a limit, told in lines of JSON; the next call without --first does the rest."""
+    python.with_name("fails").write_text("-k export")
+    code, calls, text = check(python, "--first")
+    assert code == 1 and len(calls) == len(ORDER)
+    assert all(words in call for words, call in zip(ORDER, calls, strict=True))
+    limits = [int(seconds) for seconds in re.findall(r"up to (\d+) s", text)]
+    assert len(limits) == len(ORDER) and sum(limits) < 1000
+    lines = [json.loads(line) for line in (python.with_name("out") / "steps.jsonl").read_text().splitlines()]
+    assert [line["state"] for line in lines].count("passed") == len(ORDER) - 1
+    assert [(line["step"], line["code"]) for line in lines if line["state"] == "failed"] == [("export", 1)]
+    assert all(line["seconds"] >= 0 for line in lines)
+    python.with_name("fails").unlink()
+    calls = check(python)[1]
+    assert "-k export" in calls[0] and AFTER[0] in calls[1]
+
+
+def test_a_step_ends_with_the_budget(python: Path) -> None:
+    """It has not failed then."""
+    python.write_text(python.read_text().replace("exit 0\n", 'case "$*" in *doctor*) sleep 30;; esac\nexit 0\n'))
+    code, calls, text = check(python, "--first", "--budget", "6")
+    assert code == 3 and len(calls) == 1 and "not yet run: doctor te_modules" in text
+
+
 @pytest.mark.wide
 def test_a_budget(python: Path) -> None:
     slow = python.read_text().replace("exit 0\n", "sleep 0.7\nexit 0\n")
     python.write_text(slow)
-    code, calls, text = check(python, "--budget", "2")
+    code, calls, text = check(python, "--budget", "7")
     assert code == 3
     assert "not yet run: " in text
     assert 1 <= len(calls) <= 3
@@ -164,13 +192,14 @@ def test_shapes_of_a_cpu(python: Path) -> None:
     code, calls, text = check(python, "--cpu")
     assert code == 1
     assert "failed: medium_model" in text
-    assert calls[0] == "-m megaswift doctor"
+    assert calls[0] == "-m megaswift doctor --offline"
     assert len(calls) > 5
-    assert all("scripts/bench_gpu.py" in call and call.endswith("--small") for call in calls[1:])
+    assert all("gpu_bench" in call or "bench_gpu" in call for call in calls[1:])
+    assert all(call.endswith("--small") for call in calls[1:])
     python.with_name("fails").unlink()
     code, calls, text = check(python, "--cpu")
     assert (code, len(calls)) == (0, 1)
-    assert "gpu_check.sh: not run: te_modules kernels engine float16 resume vllm_sleep fp8 export\n" in text
+    assert "gpu_check.sh: not run: te_modules kernels runs engine export vllm_sleep fp8\n" in text
     assert "== kernels: not run: needs a CUDA device\n" in text
 
 
@@ -198,8 +227,9 @@ def test_steps_name_what_is_there() -> None:
     text = SCRIPT.read_text()
     files = re.findall(r"tests/gpu/\w+\.py", text)
     assert set(files) == {f"tests/gpu/{p.name}" for p in (ROOT / "tests/gpu").glob("test_*.py")}
-    cases = re.findall(r"'([\w./-]+)'", text[text.index("step doctor") :])
+    cases = re.findall(r"'([\w.-]+/[\w./-]+)'", text[text.index("step 60 doctor") :])
     assert cases
     assert set(cases) <= {case.name for case in all_cases()}
-    for file, word in re.findall(r"(tests/gpu/\w+\.py) -k (\w+)", text):
-        assert re.search(rf"def test_\w*{word}", (ROOT / file).read_text())
+    for file, words in re.findall(r"(tests/gpu/\w+\.py) -k ('[\w ]+'|\w+)", text):
+        for word in words.strip("'").split(" or "):
+            assert re.search(rf"def test_\w*{word}", (ROOT / file).read_text())

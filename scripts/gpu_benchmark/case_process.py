@@ -81,6 +81,7 @@ def measure(case: BenchmarkCase, contender: Contender, options: dict[str, Any]) 
     prepared = batches_of(0)
     with counted_synchronizations(options["synchronizations"]) as places:
         contender.step(prepared)
+    profiled = profile_of(lambda: contender.step(batches_of(0))) if options["profile"] else {}
     median = statistics.median(times)
     steps = range(options["warmup"], options["warmup"] + options["steps"])
     rates = [_tflop(case, contender, small, count, k) / seconds for k, seconds in zip(steps, times, strict=True)]
@@ -92,7 +93,24 @@ def measure(case: BenchmarkCase, contender: Contender, options: dict[str, Any]) 
         "settings": contender.settings,
         "memory_gib": _peak_gib(),
         "synchronizations": sorted(set(places)) if options["synchronizations"] else None,
+        **profiled,
     }
+
+
+def profile_of(step: Callable[[], object]) -> dict[str, dict[str, float]]:
+    """One step under torch.profiler: how much is launched (kernels, or operations of a CPU), and the share of the time
+    in which the device computes."""
+    cuda = torch.cuda.is_available()
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if cuda else [])]) as profiler:
+        seconds = seconds_of(step)
+    rows = profiler.key_averages()
+    if not cuda:
+        return {"profile": {"launched": sum(row.count for row in rows), "seconds": seconds}}
+    kernels = [row for row in rows if row.device_type == torch.autograd.DeviceType.CUDA]
+    busy = sum(row.self_device_time_total for row in kernels) / 1e6
+    launched = sum(row.count for row in kernels)
+    return {"profile": {"launched": launched, "seconds": seconds, "device_share": busy / seconds}}
 
 
 def _tflop(case: BenchmarkCase, contender: Contender, small: bool, count: int, seed: int) -> float:

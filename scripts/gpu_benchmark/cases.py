@@ -80,6 +80,7 @@ METHODS = ("full", "lora", "qlora", "fp8")
 CONTENDERS = {
     "te": "megaswift on Transformer Engine's modules (QLoRA: its attention, with torch's products of NF4 weights)",
     "te_grouped": "the same with experts in Transformer Engine's grouped product, where torch's is the default",
+    "bf16_moment": "the same as te with bfloat16 first moments, and no more recomputed than asked for (nothing)",
     "torch": "megaswift on plain torch layers",
     "hf": "a plain PyTorch loop over the transformers model (SDPA, bf16 weights and moments; adapters by PEFT, NF4 by "
     "bitsandbytes; FP8 is compared with its full weights)",
@@ -122,9 +123,10 @@ def all_cases() -> list[BenchmarkCase]:
 
 def _in_order() -> Iterator[BenchmarkCase]:
     dense = [name for name, shape in SHAPES.items() if "num_experts" not in shape]
-    contenders = [name for name in CONTENDERS if name != "te_grouped"]
+    contenders = [name for name in CONTENDERS if name not in ("te_grouped", "bf16_moment")]
     yield from (BenchmarkCase("qwen3-8b", method, "4096", "te") for method in METHODS)
     yield from (BenchmarkCase("qwen3-8b", "full", "4096", contender) for contender in contenders)
+    yield BenchmarkCase("qwen3-8b", "full", "packed", "bf16_moment")
     yield from (BenchmarkCase(shape, "full", "4096", "te") for shape in dense)
     yield from (BenchmarkCase("qwen3-30b-a3b", "lora", "4096", contender) for contender in ("te", "te_grouped"))
     yield from (BenchmarkCase("qwen3-8b", method, rows, "te") for rows in LENGTHS for method in METHODS)

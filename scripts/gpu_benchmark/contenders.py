@@ -18,7 +18,7 @@ from megaswift.trainers.flops import StepFlopFormula, step_flop_formula
 
 LR = 1e-5
 LORA_RANK = 16
-TRANSFORMER_ENGINE = ("te", "te_grouped")
+TRANSFORMER_ENGINE = ("te", "te_grouped", "bf16_moment")
 
 
 class NotRun(Exception):  # noqa: N818 (an outcome, not an error)
@@ -128,8 +128,9 @@ def megaswift_config(case: BenchmarkCase, folder: Path, small: bool, count: int,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=count,
         **({"lora_rank": LORA_RANK} if case.method in ("lora", "qlora") else {}),
-        fit=True,
+        fit=case.contender != "bf16_moment",
+        **({"precision_aware_optimizer": True, "exp_avg_dtype": "bf16"} if case.contender == "bf16_moment" else {}),
         **({"moe_grouped_gemm_impl": "transformer_engine"} if case.contender == "te_grouped" else {}),
         **({"fp8_format": "hybrid", "fp8_recipe": "tensorwise"} if case.method == "fp8" else {}),
-        **({} if cuda else {"device_memory": "16GiB"}),
+        **({} if cuda or case.contender == "bf16_moment" else {"device_memory": "16GiB"}),
     )

@@ -93,6 +93,33 @@ def test_what_is_fused_stands_on_the_first_screen(monkeypatch: pytest.MonkeyPatc
     assert overlap_capture_fusion_text(config, transformer_engine) == captured + compiled
 
 
+@pytest.mark.parametrize("launches", [True, False])
+def test_what_needs_triton_s_kernels_is_off_without_a_compiler(launches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine sorts tokens by a Triton kernel; the fusions that are compiled code stay."""
+    from megaswift.engine.megatron import megatron_transformer_config as module
+    from megaswift.engine.megatron.layers.layer_implementation import TRANSFORMER_ENGINE, LayerImplementationChoice
+
+    monkeypatch.setattr(module, "triton_launches", lambda: launches)
+    spec, cfg = family_of(QWEN1_5_MOE_A2_7B).spec(QWEN1_5_MOE_A2_7B), SwiftConfig(task="sft", model="x")
+    choice = LayerImplementationChoice(TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, "asked for")
+    fields = module._kernels(spec, cfg, choice, True)
+    assert fields["moe_permute_fusion"] is launches and fields["apply_rope_fusion"] and fields["bias_activation_fusion"]
+
+
+def test_the_first_screen_gives_no_empty_reason() -> None:
+    """QLoRA multiplies with torch's products because of its weights, and attends with Transformer Engine for none."""
+    from megaswift.engine.megatron.layers.layer_implementation import (
+        TORCH,
+        TRANSFORMER_ENGINE,
+        LayerImplementationChoice,
+    )
+
+    plain = LayerImplementationChoice(TORCH, TRANSFORMER_ENGINE, "weights in NF4")
+    assert str(plain) == "torch (weights in NF4), attention: transformer_engine"
+    own = LayerImplementationChoice(TRANSFORMER_ENGINE, TORCH, "asked for", ("soft caps",))
+    assert str(own) == "transformer_engine (asked for), attention: torch (soft caps)"
+
+
 def test_bf16_main_gradients_of_other_weights() -> None:
     """torch_dtype auto is float32 on a CPU."""
     aware: dict[str, Any] = {"precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
