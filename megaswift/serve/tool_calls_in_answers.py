@@ -7,14 +7,21 @@ belongs to `data/write_tools_as_agent_text.py`.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from megaswift.data.agent_text_instructions import AgentTextFormat
 from megaswift.inference.generator import Answer, TokenLogprob
 from megaswift.serve.openai_response_bodies import ChatResponseWriter, finish_reason
+
+BROKEN = 32
+"""Calls of an answer whose arguments are no JSON; those of later ones are not tried, since each costs time in
+proportion to the rest of the answer."""
+_SPACE = re.compile(r"\s*")
 
 
 class ParsedToolCall(NamedTuple):
@@ -36,39 +43,56 @@ class ToolCallParser:
     def parse(self, text: str, cut: bool) -> tuple[str, list[ParsedToolCall]]:
         """(what stands outside of the calls, the calls). `cut`: the answer ended at its maximum length, so that a last
         call without whole arguments is none."""
+        broken: list[int] = []
         begin = text.find(self.form.action)
-        while begin >= 0 and (found := self._call(text, begin, cut)) is None:
+        while begin >= 0 and (found := self._call(text, begin, cut, broken)) is None:
             begin = text.find(self.form.action, begin + 1)
         if begin < 0:
             return text, []
         calls, at = [], begin
-        while (found := self._call(text, at, cut)) is not None:
+        while (found := self._call(text, at, cut, broken)) is not None:
             call, end = found
             calls.append(call)
             at = _behind_space(text, end)
         outside = [text[:begin].rstrip(), text[at:].rstrip().removesuffix(self.form.result).strip()]
         return "\n".join(filter(None, outside)), calls[: self.most]
 
-    def _call(self, text: str, at: int, cut: bool) -> tuple[ParsedToolCall, int] | None:
-        """The call that begins at `at`, and where it ends."""
+    def _call(self, text: str, at: int, cut: bool, broken: list[int]) -> tuple[ParsedToolCall, int] | None:
+        """The call that begins at `at`, and where it ends; places of arguments that are no JSON go to `broken`."""
         if not text.startswith(self.form.action, at):
             return None
-        name, newline, _ = text[at + len(self.form.action) :].partition("\n")
-        given = _behind_space(text, at + len(self.form.action) + len(name))
-        if name.strip() not in self.names or not newline or not text.startswith(self.form.arguments, given):
+        named = at + len(self.form.action)
+        newline = text.find("\n", named, named + self._longest)
+        if newline < 0 or (name := text[named:newline].strip()) not in self.names:
+            return None
+        given = _behind_space(text, newline)
+        if not text.startswith(self.form.arguments, given):
             return None
         begin = _behind_space(text, given + len(self.form.arguments))
-        try:
-            value, end = json.JSONDecoder().raw_decode(text, begin)
-        except (ValueError, RecursionError):
-            value = None
+        value: Any = None
+        end = begin
+        if len(broken) < BROKEN:
+            try:
+                value, end = json.JSONDecoder().raw_decode(text, begin)
+            except (ValueError, RecursionError):
+                broken.append(begin)
         if isinstance(value, dict):
-            return ParsedToolCall(name.strip(), text[begin:end]), end
-        words = (self.form.action, self.form.result)
-        end = min((place for word in words if (place := text.find(word, begin)) >= 0), default=len(text))
+            return ParsedToolCall(name, text[begin:end]), end
+        following = self._words.search(text, begin)
+        end = following.start() if following else len(text)
         if cut and end == len(text):
             return None
-        return ParsedToolCall(name.strip(), text[begin:end].strip() or "{}"), end
+        return ParsedToolCall(name, text[begin:end].strip() or "{}"), end
+
+    @cached_property
+    def _words(self) -> re.Pattern[str]:
+        """What ends arguments that are no JSON."""
+        return re.compile("|".join(map(re.escape, (self.form.action, self.form.result))))
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the line of a name, with room for blanks around it."""
+        return max(map(len, self.names), default=0) + 1024
 
     def shown(self, text: str) -> str:
         """As much of the beginning of an answer as no call can change."""
@@ -80,7 +104,8 @@ class ToolCallParser:
 
 
 def _behind_space(text: str, at: int) -> int:
-    return at + len(text[at:]) - len(text[at:].lstrip())
+    space = _SPACE.match(text, at)
+    return at if space is None else space.end()
 
 
 def _finish_reason(answer: Answer) -> str:

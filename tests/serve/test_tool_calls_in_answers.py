@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,19 @@ def test_calls_are_found(name: str, text: str, cut: bool, outside: str, calls: l
     if calls:  # what is shown while the answer is generated begins the final text
         shown = [parser.shown(text[:n]) for n in range(len(text) + 1)]
         assert all(outside.startswith(part) for part in shown) and shown == sorted(shown, key=len)
+
+
+@pytest.mark.parametrize("name", ["react_en", "qwen_en"])
+def test_an_answer_that_repeats_itself_is_read_in_proportion_to_its_length(name: str) -> None:
+    """480,000 characters of broken calls took five to thirty seconds."""
+    form = AGENT_TEXT_FORMATS[name]
+    parser = ToolCallParser(form, frozenset({"add"}))
+    call = f"{form.action} add\n{form.arguments}"
+    pieces = (form.action, f'{call} {{"a":"', f'{call} {{"a":[[', f"{form.action} add\n" + " " * 20, f"{call} {{}}\n")
+    for piece in pieces:
+        began = time.process_time()
+        parser.parse(piece * (480_000 // len(piece)), False)
+        assert time.process_time() - began < 2
 
 
 class Played:

@@ -298,7 +298,7 @@ def test_the_first_observation_is_part_of_the_prompt(first: Any, asked: Any, env
 
 def test_an_observation_takes_its_room_from_the_whole_length(environment: Path) -> None:
     tokenizer = tokenizer_for(PHI, eos="<|endoftext|>")
-    with pytest.raises(RewardError, match=r"reset returned an observation .* 9023 tokens, no room.*\n.*--max_length"):
-        talked(tokenizer, environment, "<|end|>", first="x" * 9000)
-    _, talk = talked(tokenizer, environment, "<|end|>", first="x" * 8160)
-    assert len(talk.prompt_ids) == 8183 and talk.turns == 1 and not talk.finished
+    with pytest.raises(RewardError, match=r"reset returned an observation.* 3023 tokens, no room.*\n.*--max_length"):
+        talked(tokenizer, environment, "<|end|>", first="x" * 3000)
+    _, talk = talked(tokenizer, environment, "<|end|>", first="x" * 2016)
+    assert len(talk.prompt_ids) == 2039 and talk.turns == 1 and not talk.finished
