@@ -26,7 +26,7 @@ from megaswift.plain_files import read_plain_file
 MARKER, POINTER = "manifest.json", "latest.json"
 WEIGHTS_ONLY = "weights_only"
 """Key of a manifest: the step has neither optimizer nor random states, so that no run resumes from it."""
-STEP = re.compile(r"step-(\d+)")
+STEP = re.compile(r"step-([0-9]+)")
 LONG = 5.0
 """Seconds of hashing that are worth a line."""
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -69,8 +69,12 @@ def load_manifest_or_problem(folder: Path) -> dict[str, Any] | Problem:
         intact = False
     if not intact:
         return Problem(str(path), "does not match its recorded SHA-256")
-    wrong = _wrong_types(manifest)
-    return Problem(str(path), f"has a wrong value for {wrong}") if wrong else manifest
+    if wrong := _wrong_types(manifest):
+        return Problem(str(path), f"has a wrong value for {wrong}")
+    named = STEP.fullmatch(folder.name)
+    if named and int(named[1]) != manifest["step"]:
+        return Problem(str(path), f"is the manifest of step {manifest['step']}")
+    return manifest
 
 
 def load_manifest_or_none(folder: Path) -> dict[str, Any] | None:
@@ -81,7 +85,7 @@ def load_manifest_or_none(folder: Path) -> dict[str, Any] | None:
 
 def _wrong_types(manifest: Mapping[str, Any]) -> str:
     """The first entry whose type is not what a step's manifest has there; empty if all are."""
-    counts = {name: manifest.get(name, 0) for name in ("total_steps", "global_batch_size")}
+    counts = {name: manifest.get(name, 0) for name in ("total_steps", "global_batch_size", "skipped_steps")}
     counts |= {name: manifest.get(name) for name in ("format", "step")}
     parts = {name: manifest.get(name, {}) for name in ("data", "hooks", "config", "model", "layout")}
     saved_at, files = manifest.get("saved_at"), manifest.get("files")

@@ -212,6 +212,9 @@ def restore_run(
         rule = "contains weights only (--save_only_model): a run needs the optimizer's states to resume"
         part = f"--adapters {folder / 'adapter'}" if (folder / "adapter").is_dir() else f"--model {folder / 'hf'}"
         raise CheckpointError(Problem(str(folder), rule, f"{part} starts from these weights"))
+    if absent := [name for name in ("data", "hooks") if name not in manifest]:
+        rule = f"lacks the state of {' and '.join(absent)}, which a run needs to resume"
+        raise CheckpointError(Problem(str(folder / checkpoint_store.MARKER), rule, "use another step of the run"))
     problems = [*resume_format_and_model_mismatch_problems(manifest, model), *damaged_file_problems_all_ranks(folder)]
     if problems:
         raise CheckpointError(problems)

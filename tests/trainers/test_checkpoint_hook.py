@@ -13,6 +13,7 @@ import torch
 
 from megaswift.config.batch_arithmetic import BatchPlan
 from megaswift.errors import CheckpointError
+from megaswift.families.saved_step_integrity import manifest_seal
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.checkpoint_hook import CheckpointHook, global_batch_size_change_notice, restore_run
 from megaswift.trainers.checkpoint_store import CheckpointStore
@@ -67,6 +68,18 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     assert [line["step"] for line in values(tmp_path / "cut")] == [2, 4, 6, 8, 9]
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(second)[name]), name
+
+
+@pytest.mark.parametrize("name", ["data", "hooks"])
+def test_a_manifest_without_a_state_of_the_run(name: str, tmp_path: Path) -> None:
+    loop_in(tmp_path, 3).run()
+    folder = CheckpointStore(tmp_path / "checkpoints").latest()
+    assert folder is not None
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest[name], manifest["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": manifest_seal(manifest)}))
+    with pytest.raises(CheckpointError, match=f"manifest.json: lacks the state of {name}"):
+        restore_run(loop_in(tmp_path, 6), folder, MODEL)
 
 
 def test_data_from_the_first_row_again(tmp_path: Path) -> None:
