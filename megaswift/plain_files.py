@@ -26,12 +26,12 @@ def read_plain_file(path: Path, limit: int = LARGEST_TEXT) -> bytes:
         OSError: The file cannot be read; it is a pipe, a device or a folder, or it is larger.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
             raise OSError(0, "it is not a regular file", str(path))
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise OSError(0, f"it is larger than {limit:,} bytes", str(path))
-    return content
+        if facts.st_size > limit:
+            raise OSError(0, f"it is larger than {limit:,} bytes", str(path))
+        return file.read(facts.st_size)
 
 
 def outside_link_rule(folder: Path, path: Path) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -175,7 +176,12 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(OSError, match="larger than 1,000 bytes"):
         read_plain_file(tmp_path / "a", 1000)
-    assert read_plain_file(Path(__file__)) == Path(__file__).read_bytes()
+    tracemalloc.start()
+    try:
+        assert read_plain_file(Path(__file__)) == Path(__file__).read_bytes()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "rm"])
