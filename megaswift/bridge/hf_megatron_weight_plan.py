@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -163,6 +163,16 @@ class EntriesOfSameHfTensors:
         return tensors
 
 
+def _foreign_prefix(missing: Sequence[str], stored: Collection[str]) -> str:
+    """What stands before the names of most missing tensors in a folder (`module.`); empty: nothing."""
+    for name in missing[:1]:
+        for other in stored:
+            prefix = other.removesuffix(name)
+            if prefix != other and 2 * sum(prefix + each in stored for each in missing) > len(missing):
+                return prefix
+    return ""
+
+
 class WeightPlan:
     """All parameters of a model, in the order of export. Every HF tensor and every Megatron parameter is in exactly one
     entry."""
@@ -214,6 +224,10 @@ class WeightPlan:
         problems: list[Problem] = []
         names = set(source.names())
         missing = [name for name in self.by_hf if name not in names]
+        prefix = _foreign_prefix(missing, names)
+        if prefix:
+            rule = f"stores its tensors with the prefix {prefix!r} before the names of {self.family.name}"
+            raise WeightsError(Problem(str(source.directory), rule, "save it with transformers' save_pretrained"))
         problems += [
             Problem(f"{source.directory}, tensor {name}", "is missing: it is not in any file", self._fix_missing(name))
             for name in missing[:SHOWN]

@@ -132,7 +132,7 @@ class PeftFolder:
     def trains(self, tensor: str) -> bool:
         """Whether `modules_to_save` names the module of a tensor: PEFT compares the ends of names. Other whole tensors
         are embeddings that were saved as they were."""
-        module = tensor.removesuffix(WEIGHT)
+        module = tensor.rpartition(".")[0]
         return any(module.endswith(name) for name in self.config.get("modules_to_save") or ())
 
     def separates_tied_embeddings(self) -> bool:

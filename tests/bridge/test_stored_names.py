@@ -77,3 +77,14 @@ def test_a_family_whose_config_leaves_out_that_it_is_tied(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(config))
     renamed(tmp_path, {EMBEDDING: HEAD})
     assert EMBEDDING in open_weights(tmp_path).names()
+
+
+@pytest.mark.parametrize("prefix", ["module.", "base_model.model."])
+def test_another_prefix_is_told_in_one_line(prefix: str, tmp_path: Path) -> None:
+    written(tmp_path / "base", tmp_path / "adapter", True, ATTENTION)
+    names = load_file(tmp_path / "base/model.safetensors")
+    renamed(tmp_path / "base", {name: prefix + name for name in names})
+    spec = load_spec(tmp_path / "base")
+    with pytest.raises(WeightsError, match=f"stores its tensors with the prefix '{prefix}'") as caught:
+        WeightPlan(family_of(spec.hf_config), spec).check(open_weights(tmp_path / "base"))
+    assert len(caught.value.problems) == 1
