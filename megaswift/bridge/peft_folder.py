@@ -78,7 +78,10 @@ ADAPTER_TENSOR = re.compile(
     r"(?P<module>.+?)(\.base_layer)*\.(lora_[AB]\.weight|lora_embedding_[AB]|base_layer\.weight)"
 )
 """Names of tensors of an adapter, without PEFT's prefix."""
-MERGE_FIRST = "merge it into the model first (megaswift convert merge-lora BASE ADAPTER MERGED), then use the result"
+MERGE_FIRST = (
+    "merge it into the model first (megaswift convert merge-lora BASE ADAPTER MERGED), then use the result; "
+    "or train with --engine ddp, where PEFT applies it"
+)
 WHOLE = "use the folder as PEFT wrote it, or take the module out of the targets"
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations that change the base model's weights: PEFT saves such adapters against the changed base unless it

@@ -191,7 +191,7 @@ class _Row:
             text += self.stream.finish()
             self.reason = "stop" if self.stream.stopped else self.reason
             self._cut(len(self.stream.text))
-        if text:
+        if text or (self.reason and self.told < len(self.logprobs)):  # special tokens at the end have no text
             self._tell(text)
 
     def _tell(self, text: str) -> None:

@@ -176,4 +176,8 @@ def test_an_echoed_answer_lists_its_end_token(ours: Generator) -> None:
     ending.ends = frozenset([*ours.ends, first])
     [found] = ending.generate([AnswerRequest(prompt, 1, ("b",), logprobs=1, echo="ab")], GenerationParams())
     assert [entry.token for entry in found.logprobs] == [*prompt, first]
+    told: list[int] = []
+    request = AnswerRequest(prompt, 1, ("b",), 1, lambda text, new: told.extend(e.token for e in new), echo="ab")
+    ending.generate([request], GenerationParams())
+    assert told == [*prompt, first]
     assert (found.text, found.tokens, found.reason) == ("ab", 1, "stop")
