@@ -13,9 +13,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megaswift.bridge.hf_safetensors_writer import write_non_tensor_files
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
+from megaswift.config.inference import ModelLoadingOptions
 from megaswift.data.load_tokenizer import score_padding_token
 from megaswift.families.family import read_config_json
 from megaswift.families.scalar_head import config_with_scalar_head, with_pad_token_id
+from megaswift.rewards.reward_interface_and_scoring import RewardInput
+from megaswift.rewards.reward_model import load_reward_models
 from tests.trainers.inputs import write_model
 
 TALK = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]
@@ -70,7 +73,8 @@ def test_the_exported_tokenizer_pads_with_it(padding: str | None, tmp_path: Path
 
 @pytest.mark.parametrize("padding", [None, "<e>"])
 def test_a_merged_reward_model_scores_at_the_last_token(padding: str | None, tmp_path: Path) -> None:
-    """The oracle: PEFT's classifier with a padding token that no text has; alone, and padded by the tokenizer."""
+    """The oracle: PEFT's classifier with a padding token that no text has. Alone, padded by the tokenizer, and as
+    --reward_model."""
     base = ends_with_end_token(tmp_path / "base", padding, None if padding is None else 1)
     torch.manual_seed(5)
     model: Any = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
@@ -88,3 +92,6 @@ def test_a_merged_reward_model_scores_at_the_last_token(padding: str | None, tmp
         assert [float(loaded(**inputs).logits) for inputs in each] == pytest.approx(want, abs=1e-5)
         both = tokens(talks, add_special_tokens=False, return_tensors="pt", padding=True, padding_side="right")
         assert loaded(**both).logits[:, 0].tolist() == pytest.approx(want, abs=1e-5)
+    (model,) = load_reward_models([str(tmp_path / "merged")], ModelLoadingOptions(torch_dtype="float32"))
+    answers = [[{**TALK[1], "content": text}] for text in ("3", "4 ?")]
+    assert model([RewardInput(TALK[:1], answer, (), True) for answer in answers]) == pytest.approx(want, abs=1e-5)
