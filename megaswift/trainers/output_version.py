@@ -25,6 +25,7 @@ from megaswift.trainers.output_folder import OutputFolder, resume_own_folder, re
 
 COLLISION_SECONDS = 0.1
 """Two runs that see each other's folder try again after up to this time, so that one of them comes first."""
+SLURM = "slurm"
 _RUNS_OF_PROCESS = itertools.count()
 """Numbers the runs of this process: a Python script may train several times."""
 
@@ -39,15 +40,15 @@ def run_names(cfg: SwiftConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in environ else os.getpid()
     number = next(_RUNS_OF_PROCESS)
     names.append(f"process {process} on {socket.gethostname()}, started {process_start_time(process)}, run {number}")
-    if job := environ.get("SLURM_JOB_ID"):
-        names.append(f"Slurm job {job}, command {_digest(cfg)}")
-    return tuple(names)
+    if job := environ.get("SLURM_JOB_ID"):  # a batch script may have several commands
+        options = {section: values for section, values in cfg.to_dict().items() if section != "launch"}
+        names.append(f"{SLURM} {job}, {json.dumps(options, sort_keys=True, default=str)}")
+    return tuple(_of_one_length(name) for name in names)
 
 
-def _digest(cfg: SwiftConfig) -> str:
-    """Tells the commands of a batch script apart."""
-    options = {section: values for section, values in cfg.to_dict().items() if section != "launch"}
-    return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:12]
+def _of_one_length(name: str) -> str:
+    """What ranks exchange has the same size in each run."""
+    return f"{name.split(' ', 1)[0]:_<8}{hashlib.sha256(name.encode()).hexdigest()[:24]}"
 
 
 def names_of_all_ranks(names: Collection[str]) -> tuple[str, ...]:
@@ -103,7 +104,7 @@ def make_version(root: Path) -> Path:
 def _version_of_attempt(root: Path, names: Collection[str], environ: Mapping[str, str]) -> Path | None:
     """The version that an earlier attempt of this run has written to."""
     again = restart_count(environ) or int(environ.get("SLURM_RESTART_COUNT") or 0)
-    known = {name for name in names if again or not name.startswith("Slurm job ")}
+    known = {name for name in names if again or not name.startswith(SLURM)}
     found = next((path for path in reversed(versions(root)) if known & {*OutputFolder(path).run_names()}), None)
     if found is not None:
         log.info(f"this run was started before: it continues in {found}")
