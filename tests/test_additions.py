@@ -39,7 +39,7 @@ class Copy:
         """What a program prints that sees only the copy."""
         environ = os.environ | {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", program], env=environ, cwd=self.root, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", program], env=environ, cwd=self.root, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == exit_code, done.stderr
         return done.stdout

@@ -48,7 +48,7 @@ def hears_ctrl_c() -> None:
 
 def ran(*words: str, cwd: Path | None = None, **environ: str) -> tuple[int, str, str]:
     process = start(*words, cwd=cwd, **environ)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
@@ -318,7 +318,7 @@ def test_ctrl_c_while_starting(tmp_path: Path) -> None:
             time.sleep(0.05)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and err == "megaswift: stopped\n"
 
 
@@ -376,14 +376,14 @@ def fail(*ranks: int, patience: float) -> list[str]:
     for r in ranks:
         time.sleep(0.5 if r == 0 else 0)
         started.append(start("-c", SPEAK, str(patience), RANK=str(r), LOCAL_RANK=str(r), **shared))
-    said = [p.communicate(timeout=60)[1] for p in started]
+    said = [p.communicate(timeout=300)[1] for p in started]
     assert all(p.returncode == 2 for p in started) and not any("Traceback" in s for s in said)
     return said
 
 
 @pytest.mark.process
 def test_the_others_are_silent_when_rank_0_speaks() -> None:
-    assert [bool(s) for s in fail(2, 1, 0, patience=5)] == [False, False, True]
+    assert [bool(s) for s in fail(2, 1, 0, patience=200)] == [False, False, True]
 
 
 @pytest.mark.process

@@ -39,10 +39,8 @@ def agreed(rank: int, world: int, _: None) -> list[object]:
             distributed.run_on_rank0(lambda error=error: (_ for _ in ()).throw(error))
         except (DataError, StorageError) as caught:
             results.append([type(caught).__name__, [p.what + " " + p.rule for p in caught.problems]])
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
-    results.append(
-        distributed.run_on_rank0(lambda: time.sleep(2.5) or 5, hours=0.1)
-    )  # longer than a collective may take
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=4), dist.group.WORLD)
+    results.append(distributed.run_on_rank0(lambda: time.sleep(5) or 5, hours=0.1))  # longer than a collective may take
     dist.destroy_process_group()
     return results
 

@@ -60,7 +60,7 @@ def start(words: list[str], environ: dict[str, str], ranks: int) -> list[tuple[i
         )
         for rank in range(ranks)
     ]
-    outputs = [process.communicate(timeout=120) for process in them]
+    outputs = [process.communicate(timeout=300) for process in them]
     return [(process.returncode, *output) for process, output in zip(them, outputs, strict=True)]
 
 

@@ -348,14 +348,14 @@ def test_a_local_job_runs_to_its_export(folder: Path) -> None:
 
     def megaswift(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "megaswift", *words]
-        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
 
     done = megaswift("submit", "run.yaml", "--max_steps", "3")
     assert done.returncode == 0, done.stderr
     record = json.loads((folder / "out/jobs/run/job.json").read_text())
     assert record["launcher"] == "local" and record["id"].isdigit()
     (folder / "run.yaml").unlink()  # the job has a copy
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 300
     while not (folder / "out/hf/config.json").exists() or Path(f"/proc/{record['id']}").exists():
         assert time.monotonic() < deadline, (folder / "out/jobs/run/job.log").read_text()
         time.sleep(0.2)

@@ -44,12 +44,12 @@ def test_random_damage_ends_in_a_message(name: str, target: Any) -> None:
     tracemalloc.start()
     try:
         for n in range(COUNT):
-            data, began = fuzz.mutate(fuzz.SEEDS[name], draw), time.perf_counter()
+            data, began = fuzz.mutate(fuzz.SEEDS[name], draw), time.process_time()
             try:
                 target(data)
             except UserError:
                 refused += 1
-            assert time.perf_counter() - began < 5.0, (n, data)
+            assert time.process_time() - began < 5.0, (n, data)
         assert tracemalloc.get_traced_memory()[1] < 2**25
     finally:
         tracemalloc.stop()
@@ -177,9 +177,9 @@ def test_hooks_of_a_tensor_are_not_read(tmp_path: Path) -> None:
 )
 def test_dangerous_tables_are_refused(data: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(data)
-    began = time.perf_counter()
+    began = time.process_time()
     found = read_torch_dist_metadata(tmp_path)
-    assert isinstance(found, Problem) and said in found.rule and time.perf_counter() - began < 5
+    assert isinstance(found, Problem) and said in found.rule and time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

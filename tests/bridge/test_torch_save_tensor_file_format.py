@@ -110,7 +110,7 @@ def test_a_damaged_description_takes_no_time_and_memory(tmp_path: Path) -> None:
     data = part.head + bytes(24) + part.tail
     at = data.index(b"q", data.index(b"_rebuild_tensor_v2"))
     (tmp_path / "x").write_bytes(data[:at] + b"r\xff\xff\xff\x7f" + data[at + 5 :])
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ValueError, match="a memo index that is out of range"):
         locate_torch_save_tensor(tmp_path / "x", 0, len(data))
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5

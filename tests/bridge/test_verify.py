@@ -295,7 +295,7 @@ def test_the_script_and_its_exit_codes(
     a, b = make("dense", folders), changed(fresh("dense"), flip)
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "converters/verify.py", str(a), str(b)]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     for other, code, told in ((tmp_path / "nothing", 2, "does not exist"), (a, 0, "")):
         assert main(["convert", "verify", str(a), str(other)]) == code

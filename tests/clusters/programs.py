@@ -55,7 +55,7 @@ def run_here(command: list[str], folder: Path, **more: str) -> list[dict[str, An
         (folder / name).chmod(0o755)
     arrived = folder / "arrived"
     environ = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": "/nowhere", "ARRIVED": str(arrived), **more}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False, cwd="/")
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False, cwd="/")
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in arrived.read_text().splitlines()] if arrived.exists() else []
 

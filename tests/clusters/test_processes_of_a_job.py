@@ -43,7 +43,7 @@ def run(launcher: str, verb: str, job_id: str, folder: Path) -> subprocess.Compl
     record = SubmittedJob("run", "lab", launcher, job_id, str(folder), "2026-01-01T00:00:00")
     words = list(getattr(scheduler_of(launcher), verb)(record))
     environ = {"PATH": f"{folder}:{os.environ['PATH']}"}
-    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("launcher", ["local", "ssh"])

@@ -77,7 +77,7 @@ def test_a_job_over_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         def megaswift(*more: str) -> str:
             command = two[0].words([sys.executable, "-m", "megaswift", *more])
             done = subprocess.run(
-                command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=90, check=False
+                command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False
             )
             assert done.returncode == 0, done.stderr
             return done.stdout
@@ -86,7 +86,7 @@ def test_a_job_over_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             return "".join(f.read_text() for f in tmp_path.glob("out*/jobs/*/node-*.log"))
 
         megaswift("submit", "run.yaml", "--cluster", "lab", "--nodes", "2")
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 300
         while "running" in megaswift("jobs", "status", "out"):
             assert time.monotonic() < deadline, logs()
             time.sleep(0.5)

@@ -292,7 +292,7 @@ def test_two_nodes_at_once(tmp_path: Path) -> None:
         subprocess.Popen(command, env={**os.environ, "NODE_RANK": rank}, stdout=subprocess.PIPE, text=True)
         for rank in "01"
     ]
-    said = sorted("written by another node" in node.communicate(timeout=120)[0] for node in nodes)
+    said = sorted("written by another node" in node.communicate(timeout=300)[0] for node in nodes)
     assert said == [False, True] and [node.returncode for node in nodes] == [0, 0]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".lock", "train"]
     assert source(tmp_path, "sft", str(tmp_path / "out" / "train")).stats["rows"] == len(CHATS)

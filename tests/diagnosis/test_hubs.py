@@ -53,19 +53,22 @@ def test_a_hub_that_never_answers(hub: str, monkeypatch: pytest.MonkeyPatch) -> 
         start = time.monotonic()
         environ = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "MODELSCOPE_ENDPOINT": hub}
         found = states(hub_findings(environ))
-    assert found == {HUGGING_FACE: "problem", MODELSCOPE: "ok"} and time.monotonic() - start < 5
+    assert found == {HUGGING_FACE: "problem", MODELSCOPE: "ok"} and time.monotonic() - start < 60
 
 
 def test_a_name_server_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hubs, "LIMIT_S", 0.1)
 
+    answered = threading.Event()
+
     def slow(request: object, timeout: float) -> None:
-        time.sleep(3)
+        answered.wait(120)
         raise OSError("no name server")
 
     monkeypatch.setattr(hubs.urllib.request, "urlopen", slow)
     start = time.monotonic()
-    assert states(hub_findings({})) == {HUGGING_FACE: "note", MODELSCOPE: "note"} and time.monotonic() - start < 2
+    assert states(hub_findings({})) == {HUGGING_FACE: "note", MODELSCOPE: "note"} and time.monotonic() - start < 60
+    answered.set()
 
 
 def test_what_is_no_web_server(hub: str) -> None:

@@ -6,6 +6,7 @@ Covers: megaswift/diagnosis/reverse_lookups.py, megaswift/diagnosis/answers_with
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def test_a_name_server_that_answers_at_once(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_question_that_is_answered_when_it_is_repeated(tmp_path: Path) -> None:
     finding, _, _ = found(tmp_path, answers_after=2, RES_OPTIONS="timeout:2")
-    assert finding.state == "note" and finding.found.startswith("127.0.0.1: 2.0 s, 127.0.0.2: 2.0 s; torch")
+    assert finding.state == "note" and re.match(r"127.0.0.1: 2\.\d s, 127.0.0.2: 2\.\d s; torch", finding.found)
 
 
 @private
@@ -71,13 +72,15 @@ def test_a_question_that_is_answered_when_it_is_repeated(tmp_path: Path) -> None
 def test_a_name_server_that_never_answers(tmp_path: Path) -> None:
     """The check ends in time; either part of the fix helps."""
     finding, _, seconds = found(tmp_path, answers_after=0, limit_s=3.0)
-    assert finding.state == "note" and "127.0.0.2: more than 3 s" in finding.found and 2.9 < seconds < 4.9
+    assert finding.state == "note" and "127.0.0.2: more than 3 s" in finding.found and 2.9 < seconds < 15, (
+        "20 s without a limit"
+    )
     lines = finding.fix.split("`")[1::2]
     assert lines == ["::ffff:127.0.0.1 address-127-0-0-1", "::ffff:127.0.0.2 address-127-0-0-2"]
     finding, questions, _ = found(tmp_path, answers_after=0, hosts="\n".join(lines) + "\n")
     assert finding.state == "ok" and questions == []
     _, _, seconds = found(tmp_path, answers_after=0, RES_OPTIONS="timeout:1 attempts:1")
-    assert 0.9 < seconds < 2.5
+    assert 0.9 < seconds < 8, "10 s without these options"
 
 
 @private
@@ -85,10 +88,10 @@ def test_a_name_server_that_never_answers(tmp_path: Path) -> None:
 def test_it_is_what_torch_asks_for(tmp_path: Path) -> None:
     """A store and its own connection, at 1 s for each of the two lookups; none where /etc/hosts has the name."""
     questions, seconds = json.loads(name_server.output_of(tmp_path, STORE, RES_OPTIONS="timeout:1"))
-    assert questions == [NAME_OF_LOOPBACK] and 1.9 < seconds < 3.5
+    assert questions == [NAME_OF_LOOPBACK] and 1.9 < seconds < 10
     line = "::ffff:127.0.0.1 address-127-0-0-1\n"
     questions, seconds = json.loads(name_server.output_of(tmp_path, STORE, line, RES_OPTIONS="timeout:1"))
-    assert questions == [] and seconds < 0.9
+    assert questions == [] and seconds < 1.9
 
 
 def test_many_addresses_and_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +103,6 @@ def test_many_addresses_and_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_call_that_does_not_end_is_left_behind() -> None:
     begun = time.monotonic()
-    calls = {"slow": lambda: time.sleep(30), "quick": lambda: None, "also slow": lambda: time.sleep(30)}
+    calls = {"slow": lambda: time.sleep(120), "quick": lambda: None, "also slow": lambda: time.sleep(120)}
     assert answers_within(0.3, calls) == {"quick": None}
-    assert 0.25 < time.monotonic() - begun < 5
+    assert 0.25 < time.monotonic() - begun < 60

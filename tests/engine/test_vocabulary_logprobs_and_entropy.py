@@ -30,7 +30,7 @@ class Meeting:
     """Reductions of `ranks` threads, counted."""
 
     def __init__(self, ranks: int) -> None:
-        self.barrier, self.parts, self.reductions = threading.Barrier(ranks, timeout=30), [None] * ranks, 0
+        self.barrier, self.parts, self.reductions = threading.Barrier(ranks, timeout=300), [None] * ranks, 0
 
     def reduce(self, rank: int, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         self.parts[rank] = x

@@ -122,6 +122,6 @@ def test_an_answer_ends_at_the_first_stop_text_that_is_complete() -> None:
 def test_the_time_for_a_stop_text_is_linear_in_its_length() -> None:
     """A megabyte that the answer keeps repeating took 56 s."""
     answer, stop = "a" * 3000, "a" * (1 << 20) + "b"
-    begun = time.monotonic()
+    begun = time.process_time()
     assert spelled(answer, (stop, "ab" * 1000, "a" * 2999 + "b")) == (answer, False)
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5

@@ -114,11 +114,11 @@ def test_a_signal_saves_the_state_and_the_run_goes_on_from_it(
         start_new_session=True,
     )
     try:
-        end = time.monotonic() + 240
+        end = time.monotonic() + 300
         while not ((out / "metrics.jsonl").exists() and read_lines(out / "metrics.jsonl")) and time.monotonic() < end:
             time.sleep(0.2)
         process.send_signal(number)
-        text = process.communicate(timeout=120)[0]
+        text = process.communicate(timeout=300)[0]
     finally:
         process.kill()
     assert process.returncode == 128 + number, text

@@ -64,7 +64,7 @@ def finish(process: subprocess.Popen[str], out: Path) -> tuple[int, str]:
 
 def rank_of(out: Path, rank: int, after: int) -> psutil.Process:
     """A rank's process, once the run has logged so many steps."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while len(read_lines(out / "metrics.jsonl")) < after:
         assert time.monotonic() < end, out.with_suffix(".log").read_text()
         time.sleep(0.02)

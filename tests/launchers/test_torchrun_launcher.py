@@ -120,31 +120,48 @@ def test_every_way_to_name_an_engine_starts_the_processes(
     assert seen[1:5] == ["-m", "megaswift.launchers.torchrun_agent", "--nproc-per-node", "2"]
 
 
+def waiting(ready: Path) -> str:
+    """The end of a script that says that it can be signalled, and then waits."""
+    return f"open({str(ready)!r}, 'w').close(); time.sleep(600)"
+
+
+def signal_when(ready: Path, number: int) -> None:
+    """Sends the signal to this process as soon as the file is there."""
+
+    def send() -> None:
+        while not ready.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_launcher_that_was_stopped_ends_as_a_shell_says(number: int) -> None:
+def test_a_launcher_that_was_stopped_ends_as_a_shell_says(number: int, tmp_path: Path) -> None:
     """torchrun ends with 1 after a signal; SIGINT it has from the terminal."""
     before = signal.signal(number, signal.default_int_handler)  # a shell ignores SIGINT for tests in the background
-    ends = f"import signal, sys, time; signal.signal({int(number)}, lambda *_: sys.exit(1)); time.sleep(2); sys.exit(1)"
-    threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), number))).start()
+    ready = tmp_path / "ready"
+    ends = f"import signal, sys, time; signal.signal({int(number)}, lambda *_: sys.exit(1)); "
+    signal_when(ready, number)
     try:
-        assert run_torchrun_with_restarts([sys.executable, "-c", ends], os.environ) == 128 + number
+        assert run_torchrun_with_restarts([sys.executable, "-c", ends + waiting(ready)], os.environ) == 128 + number
     finally:
         signal.signal(number, before)
 
 
 @pytest.mark.process
-def test_exit_codes_and_signals_pass_through() -> None:
+def test_exit_codes_and_signals_pass_through(tmp_path: Path) -> None:
     run = [sys.executable, "-c"]
     assert run_torchrun_with_restarts([*run, "raise SystemExit(7)"], os.environ) == 7
     assert (
         run_torchrun_with_restarts([*run, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], os.environ)
         == 128 + 9
     )
-    threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), signal.SIGTERM))).start()
+    signal_when(tmp_path / "ready", signal.SIGTERM)
     before = time.monotonic()
-    assert run_torchrun_with_restarts([*run, "import time; time.sleep(30)"], os.environ) == 128 + 15
-    assert time.monotonic() - before < 10
+    assert run_torchrun_with_restarts([*run, "import time; " + waiting(tmp_path / "ready")], os.environ) == 128 + 15
+    assert time.monotonic() - before < 300
 
 
 def attempts(script: str, folder: Path, restarts: int) -> tuple[int, int]:
@@ -181,9 +198,9 @@ def test_restarts(script: str, restarts: int, code: int, count: int, tmp_path: P
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_ends_a_run_that_could_be_restarted(number: int, tmp_path: Path) -> None:
     before = signal.signal(number, lambda *_: None)  # a signal that is not handed on must not end the tests
-    threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getpid(), number))).start()
+    signal_when(tmp_path / "ready", number)
     try:
-        assert attempts("import time; time.sleep(8)", tmp_path, 3) == (128 + number, 1)
+        assert attempts("import time; " + waiting(tmp_path / "ready"), tmp_path, 3) == (128 + number, 1)
     finally:
         signal.signal(number, before)
 
@@ -195,7 +212,7 @@ def test_children_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     child = (
         "import os, signal, time; from megaswift.launchers.parent_death import end_with_parent; "
         f"signal.signal(signal.SIGTERM, lambda *_: (open({str(told)!r}, 'w').write('saved'), os._exit(0))); "
-        "end_with_parent(os.environ); print(os.getpid(), flush=True); time.sleep(20)"
+        "end_with_parent(os.environ); print(os.getpid(), flush=True); time.sleep(600)"
     )
     launch = (
         "import os, sys; from megaswift.launchers.torchrun_launcher import run_torchrun_with_restarts; "
@@ -206,7 +223,7 @@ def test_children_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     assert int(launcher.stdout.readline()) != launcher.pid
     launcher.kill()
     launcher.wait()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 300
     while not (told.exists() and told.stat().st_size) and time.monotonic() < end:
         time.sleep(0.02)
     assert told.read_text() == "saved"
@@ -309,10 +326,10 @@ def test_sigusr1_reaches_the_workers_as_sigterm(tmp_path: Path) -> None:
     told = tmp_path / "told"
     script = (
         f"import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: (open({str(told)!r}, 'w').write('saved'), "
-        "os._exit(0))); time.sleep(8)"
+        "os._exit(0))); " + waiting(tmp_path / "ready")
     )
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), signal.SIGUSR1))).start()
+    signal_when(tmp_path / "ready", signal.SIGUSR1)
     try:
         run_torchrun_with_restarts([sys.executable, "-c", script], os.environ)
     finally:

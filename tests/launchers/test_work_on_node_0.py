@@ -93,7 +93,7 @@ def test_two_nodes(tmp_path: Path) -> None:
     (tmp_path / "convert.yaml").write_text(f"{place}source: {model}\ntarget: {tmp_path / 'mcore'}\n")
     words = ["convert", "hf-to-megatron", "--config", str(tmp_path / "convert.yaml")]
     nodes = [started(words, [], NODE_RANK=str(rank), NPROC_PER_NODE="4") for rank in (0, 1)]
-    said = [node.communicate(timeout=120)[0] for node in nodes]
+    said = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert "wrote" in said[0] and "wrote" not in said[1] and "node 1 of 2" in said[1]
     assert (tmp_path / "mcore/.metadata").is_file()
@@ -101,6 +101,6 @@ def test_two_nodes(tmp_path: Path) -> None:
     run.write_text(f"mcore_model: {tmp_path / 'mcore'}\nto_hf: true\noutput_dir: {tmp_path / 'mcore'}\nnnodes: 2\n")
     options = ["--master_addr", "127.0.0.1", "--master_port", port, "--node_rank"]
     nodes = [started(["export", "--config", str(run)], [*options, str(rank)]) for rank in (0, 1)]
-    said = [node.communicate(timeout=120)[0] for node in nodes]
+    said = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [2, 2], said
     assert "already exists" in said[0] and "already exists" not in said[1]

@@ -52,7 +52,7 @@ def test_words_are_bash_s(tmp_path: Path) -> None:
     (tmp_path / "show").chmod(0o755)
     path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     text = "\n".join(f"({script}\n)" for script in SCRIPTS.values())
-    done = subprocess.run(["bash", "-c", text], env=path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", text], env=path, capture_output=True, text=True, timeout=300)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [w for s in SCRIPTS.values() for w in seen(s)]
 
 

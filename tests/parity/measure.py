@@ -90,7 +90,7 @@ def build(case: Case, folder: Path, world: int, **options: Any) -> tuple[Any, An
     cfg = SwiftConfig(task="sft", model=str(folder), **case.config(**options))
     hf_config = json.loads((folder / "config.json").read_text())
     spec = family_of(hf_config).spec(hf_config)
-    context = start_context(cfg.replace(ddp_timeout=60, seed=11), Layout.from_config(cfg.parallel, world))
+    context = start_context(cfg.replace(ddp_timeout=600, seed=11), Layout.from_config(cfg.parallel, world))
     engine = make_engine(cfg, spec, folder, context)
     engine.load_hf(folder)
     return engine, context

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -49,8 +49,9 @@ PRELOAD = (
     *(f"megaswift.families.{module.name}" for module in pkgutil.iter_modules([str(ROOT / "megaswift" / "families")])),
 )
 """torch's first optimizer imports torch._dynamo: 4 s of processor time that every rank would spend by itself."""
-GRACE = 5.0
-"""Seconds that the other ranks get to end, or fail by themselves, after the first failure."""
+GRACE, BUSY = 5.0, 0.05
+"""After the first failure the other ranks may end, or fail by themselves, until none of them has used BUSY seconds of
+processor time in GRACE seconds: on a loaded machine they need longer, and ranks that hang use none."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,14 @@ class Pool:
             self._connection = listener.accept()
         self._jobs = 0
 
-    def run(self, target: str, payload: Any, ranks: int, timeout: float = 120.0) -> list[Any]:
+    def run(self, target: str, payload: Any, ranks: int, timeout: float = 600.0) -> list[Any]:
         """The functions' results in order of rank; RankError when one failed or `timeout` seconds passed."""
         import torch
 
         folder = self._do(target, payload, ranks, timeout)
         return [torch.load(folder / f"rank-{r}.pt", weights_only=False) for r in range(ranks)]
 
-    def logged(self, target: str, payload: Any, ranks: int, timeout: float = 120.0) -> str:
+    def logged(self, target: str, payload: Any, ranks: int, timeout: float = 600.0) -> str:
         """What the ranks printed, in order of rank."""
         folder = self._do(target, payload, ranks, timeout)
         return "".join((folder / f"rank-{r}.log").read_text(errors="replace") for r in range(ranks))
@@ -216,16 +217,21 @@ def _run(job: Job) -> dict[int, str]:
             _rank(job, rank, port)
         alive[pid] = rank
     failed: dict[int, str] = {}
-    deadline = time.monotonic() + job.timeout
+    end = deadline = time.monotonic() + job.timeout
+    used = 0.0
     while alive and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             time.sleep(0.005)
+            if failed and (now := _processor_seconds(alive)) > used + BUSY:
+                used = now
+                deadline = min(end, time.monotonic() + GRACE)
             continue
         rank = alive.pop(pid)
         if status != 0:
             failed[rank] = _error(Path(job.folder), rank, status)
-            deadline = min(deadline, time.monotonic() + GRACE)
+            deadline = min(end, time.monotonic() + GRACE)
+            used = _processor_seconds(alive)
     for pid in alive:
         os.kill(pid, signal.SIGUSR1)
     if alive:
@@ -236,6 +242,16 @@ def _run(job: Job) -> dict[int, str]:
         why = "ended with the others" if failed else f"ended after {job.timeout:.0f} s"
         failed[rank] = f"{why}, it was at\n{_tail(Path(job.folder) / f'rank-{rank}.log', 25)}"
     return failed
+
+
+def _processor_seconds(processes: Iterable[int]) -> float:
+    """What these processes have used so far; of one that has just ended nothing."""
+    total = 0.0
+    for pid in processes:
+        with suppress(psutil.NoSuchProcess):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def _error(folder: Path, rank: int, status: int) -> str:

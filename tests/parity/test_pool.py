@@ -52,5 +52,5 @@ def test_errors_and_hangs_are_reported(small: Pool) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="(?s)rank 1.*ended after 3 s.*in fail_or_wait"):
         small.run(f"{__name__}:fail_or_wait", "hang", 2, timeout=3.0)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 120
     assert [float(t) for t in small.run(f"{__name__}:add", 0, 2)] == [1.0, 1.0]

@@ -54,7 +54,7 @@ def measure(rank: int, world: int, task: Task) -> tuple[float, dict[str, Tensor]
     from megaswift.trainers.create_process_groups_and_engine import make_engine, start_context
 
     cfg = SwiftConfig(task="sft", model=str(task.folder), seed=SEED, **task.case.config(**task.options))
-    context = start_context(cfg.replace(ddp_timeout=60), Layout.from_config(cfg.parallel, world))
+    context = start_context(cfg.replace(ddp_timeout=600), Layout.from_config(cfg.parallel, world))
     engine: Any = make_engine(cfg, with_scalar_head(load_spec(task.folder)), task.folder, context)
     engine.load_hf(task.folder)
     weights = full(engine.hf_weights())

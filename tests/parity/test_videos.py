@@ -181,5 +181,5 @@ print(processor.video_problem)
 def test_torchvision_that_is_missing_or_does_not_fit(folders: list[Path], told: str, tmp_path: Path) -> None:
     paths = os.pathsep.join(map(str, [*folders, ROOT]))
     command = [sys.executable, "-c", LOAD, str(videos.write_model("qwen2_vl", tmp_path))]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=300)
     assert re.search(f"WeightsError: .*{told}", done.stderr, re.S), done.stderr

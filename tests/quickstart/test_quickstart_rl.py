@@ -37,7 +37,7 @@ def test_an_unknown_option_or_algorithm_is_named() -> None:
         (["--fast"], "known: --python PYTHON, --output FOLDER"),
     ):
         done = subprocess.run(
-            ["bash", "scripts/quickstart_rl.sh", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30
+            ["bash", "scripts/quickstart_rl.sh", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 2 and said in done.stderr
 

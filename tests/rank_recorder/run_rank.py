@@ -111,7 +111,7 @@ def _start_groups(job: RecordedRun, rank: int) -> None:
     def start(backend: str, timeout_s: float, store: Any = None) -> None:
         if not dist.is_initialized():
             store = dist.FileStore(str(job.folder / "store"), -1)
-            timeout = datetime.timedelta(seconds=60)
+            timeout = datetime.timedelta(seconds=600)
             dist.init_process_group(BACKEND, store=store, rank=rank, world_size=job.world, timeout=timeout)
 
     start_default_process_group.init_default_and_gloo_process_groups = start

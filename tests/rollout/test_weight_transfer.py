@@ -265,7 +265,7 @@ def test_a_worker_that_has_something_else_is_noticed(
     sender_of: Callable[..., tuple[WeightSender, Workers]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bit that flips on the way; a worker whose digest differs after everything was sent."""
-    sender, workers = sender_of(SHARED_MEMORY, changed_only=True, timeout=5.0)
+    sender, workers = sender_of(SHARED_MEMORY, changed_only=True, timeout=60.0)
     buffer = BucketPacker._close
 
     def flipping(packer: BucketPacker) -> Any:
@@ -291,12 +291,12 @@ def test_a_worker_that_fails_ends_the_sync_at_once(
     transport: str, sender_of: Callable[..., tuple[WeightSender, Workers]]
 ) -> None:
     """Long before the timeout, with its own error."""
-    sender, workers = sender_of(transport, workers=1, timeout=60.0)
+    sender, workers = sender_of(transport, workers=1, timeout=600.0)
     workers.fails = lambda name: name.endswith("layers.0.mlp.up.weight")
     begun = time.monotonic()
     with pytest.raises(ValueError, match=r"no room for model\.layers\.0\.mlp\.up"):
         sender.send(model_weights(1))
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 300
 
 
 @pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
@@ -304,7 +304,7 @@ def test_a_worker_that_cannot_connect_is_noticed_at_once(
     transport: str, sender_of: Callable[..., tuple[WeightSender, Workers]]
 ) -> None:
     """Before a process group waits for it."""
-    sender, _ = sender_of(transport, timeout=60.0)
+    sender, _ = sender_of(transport, timeout=600.0)
 
     def refuse(shared: dict[str, Any]) -> None:
         raise ValueError("no route")
@@ -313,12 +313,12 @@ def test_a_worker_that_cannot_connect_is_noticed_at_once(
     begun = time.monotonic()
     with pytest.raises(ValueError, match="no route"):
         sender.send(model_weights(1))
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 300
 
 
 def test_a_sender_that_fails_tells_the_workers(sender_of: Callable[..., tuple[WeightSender, Workers]]) -> None:
     """They do not wait for the timeout, and the next sync works."""
-    sender, workers = sender_of(SHARED_MEMORY, timeout=60.0)
+    sender, workers = sender_of(SHARED_MEMORY, timeout=600.0)
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         yield from model_weights(1)[:4]

@@ -13,7 +13,7 @@ import pytest
 @pytest.mark.process
 def test_kill_at_every_file_operation_of_a_save(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.trainers.crash", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     found = json.loads(done.stdout)
     assert len(found) == 4 and all(len(points) > 15 for points in found.values())
     for scene in found:

@@ -261,7 +261,7 @@ def test_a_full_disk_under_the_writer_thread_is_one_warning(
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while not true():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -342,12 +342,12 @@ def test_a_tracker_that_never_answers_ends_and_delays_no_run(
 
     def fails(name: str, step: int) -> None:
         if name == call:
-            forever.wait(60)
+            forever.wait(300)
 
     hook.fails, began = fails, time.monotonic()
     loop = tiny_loop(4, lines(hook, tmp_path), hook)
     loop.run()
-    assert loop.step == 4 and time.monotonic() - began < 10
+    assert loop.step == 4 and time.monotonic() - began < 100
     said = capsys.readouterr().err
     what = "the end of the run" if call == "end" else "4 records"
     assert f"Fake: {what} could not be sent; every figure is in metrics.jsonl and eval.jsonl" in said
@@ -389,7 +389,7 @@ def test_what_waits_is_bounded(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr(trackers, "MOST_WAITING", 5)
     monkeypatch.setattr(trackers, "SLOW_S", 0.0)
     hook, go = Fake(), threading.Event()
-    hook.fails = lambda name, step: None if go.wait(20) else None
+    hook.fails = lambda name, step: None if go.wait(300) else None
     hook.on_start(SimpleNamespace(step=0))
     wait_until(lambda: hook.opened == 1)
     for step in range(1, 21):
@@ -403,31 +403,32 @@ def test_what_waits_is_bounded(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 @pytest.mark.usefixtures("quick")
 def test_trackers_share_the_time_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "END_S", 4.0)
     forever = threading.Event()
     made = [Fake() for _ in range(6)]
     for hook in made:
-        hook.fails = lambda name, step: None if forever.wait(60) else None
+        hook.fails = lambda name, step: None if forever.wait(300) else None
     made[5].fails = lambda name, step: None
     monkeypatch.setattr(trackers, "ONLINE", {str(i): lambda run, hook=hook: hook for i, hook in enumerate(made)})
     hooks = tracker_hooks("012345", TrackedRun(tmp_path, {}))
     loop = tiny_loop(2, lines(made[0], tmp_path), *hooks)
     began = time.monotonic()
     loop.run()
-    assert time.monotonic() - began < 4 and made[5].sent == [1, 2] and made[5].ended == 1
+    assert time.monotonic() - began < 5 * 4 and made[5].sent == [1, 2] and made[5].ended == 1
     forever.set()
 
 
 @pytest.mark.usefixtures("quick")
 def test_other_ranks_do_not_wait_for_a_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the loop comes the export, which is collective."""
-    monkeypatch.setattr(trackers, "END_S", 5.0)
+    monkeypatch.setattr(trackers, "END_S", 120.0)
     hook, go = Fake(), threading.Event()
-    hook.fails = lambda name, step: None if go.wait(20) else None
+    hook.fails = lambda name, step: None if go.wait(300) else None
     hook.on_start(SimpleNamespace(step=0))
     monkeypatch.setattr(distributed, "global_world_size", lambda: 2)
     began = time.monotonic()
     hook.close()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 60
     go.set()
     hook.wait()
     assert hook.ended == 1 and error_exit.calls_left_behind == []
@@ -441,5 +442,5 @@ def test_what_a_library_waits_for_at_exit_delays_no_command(end: str, code: int)
         "import atexit, sys, time; from megaswift import cli, error_exit; atexit.register(time.sleep, 300); "
         f"error_exit.calls_left_behind.append('SwanLab'); sys.argv = ['megaswift', {end}]; sys.exit(cli.main())"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=100, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=300, capture_output=True, text=True)
     assert done.returncode == code and done.stdout + done.stderr

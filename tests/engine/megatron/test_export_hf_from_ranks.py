@@ -27,7 +27,7 @@ from tests.parity.pool import Pool
 
 SHARD = 60_000
 """Bytes a file: the tiny models then have several, some of which hold tensors of two pipeline stages."""
-LIMIT = 1.0
+LIMIT = 4.0
 """Seconds that a collective may take where a disk is slow."""
 
 

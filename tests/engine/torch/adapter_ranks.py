@@ -66,7 +66,7 @@ def opened(case: Case, run: Run, world: int) -> tuple[Any, Any]:
 
     task = {"task": "grpo", "reward_funcs": ("format",)} if run.merges else {"task": "sft"}
     cfg = SwiftConfig(model=str(run.folder), **task, **case.config(**recipe_options(RECIPE, False), **run.options))
-    context = start_context(cfg.replace(ddp_timeout=60, seed=11), Layout.from_config(cfg.parallel, world))
+    context = start_context(cfg.replace(ddp_timeout=600, seed=11), Layout.from_config(cfg.parallel, world))
     engine = make_engine(cfg, spec_from_family_or_size_fields(run.folder), run.folder, context)
     engine.load_hf(run.folder)
     return engine, context

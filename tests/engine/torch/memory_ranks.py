@@ -75,7 +75,7 @@ def start(job: Job, world: int) -> tuple[Any, Any]:
 
     cfg = SwiftConfig(task="sft", model=str(job.folder), torch_dtype="float32", **job.options)
     hf_config = json.loads((job.folder / "config.json").read_text())
-    context = start_context(cfg.replace(ddp_timeout=60), Layout.from_config(cfg.parallel, world))
+    context = start_context(cfg.replace(ddp_timeout=600), Layout.from_config(cfg.parallel, world))
     engine = make_engine(cfg, family_of(hf_config).spec(hf_config), job.folder, context)
     if job.how == "random":
         engine.random_init(cfg.train.seed)

@@ -28,7 +28,7 @@ def build(world: int, job: Loading) -> Any:
     from megaswift.parallel.layout import Layout
     from megaswift.trainers.create_process_groups_and_engine import make_engine, start_context
 
-    cfg = SwiftConfig(task="sft", model=str(job.folder), engine=job.engine, torch_dtype="float32", ddp_timeout=60)
+    cfg = SwiftConfig(task="sft", model=str(job.folder), engine=job.engine, torch_dtype="float32", ddp_timeout=600)
     hf_config = json.loads((job.folder / "config.json").read_text())
     context = start_context(cfg, Layout.from_config(cfg.parallel, world))
     engine = make_engine(cfg, family_of(hf_config).spec(hf_config), job.folder, context)

@@ -101,7 +101,7 @@ def left_alone(rank: int, world: int, ends: bool) -> str:
     from megaswift.engine.megatron.cpu import shared_memory_all_to_all
 
     shared_memory_all_to_all.LOOK = 0.05
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     store = dist.distributed_c10d._get_default_store()
     dist.monitored_barrier()
     if not ends:
