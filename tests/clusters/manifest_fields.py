@@ -90,6 +90,7 @@ JOB_SPEC = {
 JOB = {"apiVersion": str, "kind": str, "metadata": META, "spec": JOB_SPEC}
 CONTAINER_PATCH = {"name": str, "env": ENV, "volumeMounts": MOUNTS, "securityContext": CONTAINER["securityContext"]}
 POD_PATCH = {
+    "affinity": ANYTHING,
     "serviceAccountName": str,
     "nodeSelector": TEXTS,
     "tolerations": TOLERATIONS,
