@@ -14,7 +14,7 @@ import yaml
 
 from megaswift.cli import main
 from megaswift.clusters.cluster_options import CLUSTER_OPTIONS
-from megaswift.clusters.job_folder import LARGEST_RECORD, read_record
+from megaswift.clusters.job_folder import read_record
 from megaswift.errors import ConfigError
 
 TOOLS = ("ssh", "scancel", "squeue", "sacct", "kubectl", "ray", "dlc")
@@ -191,7 +191,7 @@ def test_a_record_that_is_no_file_is_not_waited_for(
     elif kind == "folder":
         file.mkdir()
     else:
-        file.write_text(text + " " * LARGEST_RECORD)
+        file.write_text(text + " " * (1 << 20))
     assert main(["jobs", verb, str(folder)]) == 2
     assert "job.json: " in capsys.readouterr().err
 
