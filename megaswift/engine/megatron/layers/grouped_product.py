@@ -59,41 +59,49 @@ def grouped_weight_gradients(grad: Tensor, x: Tensor, rows: ExpertRows) -> Tenso
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Keeps the weights themselves for the backward pass, never their copy in one tensor."""
+    """Keeps the weights themselves for the backward pass, neither their copy in one tensor nor a scaled one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, counts: Tensor, ends: Tensor, scale: float, *weights: Tensor) -> Tensor:
+        ctx.scale = scale
         ctx.save_for_backward(x, counts, ends, *weights)
-        return grouped_product(x, _side_by_side(weights).transpose(1, 2), ends)
+        return grouped_product(x, _scaled(_side_by_side(weights), scale).transpose(1, 2), ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, counts, ends, *weights = ctx.saved_tensors
         grad = _with_rows_in_memory(grads[0])
-        inputs = grouped_product(grad, _side_by_side(weights), ends) if ctx.needs_input_grad[0] else None
-        gradients = grouped_weight_gradients(grad, x, ExpertRows(counts, ends))
-        return inputs, None, None, *gradients.split([w.shape[1] for w in weights], dim=1)
+        inputs = None
+        if ctx.needs_input_grad[0]:
+            inputs = grouped_product(grad, _scaled(_side_by_side(weights), ctx.scale), ends)
+        gradients = _scaled(grouped_weight_gradients(grad, x, ExpertRows(counts, ends)), ctx.scale)
+        return inputs, None, None, None, *gradients.split([w.shape[1] for w in weights], dim=1)
 
 
-def grouped_linear(x: Tensor, rows: ExpertRows, *weights: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, rows: ExpertRows, *weights: Tensor, scale: float = 1.0) -> Tensor:
     """Apply each expert's linear layers, which share their input, to its rows.
 
     Args:
         x: rows [t, in], a multiple of 16 bytes each.
         rows: which of them belong to which expert.
         weights: of each layer those of all experts [experts, out, in], trained.
+        scale: what they are multiplied with first.
 
     Returns:
         [t, sum of out], the layers side by side.
     """
-    outputs: Tensor = _GroupedLinear.apply(x, rows.counts, rows.ends, *weights)
+    outputs: Tensor = _GroupedLinear.apply(x, rows.counts, rows.ends, scale, *weights)
     return outputs
 
 
 def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
     """[experts, sum of out, in]; a single layer's as they lie."""
     return weights[0] if len(weights) == 1 else torch.cat(list(weights), dim=1)
+
+
+def _scaled(tensor: Tensor, scale: float) -> Tensor:
+    return tensor if scale == 1 else tensor * scale
 
 
 def _with_rows_in_memory(grad: Tensor) -> Tensor:

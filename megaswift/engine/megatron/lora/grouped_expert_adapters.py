@@ -1,9 +1,9 @@
 """Adapters on grouped experts: those of all local experts are one A [experts, r, in] and one B [experts, out, r] for
 each projection, which grouped products read as they lie.
 
-One expert after the other would be two small products each, 256 a layer for 128 experts. Counted for 128 experts whose
-gate and up projections are one layer, the adapters of both layers launch 12 kernels forward. Names and numbers of the
-adapters, also on disk, are as without grouping.
+One expert after the other would be two small products each, 256 a layer for 128 experts. With 128 experts whose gate
+and up projections are one layer, the adapters of an MLP launch 12 kernels forward and 31 backward (counted by the
+tests). Names and numbers of the adapters, also on disk, are as without grouping.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class GroupedAdapters(Adapters):
         a = [self._of_all_experts(n, "A") for n in range(len(self.stacks))]
         inner = grouped_linear(self._dropped(x), rows, *a).split([matrices.shape[1] for matrices in a], dim=1)
         parts = [
-            grouped_linear(inner[n] * stack.scale, rows, self._of_all_experts(n, "B"))
+            grouped_linear(inner[n], rows, self._of_all_experts(n, "B"), scale=stack.scale)
             for n, stack in enumerate(self.stacks)
         ]
         return out + self._side_by_side(parts, out.shape[1])

@@ -1,9 +1,16 @@
-"""Adapters of grouped experts against the formula, expert by expert; how many operations and parameters they are."""
+"""Adapters of grouped experts against the formula, expert by expert; how many operations and parameters they are; their
+checkpoints.
+
+Covers: megaswift/engine/megatron/lora/grouped_expert_adapters.py,
+megaswift/engine/megatron/lora/adapter_checkpoint_slices.py.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +23,13 @@ from megaswift.bridge.adapter_plan import AdapterHyperparameters, AdapterPlan
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.families import family_of
 from megaswift.families.adapter_target_modules import select_projections
+from megaswift.losses.sft import CrossEntropy
 from tests.engine.megatron.layers.empty_groups import leave_empty_groups_unwritten
+from tests.parity.cases import Case, global_batch, own, parse
+from tests.parity.measure import Task, build, full
+from tests.parity.models import build as build_model
+from tests.parity.oracle import Recipe
+from tests.parity.pool import Pool
 from tests.placement.device import DEVICE, HOST, StandIn
 
 HIDDEN, WIDTH = 32, 16
@@ -175,7 +188,7 @@ class Launches(TorchDispatchMode):
 
 
 def test_a_dozen_kernels_for_128_experts() -> None:
-    """Forward, of both layers; backward 28, of which 5 set gradients of experts without tokens to zero and 5 find
+    """Forward, of both layers; backward 31, of which 5 set gradients of experts without tokens to zero and 5 find
     them. (Stacks made of 768 parameters in each pass: 1,550 and 1,160.)"""
     from megaswift.engine.megatron.layers.grouped_product import ExpertRows
 
@@ -194,7 +207,7 @@ def test_a_dozen_kernels_for_128_experts() -> None:
     grads = [torch.ones_like(out) for out in found]
     with Launches() as backward:
         torch.autograd.backward(found, grads)
-    assert backward.names == {"_grouped_mm": 10, "mul": 3, "cat": 3, "eq": 5, "masked_fill_": 5, "copy_": 2}
+    assert backward.names == {"_grouped_mm": 10, "mul": 6, "cat": 3, "eq": 5, "masked_fill_": 5, "copy_": 2}
 
 
 def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,3 +232,55 @@ def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in empty:
             for half in ("A", "B"):
                 assert not adapters.part(number, half, adapters.parameter(number, half).grad).any()
+
+
+def steps(rank: int, world: int, task: Task) -> tuple[list[tuple[float, float]], dict[str, Tensor], int]:
+    """Losses and gradient norms of the steps that `fault` numbers, adapters after them, parameters that adapters of
+    experts are; a checkpoint is written after step 1, read before step 2."""
+    engine, context = build(task.case, task.folder, world, **task.options)
+    dp = context.layout.coordinates(rank).dp
+    if "0" not in task.fault:
+        engine.load(task.folder / "saved")
+    numbers = []
+    for k in map(int, task.fault):
+        result = engine.train_batch(own(global_batch(task.case, k), task.case.dp, dp), CrossEntropy(), 1e-2)
+        numbers.append((result.loss, result.grad_norm))
+        if k == 1:
+            engine.save(task.folder / "saved")
+    adapters = full(engine.adapter_weights())
+    parameters = {id(p.parameter) for p in engine.lora.placed if p.adapter.entry.expert is not None}
+    torch.distributed.barrier()
+    context.close()
+    return numbers, adapters, len(parameters)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("text", "grouped", "again"),
+    [
+        ("moe tp2 sp dp2 ep2 etp2 do", True, "moe dp2 ep2"),
+        ("moe dp2 ep2 do", False, "moe tp2 sp dp2 etp2"),
+    ],
+)
+def test_checkpoints_are_those_of_experts_one_by_one(
+    text: str, grouped: bool, again: str, pool: Pool, tmp_path: Path
+) -> None:
+    """A run with grouped experts goes on where one without them stopped, on another layout, and the other way round:
+    its numbers, adapters and moments are under the same names."""
+    folder, case = build_model("moe", tmp_path / "moe"), parse(text)
+    options = {"train_type": "lora", "lora_rank": 4, "moe_grouped_gemm": grouped, "moe_aux_loss_coeff": 0.0}
+    job = "tests.engine.megatron.lora.test_grouped_expert_adapters:steps"
+    task = Task(case, folder, Recipe(), options=options, fault="012")
+    numbers, adapters, parameters = pool.run(job, task, case.world)[0]
+    other = replace(task, case=parse(again), options={**options, "moe_grouped_gemm": not grouped}, fault="2")
+    [resumed], same, others = pool.run(job, other, other.case.world)[0]
+    assert resumed == pytest.approx(numbers[2], rel=1e-5)
+    assert adapters.keys() == same.keys() and any(".experts." in name for name in same)
+    for name, tensor in adapters.items():
+        torch.testing.assert_close(same[name], tensor, rtol=1e-3, atol=1e-3 * float(tensor.abs().max()))
+    assert parameters == of_layers(case, grouped) and others == of_layers(other.case, not grouped)
+
+
+def of_layers(case: Case, grouped: bool) -> int:
+    """Parameters that the adapters of a rank's experts are: four layers of four experts, three projections."""
+    return 4 * 3 * 2 * (1 if grouped else 4 // case.ep)
