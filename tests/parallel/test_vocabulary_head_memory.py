@@ -38,7 +38,8 @@ SIZES = {"all kept": HeadChunkSizes(1 << 28, 1 << 28, 1), "a third kept": HeadCh
 def allocated_peak(work: Callable[[], Any]) -> int:
     """Returns the peak of bytes that torch's allocator gave out during `work`.
 
-    Without oneDNN, which on CPUs without bfloat16 products takes float32 copies of both matrices from the same allocator.
+    Without oneDNN, which on CPUs without bfloat16 products takes float32 copies of both matrices from the same
+    allocator.
     """
     with (
         torch.backends.mkldnn.flags(enabled=False),
