@@ -246,15 +246,14 @@ def test_help_of_a_command_by_the_word() -> None:
     assert code == 0 and out.startswith("megaswift data show DATASET")
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("text", "engine"),
     [
         ("deepspeed: zero3", "zero3"),
         ("deepspeed: ds.json", "zero2"),
         ("fsdp: full_shard", "fsdp2"),
-        ("load_in_4bit: true", "auto"),
-        ("load_in_4bit: true\nmodel: model", "ddp"),
+        ("load_in_4bit: true\ntrain_type: lora", "auto"),
+        ("load_in_4bit: true\ntrain_type: lora\nmodel: model", "ddp"),
         ("model: model", "megatron"),
         ("model: other", "ddp"),
         ("model: other\nengine: auto\nnproc_per_node: 2", "ddp"),
@@ -281,6 +280,7 @@ def test_config_prints_the_engine_of_the_run(
     assert main(["config", "again.yaml"]) == 0 and capsys.readouterr().out == printed
 
 
+@pytest.mark.process
 def test_config_prints_what_it_understood(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("task: pt\nparallel: {tp: 4}\n")
     code, out, _ = ran("-m", "megaswift", "config", "run.yaml", "--lr", "1e-4", cwd=tmp_path)

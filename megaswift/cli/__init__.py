@@ -53,8 +53,8 @@ def _config(argv: list[str]) -> int:
 
 
 def _with_engine(cfg: SwiftConfig) -> SwiftConfig:
-    """The configuration with the engine that a run takes; `auto` stays where it depends on a model that is not here."""
-    from megaswift.config.engine_rules import AUTO, requested_engine
+    """The configuration with the engine that a run takes; `auto` where that depends on a model that is not here."""
+    from megaswift.config.engine_rules import requested_engine
 
     if cfg.model.model is not None and Path(cfg.model.model).is_dir():
         from megaswift.trainers.engine_choice import resolve_engine
@@ -62,7 +62,7 @@ def _with_engine(cfg: SwiftConfig) -> SwiftConfig:
 
         return resolve_engine(cfg, process_count(cfg))
     requested = requested_engine(cfg)
-    return cfg if requested in (AUTO, cfg.engine.engine) else cfg.replace(engine=requested)
+    return cfg if requested == cfg.engine.engine else cfg.replace(engine=requested)
 
 
 def _data(argv: list[str]) -> int:
