@@ -1,12 +1,11 @@
 """Errors of the user's own Python files: importing one, and what its code raises, as messages with the user's lines.
 
-Code of the user's that does not return, or that ends the process, is an error too: a clock watches each call
-(`UserCodeClock`), and `os._exit` raises SystemExit inside of one.
+Code of the user's that does not return is an error too, which ends the process: a clock watches each call
+(`UserCodeClock`). So is code that ends the process itself: `os._exit` raises SystemExit inside of a call.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import importlib.util
 import itertools
 import os
@@ -32,12 +31,7 @@ LIBRARIES = ("site-packages", "dist-packages", str(Path(threading.__file__).pare
 """In the file names of code that is not the user's own."""
 OURS = str(Path(__file__).parent)
 _exit_process = os._exit
-WAKE = getattr(signal, "SIGRTMIN", signal.SIGALRM)
-"""Interrupts what the main thread waits for."""
-STDERR = 2
 LOOK_SECONDS = 0.2
-GRACE_SECONDS = 5.0
-"""Between the exception in the main thread and the end of the process, for code that catches everything."""
 
 
 def import_user_file(path: Path, flag: str) -> Mapping[str, Any]:
@@ -65,11 +59,7 @@ def _is_same_file(module: Any, path: Path) -> bool:
     return Path(getattr(module, "__file__", None) or "").resolve() == path.resolve()
 
 
-class _TimeIsUp(BaseException):
-    """Raised in the main thread, inside of the user's code: no `except Exception` there catches it."""
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Call:
     """Code of the user's that runs now."""
 
@@ -78,8 +68,6 @@ class _Call:
     ends: float
     """When its time is up."""
     say: Callable[[str], UserError]
-    error: UserError | None = None
-    """Once the time is up."""
 
 
 def _print(error: UserError) -> None:
@@ -87,8 +75,10 @@ def _print(error: UserError) -> None:
 
 
 class UserCodeClock:
-    """Ends calls of the user's code that take too long: by an exception in the main thread or in the task that waits;
-    elsewhere, and where the exception has no effect, by the end of the process."""
+    """Ends the process, with one message, when a call of the user's code takes too long.
+
+    An exception would not do: the code may catch it, or wait in another thread.
+    """
 
     def __init__(self) -> None:
         self.seconds = float("inf")
@@ -102,14 +92,17 @@ class UserCodeClock:
 
     def limit(self, seconds: float, option: str, end: Callable[[UserError], object]) -> None:
         """Sets the time of a call from now on; `option` is what a message names."""
-        self.seconds, self.option, self.end = seconds, option, end
+        self.seconds = seconds
+        self.option = option
+        self.end = end
 
     def begin(self, say: Callable[[str], UserError], timed: bool) -> int:
-        """A call begins; returns its number."""
+        """Register a call; returns its number."""
         number = next(self._numbers)
         process = os.getpid()
         if self._process != process:
-            self._calls, self._process = {}, process
+            self._calls = {}
+            self._process = process
             os._exit = _exit_of_user_code
         seconds = self.seconds if timed else float("inf")
         if seconds < float("inf"):
@@ -118,75 +111,47 @@ class UserCodeClock:
         return number
 
     def _start(self, process: int) -> None:
-        """Starts what ends a call: the thread; for code that keeps Python's lock and looks at signals (a regular
-        expression), a timer of the CPU time; for code that does not, the fault handler, which prints the stack."""
+        """Start the thread that looks at the calls, and a timer of CPU time: a regular expression keeps Python's lock,
+        so that no thread runs, but it lets handlers of signals run."""
         if threading.current_thread() is threading.main_thread():
-            if not self._interrupts():
-                signal.signal(WAKE, self._interrupt)
-                signal.signal(signal.SIGVTALRM, self._interrupt)
+            signal.signal(signal.SIGVTALRM, lambda *_: self._look())
             signal.setitimer(signal.ITIMER_VIRTUAL, self.seconds, LOOK_SECONDS)
-        faulthandler.dump_traceback_later(self.seconds + 2 * GRACE_SECONDS, exit=True, file=STDERR)
         if self._watched != process:
             self._watched = process
             threading.Thread(target=self._watch, name="user code clock", daemon=True).start()
 
-    def _interrupts(self) -> bool:
-        return signal.getsignal(WAKE) == self._interrupt
-
-    def finish(self, number: int) -> UserError | None:
-        """The call has ended; returns the error where its time was up."""
-        call = self._calls.pop(number, None)
-        if call is None:
-            return None
-        if self._watched and not self._calls:
-            faulthandler.cancel_dump_traceback_later()
-            if threading.current_thread() is threading.main_thread():
-                signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        return call.error
+    def finish(self, number: int) -> None:
+        """Forget a call that has ended."""
+        self._calls.pop(number, None)
+        if self._watched and not self._calls and threading.current_thread() is threading.main_thread():
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
 
     def runs_here(self) -> bool:
         """Whether this thread is inside of the user's code."""
         here = threading.get_ident()
         return self._process == os.getpid() and any(call.thread == here for call in self._calls.copy().values())
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """The handler of both signals."""
-        here = threading.get_ident()
-        now = time.monotonic()
-        for call in self._calls.copy().values():
-            if call.thread == here and now > call.ends:
-                call.error = call.error or call.say(self._where([], frame))
-                raise _TimeIsUp
-
     def _watch(self) -> None:
         while True:
             time.sleep(LOOK_SECONDS)
-            now = time.monotonic()
-            for call in self._calls.copy().values():
-                if call.error is None and now > call.ends:
-                    self._stop(call)
-                elif call.error is not None and now > call.ends + GRACE_SECONDS:
-                    self._end_process(call.error)
+            self._look()
 
-    def _stop(self, call: _Call) -> None:
+    def _look(self) -> None:
+        now = time.monotonic()
+        late = next((call for call in self._calls.copy().values() if now > call.ends), None)
+        if late is not None:
+            error = late.say(self._where(late))
+            self.end(error)
+            _exit_process(error.exit_code)
+
+    def _where(self, call: _Call) -> str:
+        """The user's lines that a call is at, and how long it has run."""
         waiting = _awaiting_frames(call.task)
-        call.error = call.say(self._where(waiting, sys._current_frames().get(call.thread)))
-        if waiting and call.task is not None:
-            call.task.get_loop().call_soon_threadsafe(call.task.cancel)
-        elif call.thread == threading.main_thread().ident and self._interrupts():
-            signal.pthread_kill(call.thread, WAKE)
-        else:
-            self._end_process(call.error)
-
-    def _end_process(self, error: UserError) -> NoReturn:
-        self.end(error)
-        _exit_process(error.exit_code)
-
-    def _where(self, waiting: list[FrameType], frame: FrameType | None) -> str:
-        """The user's lines that the call is at, and how long it has run."""
-        stack = [(f, f.f_lineno) for f in waiting] or [*traceback.walk_stack(frame)][::-1]
+        stack = [(f, f.f_lineno) for f in waiting]
+        if not stack:
+            stack = [*traceback.walk_stack(sys._current_frames().get(call.thread))][::-1]
         frames = [*traceback.StackSummary.extract(iter(stack))]
-        while frames and frames[-1].filename == __file__:  # the handler of a signal that came before this one
+        while frames and frames[-1].filename == __file__:  # the handler of the signal
             frames.pop()
         inner = max((i + 1 for i, f in enumerate(frames) if f.filename.startswith(OURS)), default=0)
         theirs = [f for f in frames[inner:] if not any(part in f.filename for part in LIBRARIES)]
@@ -225,9 +190,9 @@ def _exit_of_user_code(status: int) -> NoReturn:
 
 @contextmanager
 def convert_user_code_errors(say: Callable[[str], UserError], timed: bool = True) -> Iterator[None]:
-    """What code of the user's raises as the error that `say` makes of its traceback; Ctrl-C passes.
+    """Raise what code of the user's raises as the error that `say` makes of its traceback; Ctrl-C passes.
 
-    Code that does not return in the clock's time is such an error too, unless `timed` is false.
+    Code that does not return in the clock's time ends the process with such an error, unless `timed` is false.
     """
     number = CLOCK.begin(say, timed)
     try:
@@ -235,10 +200,7 @@ def convert_user_code_errors(say: Callable[[str], UserError], timed: bool = True
     except (UserError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # the user's code may raise anything, and call sys.exit
-        late = CLOCK.finish(number)
         task = _current_task()
-        if late is not None:
-            raise late from None
         if task is not None and task.cancelling():  # by our own loop, which ends
             raise
         raise say(user_traceback_text(error)) from error

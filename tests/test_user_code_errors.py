@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,11 +29,11 @@ def spins():
     while True:
         pass
 
-def goes_on():
+def catches():
     while True:
         try:
             time.sleep(60)
-        except Exception:
+        except BaseException:
             pass
 
 def waits():
@@ -78,14 +77,6 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     return sys.modules["megaswift_user_theirs"]
 
 
-@pytest.fixture
-def short() -> Iterator[None]:
-    before = CLOCK.seconds, CLOCK.option, CLOCK.end
-    CLOCK.limit(0.3, "--ddp_timeout", print)
-    yield
-    CLOCK.limit(*before)
-
-
 def call(function: Any) -> Any:
     async def waited() -> Any:
         with convert_user_code_errors(said):
@@ -97,29 +88,67 @@ def call(function: Any) -> Any:
         return function()
 
 
+PROGRAM = """
+import asyncio, sys, threading
+from pathlib import Path
+from megaswift.errors import Problem, RewardError
+from megaswift.user_code_errors import CLOCK, convert_user_code_errors, import_user_file
+
+names = import_user_file(Path(sys.argv[1]), "--reward_funcs theirs.py:f")
+function = names[sys.argv[2]]
+CLOCK.limit(0.3, "--ddp_timeout", lambda error: print(error.message(), flush=True))
+
+async def waited(say):
+    with convert_user_code_errors(say):
+        await function()
+
+def call():
+    say = lambda trace: RewardError(Problem("--reward_funcs theirs.py:f", trace))
+    if asyncio.iscoroutinefunction(function):
+        asyncio.run(waited(say))
+        return
+    with convert_user_code_errors(say):
+        function()
+
+if sys.argv[3] == "thread":
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+else:
+    call()
+"""
+"""Calls a function of a file in the main thread or another one."""
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
-    ("name", "line"),
+    ("name", "line", "thread"),
     [
-        ("sleeps", "time.sleep(60)"),
-        ("spins", "line 1"),
-        ("goes_on", "time.sleep(60)"),
-        ("waits", "threading.Event().wait()"),
-        ("matches", "re.match("),
-        ("awaits", "await asyncio.sleep(60)"),
-        ("blocks", "time.sleep(60)"),
+        ("sleeps", "time.sleep(60)", "main"),
+        ("sleeps", "time.sleep(60)", "thread"),
+        ("spins", "line 1", "main"),
+        ("catches", "time.sleep(60)", "main"),
+        ("waits", "threading.Event().wait()", "main"),
+        ("matches", "re.match(", "main"),
+        ("awaits", "await asyncio.sleep(60)", "main"),
+        ("blocks", "time.sleep(60)", "main"),
     ],
 )
-def test_code_that_does_not_return(name: str, line: str, theirs: ModuleType, short: None) -> None:
-    told = "has not returned after 0.3 s; a larger --ddp_timeout gives it more time"
-    with pytest.raises(RewardError, match=told) as error:
-        call(getattr(theirs, name))
-    assert 'theirs.py", line ' in str(error.value) and f"in {name}" in str(error.value) and line in str(error.value)
+def test_code_that_does_not_return_ends_the_process(name: str, line: str, thread: str, tmp_path: Path) -> None:
+    file = tmp_path / "theirs.py"
+    file.write_text(THEIRS, encoding="utf-8")
+    command = [sys.executable, "-c", PROGRAM, str(file), name, thread]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
+    assert done.returncode == 2 and not done.stderr
+    assert "has not returned after 0.3 s; a larger --ddp_timeout gives it more time" in done.stdout
+    assert 'theirs.py", line ' in done.stdout and f"in {name}" in done.stdout and line in done.stdout
 
 
-def test_untimed_code_has_time(theirs: ModuleType, short: None) -> None:
+def test_untimed_code_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CLOCK, "seconds", 0.1)
     with convert_user_code_errors(said, timed=False):
-        time.sleep(0.6)
-    assert CLOCK.seconds == 0.3
+        time.sleep(0.5)
+    assert CLOCK.seconds == 0.1
 
 
 @pytest.mark.parametrize(
@@ -147,30 +176,3 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     files = [import_user_file(tmp_path / folder / "score.py", "--reward_funcs x") for folder in ("a", "b")]
     modules = [sys.modules[names["f"].__module__] for names in files]
     assert [module.f() for module in modules] == ["a", "b"]
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    "words", ["import threading; t = threading.Thread(target=f); t.start(); t.join()", "f()"], ids=["thread", "main"]
-)
-def test_where_no_exception_helps_the_process_ends(words: str) -> None:
-    """A thread's call, and code that catches everything."""
-    program = f"""
-import time
-from megaswift import user_code_errors
-from megaswift.errors import Problem, RewardError
-from megaswift.user_code_errors import CLOCK, convert_user_code_errors
-
-user_code_errors.GRACE_SECONDS = 0.5
-def f():
-    with convert_user_code_errors(lambda trace: RewardError(Problem("here", trace))):
-        while True:
-            try:
-                time.sleep(60)
-            except BaseException:
-                pass
-CLOCK.limit(0.3, "--ddp_timeout", lambda error: print(error.message(), flush=True))
-{words}
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=os.environ)
-    assert done.returncode == 2 and "has not returned after 0.3 s" in done.stdout and not done.stderr
