@@ -23,7 +23,7 @@ from megaswift.data.message_forms import MessageForms, tools_of_probe
 from megaswift.data.message_loss import TurnLoss, UniformLoss, loss_flag
 from megaswift.data.parts_that_template_renders import RenderedPartsProbe
 from megaswift.data.read_template_and_system import read_template, thinking_variable
-from megaswift.data.row_count_names_and_texts import UNUSED_SYSTEM, UNUSED_TOOLS
+from megaswift.data.row_count_names_and_texts import SPLIT_REASONING, UNUSED_SYSTEM, UNUSED_TOOLS
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.data.weigh_turn_text import TurnWeights, WeightedSpan
 from megaswift.data.write_tools_as_agent_text import (
@@ -40,6 +40,7 @@ _Span = tuple[int, int]
 Notes = tuple[str, ...]
 _InnerParts = tuple[Sequence[Sequence[TurnPart]], Sequence[TurnLoss]]
 """Parts of each assistant message, and the loss of all parts in order."""
+CLOSING = "</think>"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -350,6 +351,8 @@ class ChatRenderer:
                 f"the template marks {len(spans)} generation blocks for {len(wanted)} assistant messages",
                 "one per message if some messages have `loss: false`, or if --loss_scale weighs parts of a turn",
             )
+        if any(text[a:b].count(CLOSING) > 1 for a, b in turns) and _has_one_closing(sample):
+            notes = (*notes, SPLIT_REASONING)
         if not self.templates.keep_empty_reasoning:
             text, turns = without_empty_reasoning(text, turns)
         if inner is not None:
@@ -376,6 +379,12 @@ class ChatRenderer:
             parts.append((edge, len(text), 1.0))
         weights = tuple(weight for _, _, weight in parts) if self._turn_weights.divides else ()
         return RenderedConversation(text, tuple((a, b) for a, b, _ in parts), weights, notes)
+
+
+def _has_one_closing(sample: UntokenizedSample) -> bool:
+    """Whether no content of the assistant has more than one end of reasoning."""
+    contents = [m.get("content") for m in sample.messages if m["role"] == "assistant"]
+    return all(content.count(CLOSING) < 2 for content in contents if isinstance(content, str))
 
 
 EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")

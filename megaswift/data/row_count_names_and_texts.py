@@ -10,11 +10,14 @@ from collections.abc import Mapping
 
 EMPTY_ANSWERS, UNUSED_TOOLS, UNUSED_SYSTEM = "empty_answers", "unused_tools", "unused_system"
 TAGS_WITHOUT_FILES = "tags_without_files"
+SPLIT_REASONING = "split_reasoning"
 MALFORMED, WITHOUT_LABELS = "malformed", "without_labels"
 NOTES = {
     EMPTY_ANSWERS: "with an empty completion, which trains the model to stop immediately",
     UNUSED_TOOLS: "with tools that the chat template does not use",
     UNUSED_SYSTEM: "with a system message that the chat template omits",
+    SPLIT_REASONING: "with </think> in a content, before which the chat template writes another </think>; give the "
+    "reasoning as reasoning_content",
     TAGS_WITHOUT_FILES: "with <image>, <video> or <audio> in a text and no file for it, which stays text",
 }
 """Of rows that are kept."""

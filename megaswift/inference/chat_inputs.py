@@ -114,7 +114,7 @@ class ChatInputRenderer:
             return self._of_agent_text(turns, tools)
         try:
             ids = self.tokenizer.apply_chat_template(
-                turns,
+                self._formed(turns, tools),
                 tools=list(tools) if tools else None,
                 add_generation_prompt=True,
                 tokenize=True,
@@ -124,6 +124,13 @@ class ChatInputRenderer:
         except REFUSED as error:
             raise ChatInputError(f"the chat template rejects this conversation ({first_line(error)})") from None
         return TokenizedChat(self._checked(ids))
+
+    def _formed(self, turns: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+        """The messages with tool calls in the form that the chat template writes, as in training."""
+        calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
+        if not calls or not self.tokenizer.chat_template or not all(isinstance(call, Mapping) for call in calls):
+            return turns
+        return self._chat.formed(turns, tools)
 
     def _of_agent_text(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedChat:
         """The same where tools and calls are text of the conversation."""

@@ -11,7 +11,9 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megaswift.data.encode_rows import RowEncoder, encode_spec
+from megaswift.data.row_count_names_and_texts import SPLIT_REASONING
 from megaswift.data.untokenized_sample import RowError
+from megaswift.inference.chat_inputs import ChatInputRenderer
 from tests.data.makers import config, template, tokenizer
 
 ARGUMENTS = {"city": "Rome", "days": 2}
@@ -190,3 +192,26 @@ def test_null_content_beside_reasoning() -> None:
     body = "{{ m.reasoning_content or '' }}{{ m.content }}"
     rendered, _ = encoded("qwen", source(body), row)
     assert [rendered.text[a:b] for a, b in rendered.spans] == ["well<|im_end|>"]
+
+
+@pytest.mark.parametrize(("name", "noted"), [("qwen3_8", True), ("qwen3", False), ("qwen3_5_think", False)])
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+def test_reasoning_that_a_template_writes_behind_a_block_of_its_own_is_counted(
+    name: str, noted: bool, opening: str
+) -> None:
+    row = {"messages": [ASK, {"role": "assistant", "content": opening + "REASON\n</think>\n\nANS"}]}
+    rendered, _ = encoded("qwen", template(name), row)
+    assert (SPLIT_REASONING in rendered.notes) == noted
+    apart = {"messages": [ASK, {"role": "assistant", "content": "ANS", "reasoning_content": "REASON"}]}
+    assert SPLIT_REASONING not in encoded("qwen", template(name), apart)[0].notes
+
+
+def test_the_server_gives_a_call_to_the_template_as_training_does() -> None:
+    made = tokenizer("qwen", "qwen2_5")
+    texts = []
+    for row in (SAME["OpenAI"], SAME["object"]):
+        renderer = ChatInputRenderer.__new__(ChatInputRenderer)
+        renderer.tokenizer, renderer.system, renderer._variables, renderer._agent = made, None, {}, None
+        renderer._reader, renderer._longest, renderer.context, renderer.home = "no images", None, 4096, None
+        texts.append(made.decode(renderer.of_chat(row["messages"][:3], row["tools"]).ids))
+    assert texts[0] == texts[1] and '"arguments": {"city": "Rome"' in texts[0]
