@@ -28,6 +28,9 @@ CHUNK = 1 << 26
 """Bytes of a host buffer. Pinned memory is rounded up to a power of two, so one buffer for each tensor would take up to
 twice its size."""
 
+ALIGNED = 16
+"""Bytes of the largest dtype's element."""
+
 
 def allocate_host_memory(size: int) -> Tensor:
     """`size` bytes of host memory, pinned where a GPU copies from and to it."""
@@ -42,9 +45,11 @@ class HostBuffers:
         self._used = 0
 
     def store(self, data: Tensor) -> list[Tensor]:
-        """A copy of these bytes, in pieces; complete once the device is synchronized."""
+        """A copy of these bytes, in pieces that a tensor of any dtype may view; complete once the device is
+        synchronized."""
         pieces: list[Tensor] = []
         done = 0
+        self._used = -(-self._used // ALIGNED) * ALIGNED
         while done < len(data):
             number, start = divmod(self._used, CHUNK)
             if number == len(self._chunks):

@@ -17,6 +17,7 @@ from megaswift import device_copy
 from megaswift.bridge.torch_dist_chunk_io import RankTensorChunk, copy_chunks_to_host
 from megaswift.device_copy import HostCopy, copy_to_device_async
 from megaswift.engine.megatron import host_adam
+from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.rollout.weight_transfer.weight_buckets import BucketPacker, unpack_bucket
 from tests.parity.models import build
 from tests.parity.pool import shared
@@ -307,3 +308,33 @@ def test_a_background_checkpoint_is_copied_to_chunks(stand_in: StandIn, monkeypa
             assert (copied.data.dtype, copied.data.shape) == (value.dtype, value.shape)
             assert found.tolist() == value.tolist()
     assert sizes == [512] * 3, "1,200 + 10 + 4 + 33 bytes"
+
+
+def test_a_reference_on_the_host_lies_in_chunks(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a checkpoint's copies do; exchanged with the model and back bit by bit, and blended with it."""
+    sizes: list[int] = []
+
+    def allocate(size: int) -> torch.Tensor:
+        sizes.append(size)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    monkeypatch.setattr(device_copy, "CHUNK", 512)
+    monkeypatch.setattr(device_copy, "allocate_host_memory", allocate)
+    monkeypatch.setattr(torch.cuda, "synchronize", stand_in.synchronized)
+    with stand_in.running():
+        live = [torch.nn.Parameter(torch.randn(3, 100, device=DEVICE)), torch.randn(5, device=DEVICE).bfloat16()]
+        live += [torch.arange(33, device=DEVICE).to(torch.uint8), torch.randn(4, 2, device=DEVICE).t()]
+        first = [t.detach().clone() for t in live]
+        reference = ReferenceWeights(lambda: live, on_host=True)
+        assert reference.bytes == sum(t.nbytes for t in live) and sizes == [512] * 3
+        with torch.no_grad():
+            for tensor in live:
+                tensor.add_(1)
+        trained = [t.detach().clone() for t in live]
+        with reference.exchanged():
+            assert [t.tolist() for t in live] == [t.tolist() for t in first]
+        assert [t.tolist() for t in live] == [t.tolist() for t in trained]
+        reference.blend(0.5)
+        with reference.exchanged():
+            assert live[0].tolist() == (first[0].lerp(trained[0], 0.5)).tolist()
+            assert live[2].tolist() == trained[2].tolist()
