@@ -47,6 +47,7 @@ COMMANDS: dict[str, dict[str, int]] = {
 SLOW: dict[str, dict[str, int] | None] = {
     "sft --torch_dtype bfloat16 --fp8_format e4m3 --fp8_recipe tensorwise": None,
     "sft --train_type qlora": STEP,
+    "dpo --offload_reference true": None,
     "sft --precision_aware_optimizer true": STEP,
     "sft --optimizer_cpu_offload true": None,
     "sft --torch_dtype float16": STEP,
