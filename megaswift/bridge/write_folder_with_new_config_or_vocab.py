@@ -80,11 +80,14 @@ def write_changed_model_folder(
     if (target / MARK).is_file() and (target / MARK).read_text(encoding="utf-8") == mark:
         return target
     shutil.rmtree(target, ignore_errors=True)
-    link_weights_copy_rest(source, target, [CONFIG, MARK])
+    made = target / "tokenizer-files"
+    if tokenizer is not None:
+        tokenizer.save_pretrained(made)
+    # a template is text of any kind: unlike the tokenizer's own files, its link is looked at though it is replaced
+    replaced = [path.name for path in made.glob("*") if not path.name.startswith("chat_template")]
+    link_weights_copy_rest(source, target, [CONFIG, MARK, *replaced])
     (target / CONFIG).write_text(text, encoding="utf-8")
     if tokenizer is not None:
-        made = target / "tokenizer-files"
-        tokenizer.save_pretrained(made)
         for path in made.iterdir():
             (target / path.name).unlink(missing_ok=True)
             path.rename(target / path.name)
