@@ -38,6 +38,7 @@ from megaswift import distributed
 from megaswift.atomic_disk_writes import FileEntry, HashedFile, write_hashed
 from megaswift.bridge.saved_dtype_compatibility import saved_dtype_problem
 from megaswift.bridge.sharded_state_dict_entries import KEPT, STATES
+from megaswift.bridge.torch_save_tensor_file_format import locate_torch_save_tensor
 from megaswift.device_copy import HostBuffers
 from megaswift.errors import ROOM, Problem
 from megaswift.families.checkpoint_folder import TABLES
@@ -280,6 +281,31 @@ def plan_chunk_reads(index: Metadata, boxes: Sequence[RankTensorChunk]) -> tuple
                 )
             items.extend(replace(item, dest_index=MetadataIndex(box.key, index=number)) for item in read_items)
     return items, list(problems.values())
+
+
+def damaged_item_problems(directory: Path, index: Metadata, items: Iterable[planner.ReadItem]) -> list[Problem]:
+    """The stored tensors of `items` that are not what the tables say. Only their descriptions are read, so that
+    torch.load meets none that it cannot read, or not in bounded time."""
+    problems: dict[MetadataIndex, Problem] = {}
+    seen: set[MetadataIndex] = set()
+    for item in items:
+        place = item.storage_index
+        if place in seen:
+            continue
+        seen.add(place)
+        info, saved = index.storage_data[place], index.state_dict_metadata[place.fqn]
+        assert isinstance(saved, TensorStorageMetadata), "planned as a tensor"
+        path = directory / info.relative_path
+        try:
+            stored = locate_torch_save_tensor(path, info.offset, info.length)
+        except ValueError as error:
+            problems[place] = Problem(str(path), f"{error}, where {place.fqn} should be", "use another step of the run")
+            continue
+        sizes = next((tuple(chunk.sizes) for chunk in saved.chunks if chunk.offsets == place.offset), None)
+        if (stored.dtype, tuple(stored.shape)) != (saved.properties.dtype, sizes):
+            rule = f"has another tensor at byte {info.offset} than the tables say of {place.fqn}"
+            problems[place] = Problem(str(path), rule, "use another step of the run")
+    return list(problems.values())
 
 
 def read_planned_chunks(

@@ -176,6 +176,8 @@ def locate_torch_save_tensor(path: Path, start: int, length: int) -> FileTensor:
     try:
         with path.open("rb") as file, zipfile.ZipFile(io.BufferedReader(_Part(file, start, length))) as archive:
             entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            if len(entries) != len(archive.infolist()):
+                raise ValueError("has a record twice")
             record = entries["data/0"]
             if any(info.compress_type != zipfile.ZIP_STORED for info in (record, entries["data.pkl"])):
                 raise ValueError("is compressed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,27 @@ def test_files_are_checked(tmp_path: Path) -> None:
     assert read_torch_dist_metadata.missing_or_short_file_problems(tmp_path, index) == [
         Problem(str(file), "is missing")
     ]
+
+
+@pytest.mark.parametrize("harm", ["", "zeros", "noise", "another tensor"])
+def test_a_stored_tensor_that_is_another_is_named(harm: str, tmp_path: Path) -> None:
+    """Before torch.load meets it; the file has the size that the tables say."""
+    tensor = torch.randn(8, 3)
+    files.dcp_save_rank_tensor_chunks(
+        tmp_path, [*halves("x", tensor, 2), RankTensorChunk("y", (4,), (0,), torch.arange(4.0))]
+    )
+    index = index_of(tmp_path)
+    items, _ = files.plan_chunk_reads(index, halves("x", torch.empty(8, 3), 5))
+    place, info = next((place, info) for place, info in index.storage_data.items() if place.fqn == "x")
+    path = tmp_path / info.relative_path
+    data = bytearray(path.read_bytes())
+    if harm == "another tensor":
+        other = next(info for key, info in index.storage_data.items() if key.fqn == "y")
+        index.storage_data[place] = other
+    elif harm:
+        new = bytes(info.length) if harm == "zeros" else random.Random(1).randbytes(info.length)
+        data[info.offset : info.offset + info.length] = new
+        path.write_bytes(data)
+    problems = files.damaged_item_problems(tmp_path, index, items)
+    assert [p.what for p in problems] == [str(tmp_path / index.storage_data[place].relative_path)] * bool(harm)
+    assert all("of x" in p.rule or "where x should be" in p.rule for p in problems)

@@ -157,6 +157,7 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
         for box in [*boxes.weight_chunks(read, False), *boxes.optimizer_chunks(parameters, slices, False)]
     ]
     items, problems = files.plan_chunk_reads(index, wanted)
+    problems += files.damaged_item_problems(directory, index, items)
     same_layout = facts["layout"] == dataclasses.asdict(engine.layout)
     has_rng = facts.get("random_states", True)
     random_states: Any = None
