@@ -20,7 +20,7 @@ from megaswift.families.adapter_folder import (
 )
 
 LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
-WHOLE = re.compile(r"base_model\.model\.(?P<module>.+?)(\.base_layer)?\.weight")
+WHOLE = re.compile(r"base_model\.model\.(?P<module>.+?)(?P<base>\.base_layer)?\.weight")
 LAYER = re.compile(r"(?:.*\.)?layers\.(?P<number>\d+)\.")
 NAMED = 12
 
@@ -34,6 +34,10 @@ def check_adapter_sizes(skeleton: Any, folder: Path, model: str) -> None:
         whole = modules.get(stored["module"]) if stored is not None else None
         if whole is not None and _is_embedding(skeleton, whole) and shape[0] != whole.weight.shape[0]:
             raise WeightsError(resized_vocabulary_problem(f"--adapters {folder}", shape[0], whole.weight.shape[0]))
+        # A sharded engine builds the model of placeholders, which take no values.
+        if stored is not None and whole is not None and stored["base"] and 0 in whole.weight.stride():
+            rule = f"stores weights under its adapter on {stored['module']}, which sharded engines do not load"
+            raise WeightsError(Problem(f"--adapters {folder}", rule, "--engine ddp, or merge it into the model first"))
         match = LORA.fullmatch(name)
         if match is None:
             continue

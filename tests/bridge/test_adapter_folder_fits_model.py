@@ -90,6 +90,21 @@ def test_a_resized_vocabulary_is_told(kind: str, tmp_path: Path) -> None:
         check_adapter_sizes(skeleton, tmp_path, "m")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_stored_base_weights_need_a_model_with_memory(tmp_path: Path) -> None:
+    """A sharded engine's placeholders, of one element, take none."""
+    made: Any = peft.get_peft_model(base(), KINDS["embedding"])
+    made.save_pretrained(str(tmp_path))
+    model = base()
+    check_adapter_sizes(model, tmp_path, "m")
+    embedding = model.get_input_embeddings()
+    embedding.weight = nn.Parameter(torch.zeros(()).expand(embedding.weight.shape))
+    with pytest.raises(
+        WeightsError, match=r"under its adapter on model\.embed_tokens, which sharded engines do not load"
+    ):
+        check_adapter_sizes(model, tmp_path, "m")
+
+
 def test_sizes_of_other_kinds_are_pefts_words(tmp_path: Path) -> None:
     """The first size, not the title of torch's list."""
     made: Any = peft.get_peft_model(base(), KINDS["boft"])

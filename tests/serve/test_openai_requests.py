@@ -139,3 +139,22 @@ def test_tokens_of_one_text_are_listed_apart(http: TestClient) -> None:
     entry = TokenLogprob(parts[1], -2.0, tuple((token, -1.0 - place) for place, token in enumerate(parts)))
     names = names_of_position(entry, TokenTexts(tokens))
     assert names == {parts[0]: "\ufffd", **{token: f"token_id:{token}" for token in parts[1:]}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_special_token_stops_an_answer_at_once(http: TestClient, stream: bool) -> None:
+    """The model of these tests goes on with padding tokens after this prompt."""
+    asked = {"prompt": "z+z", "max_tokens": 20}
+    assert complete(http, **asked).json()["usage"]["completion_tokens"] == 20
+    options = {"stream_options": {"include_usage": True}, "stream": True} if stream else {}
+    answer = complete(http, **asked, stop=["<pad>"], **options)
+    if not stream:
+        (choice,) = answer.json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+        assert answer.json()["usage"]["completion_tokens"] == 1
+        return
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    chunks = [json.loads(line) for line in lines if line != "[DONE]"]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "" and choices[-1]["finish_reason"] == "stop"
+    assert chunks[-1]["usage"]["completion_tokens"] == 1
