@@ -7,8 +7,9 @@ waits for one that progresses progresses too.
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +23,7 @@ LEAST_CPU_S = 0.05
 """Of computing, which is more than idle threads take."""
 WATCHING = 2
 """So many ranks look after those that have not arrived at a barrier."""
-IO = Path("/proc/self/io")
+TASKS = Path("/proc/self/task")
 
 
 class ProgressStore(Protocol):
@@ -41,11 +42,19 @@ class ProgressStore(Protocol):
 
 
 def work_done() -> tuple[float, int]:
-    """Returns the processor seconds of this process without those of the calling thread, and the bytes it wrote or
-    that came from a disk."""
-    counts = dict(line.split(": ") for line in IO.read_text().splitlines()) if IO.is_file() else {}
-    moved = sum(int(counts.get(name, 0)) for name in ("wchar", "read_bytes"))
-    return time.process_time() - time.thread_time(), moved
+    """Returns the processor seconds of this process's Python threads, and the bytes that they wrote or that came from a
+    disk. Daemon threads do not count, nor threads of libraries: the store's server answers other ranks while this one
+    is stuck."""
+    seconds, moved = 0.0, 0
+    for thread in threading.enumerate():
+        folder = TASKS / str(thread.native_id)
+        if thread.daemon:
+            continue
+        with suppress(OSError, ValueError, IndexError):  # it has just ended, or the system has no such files
+            seconds += int((folder / "schedstat").read_text().split()[0]) / 1e9
+            counts = dict(line.split(": ") for line in (folder / "io").read_text().splitlines())
+            moved += sum(int(counts.get(name, 0)) for name in ("wchar", "read_bytes"))
+    return seconds, moved
 
 
 @dataclass
@@ -70,7 +79,7 @@ class ProgressWatch:
             return []
         self._looked = now
         seconds, moved_bytes = self.work()
-        moved = seconds - self._seconds >= LEAST_CPU_S or moved_bytes != self._bytes
+        moved = abs(seconds - self._seconds) >= LEAST_CPU_S or moved_bytes != self._bytes
         if moved:
             self._seconds, self._bytes = seconds, moved_bytes
         absent = self._awaited()

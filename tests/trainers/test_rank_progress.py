@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from megaswift import distributed
 from megaswift.trainers.find_ranks_blocking_a_collective import RankState, find_cause, patient_call
-from megaswift.trainers.rank_progress import ProgressWatch, work_done
+from megaswift.trainers.rank_progress import LEAST_CPU_S, ProgressWatch, work_done
 
 
 class Store:
@@ -102,11 +104,20 @@ def test_idle_threads_are_no_progress() -> None:
     assert shared == {"progress/0": "1"}
 
 
-def test_work_is_computing_and_writing() -> None:
+def test_work_is_that_of_threads_that_are_no_daemons(tmp_path: Path) -> None:
+    def computes() -> None:
+        sum(range(3_000_000))
+        (tmp_path / "a").write_bytes(bytes(1000))
+
     before = work_done()
-    sum(range(3_000_000))
+    idle = threading.Thread(target=computes, daemon=True)
+    idle.start()
+    idle.join()
+    between = work_done()
+    computes()
     after = work_done()
-    assert after[0] >= before[0] and after[1] >= before[1]
+    assert between[1] == before[1] and between[0] - before[0] < LEAST_CPU_S
+    assert after[1] >= between[1] + 1000 and after[0] - between[0] >= LEAST_CPU_S
 
 
 def test_the_message_names_the_rank_that_stopped() -> None:
