@@ -376,6 +376,9 @@ class AssistantTurnFinder:
         calls = message.get("tool_calls")  # Gemma 4 writes them before the content
         if first is not None and not calls and not _has_reasoning(message):
             return self._behind_header(places.text, position, first)
+        content = message.get("content")
+        if places.end(i) is None and not calls and isinstance(content, str) and content.strip():
+            return None  # no mark of it came out
         bound = first
         if bound is None:
             bound = min(places.content_end(i) or len(places.text), places.following(i))

@@ -114,7 +114,9 @@ class MessageForms:
         if any("id" not in call for i in calling for call in messages[i]["tool_calls"]) and self._needs_ids(tools):
             best = _with_ids(best, self._ids_are_names[bool(tools)])
         yield best
-        # What one message cannot show: a template that fails for a content only in longer conversations
+        # What one message cannot show: templates that fail only in longer conversations, for an id or a content
+        if any("id" not in call for i in calling for call in best[i]["tool_calls"]):
+            yield _with_ids(best, False)
         yield [{**m, "content": m.get("content") or ""} for m in best]
         yield [dict(m) for m in messages]
 

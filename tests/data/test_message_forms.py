@@ -171,6 +171,16 @@ def test_calls_without_ids_get_those_that_a_template_requires() -> None:
     assert "functions.lookup:0 {" in encoded("qwen", source(kimi), row)[0].text
 
 
+def test_ids_that_only_a_result_asks_for() -> None:
+    """As Apriel 1.5's template, which looks the call up behind its result."""
+    body = (
+        "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"
+        "{% endfor %}{% if m.role == 'tool' %}{{ messages[1].tool_calls[0].id + '' }}{% endif %}"
+    )
+    row = turn("tool_call", CALL)
+    assert "lookup" in encoded("qwen", source(body), row)[0].text
+
+
 def test_arguments_that_are_no_json_stay_text() -> None:
     rendered, _ = encoded("qwen", source(OWN["printed"]), openai("", "{city: Rome"))
     assert "lookup {city: Rome<|im_end|>" in rendered.text

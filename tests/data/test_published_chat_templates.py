@@ -127,9 +127,10 @@ class Published:
                 text = self.text([_form(m, arguments, empty) for m in sample.messages], tools)
                 if text is not None:
                     yield text
-        text = self.text(self.chat.formed(sample.messages, sample.tools), tools)
-        if text is not None:
-            yield text
+        for messages in self.chat._forms_of(self.source).forms(sample.messages, sample.tools):
+            text = self.text(messages, tools)
+            if text is not None:
+                yield text
 
 
 def _form(message: dict[str, Any], arguments: Any, empty: Any) -> dict[str, Any]:

@@ -435,6 +435,9 @@ def test_what_cannot_be_trained_is_named() -> None:
     assert spans_of(guard, [Q, answer("a"), user("and?"), answer("b")]) == ["a", "b"]
     with pytest.raises(RowError, match="the chat template omits this assistant message; expected"):
         spans_of("{{ messages[-1].content }}", [Q, answer("a"), user("and?"), answer("b")])
+    begun = "{% for m in messages %}{{ '<|turn>' + m.role }}{% endfor %}{{ '<|turn>' }}"
+    with pytest.raises(RowError, match="the chat template omits this assistant message; expected"):
+        spans_of(begun, [Q, answer("a"), user("and?"), answer("b")])
     omits = "{% for m in messages %}{{ m.content or m.tool_calls | tojson }}{% endfor %}"
     with pytest.raises(RowError, match=r"omits a tool call of this assistant message \(add\)"):
         spans_of(omits, [Q, CALL | {"content": "Let me see."}, RESULT, answer("b")])
