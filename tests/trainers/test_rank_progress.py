@@ -106,7 +106,7 @@ def test_idle_threads_are_no_progress() -> None:
 
 def test_work_is_that_of_threads_that_are_no_daemons(tmp_path: Path) -> None:
     def computes() -> None:
-        sum(range(3_000_000))
+        sum(range(20_000_000))
         (tmp_path / "a").write_bytes(bytes(1000))
 
     before = work_done()
