@@ -115,7 +115,8 @@ class UserCodeClock:
         so that no thread runs, but it lets handlers of signals run."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGVTALRM, lambda *_: self._look())
-            signal.setitimer(signal.ITIMER_VIRTUAL, self.seconds, LOOK_SECONDS)
+            tick = min(self.seconds, 1.0)  # on a busy machine, seconds of CPU time take longer
+            signal.setitimer(signal.ITIMER_VIRTUAL, tick, tick)
         if self._watched != process:
             self._watched = process
             threading.Thread(target=self._watch, name="user code clock", daemon=True).start()
