@@ -50,6 +50,7 @@ _AT_END = "only at the end"
 _DELETED = "2048; longer rows are deleted and counted"
 _BOTH = "2048, prompt and completion together"
 
+_UNTYPED = "true without --output_dir, else false"
 _CHECKPOINTING = "full (gradient_checkpointing true)"
 
 
@@ -90,6 +91,7 @@ CHANGED: tuple[DifferingDefault, ...] = (
         "importance_sampling_mode", SWIFT, "none: no importance weights", "token_truncate", GRPO, written=""
     ),
     DifferingDefault("ddp_timeout", SWIFT, "18000000 seconds", "600 seconds"),
+    DifferingDefault("add_version", SWIFT, "true", _UNTYPED),
     DifferingDefault("global_batch_size", MEGATRON_SWIFT, "16", _ONE_ROW),
     DifferingDefault("recompute_granularity", MEGATRON_SWIFT, "selective", "none"),
     DifferingDefault("max_length", MEGATRON_SWIFT, "the model's maximum length", _DELETED, _NOT_RL, written=""),
@@ -114,6 +116,7 @@ CHANGED: tuple[DifferingDefault, ...] = (
     DifferingDefault("temperature", MEGATRON_SWIFT, "0.9", "1", RL),
     DifferingDefault("vllm_gpu_memory_utilization", MEGATRON_SWIFT, "0.9", "0.3", RL),
     DifferingDefault("ddp_timeout", MEGATRON_SWIFT, "18000000 seconds", "600 seconds"),
+    DifferingDefault("add_version", MEGATRON_SWIFT, "true", _UNTYPED),
     DifferingDefault("learning_rate", TRL, "2e-05", "1e-05", ("sft",), False),
     DifferingDefault("learning_rate", TRL, "2e-05", "0.0001", ("sft",), True),
     DifferingDefault("learning_rate", TRL, "1e-06", "1e-05", ("dpo", "kto", "grpo"), False),

@@ -75,6 +75,7 @@ def lost(names: list[str], file: str) -> list[str]:
     """The options that a text names neither as they were typed nor as megaswift calls them."""
     words = {word.replace("-", "_") for word in re.findall(r"[\w-]+", file)}
     words |= {"num_processes"} if "NPROC_PER_NODE" in words else set()  # accelerate's name of it
+    words |= {"rlhf_type"} if "task" in words else set()  # ms-swift's name of it
     words |= {word.strip("_") for word in words} | {word.lower() for word in words}
     return [name for name in names if not {name, NAMES.get(RENAMED.get(name, name))} & words]
 

@@ -26,7 +26,7 @@ COMMANDS = {
         "--target_modules all-linear --gradient_accumulation_steps 8 --save_steps 50 --logging_steps 2 "
         "--max_length 512 "
         "--warmup_ratio 0.05 --output_dir out --use_hf true --strict true --ddp_timeout 60 "
-        "--gradient_checkpointing false --load_from_cache_file true --save_safetensors true",
+        "--gradient_checkpointing false --load_from_cache_file true --save_safetensors true --add_version false",
     ),
     "ms-swift on Megatron": (
         "sft",
@@ -36,7 +36,7 @@ COMMANDS = {
         "--recompute_method uniform --recompute_num_layers 1 --num_train_epochs 2 --finetune true "
         "--cross_entropy_loss_fusion true --lr 1e-5 --lr_warmup_fraction 0.05 --min_lr 1e-6 --max_length 2048 "
         "--save_steps 100 --logging_steps 1 --moe_aux_loss_coeff 0.01 --dataloader_num_workers 2 --loss_scale default "
-        "--strict true --use_hf true --ddp_timeout 60 --output_dir out",
+        "--strict true --use_hf true --ddp_timeout 60 --output_dir out --add_version false",
     ),
     "ms-swift, preferences": (
         "dpo",
@@ -44,7 +44,7 @@ COMMANDS = {
         "--rlhf_type dpo --model some/model --tuner_type full --dataset a.jsonl --beta 0.2 --rpo_alpha 0.1 --loss_type "
         "sigmoid --max_length 1024 --gradient_accumulation_steps 4 --num_train_epochs 1 --gradient_checkpointing true "
         "--save_steps 9 --logging_steps 1 --strict true --use_hf true --packing false --ddp_timeout 60 "
-        "--output_dir out",
+        "--output_dir out --add_version false",
     ),
 }
 
@@ -71,6 +71,20 @@ def test_defaults_of_ms_swift_are_written_out(tmp_path: Path) -> None:
     assert c.value("strict") is False and c.value("use_hf") is False
     assert [line.split(":")[0] for line in run.open] == ["max_length is not given"]
     assert run.options["save_steps"].comment == "default of ms-swift: 500; here: only at the end"
+
+
+@pytest.mark.parametrize(
+    ("command", "adds"),
+    [
+        ("swift sft --output_dir out", True),
+        ("megatron sft --save out", True),
+        ("swift sft --output_dir out --add_version false", False),
+    ],
+)
+def test_each_run_of_an_ms_swift_script_has_a_folder_of_its_own(command: str, adds: bool, tmp_path: Path) -> None:
+    """Also below a folder that the script names: a second run is not refused."""
+    c = loaded(translated(f"{command} --model m --dataset d.jsonl", tmp_path), tmp_path)
+    assert (c.value("output_dir"), c.value("add_version")) == ("out", adds)
 
 
 def test_the_length_of_a_model_that_is_here(tmp_path: Path) -> None:
