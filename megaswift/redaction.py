@@ -11,10 +11,10 @@ from megaswift.errors import Problem
 NAME = re.compile(
     r"^api_|(api|access|private|auth|account|shared|encryption|master)_?key|passw|passphrase|secret|credential|bearer"
     r"|(hf|hub|api|access|auth|session|security|refresh|client|bot|sas|service|registry|github|gitlab)_?token"
-    r"|(^|_)(keys?|token|pass)$"
+    r"|(^|_)(keys?|token|pass)$|_pwd$"
 )
 NOT_SECRET = re.compile(
-    r"(eos|bos|pad|unk|mask|stop|image|prng)_(token|key)$|_(file|path|dir|stdin|name|type|mode)$|(first|two|one|multi)_pass$"
+    r"(eos|bos|pad|unk|mask|stop|image|prng)_(token|key)$|(primary|foreign|sort|partition)_key$|_(file|path|dir|stdin|name|type|mode)$|(first|two|one|multi)_pass$"
 )
 """Tokens of a vocabulary, keys of random generators, and places of secrets."""
 PLAIN = re.compile(r"(key|keys|token|pass|credentials?)$")
@@ -25,7 +25,8 @@ LEAST = 4
 
 _VALUE = r"(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'`;|&<>,})\]]+)"
 _HARMLESS = re.compile(
-    r"[\"']?(\$|`|[\[{(]|~?/|\.{1,2}/|\*|<|%[sd]?$|id=)|[\"']?(true|false|yes|no|none|null|auto|\.\.\.)?[\"']?$", re.I
+    r"[\"']?(\$|`|[\[{(]|~?/|\.{1,2}/|\*|<|%[sd]?$|id=)|[\"']?(true|false|yes|no|none|null|auto|empty|dummy|\.\.\.)?[\"']?$",
+    re.I,
 )
 """Values that are an expansion, a path, a mask, a placeholder or a switch."""
 _RANDOM = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_+=.~-]{12,}[\"']?$")
@@ -41,27 +42,35 @@ _SHAPES = re.compile(
     r"|github_pat_\w{20,}|gl(pat|rt|ptt)-[\w-]{16,}|(AKIA|ASIA)[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}"
     r"|ya29\.[\w-]{20,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}|nvapi-[\w-]{20,}|r8_[A-Za-z0-9]{20,}"
     r"|LTAI[A-Za-z0-9]{12,}|ms-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{16,}|npm_[A-Za-z0-9]{20,}|pypi-[\w-]{20,})"
+    r"|(?P<hook>\bhooks\.slack\.com/services/[\w/]{20,}|\b(discord|discordapp)\.com/api/webhooks/\d+/[\w-]{16,})"
     r"|(?P<pem>-----BEGIN [A-Z ]*PRIVATE KEY-----)"
 )
-"""Tokens by the prefixes that their services give them."""
+"""Tokens by the prefixes that their services give them, and addresses that need no other token."""
 _HEADER = re.compile(
-    rf"\bauthorization[\"']?[ \t]*[:=][ \t]*[\"']?(?:(?:bearer|basic|token|digest|apikey)[ \t]+)?{_VALUE}",
+    rf"\b(?:authorization|cookie)[\"']?[ \t]*[:=][ \t]*[\"']?(?:(?:bearer|basic|token|digest|apikey)[ \t]+)?{_VALUE}",
     re.I,
 )
 _BEARER = re.compile(rf"\bbearer[ \t]+{_VALUE}", re.I)
 _FLAG = re.compile(rf"(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)(?:=|[ \t]+){_VALUE}")
 _ASSIGNED = re.compile(
-    rf"(?<![\w$.-])(?P<name>[A-Za-z_][\w.-]*)[\"']?(?P<sign>[ \t]*=|[ \t]*:(?=[ \t\"']|$)[ \t]*)[ \t]*{_VALUE}"
+    rf"(?<![\w$.-])(?P<name>[A-Za-z_][\w.-]*)[\"']?\]?(?P<sign>[ \t]*=|[ \t]*:(?=[ \t\"']|$)[ \t]*)[ \t]*{_VALUE}"
 )
 _NETRC = re.compile(rf"\blogin\s+\S+\s+password\s+{_VALUE}")
 _LOGIN = re.compile(r"(?<![\w-])login(?![\w-])(?P<rest>[^\n;|&]*)")
 _LOGIN_FLAG = re.compile(rf"(?<![\w-])-[tpk][= \t]*{_VALUE}")
-_LOGIN_WORD = re.compile(r"(?<![\S])(?P<value>[A-Za-z0-9_-]{20,})(?!\S)")
+_LOGIN_WORD = re.compile(r"\A(?:[ \t]+--?[A-Za-z][\w-]*)*[ \t]+(?P<value>[A-Za-z0-9_-]{20,})(?!\S)")
 _USER = re.compile(
     r"\bcurl\b[^\n;|]{0,400}?[ \t](?:-u|-U|--user|--proxy-user)[= \t]*[\"']?[^\s\"':$]+:(?P<value>[^\s\"'$]+)"
 )
-_SETTING = re.compile(rf"\bconfig(?:ure)?[ \t]+(?:(?:set|--?\w+)[ \t]+)*(?P<name>[A-Za-z_][\w.-]*)[ \t]+{_VALUE}")
+_SETTING = re.compile(
+    rf"\b(?:setenv|setx|config(?:ure)?)[ \t]+(?:(?:set|--?\w+)[ \t]+)*(?P<name>[A-Za-z_][\w.-]*)[ \t]+{_VALUE}"
+)
 _SSHPASS = re.compile(rf"\bsshpass[ \t]+-p[ \t]*{_VALUE}")
+_REDIS = re.compile(rf"\bredis-cli\b[^\n;|]{{0,400}}?[ \t]-a[ \t]+{_VALUE}")
+_PIPED = re.compile(
+    rf"\b(?:echo|printf)[ \t]+(?:-n[ \t]+|%s[ \t]+)?{_VALUE}[ \t]*\|[^\n;|]{{0,400}}-(?:stdin|with-token)\b"
+)
+"""`echo PASSWORD | docker login --password-stdin`."""
 
 
 def is_secret(name: str) -> bool:
@@ -117,7 +126,7 @@ _Span = tuple[int, int]
 def _spans(text: str) -> Iterator[_Span]:
     """Spans may overlap."""
     yield from _in_urls(text)
-    for pattern in (_SHAPES, _HEADER, _NETRC, _USER, _SSHPASS):
+    for pattern in (_SHAPES, _HEADER, _NETRC, _USER, _SSHPASS, _REDIS, _PIPED):
         yield from _matches(pattern, text)
     yield from (found.span("value") for found in _BEARER.finditer(text) if _RANDOM.match(found["value"]))
     for pattern in (_FLAG, _SETTING):
@@ -145,7 +154,7 @@ def _in_urls(text: str) -> Iterator[_Span]:
 
 def _matches(pattern: re.Pattern[str], text: str) -> Iterator[_Span]:
     for found in pattern.finditer(text):
-        group = "pem" if "pem" in pattern.groupindex and found["pem"] else "value"
+        group = next(name for name, text in found.groupdict().items() if text)
         if not _HARMLESS.match(found[group]):
             yield found.span(group)
 

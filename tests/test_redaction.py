@@ -61,6 +61,15 @@ SECRETS = (
     "echo 'machine x login y password z' > ~/.netrc",
     "--hf-token abc",
     "--hub_token abc",
+    "echo hunter2supersecret | docker login -u me --password-stdin",
+    "printf %s hunter2 | gh auth login --with-token",
+    "redis-cli -a hunter2 ping",
+    "setenv HF_TOKEN hunter2",
+    'os.environ["WANDB_API_KEY"] = "SECRETCANARY123456"',
+    "https://hooks.slack.com/services/T00000000/B00000000/SECRETCANARY123456",
+    "https://discord.com/api/webhooks/123456789012345678/SECRETCANARY123456",
+    "export MY_PWD=hunter2",
+    "Cookie: sessionid=SECRETCANARY123456",
 )
 ORDINARY = (
     "--tokenizer x",
@@ -129,6 +138,15 @@ ORDINARY = (
     "--metric_for_best_model token_accuracy",
     '--rope_scaling \'{"key": "value"}\'',
     "srun --export=ALL,PATH bash -c x",
+    "primary_key: id",
+    "foreign_key: user_id",
+    "OPENAI_API_KEY=EMPTY",
+    "api_key: EMPTY",
+    "login node is cluster-login-node-00001",
+    "echo $HF_TOKEN | docker login --password-stdin",
+    "echo done | tee log",
+    "export PWD=/x OLDPWD=/y",
+    "setenv HF_HOME hf",
 )
 NAMES = ("X-Api-Key", "apiKey", "aws_session_token", "DB_PASS", "spark.secret.key", "PRIVATE-TOKEN")
 OTHER_NAMES = ("password-stdin", "token_file", "tokenizer", "max_tokens", "PWD", "monkey")
@@ -146,6 +164,12 @@ PIECES = (
     "sk-",
     "eyJ",
     "curl -u a",
+    "redis-cli ",
+    "redis-cli -a",
+    "echo a|",
+    "login --a ",
+    "login a ",
+    "setenv -a ",
 )
 
 

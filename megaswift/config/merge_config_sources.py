@@ -45,7 +45,7 @@ from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections,
 from megaswift.config.translated_options import KNOWN_KEYS, translated_options
 from megaswift.config.user_spelling import TypedOption, problems_as_typed
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
-from megaswift.redaction import redact_problems
+from megaswift.redaction import has_url_credentials, redact_problems, redacted_urls
 
 LISTS_ALL = "megaswift {task} --help lists them all"
 """The fix of an unknown option; the task is filled in once all sources are read, because a later one may name it."""
@@ -53,6 +53,13 @@ DEEPSPEED_FILE = 0
 """The weight of what a DeepSpeed file says: every other source counts more."""
 _SAMPLING = re.compile("(vllm|sglang|lmdeploy)_")
 """Prefixes of settings of samplers."""
+_FOR_DATA = "set the file system's variables, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+CREDENTIALS = {
+    "mlflow_tracking_uri": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+    "rollout_server_url": "set MEGASWIFT_ROLLOUT_API_KEY",
+    **dict.fromkeys(("dataset", "val_dataset"), _FOR_DATA),
+}
+"""By option: the variables that replace credentials in a URL, which config.yaml, logs and checkpoints would keep."""
 KEPT = frozenset({"train_type", "model", "dataset", "output_dir", "resume_from_checkpoint"})
 """Options of a file that the command line replaces by their own name only: without one the run would be another."""
 
@@ -339,6 +346,13 @@ def set_option_value(
         state.wrong.add(option.name)
         state.typed.setdefault(option.name, TypedOption(given.spelling, given.label))
         return
+    if any(map(has_url_credentials, _texts(value))):
+        fix = CREDENTIALS.get(option.name, "leave them out: programs read credentials from variables or ~/.netrc")
+        rule = "holds a user, password or token in a URL, which would be written into the output directory"
+        state.problems.append(Problem(redacted_urls(given.label), rule, fix))
+        state.wrong.add(option.name)
+        state.typed.setdefault(option.name, TypedOption(given.spelling, redacted_urls(given.label)))
+        return
     if earlier and option.name not in state.wrong and value != state.values[option.name]:
         rule = f"conflicts with {earlier.label}" + (f" (both set {option.name})" if earlier.name != given.name else "")
         state.problems.append(
@@ -347,6 +361,17 @@ def set_option_value(
         return
     state.values[option.name], state.typed[option.name] = value, TypedOption(given.spelling, given.label)
     state.wrong.discard(option.name)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in an option's value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value.values()])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)
 
 
 def _refusal(option: Option, raw: Any) -> InvalidValue:

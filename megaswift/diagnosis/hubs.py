@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from megaswift.diagnosis.answers_within_time import answers_within
 from megaswift.diagnosis.finding import Finding
+from megaswift.redaction import redacted_urls
 
 LIMIT_S = 2.0
 TRUE = ("1", "true", "yes", "on")
@@ -50,6 +51,7 @@ def endpoint(environ: Mapping[str, str], variable: str, default: str) -> str:
 
 def hub_finding(name: str, address: str, error: str | None, environ: Mapping[str, str]) -> Finding:
     """`error`: None for no answer in time, empty for an answer."""
+    address = redacted_urls(address)
     if error == "":
         return Finding(name, "ok", f"{address} answers")
     found = f"{address}: {error if error is not None else f'no answer within {LIMIT_S:.0f} s'}"

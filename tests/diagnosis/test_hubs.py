@@ -105,3 +105,9 @@ def test_addresses_and_what_is_not_the_user_s_choice() -> None:
     for name in (HUGGING_FACE, MODELSCOPE):
         finding = hub_finding(name, "https://a", None, {})
         assert finding.state == "note" and "no answer" in finding.found and "proxy" in finding.fix
+
+
+@pytest.mark.parametrize("error", ["", "401", None])
+def test_an_endpoint_is_shown_without_its_password(error: str | None) -> None:
+    found = hub_finding(HUGGING_FACE, "https://bob:hunter2@mirror", error, {"HF_ENDPOINT": "x"})
+    assert "hunter2" not in f"{found}" and "mirror" in f"{found}"

@@ -1,0 +1,77 @@
+"""URLs with credentials among a run's options, which config.yaml, logs and checkpoints would keep.
+
+Covers: megaswift/config/merge_config_sources.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaswift import export
+from megaswift.config import SwiftConfig, load_config
+from megaswift.config.merge_config_sources import CREDENTIALS
+from megaswift.config.sections import OPTIONS
+from megaswift.errors import ConfigError
+from megaswift.rollout.server_client import KEY
+
+URLS = (
+    "https://bob:hunter2@host/x",
+    "https://hunter2@host",
+    "https://host/x?token=hunter2",
+    "https://host/?sig=hunter2",
+)
+ADDRESSES = (
+    ("sft", "mlflow_tracking_uri"),
+    ("grpo", "rollout_server_url"),
+    ("grpo", "vllm_server_base_url"),
+    ("sft", "dataset"),
+    ("sft", "val_dataset"),
+    ("sft", "model"),
+    ("sft", "hub_model_id"),
+    ("sft", "external_plugins"),
+    ("sft", "output_dir"),
+)
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize(("task", "name"), ADDRESSES)
+def test_credentials_are_refused_and_not_repeated(task: str, name: str, url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(task, [f"--{name}", url])
+    assert "token in a URL" in str(caught.value) and "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["{name: [{inner: 'https://bob:hunter2@host'}]}", "['http://a:1', 'http://b:hunter2@c']"]
+)
+def test_so_are_those_inside_a_value_of_a_file(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"rollout_server_url: {text}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config("grpo", [str(file)])
+    assert "hunter2" not in str(caught.value)
+
+
+def test_an_option_of_python_is_no_exception() -> None:
+    with pytest.raises(ConfigError, match="token in a URL") as caught:
+        SwiftConfig("sft", mlflow_tracking_uri=URLS[0])
+    assert "hunter2" not in str(caught.value)
+
+
+def test_nor_are_those_of_other_commands() -> None:
+    with pytest.raises(ConfigError, match="token in a URL") as caught:
+        export.COMMAND.parse(["--model", URLS[0], "--merge_lora", "true"])
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://mlflow:5000", "https://host/a@b", "http://10.0.0.1:8000/v1?tokens=5", "file:///x"]
+)
+def test_other_addresses_are_taken(url: str) -> None:
+    assert load_config("sft", ["--report_to", "mlflow", "--mlflow_tracking_uri", url]).trackers.mlflow_tracking_uri == url
+
+
+def test_the_variables_are_those_that_are_read() -> None:
+    assert {*CREDENTIALS} <= {*OPTIONS} and KEY in CREDENTIALS["rollout_server_url"]
