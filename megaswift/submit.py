@@ -66,7 +66,6 @@ def main(argv: Sequence[str]) -> int:
     scheduler = scheduler_of(cluster.launcher)
     job, cfg = _job(given, rest, cluster, scheduler)
     problems = [*scheduler.problems(job), *_network_problems(job)]
-    problems += [*_secret_problems(job, given.file), *_secret_text_problems(job, given.file)]
     problems += _missing_variable_problems(job)
     if problems := problems or [*_ignored_option_problems(job, scheduler)]:
         raise ConfigError(problems)
@@ -128,6 +127,8 @@ def _job(
     if problems := [*taken, *_misspelt(line.givens)]:
         raise ConfigError(problems)
     words = [str(file), *rest]
+    if problems := [*_secret_problems(cluster, rest, file), *_secret_text_problems(cluster, text, rest, file)]:
+        raise ConfigError(problems)
     first = load_config(None, words, complete=True, environ=FIRST_NODE)
     hosts = len(hosts_of(cluster)) if cluster.launcher == SSH else 1
     nodes = given.nodes or first.launch.nnodes or cluster.get("nodes") or hosts or 1
@@ -165,27 +166,27 @@ def _misspelt(givens: Sequence[GivenOptionValue]) -> Iterator[Problem]:
             yield Problem(given.label, "is not an option of megaswift submit", hint)
 
 
-def _secret_problems(job: Job, file: str) -> list[Problem]:
+def _secret_problems(cluster: Cluster, rest: Sequence[str], file: Path) -> list[Problem]:
     """Secrets among the run's options, which would be kept in the job's files."""
-    givens = [*read_config_file(file).givens, *read_command_line(list(job.overrides)).givens]
+    givens = [*read_config_file(str(file)).givens, *read_command_line(list(rest)).givens]
     found = [given.name for given in givens if is_secret(given.name)]
-    fix = f"leave it out here; {_variable_fix(job)}"
+    fix = f"leave it out here; {_variable_fix(cluster)}"
     return [Problem(f"--{name}", "is a secret, which would be written into the job's files", fix) for name in found]
 
 
-def _secret_text_problems(job: Job, file: str) -> list[Problem]:
+def _secret_text_problems(cluster: Cluster, text: str, rest: Sequence[str], file: Path) -> list[Problem]:
     """One problem that names all places with a secret in a URL, a header or a line of text; it is not printed."""
-    named = {f"{file}:{number}" for number in _lines_of_secret_options(file)}
-    places = [f"{file}, line {n}" for n in secret_lines(job.run_text) if f"{file}:{n}" not in named]
-    places += ["the command line"] * any(map(has_secret, job.overrides))
-    options = {name: value for name, value in job.cluster.options.items() if name not in SECRET_OPTIONS}
+    named = {f"{file}:{number}" for number in _lines_of_secret_options(str(file))}
+    places = [f"{file}, line {n}" for n in secret_lines(text) if f"{file}:{n}" not in named]
+    places += ["the command line"] * any(map(has_secret, rest))
+    options = {name: value for name, value in cluster.options.items() if name not in SECRET_OPTIONS}
     places += [
-        f"cluster {job.cluster.name}: {name}" for name, value in options.items() if any(map(has_secret, _texts(value)))
+        f"cluster {cluster.name}: {name}" for name, value in options.items() if any(map(has_secret, _texts(value)))
     ]
     if not places:
         return []
     rule = "would be written into the job's files: leave the user, password, token or key out"
-    fix = _variable_fix(job)
+    fix = _variable_fix(cluster)
     return [Problem(f"credentials in a URL or text ({'; '.join(places)})", rule, fix)]
 
 
@@ -211,9 +212,9 @@ def _texts(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def _variable_fix(job: Job) -> str:
-    fix = secret_fix(job.cluster.launcher, job.cluster.options)
-    return f"a variable for the job, by cluster {job.cluster.name} (docs/launch.md): {fix}"
+def _variable_fix(cluster: Cluster) -> str:
+    fix = secret_fix(cluster.launcher, cluster.options)
+    return f"a variable for the job, by cluster {cluster.name} (docs/launch.md): {fix}"
 
 
 def _ignored_option_problems(job: Job, scheduler: Scheduler) -> Iterator[Problem]:
@@ -268,7 +269,7 @@ def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:
             problems = layout_data_output_problems(cfg, world)
     else:
         what = f"cluster {job.cluster.name}: workdir: {job.workdir}"
-        rule = f"is not a folder here, and a {job.cluster.launcher} cluster has this machine's files"
+        rule = f"is not a folder here, and launcher {job.cluster.launcher} shares this machine's files"
         raise ConfigError(Problem(what, rule, "make it, or leave workdir out: the folder of megaswift submit"))
     if problems:
         fix = _sizes_fix(job, axes)

@@ -12,6 +12,8 @@ IN_IMAGES = (KUBERNETES, RAY, DLC)
 SAFE = re.compile(r"(?!-)[A-Za-z0-9_.,:@/+=\[\]*%-]+")
 """Of names that stand in a scheduler's options: nothing that a shell or a YAML file reads as more than text, and
 no dash first, which a program reads as an option."""
+HOST = re.compile(r"(ssh://)?([A-Za-z0-9_][A-Za-z0-9_.+-]*@)?(?!-)[A-Za-z0-9_.:%\[\]-]+")
+"""Of names of hosts for ssh, also with a user: neither part begins with a dash."""
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LAST_PORT = 65_535
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -55,7 +57,7 @@ class ClusterOption:
     name: str
     kind: str
     """`name`, `path`, `url`, `count` (from 1), `number` (from 0), `port`, `bool`, `mapping`, `mappings`, `fields`,
-    `names`, `devices`, `ssh`, `lines`, or the values separated by |."""
+    `names`, `hosts`, `devices`, `ssh`, `lines`, or the values separated by |."""
     about: str
     launchers: tuple[str, ...] = ()
     """Empty: every launcher."""
@@ -107,6 +109,10 @@ def _names(value: Any) -> bool:
     return isinstance(value, list) and all(_is_name(item) for item in value)
 
 
+def _hosts(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_name(item) and bool(HOST.fullmatch(str(item))) for item in value)
+
+
 def _is_path(value: Any) -> bool:
     return _text(value) and not value.startswith("-")
 
@@ -156,6 +162,7 @@ _KINDS: dict[str, tuple[str, Any]] = {
     "fields": ("must be a mapping of a manifest's fields", lambda v: isinstance(v, Mapping) and _fields(v)),
     "devices": ("must be names as NCCL takes them: mlx5_0,mlx5_1, ^docker,lo, =eth0", _devices),
     "names": ("must be a list of names", _names),
+    "hosts": ("must be a list of hosts: node1, user@node2", _hosts),
     "ssh": (
         f"must be of {', '.join(SSH_SWITCHES)}, {', '.join(SSH_FLAGS)} with a value, and -o NAME=VALUE with NAME of "
         f"{', '.join(SSH_SETTINGS)}; others belong in ~/.ssh/config",
@@ -260,7 +267,7 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
     ClusterOption("security_group_id", "name", "Security group of the VPC", (DLC,)),
     ClusterOption("priority", "count", "Priority, 1 to 9", (DLC,)),
     # ssh
-    ClusterOption("hosts", "names", "Hosts, the first is node 0", (SSH,)),
+    ClusterOption("hosts", "hosts", "Hosts, the first is node 0", (SSH,)),
     ClusterOption(
         "hostfile",
         "path",

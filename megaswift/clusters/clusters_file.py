@@ -12,7 +12,7 @@ import yaml
 
 from megaswift import log
 from megaswift.clusters.cluster_and_job import Cluster
-from megaswift.clusters.cluster_options import CONTROL, ENVIRONMENT_NAME, RAY, options_of_launcher
+from megaswift.clusters.cluster_options import ENVIRONMENT_NAME, RAY, options_of_launcher
 from megaswift.clusters.scheduler_table import SCHEDULERS
 from megaswift.config.bounded_yaml import TooManyValuesError, compose_yaml
 from megaswift.config.read_config_file_and_command_line import LARGEST_FILE
@@ -100,8 +100,8 @@ def _read(file: Path) -> Mapping[Any, Any]:
         raise ConfigError(Problem(str(file), "has no mapping `clusters`", EXAMPLE))
     names = [str(name) for name in clusters]
     for name in names:
-        if CONTROL.search(name):
-            raise ConfigError(Problem(str(file), "has a cluster whose name is not text on one line", EXAMPLE))
+        if not name.isprintable():
+            raise ConfigError(Problem(str(file), "has a cluster whose name is not printable text on one line", EXAMPLE))
     if LOCAL.name in names:
         rule = "is this machine as it is, and has no entry"
         raise ConfigError(Problem(f"{file}: {LOCAL.name}", rule, "another name: workstation: {launcher: local, ...}"))
@@ -139,19 +139,20 @@ def _problems(where: str, launcher: str, options: Mapping[str, Any]) -> Iterator
     for name, value in options.items():
         if name not in rows and name in SECRET_OPTIONS:
             fix = secret_fix(launcher, options)
-            yield Problem(f"{where}: {name}", f"is no option of a {launcher} cluster", fix)
+            yield Problem(f"{where}: {name}", f"is not an option with launcher {launcher}", fix)
         elif name not in rows:
             hint = did_you_mean_hint(name, [*rows])
             yield Problem(
-                f"{where}: {name}", f"is no option of a {launcher} cluster", hint or "docs/launch.md lists them"
+                f"{where}: {name}", f"is not an option with launcher {launcher}", hint or "docs/launch.md lists them"
             )
         elif rule := rows[name].wrong(value):
             yield Problem(f"{where}: {name}", rule)
     yield from _environment_problems(where, launcher, options)
     yield from _setup_problems(where, launcher, options)
-    for variable in [*(options.get("secret_variables") or ()), *(options.get("secrets") or ())]:
+    given = [options.get(name) for name in SECRET_OPTIONS]
+    for variable in [name for value in given if isinstance(value, (list, Mapping)) for name in value]:
         if not ENVIRONMENT_NAME.fullmatch(str(variable)):
-            yield Problem(f"{where}: secrets: {variable}", "is not the name of a variable")
+            yield Problem(f"{where}: variable {variable}", "is not the name of a variable")
 
 
 def _environment_problems(where: str, launcher: str, options: Mapping[str, Any]) -> Iterator[Problem]:

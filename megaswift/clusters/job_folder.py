@@ -12,7 +12,7 @@ from typing import Any
 
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.clusters.cluster_and_job import RUN_FILE, Job, RenderedJob, SubmittedJob
-from megaswift.clusters.cluster_options import CONTROL, RAY, options_of_launcher
+from megaswift.clusters.cluster_options import RAY, options_of_launcher
 from megaswift.clusters.scheduler_protocol import scheduler_of
 from megaswift.clusters.scheduler_table import SCHEDULERS
 from megaswift.errors import ConfigError, Problem, first_line
@@ -112,13 +112,13 @@ def _check_values(record: SubmittedJob) -> None:
     if not NAME.fullmatch(record.name):
         raise ValueError("name: is not the name of a job")
     if not scheduler_of(record.launcher).id_pattern.fullmatch(record.id):
-        raise ValueError(f"id: is not the id of a {record.launcher} job")
-    if any(CONTROL.search(text) for text in (record.cluster, record.submitted)):
-        raise ValueError("cluster, submitted: must be text on one line")
+        raise ValueError(f"id: {record.launcher} gives no such ids")
+    if not (record.cluster + record.submitted).isprintable():
+        raise ValueError("cluster, submitted: must be printable text on one line")
     rows = options_of_launcher(record.launcher)
     for name, value in record.options.items():
         if name not in KEPT or name not in rows:
-            raise ValueError(f"options: one of them is not kept for a {record.launcher} job")
+            raise ValueError(f"options: one of them is not kept for launcher {record.launcher}")
         if rule := rows[name].wrong(value):
             raise ValueError(f"options: {name}: {rule}")
     by_address = record.launcher == RAY and record.options.get("submit_to", "address") == "address"

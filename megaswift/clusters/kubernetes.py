@@ -16,6 +16,7 @@ from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.kubernetes_pods import (
     INSTANCE_LABEL,
     MEGASWIFT,
+    MERGED_BY,
     NAME_LABEL,
     NODE_NAME,
     QUEUE_LABEL,
@@ -190,6 +191,9 @@ def pod_problems(job: Job) -> list[Problem]:
     containers = patch.get("containers", [])
     if not isinstance(containers, list) or not all(isinstance(container, Mapping) for container in containers):
         problems.append(Problem(f"{where}: pod_patch: containers", "must be a list of mappings", "[{env: [...]}]"))
+    elif field := _unmergeable(patch):
+        rule = "must be a list of mappings, as in a manifest"
+        problems.append(Problem(f"{where}: pod_patch: {field}", rule, "[{name: ...}]"))
     elif "restartPolicy" in patch or any({"command", "args"} & {*one} for one in containers if "name" not in one):
         rule = "must leave restartPolicy, and command and args of the run's container, which the kind of job sets"
         problems.append(Problem(f"{where}: pod_patch", rule, "leave them out"))
@@ -200,6 +204,19 @@ def pod_problems(job: Job) -> list[Problem]:
                 Problem(f"{where}: secrets: {name}", rule, "kubectl create secret generic hub --from-literal=token=...")
             )
     return problems
+
+
+def _unmergeable(patch: Any) -> str:
+    """The first field below `patch` that is merged by the names of its items and is no list of mappings; else empty."""
+    for name, value in patch.items():
+        items = value if isinstance(value, list) else [value]
+        is_list = isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+        if name in MERGED_BY and value is not None and not is_list:
+            return str(name)
+        below = (_unmergeable(item) for item in items if isinstance(item, Mapping))
+        if found := next(filter(None, below), ""):
+            return found
+    return ""
 
 
 def kubectl(context: str | None, namespace: str | None) -> list[str]:

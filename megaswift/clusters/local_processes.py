@@ -20,7 +20,7 @@ class LocalScheduler:
     """bash, and signals to its process group."""
 
     shares_files = True
-    id_pattern = re.compile(r"[1-9]\d{0,9}")
+    id_pattern = re.compile(r"[1-9][0-9]{0,9}")
 
     def problems(self, job: Job) -> list[Problem]:
         """One node."""
@@ -63,8 +63,9 @@ class LocalScheduler:
 
 
 def printed_file(file: Path, follow: bool) -> list[str]:
-    """The command that prints a log file. ConfigError for a pipe or device, which would never end."""
-    if file.exists() and not file.is_file():
+    """The command that prints a log file. ConfigError for a pipe or device, which would never end, and for a link,
+    which may lead out of the job's folder."""
+    if file.is_symlink() or (file.exists() and not file.is_file()):
         raise ConfigError(Problem(str(file), "is not a file", "remove it, or give the folder of another job"))
     return ["tail", *(["-F"] if follow else []), "-n", "+1", "--", str(file)]
 

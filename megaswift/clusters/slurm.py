@@ -44,7 +44,7 @@ class SlurmScheduler:
     """sbatch, squeue, scancel."""
 
     shares_files = True
-    id_pattern = re.compile(r"\d{1,18}")
+    id_pattern = re.compile(r"[1-9][0-9]{0,17}")
 
     def problems(self, job: Job) -> list[Problem]:
         """GPUs are asked for in one way."""
@@ -69,7 +69,7 @@ class SlurmScheduler:
 
     def job_id(self, output: str, job: Job) -> str:
         """`123` or `123;cluster`."""
-        found = re.match(r"(\d+)(;\S+)?$", output.strip())
+        found = re.match(r"([0-9]+)(;\S+)?$", output.strip())
         if found is None:
             raise ConfigError(Problem("sbatch", f"printed no job id: {output.strip()[:200]}"))
         return found[1]

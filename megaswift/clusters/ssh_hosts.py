@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, SubmittedJob
-from megaswift.clusters.cluster_options import SAFE
+from megaswift.clusters.cluster_options import HOST
 from megaswift.clusters.local_processes import IS_OWN, printed_file
 from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.config.hostfile import read_hostfile
@@ -28,7 +28,7 @@ class SshScheduler:
     """ssh; the hosts' processes are found by the process ids in the job's folder."""
 
     shares_files = True
-    id_pattern = re.compile(f"{SAFE.pattern}( {SAFE.pattern})*")
+    id_pattern = re.compile(f"{HOST.pattern}( {HOST.pattern})*")
 
     def problems(self, job: Job) -> list[Problem]:
         """Hosts, as many as nodes."""
@@ -37,7 +37,7 @@ class SshScheduler:
             rule = "needs hosts or hostfile" if not given else "takes hosts or hostfile, not both"
             return [Problem(f"cluster {job.cluster.name}", rule, "hosts: [node1, node2]")]
         hosts = hosts_of(job.cluster)
-        unsafe = [host for host in hosts if not SAFE.fullmatch(host)]
+        unsafe = [host for host in hosts if not HOST.fullmatch(host)]
         if unsafe:
             return [Problem(f"cluster {job.cluster.name}: host {unsafe[0]}", "is not the name of a host")]
         if len(hosts) < job.nodes:

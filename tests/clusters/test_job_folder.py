@@ -104,7 +104,18 @@ def test_what_no_job_has_is_refused(
     assert not called.exists()
 
 
-@pytest.mark.parametrize("more", [{"name": "../x"}, {"cluster": "a\x1b[2J"}, {"submitted": "a\nb"}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"name": "../x"},
+        {"cluster": "a\x1b[2J"},
+        {"submitted": "a\nb"},
+        {"cluster": "a\x9b2J"},
+        {"cluster": "a\ud800"},
+        {"submitted": "a\u202eb"},
+        {"cluster": "a\u2028b"},
+    ],
+)
 def test_texts_that_no_job_has_are_refused(more: dict[str, str], tmp_path: Path) -> None:
     folder = record(tmp_path, "slurm", "7", {}, **more)
     with pytest.raises(ConfigError) as refused:
@@ -218,3 +229,30 @@ def test_a_process_id_that_is_no_number_ends_nothing(tmp_path: Path, called: Pat
     os.mkfifo(place / "node-0.pid")
     assert main(["jobs", "status", str(folder)]) == 0
     assert not list(tmp_path.rglob("X"))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "job_id"),
+    [
+        *(("slurm", text) for text in ("0", "１２３", "07", "7\n", "7,8")),
+        *(("local", text) for text in ("１２", "0", "-1")),
+        *(("ssh", text) for text in ("me@-oProxyCommand=x", "-l@host", "a,b", "*", "../x", "@x", "a  b", "a=b")),
+    ],
+)
+def test_ids_that_no_tool_gives_are_refused(launcher: str, job_id: str, tmp_path: Path) -> None:
+    folder = record(tmp_path, launcher, job_id, {})
+    with pytest.raises(ConfigError, match=f"id: {launcher} gives no such ids"):
+        read_record(folder / "jobs/a")
+
+
+@pytest.mark.parametrize("job_id", ["ssh://me@host:22", "fe80::1%eth0", "10.0.0.1", "gpu_01.site me.you@gpu-02"])
+def test_hosts_in_every_form_of_ssh_are_taken(job_id: str, tmp_path: Path) -> None:
+    assert read_record(record(tmp_path, "ssh", job_id, {}) / "jobs/a").id == job_id
+
+
+def test_a_log_that_leads_elsewhere_is_not_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = record(tmp_path, "local", "4711", {})
+    (tmp_path / "private").write_text("hunter2")
+    (folder / "jobs/a/job.log").symlink_to(tmp_path / "private")
+    assert main(["jobs", "logs", str(folder)]) == 2
+    assert "hunter2" not in "".join(capfd.readouterr())

@@ -4,6 +4,7 @@ Covers: kubernetes_pods, kubernetes, submit."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -287,10 +288,11 @@ def test_every_option_changes_what_is_submitted_or_is_refused(
     def text(**more: Any) -> str | None:
         capsys.readouterr()
         try:
-            dry_run(folder, launcher, {**options, **more})
+            gpus = {"gpus_per_node": 1} if launcher == "kubernetes" or kind.startswith("ray") else {}
+            dry_run(folder, launcher, {**options, **gpus, **more})
         except ConfigError:
             return None
-        return capsys.readouterr().out.replace("2.2", "")
+        return re.sub(r"\d{8}-\d{6}", "TIME", capsys.readouterr().out).replace("2.2", "")
 
     plain = text()
     assert plain is not None
@@ -301,3 +303,23 @@ def test_every_option_changes_what_is_submitted_or_is_refused(
         value = SPECIAL.get(option.name, choices[-1] if len(choices) > 1 else VALUES.get(option.kind))
         assert value is not None, option
         assert text(**{option.name: value}) != plain, f"{option.name} of {kind}: nothing changes"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("patch", "field"),
+    [
+        ({"volumes": [5]}, "volumes"),
+        ({"volumes": {"name": "a"}}, "volumes"),
+        ({"containers": [{"env": 5}]}, "env"),
+        ({"containers": [{"env": ["A=b"]}]}, "env"),
+        ({"containers": [{"volumeMounts": "x"}]}, "volumeMounts"),
+        ({"imagePullSecrets": ["registry"]}, "imagePullSecrets"),
+    ],
+)
+def test_lists_of_a_patch_that_cannot_be_merged_are_refused(
+    kind: str, patch: dict[str, Any], field: str, folder: Path
+) -> None:
+    launcher, options = options_of(kind)
+    with pytest.raises(ConfigError, match=f"pod_patch: {field}"):
+        dry_run(folder, launcher, {**options, "pod_patch": patch})

@@ -70,7 +70,9 @@ def test_nor_are_those_of_other_commands() -> None:
     "url", ["http://mlflow:5000", "https://host/a@b", "http://10.0.0.1:8000/v1?tokens=5", "file:///x"]
 )
 def test_other_addresses_are_taken(url: str) -> None:
-    assert load_config("sft", ["--report_to", "mlflow", "--mlflow_tracking_uri", url]).trackers.mlflow_tracking_uri == url
+    assert (
+        load_config("sft", ["--report_to", "mlflow", "--mlflow_tracking_uri", url]).trackers.mlflow_tracking_uri == url
+    )
 
 
 def test_the_variables_are_those_that_are_read() -> None:
