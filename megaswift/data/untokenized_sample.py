@@ -133,7 +133,7 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], MessageLoss]:
         raise RowError(f"{where}.role", describe_value(message.get("role")), f"one of {KNOWN}")
     if role == TOOL_CALL:
         return _call(message, where), _loss(message, where)
-    message = _with_decoded_calls(message, where)
+    message = _with_decoded_calls(_with_parts_as_fields(message, where), where)
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(c, Mapping) for c in calls)):
         raise RowError(f"{where}.tool_calls", describe_value(calls), "a list of objects")
@@ -149,6 +149,44 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], MessageLoss]:
     if calls:
         fields["tool_calls"] = [{k: v for k, v in call.items() if v is not None} for call in calls]
     return fields if fields["role"] == role else fields | {"role": role}, loss
+
+
+def _with_parts_as_fields(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A message whose parts are LLaMA-Factory v1's, `{"type", "value"}`, in the form of chat templates: text alone as a
+    string, reasoning and tool calls as fields of the message."""
+    content = message.get("content")
+    if not isinstance(content, list) or not any(_holds_value(part) for part in content):
+        return message
+    where = f"{where}.content"
+    kept: list[dict[str, Any]] = []
+    reasoning: list[str] = []
+    calls: list[Any] = []
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+            raise RowError(where, describe_value(part), 'a part {"type": ..., "value": ...}')
+        kind = part["type"]
+        if not _holds_value(part):
+            kept.append(dict(part))
+        elif kind == "tool_call":
+            calls += _calls(part["value"], where)
+        elif not isinstance(part["value"], str):
+            raise RowError(where, describe_value(part), f"a {kind} part with a string `value`")
+        elif kind == "reasoning":
+            reasoning.append(part["value"])
+        else:
+            kept.append({"type": kind, kind: part["value"]})
+    changed: dict[str, Any] = {**message, "content": kept}
+    if all(part["type"] == "text" and isinstance(part.get("text"), str) for part in kept):
+        changed["content"] = "".join(part["text"] for part in kept)
+    if reasoning:
+        changed["reasoning_content"] = "".join(reasoning)
+    if calls:
+        changed["tool_calls"] = calls
+    return changed
+
+
+def _holds_value(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("value") is not None
 
 
 def _with_decoded_calls(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -190,11 +228,15 @@ def _loss(message: Mapping[str, Any], where: str) -> MessageLoss:
 
 def _call(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The calls of a turn that is one function call, or a list of them, as JSON."""
-    call = decode_json_cell(message.get("content"), f"{where}.content", "a JSON function call")
+    return {"role": TOOL_CALL, "tool_calls": _calls(message.get("content"), f"{where}.content")}
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    call = decode_json_cell(value, where, "a JSON function call")
     calls = call if isinstance(call, list) else [call]
     if not calls or not all(isinstance(c, Mapping) and isinstance(c.get("name"), str) for c in calls):
-        raise RowError(f"{where}.content", describe_value(call), 'a function call: {"name": ..., "arguments": {...}}')
-    return {"role": TOOL_CALL, "tool_calls": [{"type": "function", "function": dict(c)} for c in calls]}
+        raise RowError(where, describe_value(call), 'a function call: {"name": ..., "arguments": {...}}')
+    return [{"type": "function", "function": dict(c)} for c in calls]
 
 
 def checked_conversation_sample(

@@ -105,6 +105,49 @@ GOOD: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
             },
         ],
     ),
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "value": "q"}, {"type": "text", "value": "1"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "reasoning", "value": "r"},
+                        {"type": "text", "value": "a1", "text": None},
+                        {"type": "tool_call", "value": '{"name": "f", "arguments": {}}'},
+                    ],
+                },
+            ]
+        },
+        [
+            U,
+            A
+            | {
+                "reasoning_content": "r",
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+            },
+        ],
+    ),
+    (
+        "glaive",
+        {
+            "system": "SYSTEM: s",
+            "chat": 'USER: q1 ASSISTANT: <functioncall> {"name": "f"} <|endoftext|> FUNCTION RESPONSE: r '
+            "ASSISTANT: a1 <|endoftext|>",
+        },
+        [
+            S,
+            U,
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "f"}}],
+            },
+            {"role": "tool", "content": "r"},
+            A,
+        ],
+    ),
     ("alpaca", {"instruction": "q1", "input": "more", "output": "a1"}, [{"role": "user", "content": "q1\nmore"}, A]),
 ]
 
@@ -165,6 +208,14 @@ BAD = [
     ({"query": "x", "response": 1}, "response", "a string"),
     ({"query": "x", "response": "y", "history": [["a"]]}, "history[0]", "two strings"),
     ({"instruction": 1, "output": "x"}, "instruction", "a string"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "value": 1}]}]}, "messages[0].content", "a text part"),
+    (
+        {"messages": [U, {"role": "assistant", "content": [{"type": "tool_call", "value": "f(x)"}]}]},
+        "messages[1].content",
+        "a JSON function call",
+    ),
+    ({"chat": "USER: q\n\nASSISTANT: <functioncall> f(x)"}, "chat", "<functioncall> {"),
+    ({"chat": "USER: q\n\nASSISTANT: a", "system": 'SYSTEM: s {"name": '}, "system", "functions as JSON"),
 ]
 
 

@@ -70,6 +70,19 @@ SAME = {
         ],
         "tools": TOOLS,
     },
+    "LLaMA-Factory v1": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "value": "q"}], "loss_weight": 0.0},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_call", "value": json.dumps(CALL)}],
+                "loss_weight": 1.0,
+            },
+            {**RESULT, "content": [{"type": "text", "value": "sunny"}], "loss_weight": 0.0},
+            {"role": "assistant", "content": [{"type": "text", "value": "done"}], "loss_weight": 1.0},
+        ],
+        "tools": json.dumps(TOOLS),
+    },
     "calls as text": {
         "messages": [ASK, {"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])}, RESULT, DONE],
         "tools": TOOLS,
@@ -91,6 +104,8 @@ PUBLISHED = [
     ("qwen", "lfm2_2_5"),
     ("qwen", "nemotron_3_nano"),
 ]
+SEVERAL = [pair for pair in PUBLISHED if pair[1] not in ("llama3_1", "gptoss", "deepseek_r1_distill")]
+"""Templates that write several calls and a content in one turn."""
 MARK = "{{- '<|im_start|>' + m.role + '\\n' }}"
 OWN = {
     # null content fails, as in Qwen3's template of April 2025
@@ -155,6 +170,49 @@ def test_the_text_is_transformers_own(kind: str, name: str, arguments: Any, cont
             continue
     good = [t for t in texts if '\\"city' not in t and "'city'" not in t and "Rome" in t and "None" not in t]
     assert encoded(kind, text, row)[0].text in good[:2]
+
+
+@pytest.mark.parametrize(("kind", "name"), SEVERAL, ids=lambda v: v)
+def test_parts_of_llamafactory_v1_give_the_tokens_of_the_fields(kind: str, name: str) -> None:
+    """As its reason_tool_use_demo_50.jsonl: reasoning and several calls in one list of parts."""
+    other = {"name": "lookup", "arguments": {"city": "Köln", "days": 0}}
+    calls = [{"type": "function", "function": one} for one in (CALL, other)]
+    called = {"role": "assistant", "content": "wait", "reasoning_content": "why", "tool_calls": calls}
+    parts = [{"type": "reasoning", "value": "why"}, {"type": "text", "value": "wait"}] + [
+        {"type": "tool_call", "value": json.dumps(one)} for one in (CALL, other)
+    ]
+    fields = {"messages": [ASK, called, RESULT, RESULT, DONE], "tools": TOOLS}
+    row = {"messages": [ASK, {"role": "assistant", "content": parts}, RESULT, RESULT, DONE], "tools": TOOLS}
+    (wanted, tokens), (rendered, made) = (encoded(kind, template(name), one) for one in (fields, row))
+    assert rendered.text == wanted.text and rendered.spans == wanted.spans and made == tokens
+
+
+SAID = "You are a helpful assistant with access to the following functions. Use them if required -"
+GLAIVE = {
+    "system": f"SYSTEM: {SAID}\n{json.dumps(SCHEMA, indent=4)}\n\n{json.dumps({**SCHEMA, 'name': 'other'})}\n",
+    "chat": 'USER: q\n\n\nASSISTANT: wait <functioncall> {"name": "lookup", "arguments": '
+    '\'{"city": "L\'Aquila", "days": 2}\'} <|endoftext|>\n\n\nFUNCTION RESPONSE: {"sky": "sunny"}\n\n\n'
+    "ASSISTANT: done <|endoftext|>\n\n\nUSER: Thanks: really\n\n\nASSISTANT: a\n\nb <|endoftext|>\n\n\n",
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [*SEVERAL, ("llama", "llama3_1"), ("harmony", "gptoss")], ids=lambda v: v)
+def test_a_row_of_glaive_gives_the_tokens_of_openais(kind: str, name: str) -> None:
+    call = {"type": "function", "function": {"name": "lookup", "arguments": {"city": "L'Aquila", "days": 2}}}
+    messages = [
+        {"role": "system", "content": SAID},
+        ASK,
+        {"role": "assistant", "content": "wait", "tool_calls": [call]},
+        {"role": "tool", "content": '{"sky": "sunny"}'},
+        DONE,
+        {"role": "user", "content": "Thanks: really"},
+        {"role": "assistant", "content": "a\n\nb"},
+    ]
+    tools = [*TOOLS, {"type": "function", "function": {**SCHEMA, "name": "other"}}]
+    (wanted, tokens), (rendered, made) = (
+        encoded(kind, template(name), row) for row in ({"messages": messages, "tools": tools}, GLAIVE)
+    )
+    assert rendered.text == wanted.text and rendered.spans == wanted.spans and made == tokens
 
 
 def test_calls_without_ids_get_those_that_a_template_requires() -> None:

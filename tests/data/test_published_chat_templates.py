@@ -75,6 +75,23 @@ ROWS: dict[str, dict[str, Any]] = {
         ],
         "tools": json.dumps(TOOLS),
     },
+    "LLaMA-Factory v1": {
+        "messages": [
+            ASK,
+            {
+                "role": "assistant",
+                "content": [{"type": "reasoning", "value": "REASONTWO"}, {"type": "tool_call", "value": CALL}],
+            },
+            {**RESULT, "content": [{"type": "text", "value": "RESULTTEXT"}]},
+            {"role": "assistant", "content": [{"type": "text", "value": "ANSWERTWO"}]},
+        ],
+        "tools": json.dumps(TOOLS),
+    },
+    "Glaive": {
+        "system": f"SYSTEM: SYSTEMTEXT -\n{json.dumps(SCHEMA, indent=4)}\n",
+        "chat": f'USER: QUESTIONONE\n\n\nASSISTANT: <functioncall> {{"name": "LOOKUPNAME", "arguments": \'{TEXT}\'}} '
+        "<|endoftext|>\n\n\nFUNCTION RESPONSE: RESULTTEXT\n\n\nASSISTANT: ANSWERTWO <|endoftext|>\n\n\n",
+    },
     "reasoning and a call": {
         "messages": [ASK, calling(None, TEXT, reasoning_content="REASONTWO"), RESULT, TWO],
         "tools": TOOLS,
