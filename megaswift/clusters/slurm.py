@@ -128,9 +128,10 @@ def _script(job: Job) -> Iterator[str]:
     yield "export MASTER_ADDR MASTER_PORT MEGASWIFT_RESTARTS MEGASWIFT_SICK_NODES"
     yield ""
     yield "# Slurm sends USR1 before the time is over: the run saves its state, and the job is queued again."
-    yield "early=0"
-    yield 'on_usr1() { early=1; signalled=1; kill -USR1 "$step" 2>/dev/null; }'
-    yield 'on_term() { signalled=1; kill -TERM "$step" 2>/dev/null; }'
+    yield "early=0 waiting= step="
+    yield "on_usr1() { early=1; pass USR1; }"
+    yield "on_term() { pass TERM; }"
+    yield 'pass() { signalled=1; if [ "$step" ]; then kill "-$1" "$step" 2>/dev/null; else waiting=$1; fi; }'
     yield "trap on_usr1 USR1"
     yield "trap on_term TERM"
     node = f'export NODE_RANK="$SLURM_NODEID"; {RESOLVED}; exec "$@"'
@@ -141,6 +142,7 @@ def _script(job: Job) -> Iterator[str]:
     yield f"srun {shell_words([*_step(job)])}{cores} bash -c {shell_words([node])} node \\"
     yield f"    {shell_words(job.command(str(job.run_file)))} &"
     yield "step=$!"
+    yield '[ -z "$waiting" ] || { sleep 1; kill "-$waiting" "$step"; }  # from before the start of srun'
     yield "signalled=1"
     yield 'while [ "$signalled" = 1 ]; do signalled=0; wait "$step"; code=$?; done  # a signal interrupts wait'
     requeues = cluster.get("requeues")

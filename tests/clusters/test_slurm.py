@@ -386,3 +386,18 @@ def test_the_port_differs_between_jobs(tmp_path: Path) -> None:
         arrived = run_here(["bash", str(tmp_path / "job.sh")], tmp_path, SLURM_JOB_ID=number, SLURM_JOB_NODELIST="n")
         ports.add(arrived[-1]["environ"]["MASTER_PORT"])
     assert len(ports) == 2
+
+
+@pytest.mark.parametrize(("name", "code", "again"), [("USR1", 138, True), ("TERM", 143, False)])
+def test_a_signal_before_the_start_of_srun_reaches_it(name: str, code: int, again: bool, tmp_path: Path) -> None:
+    render_script(tmp_path, 3)
+    script = tmp_path / "job.sh"
+    text = script.read_text()
+    assert text.count("\nsrun ") == 1
+    script.write_text(text.replace("\nsrun ", f"\nkill -{name} $$\nsrun "))
+    (tmp_path / "python").write_text("#!/bin/bash\nexec sleep 20\n")
+    (tmp_path / "python").chmod(0o755)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_NODEID": "0"}
+    path = f"{tmp_path}/control:/usr/bin:/bin"
+    done = subprocess.run(["bash", str(script)], env={"PATH": path, **variables}, check=False, timeout=15)
+    assert (done.returncode, (tmp_path / "again").exists()) == (0 if again else code, again)
