@@ -166,7 +166,7 @@ class PeftFolder:
         stored = [name for name in self._stored if name in (*weights.hf_shapes, OUTPUT)]
         for name in (EMBEDDING, OUTPUT) if spec.tied else ():
             if name in self._stored and (training or self.separates_tied_embeddings()):
-                rule = "is of tied embeddings, of which PEFT trains a copy: the model would be tied no longer"
+                rule = "belongs to tied embeddings, of which PEFT trains a copy: the model would no longer be tied"
                 yield Problem(f"{self.directory}, tensor {name}", rule, MERGE_FIRST)
         for name in stored if training else ():
             if not self.trains(name) and not spec.tied:

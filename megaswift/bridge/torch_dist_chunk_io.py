@@ -303,7 +303,7 @@ def damaged_item_problems(directory: Path, index: Metadata, items: Iterable[plan
             continue
         sizes = next((tuple(chunk.sizes) for chunk in saved.chunks if chunk.offsets == place.offset), None)
         if (stored.dtype, tuple(stored.shape)) != (saved.properties.dtype, sizes):
-            rule = f"has another tensor at byte {info.offset} than the tables say of {place.fqn}"
+            rule = f"holds another tensor at byte {info.offset}, where the tables place {place.fqn}"
             problems[place] = Problem(str(path), rule, "use another step of the run")
     return list(problems.values())
 

@@ -72,7 +72,7 @@ def _say_what_is_hidden(
     """Warns where the file of the working folder has a cluster that the user's own file has, too."""
     own = _own_file(environ)
     if given is None and file != own and own.is_file() and name in clusters and name in _read(own):
-        log.warn(f"cluster {name} is that of ./{file}, not that of {own}: --clusters FILE chooses")
+        log.warn(f"cluster {name} is taken from ./{file}, not from {own}; --clusters FILE names the file to use")
 
 
 def _own_file(environ: Mapping[str, str]) -> Path:
@@ -103,7 +103,7 @@ def _read(file: Path) -> Mapping[Any, Any]:
         if not name.isprintable():
             raise ConfigError(Problem(str(file), "has a cluster whose name is not printable text on one line", EXAMPLE))
     if LOCAL.name in names:
-        rule = "is this machine as it is, and has no entry"
+        rule = "always means this machine, so no entry may have this name"
         raise ConfigError(Problem(f"{file}: {LOCAL.name}", rule, "another name: workstation: {launcher: local, ...}"))
     return {str(name): entry for name, entry in clusters.items()}
 
@@ -122,7 +122,7 @@ def _refuse_twins(file: Path, node: Any, seen: set[int]) -> None:
         line = key.start_mark.line + 1
         if isinstance(key, yaml.ScalarNode):
             if key.value in lines:
-                rule = f"has a key of line {lines[key.value]} again"
+                rule = f"repeats the key of line {lines[key.value]}"
                 raise ConfigError(Problem(f"{file}, line {line}", rule, "remove or rename one of the two"))
             lines[key.value] = line
         _refuse_twins(file, value, seen)

@@ -57,7 +57,7 @@ class SlurmScheduler:
         if job.cluster.get("cpus_per_node") or job.cluster.get("exclusive"):
             return []
         text = "without cpus_per_node or exclusive Slurm reserves one core of each node, unless the partition's default"
-        return [f"cluster {job.cluster.name}: {text} says otherwise: cpus_per_node: N"]
+        return [f"cluster {job.cluster.name}: {text} reserves more: set cpus_per_node: N"]
 
     def render(self, job: Job) -> RenderedJob:
         """The script and sbatch's command line; paths are words of it, because sbatch expands % in its header."""

@@ -164,7 +164,7 @@ def _open_store(folder: Path, name: object) -> TokenStore:
     if offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu" or len(store.mask) != tokens:
         raise ValueError(f"{name}: its arrays do not belong together")
     if len(store.labels) != len(offsets) - 1 or len(store.lines) != len(offsets) - 1:
-        raise ValueError(f"{name}: its arrays have other numbers of rows")
+        raise ValueError(f"{name}: its arrays have different numbers of rows")
     if int(offsets[0]) != 0 or int(offsets[-1]) != tokens:
         raise ValueError(f"{name}: its rows do not end with its {tokens:,} tokens")
     for start in range(0, len(offsets) - 1, CHECKED):

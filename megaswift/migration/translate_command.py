@@ -168,7 +168,7 @@ def _take_option(run: MigratedRun, given: GivenOptionValue) -> None:
     if option.section == "launch" and option.name != "launcher" and value is not None:
         text = option_value_text(value)
         if run.launch.setdefault(option.name, text) != text:
-            run.left_out.append(f"{given.label}: the launcher says {run.launch[option.name]}")
+            run.left_out.append(f"{given.label}: the launcher sets {run.launch[option.name]}")
         return
     if value is None:
         run.replace(option.name, given.label)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +23,7 @@ LONGEST_PERIOD_S = 5.0
 LEAST_CPU_S = 0.05
 """Of computing, which is more than idle threads take."""
 WATCHING = 2
-"""So many ranks look after those that have not arrived at a barrier."""
+"""Of the ranks that have arrived at a barrier, so many, the lowest, look after the others."""
 TASKS = Path("/proc/self/task")
 
 
@@ -97,7 +98,12 @@ class ProgressWatch:
         wait = distributed.patient_waits[-1] if distributed.patient_waits else None
         if wait is not self._wait:
             self._wait, self._seen = wait, {}
-        if wait is None or (wait.arrived and self.states.rank >= WATCHING):
+        if wait is None or (wait.arrived and self._others_watch(wait)):
             return []
         others = [rank for rank in wait.ranks if rank != self.states.rank]
         return [r for r in others if not (wait.arrived and self.states.is_set(f"{wait.arrived}{r}"))]
+
+    def _others_watch(self, wait: PatientWait) -> bool:
+        """Whether enough lower ranks have arrived. Asks for few keys: the first ranks have usually arrived."""
+        lower = (r for r in wait.ranks if r < self.states.rank and self.states.is_set(f"{wait.arrived}{r}"))
+        return len([*islice(lower, WATCHING)]) == WATCHING

@@ -147,4 +147,4 @@ def test_a_stored_tensor_that_is_another_is_named(harm: str, tmp_path: Path) -> 
         path.write_bytes(data)
     problems = files.damaged_item_problems(tmp_path, index, items)
     assert [p.what for p in problems] == [str(tmp_path / index.storage_data[place].relative_path)] * bool(harm)
-    assert all("of x" in p.rule or "where x should be" in p.rule for p in problems)
+    assert all("place x" in p.rule or "where x should be" in p.rule for p in problems)

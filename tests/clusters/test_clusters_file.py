@@ -167,7 +167,7 @@ def test_a_file_that_would_never_end_is_refused(text: str, tmp_path: Path) -> No
 )
 def test_twins_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"c\.yaml, line \d: has a key of line \d again"):
+    with pytest.raises(ConfigError, match=r"c\.yaml, line \d: repeats the key of line \d"):
         read_cluster("lab", str(tmp_path / "c.yaml"))
 
 
@@ -181,9 +181,9 @@ def test_one_value_may_serve_several_clusters(tmp_path: Path) -> None:
 def test_local_is_never_a_file_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """submit takes it where no cluster is named: in a stranger's checkout its setup would run unasked."""
     entry = {"launcher": "local", "setup": ["touch canary"]}
-    assert "local: is this machine as it is" in said(tmp_path, "local", local=entry, lab={"launcher": "slurm"})
+    assert "local: always means this machine" in said(tmp_path, "local", local=entry, lab={"launcher": "slurm"})
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="local: is this machine"):
+    with pytest.raises(ConfigError, match="local: always means this machine"):
         read_cluster("local", None, {"HOME": str(tmp_path / "home")})
 
 
@@ -198,7 +198,7 @@ def test_a_cluster_that_hides_the_user_s_own_is_named(
     environ = {"HOME": str(tmp_path / "home")}
     assert read_cluster("other", None, environ).launcher == "slurm" and not capsys.readouterr().err
     assert read_cluster("lab", None, environ).launcher == "ssh"
-    assert "cluster lab is that of ./clusters.yaml, not that of" in capsys.readouterr().err
+    assert "cluster lab is taken from ./clusters.yaml, not from" in capsys.readouterr().err
     assert read_cluster("lab", "clusters.yaml", environ).launcher == "ssh" and not capsys.readouterr().err
 
 

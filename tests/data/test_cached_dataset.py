@@ -195,7 +195,7 @@ HARM: list[tuple[str, Callable[[Path], object]]] = [
     ("ends before it begins", lambda folder: with_row(folder, 2, 10**9)),
     ("rows do not end with its", lambda folder: with_row(folder, -1, 10**9)),
     ("rows do not end with its", lambda folder: with_row(folder, 0, 1)),
-    ("other numbers of rows", lambda folder: np.save(folder / "0" / "labels.npy", np.zeros(1, np.int64))),
+    ("different numbers of rows", lambda folder: np.save(folder / "0" / "labels.npy", np.zeros(1, np.int64))),
     ("do not belong together", lambda folder: np.save(folder / "0" / "rows.npy", np.zeros((2, 2), np.int64))),
     ("is damaged", lambda folder: (folder / "0" / "rows.npy").write_bytes(b"\x93NUMPY")),
     ("is damaged", lambda folder: (folder / "cached_dataset.json").write_text("[" * 100_000)),

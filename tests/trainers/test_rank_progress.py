@@ -93,6 +93,15 @@ def test_at_a_barrier_only_ranks_that_have_not_arrived_count() -> None:
         assert first.look(20.0) == []
 
 
+def test_a_whole_node_that_stops_is_found_by_others() -> None:
+    """The first ranks are on one machine, whose disk may hang."""
+    shared = {"b/arrived/3": "", "b/arrived/4": "", "b/arrived/5": ""}
+    watches = {r: ProgressWatch(Store(r, shared), 4.0, Work()) for r in (3, 4, 5)}
+    with distributed.waiting_for(range(6), "b/arrived/"):
+        found = {r: [watch.look(float(now)) for now in range(8)][-1] for r, watch in watches.items()}
+    assert found == {3: [0, 1, 2], 4: [0, 1, 2], 5: []}
+
+
 def test_idle_threads_are_no_progress() -> None:
     shared: dict[str, str] = {}
     work = Work()

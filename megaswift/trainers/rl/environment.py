@@ -139,7 +139,7 @@ class EnvironmentWithNamedErrors:
             half = f"an unpaired surrogate (\\u{ord(text[error.start]):04x}, an incomplete character)"
             before = text[max(error.start - 40, 0) : error.start]
             fix = 'replace it: text.encode("utf-8", "replace").decode()'
-            raise RewardError(Problem(self.flag, f"{what} with {half} behind {before!r}", fix)) from None
+            raise RewardError(Problem(self.flag, f"{what} with {half} after {before!r}", fix)) from None
         return str(text)
 
 
