@@ -118,6 +118,14 @@ def _script(job: Job) -> Iterator[str]:
     yield HEADER
     yield from (f"#SBATCH --{line}" for line in _header(job))
     yield ""
+    yield "# Slurm sends USR1 before the time is over: the run saves its state, and the job is queued again."
+    yield "early=0 waiting= step="
+    yield "on_usr1() { early=1; pass USR1; }"
+    yield "on_term() { pass TERM; }"
+    yield 'pass() { signalled=1; if [ "$step" ]; then kill "-$1" "$step" 2>/dev/null; else waiting=$1; fi; }'
+    yield "trap on_usr1 USR1"
+    yield "trap on_term TERM"
+    yield ""
     yield from preparation_lines(job)
     yield "set -u"  # after setup: scripts that activate environments read variables that are not set
     yield 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
@@ -127,13 +135,6 @@ def _script(job: Job) -> Iterator[str]:
     yield f"MEGASWIFT_SICK_NODES={shell_words([str(job.folder / SICK_NODES)])}-$SLURM_JOB_ID"
     yield "export MASTER_ADDR MASTER_PORT MEGASWIFT_RESTARTS MEGASWIFT_SICK_NODES"
     yield ""
-    yield "# Slurm sends USR1 before the time is over: the run saves its state, and the job is queued again."
-    yield "early=0 waiting= step="
-    yield "on_usr1() { early=1; pass USR1; }"
-    yield "on_term() { pass TERM; }"
-    yield 'pass() { signalled=1; if [ "$step" ]; then kill "-$1" "$step" 2>/dev/null; else waiting=$1; fi; }'
-    yield "trap on_usr1 USR1"
-    yield "trap on_term TERM"
     node = f'export NODE_RANK="$SLURM_NODEID"; {RESOLVED}; exec "$@"'
     cores = ""
     if not cluster.get("cpus_per_node"):

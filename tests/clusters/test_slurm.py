@@ -393,8 +393,8 @@ def test_a_signal_before_the_start_of_srun_reaches_it(name: str, code: int, agai
     render_script(tmp_path, 3)
     script = tmp_path / "job.sh"
     text = script.read_text()
-    assert text.count("\nsrun ") == 1
-    script.write_text(text.replace("\nsrun ", f"\nkill -{name} $$\nsrun "))
+    assert text.count("\ncd -- ") == 1
+    script.write_text(text.replace("\ncd -- ", f"\nkill -{name} $$\ncd -- "))  # as in its setup
     (tmp_path / "python").write_text("#!/bin/bash\nexec sleep 20\n")
     (tmp_path / "python").chmod(0o755)
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_NODEID": "0"}
