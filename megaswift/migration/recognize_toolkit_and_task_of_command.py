@@ -95,6 +95,10 @@ def foreign_commands(text: str, name: str) -> Iterator[ForeignCommand]:
             notes += (
                 "the command stands in a condition, a loop or a function of the script: this file is one pass of it",
             )
+        if program.unset:
+            notes += (
+                f"{', '.join(program.unset)}: not set in the script; options of the launcher in it are missing here",
+            )
         if command.stray_lines:
             lines = ", ".join(map(str, command.stray_lines))
             notes += (

@@ -42,6 +42,8 @@ class LaunchedProgram:
     """Our launch options, with the launcher's values."""
     other: dict[str, ExpandedWord] = field(default_factory=dict)
     """The launcher's other options."""
+    unset: list[str] = field(default_factory=list)
+    """Variables before the program that the script does not set: `torchrun $DISTRIBUTED_ARGS train.py`."""
 
 
 def launched_program(words: Sequence[ExpandedWord]) -> LaunchedProgram | None:
@@ -103,7 +105,11 @@ def _python(words: list[ExpandedWord]) -> LaunchedProgram | None:
 def _launched(launcher: str, words: list[ExpandedWord]) -> LaunchedProgram | None:
     found = LaunchedProgram("", [], launcher)
     at = 0
-    while at < len(words) and words[at].text.startswith("-"):
+    while at < len(words) and (words[at].text.startswith("-") or _holds_options(words, at)):
+        if not words[at].text.startswith("-"):
+            found.unset.append(words[at].text)
+            at += 1
+            continue
         flag, equals, value = words[at].text.partition("=")
         name = normalize_name(flag.lstrip("-"))
         word = ExpandedWord(value, words[at].unresolved) if equals else ExpandedWord("true")
@@ -120,6 +126,11 @@ def _launched(launcher: str, words: list[ExpandedWord]) -> LaunchedProgram | Non
         return None
     found.name, found.words = rest[0].text, rest[1:]
     return found
+
+
+def _holds_options(words: Sequence[ExpandedWord], at: int) -> bool:
+    """Whether this is a variable with options of the launcher: the script comes after it."""
+    return bool(words[at].unresolved) and any(word.text.endswith(".py") for word in words[at + 1 :])
 
 
 def take_launcher_options(program: LaunchedProgram, names: Sequence[str]) -> tuple[ExpandedWord, ...]:

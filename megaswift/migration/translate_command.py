@@ -73,6 +73,8 @@ def _name_lost_options(run: MigratedRun, command: ForeignCommand) -> None:
     told = {*run.left_out, *run.notes, *run.open, *run.launch}
     for option in run.options.values():
         told |= {option.name, option.label, option.comment}
+        if isinstance(option.value, Mapping):  # several options in one, such as megatron_architecture
+            told |= {*option.value}
     words = {word.replace("-", "_").lower() for text in told for word in re.findall(r"[\w-]+", text)}
     typed = [w.text.partition("=")[0] for w in command.words if re.match(r"--[A-Za-z]", w.text)]
     for flag in dict.fromkeys(typed):

@@ -95,6 +95,8 @@ torchrun $DISTRIBUTED_ARGS pretrain_gpt.py \\
     --tensor-model-parallel-size 8 \\      # TP
     --pipeline-model-parallel-size 4 \\    # PP 流水线并行
     --num-layers 80 \\ # layers
+    --hidden-size 8192 \\
+    --ffn-hidden-size 28672 \\ # wide
     --micro-batch-size 1 \\\t# per GPU
     --global-batch-size 1024 \\  # all of them
     --lr 1.5e-4 \\# rate
@@ -116,7 +118,17 @@ def test_a_comment_behind_each_backslash_hides_nothing(tmp_path: Path) -> None:
         "torch_dtype: bfloat16",
     ):
         assert line in text
+    assert "hidden_size: '8192'" in text and "left no trace" not in text
     assert "num-layers" in text and "流水线" not in text and "unexpected argument" not in text
+
+
+def test_options_of_a_launcher_that_the_script_does_not_set(tmp_path: Path) -> None:
+    """Any program behind them is recognized, and the file says what it lacks."""
+    (tmp_path / "pre.sh").write_text("torchrun $DISTRIBUTED_ARGS ${MORE} pretrain_gpt.py --seq-length 4096 --bf16\n")
+    assert main([str(tmp_path / "pre.sh"), "--output", str(tmp_path / "run.yaml")]) == 3
+    text = (tmp_path / "run.yaml").read_text()
+    assert "(Megatron-LM)" in text and "max_length: 4096" in text and "torch_dtype: bfloat16" in text
+    assert "$DISTRIBUTED_ARGS, $MORE: not set in the script" in text
 
 
 def test_a_missing_backslash_is_told(tmp_path: Path) -> None:
