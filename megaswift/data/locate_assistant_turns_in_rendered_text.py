@@ -434,15 +434,17 @@ class AssistantTurnFinder:
         stop = self._behind_end(marked, last)
         if stop is not None and stop <= following:
             return stop
-        if not calls:
+        if not calls and (places.end(i) is not None or not _has_reasoning(messages[i])):
             return last
         # a turn that no token ends: up to where the conversation without what follows ends, or to the next role's token
         whole = self._try(messages[: i + 1], tools)
         text = MARKS.sub("", marked)
-        if whole and text.startswith(whole := whole.removesuffix(self.header).rstrip()) and len(whole) < len(text):
+        if whole and text.startswith(whole := whole.removesuffix(self.header).rstrip()):
             stop = _marked_place(marked, len(whole))
-            if last <= stop <= following:
+            if last <= stop <= following and (len(whole) < len(text) or not calls):
                 return stop
+        if not calls:
+            return last
         for closing in (self._closing[k:] for k in range(len(self._closing) - SHORTEST_CLOSING + 1)):
             if (at := marked.rfind(closing, last, following)) >= 0:
                 return at + len(closing)

@@ -146,7 +146,8 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], MessageLoss]:
             given = "true" if message[name] is True else describe_value(message[name])
             raise RowError(f"{where}.{name}", f"{given} on a {role} message", f"{given} on assistant messages only")
     fields = {k: v for k, v in message.items() if k not in LOSS_FIELDS and v is not None}
-    if calls:
+    fields.pop("tool_calls", None)
+    if calls:  # many templates fail for an empty list
         fields["tool_calls"] = [{k: v for k, v in call.items() if v is not None} for call in calls]
     return fields if fields["role"] == role else fields | {"role": role}, loss
 
@@ -255,9 +256,10 @@ def checked_conversation_sample(
 
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
-    if tools is None or tools == "":
+    if isinstance(tools, str):
+        tools = decode_json_cell(tools, "tools", "a list of tool descriptions") if tools.strip() else None
+    if tools is None:
         return None
-    tools = decode_json_cell(tools, "tools", "a list of tool descriptions")
     listed = (
         [decode_json_cell(t, "tools", "tool descriptions") for t in tools] if isinstance(tools, (list, tuple)) else None
     )

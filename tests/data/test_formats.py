@@ -129,6 +129,19 @@ GOOD: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
             },
         ],
     ),
+    ("messages", {"messages": [{"from": "human", "value": "q1"}, {"from": "gpt", "value": "a1"}]}, [U, A]),
+    ("messages", {"messages": [U | {"tool_calls": []}, A | {"tool_calls": []}], "tools": " "}, [U, A]),
+    (
+        "conversations",
+        {
+            "conversations": [
+                {"from": "human", "value": "q1", "role": None, "content": None},
+                {"from": "gpt", "tool_calls": [{"function": {"name": "f"}}]},
+                {"from": None, "value": None, "role": "assistant", "content": "a1"},
+            ]
+        },
+        [U, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, A],
+    ),
     (
         "glaive",
         {

@@ -187,6 +187,18 @@ def test_parts_of_llamafactory_v1_give_the_tokens_of_the_fields(kind: str, name:
     assert rendered.text == wanted.text and rendered.spans == wanted.spans and made == tokens
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("glm", "glm4moe"), ("qwen", "qwen3"), ("gemma", "gemma4")], ids=lambda v: v
+)
+def test_an_answer_of_reasoning_alone_is_trained(kind: str, name: str) -> None:
+    """GLM's template ends it with no token."""
+    rendered, _ = encoded(
+        kind, template(name), {"messages": [ASK, {**DONE, "content": "", "reasoning_content": "why"}]}
+    )
+    said = "".join(rendered.text[a:b] for a, b in rendered.spans)
+    assert ("why" in said) == ("why" in rendered.text) and rendered.text.rstrip().endswith(said.rstrip())
+
+
 SAID = "You are a helpful assistant with access to the following functions. Use them if required -"
 GLAIVE = {
     "system": f"SYSTEM: {SAID}\n{json.dumps(SCHEMA, indent=4)}\n\n{json.dumps({**SCHEMA, 'name': 'other'})}\n",

@@ -17,28 +17,31 @@ from megaswift.data.untokenized_sample import (
 )
 
 
-def _turn(turn: Any, where: str) -> dict[str, Any]:
-    if not isinstance(turn, dict):
-        raise RowError(where, describe_value(turn), 'an object {"from": ..., "value": ...}')
-    if "role" in turn and "from" not in turn:
+def _turn(turn: Any, where: str) -> Any:
+    """A turn with its speaker as a role; a message with a role stays."""
+    if not isinstance(turn, dict) or turn.get("from") is None:
         return turn
-    role = canonical_role_or_none(turn.get("from"), TURN_ROLE_OF)
+    role = canonical_role_or_none(turn["from"], TURN_ROLE_OF)
     if role is None:
-        raise RowError(f"{where}.from", describe_value(turn.get("from")), f"one of {KNOWN}")
-    if "value" not in turn:
+        raise RowError(f"{where}.from", describe_value(turn["from"]), f"one of {KNOWN}")
+    if "value" not in turn and not turn.get("tool_calls"):
         raise RowError(f"{where}.value", "nothing", "a string")
-    return {k: v for k, v in turn.items() if k not in ("from", "value")} | {"role": role, "content": turn["value"]}
+    fields = {k: v for k, v in turn.items() if k not in ("from", "value") and v is not None}
+    return fields | {"role": role, "content": turn.get("value")}
+
+
+def sample_of_turns(row: Row, column: str) -> UntokenizedSample:
+    """The conversation of a column of turns or messages."""
+    turns = decode_json_cell(row[column], column, "a list of turns")
+    if not isinstance(turns, list):
+        raise RowError(column, describe_value(turns), "a list of turns")
+    messages = [_turn(t, f"{column}[{i}]") for i, t in enumerate(turns)]
+    return checked_conversation_sample(messages, column, text_in_column(row, "system", optional=True), row.get("tools"))
 
 
 def parse(row: Row) -> UntokenizedSample:
     """Speakers become roles, values become contents."""
-    turns = decode_json_cell(row["conversations"], "conversations", "a list of turns")
-    if not isinstance(turns, list):
-        raise RowError("conversations", describe_value(turns), "a list of turns")
-    messages = [_turn(t, f"conversations[{i}]") for i, t in enumerate(turns)]
-    return checked_conversation_sample(
-        messages, "conversations", text_in_column(row, "system", optional=True), row.get("tools")
-    )
+    return sample_of_turns(row, "conversations")
 
 
 FORMATS.register("conversations", RowFormat("conversations", ("conversations",), parse, ("tools", "system"), rank=2))

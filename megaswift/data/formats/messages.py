@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from megaswift.data.formats import FORMATS, Row, RowFormat
-from megaswift.data.untokenized_sample import (
-    UntokenizedSample,
-    checked_conversation_sample,
-    text_in_column,
-)
+from megaswift.data.formats.conversations import sample_of_turns
+from megaswift.data.untokenized_sample import UntokenizedSample
 
 
 def parse(row: Row) -> UntokenizedSample:
-    """The messages as they are."""
-    return checked_conversation_sample(
-        row["messages"], "messages", text_in_column(row, "system", optional=True), row.get("tools")
-    )
+    """The messages as they are; turns of ShareGPT become messages."""
+    return sample_of_turns(row, "messages")
 
 
 FORMATS.register("messages", RowFormat("messages", ("messages",), parse, ("tools", "system")))
