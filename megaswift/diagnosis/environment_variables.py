@@ -84,7 +84,7 @@ HARMFUL = (
             name,
             lambda v, f: f.old_vllm and "expandable_segments:true" in v.lower(),
             "conflicts with the sleep mode of colocated vLLM samplers before vLLM 0.33",
-            f"unset {name} for runs with --vllm_mode colocate, or install vLLM 0.33",
+            f"unset {name} for runs with --vllm_mode colocate",
         )
         for name in ALLOCATOR
     ),
