@@ -62,6 +62,17 @@ GOOD: list[tuple[str, dict[str, Any], list[Any], list[Any], list[int], float]] =
         math.nan,
     ),
     (MSM, {"messages": [U, A], "rejected_messages": [U, C], "system": "s"}, [S, U, A], [S, U, C], [2], math.nan),
+    (
+        "chosen_messages, rejected_messages",
+        {
+            "chosen_messages": [U, {"role": "assistant", "content": [{"type": "text", "value": "a1"}]}],
+            "rejected_messages": [U, {"role": "assistant", "content": [{"type": "text", "value": "bad"}]}],
+        },
+        [U, A],
+        [U, C],
+        [1],
+        math.nan,
+    ),
     (TRL, {"prompt": [U], "chosen": [A], "rejected": [C]}, [U, A], [U, C], [1], math.nan),
     (
         TRL,

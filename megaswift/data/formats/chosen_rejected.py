@@ -69,6 +69,11 @@ def parse(row: Row) -> PreferenceExample:
     )
 
 
+def parse_conversations(row: Row) -> PreferenceExample:
+    """A pair of whole conversations, as LLaMA-Factory v1 has them."""
+    return parse({**row, "chosen": row["chosen_messages"], "rejected": row["rejected_messages"]})
+
+
 def parse_labeled(row: Row) -> PreferenceExample:
     """A labeled completion."""
     prompt, answer = text_or_messages_in_column(row, "prompt"), text_or_messages_in_column(row, "completion")
@@ -87,6 +92,17 @@ FORMATS.register(
         ("chosen", "rejected"),
         parse,
         ("prompt", "margin", "tools", "system"),
+        PAIRS,
+        rank=-3,
+    ),
+)
+FORMATS.register(
+    "chosen_messages, rejected_messages",
+    RowFormat(
+        "chosen_messages, rejected_messages",
+        ("chosen_messages", "rejected_messages"),
+        parse_conversations,
+        ("margin", "tools", "system"),
         PAIRS,
         rank=-3,
     ),
