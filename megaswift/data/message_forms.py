@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, takewhile, zip_longest
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -189,25 +189,33 @@ def _quality(text: str | None) -> int:
 
 
 def _with_ids(messages: Sequence[Message], names: bool) -> list[dict[str, Any]]:
-    """Calls and their results with ids where they have none: `names`: Kimi's, which hold the function's name; else
-    nine letters and digits, as Mistral's models have them."""
+    """Calls and their results with ids where they have none. A call's is that of its result, where this has one;
+    `names`: Kimi's, which hold the function's name; else nine letters and digits, as Mistral's models have them."""
     changed: list[dict[str, Any]] = []
     open_ids: list[str] = []
     number = 0
-    for message in messages:
+    for i, message in enumerate(messages):
         if message.get("tool_calls"):
             calls = []
-            for call in message["tool_calls"]:
+            results = takewhile(_is_result, messages[i + 1 :])
+            for call, result in zip_longest(message["tool_calls"], results):
+                if call is None:
+                    break
                 name = (call.get("function") or call).get("name")
-                calls.append({"id": f"functions.{name}:{number}" if names else _nine_letters(number), **call})
+                own = (result or {}).get("tool_call_id") or _nine_letters(number)
+                calls.append({"id": f"functions.{name}:{number}" if names else own, **call})
                 number += 1
             open_ids = [str(call["id"]) for call in calls]
             changed.append({**message, "tool_calls": calls})
-        elif message["role"] in ("tool", "function", "ipython", "observation") and open_ids:
+        elif _is_result(message) and open_ids:
             changed.append({"tool_call_id": open_ids.pop(0), **message})
         else:
             changed.append(dict(message))
     return changed
+
+
+def _is_result(message: Message) -> bool:
+    return message["role"] in ("tool", "function", "ipython", "observation")
 
 
 def _nine_letters(number: int) -> str:

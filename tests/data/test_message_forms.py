@@ -233,6 +233,8 @@ def test_calls_without_ids_get_those_that_a_template_requires() -> None:
         "{% endif %}{{ c.id }} {{ c.function | tojson }}{% endfor %}{{ m.tool_call_id or '' }}"
     )
     row = turn("tool_call", CALL)
+    given = encoded("qwen", source(body), row)[0].text
+    assert 'abcdefghi {"name": "lookup"' in given and "sunnyabcdefghi" in given  # its result's
     del row["messages"][2]["tool_call_id"]
     rendered, _ = encoded("qwen", source(body), row)
     ids = [line for line in rendered.text.split("<|im_start|>") if line.startswith("tool\n")]
