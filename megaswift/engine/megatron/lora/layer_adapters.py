@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -53,8 +54,8 @@ NORM_ELEMENTS = 1 << 22
 """Elements of W + scale B A that exist in float32 at a time while the lengths of its rows are taken."""
 
 
-class Adapters(nn.Module):
-    """What adapters of one linear layer of this rank and those of a grouped one have in common.
+class Adapters(nn.Module, ABC):
+    """Adapters of one layer of this rank: the base of those of a linear layer and those of a grouped one.
 
     They are this module's own parameters, not a child's: Megatron gathers updated parameters (overlap_param_gather)
     before the call of the module that owns them, and a list of parameters is never called.
@@ -72,13 +73,13 @@ class Adapters(nn.Module):
         self.enabled = True
         self.dora = adapters[0].dora
 
+    @abstractmethod
     def parameter(self, number: int, half: Half) -> nn.Parameter:
-        """The parameter that A, B or M of one of the adapters is, or is a part of."""
-        raise NotImplementedError
+        """Return the parameter that A, B or M of one of the adapters is, or is a part of."""
 
+    @abstractmethod
     def part(self, number: int, half: Half, whole: Tensor) -> Tensor:
-        """One adapter's part of a tensor that has the shape of its parameter."""
-        raise NotImplementedError
+        """Return one adapter's part of a tensor that has the shape of its parameter."""
 
     def measure(self) -> None:
         """Sets DoRA's magnitudes from the weights as they are."""
