@@ -39,7 +39,7 @@ from megaswift.config.variables_set_by_launcher import (
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import EXIT_OOM_RETRY, ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import torchrun_launcher
-from megaswift.launchers.finish_marks import mark_finished
+from megaswift.launchers.finish_marks import unfinished_mark
 from megaswift.launchers.launcher import launcher_of
 from megaswift.launchers.nccl_preset import NONE as NO_PRESET
 from megaswift.launchers.nccl_preset import apply_nccl_preset
@@ -67,9 +67,8 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
     if is_launched_worker(os.environ) and ({PARENT, "TORCHELASTIC_RUN_ID"} & os.environ.keys()):
         end_with_parent(os.environ)
     try:
-        code = _go(task, without_local_rank(words, os.environ))
-        mark_finished(os.environ)
-        return code
+        with unfinished_mark(os.environ):
+            return _go(task, without_local_rank(words, os.environ))
     except UserError as error:
         code = print_error_once(error, os.environ)
         if code == EXIT_OOM_RETRY and not is_launched_worker(os.environ):

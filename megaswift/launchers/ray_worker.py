@@ -49,7 +49,7 @@ def run_worker(plan: dict[str, Any]) -> None:
         raise FileNotFoundError(
             f"{plan['folder']} does not exist on {socket.gethostname()}: all nodes of a run must share its folders"
         )
-    marks = tempfile.TemporaryDirectory(prefix="megaswift-finished-")
+    marks = tempfile.TemporaryDirectory(prefix="megaswift-unfinished-")
     process = start_training_process(
         [sys.executable, "-P", "-m", __name__, plan["task"], *plan["argv"]],
         environ | {FOLDER: marks.name},
@@ -66,7 +66,7 @@ def run_worker(plan: dict[str, Any]) -> None:
             process.send_signal(number)
     reader.join()
     code = process.returncode
-    if code == 0 and (line := unfinished_text(Path(marks.name), 1)):
+    if code == 0 and (line := unfinished_text(Path(marks.name))):
         code = EXIT_USER_ERROR
         ray.get(exchange.say.remote(f"[rank {rank}] {line}\n"))
     marks.cleanup()

@@ -46,19 +46,15 @@ def run_agent(argv: list[str], ends: NodesEnd | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs torchrun to the end; the exit code. It is not 0 unless every process has come to its end."""
+    """Run torchrun to the end; returns the exit code, which is not 0 where a training process has not finished."""
     words = list(sys.argv[1:] if argv is None else argv)
-    with tempfile.TemporaryDirectory(prefix="megaswift-finished-") as folder:
+    with tempfile.TemporaryDirectory(prefix="megaswift-unfinished-") as folder:
         os.environ[FOLDER] = folder
         code = _run_to_end(words)
-        started = int(words[words.index(PROCESSES) + 1]) if PROCESSES in words else 1
-        if code == 0 and (line := unfinished_text(Path(folder), started)):
+        if code == 0 and (line := unfinished_text(Path(folder))):
             print(line, file=sys.stderr, flush=True)
             return EXIT_USER_ERROR
     return code
-
-
-PROCESSES = "--nproc-per-node"
 
 
 def _run_to_end(words: list[str]) -> int:

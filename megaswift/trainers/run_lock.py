@@ -82,6 +82,7 @@ class RunLock:
         """Unlocks the folder, where this process has locked it."""
         if self._file in _held:  # not in a forked child
             _held.remove(self._file)
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # also for a child that has not closed its copy yet
             os.close(self._file)
         self._file = -1
 

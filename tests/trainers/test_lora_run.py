@@ -58,6 +58,7 @@ def test_the_adapter_loads_in_peft_and_its_merge_in_transformers(whole: tuple[Pa
     out, text = whole
     assert {p.name for p in out.iterdir()} == {
         "run.lock",
+        "run_id",
         "stacks",
         "config.yaml",
         "metrics.jsonl",

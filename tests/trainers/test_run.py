@@ -51,6 +51,7 @@ def test_a_run_leaves_the_whole_output_directory(whole: tuple[Path, str]) -> Non
     out, text = whole
     assert {p.name for p in out.iterdir()} == {
         "run.lock",
+        "run_id",
         "stacks",
         "config.yaml",
         "metrics.jsonl",

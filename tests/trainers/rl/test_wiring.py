@@ -150,7 +150,7 @@ SERVER = {"rollout_backend": "sglang"}
 SAMPLER: dict[str, tuple[Options, Options]] = {
     "rollout_batch_size": ({"rollout_batch_size": 9}, {"batch_size": 9}),
     "vllm_gpu_memory_utilization": (
-        {"rollout_backend": "vllm", "vllm_gpu_memory_utilization": 0.5},
+        {"rollout_backend": "vllm", "vllm_gpu_memory_utilization": 0.5, "vllm_seed_requests": True},
         {"memory_share": 0.5, "batch_size": 256},
     ),
     "rollout_server_url": (
