@@ -165,7 +165,14 @@ def test_a_signal_ends_the_step_and_the_script(python: Path, number: signal.Sign
     child = python.with_name("child")
     python.write_text(f'#!/bin/sh\ncase "$*" in *bench_gpu*) echo $$ > {child}; exec sleep 60;; esac\nexit 0\n')
     command = ["bash", str(SCRIPT), "--cpu", "--python", str(python), str(python.with_name("out"))]
-    script = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
+    script = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background inherits "ignored"
+    )
     try:
         wait_for(lambda: child.exists() and child.read_text().endswith("\n"))
         os.killpg(script.pid, number)
