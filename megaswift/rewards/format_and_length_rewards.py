@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from megaswift.errors import ConfigError, Problem
 from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput
 
-THINK = "<think>"
-ANSWER_END = "</answer>"
-_BETWEEN = re.compile(r"</think>\s*<answer>")
+_SWIFT = re.compile(r"<think>(?:(?!</think>\s*<answer>).)*</think>\s*<answer>.*</answer>\Z", re.DOTALL)
+"""ms-swift's `<think>.*?</think>\\s*<answer>.*?</answer>`, linear in the text: if any `</think> <answer>` fits, the
+first one does, so that no later one is tried."""
 _THINK = re.compile(r"<think>(?!.*<think>)(.*?)</think>", re.DOTALL)
 
 
@@ -37,16 +37,7 @@ class PerCompletionReward:
 
 def answer_format(options: BuiltInRewardParameters) -> PerCompletionReward:
     """1 for `<think>...</think><answer>...</answer>` and nothing else, else 0."""
-    return PerCompletionReward("format", lambda sample: float(_has_swift_format(sample.text)))
-
-
-def _has_swift_format(text: str) -> bool:
-    """Whether ms-swift's `<think>.*?</think>\\s*<answer>.*?</answer>` fits the whole text.
-
-    That expression takes quadratic time. If any `</think> <answer>` fits, so does the first one: only it is looked for.
-    """
-    between = _BETWEEN.search(text, len(THINK)) if text.startswith(THINK) else None
-    return between is not None and text.endswith(ANSWER_END) and len(text) - len(ANSWER_END) >= between.end()
+    return PerCompletionReward("format", lambda sample: float(_SWIFT.match(sample.text) is not None))
 
 
 def think_format(options: BuiltInRewardParameters) -> PerCompletionReward:
