@@ -48,8 +48,9 @@ class TokenTexts:
         return self._known[key]
 
     def text(self, token: int) -> str:
-        """The token decoded alone; a special token by its name."""
-        return self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        """The token decoded alone; a special token by its name, and a row beyond the vocabulary by its number."""
+        text: str = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return text if text or token < len(self.tokenizer) else f"<|token_{token}|>"
 
     def starts(self, entries: Sequence[int], text: str) -> list[int]:
         """Where in `text`, a prompt that these tokens were made of, each of them begins, in characters.

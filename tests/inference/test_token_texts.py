@@ -67,3 +67,12 @@ def test_the_places_of_a_prompt_s_tokens_are_those_in_its_text(make: Any) -> Non
         if not span[0] <= start <= span[1]
     ]
     assert not wrong and found[0] == 0 and found[-1] >= len(TEXT) - 2
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_a_row_beyond_the_vocabulary_has_a_number_and_no_bytes(make: Any) -> None:
+    tokens = PreTrainedTokenizerFast(tokenizer_object=make(), unk_token="<unk>")
+    texts = TokenTexts(tokens)
+    beyond = len(tokens) + 3
+    assert texts.text(beyond) == f"<|token_{beyond}|>"
+    assert texts.utf8(beyond) == b""
