@@ -9,6 +9,7 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.accelerate_options import python_api_accelerate_engine_problems
+from megaswift.config.launch import LaunchConfig
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.config.sections import NAMES
 from megaswift.config.user_spelling import errors_as_typed
@@ -73,7 +74,7 @@ class Trainer:
         if problems:
             raise ConfigError(problems)
 
-        problems = python_api_launch_option_problems(cfg)
+        problems = python_api_launch_option_problems(cfg.launch)
         if problems:
             raise ConfigError(problems)
 
@@ -88,22 +89,23 @@ class Trainer:
             return TrainOutput.of(run_training(cfg))
 
 
-def python_api_launch_option_problems(cfg: SwiftConfig) -> list[Problem]:
+def python_api_launch_option_problems(launch: LaunchConfig) -> list[Problem]:
     """Launch options that this process does not follow: the Python API starts no other process."""
     if is_launched_worker(os.environ):
-        return [*python_api_accelerate_engine_problems(os.environ), *launch_option_mismatch_problems(cfg)]
-    if launcher_entry(cfg.launch.launcher).always_starts:
+        return [*python_api_accelerate_engine_problems(os.environ), *launch_option_mismatch_problems(launch)]
+    if launcher_entry(launch.launcher).always_starts:
         return [
             Problem(
-                f"--launcher {cfg.launch.launcher}",
+                f"--launcher {launch.launcher}",
                 "the Python API does not start processes",
                 "use the command line: megaswift sft",
             )
         ]
-    wanted = torchrun_launcher.world_size_of_launch_options(cfg.launch)
+    wanted = torchrun_launcher.world_size_of_launch_options(launch)
     if wanted == int(os.environ.get("WORLD_SIZE", "1")):
         return []
-    given = [f"--{name} {value}" for name in ("nproc_per_node", "nnodes") if (value := cfg.value(name)) is not None]
+    counts = {"nproc_per_node": launch.nproc_per_node, "nnodes": launch.nnodes}
+    given = [f"--{name} {value}" for name, value in counts.items() if value is not None]
     if not given:
         return []
     return [

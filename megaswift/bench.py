@@ -148,8 +148,9 @@ def _options_without_effect(words: Sequence[str]) -> list[Problem]:
 
 
 def _start(given: argparse.Namespace, words: list[str], cfg: SwiftConfig) -> int:
-    worker, world = is_launched_worker(os.environ), process_count(cfg)
-    problems = launch_option_mismatch_problems(cfg) if worker else []
+    worker = is_launched_worker(os.environ)
+    world = process_count(cfg.launch)
+    problems = launch_option_mismatch_problems(cfg.launch) if worker else []
     if cfg.launch.launcher != "torchrun":
         rule = "is not measured: the processes are torchrun's"
         problems.append(Problem(f"--launcher {cfg.launch.launcher}", rule, "--launcher torchrun on each node"))
@@ -161,18 +162,18 @@ def _start(given: argparse.Namespace, words: list[str], cfg: SwiftConfig) -> int
     if worker:
         if {PARENT, "TORCHELASTIC_RUN_ID"} & os.environ.keys():
             end_with_parent(os.environ)
-        _measure(given, cfg, layout)
+        _measure(given, cfg.parallel.ddp_timeout, layout)
         return 0
     if taken := torchrun_launcher.port_in_use_problems(cfg.launch):
         raise ConfigError(taken)
-    more = torchrun_launcher.environment_launch_arguments(cfg)
+    more = torchrun_launcher.environment_launch_arguments(cfg.launch, cfg.given)
     command = torchrun_launcher.torchrun_command(cfg.launch, SCRIPT, ["bench", *words, *more])
     environment = torchrun_launcher.torchrun_environment(cfg.launch, {**os.environ, CHECKED: "1"})
     return torchrun_launcher.run_torchrun_with_restarts(command, environment)
 
 
-def _measure(given: argparse.Namespace, cfg: SwiftConfig, layout: Layout) -> None:
-    """In every process: the measurements; rank 0 reports them."""
+def _measure(given: argparse.Namespace, ddp_timeout: float, layout: Layout) -> None:
+    """In every process: the measurements; rank 0 reports them. `ddp_timeout` in seconds."""
     import torch.distributed as dist
 
     from megaswift import log
@@ -182,7 +183,7 @@ def _measure(given: argparse.Namespace, cfg: SwiftConfig, layout: Layout) -> Non
 
     log.quiet_libraries()
     backend, device = _backend_and_device(given.backend)
-    init_default_and_gloo_process_groups(backend, cfg.parallel.ddp_timeout)
+    init_default_and_gloo_process_groups(backend, ddp_timeout)
     sizes = sorted({byte_size_or_none(size) or 0 for size in given.sizes})
     plan = CommunicationPlan(communication_groups(layout), given.operations, sizes, given.seconds, given.repeats)
     placement = _placement(backend, device, given.link_gbps)

@@ -70,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
     if problems := problems or [*_ignored_option_problems(job, scheduler)]:
         raise ConfigError(problems)
     _check_run(cfg, job, scheduler)
-    for text in (*scheduler.warnings(job), *_paths_outside_mounts(cfg, job)):
+    files = {"model": [cfg.model.model] if cfg.model.model else [], "dataset": cfg.data.dataset}
+    for text in (*scheduler.warnings(job), *_paths_outside_mounts(files, cfg.train.output_dir, job)):
         log.warn(text)
     rendered = scheduler.render(job)
     if given.dry_run:
@@ -261,7 +262,7 @@ def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:
     from megaswift.trainers.preflight import layout_data_output_problems
 
     world = job.nodes * job.processes_per_node
-    axes = LayoutRequest.from_config(cfg, world).axes
+    axes = LayoutRequest.of(cfg.parallel, world, cfg.data.max_length, cfg.train).axes
     if not scheduler.shares_files:
         problems = size_problems(world, axes)
     elif Path(job.workdir).is_dir():
@@ -276,16 +277,15 @@ def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:
         raise ConfigError([replace(p, fix=re.sub(PROCESSES_LINE, fix, p.fix, flags=re.M)) for p in problems])
 
 
-def _paths_outside_mounts(cfg: SwiftConfig, job: Job) -> Iterator[str]:
-    """Of a job of pods: an output directory that ends with its pod, and files that only this machine has."""
+def _paths_outside_mounts(files: Mapping[str, Sequence[str]], output_dir: str, job: Job) -> Iterator[str]:
+    """For a job of pods: an output directory that ends with its pod, and files that only this machine has.
+
+    Args:
+        files: The paths that the run reads, by option.
+    """
     to, workdir = job.cluster.get("submit_to"), job.cluster.get("workdir")
-    if (
-        job.cluster.launcher == RAY
-        and to not in KUBERAY
-        and not workdir
-        and not Path(cfg.train.output_dir).is_absolute()
-    ):
-        yield f"--output_dir {cfg.train.output_dir} is below Ray's copy of the job's files: give an absolute path"
+    if job.cluster.launcher == RAY and to not in KUBERAY and not workdir and not Path(output_dir).is_absolute():
+        yield f"--output_dir {output_dir} is below Ray's copy of the job's files: give an absolute path"
     if job.cluster.launcher != KUBERNETES and to not in KUBERAY:
         return
     base = PurePosixPath(job.workdir if workdir or job.cluster.launcher == KUBERNETES else "/")  # of an image: unknown
@@ -295,11 +295,11 @@ def _paths_outside_mounts(cfg: SwiftConfig, job: Job) -> Iterator[str]:
         return any((base / path).is_relative_to(mount) for mount in mounts)
 
     has = f"cluster {job.cluster.name} mounts {', '.join(map(str, mounts)) or 'nothing'}"
-    if not is_mounted(cfg.train.output_dir):
-        yield f"--output_dir {cfg.train.output_dir} is lost with its pod, unless the image or runtime mounts it: {has}"
-    for name, paths in (("model", (cfg.model.model,)), ("dataset", cfg.data.dataset)):
+    if not is_mounted(output_dir):
+        yield f"--output_dir {output_dir} is lost with its pod, unless the image or runtime mounts it: {has}"
+    for name, paths in files.items():
         for path in paths:
-            if path and Path(path).expanduser().exists() and not is_mounted(path):
+            if Path(path).expanduser().exists() and not is_mounted(path):
                 yield f"--{name} {path} is on this machine; a pod has the image's files and the mounts only: {has}"
 
 

@@ -20,6 +20,7 @@ from megaswift.command_line_common import HELP
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.accelerate_options import accelerate_notices
 from megaswift.config.data import ALIGNMENT
+from megaswift.config.launch import LaunchConfig
 from megaswift.config.read_config_file_and_command_line import read_command_line
 from megaswift.config.sections import NAMES, names_task
 from megaswift.config.translated_options import translated_options
@@ -40,7 +41,7 @@ from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import EXIT_OOM_RETRY, ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.finish_marks import unfinished_mark
-from megaswift.launchers.launcher import launcher_of
+from megaswift.launchers.launcher import TrainingCommand, launcher_of
 from megaswift.launchers.nccl_preset import NONE as NO_PRESET
 from megaswift.launchers.nccl_preset import apply_nccl_preset
 from megaswift.launchers.parent_death import PARENT, end_with_parent
@@ -117,8 +118,8 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
     if job:
         os.environ[JOB_ID] = job
     cfg = config_after_restart(cfg, restart_count(os.environ), job)
-    world = process_count(cfg)
-    other = launch_option_mismatch_problems(cfg) if worker else launcher_of(cfg.launch).missing(cfg.launch)
+    world = process_count(cfg.launch)
+    other = launch_option_mismatch_problems(cfg.launch) if worker else launcher_of(cfg.launch).missing(cfg.launch)
     if other:
         raise ConfigError(other)
     first = not worker or "MEGASWIFT_CHECKED" not in os.environ
@@ -138,30 +139,28 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
     cfg = resolve_sampler_backend(resolve_engine(cfg, world, tell=first), tell=first)
     preflight(cfg, world)
     if not worker and torchrun_launcher.requests_worker_processes(cfg.launch):
-        return launcher_of(cfg.launch).start(cfg, words, os.environ)
-    set_nccl_variables(cfg)
+        return launcher_of(cfg.launch).start(TrainingCommand(cfg.task, words, cfg.given), cfg.launch, os.environ)
+    set_nccl_variables(cfg.launch.nccl_preset)
     if not worker:
         os.environ[OOM_RETRY] = "1"  # `main` starts this process again
     run_training(cfg)
     return 0
 
 
-def set_nccl_variables(cfg: SwiftConfig) -> None:
+def set_nccl_variables(preset: str) -> None:
     """Those of `--nccl_preset`, in this process, which joins no group before."""
-    if cfg.launch.nccl_preset == NO_PRESET:
+    if preset == NO_PRESET:
         return
     import torch
 
-    log.info(apply_nccl_preset(cfg.launch.nccl_preset, os.environ, torch.cuda.is_available()))
+    log.info(apply_nccl_preset(preset, os.environ, torch.cuda.is_available()))
 
 
-def process_count(cfg: SwiftConfig) -> int:
-    """Of the run: as many as its launcher started, or will."""
-    return (
-        int(os.environ["WORLD_SIZE"])
-        if is_launched_worker(os.environ)
-        else torchrun_launcher.world_size_of_launch_options(cfg.launch)
-    )
+def process_count(launch: LaunchConfig) -> int:
+    """Return the number of processes in the run, started or planned."""
+    if is_launched_worker(os.environ):
+        return int(os.environ["WORLD_SIZE"])
+    return torchrun_launcher.world_size_of_launch_options(launch)
 
 
 def further_problems_of_refused_config(refused: SwiftConfig) -> list[Problem]:
@@ -169,7 +168,7 @@ def further_problems_of_refused_config(refused: SwiftConfig) -> list[Problem]:
     attempt."""
     from megaswift.trainers.preflight import layout_data_output_problems
 
-    return layout_data_output_problems(refused, process_count(refused))
+    return layout_data_output_problems(refused, process_count(refused.launch))
 
 
 def config_after_restart(cfg: SwiftConfig, attempt: int, job: str = "") -> SwiftConfig:
@@ -186,16 +185,15 @@ def config_after_restart(cfg: SwiftConfig, attempt: int, job: str = "") -> Swift
     return resume_own_folder(cfg)
 
 
-def launch_option_mismatch_problems(cfg: SwiftConfig) -> list[Problem]:
+def launch_option_mismatch_problems(launch: LaunchConfig) -> list[Problem]:
     """Options that say otherwise than the launcher that started this worker."""
-    problems = nested_launcher_problems(cfg.launch.launcher, os.environ)
+    problems = nested_launcher_problems(launch.launcher, os.environ)
     for name in COUNTS:
-        wanted, real = cfg.value(name), nproc_or_nnodes_started_by_launcher(name, os.environ)
+        wanted = getattr(launch, name)
+        real = nproc_or_nnodes_started_by_launcher(name, os.environ)
         if wanted is not None and real is not None and wanted != real:
-            fix = (
-                RAY_FIX
-                if cfg.launch.launcher == "ray"
-                else "leave it out here, and set it in torchrun, accelerate or deepspeed"
-            )
+            fix = "leave it out here, and set it in torchrun, accelerate or deepspeed"
+            if launch.launcher == "ray":
+                fix = RAY_FIX
             problems.append(Problem(f"--{name} {wanted}", f"does not match the launcher, which started {real}", fix))
     return problems

@@ -186,8 +186,8 @@ from megaswift.errors import Problem
 class EchoLauncher:
     def missing(self, launch):
         return [Problem("--launcher echo", "needs a terminal", "one")] * (launch.max_restarts > 8)
-    def start(self, cfg, words, environ):
-        print(cfg.task, *words)
+    def start(self, command, launch, environ):
+        print(command.task, *command.words)
         return 7
 LAUNCHER = EchoLauncher()
 '''
@@ -199,7 +199,7 @@ import sys
 from megaswift.config import load_config
 from megaswift.config.help_page import task_help
 from megaswift.config.variables_set_by_launcher import nested_launcher_problems
-from megaswift.launchers.launcher import launcher_of
+from megaswift.launchers.launcher import TrainingCommand, launcher_of
 from megaswift.launchers.torchrun_launcher import requests_worker_processes
 words = ["--launcher", "echo", "--max_restarts", "2"]
 print(refused("sft", *words))
@@ -207,7 +207,7 @@ print(refused("sft", *words, "--num_workers", "2"))
 print(refused("sft", "--launcher", "echo", "--master_addr", "h"))
 print("[torchrun | echo | ray]" in " ".join(task_help("sft", 120).split()), "torch" in sys.modules)
 cfg = load_config("sft", words, environ={})
-started = launcher_of(cfg.launch).start(cfg, words, {})
+started = launcher_of(cfg.launch).start(TrainingCommand("sft", words), cfg.launch, {})
 print(requests_worker_processes(cfg.launch), started, *nested_launcher_problems("echo", {}))
 import megaswift.training_command_entry as entry
 print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model", "m", "--dataset", "d"]))

@@ -60,7 +60,7 @@ def _with_engine(cfg: SwiftConfig) -> SwiftConfig:
         from megaswift.trainers.engine_choice import resolve_engine
         from megaswift.training_command_entry import process_count
 
-        return resolve_engine(cfg, process_count(cfg))
+        return resolve_engine(cfg, process_count(cfg.launch))
     requested = requested_engine(cfg)
     return cfg if requested == cfg.engine.engine else cfg.replace(engine=requested)
 

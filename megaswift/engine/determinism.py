@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 
-from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, Problem
 
 VARIABLES: Mapping[str, tuple[str, ...]] = {
@@ -25,9 +24,9 @@ _RAISED = "does not have a deterministic implementation"
 """In torch's error about such an operation."""
 
 
-def determinism_environment_problems(cfg: SwiftConfig, environ: Mapping[str, str]) -> list[Problem]:
+def determinism_environment_problems(deterministic: bool, environ: Mapping[str, str]) -> list[Problem]:
     """Variables that are set to what prevents it."""
-    if not cfg.train.deterministic:
+    if not deterministic:
         return []
     return [
         Problem(
@@ -38,12 +37,12 @@ def determinism_environment_problems(cfg: SwiftConfig, environ: Mapping[str, str
     ]
 
 
-def enable_determinism(cfg: SwiftConfig, environ: MutableMapping[str, str]) -> None:
+def enable_determinism(deterministic: bool, environ: MutableMapping[str, str]) -> None:
     """Sets the variables, before a library reads them, and torch's switches. ConfigError where a variable prevents
     it."""
-    if not cfg.train.deterministic:
+    if not deterministic:
         return
-    if problems := determinism_environment_problems(cfg, environ):
+    if problems := determinism_environment_problems(deterministic, environ):
         raise ConfigError(problems)
     for name, values in VARIABLES.items():
         environ.setdefault(name, values[0])
@@ -53,10 +52,10 @@ def enable_determinism(cfg: SwiftConfig, environ: MutableMapping[str, str]) -> N
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
-def nondeterministic_op_error(cfg: SwiftConfig, error: BaseException) -> ConfigError | None:
+def nondeterministic_op_error(deterministic: bool, error: BaseException) -> ConfigError | None:
     """The error for a run that torch stopped because an operation has no deterministic form."""
     text = str(error)
-    if not cfg.train.deterministic or _RAISED not in text:
+    if not deterministic or _RAISED not in text:
         return None
     operation = text.split(_RAISED)[0].strip().split("\n")[-1]
     rule = f"{operation} has no deterministic implementation on this device, and this run uses it"

@@ -5,16 +5,15 @@ Megatron-Core binds its decorator when it is imported (`megatron.core.jit`), so 
 
 from __future__ import annotations
 
-from megaswift.config import SwiftConfig
 from megaswift.engine.triton_on_device import triton_launches
 
 _chosen: bool | None = None
 
 
-def choose_jit_fuser(cfg: SwiftConfig) -> None:
-    """Before the native engine is imported."""
+def choose_jit_fuser(fuse: bool | None) -> None:
+    """Set what `--jit_fuser` says, before the native engine is imported; None: by the device."""
     global _chosen
-    _chosen = cfg.model.jit_fuser
+    _chosen = fuse
 
 
 def fuses_pointwise_functions(cuda: bool) -> bool:

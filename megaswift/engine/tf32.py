@@ -5,38 +5,40 @@ Owns torch's switch and what prevents it. torch is imported where the option is 
 
 from __future__ import annotations
 
-from megaswift.config import SwiftConfig
-from megaswift.config.engine_rules import NATIVE, requested_engine
 from megaswift.errors import Problem
 
 AMPERE = 8
 """Major compute capability of the first GPUs with TF32."""
 
 
-def tf32_problems(cfg: SwiftConfig, stored: str) -> list[Problem]:
-    """A device without TF32, or modules that always use it. `stored`: the checkpoint's dtype."""
-    if cfg.train.tf32 is None:
+def tf32_problems(tf32: bool | None, dtype: str, transformer_engine: bool) -> list[Problem]:
+    """A device without TF32, or modules that always use it.
+
+    Args:
+        tf32: `--tf32`; None: nothing is asked for.
+        dtype: Of the weights on a GPU.
+        transformer_engine: Whether the layers may be Transformer Engine's.
+    """
+    if tf32 is None:
         return []
     import torch
 
     if not torch.cuda.is_available():
-        return [Problem("--tf32 true", "there is no CUDA device", "leave it out")] * cfg.train.tf32
+        return [Problem("--tf32 true", "there is no CUDA device", "leave it out")] if tf32 else []
     major = torch.cuda.get_device_capability()[0]
-    if cfg.train.tf32 and major < AMPERE:
+    if tf32 and major < AMPERE:
         rule = f"needs a GPU of compute capability {AMPERE}.0 or later, and this one has {major}"
         return [Problem("--tf32 true", rule, "leave it out")]
     # its products are CUBLAS_COMPUTE_32F_FAST_TF32: transformer_engine/common/gemm/cublaslt_gemm.cu
-    always = requested_engine(cfg) == NATIVE and cfg.model.transformer_impl != "torch"
-    dtype = stored if cfg.model.torch_dtype == "auto" else cfg.model.torch_dtype
-    if not cfg.train.tf32 and always and dtype == "float32" and major >= AMPERE:
+    if not tf32 and transformer_engine and dtype == "float32" and major >= AMPERE:
         rule = "Transformer Engine always rounds products of float32 matrices to TF32"
         return [Problem("--tf32 false", rule, "--transformer_impl torch")]
     return []
 
 
-def set_tf32(cfg: SwiftConfig) -> None:
-    """Torch's switches for products and convolutions."""
-    if cfg.train.tf32 is not None:
+def set_tf32(tf32: bool | None) -> None:
+    """Torch's switches for products and convolutions; None leaves them."""
+    if tf32 is not None:
         import torch
 
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.train.tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32

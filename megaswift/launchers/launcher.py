@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
-from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.errors import Problem
+
+
+@dataclass(frozen=True)
+class TrainingCommand:
+    """The command line that workers run."""
+
+    task: str
+    words: Sequence[str]
+    given: frozenset[str] = frozenset()
+    """Canonical names of the options in it: workers do not read others from the environment."""
 
 
 class Launcher(Protocol):
@@ -18,7 +28,7 @@ class Launcher(Protocol):
     def missing(self, launch: LaunchConfig) -> list[Problem]:
         """What this machine lacks: packages, versions."""
 
-    def start(self, cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
+    def start(self, command: TrainingCommand, launch: LaunchConfig, environ: Mapping[str, str]) -> int:
         """Runs `megaswift TASK WORDS` in workers to the end; the exit code. ConfigError where they cannot start."""
 
 

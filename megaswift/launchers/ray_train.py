@@ -24,10 +24,10 @@ from types import FrameType
 from typing import Any
 
 from megaswift import log
-from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.errors import EXPLAINED, ConfigError, Problem, first_line
 from megaswift.launchers import ray_worker, torchrun_launcher
+from megaswift.launchers.launcher import TrainingCommand
 from megaswift.launchers.ray_message_actor import RunMessageActor
 
 LOCAL = "local"
@@ -305,11 +305,11 @@ class RayLauncher:
         """Ray, or a release of it that is new enough."""
         return missing_ray_problems(launch)
 
-    def start(self, cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
+    def start(self, command: TrainingCommand, launch: LaunchConfig, environ: Mapping[str, str]) -> int:
         """The run of this command line by Ray's workers; its exit code."""
-        counted = {"num_workers", "nproc_per_node"} & cfg.given  # else by NPROC_PER_NODE, which is this machine's
-        count = [] if counted else ["--nproc_per_node", str(cfg.launch.nproc_per_node)]
-        return start_on_ray(cfg.launch, cfg.task, [*words, *count], environ)
+        counted = {"num_workers", "nproc_per_node"} & command.given  # else by NPROC_PER_NODE, which is this machine's
+        count = [] if counted else ["--nproc_per_node", str(launch.nproc_per_node)]
+        return start_on_ray(launch, command.task, [*command.words, *count], environ)
 
 
 LAUNCHER = RayLauncher()

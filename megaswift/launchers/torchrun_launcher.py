@@ -9,16 +9,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 from megaswift import log
-from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, NODE, OOM_RETRY, RESTARTS, RUN
 from megaswift.errors import EXIT_OOM_RETRY, EXIT_USER_ERROR, NOT_RESTARTED, ConfigError, Problem
+from megaswift.launchers.launcher import TrainingCommand
 from megaswift.launchers.local_address_and_interface import local_address
 from megaswift.launchers.parent_death import environment_with_parent_pid
 
@@ -178,21 +178,28 @@ def _once(words: Sequence[str], environ: Mapping[str, str]) -> tuple[int, bool]:
     return (code if code >= 0 else 128 - code), bool(received)
 
 
-def environment_launch_arguments(cfg: SwiftConfig) -> list[str]:
-    """Launch options that this process has from its environment, as words: workers do not read them there."""
-    names = ["nproc_per_node", *(["nnodes", "node_rank", "master_addr"] if (cfg.launch.nnodes or 1) > 1 else [])]
-    values = [(name, cfg.value(name)) for name in names if name not in cfg.given]
+def environment_launch_arguments(launch: LaunchConfig, given: Collection[str]) -> list[str]:
+    """Launch options that this process has from its environment, as words: workers do not read them there.
+
+    Args:
+        given: Canonical names of the options that the command line has already.
+    """
+    names = ["nproc_per_node"]
+    if (launch.nnodes or 1) > 1:
+        names += ["nnodes", "node_rank", "master_addr"]
+    values = [(name, getattr(launch, name)) for name in names if name not in given]
     return [word for name, value in values if value is not None for word in (f"--{name}", str(value))]
 
 
-def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
+def start_torchrun(command: TrainingCommand, launch: LaunchConfig, environ: Mapping[str, str]) -> int:
     """The run of this command line by torchrun's workers; torchrun's exit code."""
-    script = Path(__file__).parents[1] / f"{cfg.task}.py"
-    command = torchrun_command(cfg.launch, script, [*words, *environment_launch_arguments(cfg)])
-    alone = (cfg.launch.nnodes or 1) == 1
-    restarts = cfg.launch.max_restarts if alone else 0
-    retries_oom = alone or not cfg.launch.max_restarts
-    return run_torchrun_with_restarts(command, torchrun_environment(cfg.launch, environ), restarts, retries_oom)
+    script = Path(__file__).parents[1] / f"{command.task}.py"
+    words = [*command.words, *environment_launch_arguments(launch, command.given)]
+    alone = (launch.nnodes or 1) == 1
+    restarts = launch.max_restarts if alone else 0
+    retries_oom = alone or not launch.max_restarts
+    environment = torchrun_environment(launch, environ)
+    return run_torchrun_with_restarts(torchrun_command(launch, script, words), environment, restarts, retries_oom)
 
 
 class TorchrunLauncher:
@@ -202,11 +209,11 @@ class TorchrunLauncher:
         """Nothing: torchrun comes with torch."""
         return []
 
-    def start(self, cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
+    def start(self, command: TrainingCommand, launch: LaunchConfig, environ: Mapping[str, str]) -> int:
         """The same, where the port is free; the workers do not check the configuration again."""
-        if taken := port_in_use_problems(cfg.launch):
+        if taken := port_in_use_problems(launch):
             raise ConfigError(taken)
-        return start_torchrun(cfg, words, {**environ, "MEGASWIFT_CHECKED": "1"})
+        return start_torchrun(command, launch, {**environ, "MEGASWIFT_CHECKED": "1"})
 
 
 LAUNCHER = TorchrunLauncher()

@@ -12,7 +12,6 @@ from math import log2
 from typing import Any
 
 from megaswift.config.parse_option_values import option_value_text
-from megaswift.config.swift_config import SwiftConfig
 from megaswift.errors import LayoutError, Problem
 from megaswift.log import count_text
 from megaswift.parallel.layout import FLAGS, Layout
@@ -24,9 +23,8 @@ ALONE = ("tp", "cp", "ep", "etp")
 """Axes whose size is ruled out, whatever the others are, when it does not work with all others at 1."""
 
 
-def layout_for(cfg: SwiftConfig, shape: ModelShape, world_size: int) -> Layout:
-    """The layout of a run; LayoutError with everything that is wrong with it."""
-    request = LayoutRequest.from_config(cfg, world_size)
+def legal_layout(shape: ModelShape, request: LayoutRequest) -> Layout:
+    """The layout that a run asks for; LayoutError with everything that is wrong with it."""
     problems = layout_problems(shape, request)
     if problems:
         raise LayoutError(problems)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megaswift.config.batch_arithmetic import accumulation_steps, batch_problems
+from megaswift.config.parallel import ParallelConfig
 from megaswift.config.parse_option_values import option_value_text
-from megaswift.config.swift_config import SwiftConfig
 from megaswift.config.train import TrainConfig
 from megaswift.errors import Problem
 from megaswift.parallel.layout import (
@@ -45,20 +45,18 @@ class LayoutRequest(AxisSizes):
     """The batch sizes; None: not checked."""
 
     @classmethod
-    def from_config(cls, cfg: SwiftConfig, world_size: int) -> LayoutRequest:
-        """What a configuration asks for on `world_size` processes; LayoutError when the layout string cannot be
-        read."""
-        p = cfg.parallel
+    def of(cls, parallel: ParallelConfig, world_size: int, max_length: int, train: TrainConfig) -> LayoutRequest:
+        """What a run asks for on `world_size` processes; LayoutError when the layout string cannot be read."""
         return cls(
             world_size,
-            **requested_axis_sizes(p),
-            sequence_parallel=p.sequence_parallel,
-            split=PipelineSplit.from_config(p),
-            dp=p.data_parallel_size,
-            cp_comm_type=p.cp_exchange,
-            context_levels=p.hierarchical_context_parallel_sizes,
-            max_length=cfg.data.max_length,
-            train=cfg.train,
+            **requested_axis_sizes(parallel),
+            sequence_parallel=parallel.sequence_parallel,
+            split=PipelineSplit.from_config(parallel),
+            dp=parallel.data_parallel_size,
+            cp_comm_type=parallel.cp_exchange,
+            context_levels=parallel.hierarchical_context_parallel_sizes,
+            max_length=max_length,
+            train=train,
         )
 
     @property

@@ -62,7 +62,7 @@ def _reasons_against(cfg: SwiftConfig, shared: SwiftConfig, spec: ModelSpec, lay
     """Why it is no default here."""
     if cfg.task != "sft" or requested_engine(cfg) != NATIVE:
         yield "it was measured for sft on the native engine"
-    elif needs_rows_of_full_length(cfg, layout):
+    elif needs_rows_of_full_length(cfg.model, cfg.parallel.tp_comm_overlap, layout):
         yield "buffers have the shape of padded rows"
     elif spec.experts:
         yield "auxiliary losses of routers are means over a micro-batch"

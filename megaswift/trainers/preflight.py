@@ -19,7 +19,13 @@ from megaswift.config.cuda_graph_rules import cuda_graph_model_problems
 from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import VISION_ONLY, capabilities_of, filled_deepspeed_config, requested_engine
+from megaswift.config.engine_rules import (
+    NATIVE,
+    VISION_ONLY,
+    capabilities_of,
+    filled_deepspeed_config,
+    requested_engine,
+)
 from megaswift.config.expert_capacity_rules import expert_capacity_problems
 from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_batch_problems
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_problems
@@ -98,11 +104,16 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
                 ConfigError,
             ),
             (lambda: device_dependent_option_problems(cfg, os.environ), ConfigError),
-            (lambda: determinism_environment_problems(cfg, os.environ), ConfigError),
+            (lambda: determinism_environment_problems(cfg.train.deterministic, os.environ), ConfigError),
             (lambda: model_problems(cfg, world_size), UserError),
             (lambda: profile_rank_problems(cfg.train, world_size), ConfigError),
             (lambda: rl_run_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
-            (lambda: kto_batch_problems(cfg, LayoutRequest.from_config(cfg, world_size).known_dp), ConfigError),
+            (
+                lambda: kto_batch_problems(
+                    cfg, LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train).known_dp
+                ),
+                ConfigError,
+            ),
             *data_output_and_tracker_checks(cfg),
         ]
     )
@@ -120,7 +131,7 @@ def layout_data_output_problems(cfg: SwiftConfig, world_size: int) -> list[Probl
         if cfg.model.model is None:
             return []
         shape = ModelShape.of(model_spec_for_task(cfg, locate_model(cfg.model, weights=False)))
-        return layout_problems(shape, LayoutRequest.from_config(cfg, world_size))
+        return layout_problems(shape, LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train))
 
     named: Check = (lambda: reward_environment_and_model_problems(cfg) if cfg.task in RL else [], ConfigError)
     return [
@@ -179,7 +190,9 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     )
     problems += model_type_option_mismatch_problems(cfg.model.model_type, read_config_json(folder))
     spec = model_spec_for_task(cfg, folder)
-    problems += tf32_problems(cfg, spec.dtype)
+    dtype = spec.dtype if cfg.model.torch_dtype == "auto" else cfg.model.torch_dtype
+    transformer_engine = requested_engine(cfg) == NATIVE and cfg.model.transformer_impl != "torch"
+    problems += tf32_problems(cfg.train.tf32, dtype, transformer_engine)
     problems += megatron_architecture_problems(cfg.model.megatron_architecture, spec)
     problems += extra_kwargs_problems(cfg.model.megatron_extra_kwargs, spec.transformer)
     problems += cuda_graph_model_problems(cfg, spec.transformer)
@@ -197,7 +210,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     )
     adapters = adapter_target_and_folder_problems(cfg, spec) if cfg.model.train_type != "full" else []
     idle += rope_length_problems(cfg, spec)
-    request = LayoutRequest.from_config(cfg, world_size)
+    request = LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train)
     unfit = layout_problems(ModelShape.of(spec), request) + native_compiler_problems(cfg)
     if cfg.model.train_type == "qlora" and not unfit:
         unfit = qlora_weights_and_block_fit.four_bit_block_size_problems(
@@ -209,7 +222,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
 def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world_size: int) -> list[Problem]:
     """What the torch engine needs beside a model that transformers loads."""
     problems = layout_problems(
-        ModelShape.of(spec), LayoutRequest.from_config(cfg, world_size)
+        ModelShape.of(spec), LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train)
     ) + torch_engine_machine_problems(cfg)
     problems += transformers_class_problems(cfg, spec)
     if "moe_router_score_function" not in spec.transformer:

@@ -21,7 +21,8 @@ from megaswift.engine.jit_fuser import choose_jit_fuser
 from megaswift.engine.tf32 import set_tf32
 from megaswift.error_exit import print_error_once
 from megaswift.families.model_and_tokenizer_source import locate_model
-from megaswift.parallel.layout_checks import layout_for
+from megaswift.parallel.layout_checks import legal_layout
+from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.trainers.fit_to_device import fit_to_device
 from megaswift.trainers.interrupt import InterruptedBySignal
@@ -38,9 +39,9 @@ def run_training(cfg: SwiftConfig) -> Path:
     began = time.perf_counter()
     log.quiet_libraries()
     CLOCK.limit(cfg.parallel.ddp_timeout, "--ddp_timeout", lambda error: print_error_once(error, os.environ))
-    enable_determinism(cfg, os.environ)
-    set_tf32(cfg)
-    choose_jit_fuser(cfg)
+    enable_determinism(cfg.train.deterministic, os.environ)
+    set_tf32(cfg.train.tf32)
+    choose_jit_fuser(cfg.model.jit_fuser)
     with gc_paused():
         from megaswift.trainers.agreement_of_ranks_at_start import (
             program_and_device_facts,
@@ -59,7 +60,7 @@ def run_training(cfg: SwiftConfig) -> Path:
 
         folder = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
         spec = model_spec_for_task(cfg, folder)
-        layout = layout_for(cfg, ModelShape.of(spec), int(os.environ.get("WORLD_SIZE", "1")))
+        layout = legal_layout(ModelShape.of(spec), requested_layout(cfg))
         context = start_context(cfg, layout)
     finished = False
     adds_version = cfg.train.add_version
@@ -95,6 +96,11 @@ def run_training(cfg: SwiftConfig) -> Path:
         # after an error other ranks may be inside a collective: the process ends instead
         if finished or layout.world_size == 1:
             context.close()
+
+
+def requested_layout(cfg: SwiftConfig) -> LayoutRequest:
+    """The layout that a run asks for on the processes that its launcher started."""
+    return LayoutRequest.of(cfg.parallel, int(os.environ.get("WORLD_SIZE", "1")), cfg.data.max_length, cfg.train)
 
 
 ALLOCATIONS = 50_000

@@ -135,9 +135,9 @@ class RunBuilder:
             per_device=plan.per_device,
             accumulation=plan.accumulation,
             doc_multiple=2 * layout.cp if layout.cp > 1 else 1,
-            row_multiple=row_padding_multiple(layout, fp8_token_multiple(self.cfg, layout.sequence_parallel)),
+            row_multiple=row_padding_multiple(layout, fp8_token_multiple(self.cfg.model, layout.sequence_parallel)),
             uniform=layout.pp > 1,
-            full_length=needs_rows_of_full_length(self.cfg, layout),
+            full_length=needs_rows_of_full_length(self.cfg.model, self.cfg.parallel.tp_comm_overlap, layout),
             seed=data.data_seed(self.cfg.data, self.cfg.train),
             vocabulary=0 if has_vision_tower(self.spec.hf_config) else self.spec.vocab_size,  # or an image's beyond it
             divided_weights=self.cfg.engine.engine in SHARDED,

@@ -260,7 +260,7 @@ class TrainingSession:
         except UserError:
             raise
         except (RuntimeError, MemoryError) as error:
-            if (refusal := nondeterministic_op_error(self.cfg, error)) is not None:
+            if (refusal := nondeterministic_op_error(self.cfg.train.deterministic, error)) is not None:
                 raise refusal from None
             if not out_of_memory.is_out_of_memory(error):
                 raise

@@ -35,10 +35,10 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.usefixtures("switches")
 def test_what_is_set() -> None:
     environ = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "OTHER": "1"}
-    determinism.enable_determinism(OFF, environ)
+    determinism.enable_determinism(False, environ)
     assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "OTHER": "1"}
     assert not torch.are_deterministic_algorithms_enabled()
-    determinism.enable_determinism(ON, environ)
+    determinism.enable_determinism(True, environ)
     assert environ == {
         "CUBLAS_WORKSPACE_CONFIG": ":16:8",  # from docs.nvidia.com/cuda/cublas: this or :4096:8
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -52,9 +52,9 @@ def test_what_is_set() -> None:
 
 def test_variables_that_prevent_it_are_refused() -> None:
     environ = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1", "NCCL_ALGO": "NVLS", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    assert determinism.determinism_environment_problems(OFF, environ) == []
+    assert determinism.determinism_environment_problems(False, environ) == []
     with pytest.raises(ConfigError) as error:
-        determinism.enable_determinism(ON, environ)
+        determinism.enable_determinism(True, environ)
     assert [p.what for p in error.value.problems] == ["NVTE_ALLOW_NONDETERMINISTIC_ALGO=1", "NCCL_ALGO=NVLS"]
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -106,11 +106,11 @@ def test_an_operation_without_a_deterministic_form_is_named() -> None:
     torch.use_deterministic_algorithms(True)
     with pytest.raises(RuntimeError) as error:
         torch._C._nn.max_unpool2d(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.int64), [2, 2])
-    found = determinism.nondeterministic_op_error(ON, error.value)
+    found = determinism.nondeterministic_op_error(True, error.value)
     assert found is not None and "max_unpooling2d_forward_out has no deterministic" in found.message()
     assert (
-        determinism.nondeterministic_op_error(OFF, error.value) is None
-        and determinism.nondeterministic_op_error(ON, ValueError("x")) is None
+        determinism.nondeterministic_op_error(False, error.value) is None
+        and determinism.nondeterministic_op_error(True, ValueError("x")) is None
     )
 
 

@@ -10,16 +10,14 @@ import sys
 
 import pytest
 
-from megaswift.config import SwiftConfig
 from megaswift.engine import jit_fuser
 
 PROGRAM = """
 import sys, torch
 torch.cuda.is_available = lambda: sys.argv[1] == "cuda"
-from megaswift.config import SwiftConfig
 from megaswift.engine.jit_fuser import choose_jit_fuser
 if sys.argv[2] != "unset":
-    choose_jit_fuser(SwiftConfig(task="sft", jit_fuser=sys.argv[2]))
+    choose_jit_fuser({"true": True, "false": False}[sys.argv[2]])
 from megaswift.engine.megatron.cpu import megatron_cpu_patch_table
 from megatron.core.fusions.fused_bias_swiglu import jit_fuser
 print(jit_fuser is torch.compile)
@@ -39,5 +37,5 @@ def test_what_megatron_core_binds(device: str, option: str, compiled: bool) -> N
 def test_the_option_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit_fuser, "_chosen", None)
     for value, results in ((None, (True, False)), (False, (False, False)), (True, (True, True))):
-        jit_fuser.choose_jit_fuser(SwiftConfig(task="sft", **({} if value is None else {"jit_fuser": value})))
+        jit_fuser.choose_jit_fuser(value)
         assert (jit_fuser.fuses_pointwise_functions(True), jit_fuser.fuses_pointwise_functions(False)) == results

@@ -102,7 +102,7 @@ def refusal(command: Command, root: Path) -> list[Problem]:
             if command.task == "rlhf" and cfg.task not in ALIGNMENT:
                 return [Problem("--rlhf_type", "is missing", "")]
             with errors_as_typed(cfg.typed, NAMES):
-                world = process_count(cfg)
+                world = process_count(cfg.launch)
                 cfg = resolve_engine(cfg, world, tell=False)
                 checks = [
                     (lambda: preflight.model_problems(cfg, world), UserError),

@@ -251,15 +251,12 @@ def test_a_port_in_use_is_refused_with_another() -> None:
 def test_workers_are_told_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers do not read NPROC_PER_NODE: without it an option of several processes would be refused there."""
     cfg = load_config("sft", ["--max_restarts", "2"], environ={"NPROC_PER_NODE": "2"})
-    assert torchrun_launcher.environment_launch_arguments(cfg) == ["--nproc_per_node", "2"]
+    arguments = torchrun_launcher.environment_launch_arguments(cfg.launch, cfg.given)
+    assert arguments == ["--nproc_per_node", "2"]
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert (
-        load_config(
-            "sft", ["--max_restarts", "2", *torchrun_launcher.environment_launch_arguments(cfg)]
-        ).launch.max_restarts
-        == 2
-    )
+    assert load_config("sft", ["--max_restarts", "2", *arguments]).launch.max_restarts == 2
+    assert torchrun_launcher.environment_launch_arguments(cfg.launch, {"nproc_per_node"}) == []
 
 
 def test_a_restarted_attempt_resumes_from_its_own_folder(tmp_path: Path) -> None:

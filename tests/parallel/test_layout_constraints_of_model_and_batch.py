@@ -12,7 +12,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.errors import LayoutError
-from megaswift.parallel.layout_checks import layout_for, layout_problems, nearest_layout, suggested_layout_flags_text
+from megaswift.parallel.layout_checks import layout_problems, legal_layout, nearest_layout, suggested_layout_flags_text
 from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest, broken_rule_problems
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.parallel.pipeline_split import PipelineSplit
@@ -23,6 +23,10 @@ MOE = replace(DENSE, experts=8, expert_ffn=24, moe_layers=(False,) + (True,) * 1
 
 def config(**options):
     return SwiftConfig(task="sft", **options)
+
+
+def layout_for(cfg, shape, world):
+    return legal_layout(shape, LayoutRequest.of(cfg.parallel, world, cfg.data.max_length, cfg.train))
 
 
 def test_heads_are_refused_where_megatron_refuses(megatron):
@@ -208,7 +212,7 @@ def test_batches(options, world, says):
         assert part in str(error.value)
 
 
-def test_layout_for():
+def test_legal_layout():
     layout = layout_for(config(tp=2, pp=2, vpp=3, gradient_accumulation_steps=4, dp=2), DENSE, 8)
     assert (layout.tp, layout.pp, layout.vpp, layout.dp, layout.sequence_parallel) == (2, 2, 3, 2, True)
     custom = layout_for(config(pp=2, gradient_accumulation_steps=2, pipeline_layout="Et*2|t*4|t*4|t*2L"), DENSE, 2)

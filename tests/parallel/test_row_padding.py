@@ -38,7 +38,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("options", "tokens"), FP8)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_rows_divide_as_the_layout_and_fp8_products_need(options: dict[str, Any], tokens: int, layout: Layout) -> None:
-    n = row_padding_multiple(layout, fp8_token_multiple(SwiftConfig(**options)))
+    n = row_padding_multiple(layout, fp8_token_multiple(SwiftConfig(**options).model))
     parts = layout.tp if layout.sequence_parallel else 1
     assert layout.cp == 1 or n % (2 * layout.cp) == 0
     assert n % (layout.cp * parts * tokens) == 0
@@ -54,31 +54,32 @@ def test_the_recipes_multiples_are_megatrons(megatron: Any) -> None:
 
 def test_blocks_that_ranks_gather() -> None:
     """Under sequence parallelism each rank's tokens are whole blocks."""
-    cfg = SwiftConfig(fp8_format="e4m3", fp8_recipe="blockwise")
-    assert (fp8_token_multiple(cfg), fp8_token_multiple(cfg, sequence_parallel=True)) == (16, 128)
+    model = SwiftConfig(fp8_format="e4m3", fp8_recipe="blockwise").model
+    assert (fp8_token_multiple(model), fp8_token_multiple(model, sequence_parallel=True)) == (16, 128)
     layout = Layout(4, tp=2, cp=2, sequence_parallel=True)
-    assert row_padding_multiple(layout, fp8_token_multiple(cfg, True)) % (128 * 2 * 2) == 0
+    assert row_padding_multiple(layout, fp8_token_multiple(model, True)) % (128 * 2 * 2) == 0
 
 
 def test_who_needs_rows_of_full_length() -> None:
     """Ranks that exchange padded inputs of experts, beside buffers and graphs; experts of one rank do not."""
-    padded = SwiftConfig(moe_pad_expert_input_to_capacity=True, moe_expert_capacity_factor=1.0)
-    assert needs_rows_of_full_length(padded, Layout(2, ep=2))
-    assert not needs_rows_of_full_length(padded, Layout(2))
-    assert not needs_rows_of_full_length(SwiftConfig(moe_expert_capacity_factor=1.0), Layout(2, ep=2))
-    assert needs_rows_of_full_length(SwiftConfig(cuda_graph_impl="local"), Layout(1))
-    overlapped = SwiftConfig(tp_comm_overlap=True, tp=2)
-    assert needs_rows_of_full_length(overlapped, Layout(2, tp=2))
+    padded = SwiftConfig(moe_pad_expert_input_to_capacity=True, moe_expert_capacity_factor=1.0).model
+    assert needs_rows_of_full_length(padded, False, Layout(2, ep=2))
+    assert not needs_rows_of_full_length(padded, False, Layout(2))
+    assert not needs_rows_of_full_length(SwiftConfig(moe_expert_capacity_factor=1.0).model, False, Layout(2, ep=2))
+    assert needs_rows_of_full_length(SwiftConfig(cuda_graph_impl="local").model, False, Layout(1))
+    plain = SwiftConfig().model
+    assert needs_rows_of_full_length(plain, True, Layout(2, tp=2)) and not needs_rows_of_full_length(
+        plain, True, Layout(2)
+    )
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_micro_batches_of_full_length(packing: bool) -> None:
     """As many tokens as the rows that the collator pads to max_length, whatever the documents."""
-    cfg = SwiftConfig(max_length=50, per_device_train_batch_size=3, packing=packing)
     layout = Layout(4, tp=2, cp=2, sequence_parallel=True)
     shape = PaddingShape(4, row_padding_multiple(layout, 1), minimum=50)
     documents = [(np.arange(n, dtype=np.int32), np.ones(n, dtype=np.uint8), n) for n in (7, 50, 23, 9)]
     steps: list[list[list[list[Document]]]] = [[[[d] for d in documents[:3]]], [[documents[3:], [], []]]]
     for rows in steps:
         (batch,) = collate_step_microbatches(rows, packing, shape, False)
-        assert batch.input_ids.numel() == layout.cp * full_microbatch_tokens(cfg, layout)
+        assert batch.input_ids.numel() == layout.cp * full_microbatch_tokens(3, 50, shape.row_multiple, layout)

@@ -46,7 +46,7 @@ from megaswift.families.grouped_expert_products import (
 )
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.row_padding import full_microbatch_tokens
+from megaswift.parallel.row_padding import fp8_token_multiple, full_microbatch_tokens, row_padding_multiple
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu}
@@ -279,7 +279,11 @@ def transformer_config(
     unit = gated_activation_class(config.activation_func, choice.linear)
     config.use_te_activation_func = config.gated_linear_unit and unit is not None
     config.tp_comm_overlap_cfg = read_tp_comm_overlap_cfg(cfg.parallel.tp_comm_overlap_cfg)
-    config.tp_comm_tokens = full_microbatch_tokens(cfg, layout) if cfg.parallel.tp_comm_overlap else 0
+    config.tp_comm_tokens = 0
+    if cfg.parallel.tp_comm_overlap:
+        multiple = row_padding_multiple(layout, fp8_token_multiple(cfg.model, layout.sequence_parallel))
+        rows = cfg.train.per_device_train_batch_size
+        config.tp_comm_tokens = full_microbatch_tokens(rows, cfg.data.max_length, multiple, layout)
     config.features = spec.features
     config.head = VocabularyHeadOptions(cfg.model.fp32_lm_head, cfg.model.gradient_accumulation_fusion is not False)
     config.quantized = cfg.model.train_type == "qlora"

@@ -68,7 +68,7 @@ def vision_rollout_problems(cfg: SwiftConfig) -> list[Problem]:
 def batch_problems_of(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:
     """Generations that no whole groups or batches fill."""
     try:
-        dp = LayoutRequest.from_config(cfg, world_size).known_dp
+        dp = LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train).known_dp
     except UserError:
         return
     if dp is not None and not list(batch_problems(cfg.train, dp, {})):
