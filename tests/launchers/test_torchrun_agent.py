@@ -54,7 +54,7 @@ def start(words: list[str], out: Path) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str], out: Path) -> tuple[int, str]:
     """Its exit code and what it printed; nothing of it lives on."""
     try:
-        process.wait(180)
+        process.wait(600)
     finally:
         for one in psutil.process_iter(["cmdline"]):
             if str(out) in (one.info["cmdline"] or []):
@@ -72,6 +72,14 @@ def rank_of(out: Path, rank: int, after: int) -> psutil.Process:
         if str(out) in (one.info["cmdline"] or []) and one.environ().get("RANK") == str(rank):
             return one
     raise AssertionError(f"no rank {rank}")
+
+
+def wait_for_attempt(out: Path, number: int) -> None:
+    """Returns once the run has been resumed so many times: until then the processes of the last attempt are there."""
+    log, end = out.with_suffix(".log"), time.monotonic() + 300
+    while log.read_text().count("resuming from") < number:
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.02)
 
 
 def losses(out: Path) -> dict[int, float]:
@@ -98,9 +106,9 @@ def test_a_killed_rank_comes_back(words: list[str], inputs: list[str], tmp_path:
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert finish(start([*words, *inputs, "--max_steps", "40"], whole), whole)[0] == 0
     run = start([*words, *inputs, "--max_steps", "40"], out)
-    for after, rank in ((5, 1), (13, 0)):
+    for times, (after, rank) in enumerate(((5, 1), (13, 0)), 1):
         rank_of(out, rank, after).kill()
-        time.sleep(2)
+        wait_for_attempt(out, times)
     code, said = finish(run, out)
     assert code == 0, said
     assert losses(out) == losses(whole) and len(losses(out)) == 40
@@ -128,8 +136,8 @@ def test_a_launcher_that_ends_saves(number: int, inputs: list[str], tmp_path: Pa
     run = start([*MEGASWIFT, *inputs, "--max_steps", "4000"], out)
     workers = [rank_of(out, rank, 3) for rank in (0, 1)]
     run.send_signal(number)
-    code, said = run.wait(60), out.with_suffix(".log").read_text
-    _, alive = psutil.wait_procs(workers, 60)
+    code, said = run.wait(300), out.with_suffix(".log").read_text
+    _, alive = psutil.wait_procs(workers, 300)
     assert code == (-9 if number == signal.SIGKILL else 128 + number) and not alive, said()
     assert (out / "checkpoints/latest.json").exists() and "saved; resume with" in said()
 

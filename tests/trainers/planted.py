@@ -11,18 +11,38 @@ from tests.sources import ROOT
 from tests.trainers.inputs import write_inputs
 
 STARTER = """\
-import os, sys
+import os, sys, time
 from importlib.abc import MetaPathFinder
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+RANK, WORLD = os.environ.get("RANK"), int(os.environ.get("WORLD_SIZE", "1"))
+
+def start_together():
+    from torch import distributed
+    init = distributed.init_process_group
+
+    def together(*values, **options):
+        (FOLDER / f"started-{RANK}").touch()
+        while len(list(FOLDER.glob("started-*"))) < WORLD:
+            time.sleep(0.01)
+        return init(*values, **options)
+
+    distributed.init_process_group = together
 
 class WhenTrainingIsImported(MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "megaswift.trainers.session":
             sys.meta_path.remove(self)
-            import planted_fault
+            if RANK is not None:
+                start_together()
+            if (RANK or "0") == os.environ["FAULTY_RANK"]:
+                import planted_fault
 
-if os.environ.get("RANK", "0") == os.environ["FAULTY_RANK"]:
-    sys.meta_path.insert(0, WhenTrainingIsImported())
+sys.meta_path.insert(0, WhenTrainingIsImported())
 """
+"""Plants the fault in one rank. All ranks start the process group together, however long a busy machine takes to import
+what they need: a test may then have a short --ddp_timeout."""
 BACKWARD = """\
 from torch import autograd
 run, calls = autograd.graph._engine_run_backward, []
@@ -52,4 +72,4 @@ def run_with_fault(
     ]
     own = {"PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1", "FAULTY_RANK": str(rank), **environ}
     command = [sys.executable, "-m", "megaswift", "sft", *words]
-    return subprocess.run(command, env=os.environ | own, cwd=folder, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=os.environ | own, cwd=folder, capture_output=True, text=True, timeout=600)

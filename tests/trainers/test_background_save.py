@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from megaswift.atomic_disk_writes import write_hashed
 from megaswift.errors import CheckpointError
 from megaswift.families.saved_step_integrity import damaged_file_problems, load_manifest_or_none
+from megaswift.trainers import checkpoint_hook
 from megaswift.trainers.checkpoint_hook import CheckpointHook, restore_run
 from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.hook import Hook
@@ -113,35 +113,57 @@ def said_times(text: str, step: int) -> list[tuple[float, float]]:
     return [(float(complete), float(waited)) for complete, waited in re.findall(line, text)]
 
 
-@pytest.mark.wide
+class Clock:
+    """Stands for `time` in the checkpoint hook: it moves when a test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(checkpoint_hook, "time", made)
+    return made
+
+
 @pytest.mark.parametrize("slow", ["begin", "finish", "rotate"])
 def test_the_reported_wait_covers_all_that_stops_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], clock: Clock, slow: str
 ) -> None:
-    """Beside a writer of 0.3 s, which training does not wait for: the start of the save, marking the folder, deleting
-    older ones, 0.4 s each."""
-    loop = loop_in(tmp_path, 4, {3: lambda: time.sleep(0.8)}, every=2)
+    """The start of the save, marking the folder, deleting older ones, 40 s each; training does not wait for the writer
+    of 5 s."""
+
+    def written() -> None:
+        clock.seconds += 5
+        loop.engine.started[0].gate.set()
+        loop.hooks[1].pending.writer._thread.join(60)
+
+    loop = loop_in(tmp_path, 4, {3: written}, every=2)
     act, start = getattr(loop.hooks[1].store, slow), loop.engine.start_save
 
     def slowly(*arguments: Any) -> Any:
-        time.sleep(0.4)
+        clock.seconds += 40
         return act(*arguments)
 
     def started(directory: Path) -> Any:
         save = start(directory)
-        threading.Timer(0.3, save.gate.set).start()
+        if len(loop.engine.started) == 2:
+            save.gate.set()
         return save
 
     setattr(loop.hooks[1].store, slow, slowly)
     loop.engine.start_save = started
     loop.run()
-    ((complete, waited),) = said_times("".join(capsys.readouterr()), 2)
-    assert 0.4 <= waited < complete - 0.75
+    assert said_times("".join(capsys.readouterr()), 2) == [(45.0, 40.0)]
 
 
-def test_a_second_save_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The save of step 6 begins while step 3 is written: a timer opens its gate, and it is published first. What
-    training has waited for a checkpoint stands in its line."""
+def test_a_second_save_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
+    """The save of step 6 begins while step 3 is written, whose gate opens once training waits for it: it is published
+    first. What training has waited for a checkpoint stands in its line."""
     loop = loop_in(tmp_path, 7, {}, every=3)
     order: list[str] = []
     publish, start = loop.hooks[1].store.finish, loop.engine.start_save
@@ -151,15 +173,22 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, capsys: pytest.Captur
         order.append(f"started {directory.parent.name}")
         return start(directory)
 
+    def open_in_the_wait() -> None:
+        writer = loop.hooks[1].pending.writer
+        finish = writer.finish
+
+        def waited(what: str) -> Any:
+            clock.seconds += 7
+            loop.engine.started[0].gate.set()
+            return finish(what)
+
+        writer.finish = waited
+
     loop.engine.start_save = started
-    loop.hooks[0].acts = {
-        6: lambda: threading.Timer(0.2, loop.engine.started[0].gate.set).start(),
-        7: lambda: loop.engine.started[1].gate.set(),
-    }
+    loop.hooks[0].acts = {5: open_in_the_wait, 7: lambda: loop.engine.started[1].gate.set()}
     loop.run()
     assert order == ["started step-3.saving", "published 3", "started step-6.saving", "published 6", "published 7"]
-    (waited,) = (waited for _, waited in said_times("".join(capsys.readouterr()), 3))
-    assert 0.15 < waited < 10
+    assert said_times("".join(capsys.readouterr()), 3) == [(7.0, 7.0)]
 
 
 def test_an_error_of_the_writer_ends_the_run_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
@@ -188,17 +217,24 @@ def test_after_another_error_it_is_given_up(tmp_path: Path, capsys: pytest.Captu
 
 
 def go_with_late_writers(rank: int, world: int, job: Job) -> Any:
-    """A run whose files are written a second after the save has begun, when later steps have changed the weights."""
+    """A run whose files are written once training waits for them, when later steps have changed the weights."""
     from megaswift.trainers.background_save import BackgroundWriter
     from tests.trainers.run_ranks import go
 
-    write = BackgroundWriter._write
+    class Late(BackgroundWriter):
+        def __init__(self, saves: Any) -> None:
+            self.waited_for = threading.Event()
+            super().__init__(saves)
 
-    def late(self: BackgroundWriter) -> None:
-        time.sleep(1.0)
-        write(self)
+        def _write(self) -> None:
+            self.waited_for.wait(300)
+            super()._write()
 
-    BackgroundWriter._write = late  # type: ignore[method-assign]  # this process ends with the job
+        def finish(self, what: str) -> Any:
+            self.waited_for.set()
+            return super().finish(what)
+
+    checkpoint_hook.BackgroundWriter = Late  # type: ignore[misc]  # this process ends with the job
     return go(rank, world, job)
 
 
