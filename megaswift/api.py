@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaswift.compat.files.accelerate_launch import python_api_accelerate_engine_problems
 from megaswift.config import SwiftConfig
-from megaswift.config.accelerate_options import python_api_accelerate_engine_problems
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.config.sections import NAMES

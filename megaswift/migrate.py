@@ -1,6 +1,6 @@
 """`megaswift migrate`: scripts and configuration files of other toolkits as YAML files of megaswift.
 
-Owns the command: files in, files out, the exit code. Reading and translating is `megaswift.migration`'s. Nothing of
+Owns the command: files in, files out, the exit code. Reading and translating is `megaswift.compat.scripts`. Nothing of
 what is read is run.
 """
 
@@ -14,19 +14,19 @@ from pathlib import Path
 from megaswift import log
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.command_line_common import UserErrorArgumentParser
-from megaswift.config.infer_deploy_export_parser import CommandParser
-from megaswift.config.read_config_file_and_command_line import LARGEST_FILE, read_config_file
-from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.migration.migrate_infer_deploy_export_commands import migrated_command, migrated_command_script_text
-from megaswift.migration.migrated_run import MigratedRun
-from megaswift.migration.recognize_toolkit_and_task_of_command import (
+from megaswift.compat.scripts.commands import migrated_run
+from megaswift.compat.scripts.inference import migrated_command, migrated_command_script_text
+from megaswift.compat.scripts.migrated_run import MigratedRun
+from megaswift.compat.scripts.run_file import ask_for_missing, run_file_text
+from megaswift.compat.scripts.toolkits import (
     WITHOUT_A_FILE,
     ForeignCommand,
     command_of_file,
     foreign_commands,
 )
-from megaswift.migration.translate_command import migrated_run
-from megaswift.migration.write_run_file import ask_for_missing, run_file_text
+from megaswift.config.infer_deploy_export_parser import CommandParser
+from megaswift.config.read_config_file_and_command_line import LARGEST_FILE, read_config_file
+from megaswift.errors import ConfigError, Problem, UserError
 
 EXIT_OPEN = 3
 """Every command was translated, and something is left for the user."""

@@ -17,13 +17,13 @@ from typing import NoReturn
 from megaswift import log
 from megaswift.closed_stdout import ignore_closed_stdout
 from megaswift.command_line_common import HELP
+from megaswift.compat.files.accelerate_launch import accelerate_notices
+from megaswift.compat.translation import translated_options
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.accelerate_options import accelerate_notices
 from megaswift.config.data import ALIGNMENT
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.read_config_file_and_command_line import read_command_line
 from megaswift.config.sections import NAMES, names_task
-from megaswift.config.translated_options import translated_options
 from megaswift.config.unread_variables import unread_variables_notices
 from megaswift.config.user_spelling import errors_as_typed
 from megaswift.config.variables_set_by_launcher import (

@@ -17,16 +17,16 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 from megaswift import log
 from megaswift.command_line_common import HELP
-from megaswift.config.help_page import option_lines, section_heading
-from megaswift.config.hub_dataset_ids import dataset_hubs, hub_source_from_environment
-from megaswift.config.merge_config_sources import ResolveState, set_option_value, unknown_option_problem
-from megaswift.config.neutral_and_unsupported_inference_options import (
+from megaswift.compat.names.inference import (
     NEUTRAL_OF,
     VALUES_ELSEWHERE_OF_INFERENCE,
     inference_option_advice,
     translated_inference_options,
 )
-from megaswift.config.neutral_options import NeutralOption, neutral_notice
+from megaswift.compat.names.neutral import NeutralOption, neutral_notice
+from megaswift.config.help_page import option_lines, section_heading
+from megaswift.config.hub_dataset_ids import dataset_hubs, hub_source_from_environment
+from megaswift.config.merge_config_sources import ResolveState, set_option_value, unknown_option_problem
 from megaswift.config.option import OptionTable, build_option_table
 from megaswift.config.parse_option_values import FALSE
 from megaswift.config.read_config_file_and_command_line import (

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.neutral_options import NEWER, NeutralOption
+from megaswift.compat.names.neutral import NEWER, NeutralOption
 from megaswift.errors import Problem, did_you_mean_hint
 
 _PROVEN = "is set by megaswift: the proof of layouts depends on it"

@@ -11,9 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megaswift.config.accelerate_file import expand_accelerate_files
+from megaswift.compat.defaults import differing_defaults_notice
+from megaswift.compat.files.accelerate_file import expand_accelerate_files
+from megaswift.compat.files.deepspeed_file import source_from_deepspeed_file
+from megaswift.compat.files.hostfile import expand_hostfile
+from megaswift.compat.names.answers import NAMES_ELSEWHERE, foreign_option_advice, foreign_value_advice
+from megaswift.compat.names.neutral import NeutralOption, neutral_notice, neutral_option
+from megaswift.compat.swift_rollout import translate_rollout_correction_options
+from megaswift.compat.translation import KNOWN_KEYS, translated_options
 from megaswift.config.adapter_rules import train_type_defaults
-from megaswift.config.advice_for_foreign_options import NAMES_ELSEWHERE, foreign_option_advice, foreign_value_advice
 from megaswift.config.check_all_option_rules import (
     BATCH,
     broken_option_rules,
@@ -22,16 +28,11 @@ from megaswift.config.check_all_option_rules import (
     options_dropped_with_notice,
 )
 from megaswift.config.data import ALIGNMENT, RL
-from megaswift.config.differing_toolkit_defaults import differing_defaults_notice
 from megaswift.config.engine_rules import engine_notices
 from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultGradientAccumulation, default_rl_accumulation_steps
-from megaswift.config.hostfile import expand_hostfile
 from megaswift.config.hub_dataset_ids import dataset_hubs
 from megaswift.config.megatron_extra_kwargs import transformer_config_option
-from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
-from megaswift.config.neutral_options import NeutralOption, neutral_notice, neutral_option
 from megaswift.config.option import Option
-from megaswift.config.options_from_deepspeed_json import source_from_deepspeed_file
 from megaswift.config.parse_option_values import (
     FALSE,
     InvalidValue,
@@ -42,7 +43,6 @@ from megaswift.config.parse_option_values import (
 from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue, secret_values_of
 from megaswift.config.rl_conflict_rules import missing_reward_problems
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections, names_task
-from megaswift.config.translated_options import KNOWN_KEYS, translated_options
 from megaswift.config.user_spelling import TypedOption, problems_as_typed
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.redaction import has_url_credentials, redact_problems, redacted_urls

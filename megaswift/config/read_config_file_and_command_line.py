@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.advice_for_foreign_options import SINGLE_VALUE_FIXES, unknown_section_advice
+from megaswift.compat.names.answers import SINGLE_VALUE_FIXES, unknown_section_advice
+from megaswift.compat.names.neutral import neutral_option
 from megaswift.config.bounded_yaml import TooManyValuesError, compose_yaml
-from megaswift.config.neutral_options import neutral_option
 from megaswift.config.option import OptionTable
 from megaswift.config.parse_option_values import FALSE, TRUE, example_flag_text, option_value_text
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, is_section_entry, takes_mapping

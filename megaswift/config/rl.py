@@ -27,7 +27,7 @@ BACKEND_SPELLINGS = {
 """`use_vllm` is a switch, `vllm_mode` says where it runs."""
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask")
 """Weights of samples: of a token, of a completion as the product of its tokens' (TRL's meaning), as their geometric
-mean. What ms-swift's names say is put in these terms by `ms_swift_rollout_correction.py` before it is read here."""
+mean. What ms-swift's names say is put in these terms by `compat/swift_rollout.py` before it is read here."""
 
 
 @dataclass(frozen=True)

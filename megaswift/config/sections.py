@@ -95,7 +95,7 @@ def is_section_entry(name: str, value: Any) -> bool:
 
 
 MAPPINGS = ("dataloader", "lr_scheduler_kwargs")
-"""Names of other toolkits whose value is a mapping that is translated; `neutral_options.py` answers others."""
+"""Names of other toolkits whose value is a mapping that is translated; `neutral.py` answers others."""
 
 
 def takes_mapping(name: str) -> bool:

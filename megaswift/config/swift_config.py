@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megaswift.config.accelerate_options import options_from_accelerate_environment
+from megaswift.compat.files.accelerate_launch import options_from_accelerate_environment
 from megaswift.config.adapter_rules import train_type_defaults
 from megaswift.config.check_all_option_rules import ignored_option_names
 from megaswift.config.external_plugins import plugins_of_sources

@@ -2,7 +2,7 @@
 inside), `deepspeed` or Ray.
 
 Owns the names of their variables and the argument that some add to the command line. accelerate's other settings:
-`accelerate_options.py`.
+`compat/files/accelerate_launch.py`.
 """
 
 from __future__ import annotations

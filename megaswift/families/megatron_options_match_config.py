@@ -1,6 +1,6 @@
 """Megatron-LM's architecture options beside the model of config.json: a difference ends the run before it starts.
 
-Owns what each option says of a `ModelSpec`. Which options there are is in `config/megatron_architecture_options.py`.
+Owns what each option says of a `ModelSpec`. Which options there are is in `compat/names/architecture.py`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tests.sources import ROOT
 PACKAGE = ROOT / "megaswift"
 DECIDES = {
     "config": "checks options and derives their defaults",
-    "migration": "writes options",
+    "compat": "writes options",
     "trainers/startup_summary.py": "shows options",
     "trainers/preflight.py": "checks options",
     "trainers/device_dependent_options.py": "checks options",
@@ -33,7 +33,7 @@ IN_CONFIG = {
     "metric_for_best_model": "evaluation_rules.py",
     "fsdp_config": "fsdp_json.py",
     "use_fsdp": "engine_rules.py",
-    "hostfile": "hostfile.py",
+    "hostfile": "../compat/files/hostfile.py",
     "reset_position_ids": "indexed_data_rules.py",
     **dict.fromkeys(("vllm_enforce_eager", "vllm_limit_mm_per_prompt", "vllm_engine_kwargs"), "rl_vllm.py"),
     "allow_biased_sampling": "rl_conflict_rules.py",

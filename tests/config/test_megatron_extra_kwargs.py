@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import megaswift.engine.megatron  # noqa: F401 (before megatron.core)
+from megaswift.compat.names.megatron_lm import UNSUPPORTED_OF_MEGATRON
+from megaswift.compat.names.neutral import neutral_option
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.megatron_extra_kwargs import (
     ANOTHER_SCHEDULE,
@@ -26,9 +28,7 @@ from megaswift.config.megatron_extra_kwargs import (
     transformer_config_fields,
     transformer_config_option,
 )
-from megaswift.config.neutral_options import neutral_option
 from megaswift.config.sections import MAPPINGS, NAMES
-from megaswift.config.unsupported_megatron_options import UNSUPPORTED_OF_MEGATRON
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
 from megaswift.trainers.startup_summary import extra_kwargs_text

@@ -2,7 +2,7 @@
 met.
 
 Covers: megaswift/config/rl_conflict_rules.py, megaswift/config/rl_defaults.py,
-megaswift/config/ms_swift_rollout_correction.py.
+megaswift/compat/swift_rollout.py.
 """
 
 from __future__ import annotations

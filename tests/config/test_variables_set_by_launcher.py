@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megaswift.compat.files.accelerate_launch import options_from_accelerate_environment
 from megaswift.config import load_config
-from megaswift.config.accelerate_options import options_from_accelerate_environment
 from megaswift.config.variables_set_by_launcher import (
     is_launched_worker,
     nested_launcher_problems,

@@ -1,14 +1,14 @@
 """Megatron-LM's architecture options: taken where they describe the model of config.json, an error where they do not.
 
-Covers: megaswift/config/megatron_architecture_options.py.
+Covers: megaswift/compat/names/architecture.py.
 """
 
 from __future__ import annotations
 
 import pytest
 
+from megaswift.compat.names.architecture import ARCHITECTURE
 from megaswift.config import load_config
-from megaswift.config.megatron_architecture_options import ARCHITECTURE
 from megaswift.families import family_of
 from megaswift.families.megatron_options_match_config import VALUES, megatron_architecture_problems
 from tests.families.published import PUBLISHED, QWEN3_0_6B

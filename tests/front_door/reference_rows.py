@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.config.whole_deepspeed_files import WHOLE_FILES
+from tests.compat.files.whole_deepspeed_files import WHOLE_FILES
 
 SEVEN_B = "--model Qwen/Qwen2.5-7B-Instruct --dataset some/rows#500"
 SEVENTY_TWO_B = "--model Qwen/Qwen2.5-72B-Instruct --dataset some/rows#50 --train_type lora"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaswift.trainers.metrics_jsonl import read_lines
-from tests.config.whole_deepspeed_files import WHOLE_FILES
+from tests.compat.files.whole_deepspeed_files import WHOLE_FILES
 from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run
 

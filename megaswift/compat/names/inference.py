@@ -1,0 +1,247 @@
+"""Options of ms-swift, vLLM and transformers for `infer`, `deploy` and `export` that those commands do not have.
+
+Owns, by command, which of them are accepted because they ask for what happens anyway, and what replaces the others.
+Names that only differ in spelling are aliases on the options.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from megaswift.compat.names.absent import ANY, EITHER, OFF, ON
+from megaswift.compat.names.answers import PRECISIONS
+from megaswift.compat.names.neutral import NeutralOption
+from megaswift.compat.translation import JSON_TEXTS
+from megaswift.config.parse_option_values import TRUE
+from megaswift.config.read_config_file_and_command_line import GivenOptionValue
+
+_ROWS = NeutralOption(EITHER, "rows are read once, before the model is loaded")
+_ONE_READER = NeutralOption(ANY, "rows are read once, before the model is loaded")
+_ORDER = NeutralOption(OFF, "results have the order of the file", "leave it out")
+_LAUNCHER = NeutralOption(ANY, "processes exchange results over gloo")
+_NO_CALIBRATION = NeutralOption(ANY, "weights are quantized without calibration rows")
+_TASKS = "only models that generate text are served; classifiers and embedding models run in transformers' pipeline"
+_TASK = NeutralOption(("causal_lm",), "models that generate text are served", _TASKS)
+_NO_DATA = NeutralOption(ANY, "export reads no data")
+_TRAINING = NeutralOption(ANY, "it applies to training only")
+_IN_MEMORY = NeutralOption(ANY, "adapters are merged in memory")
+_SERVER = NeutralOption(ANY, "a server reads no data")
+_NO_TEXT = NeutralOption(ANY, "export generates no text")
+_CHECKED = NeutralOption(EITHER, "model files are checked before they are read")
+
+_ALL: dict[str, NeutralOption] = {
+    "check_model": _CHECKED,
+    "ddp_backend": NeutralOption(("gloo", "nccl"), _LAUNCHER.reason, "leave it out"),
+    "ddp_timeout": _LAUNCHER,
+    "lazy_tokenize": _ROWS,
+    "load_args": NeutralOption(EITHER, "the adapter folder names its base model"),
+    "load_from_cache_file": _ROWS,
+    **dict.fromkeys(PRECISIONS, NeutralOption(OFF, "--torch_dtype sets the precision")),
+    "vllm_max_lora_rank": NeutralOption(ANY, "it follows the adapters' rank"),
+    "vllm_enable_lora": NeutralOption(EITHER, "vLLM applies adapters where --adapters are given"),
+    "padding_side": NeutralOption(("left",), "prompts are padded on the left", "leave it out"),
+    "use_chat_template": NeutralOption(ON, "conversations use the chat template", 'rows of {"text": ...} are plain'),
+    "remove_unused_columns": NeutralOption(EITHER, "columns of a row are kept in its result"),
+    "tuner_backend": NeutralOption(("peft",), "adapters have PEFT's format", "leave it out"),
+    "use_swift_lora": NeutralOption(OFF, "adapters have PEFT's format", "leave it out"),
+    "enable_npu_model_patch": NeutralOption(OFF, "no models are patched", "leave it out"),
+    "ignore_args_error": NeutralOption(OFF, "unknown options are errors", "leave it out"),
+    "template_backend": NeutralOption(
+        ("jinja",), "conversations use the tokenizer's chat template", "--chat_template FILE.jinja"
+    ),
+    **dict.fromkeys(("data_seed", "packing", "packing_num_proc", "packing_length", "streaming"), _TRAINING),
+    **dict.fromkeys(("shuffle_buffer_size", "stopping_strategy", "loss_scale", "is_binary_loss_scale"), _TRAINING),
+    **dict.fromkeys(("sequence_parallel_size", "init_strategy"), _TRAINING),
+    "task_type": _TASK,
+    "bnb_4bit_compute_dtype": NeutralOption(ANY, "products are computed in --torch_dtype"),
+}
+_INFER = {
+    **_ALL,
+    "max_shard_size": _IN_MEMORY,
+    "vllm_use_async_engine": NeutralOption(OFF, "vLLM gets all rows at once", "megaswift deploy, for a server"),
+    "write_batch_size": NeutralOption(ANY, "answers are written to RESULT.partial after each batch"),
+    "dataset_num_proc": _ONE_READER,
+    "dataloader_num_workers": _ONE_READER,
+    "strict": NeutralOption(ON, "a row that cannot be used is an error", "correct the row"),
+    "dataset_shuffle": _ORDER,
+    "val_dataset_shuffle": _ORDER,
+    "split_dataset_ratio": NeutralOption(("0", "0.0"), "every row of --val_dataset is answered", "leave it out"),
+    "log_level": NeutralOption(("info",), "messages have one level", "leave it out"),
+}
+_DEPLOY = {
+    **_ALL,
+    "max_shard_size": _IN_MEMORY,
+    **dict.fromkeys(("dataset", "val_dataset", "load_data_args", "split_dataset_ratio", "dataset_num_proc"), _SERVER),
+    **dict.fromkeys(("dataset_shuffle", "val_dataset_sample", "columns", "strict", "result_path"), _SERVER),
+    **dict.fromkeys(("write_batch_size", "metric"), _SERVER),
+    "vllm_use_async_engine": NeutralOption(ON, "vLLM's server has an asynchronous engine", "leave it out"),
+    "log_interval": NeutralOption(ANY, "each request is logged with its duration"),
+    "log_level": NeutralOption(("info",), "messages have one level", "--log_requests false"),
+    "stream": NeutralOption(EITHER, "each request chooses streaming"),
+    "disable_log_requests": NeutralOption(OFF, "requests are logged", "--log_requests false"),
+}
+_EXPORT = {
+    **_ALL,
+    "quant_n_samples": _NO_CALIBRATION,
+    "quant_batch_size": _NO_CALIBRATION,
+    "group_size": _NO_CALIBRATION,
+    "dataset": _NO_DATA,
+    "val_dataset": _NO_DATA,
+    "load_data_args": _NO_DATA,
+    "split_dataset_ratio": _NO_DATA,
+    "dataset_num_proc": _NO_DATA,
+    "template_mode": _NO_DATA,
+    "truncation_strategy": _NO_DATA,
+    "max_length": _NO_DATA,
+    "loss_scale": _NO_DATA,
+    "use_chat_template": _NO_DATA,
+    "template": _NO_DATA,
+    "columns": _NO_DATA,
+    "strict": _NO_DATA,
+    "dataset_shuffle": _NO_DATA,
+    **dict.fromkeys(("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams"), _NO_TEXT),
+    **dict.fromkeys(("stream", "stop_words", "logprobs", "top_logprobs", "seed", "system"), _NO_TEXT),
+    **dict.fromkeys(("response_prefix", "enable_thinking", "agent_template", "max_model_len"), _NO_TEXT),
+    "attn_impl": NeutralOption(ANY, "no attention is computed"),
+    "to_peft_format": NeutralOption(EITHER, "adapters always have PEFT's format"),
+    "exist_ok": NeutralOption(OFF, "existing folders are never overwritten", "remove the folder first"),
+    "device_map": NeutralOption(ANY, "weights are placed automatically"),
+    "thread_count": NeutralOption(ANY, "--max_shard_size sets the size of files"),
+    "save_missing_weights": NeutralOption(ON, "every tensor of the source is written", "leave it out"),
+    "test_convert_dtype": NeutralOption(ANY, "--test_convert_precision true compares stored values bit by bit"),
+    "to_cached_dataset": NeutralOption(
+        OFF,
+        "export writes models; true, on the command line, writes a cached data set",
+        "--to_cached_dataset true on the command line",
+    ),
+    "to_ollama": NeutralOption(
+        OFF,
+        "export writes Hugging Face folders, which Ollama reads",
+        "write a Modelfile with the line FROM DIR, then run ollama create NAME -f Modelfile",
+    ),
+    "linear_decoupled_in_proj": NeutralOption(EITHER, "tensors are written as the Hugging Face model has them"),
+    "mtp_num_layers": NeutralOption(ANY, "tensors of multi-token prediction layers are kept unchanged"),
+    "async_save": NeutralOption(EITHER, "the command returns when everything is written"),
+    "sequence_parallel": NeutralOption(EITHER, "files do not depend on it"),
+}
+NEUTRAL_OF: Mapping[str, Mapping[str, NeutralOption]] = {"infer": _INFER, "deploy": _DEPLOY, "export": _EXPORT}
+"""Command -> its neutral options."""
+
+_TEMPLATE = "--chat_template FILE.jinja; unset: the tokenizer's template"
+_TEMPLATE_FILE = "leave it out: the chat template of the model folder formats the reasoning"
+_CONTEXT = "leave it out: prompts are not cut; longer ones than --max_length and the context are errors"
+_TLS = "leave it out: use a reverse proxy for TLS"
+_HUB = "--push_to_hub true with --hub_model_id, --hub_token and --hub_private_repo"
+_TOKEN = "set the environment variable HF_TOKEN"
+_OTHER_SERVER = "start that server itself: python -m sglang.launch_server, or lmdeploy serve api_server"
+
+_HINTS: dict[str, str] = {
+    "hqq_axis": "--quantization_bit 4, by bitsandbytes",
+    "bnb_4bit_quant_storage": "leave it out: packed weights are stored as bytes",
+    "model_kwargs": "set the value in the model's config.json or preprocessor_config.json",
+    "norm_bbox": "leave it out: coordinates in rows are not rescaled",
+    "download_mode": "leave it out: a downloaded data set is reused",
+    "custom_dataset_info": "leave it out: give data as files",
+    "cached_dataset": "leave it out: give the data files themselves",
+    "cached_val_dataset": "leave it out: give the data files themselves",
+    "model_name": "leave it out: replace {{NAME}} in the rows",
+    "model_author": "leave it out: replace {{AUTHOR}} in the rows",
+    "disable_auto_column_mapping": "leave it out: only known column names are read",
+    "preserve_thinking": _TEMPLATE_FILE,
+    "add_non_thinking_prefix": _TEMPLATE_FILE,
+    "disable_ignore_empty_think": _TEMPLATE_FILE,
+    "structured_outputs_regex": "send it with each request to a vLLM server",
+    "num_labels": _TASKS,
+    "problem_type": _TASKS,
+    "reranker_use_activation": _TASKS,
+    "use_ms": "--use_hf false",
+    "max_pixels": "set max_pixels in the model's preprocessor_config.json",
+    "external_plugins": "leave it out: no code of yours runs in this command",
+    "custom_register_path": "leave it out: --trust_remote_code true runs the code in the model folder",
+    "tuner_type": "leave it out: the adapter folder has its type",
+    "train_type": "leave it out: the adapter folder has its type",
+    "sft_type": "leave it out: the adapter folder has its type",
+    "load_in_4bit": "--quantization_bit 4",
+    "load_in_8bit": "--quantization_bit 8",
+}
+_GENERATION = {
+    **_HINTS,
+    "hub_token": _TOKEN,
+    "hf_token": _TOKEN,
+    "response_prefix": _TEMPLATE,
+    "truncation_strategy": _CONTEXT,
+    "do_sample": "--temperature: above 0 samples, 0 is greedy",
+}
+HINTS_OF: Mapping[str, Mapping[str, str]] = {
+    "infer": {
+        **_GENERATION,
+        "ckpt_dir": "--adapters DIR, or --model DIR for a whole model",
+        "output_dir": "--result_path FILE",
+        "metric": "compare `response` and `labels` in the result file",
+        "val_dataset_sample": "--val_dataset FILE#N",
+        "eval_human": "leave out --val_dataset to chat in the terminal",
+    },
+    "deploy": {
+        **_GENERATION,
+        "ckpt_dir": "--adapters DIR, or --model DIR for a whole model",
+        "api_keys": "--api_key",
+        "backend": "--infer_backend",
+        "lora_modules": "--adapters NAME=DIR",
+        "enable_lora": "--adapters NAME=DIR",
+        "ssl_keyfile": _TLS,
+        "ssl_certfile": _TLS,
+        "root_path": "leave it out: use a reverse proxy",
+    },
+    "export": {
+        **_HINTS,
+        "rope_scaling": "set rope_scaling in the model's config.json",
+        "new_special_tokens": "leave it out: the tokenizer of the model folder has them",
+        "merge_adapters": "--merge_lora true",
+        "ckpt_dir": "--adapters DIR",
+        "hub_strategy": "leave it out: the folder is uploaded once, when it is complete",
+        "fp8_recipe": "--quant_method fp8 writes weights in FP8; the others describe training",
+        "fp8_format": "--quant_method fp8 writes weights in FP8; the others describe training",
+        "fp8_param_gather": "--quant_method fp8 writes weights in FP8; the others describe training",
+    },
+}
+"""Command -> option of another toolkit -> what to do in place of it."""
+_ELSEWHERE = (
+    "quantize with {0}, whose result --model DIR loads; without calibration data: "
+    "megaswift export --quant_method fp8 or bnb"
+)
+VALUES_ELSEWHERE_OF_INFERENCE: Mapping[tuple[str, str], str] = {
+    ("infer_backend", "sglang"): "--infer_backend vllm, or start SGLang's own server: python -m sglang.launch_server",
+    ("infer_backend", "lmdeploy"): "--infer_backend vllm, or start LMDeploy's own server: lmdeploy serve api_server",
+    ("quant_method", "awq"): _ELSEWHERE.format("llm-compressor"),
+    ("quant_method", "fp8"): "megaswift export --quant_method fp8 writes such a folder, which --model DIR loads",
+    ("quant_method", "gptq"): _ELSEWHERE.format("GPTQModel"),
+    ("quant_method", "gptq_v2"): _ELSEWHERE.format("GPTQModel"),
+}
+"""What to say in place of another toolkit's value of an option."""
+_PATTERNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (r"(sglang|lmdeploy)_\w+", _OTHER_SERVER, ("infer", "deploy")),
+    (r"vllm_\w+", "--vllm_engine_kwargs '{\"NAME\": VALUE}', with vLLM's own name", ("infer", "deploy")),
+    (r"hub_\w+", _HUB, ("export",)),
+)
+"""Whole families of names, and the commands whose users give them."""
+
+
+def translated_inference_options(givens: Iterable[GivenOptionValue]) -> Iterator[GivenOptionValue]:
+    """The options of one source in megaswift's terms: `bf16 true` is `torch_dtype bfloat16`."""
+    for given in givens:
+        dtype = PRECISIONS.get(given.name)
+        on = dtype is not None and str(given.value).strip().lower() in TRUE
+        if given.name in JSON_TEXTS and isinstance(given.value, dict):
+            yield replace(given, value=json.dumps(given.value))
+        else:
+            yield replace(given, name="torch_dtype", value=dtype) if on else given
+
+
+def inference_option_advice(command: str, name: str) -> str:
+    """What replaces another toolkit's option in this command; the empty string where it is none."""
+    hint = HINTS_OF.get(command, {}).get(name)
+    families = (text for rule, text, commands in _PATTERNS if command in commands and re.fullmatch(rule, name))
+    return hint or next(families, "")

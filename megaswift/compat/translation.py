@@ -1,0 +1,389 @@
+"""Options of other toolkits that megaswift writes in another way: one of theirs is several of ours, or the reverse.
+
+Owns that translation, source by source, before names are looked up. Names that only differ in spelling are aliases on
+the options themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaswift.compat.files.fsdp import translated_fsdp_options
+from megaswift.compat.names.answers import PRECISIONS
+from megaswift.compat.names.architecture import with_collected_architecture
+from megaswift.compat.names.neutral import NEUTRAL, neutral_option
+from megaswift.config.deepspeed_json import deepspeed_json_text, read_deepspeed_json
+from megaswift.config.engine import ZERO
+from megaswift.config.non_lora_peft_methods import VARIANTS
+from megaswift.config.parse_option_values import FALSE, TRUE
+from megaswift.config.read_config_file_and_command_line import GivenOptionValue
+from megaswift.config.sections import NAMES
+from megaswift.errors import ConfigError
+
+CACHED = {"cached_dataset": "dataset", "cached_val_dataset": "val_dataset"}
+"""ms-swift's options of cached data, and what their folders are entries of."""
+RENAMED = {
+    "model_id": "model",
+    "sft_type": "train_type",
+    "finetuning_type": "train_type",
+    "lora_target": "target_modules",
+    "lora_target_modules": "target_modules",
+    "batch_size": "per_device_train_batch_size",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "gradient_clipping": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "neftune_alpha": "neftune_noise_alpha",
+    "packing_num_proc": "dataset_num_proc",
+    "num_workers_per_gpu": "dataloader_num_workers",
+    "dataset_name": "dataset",
+    "dataset_dir": "dataset",
+    "train_dataset": "dataset",
+    "train_data": "dataset",
+    "train_file": "dataset",
+    "eval_dataset": "val_dataset",
+    "validation_dataset": "val_dataset",
+    "validation_file": "val_dataset",
+    "eval_data": "val_dataset",
+    "eval_limit": "eval_iters",
+    "sequence_parallel_size": "context_parallel_size",
+    "virtual_pipeline_size": "virtual_pipeline_parallel_size",
+    "num_gpus": "nproc_per_node",
+    "gpus": "nproc_per_node",
+    "num_nodes": "nnodes",
+    "num_machines": "nnodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "master_port",
+    "deepspeed_config": "deepspeed",
+    "ds_config": "deepspeed",
+    "dpo_beta": "beta",
+    "pref_beta": "beta",
+    "pref_loss": "loss_type",
+    "reward_model_path": "reward_model",
+    "reward_model_name_or_path": "reward_model",
+    "dataset_streaming": "streaming",
+    "val_size": "split_dataset_ratio",
+    "enable_liger_kernel": "use_liger",
+    "freeze_vision_tower": "freeze_vit",
+    "freeze_multi_modal_projector": "freeze_aligner",
+    "freeze_language_model": "freeze_llm",
+    "additional_target": "modules_to_save",
+    "lora_modules_to_save": "modules_to_save",
+    "lambda": "lam",
+    "tau_pos": "sapo_temperature_pos",
+    "tau_neg": "sapo_temperature_neg",
+    "grpo_group_size": "num_generations",
+    "grpo_kl_beta": "beta",
+    "grpo_clamp_eps_lower": "epsilon",
+    "grpo_clamp_eps_upper": "epsilon_high",
+    "grpo_iterations": "num_iterations",
+}
+"""Another toolkit's name -> the option of the same meaning and the same values."""
+INTERVALS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}
+"""Options that unset an interval by the value `no`."""
+SAMPLES = {"train_samples": "max_steps", "lr_warmup_samples": "warmup_steps", "lr_decay_samples": "lr_decay_iters"}
+"""Megatron-LM's lengths in samples -> the option in steps of `global_batch_size`, which must stand beside it."""
+TASK_SPELLINGS = ("training_task", "algorithm", "stage")
+"""Names of the task in other files."""
+SWITCHES = {
+    "flash_attn": ("attn_impl", "flash"),
+    "use_flash_attn": ("attn_impl", "flash"),
+    "use_flash_attention": ("attn_impl", "flash"),
+    "load_in_4bit": ("quantization_bit", 4),
+    "load_in_8bit": ("quantization_bit", 8),
+    "use_peft": ("train_type", "lora"),
+    "use_lora": ("train_type", "lora"),
+    "use_galore": ("optimizer", "galore_adamw"),
+    "activation_checkpointing": ("recompute_granularity", "full"),
+    "recompute_activations": ("recompute_granularity", "selective"),
+    "checkpoint_activations": ("recompute_granularity", "full"),
+    "no_overlap_p2p_communication": ("overlap_p2p_comm", False),
+    "fsdp_activation_checkpointing": ("recompute_granularity", "full"),
+    "sequence_packing": ("packing", True),
+    "mlp_padding_free": ("packing", True),
+    "use_ray": ("launcher", "ray"),
+    "moe_enable_deepep": ("moe_token_dispatcher_type", "flex"),
+    "resume": ("resume_from_checkpoint", "latest"),
+    "enable_cuda_graph": ("cuda_graph_impl", "local"),
+    "disable_jit_fuser": ("jit_fuser", False),
+    "disable_tp_comm_overlap_ag": ("tp_comm_overlap_ag", False),
+    "disable_tp_comm_overlap_rs": ("tp_comm_overlap_rs", False),
+    "disable_tp_comm_bulk_dgrad": ("tp_comm_bulk_dgrad", False),
+    "disable_tp_comm_bulk_wgrad": ("tp_comm_bulk_wgrad", False),
+}
+"""Another toolkit's switch -> the option and the value that it means; switched off it means nothing."""
+VALUES: dict[tuple[str, str], tuple[str, Any]] = {
+    **{(name, "true"): meaning for name, meaning in SWITCHES.items()},
+    **{(name, "true"): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
+    **{("mixed_precision", name): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
+    ("deepspeed", "default-zero2"): ("deepspeed", "zero2"),
+    ("deepspeed", "default-zero3"): ("deepspeed", "zero3"),
+    ("mixed_precision", "false"): ("torch_dtype", "float32"),
+    ("bf16", "false"): ("torch_dtype", "float32"),
+    ("save_safetensors", "false"): ("export_hf", False),
+    ("no_save_rng", "true"): ("save_rng", False),
+    ("no_save_rng", "false"): ("save_rng", True),
+    ("overwrite_cache", "true"): ("use_dataset_cache", False),
+    ("overwrite_cache", "false"): ("use_dataset_cache", True),
+    ("freeze_parameters_ratio", "1"): ("freeze_parameters", ["."]),
+    ("freeze_parameters_ratio", "1.0"): ("freeze_parameters", ["."]),
+    ("train_sampling_strategy", "group_by_length"): ("group_by_length", True),
+    ("train_sampling_strategy", "random"): ("shuffle", True),
+    ("train_sampling_strategy", "sequential"): ("shuffle", False),
+    ("sleep_level", "0"): ("rollout_sleep", False),
+    ("sleep_level", "1"): ("rollout_sleep", True),
+    ("sleep_level", "2"): ("rollout_sleep", True),
+}
+"""Another toolkit's name and value -> option and value; true and false stand for all their spellings."""
+SCHEDULER_ARGUMENTS = {
+    "num_cycles": "lr_num_cycles",
+    "power": "lr_power",
+    "lr_end": "min_lr",
+    "min_lr": "min_lr",
+    "min_lr_rate": "min_lr_ratio",
+    "min_lr_ratio": "min_lr_ratio",
+    "warmup_lr_rate": "lr_warmup_init_ratio",
+    "num_decay_steps": "wsd_decay_steps",
+    "num_stable_steps": "wsd_stable_steps",
+    "decay_type": "wsd_decay_style",
+    "warmup_type": "warmup_type",
+    "factor": "plateau_factor",
+    "patience": "plateau_patience",
+    "threshold": "plateau_threshold",
+    "threshold_mode": "plateau_threshold_mode",
+    "cooldown": "plateau_cooldown",
+    "mode": "greater_is_better",
+}
+"""Keys of `lr_scheduler_kwargs`."""
+SCHEDULER_DEFAULTS = (("num_cycles", 0.5), ("eps", 1e-8), *((name, None) for name in SCHEDULER_ARGUMENTS))
+"""Entries that ask for nothing: the cosine schedule of transformers is half a wave."""
+_SCHEDULER_KEY, _DATALOADER_KEY = "unknown key of lr_scheduler_kwargs", "unknown key of dataloader"
+KNOWN_KEYS = {
+    _SCHEDULER_KEY: ", ".join(key for key, option in SCHEDULER_ARGUMENTS.items() if option in NAMES),
+    _DATALOADER_KEY: "batch_size, shuffle, num_workers, pin_memory",
+}
+"""What stands for an entry of a mapping that no option answers to -> the keys that have one."""
+JSON_TEXTS = ("rope_scaling", "vllm_engine_kwargs", "vllm_limit_mm_per_prompt", "vllm_speculative_config")
+"""Options whose JSON may be written as a mapping in a file."""
+_RESUME = "resume_from_checkpoint"
+WEIGHTS_ONLY = ("resume_only_model", "finetune")
+"""Switches with which a checkpoint to resume from is weights to start from."""
+_HOST, _PORT, _URL = ("vllm_server_host", "sglang_server_host"), ("vllm_server_port", "sglang_server_port"), "8000"
+
+
+def _with_cached_datasets(givens: Iterable[GivenOptionValue]) -> Iterator[GivenOptionValue]:
+    """`cached_dataset` beside `dataset` adds its folders to it, as in ms-swift."""
+    givens = list(givens)
+    for given in givens:
+        if given.name in CACHED and any(one.name == CACHED[given.name] for one in givens):
+            continue
+        added = [word for one in givens if CACHED.get(one.name) == given.name for word in _listed(one.value)]
+        yield replace(given, value=[*_listed(given.value), *added]) if added else given
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOptionValue]:
+    """The options of one source in megaswift's own terms.
+
+    `train_type dora` is lora with `use_dora`. Of `use_vllm` and `vllm_mode` together the second says which, where the
+    first is true. `deepspeed: {config_path: FILE}` is the file, `{stage: 2}` zero2. `bf16 true` is `torch_dtype
+    bfloat16`, and `bf16 false` without another precision float32. `warmup_steps` below 1 is a fraction, as in
+    transformers 5. A server's host and port are its URL. `eval_strategy no` unsets `eval_steps`.
+    `resume_from_checkpoint` with WEIGHTS_ONLY is `model` or `adapters`.
+    """
+    givens = list(_with_weights_of_checkpoint(givens))
+    givens = list(translated_fsdp_options(givens))
+    givens = list(_with_cached_datasets(with_collected_architecture(givens)))
+    values = {given.name: _text(given) for given in givens}
+    unused, off, batches = (
+        _unused_names(values),
+        _unused_precisions(values),
+        {NAMES.get(name): text for name, text in values.items()},
+    )
+    for given in givens:
+        text = values[given.name]
+        flag = "true" if text in TRUE else "false" if text in FALSE else text
+        meaning = VALUES.get((given.name, text)) or VALUES.get((given.name, flag))
+        if given.name in unused or (given.name in SWITCHES and flag in ("false", "none")):
+            continue
+        if given.name in off:  # a notice names it
+            if given.name in NEUTRAL:
+                yield given
+        elif given.name == _RESUME and flag in ("true", "false"):  # transformers: the newest of output_dir, or none
+            yield replace(given, value="latest" if flag == "true" else None)
+        elif NAMES.get(given.name) in INTERVALS and text in FALSE:  # YAML reads `no` as false
+            yield replace(given, value="no")
+        elif meaning is not None:
+            yield replace(given, name=meaning[0], value=meaning[1])
+        elif given.name == "warmup_steps" and 0 < _number(text) < 1:
+            yield replace(given, name="warmup_ratio")
+        elif given.name in SAMPLES and (batch := _number(batches.get("global_batch_size", ""))) >= 1:
+            yield replace(given, name=SAMPLES[given.name], value=int(_number(text) // batch))
+        elif given.name == "distributed_timeout_minutes" and _number(text) > 0:
+            yield replace(given, name="ddp_timeout", value=round(60 * _number(text)))
+        elif given.name == "dataset_dir" and _names_datasets(values):  # LLaMA-Factory's: entries of a file in it
+            yield given
+        elif given.name in RENAMED or given.name in TASK_SPELLINGS:
+            yield replace(given, name=RENAMED.get(given.name, "task"))
+        elif given.name in _HOST:
+            yield replace(given, name="rollout_server_url", value=_server_urls(given, givens))
+        elif NAMES.get(given.name) == "train_type" and (switch := VARIANTS.get(text)) is not None:
+            yield replace(given, value="lora")
+            yield replace(given, name=switch, value=True)
+        else:
+            yield from _section_options(given)
+
+
+def _with_weights_of_checkpoint(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOptionValue]:
+    """A checkpoint of which only the weights are asked for, as `model` or, where it has adapters, `adapters`."""
+    only = any(given.name in WEIGHTS_ONLY and _text(given) in TRUE for given in givens)
+    named = next(
+        (g for g in givens if NAMES.get(g.name) == _RESUME and _text(g) not in ("latest", *TRUE, *FALSE)), None
+    )
+    if not only or named is None or named.value is None:
+        yield from givens
+        return
+    folders = (Path(str(named.value)) / "adapter", Path(str(named.value)))
+    adapter = next((str(folder) for folder in folders if (folder / "adapter_config.json").is_file()), None)
+    for given in givens:
+        own = NAMES.get(RENAMED.get(given.name, given.name))
+        if given is named:
+            yield replace(given, name="adapters" if adapter else "model", value=adapter or given.value)
+        elif own != "ignore_data_skip" and own != ("adapters" if adapter else "model"):
+            yield given
+
+
+def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
+    """The entries of an option whose value is a section of options; any other option as it is."""
+    if given.name in JSON_TEXTS and isinstance(given.value, dict):
+        yield replace(given, value=json.dumps(given.value))
+    elif given.name == "deepspeed" and isinstance(given.value, dict):
+        yield from _deepspeed_section(given, given.value)
+    elif given.name == "lr_scheduler_kwargs" and (kwargs := _json_object(given.value)) is not None:
+        yield from (_schedule_option(given, *entry) for entry in kwargs.items() if entry not in SCHEDULER_DEFAULTS)
+        if kwargs.get("min_lr_ratio") is not None:  # of warmup_stable_decay: its warmup begins there
+            yield replace(_schedule_option(given, "warmup_lr_rate", kwargs["min_lr_ratio"]), label=given.label)
+    elif given.name == "dataloader" and isinstance(given.value, dict):
+        yield from (_dataloader_option(given, name, value) for name, value in given.value.items())
+    else:
+        yield given
+
+
+def _deepspeed_section(given: GivenOptionValue, section: dict[str, Any]) -> Iterator[GivenOptionValue]:
+    """`{config_path: FILE, stage: N}`, either of the two, or DeepSpeed's own keys. A file of another stage conflicts
+    with the engine of `stage`."""
+    path, stage = section.get("config_path"), section.get("stage")
+    if not section.keys() <= {"config_path", "stage"} or path is None and stage is None:
+        yield replace(given, value=deepspeed_json_text(section))
+    elif path is None:
+        engine = f"zero{stage}"
+        yield replace(given, name="deepspeed" if engine in ZERO else "engine", value=engine)
+    else:
+        yield replace(given, value=path)
+        if stage is not None and str(stage) != str(_stage_of_file(str(path))):
+            yield replace(given, name="engine", value=f"zero{stage}", label=f"{given.spelling} stage: {stage}")
+
+
+def _stage_of_file(path: str) -> Any:
+    """None for a file that cannot be read, which is reported elsewhere."""
+    try:
+        zero = read_deepspeed_json(path).get("zero_optimization")
+    except ConfigError:
+        return None
+    return zero.get("stage", 0) if isinstance(zero, dict) else 0
+
+
+def _dataloader_option(section: GivenOptionValue, name: str, value: Any) -> GivenOptionValue:
+    """An entry of a section `dataloader`, in the terms of torch's DataLoader."""
+    own = {"batch_size": "per_device_train_batch_size", "shuffle": "shuffle"}.get(name, f"dataloader_{name}")
+    spelling = f"{section.spelling} {name}:"
+    known = own in NAMES or neutral_option(own) is not None
+    return GivenOptionValue(own if known else _DATALOADER_KEY, value, f"{spelling} {value}", spelling)
+
+
+def _schedule_option(given: GivenOptionValue, name: str, value: Any) -> GivenOptionValue:
+    """An argument of a scheduler of transformers."""
+    own = SCHEDULER_ARGUMENTS.get(name, _SCHEDULER_KEY)
+    value = {"min": False, "max": True}.get(value, value) if name == "mode" else value
+    label = f"{given.spelling} {json.dumps({name: value})}"
+    return GivenOptionValue(own, value, label, given.spelling)
+
+
+def _json_object(value: Any) -> dict[str, Any] | None:
+    """The object of an option that takes JSON; None for anything else."""
+    if isinstance(value, dict):
+        return value
+    try:
+        parsed = json.loads(str(value))
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _text(given: GivenOptionValue) -> str:
+    """In lower case; an empty entry of a file is none, and a list of one value is that value."""
+    value = given.value[0] if isinstance(given.value, list | tuple) and len(given.value) == 1 else given.value
+    return str(value).strip().lower()
+
+
+def _unused_names(values: dict[str, str]) -> set[str]:
+    """Names that another option of the source makes superfluous."""
+    unused: set[str] = set()
+    if {"use_vllm", "vllm_mode"} <= values.keys():
+        unused.add("use_vllm" if values["use_vllm"] in TRUE else "vllm_mode")
+    if any(name in values for name in _HOST):
+        unused.update(_PORT)
+    for strategy, interval in INTERVALS.items():
+        if any(text in FALSE for name, text in values.items() if NAMES.get(name) == strategy):
+            unused.update(name for name in values if NAMES.get(name) == interval)
+    named = {NAMES.get(name): text for name, text in values.items()}
+    if "deepspeed" in named:  # the stage is the file's or the preset's
+        unused |= {name for name, text in values.items() if NAMES.get(name) == "engine" and text == "deepspeed"}
+    if _precision(values.get("lora_dtype")) == _precision(named.get("torch_dtype")):
+        unused.add("lora_dtype")
+    return unused
+
+
+def _unused_precisions(values: dict[str, str]) -> set[str]:
+    """Precisions that are switched off; `bf16 false` without another precision is float32."""
+    off = {name for name in PRECISIONS if values.get(name) in FALSE}
+    chosen = any(NAMES.get(n) == "torch_dtype" or (n in PRECISIONS and n not in off) for n in values)
+    return off if chosen else off - {"bf16"}
+
+
+def _names_datasets(values: Iterable[str]) -> bool:
+    """Whether data sets are named beside `dataset_dir`."""
+    return any(NAMES.get(RENAMED.get(name, name)) == "dataset" for name in values if name != "dataset_dir")
+
+
+def _precision(text: str | None) -> str | None:
+    """A dtype under its long name."""
+    return PRECISIONS.get(text or "", text)
+
+
+def _server_urls(host: GivenOptionValue, givens: Sequence[GivenOptionValue]) -> list[str]:
+    """One URL a host; ports in the same order."""
+    hosts = _words(host)
+    ports = next((_words(given) for given in givens if given.name in _PORT), [])
+    return [f"http://{h}:{ports[min(i, len(ports) - 1)] if ports else _URL}" for i, h in enumerate(hosts)]
+
+
+def _words(given: GivenOptionValue) -> list[str]:
+    value = given.value if isinstance(given.value, list | tuple) else str(given.value).replace(",", " ").split()
+    return [str(v) for v in value]
