@@ -1,6 +1,6 @@
 """`megaswift checkpoint ls | verify | rm`: the saved steps of a run, without loading torch.
 
-Owns the three commands. What a step is and whether it is intact is `families.saved_step_integrity`'s; how one is
+Owns the three commands. What a step is and whether it is intact is `folders.saved_steps`'s; how one is
 removed is `trainers.checkpoint_store`'s.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 from megaswift.command_line_common import HELP, UserErrorArgumentParser, unknown_command_error
 from megaswift.config.versions import run_folder
 from megaswift.errors import EXIT_USER_ERROR, CheckpointError, Problem, missing_path_hint
-from megaswift.families import saved_step_integrity
-from megaswift.families.checkpoint_folder import ENGINE, FACTS
-from megaswift.families.saved_step_integrity import STEP
+from megaswift.folders import saved_steps
+from megaswift.folders.checkpoint import ENGINE, FACTS
+from megaswift.folders.saved_steps import STEP
 from megaswift.parallel.layout import Layout
 from megaswift.plain_files import read_plain_file
 from megaswift.trainers.checkpoint_store import CheckpointStore
@@ -65,21 +65,21 @@ def _list(argv: list[str]) -> int:
 
 
 def _why_not(path: Path) -> str:
-    damaged = f"unusable: {saved_step_integrity.MARKER} is damaged or missing"
+    damaged = f"unusable: {saved_steps.MARKER} is damaged or missing"
     return damaged if STEP.fullmatch(path.name) else "incomplete"
 
 
 def _row(store: CheckpointStore, step: Path, verify: bool) -> tuple[str, ...]:
-    manifest = saved_step_integrity.load_manifest_or_problem(step)
+    manifest = saved_steps.load_manifest_or_problem(step)
     assert isinstance(manifest, dict), "the store says that it is valid"
     files = manifest["files"]
     absent = sum(not (step / name).is_file() for name in files)
     hashes = "not compared"
     if verify:
-        problems = saved_step_integrity.damaged_file_problems(step)
+        problems = saved_steps.damaged_file_problems(step)
         hashes = f"{len(problems)} of {len(files)} differ" if problems else "intact"
     facts = _engine_facts(step)
-    engine = "weights only" if manifest.get(saved_step_integrity.WEIGHTS_ONLY) else "unknown"
+    engine = "weights only" if manifest.get(saved_steps.WEIGHTS_ONLY) else "unknown"
     return (
         str(manifest["step"]),
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved_at"])),
@@ -116,7 +116,7 @@ def _verify(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     problems: list[Problem] = []
     for step in [step for path in given.paths for step in _steps(path)]:
-        damaged = saved_step_integrity.damaged_file_problems(step)
+        damaged = saved_steps.damaged_file_problems(step)
         problems += damaged
         print(f"{step}: {'damaged' if damaged else 'intact'}", flush=True)
     if problems:
@@ -162,10 +162,10 @@ def _remove(argv: list[str]) -> int:
 
 def _leaves_none(store: CheckpointStore, gone: Sequence[Path]) -> Problem | None:
     """What speaks against removing these steps: none that is left is intact, and one of them may be."""
-    left = [p for p in saved_step_integrity.steps_in_resume_order(store.root) if p not in gone]
-    if any(not saved_step_integrity.damaged_file_problems(step) for step in left):
+    left = [p for p in saved_steps.steps_in_resume_order(store.root) if p not in gone]
+    if any(not saved_steps.damaged_file_problems(step) for step in left):
         return None
-    if all(saved_step_integrity.damaged_file_problems(step) for step in gone):
+    if all(saved_steps.damaged_file_problems(step) for step in gone):
         return None
     names = ", ".join(step.name for step in gone)
     return Problem(
@@ -182,12 +182,10 @@ def _store(path: Path) -> CheckpointStore:
 
 def _steps(path: Path) -> list[Path]:
     """The steps that a path means: one, or all of a run."""
-    if STEP.fullmatch(path.name) or (path / saved_step_integrity.MARKER).is_file():
+    if STEP.fullmatch(path.name) or (path / saved_steps.MARKER).is_file():
         return [path]
     store = _store(path)
-    steps = sorted(
-        [*(s.path for s in store.complete()), *saved_step_integrity.steps_without_valid_manifest(store.root)]
-    )
+    steps = sorted([*(s.path for s in store.complete()), *saved_steps.steps_without_valid_manifest(store.root)])
     if not steps:
         raise CheckpointError(
             Problem(str(path), "has no checkpoints", "give a run's output directory, or OUT/checkpoints/step-N")

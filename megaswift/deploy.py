@@ -17,7 +17,7 @@ from megaswift.config.inference import DeployConfig
 from megaswift.config.inference_rules import deploy_option_problems, server_auth_token
 from megaswift.config.inference_run_files import complete_deploy_options
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.model_and_tokenizer_source import short_name, with_fetched_adapters
+from megaswift.folders.source import short_name, with_fetched_adapters
 
 if TYPE_CHECKING:
     from megaswift.serve.request_guard import AccessRules
@@ -149,8 +149,8 @@ def _transformers(cfg: DeployConfig) -> int:
 
 
 def _vllm(cfg: DeployConfig) -> int:
-    from megaswift.families.checkpoint_folder import find_checkpoint
-    from megaswift.families.model_and_tokenizer_source import locate_model
+    from megaswift.folders.checkpoint import find_checkpoint
+    from megaswift.folders.source import locate_model
     from megaswift.serve import vllm_server_command_and_checks
 
     if unfit := vllm_server_command_and_checks.missing_vllm_problems() or [

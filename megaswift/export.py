@@ -25,19 +25,16 @@ from megaswift.config.inference_run_files import (
 from megaswift.config.nodes_of_single_process_commands import place_among_nodes
 from megaswift.config.read_config_file_and_command_line import read_command_line, read_config_file
 from megaswift.convert import hf_to_megatron_command, megatron_to_hf_command, verify_command
+from megaswift.data.model_tokenizer import tokenizer_or_processor_for
 from megaswift.data.write_cached_dataset import main as write_cached_datasets
 from megaswift.data.write_cached_dataset import words_of_cached_dataset
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families.adapter_folder import base_model_name_or_empty
-from megaswift.families.model_and_tokenizer_source import (
-    locate_model,
-    tokenizer_or_processor_for,
-    with_fetched_adapters,
-)
-from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
-from megaswift.families.saved_step_integrity import refuse_damaged_part
+from megaswift.folders.adapter import base_model_name_or_empty
+from megaswift.folders.saved_steps import refuse_damaged_part
+from megaswift.folders.source import locate_model, with_fetched_adapters
 from megaswift.launchers.take_cluster_variables import take_cluster_variables
 from megaswift.launchers.work_on_node_0 import run_on_node_0
+from megaswift.models.model_type import model_type_option_mismatch_problems
 from megaswift.trainers.hub_clients import HubRepository, hub_client, hub_client_problems
 
 Exported = TypeVar("Exported")
@@ -137,7 +134,7 @@ def _write(cfg: ExportConfig, target: Path) -> int:
 
 def _to_megatron(cfg: ExportConfig, target: Path) -> int:
     """As `megaswift convert hf-to-megatron`."""
-    from megaswift.families.family import read_config_json
+    from megaswift.models.family import read_config_json
 
     folder = locate_model(cfg.source)
     if problems := model_type_option_mismatch_problems(cfg.source.model_type, read_config_json(folder)):
@@ -196,7 +193,7 @@ def _merge(cfg: ExportConfig, target: Path) -> Path:
 
 def _model_problems(cfg: ExportConfig, folder: Path) -> list[Problem]:
     """An expected model type or dtype that config.json does not have; merging keeps the dtype of each tensor."""
-    from megaswift.families.family import read_config_json
+    from megaswift.models.family import read_config_json
 
     config, wanted = read_config_json(folder), cfg.export.torch_dtype
     own = config.get("dtype") or config.get("torch_dtype")

@@ -21,7 +21,7 @@ from megaswift.config.inference_run_files import complete_infer_options, load_ru
 from megaswift.config.variables_set_by_launcher import CHECKED, is_launched_worker
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
-from megaswift.families.model_and_tokenizer_source import with_fetched_adapters
+from megaswift.folders.source import with_fetched_adapters
 from megaswift.launchers.infer_processes_with_gpu_shares import (
     requested_launch,
     run_in_processes,
@@ -143,7 +143,7 @@ def _rows_of_run(cfg: InferConfig) -> frozenset[str] | None:
     if source is None:
         return None
     from megaswift.data.find_rows_held_out_by_training_run import validation_row_places
-    from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
+    from megaswift.data.model_tokenizer import tokenizer_or_processor_for
 
     run = load_run_config(source)
     if cfg.file.dataset not in (run.data.val_dataset, run.data.dataset):  # --dataset on the command line

@@ -19,7 +19,7 @@ from megaswift.config.option import PLUGIN_CHOICES
 from megaswift.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from megaswift.families.family import Family
+    from megaswift.models.family import Family
 
 _OWN: dict[str, set[str]] = {}
 """By kind, names that files have registered."""
@@ -200,7 +200,7 @@ def optimizer(
 
 def family(entry: Family) -> None:
     """A model family of the native engine: a table of config.json's fields and of weights (docs/families.md)."""
-    from megaswift.families.family import FAMILIES
+    from megaswift.models.family import FAMILIES
 
     _take("model family", entry.name, FAMILIES.names())
     FAMILIES.replace(entry.name, entry)

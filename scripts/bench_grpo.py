@@ -66,7 +66,7 @@ def prompts(args: argparse.Namespace) -> list[dict[str, str]]:
 def megaswift(args: argparse.Namespace, folder: Path) -> Work:
     """A whole run on one process, without checkpoints."""
     from megaswift.config import SwiftConfig
-    from megaswift.families.model_and_tokenizer_source import locate_model
+    from megaswift.folders.source import locate_model
     from megaswift.parallel.layout_checks import layout_for
     from megaswift.parallel.model_shape import ModelShape
     from megaswift.trainers.create_process_groups_and_engine import start_context

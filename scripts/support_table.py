@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 from megaswift.engine.megatron.layers.layer_implementation import te_unsupported_attention_features  # noqa: E402
 from megaswift.families import FAMILIES, Family, family_of  # noqa: E402
-from megaswift.families.model_spec import ModelSpec  # noqa: E402
-from megaswift.families.read_hf_config_by_rows import RequiredValue  # noqa: E402
+from megaswift.models.fields.rows import RequiredValue  # noqa: E402
+from megaswift.models.spec import ModelSpec  # noqa: E402
 from tests.families.published import PUBLISHED  # noqa: E402
 from tests.parity import models, test_families  # noqa: E402
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import AUTO, NATIVE, requested_engine
 from megaswift.families import family_of
-from megaswift.families.model_spec import ModelSpec
 from megaswift.memory.activation_bytes import activation_bytes
 from megaswift.memory.memory_estimate import RunParameters
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels, MicrobatchSetup
@@ -14,6 +13,7 @@ from megaswift.memory.torch_weight_gradient_optimizer_bytes import (
     torch_engine_bytes,
     torch_parameters,
 )
+from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 
 NATIVE_KERNELS = ComputeKernels(TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, "bfloat16", True)

@@ -23,9 +23,9 @@ from megaswift.bridge.hf_safetensors_source import HfSource
 from megaswift.bridge.torch_dist_chunk_io import SavedChunk, write_checkpoint_metadata
 from megaswift.bridge.torch_dist_source import TorchDistSource
 from megaswift.bridge.torch_save_tensor_file_format import torch_save_zip_frame
-from megaswift.families import saved_step_integrity
-from megaswift.families.checkpoint_folder import find_checkpoint
-from megaswift.families.model_and_tokenizer_source import missing_model_file_problems
+from megaswift.folders import saved_steps
+from megaswift.folders.checkpoint import find_checkpoint
+from megaswift.folders.source import missing_model_file_problems
 from megaswift.trainers.checkpoint_hook import resume_format_and_model_mismatch_problems
 from megaswift.trainers.checkpoint_store import CheckpointStore, resume_step_candidates
 
@@ -48,9 +48,7 @@ def step() -> Path:
     folder = store.begin(4)
     (folder / "engine").mkdir()
     (folder / "engine" / "engine.json").write_text("{}")
-    files = {
-        "engine/engine.json": {"bytes": 2, "sha256": saved_step_integrity.hash_file(folder / "engine" / "engine.json")}
-    }
+    files = {"engine/engine.json": {"bytes": 2, "sha256": saved_steps.hash_file(folder / "engine" / "engine.json")}}
     state = {"model": MODEL, "config": {"train": {"seed": 1}}, "data": {"rows_taken": 3}, "hooks": {"Watch": {}}}
     return store.finish(4, files, {**state, "global_batch_size": 8, "layout": {"world_size": 1}})
 
@@ -100,10 +98,10 @@ def folder_of_shards() -> Path:
 def manifest(data: bytes) -> None:
     """manifest.json of the only step of a run."""
     (step() / "manifest.json").write_bytes(data)
-    read = saved_step_integrity.load_manifest_or_problem(step())
+    read = saved_steps.load_manifest_or_problem(step())
     if isinstance(read, dict):
         resume_format_and_model_mismatch_problems(read, MODEL)
-        saved_step_integrity.damaged_file_problems(step())
+        saved_steps.damaged_file_problems(step())
     CheckpointStore(step().parent).incomplete()
     resume_step_candidates("latest", home() / "run")
     find_checkpoint(home() / "run")
@@ -116,7 +114,7 @@ def resealed_manifest(data: bytes) -> None:
     except (ValueError, RecursionError):
         return
     if isinstance(found, dict):
-        manifest(json.dumps(found | {"sha256": saved_step_integrity.manifest_seal(found)}).encode())
+        manifest(json.dumps(found | {"sha256": saved_steps.manifest_seal(found)}).encode())
 
 
 def tables(data: bytes) -> None:

@@ -31,9 +31,9 @@ from megaswift.data.render_chat_with_loss_spans import ChatRenderer, ChatTemplat
 from megaswift.data.resolve_dataset_files import resolve_dataset_files, split_into_parts
 from megaswift.data.untokenized_sample import RowError, checked_conversation_sample
 from megaswift.errors import UserError
-from megaswift.families.checkpoint_folder import find_checkpoint
-from megaswift.families.family import load_spec
+from megaswift.folders.checkpoint import find_checkpoint
 from megaswift.migrate import main as migrate
+from megaswift.models.family import load_spec
 from tests.data.makers import chat, config, tokenizer
 from tests.parity.models import BASE, MOE
 

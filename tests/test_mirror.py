@@ -64,6 +64,7 @@ def edges() -> dict[str, set[str]]:
         package = module.rpartition(".")[0]
         if package in ("megaswift.data.formats", "megaswift.families", "megaswift.rollout.backends"):
             found[package].add(module)
+    found["megaswift.models.family"].add("megaswift.families")
     found["megaswift.rollout.sampler"].add("megaswift.rollout.backends")
     return found
 

@@ -1,6 +1,6 @@
 """Files of strangers: pipes and devices end no command's patience, links publish no other file of the machine.
 
-Covers: megaswift/families/side_files.py.
+Covers: megaswift/folders/side_files.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.bridge.read_torch_dist_metadata import read_torch_dist_metadata
 from megaswift.bridge.write_folder_with_new_config_or_vocab import link_weights_copy_rest
 from megaswift.errors import CheckpointError, Problem, UserError, WeightsError
-from megaswift.families.family import read_config_json
-from megaswift.families.saved_step_integrity import load_manifest_or_problem, step_named_by_latest_json
-from megaswift.families.side_files import side_file_problems, side_files
+from megaswift.folders.saved_steps import load_manifest_or_problem, step_named_by_latest_json
+from megaswift.folders.side_files import side_file_problems, side_files
+from megaswift.models.family import read_config_json
 from megaswift.plain_files import files_below, outside_link_rule, read_plain_file
 from megaswift.rollout.write_weight_sync_folders import WeightFolder
 from megaswift.trainers.best_model import copy_export

@@ -28,13 +28,13 @@ from megaswift.data import tokenization
 from megaswift.data.build_batch_sources import load_document_splits
 from megaswift.data.formats import FORMATS
 from megaswift.errors import ConfigError, DataError, RewardError
-from megaswift.families.family import FAMILIES
 from megaswift.losses import cpo, dpo_loss_types, kto, orpo, policy_loss_types, reward
 from megaswift.losses.advantage_estimators import ESTIMATORS, estimate_advantage_fields
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_loss_types import DpoSettings
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings
+from megaswift.models.family import FAMILIES
 from megaswift.rewards.load_built_in_and_user_reward_functions import load_reward_functions
 from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput
 from megaswift.trainers.dataset_checks import data_problems

@@ -13,7 +13,7 @@ import torch
 
 from megaswift import log
 from megaswift.errors import Problem, WeightsError, first_line
-from megaswift.families.adapter_folder import (
+from megaswift.folders.adapter import (
     adapter_folder_tensor_shapes,
     base_model_name_or_empty,
     resized_vocabulary_problem,

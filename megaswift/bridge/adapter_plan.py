@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.hf_megatron_weight_plan import PlanEntry, WeightPlan
-from megaswift.families.adapter_target_modules import WEIGHT, Projection
-from megaswift.families.weight_rules import TensorParallelShard, shard_dim
+from megaswift.models.targets import WEIGHT, Projection
+from megaswift.models.weights.rules import TensorParallelShard, shard_dim
 
 Half = Literal["A", "B", "M"]
 """A tensor of an adapter; M: DoRA's magnitudes."""

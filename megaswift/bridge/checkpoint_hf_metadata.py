@@ -5,7 +5,7 @@ back to a Hugging Face folder.
     model/weights.json      the dtype that each Hugging Face tensor had
     model/tokenizer*, generation_config.json, chat_template*, ...
 
-Owns writing and reading that folder; where it lies is `families.checkpoint_folder`'s.
+Owns writing and reading that folder; where it lies is `folders.checkpoint`'s.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from megaswift.atomic_disk_writes import fsync_path
 from megaswift.bridge.read_safetensors_header import DTYPE_NAMES, DTYPES
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families.quantization_schemes import config_without_quantization
-from megaswift.families.side_files import side_files
+from megaswift.folders.side_files import side_files
+from megaswift.models.quantization import config_without_quantization
 from megaswift.plain_files import read_plain_file
 
 FACTS = "weights.json"

@@ -23,8 +23,8 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.streaming_folder_job import read_tensor_blocks, split_region_into_blocks
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import FAMILIES, family_of, read_config_json
-from megaswift.families.checkpoint_folder import find_intact_checkpoint
-from megaswift.families.quantization_schemes import config_without_quantization
+from megaswift.folders.checkpoint import find_intact_checkpoint
+from megaswift.models.quantization import config_without_quantization
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 EMBEDDING = "model.embed_tokens.weight"

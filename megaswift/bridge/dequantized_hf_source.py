@@ -2,7 +2,7 @@
 
 Owns dequantizing FP8 block scales and MXFP4, slice by slice: of a slice, only the stored bytes behind it are read, in
 bands of bounded size. Names, shapes and dtypes are those of the unquantized checkpoint, so that plans, engines and
-converters never meet a scale. What config.json says about quantized weights belongs to `families.quantization_schemes`.
+converters never meet a scale. What config.json says about quantized weights belongs to `models.quantization`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaswift.bridge.read_safetensors_header import DTYPE_NAMES
 from megaswift.bridge.stored_names import canonical_names
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import read_config_json
-from megaswift.families.quantization_schemes import FIELD, Fp8Scheme, Scheme, scheme_of, unreadable_quantization_problem
+from megaswift.models.quantization import FIELD, Fp8Scheme, Scheme, scheme_of, unreadable_quantization_problem
 
 BAND = 1 << 22
 """Values dequantized at a time: 16 MiB in float32."""

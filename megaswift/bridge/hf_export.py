@@ -16,7 +16,7 @@ from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.bridge.hf_safetensors_source import INDEX, SINGLE, TensorMeta, WeightSource
 from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.open_weight_source import open_weights
-from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.folders.checkpoint import find_checkpoint
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megaswift.bridge.hf_safetensors_source import TensorMeta, TensorSource, WeightSource
 from megaswift.errors import Problem, WeightsError
-from megaswift.families.expand_weight_table_and_shard_shapes import expand_weight_table, format_rule_name, shard_shape
-from megaswift.families.family import Family
-from megaswift.families.model_spec import ModelSpec
-from megaswift.families.weight_rules import Shard, SliceMap, TensorParallelShard, WeightRule, shard_dim
+from megaswift.models.family import Family
+from megaswift.models.spec import ModelSpec
+from megaswift.models.weights.rules import Shard, SliceMap, TensorParallelShard, WeightRule, shard_dim
+from megaswift.models.weights.table import expand_weight_table, format_rule_name, shard_shape
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 SHOWN = 8

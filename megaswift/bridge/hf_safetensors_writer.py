@@ -30,8 +30,8 @@ from megaswift.bridge.hf_safetensors_source import INDEX, SINGLE, TensorMeta
 from megaswift.bridge.read_safetensors_header import DTYPE_NAMES
 from megaswift.bridge.resumable_folder import check_disk_space, recover_and_check_target
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families.quantization_schemes import FIELD, config_without_quantization
-from megaswift.families.scalar_head import has_scalar_head
+from megaswift.models.quantization import FIELD, config_without_quantization
+from megaswift.models.scalar_head import has_scalar_head
 
 MAX_SHARD_BYTES = 5_000_000_000
 CHUNK = 1 << 28

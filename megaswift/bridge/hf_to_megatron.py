@@ -31,10 +31,10 @@ from megaswift.bridge.streaming_folder_job import FolderJob, TensorJob, read_ten
 from megaswift.bridge.torch_dist_chunk_io import SavedChunk
 from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
-from megaswift.families.checkpoint_folder import MODEL, find_checkpoint
-from megaswift.families.expand_weight_table_and_shard_shapes import padded_vocabulary_size
-from megaswift.families.model_spec import ModelSpec
-from megaswift.families.weight_rules import TensorParallelShard, shard_dim
+from megaswift.folders.checkpoint import MODEL, find_checkpoint
+from megaswift.models.spec import ModelSpec
+from megaswift.models.weights.rules import TensorParallelShard, shard_dim
+from megaswift.models.weights.table import padded_vocabulary_size
 from megaswift.parallel.layout_checks import layout_problems
 from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape

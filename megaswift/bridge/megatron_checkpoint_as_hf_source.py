@@ -25,8 +25,8 @@ from megaswift.bridge.sharded_state_dict_entries import KEPT, MAIN, STATES
 from megaswift.bridge.torch_dist_source import TorchDistSource
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families import family_of, read_config_json
-from megaswift.families.checkpoint_folder import CheckpointTensorAndModelPaths
-from megaswift.families.weight_rules import SliceMap, TensorParallelShard, shard_dim
+from megaswift.folders.checkpoint import CheckpointTensorAndModelPaths
+from megaswift.models.weights.rules import SliceMap, TensorParallelShard, shard_dim
 
 
 class MegatronSource:

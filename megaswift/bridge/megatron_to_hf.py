@@ -21,7 +21,7 @@ from megaswift.bridge.resumable_hf_folder_writer import HfFolderPlan
 from megaswift.bridge.streaming_folder_job import file_change_stamps, read_tensor_blocks
 from megaswift.errors import CheckpointError, Problem, missing_path_hint
 from megaswift.families import read_config_json
-from megaswift.families.checkpoint_folder import TABLES, find_intact_checkpoint
+from megaswift.folders.checkpoint import TABLES, find_intact_checkpoint
 
 
 @dataclass(frozen=True)

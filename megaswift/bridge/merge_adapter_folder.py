@@ -27,9 +27,9 @@ from megaswift.bridge.streaming_folder_job import file_change_stamps, split_regi
 from megaswift.bridge.untied_head import UntiedSource, untied_spec
 from megaswift.errors import Problem, WeightsError, missing_path_hint
 from megaswift.families import family_of, load_spec
-from megaswift.families.adapter_folder import is_reward_model_adapter
-from megaswift.families.checkpoint_folder import find_intact_checkpoint
-from megaswift.families.scalar_head import with_scalar_head
+from megaswift.folders.adapter import is_reward_model_adapter
+from megaswift.folders.checkpoint import find_intact_checkpoint
+from megaswift.models.scalar_head import with_scalar_head
 
 
 def merged_tensor_blocks(

@@ -27,11 +27,11 @@ from megaswift.bridge.write_transformers_model_folder import (
 )
 from megaswift.data.load_tokenizer import load_tokenizer, score_padding_token
 from megaswift.errors import Problem, UserError, WeightsError, first_line
-from megaswift.families.adapter_folder import adapter_peft_type_or_lora, is_reward_model_adapter
-from megaswift.families.family import FAMILIES, read_config_json
-from megaswift.families.quantized_training_checks import PLAIN, quant_method
-from megaswift.families.scalar_head import config_with_scalar_head, with_pad_token_id
-from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.folders.adapter import adapter_peft_type_or_lora, is_reward_model_adapter
+from megaswift.models.family import FAMILIES, read_config_json
+from megaswift.models.quantized_training import PLAIN, quant_method
+from megaswift.models.scalar_head import config_with_scalar_head, with_pad_token_id
+from megaswift.models.vision import has_vision_tower
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError)
 """What transformers and PEFT raise for what they cannot load or merge."""

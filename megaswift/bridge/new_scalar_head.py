@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megaswift.bridge.hf_safetensors_source import Slices, WeightSource
 from megaswift.bridge.initial_weights_by_seed_and_name import seeded_normal
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models.spec import ModelSpec
 
 NEW = "score.weight"
 

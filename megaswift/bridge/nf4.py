@@ -2,7 +2,7 @@
 arXiv:2305.14314).
 
 Owns the codebook and both directions on real tensors; which weights are held so is
-`families.qlora_weights_and_block_fit`. Blocks run along rows, so a shard of a matrix is quantized to the very values of
+`models.qlora`. Blocks run along rows, so a shard of a matrix is quantized to the very values of
 the whole one. Values and bytes are bitsandbytes' (quant_type nf4, blocksize 64, no double quantization). That package
 is not used here: importing it (0.50) on a CPU looks for kernels on the hub."""
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megaswift.families.qlora_weights_and_block_fit import BLOCK
+from megaswift.models.qlora import BLOCK
 
 BAND = {"cpu": 1 << 18}
 """Values at a time: what a CPU's cache holds, elsewhere 2^24."""

@@ -12,7 +12,7 @@ from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.megatron_checkpoint_as_hf_source import MegatronSource
 from megaswift.bridge.torch_engine_step_source import TorchStepSource
 from megaswift.errors import CheckpointError, Problem, missing_path_hint
-from megaswift.families.checkpoint_folder import CheckpointTensorAndModelPaths, find_intact_checkpoint
+from megaswift.folders.checkpoint import CheckpointTensorAndModelPaths, find_intact_checkpoint
 
 
 def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSource:

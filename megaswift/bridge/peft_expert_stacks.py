@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from megaswift.bridge.adapter_plan import HALVES, deinterleave_gate_up
-from megaswift.families.adapter_target_modules import Projection
+from megaswift.models.targets import Projection
 
 TensorReader = Callable[[], Tensor]
 

@@ -42,14 +42,15 @@ from megaswift.bridge.peft_targets import targeted_modules
 from megaswift.bridge.read_safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_safetensors_header
 from megaswift.bridge.stored_names import EMBEDDING, OUTPUT
 from megaswift.errors import CheckpointError, Problem, WeightsError
-from megaswift.families.adapter_folder import (
+from megaswift.folders.adapter import (
     CLASSIFIER_TASK,
     CONFIG,
     LANGUAGE_TASK,
     TENSORS,
     resized_vocabulary_problem,
 )
-from megaswift.families.adapter_target_modules import (
+from megaswift.folders.saved_steps import refuse_damaged_part
+from megaswift.models.targets import (
     WEIGHT,
     Projection,
     dora_problems,
@@ -57,7 +58,6 @@ from megaswift.families.adapter_target_modules import (
     partial_fused_modules_to_save_problems,
     projections,
 )
-from megaswift.families.saved_step_integrity import refuse_damaged_part
 from megaswift.plain_files import read_plain_file, refuse_links_outside
 
 REFUSED: Mapping[str, str] = {

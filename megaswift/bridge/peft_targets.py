@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megaswift.bridge.peft_expert_stacks import target_parameter_of_expert_module
-from megaswift.families.adapter_target_modules import ALL, Projection
+from megaswift.models.targets import ALL, Projection
 
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")
 

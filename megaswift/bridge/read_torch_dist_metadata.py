@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from megaswift.bridge.pickle_opcode_limits import BROKEN, check_pickle_opcode_limits
 from megaswift.bridge.read_safetensors_header import MOST_DIMENSIONS
 from megaswift.errors import Problem
-from megaswift.families.checkpoint_folder import TABLES as INDEX
+from megaswift.folders.checkpoint import TABLES as INDEX
 from megaswift.plain_files import read_plain_file
 
 LARGEST = 1 << 32

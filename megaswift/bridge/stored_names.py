@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megaswift.errors import WeightsError
-from megaswift.families.family import FAMILIES
+from megaswift.models.family import FAMILIES
 
 PREFIX = "model."
 EMBEDDING = "model.embed_tokens.weight"

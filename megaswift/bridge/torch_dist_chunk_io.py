@@ -41,7 +41,7 @@ from megaswift.bridge.sharded_state_dict_entries import KEPT, STATES
 from megaswift.bridge.torch_save_tensor_file_format import locate_torch_save_tensor
 from megaswift.device_copy import HostBuffers
 from megaswift.errors import ROOM, Problem
-from megaswift.families.checkpoint_folder import TABLES
+from megaswift.folders.checkpoint import TABLES
 
 Entries = dict[str, FileEntry]
 """By the name of the file."""

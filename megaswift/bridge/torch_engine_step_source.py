@@ -16,7 +16,7 @@ from megaswift.bridge.checkpoint_hf_metadata import read_original_tensor_dtypes
 from megaswift.bridge.hf_safetensors_source import HfSource, Slices
 from megaswift.bridge.read_safetensors_header import DTYPE_NAMES
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointTensorAndModelPaths
+from megaswift.folders.checkpoint import FACTS, WHOLE, CheckpointTensorAndModelPaths
 from megaswift.plain_files import read_plain_file
 
 PREFIX = "weight."

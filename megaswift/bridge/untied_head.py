@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_safetensors_source import Slices, WeightSource
 from megaswift.bridge.stored_names import EMBEDDING, OUTPUT
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models.spec import ModelSpec
 
 
 def untied_spec(spec: ModelSpec) -> ModelSpec:

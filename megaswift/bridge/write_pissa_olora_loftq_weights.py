@@ -35,7 +35,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import adapter_init_changes_base_weights
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import family_of, load_spec
-from megaswift.families.adapter_target_modules import modules_to_save_tensor_names, select_projections
+from megaswift.models.targets import modules_to_save_tensor_names, select_projections
 
 NITER = "_niter_"
 

@@ -17,8 +17,8 @@ from megaswift.bridge.hf_export import folder_has_weights
 from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.open_weight_source import open_weights
-from megaswift.families.family import read_config_json
-from megaswift.families.quantization_schemes import unreadable_quantization_problem
+from megaswift.models.family import read_config_json
+from megaswift.models.quantization import unreadable_quantization_problem
 
 
 def tensors_by_disk_name(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -68,18 +68,18 @@ def _with_engine(cfg: SwiftConfig) -> SwiftConfig:
 def _data(argv: list[str]) -> int:
     """`megaswift data show ...`, `megaswift data index ...` and `megaswift data cache ...`."""
     if argv[:1] == ["show"]:
+        from megaswift.data.model_tokenizer import tokenizer_or_processor_for
         from megaswift.data.show_samples import main as show
-        from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
 
         return show(argv[1:], tokenizer_or_processor_for)
     if argv[:1] == ["index"]:
+        from megaswift.data.model_tokenizer import tokenizer_or_processor_for
         from megaswift.data.write_indexed_data import main as index
-        from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
 
         return index(argv[1:], tokenizer_or_processor_for)
     if argv[:1] == ["cache"]:
+        from megaswift.data.model_tokenizer import tokenizer_or_processor_for
         from megaswift.data.write_cached_dataset import main as cache
-        from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
 
         return cache(argv[1:], tokenizer_or_processor_for)
     if argv and argv[0] not in HELP:

@@ -1,6 +1,6 @@
 """Section `lora`: rank, targets and output of LoRA adapters.
 
-Matching of target names is in `families.adapter_target_modules`.
+Matching of target names is in `models.targets`.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@ https://arxiv.org/abs/2401.06066."""
 
 from __future__ import annotations
 
-from megaswift.families.config_common import BIASES, FFN, head_dim_row, kv_heads_row, remote_code_row, rope_row
-from megaswift.families.config_deepseek_experts import PRETRAINING, RouterDefaults, routed_experts_row
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import RequiredValue
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, moe_block, shared_experts
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import BIASES, FFN, head_dim_row, kv_heads_row, remote_code_row, rope_row
+from megaswift.models.fields.deepseek import PRETRAINING, RouterDefaults, routed_experts_row
+from megaswift.models.fields.rows import RequiredValue
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, moe_block, shared_experts
 
 ROUTER = RouterDefaults(
     "softmax", best=1, bias=False, first_dense=0, shared=2, scaling=1.0, normalized=False, method="greedy"

@@ -3,13 +3,13 @@ https://arxiv.org/abs/2405.04434."""
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, remote_code_row, rope_row
-from megaswift.families.config_deepseek_experts import PRETRAINING, RouterDefaults, routed_experts_row
-from megaswift.families.config_latent_attention import LATENT
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.latent_attention_weight_table import LATENT_ATTENTION
-from megaswift.families.read_hf_config_by_rows import RequiredValue
-from megaswift.families.weight_table_blocks import EMBEDDING, HEAD, dense_mlp, moe_block, shared_experts
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import FFN, remote_code_row, rope_row
+from megaswift.models.fields.deepseek import PRETRAINING, RouterDefaults, routed_experts_row
+from megaswift.models.fields.latent import LATENT
+from megaswift.models.fields.rows import RequiredValue
+from megaswift.models.weights.blocks import EMBEDDING, HEAD, dense_mlp, moe_block, shared_experts
+from megaswift.models.weights.latent import LATENT_ATTENTION
 
 FAMILIES.register(
     "deepseek_v2",

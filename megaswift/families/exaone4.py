@@ -5,11 +5,11 @@ https://arxiv.org/abs/2507.11407.
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_windows_by_layer import windows_by_layer_row
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import ConfigReading, FieldGroupRow
-from megaswift.families.weight_table_blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM, dense_mlp, post_norms
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.rows import ConfigReading, FieldGroupRow
+from megaswift.models.fields.windows import windows_by_layer_row
+from megaswift.models.weights.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM, dense_mlp, post_norms
 
 
 def _exaone_layers(reading: ConfigReading) -> None:

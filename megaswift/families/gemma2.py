@@ -3,12 +3,12 @@ arXiv:2408.00118."""
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_gemma_olmo3 import GEMMA, softcaps_row
-from megaswift.families.config_windows_by_layer import is_even_layer, windows_by_layer_row
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import UnusedField
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.gemma import GEMMA, softcaps_row
+from megaswift.models.fields.rows import UnusedField
+from megaswift.models.fields.windows import is_even_layer, windows_by_layer_row
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
 
 FAMILIES.register(
     "gemma2",

@@ -5,12 +5,12 @@ https://arxiv.org/abs/2503.19786. The models with images (`gemma3`) contain this
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row
-from megaswift.families.config_gemma_olmo3 import GEMMA, softcaps_row, two_ropes_row
-from megaswift.families.config_windows_by_layer import windows_by_layer_row
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import ConfigReading, FieldGroupRow
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row
+from megaswift.models.fields.gemma import GEMMA, softcaps_row, two_ropes_row
+from megaswift.models.fields.rows import ConfigReading, FieldGroupRow
+from megaswift.models.fields.windows import windows_by_layer_row
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
 
 
 def _gemma3_layers(reading: ConfigReading) -> None:

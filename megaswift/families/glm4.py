@@ -5,10 +5,10 @@ https://arxiv.org/abs/2406.12793.
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import MappedField
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.rows import MappedField
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
 
 FAMILIES.register(
     "glm4",

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_deepseek_experts import (
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.deepseek import (
     PRETRAINING,
     RouterDefaults,
     mtp_tensor_name_regex,
     routed_experts_row,
 )
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import MappedField
-from megaswift.families.weight_table_blocks import (
+from megaswift.models.fields.rows import MappedField
+from megaswift.models.weights.blocks import (
     ATTENTION,
     EMBEDDING,
     EXPERT_BIAS,

@@ -3,25 +3,25 @@ arXiv:2508.10925."""
 
 from __future__ import annotations
 
-from megaswift.families.config_common import (
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import (
     AUXILIARY_IF_ASKED,
     EXPERTS_EVERYWHERE,
     head_dim_row,
     kv_heads_row,
     rope_row,
 )
-from megaswift.families.config_windows_by_layer import is_even_layer, windows_by_layer_row
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.gpt_oss_expert_weight_rules import InterleavedGateUp, StackedDown, StackedReplicatedRule
-from megaswift.families.read_hf_config_by_rows import (
+from megaswift.models.fields.rows import (
     ConfigReading,
     FieldGroupRow,
     MappedField,
     RequiredValue,
     UnusedField,
 )
-from megaswift.families.weight_rules import ColumnParallelRule, ReplicatedRule
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
+from megaswift.models.fields.windows import is_even_layer, windows_by_layer_row
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
+from megaswift.models.weights.rules import ColumnParallelRule, ReplicatedRule
+from megaswift.models.weights.stacked import InterleavedGateUp, StackedDown, StackedReplicatedRule
 
 ROPE = rope_row(150000.0)
 

@@ -3,10 +3,10 @@ https://arxiv.org/abs/2407.21783."""
 
 from __future__ import annotations
 
-from megaswift.families.config_common import BIASES, FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import RequiredValue, UnusedField
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import BIASES, FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.rows import RequiredValue, UnusedField
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 
 FAMILIES.register(
     "llama",

@@ -3,7 +3,8 @@ https://huggingface.co/MiniMaxAI."""
 
 from __future__ import annotations
 
-from megaswift.families.config_common import (
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import (
     AUXILIARY_IF_ASKED,
     EXPERTS_EVERYWHERE,
     head_dim_row,
@@ -11,16 +12,15 @@ from megaswift.families.config_common import (
     remote_code_row,
     rope_row,
 )
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import (
+from megaswift.models.fields.rows import (
     ConfigReading,
     FieldGroupRow,
     MappedField,
     RequiredValue,
     UnusedField,
 )
-from megaswift.families.weight_rules import ReplicatedRule
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe_block
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe_block
+from megaswift.models.weights.rules import ReplicatedRule
 
 ROPE = rope_row(5e6, partial=1.0)
 

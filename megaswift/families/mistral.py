@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row, window_row
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, rope_row, window_row
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 
 FAMILIES.register(
     "mistral",

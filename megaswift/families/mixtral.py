@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megaswift.families.config_common import (
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import (
     EXPERTS_EVERYWHERE,
     ROUTER,
     head_dim_row,
@@ -10,9 +11,8 @@ from megaswift.families.config_common import (
     rope_row,
     window_row,
 )
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import MappedField, RequiredValue
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, moe_block
+from megaswift.models.fields.rows import MappedField, RequiredValue
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, moe_block
 
 FAMILIES.register(
     "mixtral",

@@ -3,9 +3,9 @@ https://arxiv.org/abs/2501.00656."""
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.weight_table_blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.weights.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
 
 FAMILIES.register(
     "olmo2",

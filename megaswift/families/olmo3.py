@@ -5,11 +5,11 @@ https://allenai.org/olmo.
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row
-from megaswift.families.config_gemma_olmo3 import two_ropes_row, windowed_except_every_nth_layer
-from megaswift.families.config_windows_by_layer import windows_by_layer_row
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.weight_table_blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row
+from megaswift.models.fields.gemma import two_ropes_row, windowed_except_every_nth_layer
+from megaswift.models.fields.windows import windows_by_layer_row
+from megaswift.models.weights.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
 
 FAMILIES.register(
     "olmo3",

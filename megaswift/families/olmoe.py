@@ -3,7 +3,8 @@ https://arxiv.org/abs/2409.02060."""
 
 from __future__ import annotations
 
-from megaswift.families.config_common import (
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import (
     EXPERTS_EVERYWHERE,
     NO_ATTENTION_BIAS,
     NORM_TOPK,
@@ -11,9 +12,8 @@ from megaswift.families.config_common import (
     kv_heads_row,
     rope_row,
 )
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import MappedField, RequiredValue, UnusedField
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, moe_block
+from megaswift.models.fields.rows import MappedField, RequiredValue, UnusedField
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, moe_block
 
 FAMILIES.register(
     "olmoe",

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, remote_code_row, rope_row, window_row
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.model_spec import RopeSpec
-from megaswift.families.read_hf_config_by_rows import ConfigReading, FieldGroupRow, MappedField, RequiredValue
-from megaswift.families.weight_table_blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_mlp
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, remote_code_row, rope_row, window_row
+from megaswift.models.fields.rows import ConfigReading, FieldGroupRow, MappedField, RequiredValue
+from megaswift.models.spec import RopeSpec
+from megaswift.models.weights.blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_mlp
 
 NO_BIAS = "transformers' model has none"
 SAME = "transformers' model supports only this value"

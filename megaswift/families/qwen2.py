@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_windows_by_layer import WINDOW_BY_LAYER
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import RequiredValue
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.rows import RequiredValue
+from megaswift.models.fields.windows import WINDOW_BY_LAYER
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 
 FAMILIES.register(
     "qwen2",

@@ -3,12 +3,11 @@ https://arxiv.org/abs/2407.10671."""
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, ROUTER, SPARSE_STEP, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_windows_by_layer import is_even_layer, windows_by_layer_row
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import ConfigReading, MappedField
-from megaswift.families.weight_rules import ReplicatedRule
-from megaswift.families.weight_table_blocks import (
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import FFN, ROUTER, SPARSE_STEP, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.rows import ConfigReading, MappedField
+from megaswift.models.fields.windows import is_even_layer, windows_by_layer_row
+from megaswift.models.weights.blocks import (
     ATTENTION,
     EMBEDDING,
     HEAD,
@@ -18,6 +17,7 @@ from megaswift.families.weight_table_blocks import (
     moe_block,
     shared_experts,
 )
+from megaswift.models.weights.rules import ReplicatedRule
 
 
 def _windowed(reading: ConfigReading, layer: int) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_windows_by_layer import WINDOW_BY_LAYER
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.windows import WINDOW_BY_LAYER
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp
 
 FAMILIES.register(
     "qwen3",

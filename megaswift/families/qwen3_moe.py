@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megaswift.families.config_common import (
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import (
     FFN,
     NO_ATTENTION_BIAS,
     ROUTER,
@@ -12,9 +13,8 @@ from megaswift.families.config_common import (
     kv_heads_row,
     rope_row,
 )
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import MappedField, UnusedField
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, moe_block
+from megaswift.models.fields.rows import MappedField, UnusedField
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, moe_block
 
 FAMILIES.register(
     "qwen3_moe",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megaswift.families.config_common import BIASES, FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_windows_by_layer import windows_by_layer_row
-from megaswift.families.family import FAMILIES, Family
-from megaswift.families.read_hf_config_by_rows import ConfigReading, ConfigRow, FieldGroupRow, MappedField, UnusedField
-from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.models.family import FAMILIES, Family
+from megaswift.models.fields.decoder import BIASES, FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.rows import ConfigReading, ConfigRow, FieldGroupRow, MappedField, UnusedField
+from megaswift.models.fields.windows import windows_by_layer_row
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 
 
 def _without_rotation(reading: ConfigReading) -> None:

@@ -15,8 +15,8 @@ from torch import nn
 
 from megaswift.config.byte_size_text import bytes_text
 from megaswift.config.parse_device_map_options import DISK, Device
+from megaswift.engine.torch.layer_classes import decoder_layer_class_names
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
-from megaswift.families.decoder_layer_classes import decoder_layer_class_names
 
 DeviceMap = dict[str, Device]
 CPU_SHARE = 0.9

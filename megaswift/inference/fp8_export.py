@@ -29,10 +29,10 @@ from megaswift.bridge.write_transformers_model_folder import tensors_by_disk_nam
 from megaswift.config.inference import ModelLoadingOptions
 from megaswift.engine.torch.vision_model_parts import LLM, VisionModelPartNames, model_has_tower
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families.checkpoint_folder import find_intact_checkpoint
-from megaswift.families.family import read_config_json
-from megaswift.families.quantization_schemes import FIELD
+from megaswift.folders.checkpoint import find_intact_checkpoint
 from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor, model_without_weights
+from megaswift.models.family import read_config_json
+from megaswift.models.quantization import FIELD
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 EXPERTS = "experts"

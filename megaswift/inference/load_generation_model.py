@@ -28,20 +28,20 @@ from megaswift.bridge.transformers_loading_report import LOADING_INFO, check_all
 from megaswift.config import parse_device_map_options as devices
 from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
 from megaswift.config.parse_device_map_options import DISK
+from megaswift.data.model_tokenizer import read_processor, read_tokenizer
 from megaswift.data.untokenized_sample import RowError
 from megaswift.data.vision_processor import Processor, image_support_problems
 from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
 from megaswift.families import FAMILIES
-from megaswift.families.checkpoint_folder import find_checkpoint, find_intact_checkpoint
-from megaswift.families.family import read_config_json
-from megaswift.families.model_and_tokenizer_source import read_processor, read_tokenizer
-from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.folders.checkpoint import find_checkpoint, find_intact_checkpoint
 from megaswift.inference import device_placement
 from megaswift.inference.device_placement import DeviceMap, ModuleSizes
 from megaswift.inference.load_adapters import check_adapters_fit, model_with_adapters
 from megaswift.inference.precheck_model_folder_and_adapters import locate_generation_model, require_package
 from megaswift.inference.rope_scaling_and_special_tokens import check_tokens_exist, with_rope_scaling
 from megaswift.inference.transformers_load_errors import transformers_errors_as_ours
+from megaswift.models.family import read_config_json
+from megaswift.models.vision import has_vision_tower
 
 TEXT_ONLY = "this model accepts only text"
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from megaswift.config.inference import CommonInferenceConfig, ModelLoadingOptions
 from megaswift.data.read_template_and_system import check_template, read_system_message
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families.adapter_folder import is_reward_model_adapter
-from megaswift.families.checkpoint_folder import find_checkpoint
-from megaswift.families.family import read_config_json
-from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems
-from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
-from megaswift.families.quantized_training_checks import quantization_package_problems
-from megaswift.families.saved_step_integrity import refuse_damaged_part
-from megaswift.families.scalar_head import has_scalar_head
+from megaswift.folders.adapter import is_reward_model_adapter
+from megaswift.folders.checkpoint import find_checkpoint
+from megaswift.folders.saved_steps import refuse_damaged_part
+from megaswift.folders.source import locate_model, missing_model_file_problems
+from megaswift.models.family import read_config_json
+from megaswift.models.model_type import model_type_option_mismatch_problems
+from megaswift.models.quantized_training import quantization_package_problems
+from megaswift.models.scalar_head import has_scalar_head
 
 
 def require_package(package: str, why: str) -> None:

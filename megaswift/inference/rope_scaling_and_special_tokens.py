@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.inference import ModelLoadingOptions
+from megaswift.data.model_tokenizer import named_special_tokens
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.family import read_config_json
-from megaswift.families.read_new_special_tokens import named_special_tokens
-from megaswift.families.rope_scaling_option import config_with_rope_scaling
-from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.models.family import read_config_json
+from megaswift.models.rope_scaling import config_with_rope_scaling
+from megaswift.models.vision import has_vision_tower
 
 
 def with_rope_scaling(config: Any, folder: Path, option: str | None, max_length: int | None) -> Any:

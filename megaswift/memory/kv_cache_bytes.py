@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models.spec import ModelSpec
 
 
 def kv_cache_bytes_per_token(spec: ModelSpec, width: int) -> int:

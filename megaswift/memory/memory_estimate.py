@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from megaswift.config import SwiftConfig
 from megaswift.config.batch_arithmetic import batch_plan
-from megaswift.families.family import family_of
-from megaswift.families.model_spec import ModelSpec
 from megaswift.memory.activation_bytes import ActivationBytes, activation_bytes
 from megaswift.memory.microbatch_setup import ComputeKernels, MicrobatchSetup
 from megaswift.memory.rank_parameters import RankParameters, TrainedParts, rank_parameters
 from megaswift.memory.weight_gradient_optimizer_bytes import HeldBytes, held_bytes
+from megaswift.models.family import family_of
+from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import ModelChunk, PipelineSplit, model_chunks_by_stage
 

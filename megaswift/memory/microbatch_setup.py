@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megaswift.config import SwiftConfig
-from megaswift.families.adapter_target_modules import Projection
-from megaswift.families.grouped_expert_products import groups_experts
-from megaswift.families.model_spec import ModelSpec
 from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.memory.weight_gradient_optimizer_bytes import HALF
+from megaswift.models.grouped_experts import groups_experts
+from megaswift.models.spec import ModelSpec
+from megaswift.models.targets import Projection
 from megaswift.parallel.layout import Layout
 
 TRANSFORMER_ENGINE, TORCH = "transformer_engine", "torch"

@@ -13,22 +13,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megaswift.config import SwiftConfig
-from megaswift.families.adapter_target_modules import (
+from megaswift.models.family import Family, family_of
+from megaswift.models.qlora import is_four_bit_weight
+from megaswift.models.spec import ModelSpec
+from megaswift.models.targets import (
     WEIGHT,
     Projection,
     modules_to_save_tensor_names,
     select_projections,
 )
-from megaswift.families.expand_weight_table_and_shard_shapes import (
+from megaswift.models.weights.rules import TensorParallelShard, WeightRule
+from megaswift.models.weights.table import (
     expand_weight_table,
     format_rule_name,
     padded_vocabulary_size,
     shard_shape,
 )
-from megaswift.families.family import Family, family_of
-from megaswift.families.model_spec import ModelSpec
-from megaswift.families.qlora_weights_and_block_fit import is_four_bit_weight
-from megaswift.families.weight_rules import TensorParallelShard, WeightRule
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import ModelChunk
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.batch_arithmetic import batch_plan
-from megaswift.families.model_spec import ModelSpec
 from megaswift.memory.memory_estimate import MemoryEstimate, RunParameters
 from megaswift.memory.microbatch_setup import TRANSFORMER_ENGINE
+from megaswift.models.spec import ModelSpec
 from megaswift.parallel.pipeline_split import divisors
 
 Settings = dict[str, Any]

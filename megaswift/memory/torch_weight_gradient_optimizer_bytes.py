@@ -27,11 +27,11 @@ from megaswift.config.deepspeed_json import KINDS
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import requested_engine
 from megaswift.config.optim import GALORE, LIONS, MUON, OF_BITSANDBYTES, PLUGIN_OPTIMIZERS
-from megaswift.families.expand_weight_table_and_shard_shapes import expand_weight_table, format_rule_name
-from megaswift.families.family import family_of
-from megaswift.families.model_spec import ModelSpec
 from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.memory.weight_gradient_optimizer_bytes import HALF, HeldBytes
+from megaswift.models.family import family_of
+from megaswift.models.spec import ModelSpec
+from megaswift.models.weights.table import expand_weight_table, format_rule_name
 
 BLOCK, SMALLEST = 256, 4096
 """Of bitsandbytes' 8-bit states: elements that share a scale, and from how many elements on a parameter has them."""

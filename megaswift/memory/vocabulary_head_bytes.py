@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.families.expand_weight_table_and_shard_shapes import padded_vocabulary_size
 from megaswift.memory.microbatch_setup import MicrobatchSetup
+from megaswift.models.weights.table import padded_vocabulary_size
 from megaswift.parallel.vocabulary_head_memory import HeadShape, megatron_engine_head_peak_bytes
 
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass, fields
 from megaswift.config import SwiftConfig
 from megaswift.config.optim import PLUGIN_OPTIMIZERS
 from megaswift.config.optimizer_rules import uses_distributed_optimizer
-from megaswift.families.qlora_weights_and_block_fit import BLOCK
 from megaswift.memory.rank_parameters import RankParameters
+from megaswift.models.qlora import BLOCK
 from megaswift.parallel.layout import Layout
 
 HALF = ("bfloat16", "float16")

@@ -1,7 +1,7 @@
 """The sizes of a model that determine valid layouts.
 
 Owns the few numbers that the checks read; the whole description of a model is
-`megaswift.families.model_spec.ModelSpec`.
+`megaswift.models.spec.ModelSpec`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class ShapeSource(Protocol):
-    """What a shape is made from: `megaswift.families.model_spec.ModelSpec`."""
+    """What a shape is made from: `megaswift.models.spec.ModelSpec`."""
 
     @property
     def transformer(self) -> Mapping[str, Any]: ...  # noqa: D102

@@ -18,13 +18,14 @@ from megaswift.bridge import check_finite_weights
 from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
 from megaswift.bridge.transformers_loading_report import LOADING_INFO, check_all_weights_loaded
 from megaswift.config.inference import ModelLoadingOptions
+from megaswift.data.model_tokenizer import read_tokenizer
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
-from megaswift.families.checkpoint_folder import find_checkpoint
-from megaswift.families.family import read_config_json
-from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems, read_tokenizer
-from megaswift.families.scalar_head import scalar_head_problems
+from megaswift.folders.checkpoint import find_checkpoint
+from megaswift.folders.source import locate_model, missing_model_file_problems
 from megaswift.inference.load_generation_model import quiet_transformers
 from megaswift.inference.transformers_load_errors import REFUSALS
+from megaswift.models.family import read_config_json
+from megaswift.models.scalar_head import scalar_head_problems
 from megaswift.rewards.reward_interface_and_scoring import RewardInput
 
 TOKENS = 16384

@@ -9,9 +9,9 @@ from megaswift.config.adapter_rules import SHARDED, base_quantization_bits, non_
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import requested_engine
 from megaswift.errors import Problem, UserError
-from megaswift.families import quantized_training_checks
-from megaswift.families.adapter_folder import adapter_peft_type_or_lora, is_reward_model_adapter
-from megaswift.families.family import read_config_json
+from megaswift.folders.adapter import adapter_peft_type_or_lora, is_reward_model_adapter
+from megaswift.models import quantized_training
+from megaswift.models.family import read_config_json
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -57,8 +57,8 @@ def quantized_or_peft_run_problems(cfg: SwiftConfig, folder: Path) -> list[Probl
     """Of a run on an engine of torch, with the model in `folder`."""
     kind, bits = cfg.model.train_type, base_quantization_bits(cfg)
     config, label = read_config_json(folder), f"--model {cfg.model.model}"
-    problems = quantized_training_checks.quantized_training_problems(config, label, kind, bits, cfg.lora.merge_lora)
-    if quantized_training_checks.stays_quantized(config) and requested_engine(cfg) in SHARDED:
+    problems = quantized_training.quantized_training_problems(config, label, kind, bits, cfg.lora.merge_lora)
+    if quantized_training.stays_quantized(config) and requested_engine(cfg) in SHARDED:
         problems.append(
             Problem(
                 f"{label}, whose weights are quantized",
@@ -68,18 +68,18 @@ def quantized_or_peft_run_problems(cfg: SwiftConfig, folder: Path) -> list[Probl
         )
     if kind == "full":
         return problems
-    if cfg.task in RL and quantized_training_checks.quant_method(config) in quantized_training_checks.KERNELS:
+    if cfg.task in RL and quantized_training.quant_method(config) in quantized_training.KERNELS:
         problems.append(
             Problem(
                 f"{label}, whose weights are quantized",
                 "has no unquantized weights into which adapters could be merged for the sampler",
-                quantized_training_checks.PLAIN,
+                quantized_training.PLAIN,
             )
         )
-    lacking = quantized_training_checks.missing_package_problems(("peft",), f"--train_type {kind}")
+    lacking = quantized_training.missing_package_problems(("peft",), f"--train_type {kind}")
     if bits is not None:
         given = "--train_type qlora" if kind == "qlora" else f"--quantization_bit {bits}"
-        problems += quantized_training_checks.missing_package_problems(("bitsandbytes", "accelerate"), given)
+        problems += quantized_training.missing_package_problems(("bitsandbytes", "accelerate"), given)
     if cfg.lora.adapters is not None:
         return (
             problems

@@ -17,7 +17,7 @@ from megaswift import distributed, log
 from megaswift.config import SwiftConfig
 from megaswift.config.evaluation_rules import best_model_metric, compares_evaluations
 from megaswift.errors import CheckpointError, ConfigError, Problem, did_you_mean_hint
-from megaswift.families.checkpoint_folder import ENGINE
+from megaswift.folders.checkpoint import ENGINE
 from megaswift.plain_files import files_below, refuse_links_outside
 from megaswift.trainers.hook import Hook, Line
 from megaswift.trainers.progress import print_line

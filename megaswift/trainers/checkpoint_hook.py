@@ -18,8 +18,8 @@ from megaswift.config.batch_arithmetic import BatchPlan
 from megaswift.config.byte_size_text import bytes_text
 from megaswift.engine.protocol import FileEntries
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families import saved_step_integrity
-from megaswift.families.checkpoint_folder import ENGINE
+from megaswift.folders import saved_steps
+from megaswift.folders.checkpoint import ENGINE
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.background_save import BackgroundWriter, PendingCheckpoint
 from megaswift.trainers.best_model import BestModelHook
@@ -120,7 +120,7 @@ class CheckpointHook(Hook):
         state = {**self.facts, **steps, "data": loop.position, "hooks": copy.deepcopy(hooks)}
         engines = {} if self.write_weights_only else {ENGINE: loop.engine, **loop.engines}
         if self.write_weights_only:
-            state[saved_step_integrity.WEIGHTS_ONLY] = True
+            state[saved_steps.WEIGHTS_ONLY] = True
         folder = distributed.run_on_rank0(lambda: self._open(loop.step, [*engines]))
         best = self.best.saved[0] if self.best is not None and self.best.saved is not None else None
         self.saved = loop.step
@@ -205,10 +205,10 @@ def restore_run(
     `on_manifest` is called with the manifest before anything is loaded, so that a notice of changed options comes
     before a refusal that they cause.
     """
-    manifest = distributed.run_on_rank0(lambda: saved_step_integrity.load_manifest_or_problem(folder))
+    manifest = distributed.run_on_rank0(lambda: saved_steps.load_manifest_or_problem(folder))
     if isinstance(manifest, Problem):
         raise CheckpointError(manifest)
-    if manifest.get(saved_step_integrity.WEIGHTS_ONLY):
+    if manifest.get(saved_steps.WEIGHTS_ONLY):
         rule = "contains weights only (--save_only_model): a run needs the optimizer's states to resume"
         part = f"--adapters {folder / 'adapter'}" if (folder / "adapter").is_dir() else f"--model {folder / 'hf'}"
         raise CheckpointError(Problem(str(folder), rule, f"{part} starts from these weights"))

@@ -21,8 +21,8 @@ from typing import Any
 from megaswift.atomic_disk_writes import fsync_path, write_atomically
 from megaswift.config.versions import run_folder
 from megaswift.errors import CheckpointError, Problem, did_you_mean_hint
-from megaswift.families import saved_step_integrity
-from megaswift.families.saved_step_integrity import (
+from megaswift.folders import saved_steps
+from megaswift.folders.saved_steps import (
     MARKER,
     POINTER,
     STEP,
@@ -56,7 +56,7 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     entries = {}
     for name in names:
         fsync_path(folder / name)
-        digest = saved_step_integrity.hash_file(folder / name)
+        digest = saved_steps.hash_file(folder / name)
         entries[name] = {"bytes": (folder / name).stat().st_size, "sha256": digest}
     return entries
 
@@ -126,7 +126,7 @@ class CheckpointStore:
 
     def complete(self) -> list[SavedStep]:
         """Every checkpoint with a valid manifest, by step."""
-        return saved_step_integrity.steps_with_valid_manifest(self.root)
+        return saved_steps.steps_with_valid_manifest(self.root)
 
     def incomplete(self) -> list[Path]:
         """Folders without a valid manifest, and those being written or deleted: ignored, and worth a notice."""
@@ -135,11 +135,11 @@ class CheckpointStore:
 
     def pointed(self) -> Path | None:
         """The folder that the pointer names, if its manifest is valid."""
-        return saved_step_integrity.step_named_by_latest_json(self.root)
+        return saved_steps.step_named_by_latest_json(self.root)
 
     def latest(self) -> Path | None:
         """The pointed-at checkpoint; the highest step where the pointer is missing or names nothing complete."""
-        return next(iter(saved_step_integrity.steps_in_resume_order(self.root)), None)
+        return next(iter(saved_steps.steps_in_resume_order(self.root)), None)
 
     def recover(self) -> None:
         """Ends a replacement that a crash cut between its two renames: both folders are whole there. Rank 0 only."""
@@ -158,7 +158,7 @@ class CheckpointStore:
         After a run went back to an earlier step, the `limit` highest up to the one pointed at stay too: they are newer
         than the steps behind it. Steps that were found to be damaged are not counted, and stay.
         """
-        whole = [s for s in self.complete() if not saved_step_integrity.has_missing_or_known_changed_files(s)]
+        whole = [s for s in self.complete() if not saved_steps.has_missing_or_known_changed_files(s)]
         pointed, apart = self.pointed(), None if best is None else self.folder(best)
         reached = next((s.step for s in whole if s.path == pointed), None)
         stay = {pointed, apart}
@@ -180,7 +180,7 @@ class CheckpointStore:
 
     def remove(self, steps: Sequence[Path]) -> list[Path]:
         """Deletes steps. The pointer moves first, to the newest step that is left, or goes with the last one."""
-        left = [p for p in saved_step_integrity.steps_in_resume_order(self.root) if p not in steps]
+        left = [p for p in saved_steps.steps_in_resume_order(self.root) if p not in steps]
         if self.pointed() not in left:
             if left:
                 number = STEP.fullmatch(left[0].name)
@@ -227,7 +227,7 @@ def resume_step_candidates(wanted: str, output: Path) -> tuple[list[Path], list[
     for root in (path, path / "checkpoints"):
         if not STEP.fullmatch(root.name) and (steps := _steps(root)):
             return steps, []
-    manifest = saved_step_integrity.load_manifest_or_problem(path)
+    manifest = saved_steps.load_manifest_or_problem(path)
     if isinstance(manifest, Problem):
         rule = f"has no complete {MARKER}: not a megaswift checkpoint, or an interrupted save"
         if (path / MARKER).exists():
@@ -237,8 +237,8 @@ def resume_step_candidates(wanted: str, output: Path) -> tuple[list[Path], list[
 
 
 def _steps(root: Path) -> list[Path]:
-    steps = saved_step_integrity.steps_in_resume_order(root)
-    if not steps and (lost := saved_step_integrity.no_usable_step_problem(root)) is not None:
+    steps = saved_steps.steps_in_resume_order(root)
+    if not steps and (lost := saved_steps.no_usable_step_problem(root)) is not None:
         raise CheckpointError(lost)
     return steps
 

@@ -15,9 +15,9 @@ from megaswift.config.data import PROMPTED, RL
 from megaswift.config.engine_rules import NATIVE, requested_engine
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_values
 from megaswift.errors import Problem
-from megaswift.families.model_spec import ModelSpec
-from megaswift.families.model_spec_of_any_model import dropout_fields, spec_from_family
-from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.models.any_model import dropout_fields, spec_from_family
+from megaswift.models.spec import ModelSpec
+from megaswift.models.vision import has_vision_tower
 from megaswift.parallel.layout import Layout
 
 CUDNN = 90700

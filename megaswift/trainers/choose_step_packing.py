@@ -16,7 +16,7 @@ from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.engine_rules import NATIVE, requested_engine
 from megaswift.data.loader import BatchSource, DocumentRows, EvaluationSource, TokenStoreBatchSource
 from megaswift.data.pack_samples_of_step import StepPacking
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.row_padding import needs_rows_of_full_length
 

@@ -16,8 +16,8 @@ from megaswift.config.engine_rules import NATIVE, requested_engine
 from megaswift.engine import start_default_process_group
 from megaswift.engine.cuda_max_connections import set_max_connections
 from megaswift.engine.protocol import Engine
-from megaswift.families.model_spec import ModelSpec
 from megaswift.memory.microbatch_setup import ComputeKernels
+from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Coordinates, Layout
 
 GATHERING = ("fsdp2", "zero3", "zero3_offload")

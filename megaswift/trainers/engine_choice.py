@@ -23,11 +23,11 @@ from megaswift.config.engine_rules import (
 from megaswift.config.optim import EVERYWHERE, ON_PARTS, is_elementwise_plugin
 from megaswift.errors import UserError
 from megaswift.families import FAMILIES
-from megaswift.families.family import read_config_json
-from megaswift.families.model_and_tokenizer_source import locate_model
-from megaswift.families.model_spec import ModelSpec
-from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
-from megaswift.families.quantized_training_checks import KERNELS, quant_method
+from megaswift.folders.source import locate_model
+from megaswift.models.any_model import spec_from_family_or_size_fields
+from megaswift.models.family import read_config_json
+from megaswift.models.quantized_training import KERNELS, quant_method
+from megaswift.models.spec import ModelSpec
 
 SMALL, MIDDLE = 1e9, 7e9
 """Parameters up to which a model is replicated, and up to which only gradients and optimizer states are worth

@@ -10,9 +10,9 @@ from megaswift.config import SwiftConfig
 from megaswift.config.byte_size_text import byte_size_or_none, bytes_text
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.model_spec import ModelSpec
 from megaswift.memory.memory_estimate import MemoryEstimate, RunParameters, uncovered_features, usable_bytes
 from megaswift.memory.settings_that_fit import FitChoice, NoFit, Settings, choose_settings_that_fit
+from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 
 FIT = "--fit true"

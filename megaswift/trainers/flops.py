@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 
 from megaswift.engine.protocol import Engine
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models.spec import ModelSpec
 
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"GB200", 2500.0),

@@ -24,7 +24,7 @@ from megaswift.config.train import TRACKERS, TrainConfig
 from megaswift.config.variables_set_by_launcher import JOB_ID
 from megaswift.config.versions import versions
 from megaswift.errors import Problem, UserError
-from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.folders.checkpoint import find_checkpoint
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.run_lock import RunLock
 from megaswift.version import __version__

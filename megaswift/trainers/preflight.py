@@ -37,19 +37,20 @@ from megaswift.data.vision_processor import image_support_problems
 from megaswift.engine.determinism import determinism_environment_problems
 from megaswift.engine.tf32 import tf32_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
-from megaswift.families import ModelSpec, family_of, qlora_weights_and_block_fit
-from megaswift.families.adapter_target_modules import (
+from megaswift.families import ModelSpec, family_of
+from megaswift.folders.side_files import side_file_problems
+from megaswift.folders.source import locate_model, missing_model_file_problems
+from megaswift.models import qlora
+from megaswift.models.family import read_config_json
+from megaswift.models.megatron_options import megatron_architecture_problems
+from megaswift.models.model_type import model_type_option_mismatch_problems
+from megaswift.models.targets import (
     Projection,
     dora_problems,
     modules_to_save_tensor_names,
     select_projections,
 )
-from megaswift.families.family import read_config_json
-from megaswift.families.megatron_options_match_config import megatron_architecture_problems
-from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems
-from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
-from megaswift.families.side_files import side_file_problems
-from megaswift.families.vision_language_detection import (
+from megaswift.models.vision import (
     has_vision_tower,
     vision_packing_problems,
     vision_task_problems,
@@ -213,9 +214,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     request = LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train)
     unfit = layout_problems(ModelShape.of(spec), request) + native_compiler_problems(cfg)
     if cfg.model.train_type == "qlora" and not unfit:
-        unfit = qlora_weights_and_block_fit.four_bit_block_size_problems(
-            family_of(spec.hf_config), spec, request.tp, request.etp
-        )
+        unfit = qlora.four_bit_block_size_problems(family_of(spec.hf_config), spec, request.tp, request.etp)
     return problems + idle + adapters + unfit or fit_problems(cfg, spec, request.layout)
 
 
@@ -258,17 +257,13 @@ def adapter_target_and_folder_problems(cfg: SwiftConfig, spec: ModelSpec) -> lis
         problems += error.problems
     try:
         whole = modules_to_save_tensor_names(family, spec, lora.modules_to_save)
-        problems += (
-            qlora_weights_and_block_fit.four_bit_trainable_problems(family, whole)
-            if cfg.model.train_type == "qlora"
-            else []
-        )
+        problems += qlora.four_bit_trainable_problems(family, whole) if cfg.model.train_type == "qlora" else []
     except UserError as error:
         problems += error.problems
     if lora.use_dora:
         problems += dora_problems(targets, "--use_dora true")
     if lora.use_dora and cfg.model.train_type == "qlora":
-        problems.append(qlora_weights_and_block_fit.NO_DORA)
+        problems.append(qlora.NO_DORA)
     return problems
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.errors import CheckpointError, Problem, WeightsError
-from megaswift.families.checkpoint_folder import MODEL
-from megaswift.families.family import FAMILIES, family_of, read_config_json
+from megaswift.folders.checkpoint import MODEL
+from megaswift.models.family import FAMILIES, family_of, read_config_json
 
 CONFIG = "config.json"
 _NOT_SPEC = {"dtype", "new_head_std", "max_positions", "hf_config", "head", "features.padding_token"}

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
+from megaswift.data.model_tokenizer import named_special_tokens
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.checkpoint_folder import find_checkpoint
-from megaswift.families.family import read_config_json
-from megaswift.families.read_new_special_tokens import named_special_tokens
-from megaswift.families.rope_scaling_option import config_with_rope_scaling
-from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.folders.checkpoint import find_checkpoint
+from megaswift.models.family import read_config_json
+from megaswift.models.rope_scaling import config_with_rope_scaling
+from megaswift.models.vision import has_vision_tower
 
 BASE, ADAPTER, RESIDUAL = "base_model", "initial_adapter", "residual_model"
 """In the output directory; the last two are `--init_weights`'s."""

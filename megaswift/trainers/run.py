@@ -20,7 +20,7 @@ from megaswift.engine.determinism import enable_determinism
 from megaswift.engine.jit_fuser import choose_jit_fuser
 from megaswift.engine.tf32 import set_tf32
 from megaswift.error_exit import print_error_once
-from megaswift.families.model_and_tokenizer_source import locate_model
+from megaswift.folders.source import locate_model
 from megaswift.parallel.layout_checks import legal_layout
 from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape

@@ -27,16 +27,16 @@ from megaswift.data import build_batch_sources as data
 from megaswift.data.collate_preference_batches import kto_kl_batches, labeled_documents, previous_in_global_batch
 from megaswift.data.load_tokenizer import score_padding_token
 from megaswift.data.loader import BatchSource, EvaluationSource, TokenStoreBatchSource
+from megaswift.data.model_tokenizer import tokenizer_with_run_template, training_processor
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.data.vision_processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
-from megaswift.families.checkpoint_folder import MODEL
-from megaswift.families.model_and_tokenizer_source import tokenizer_with_run_template, training_processor
-from megaswift.families.model_spec import ModelSpec
-from megaswift.families.scalar_head import with_pad_token_id
-from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.folders.checkpoint import MODEL
 from megaswift.losses.contract import Batch
+from megaswift.models.scalar_head import with_pad_token_id
+from megaswift.models.spec import ModelSpec
+from megaswift.models.vision import has_vision_tower
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.layout_grid_text import rank_grid_text
 from megaswift.parallel.pipeline_split import PipelineSplit

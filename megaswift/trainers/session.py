@@ -22,9 +22,9 @@ from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.engine.determinism import nondeterministic_op_error
 from megaswift.engine.protocol import Engine
 from megaswift.errors import UserError, first_line
-from megaswift.families.family import read_config_json
-from megaswift.families.model_and_tokenizer_source import short_name
-from megaswift.families.model_spec import ModelSpec
+from megaswift.folders.source import short_name
+from megaswift.models.family import read_config_json
+from megaswift.models.spec import ModelSpec
 from megaswift.trainers import (
     checkpoint_store,
     failed_collective_diagnosis_and_stacks,

@@ -10,10 +10,10 @@ from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families import FAMILIES, ModelSpec, load_spec
-from megaswift.families.family import read_config_json, rope_and_epsilon_problems, unreadable_value_problems
-from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
-from megaswift.families.scalar_head import with_scalar_head
-from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.models.any_model import spec_from_family_or_size_fields
+from megaswift.models.family import read_config_json, rope_and_epsilon_problems, unreadable_value_problems
+from megaswift.models.scalar_head import with_scalar_head
+from megaswift.models.vision import has_vision_tower
 from megaswift.trainers.rope_scaling_and_new_tokens import changed_config_folder
 
 

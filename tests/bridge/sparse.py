@@ -18,7 +18,7 @@ from megaswift.bridge.hf_safetensors_writer import (
 )
 from megaswift.bridge.peft_folder import CONFIG, TENSORS, peft_adapter_config_json
 from megaswift.families import family_of, read_config_json
-from megaswift.families.adapter_target_modules import projections
+from megaswift.models.targets import projections
 from tests.parity.models import BASE
 
 

@@ -15,7 +15,7 @@ from megaswift.bridge.bitsandbytes_load_config import bitsandbytes_config, disab
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch.model_building import build_model
 from megaswift.engine.torch.quantized_weights import dequantized_weight, quantized_from_pretrained_arguments
-from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
+from megaswift.models.any_model import spec_from_family_or_size_fields
 from tests.four_bits import cpu_with
 from tests.trainers.inputs import write_model
 

@@ -1,7 +1,7 @@
 """Weights that are not finite are refused, and named, by either engine.
 
 Covers: megaswift/bridge/hf_to_megatron.py, megaswift/bridge/megatron_to_hf.py,
-megaswift/families/decoder_layer_classes.py, megaswift/families/quantized_training_checks.py.
+megaswift/engine/torch/layer_classes.py, megaswift/models/quantized_training.py.
 """
 
 from __future__ import annotations

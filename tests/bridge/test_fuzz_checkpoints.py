@@ -24,7 +24,7 @@ from megaswift.bridge.read_safetensors_header import read_safetensors_header
 from megaswift.bridge.read_torch_dist_metadata import read_torch_dist_metadata
 from megaswift.bridge.torch_save_tensor_file_format import locate_torch_save_tensor, torch_save_zip_frame
 from megaswift.errors import Problem, UserError, WeightsError
-from megaswift.families.model_and_tokenizer_source import missing_model_file_problems
+from megaswift.folders.source import missing_model_file_problems
 from tests import fuzz_checkpoints as fuzz
 from tests.sources import ROOT
 
@@ -214,8 +214,6 @@ def test_an_index_of_another_form_is_refused_by_check_and_reader(text: str, tmp_
 def test_a_resealed_manifest_with_wrong_types(change: dict[str, Any], said: str) -> None:
     good = json.loads(fuzz.SEEDS["manifest"])
     made = good | change
-    (fuzz.step() / "manifest.json").write_text(
-        json.dumps(made | {"sha256": fuzz.saved_step_integrity.manifest_seal(made)})
-    )
-    found = fuzz.saved_step_integrity.load_manifest_or_problem(fuzz.step())
+    (fuzz.step() / "manifest.json").write_text(json.dumps(made | {"sha256": fuzz.saved_steps.manifest_seal(made)}))
+    found = fuzz.saved_steps.load_manifest_or_problem(fuzz.step())
     assert isinstance(found, Problem) and found.rule in (f"has a wrong value for {said}", f"is {said}")

@@ -1,6 +1,6 @@
 """NF4: the numbers and bytes of bitsandbytes, hand values, shards of a matrix, which weights are held so.
 
-Covers: megaswift/families/qlora_weights_and_block_fit.py.
+Covers: megaswift/models/qlora.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from megaswift.bridge import nf4
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.errors import Problem
-from megaswift.families import family_of, qlora_weights_and_block_fit
+from megaswift.families import family_of
+from megaswift.models import qlora
 from tests.parity.models import config
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,7 +84,7 @@ def test_a_shard_is_quantized_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_all_linear_layers_are_quantized_and_nothing_else(variant: str, left: set[str]) -> None:
     plan = plan_of(variant)
-    held = {name for e in plan.entries if qlora_weights_and_block_fit.is_four_bit_weight(e.rule) for name in e.hf}
+    held = {name for e in plan.entries if qlora.is_four_bit_weight(e.rule) for name in e.hf}
     matrices = {name for name, shape in plan.hf_shapes.items() if len(shape) > 1 and not name.endswith("bias")}
     assert held < matrices
     rest = {n.split(".", 3)[-1] if "layers" in n else n for n in matrices - held}
@@ -92,7 +93,7 @@ def test_all_linear_layers_are_quantized_and_nothing_else(variant: str, left: se
 
 def unfit(variant: str, tp: int, etp: int) -> list[Problem]:
     plan = plan_of(variant)
-    return qlora_weights_and_block_fit.four_bit_block_size_problems(plan.family, plan.spec, tp, etp)
+    return qlora.four_bit_block_size_problems(plan.family, plan.spec, tp, etp)
 
 
 def test_widths_that_do_not_fit_are_reported_once_with_numbers() -> None:
@@ -106,5 +107,5 @@ def test_widths_that_do_not_fit_are_reported_once_with_numbers() -> None:
     assert [p.fix for p in both] == ["--tp 2"] * 2 and "leaves 32 of the 128 inputs of mlp.linear_fc2" in both[1].rule
     assert [(p.what, p.fix) for p in unfit("moe-nf4", 2, 4)] == [("--etp 4", "--etp 2")]
     saved = ["lm_head.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.3.mlp.experts.11.up_proj.weight"]
-    stuck = qlora_weights_and_block_fit.four_bit_trainable_problems(plan_of("moe-nf4").family, saved)
+    stuck = qlora.four_bit_trainable_problems(plan_of("moe-nf4").family, saved)
     assert [p.what for p in stuck] == [f"--modules_to_save {name.removesuffix('.weight')}" for name in saved[1:]]

@@ -24,8 +24,8 @@ from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.bridge.peft_folder import PeftFolder, write_peft_folder
 from megaswift.convert import convert_command
 from megaswift.errors import UserError, WeightsError
-from megaswift.families.adapter_target_modules import ALL, select_projections
-from megaswift.families.weight_rules import shard_dim
+from megaswift.models.targets import ALL, select_projections
+from megaswift.models.weights.rules import shard_dim
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.parity.lora import ALPHA, ATTENTION, MLP, RANK, Adapted, made_by_peft, make_adapter, read_adapter
 from tests.sources import ROOT

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors, PlanEntry
 from megaswift.families import ModelSpec, family_of
-from megaswift.families.weight_rules import Shard, SliceMap, TensorParallelShard
+from megaswift.models.weights.rules import Shard, SliceMap, TensorParallelShard
 from tests.families.published import QWEN3_30B_A3B
 
 E, H, F = 3, 4, 6

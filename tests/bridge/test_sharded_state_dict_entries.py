@@ -1,6 +1,6 @@
 """Keys and shapes against what the real engine saves; its checkpoints read by Hugging Face names from any layout.
 
-Covers: megaswift/bridge/megatron_checkpoint_as_hf_source.py, megaswift/families/checkpoint_folder.py.
+Covers: megaswift/bridge/megatron_checkpoint_as_hf_source.py, megaswift/folders/checkpoint.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megaswift.bridge.megatron_checkpoint_as_hf_source import MegatronSource
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.torch_dist_source import TorchDistSource
 from megaswift.errors import CheckpointError
-from megaswift.families.checkpoint_folder import CheckpointTensorAndModelPaths
+from megaswift.folders.checkpoint import CheckpointTensorAndModelPaths
 from tests.bridge.folders import plan_of
 from tests.engine.checkpoint_worker import Run
 from tests.parity.cases import parse

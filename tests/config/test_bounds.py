@@ -18,7 +18,7 @@ from megaswift.convert import convert_command
 from megaswift.deploy import COMMAND as DEPLOY
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
-from megaswift.families.family import read_config_json
+from megaswift.models.family import read_config_json
 from tests.families.published import LLAMA_3_1_8B
 
 

@@ -24,7 +24,7 @@ from megaswift.config.engine_rules import (
 from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES, ModelSpec, family_of
-from megaswift.families.model_spec_of_any_model import spec_from_size_fields
+from megaswift.models.any_model import spec_from_size_fields
 from megaswift.trainers.engine_choice import MachineFacts, approximate_parameter_count, choose_engine, resolve_engine
 from tests.config.refusals import problems
 from tests.config.test_sections import NEEDS, other_value

@@ -21,13 +21,13 @@ import torch
 from megaswift.cli import main
 from megaswift.config import SwiftConfig, load_config
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
+from megaswift.data.model_tokenizer import tokenizer_or_processor_for
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.rl_prompts import load_prompt_splits
 from megaswift.data.write_cached_dataset import main as cache
 from megaswift.data.write_cached_dataset import words_of_cached_dataset
 from megaswift.errors import DataError
 from megaswift.export import main as export
-from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
 from megaswift.trainers.dataset_checks import data_problems
 from tests.data.makers import chat, jsonl, tokenizer
 

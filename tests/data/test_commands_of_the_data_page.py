@@ -15,8 +15,8 @@ import pytest
 from megaswift.cli import main
 from megaswift.config import load_config
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
+from megaswift.data.model_tokenizer import tokenizer_or_processor_for
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
-from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
 from tests.data.makers import TEXT, chat, jsonl, tokenizer
 from tests.sources import ROOT
 

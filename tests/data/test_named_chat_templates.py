@@ -15,11 +15,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megaswift.data.certify_loss_mask import LossMaskCertifier
 from megaswift.data.encode_rows import RowEncoder, encode_spec
+from megaswift.data.model_tokenizer import read_tokenizer
 from megaswift.data.named_chat_templates import TOKENIZERS_OWN, named_templates, read_named_template
 from megaswift.data.read_template_and_system import check_template, read_template
 from megaswift.data.row_readers import LocatedRow
 from megaswift.errors import ConfigError, DataError
-from megaswift.families.model_and_tokenizer_source import read_tokenizer
 from tests.data.chat_template_kinds import TemplateKind, conversations
 from tests.data.makers import chat, config, template, tokenizer
 from tests.data.test_render_chat_with_loss_spans import CALL, TOOLS, Q, answer, user

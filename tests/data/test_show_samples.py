@@ -12,8 +12,8 @@ import pytest
 
 from megaswift.data import sample_report, show_samples, tokenization
 from megaswift.data.build_batch_sources import load_document_splits
+from megaswift.data.model_tokenizer import tokenizer_or_processor_for
 from megaswift.errors import DataError, UserError
-from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
 from tests.data.makers import chat, config, jsonl, template, tokenizer
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaswift.engine.megatron.model import embedding_scale_hook
-from megaswift.families.model_spec import ArchitectureExtras
+from megaswift.models.spec import ArchitectureExtras
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

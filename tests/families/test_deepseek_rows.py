@@ -1,7 +1,7 @@
 """What the configurations of DeepSeek's line mean: heads of latent attention, routing, dense layers, and what is
 refused.
 
-Covers: megaswift/families/config_deepseek_experts.py.
+Covers: megaswift/models/fields/deepseek.py.
 """
 
 from __future__ import annotations

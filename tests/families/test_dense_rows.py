@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megaswift.errors import WeightsError
-from megaswift.families.model_spec import RopeSpec
+from megaswift.models.spec import RopeSpec
 from tests.families.published_dense import (
     EXAONE_4_1B,
     GEMMA_2_2B,

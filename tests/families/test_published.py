@@ -1,7 +1,7 @@
 """Published config.json files, against the numbers on the model cards and transformers' own reading of the same
 file.
 
-Covers: megaswift/bridge/hf_megatron_weight_plan.py, megaswift/families/family.py, megaswift/families/model_spec.py.
+Covers: megaswift/bridge/hf_megatron_weight_plan.py, megaswift/models/family.py, megaswift/models/spec.py.
 """
 
 from __future__ import annotations

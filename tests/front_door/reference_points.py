@@ -52,7 +52,7 @@ POINTS = (
     Point(
         5,
         "download",
-        ("tests/families/test_model_and_tokenizer_source.py::test_a_model_id_is_requested_from_the_chosen_hub",),
+        ("tests/folders/test_source.py::test_a_model_id_is_requested_from_the_chosen_hub",),
     ),
     Point(6, "LoRA, QLoRA, DoRA", ("gradient checkpointing", "QLoRA by train type", "DoRA")),
     Point(7, "quantized models", ("QLoRA of the engines", "GPTQ model")),

@@ -2,7 +2,7 @@
 and PEFT's own.
 
 Covers: megaswift/config/byte_size_text.py, megaswift/config/parse_device_map_options.py,
-megaswift/inference/rope_scaling_and_special_tokens.py, megaswift/families/read_new_special_tokens.py.
+megaswift/inference/rope_scaling_and_special_tokens.py, megaswift/data/model_tokenizer.py.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from megaswift.cli import main
 from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import UserError
-from megaswift.families import quantized_training_checks
 from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
+from megaswift.models import quantized_training
 from tests.bridge.folders import set_config
 from tests.inference.models import folder, opened
 from tests.inference.test_load_generation_model import answers, expected
@@ -76,9 +76,9 @@ def test_answers_are_pefts_own(name: str, model: Path, tmp_path: Path) -> None:
 
 
 def test_a_package_that_quantized_weights_need_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = quantized_training_checks.importlib.util.find_spec
+    real = quantized_training.importlib.util.find_spec
     monkeypatch.setattr(
-        quantized_training_checks.importlib.util,
+        quantized_training.importlib.util,
         "find_spec",
         lambda name: None if name in ("gptqmodel", "optimum") else real(name),
     )

@@ -11,10 +11,10 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.families import family_of
-from megaswift.families.model_spec import ModelSpec
 from megaswift.memory.memory_estimate import RunParameters, uncovered_features, usable_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
 from megaswift.memory.settings_that_fit import FitChoice, NoFit, choose_settings_that_fit
+from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.trainers.fit_to_device import fit_text
 from tests.families.published_dense import GEMMA_2_2B

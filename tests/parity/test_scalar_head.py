@@ -49,7 +49,7 @@ def measure(rank: int, world: int, task: Task) -> tuple[float, dict[str, Tensor]
     """(loss, gradients, exported weights) on the ranks."""
     from megaswift.config import SwiftConfig
     from megaswift.families import load_spec
-    from megaswift.families.scalar_head import with_scalar_head
+    from megaswift.models.scalar_head import with_scalar_head
     from megaswift.parallel.layout import Layout
     from megaswift.trainers.create_process_groups_and_engine import make_engine, start_context
 

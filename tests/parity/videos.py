@@ -267,10 +267,10 @@ def sampled(rank: int, world: int, folder: Path) -> list[tuple[list[float], list
 
     from megaswift.bridge.open_weight_source import open_weights
     from megaswift.config import SwiftConfig
+    from megaswift.data.model_tokenizer import training_processor
     from megaswift.data.prompt_images import PromptImageReader
     from megaswift.data.rl_prompts import load_prompt_splits
     from megaswift.data.vision_batches import media_kinds
-    from megaswift.families.model_and_tokenizer_source import training_processor
     from megaswift.rollout.backends.transformers_sampler import build
     from megaswift.rollout.sampler import BatchImages, SamplerOptions, SamplingParams
 
@@ -320,8 +320,8 @@ def streamed_media(rank: int, world: int, task: tuple[Path, Path, bool]) -> list
     """What micro-batches of a stream of rows without videos bring beside the tokens, by whether weights are divided."""
     from megaswift.config import SwiftConfig
     from megaswift.data.build_batch_sources import build_train_and_eval_sources
+    from megaswift.data.model_tokenizer import training_processor
     from megaswift.data.numbered_rows_batch_source import LoaderGeometry
-    from megaswift.families.model_and_tokenizer_source import training_processor
 
     folder, data, divided = task
     cfg = SwiftConfig(

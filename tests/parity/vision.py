@@ -356,7 +356,7 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     """The engine's numbers of the first global batch, then of `steps` steps; on rank 0."""
     from megaswift.config import SwiftConfig
     from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
-    from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
+    from megaswift.models.any_model import spec_from_family_or_size_fields
     from megaswift.parallel.layout import Layout
     from megaswift.trainers.create_process_groups_and_engine import start_context
     from megaswift.trainers.run_builder import RunBuilder

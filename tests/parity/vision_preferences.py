@@ -35,7 +35,7 @@ def train(rank: int, world: int, given: PairTask) -> Reference | None:
     """Loss and gradients of the first global batch of four pairs; on rank 0."""
     from megaswift.config import SwiftConfig
     from megaswift.engine.torch.data_parallel_strategy import GRADIENT
-    from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
+    from megaswift.models.any_model import spec_from_family_or_size_fields
     from megaswift.parallel.layout import Layout
     from megaswift.trainers.create_process_groups_and_engine import start_context
     from megaswift.trainers.run_builder import RunBuilder

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.atomic_disk_writes import write_hashed
-from megaswift.families.saved_step_integrity import damaged_file_problems
+from megaswift.folders.saved_steps import damaged_file_problems
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.checkpoint_store import CheckpointStore
 

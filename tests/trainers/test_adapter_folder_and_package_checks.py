@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.families import quantized_training_checks
+from megaswift.models import quantized_training
 from tests.bridge.folders import set_config
 from tests.trainers.inputs import write_model
 from tests.trainers.test_preflight import problems
@@ -41,9 +41,9 @@ def said(model: Path, **options: Any) -> list[str]:
 def test_a_package_that_is_not_there_is_named(
     method: str, packages: tuple[str, ...], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = quantized_training_checks.importlib.util.find_spec
+    real = quantized_training.importlib.util.find_spec
     monkeypatch.setattr(
-        quantized_training_checks.importlib.util,
+        quantized_training.importlib.util,
         "find_spec",
         lambda name: None if name in ("gptqmodel", "optimum", "compressed_tensors") else real(name),
     )
@@ -87,9 +87,9 @@ def test_folders_of_other_adapters(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_package_of_ours(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = quantized_training_checks.importlib.util.find_spec
+    real = quantized_training.importlib.util.find_spec
     monkeypatch.setattr(
-        quantized_training_checks.importlib.util,
+        quantized_training.importlib.util,
         "find_spec",
         lambda name: None if name in ("bitsandbytes", "peft") else real(name),
     )

@@ -13,7 +13,7 @@ import torch
 
 from megaswift.atomic_disk_writes import write_hashed
 from megaswift.errors import CheckpointError
-from megaswift.families.saved_step_integrity import damaged_file_problems, load_manifest_or_none
+from megaswift.folders.saved_steps import damaged_file_problems, load_manifest_or_none
 from megaswift.trainers import checkpoint_hook
 from megaswift.trainers.checkpoint_hook import CheckpointHook, restore_run
 from megaswift.trainers.checkpoint_store import CheckpointStore

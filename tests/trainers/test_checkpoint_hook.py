@@ -13,7 +13,7 @@ import torch
 
 from megaswift.config.batch_arithmetic import BatchPlan
 from megaswift.errors import CheckpointError
-from megaswift.families.saved_step_integrity import manifest_seal
+from megaswift.folders.saved_steps import manifest_seal
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.checkpoint_hook import CheckpointHook, global_batch_size_change_notice, restore_run
 from megaswift.trainers.checkpoint_store import CheckpointStore

@@ -1,6 +1,6 @@
 """The folder of checkpoints: what counts as one, which is the latest, what rotation may delete.
 
-Covers: megaswift/families/saved_step_integrity.py.
+Covers: megaswift/folders/saved_steps.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.errors import CheckpointError
-from megaswift.families.saved_step_integrity import damaged_file_problems, steps_in_resume_order
+from megaswift.folders.saved_steps import damaged_file_problems, steps_in_resume_order
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.checkpoint_store import CheckpointStore
 

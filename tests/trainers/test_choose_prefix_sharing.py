@@ -15,8 +15,8 @@ from megaswift.config import SwiftConfig
 from megaswift.engine.torch.per_document_attention import attends_per_document, set_per_document_attention
 from megaswift.errors import UserError
 from megaswift.families import load_spec
-from megaswift.families.model_spec import ModelSpec
-from megaswift.families.model_spec_of_any_model import spec_from_size_fields
+from megaswift.models.any_model import spec_from_size_fields
+from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.trainers.choose_prefix_sharing import (
     CUDNN,

@@ -22,8 +22,8 @@ from megaswift.cli import main
 from megaswift.config import load_config
 from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import CheckpointError
-from megaswift.families import saved_step_integrity
-from megaswift.families.model_and_tokenizer_source import locate_model
+from megaswift.folders import saved_steps
+from megaswift.folders.source import locate_model
 from megaswift.inference.precheck_model_folder_and_adapters import locate_generation_model
 from megaswift.trainers import checkpoint_store, output_folder
 from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import (
@@ -168,10 +168,8 @@ def test_a_run_killed_before_its_first_step_was_saved_starts_over(tmp_path: Path
 
 def test_a_file_is_read_once_until_it_changes(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    real = checkpoint_store.saved_step_integrity.hash_file
-    monkeypatch.setattr(
-        checkpoint_store.saved_step_integrity, "hash_file", lambda path: (read.append(path.name), real(path))[1]
-    )
+    real = checkpoint_store.saved_steps.hash_file
+    monkeypatch.setattr(checkpoint_store.saved_steps, "hash_file", lambda path: (read.append(path.name), real(path))[1])
     for _ in range(2):
         locate_model(ModelLoadingOptions(model=str(out)))
         open_weights(step(out, 8))
@@ -200,12 +198,10 @@ def test_a_run_goes_on_from_the_step_before_a_damaged_one(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["engine/" + "x" * 300, "engine/a\ud83d", "engine", FILE + "/x"])
 def test_a_manifest_with_names_that_no_file_has(out: Path, name: str) -> None:
     step = out / "checkpoints" / "step-8"
-    manifest = saved_step_integrity.load_manifest_or_problem(step)
+    manifest = saved_steps.load_manifest_or_problem(step)
     assert isinstance(manifest, dict)
     manifest["files"][name] = manifest["files"][FILE]
-    (step / saved_step_integrity.MARKER).write_text(
-        json.dumps(manifest | {"sha256": saved_step_integrity.manifest_seal(manifest)})
-    )
-    assert [p.what for p in saved_step_integrity.damaged_file_problems(step)] == [str(step / name)]
-    (saved,) = (s for s in saved_step_integrity.steps_with_valid_manifest(step.parent) if s.path == step)
-    assert saved_step_integrity.has_missing_or_known_changed_files(saved)
+    (step / saved_steps.MARKER).write_text(json.dumps(manifest | {"sha256": saved_steps.manifest_seal(manifest)}))
+    assert [p.what for p in saved_steps.damaged_file_problems(step)] == [str(step / name)]
+    (saved,) = (s for s in saved_steps.steps_with_valid_manifest(step.parent) if s.path == step)
+    assert saved_steps.has_missing_or_known_changed_files(saved)

@@ -214,7 +214,7 @@ def test_a_path_that_is_no_model(model: Path, monkeypatch: pytest.MonkeyPatch, n
 def test_an_output_directory_is_its_export_and_a_checkpoint_has_its_model_beside_it(
     model: Path, tmp_path: Path
 ) -> None:
-    from megaswift.families.model_and_tokenizer_source import locate_model
+    from megaswift.folders.source import locate_model
 
     run = tmp_path / "run"
     write_model(run / "hf")

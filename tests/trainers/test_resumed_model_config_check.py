@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megaswift.errors import CheckpointError
-from megaswift.families.family import read_config_json
+from megaswift.models.family import read_config_json
 from megaswift.trainers.resumed_model_config_check import model_difference_problems, refuse_other_model
 from tests.parity.models import build
 

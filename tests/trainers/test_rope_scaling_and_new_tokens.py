@@ -1,7 +1,7 @@
 """Models that start with another rotary scaling or more tokens: transformers' own resizing and scaling are the oracle;
 whole runs on both engines.
 
-Covers: megaswift/bridge/write_folder_with_new_config_or_vocab.py, megaswift/families/rope_scaling_option.py.
+Covers: megaswift/bridge/write_folder_with_new_config_or_vocab.py, megaswift/models/rope_scaling.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.write_folder_with_new_config_or_vocab import write_changed_model_folder
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError
-from megaswift.families.family import read_config_json
-from megaswift.families.rope_scaling_option import config_with_rope_scaling
+from megaswift.models.family import read_config_json
+from megaswift.models.rope_scaling import config_with_rope_scaling
 from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.rope_scaling_and_new_tokens import changed_config_and_tokenizer
 from megaswift.trainers.task_model_spec import model_spec_for_task

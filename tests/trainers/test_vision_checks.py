@@ -12,7 +12,7 @@ from megaswift.cli import main
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
-from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
+from megaswift.models.any_model import spec_from_family_or_size_fields
 from megaswift.trainers.preflight import vision_problems
 
 TEXT = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32}

@@ -1,7 +1,7 @@
 """Megatron-LM's options of a model's architecture: accepted, and compared with the model that config.json describes.
 
 Owns their names and how their values are collected into the option `megatron_architecture`. The comparison is in
-`families/megatron_options_match_config.py`. No torch.
+`models/megatron_options.py`. No torch.
 """
 
 from __future__ import annotations

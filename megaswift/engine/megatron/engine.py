@@ -64,9 +64,10 @@ from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, St
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights, replicated_by_group
 from megaswift.errors import ConfigError
-from megaswift.families import family_of, qlora_weights_and_block_fit
-from megaswift.families.model_spec import ModelSpec
+from megaswift.families import family_of
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
+from megaswift.models import qlora
+from megaswift.models.spec import ModelSpec
 
 
 class MegatronEngine:
@@ -94,12 +95,12 @@ class MegatronEngine:
         adapters = adapter_plan_from_lora_config(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
         if adapters and self.config.quantized:
             family, layout = self.plan.family, self.layout
-            if unfit := qlora_weights_and_block_fit.four_bit_block_size_problems(
+            if unfit := qlora.four_bit_block_size_problems(
                 family, spec, layout.tp, layout.etp
-            ) + qlora_weights_and_block_fit.four_bit_trainable_problems(family, adapters.saved):
+            ) + qlora.four_bit_trainable_problems(family, adapters.saved):
                 raise ConfigError(unfit)
             if adapters.settings.dora:
-                raise ConfigError(qlora_weights_and_block_fit.NO_DORA)
+                raise ConfigError(qlora.NO_DORA)
         self.backend = TEAttentionBackendEnv(self.config.attention_backend != AttnBackend.auto)
         with self.backend.building():
             self.plain = build_model_chunks(spec, self.config, context, self.choice)

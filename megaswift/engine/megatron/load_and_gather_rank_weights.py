@@ -26,9 +26,9 @@ from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
 from megaswift.engine.megatron.read_weights_once_per_replica import read_once_per_replica
-from megaswift.families import qlora_weights_and_block_fit
-from megaswift.families.expand_weight_table_and_shard_shapes import padded_vocabulary_size
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models import qlora
+from megaswift.models.spec import ModelSpec
+from megaswift.models.weights.table import padded_vocabulary_size
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
@@ -128,7 +128,7 @@ class RankWeights:
                 if isinstance(module, NF4Matrix):
                     self._place(plan.by_megatron[canonical_parameter_name(name, chunk, spec, context)], chunk, name)
             for p in self.placed if chunk.config.quantized else ():
-                assert isinstance(p.held, NF4Matrix) == qlora_weights_and_block_fit.is_four_bit_weight(p.entry.rule), (
+                assert isinstance(p.held, NF4Matrix) == qlora.is_four_bit_weight(p.entry.rule), (
                     f"{p.entry.megatron} is stored in four bits in only one of the model and the weight plan"
                 )
         self.exact: Callable[[Tensor], Tensor] = lambda weight: weight.data

@@ -17,7 +17,7 @@ from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
 from megaswift.engine.protocol import EngineSizeReport
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from megaswift.engine.megatron.engine import MegatronEngine

@@ -38,13 +38,13 @@ from megaswift.engine.megatron.tp_comm_overlap import (
 )
 from megaswift.engine.triton_on_device import triton_launches
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.grouped_expert_products import (
+from megaswift.models.grouped_experts import (
     grouped_width_problems,
     groups_experts,
     needs_torch_widths,
     torch_multiplies,
 )
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.row_padding import fp8_token_multiple, full_microbatch_tokens, row_padding_multiple
 

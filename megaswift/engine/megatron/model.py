@@ -40,9 +40,9 @@ from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import gat
 from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
 from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers
 from megaswift.engine.vocabulary_logprobs_and_entropy import VocabularyHeadShardSpec
-from megaswift.families.expand_weight_table_and_shard_shapes import padded_vocabulary_size
-from megaswift.families.model_spec import ArchitectureExtras, ModelSpec
 from megaswift.losses.contract import RequestedModelOutputs
+from megaswift.models.spec import ArchitectureExtras, ModelSpec
+from megaswift.models.weights.table import padded_vocabulary_size
 
 
 class ScalarHead(nn.Module):

@@ -26,8 +26,8 @@ from megaswift.engine.torch import per_document_attention
 from megaswift.engine.torch.model_building import is_tested_class
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.model_spec_of_any_model import dropout_fields
 from megaswift.losses.contract import Batch, RequestedModelOutputs
+from megaswift.models.any_model import dropout_fields
 
 if TYPE_CHECKING:
     from megaswift.engine.torch.engine import TorchEngine

@@ -59,8 +59,8 @@ from megaswift.engine.torch.return_freed_host_memory_by_mallopt import returning
 from megaswift.engine.torch.router_losses import RouterLosses
 from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
 from megaswift.engine.torch.strategy_registry import build_strategy
-from megaswift.families.model_spec import ModelSpec
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
+from megaswift.models.spec import ModelSpec
 
 
 class TorchEngine:

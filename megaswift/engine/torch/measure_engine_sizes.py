@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megaswift import distributed
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.engine.torch import quantized_weights
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from megaswift.engine.torch.engine import TorchEngine

@@ -32,14 +32,14 @@ from megaswift.engine.torch import (
     quantized_weights,
     vision_model_parts,
 )
+from megaswift.engine.torch.layer_classes import decoder_layer_class_names
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.engine.trainable_pattern_errors import nothing_trains_problem, unmatched_pattern_problem
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
-from megaswift.families.decoder_layer_classes import decoder_layer_class_names
-from megaswift.families.model_spec import ModelSpec
-from megaswift.families.model_spec_of_any_model import spec_from_family
-from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.models.any_model import spec_from_family
+from megaswift.models.spec import ModelSpec
+from megaswift.models.vision import has_vision_tower
 
 RECOMPILES = 64
 """Shapes and layers of one class that may be compiled before torch falls back to eager; its own limit is 8."""

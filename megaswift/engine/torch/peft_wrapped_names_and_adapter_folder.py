@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
-from megaswift.families.adapter_folder import TENSORS
+from megaswift.folders.adapter import TENSORS
 
 PREFIX = "model."
 """Of the transformers model within the module that is wrapped."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megaswift.bridge.bitsandbytes_load_config import bitsandbytes_config
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import base_quantization_bits
-from megaswift.families.family import read_config_json
-from megaswift.families.quantized_training_checks import DEQUANTIZED, quant_method, quantization_config_of
+from megaswift.models.family import read_config_json
+from megaswift.models.quantized_training import DEQUANTIZED, quant_method, quantization_config_of
 
 
 def quantized_from_pretrained_arguments(

@@ -20,7 +20,7 @@ from torch import Tensor
 from megaswift.config import SwiftConfig
 from megaswift.engine.global_batch_loss_and_metrics import ParallelContextProtocol
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models.spec import ModelSpec
 
 SCORES = "moe_router_score_function"
 NAMES = ("aux_loss", "z_loss")

@@ -34,7 +34,7 @@ from megaswift.engine.torch.read_tensors_once_over_ranks import read_tensors_onc
 from megaswift.engine.torch.return_freed_host_memory_by_mallopt import returning_freed_memory_to_system
 from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters
 from megaswift.errors import ROOM, Problem, UserError
-from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointTensorAndModelPaths
+from megaswift.folders.checkpoint import FACTS, WHOLE, CheckpointTensorAndModelPaths
 
 if TYPE_CHECKING:
     from megaswift.engine.torch.engine import TorchEngine

@@ -13,12 +13,12 @@ from megaswift.config.engine_rules import filled_deepspeed_config
 from megaswift.config.variables_set_by_launcher import nproc_or_nnodes_started_by_launcher
 from megaswift.engine.torch.data_parallel_strategy import DataParallelStrategy
 from megaswift.engine.torch.ddp import DdpStrategy
+from megaswift.engine.torch.layer_classes import decoder_layer_class_names
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
 from megaswift.engine.torch.loss_scale import make_loss_scale
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.decoder_layer_classes import decoder_layer_class_names
 
 
 def build_strategy(

@@ -50,7 +50,7 @@ from megaswift.engine.torch.transformers_conversions import (
 )
 from megaswift.errors import Problem, UserError, WeightsError
 from megaswift.families import read_config_json
-from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.folders.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     from megaswift.engine.torch.engine import TorchEngine

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import torch
 
 from megaswift.config import SwiftConfig
-from megaswift.families.model_spec import ModelSpec
 from megaswift.memory.kv_cache_bytes import kv_cache_bytes_per_token
+from megaswift.models.spec import ModelSpec
 from megaswift.rollout.sampler import Sampler, SamplerOptions, SamplingParams, make_sampler
 from megaswift.rollout.write_weight_sync_folders import SHARED_MEMORY
 from megaswift.trainers.create_process_groups_and_engine import RankContext

@@ -17,12 +17,12 @@ from megaswift.config.adapter_rules import base_quantization_bits
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.errors import Problem
 from megaswift.families import family_of
-from megaswift.families.adapter_target_modules import select_projections
-from megaswift.families.checkpoint_folder import find_checkpoint
-from megaswift.families.family import read_config_json
-from megaswift.families.model_spec import ModelSpec
-from megaswift.families.quantization_schemes import FIELD
-from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.folders.checkpoint import find_checkpoint
+from megaswift.models.family import read_config_json
+from megaswift.models.quantization import FIELD
+from megaswift.models.spec import ModelSpec
+from megaswift.models.targets import select_projections
+from megaswift.models.vision import has_vision_tower
 
 EXPERTS = "experts have adapters, whose format differs between samplers"
 OWN_RANKS = ("rank_pattern", "alpha_pattern")

@@ -6,9 +6,9 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.errors import ConfigError, UserError
-from megaswift.families.family import read_config_json
-from megaswift.families.model_and_tokenizer_source import locate_model
-from megaswift.families.vision_language_detection import has_vision_tower
+from megaswift.folders.source import locate_model
+from megaswift.models.family import read_config_json
+from megaswift.models.vision import has_vision_tower
 
 OPTION = "rollout_backend"
 

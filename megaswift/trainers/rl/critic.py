@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.protocol import Engine
-from megaswift.families.model_spec import ModelSpec
-from megaswift.families.scalar_head import with_scalar_head
 from megaswift.losses.contract import Batch
 from megaswift.losses.value import PARTS, ValueLoss, explained_variance
+from megaswift.models.scalar_head import with_scalar_head
+from megaswift.models.spec import ModelSpec
 from megaswift.trainers.add_preference_loss_fields_to_batches import BatchTransform
 from megaswift.trainers.create_process_groups_and_engine import RankContext, make_engine
 from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor

@@ -15,8 +15,8 @@ from megaswift.config.batch_arithmetic import batch_problems
 from megaswift.config.external_plugins import PLUGINS, load_external_plugins
 from megaswift.config.generation_batch import generation_batch_plan
 from megaswift.errors import Problem, UserError, did_you_mean_hint, first_line, missing_path_hint
-from megaswift.families.family import read_config_json
-from megaswift.families.scalar_head import scalar_head_problems
+from megaswift.models.family import read_config_json
+from megaswift.models.scalar_head import scalar_head_problems
 from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
 from megaswift.rewards.load_built_in_and_user_reward_functions import NAMED, SPELLINGS, is_file_function
 

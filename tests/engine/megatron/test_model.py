@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megaswift.engine.megatron import model
-from megaswift.families.model_spec import ArchitectureExtras
 from megaswift.losses.contract import RequestedModelOutputs
+from megaswift.models.spec import ArchitectureExtras
 
 
 def test_fields_that_are_metrics_only_have_no_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class Result:
 def opened(case: Case, run: Run, world: int) -> tuple[Any, Any]:
     """(engine with the folder's weights, context), of any model that transformers loads."""
     from megaswift.config import SwiftConfig
-    from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
+    from megaswift.models.any_model import spec_from_family_or_size_fields
     from megaswift.parallel.layout import Layout
     from megaswift.trainers.create_process_groups_and_engine import make_engine, start_context
 

@@ -2,7 +2,7 @@
 something else.
 
 Covers: megaswift/engine/torch/causality_and_packing_check.py, megaswift/engine/torch/loss_fields_from_logits.py,
-megaswift/families/model_spec_of_any_model.py.
+megaswift/models/any_model.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel, labe
 from megaswift.engine.torch.model_building import build_model
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES
-from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
 from megaswift.losses.contract import Batch
+from megaswift.models.any_model import spec_from_family_or_size_fields
 from tests.engine.torch.adapter_ranks import CASE, Run, far, model_of, opened, plain
 from tests.engine.torch.other_models import APART, ENCODERS, KINDS, MIXING, POSITIONS, config_of, write
 from tests.parity.cases import parse

@@ -24,7 +24,7 @@ from megaswift.engine.torch import meta_init, model_building, weight_loading
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters, tied_name_map
 from megaswift.errors import WeightsError
-from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
+from megaswift.models.any_model import spec_from_family_or_size_fields
 from tests.bridge.folders import tensors_of
 from tests.parity.models import build
 

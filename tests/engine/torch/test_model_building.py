@@ -23,7 +23,7 @@ from megaswift.engine.torch.model_building import add_peft, attention_to_load_wi
 from megaswift.engine.torch.transformers_conversions import conversion_groups, unused_weights
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
-from megaswift.families.scalar_head import with_scalar_head
+from megaswift.models.scalar_head import with_scalar_head
 from tests.parity.models import VOCAB, build
 from tests.parity.vision import KINDS, tokenizer
 

@@ -17,7 +17,7 @@ from megaswift.engine.torch.causality_and_packing_check import single_row_batch_
 from megaswift.engine.torch.loss_fields_from_logits import labeled_columns
 from megaswift.engine.torch.model_building import build_model_for_wrapping
 from megaswift.engine.torch.per_document_attention import rows_of
-from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
+from megaswift.models.any_model import spec_from_family_or_size_fields
 from tests.trainers.inputs import write_model
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from megaswift.errors import UserError
 from megaswift.families import load_spec
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models.spec import ModelSpec
 from megaswift.trainers.preflight import preflight
 from megaswift.trainers.rl import choose_adapter_or_merged_weight_sync
 from megaswift.trainers.rl.choose_adapter_or_merged_weight_sync import (

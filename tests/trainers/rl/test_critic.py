@@ -13,9 +13,9 @@ from megaswift.bridge.new_scalar_head import new_scalar_head_weight
 from megaswift.config import SwiftConfig
 from megaswift.engine.protocol import StepResult
 from megaswift.families import load_spec
-from megaswift.families.model_spec import ModelSpec
-from megaswift.families.scalar_head import with_scalar_head
 from megaswift.losses.value import ValueLoss
+from megaswift.models.scalar_head import with_scalar_head
+from megaswift.models.spec import ModelSpec
 from megaswift.trainers.rl import critic
 from megaswift.trainers.skipped_step_and_loss_spike_monitor import TrainingDiverged
 from tests.test_cli import model_folder

@@ -16,7 +16,7 @@ import torch
 from megaswift.config import SwiftConfig
 from megaswift.config.transformer_engine_rules import ATTENTION, PRODUCTS
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.model_shape import ModelShape
 

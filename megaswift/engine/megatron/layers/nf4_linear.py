@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge import nf4
 from megaswift.engine.megatron.layers.latent_attention import ReplicatedLinear
-from megaswift.families.qlora_weights_and_block_fit import BLOCK
+from megaswift.models.qlora import BLOCK
 
 LINEAR = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
 

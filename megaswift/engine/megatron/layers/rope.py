@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megaswift.families.model_spec import ModelSpec, RopeSpec
+from megaswift.models.spec import ModelSpec, RopeSpec
 
 
 def inverse_frequencies(spec: ModelSpec) -> tuple[Tensor, float]:

@@ -25,7 +25,7 @@ from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.layers.expert_capacity import filled_to_capacity, picks_within_capacity
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlock

@@ -36,7 +36,7 @@ from megaswift.engine.megatron.layers.nf4_linear import nf4_layer_spec
 from megaswift.engine.megatron.layers.norm import AllHeadsKeyNorm, AllHeadsQueryNorm
 from megaswift.engine.megatron.layers.rotary_per_layer_self_attention import RotaryPerLayerSelfAttention
 from megaswift.engine.megatron.layers.router import AuxLossTopKRouter
-from megaswift.families.model_spec import ArchitectureExtras
+from megaswift.models.spec import ArchitectureExtras
 
 
 def _outer(features: ArchitectureExtras, modules: LayerModuleClasses) -> tuple[type, type]:

@@ -17,7 +17,7 @@ from megaswift.bridge.hf_megatron_weight_plan import PlanEntry
 from megaswift.engine.megatron.checkpoint.rank_chunks import LocalToGlobalSlice
 from megaswift.engine.megatron.lora.rank_adapters import RankAdapters
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.families.weight_rules import TensorParallelShard, shard_dim
+from megaswift.models.weights.rules import TensorParallelShard, shard_dim
 
 
 def trainable_tensor_slices(lora: RankAdapters) -> list[tuple[Tensor, list[LocalToGlobalSlice]]]:

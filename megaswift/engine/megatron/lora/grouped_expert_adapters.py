@@ -21,7 +21,7 @@ from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.megatron.layers.grouped_product import ExpertRows, grouped_linear
 from megaswift.engine.megatron.lora.layer_adapters import CHILD, Adapters
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.families.grouped_expert_products import ROW_BYTES
+from megaswift.models.grouped_experts import ROW_BYTES
 
 
 @dataclass(frozen=True, order=True)

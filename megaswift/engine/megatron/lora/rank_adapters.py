@@ -31,7 +31,7 @@ from megaswift.engine.megatron.lora import layer_adapters
 from megaswift.engine.megatron.lora.grouped_expert_adapters import GroupedAdapters, attach_grouped_adapters_to_layer
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families.adapter_target_modules import (
+from megaswift.models.targets import (
     WEIGHT,
     dora_problems,
     modules_to_save_tensor_names,

@@ -1,7 +1,7 @@
 """Grouped products against one product after the other: values, gradients, and whether weights are copied.
 
 Covers: megaswift/engine/megatron/layers/grouped_experts.py, megaswift/engine/megatron/layers/grouped_product.py,
-megaswift/families/grouped_expert_products.py.
+megaswift/models/grouped_experts.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
-from megaswift.families.grouped_expert_products import grouped_width_problems, groups_experts
+from megaswift.models.grouped_experts import grouped_width_problems, groups_experts
 from tests.engine.megatron.layers.empty_groups import leave_empty_groups_unwritten
 from tests.placement.device import DEVICE, StandIn
 

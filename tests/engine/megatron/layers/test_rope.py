@@ -14,7 +14,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies
 from megaswift.errors import WeightsError
 from megaswift.families import family_of
-from megaswift.families.model_spec import ModelSpec
+from megaswift.models.spec import ModelSpec
 from tests.families.published import LLAMA_2_7B
 from tests.families.published_dense import PHI_4
 

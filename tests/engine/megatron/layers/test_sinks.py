@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megaswift.engine.document_attention import RowDocuments
 from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams, TorchAttention
-from megaswift.families.model_spec import ArchitectureExtras
+from megaswift.models.spec import ArchitectureExtras
 from tests.engine.masks import seen
 
 

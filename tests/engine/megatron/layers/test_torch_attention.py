@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megaswift.engine import document_attention, softcap_attention
 from megaswift.engine.document_attention import AttentionRule, RowDocuments
 from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams, TorchAttention
-from megaswift.families.model_spec import ArchitectureExtras
+from megaswift.models.spec import ArchitectureExtras
 from tests.engine.masks import seen
 
 UNUSED = (torch.empty(0), torch.empty(0))

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megaswift.bridge.adapter_plan import AdapterHyperparameters, AdapterPlan
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.families import family_of
-from megaswift.families.adapter_target_modules import select_projections
 from megaswift.losses.sft import CrossEntropy
+from megaswift.models.targets import select_projections
 from tests.engine.megatron.layers.empty_groups import leave_empty_groups_unwritten
 from tests.parity.cases import Case, global_batch, own, parse
 from tests.parity.measure import Task, build, full

@@ -1,0 +1,113 @@
+"""The tokenizer or processor of `--model`, with the chat template and special tokens of the options. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaswift.config import SwiftConfig
+from megaswift.data.load_tokenizer import load_tokenizer
+from megaswift.data.named_chat_templates import named_templates, template_tokens
+from megaswift.data.open_media_files import VideoSampling
+from megaswift.data.read_template_and_system import read_template
+from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.folders.source import TOKENIZER_FILES, locate_model, missing_model_file_problems
+from megaswift.log import warn
+from megaswift.models.family import read_config_json
+from megaswift.models.vision import has_vision_tower, vision_task_problems
+
+
+def tokenizer_with_run_template(cfg: SwiftConfig, folder: Path) -> Any:
+    """The tokenizer in `folder` as training takes it."""
+    return read_tokenizer(folder, cfg.model.trust_remote_code, cfg.data.chat_template)
+
+
+def read_tokenizer(folder: Path, trust: bool, chat_template: str | None) -> Any:
+    """The tokenizer in `folder`, with the chat template of the options; code that comes with it runs only with
+    --trust_remote_code."""
+    tokenizer = load_tokenizer(folder, trust, "use the model's own tokenizer files")
+    if chat_template is not None:
+        _use_template(tokenizer, chat_template)
+    return tokenizer
+
+
+def training_processor(cfg: SwiftConfig, folder: Path) -> Processor:
+    """The processor in `folder` as training takes it."""
+    data = cfg.data
+    frames = VideoSampling(data.video_fps, data.video_min_frames, data.video_max_frames, data.video_max_pixels)
+    return read_processor(folder, cfg.model.trust_remote_code, data.chat_template, data.max_pixels, frames)
+
+
+def read_processor(
+    folder: Path,
+    trust: bool,
+    chat_template: str | None,
+    max_pixels: int | None = None,
+    videos: VideoSampling = VideoSampling(),  # noqa: B008
+) -> Processor:
+    """The processor in `folder`; its tokenizer has the chat template of the options."""
+    spec = processor_folder_and_files_digest(folder, trust)
+    processor = Processor(replace(spec, max_pixels=max_pixels, videos=videos))
+    if chat_template is not None:
+        _use_template(processor.tokenizer, chat_template)
+    return processor
+
+
+def _use_template(tokenizer: Any, chat_template: str) -> None:
+    """The tokenizer takes the chat template of the options; a warning where its vocabulary lacks tokens of it."""
+    tokenizer.chat_template = read_template(chat_template, tokenizer.chat_template)
+    if chat_template in named_templates():
+        split = [t for t in template_tokens(tokenizer.chat_template) if len(tokenizer.tokenize(t)) > 1]
+        if split:
+            warn(
+                f"--chat_template {chat_template}: {', '.join(split)} {'is' if len(split) == 1 else 'are'} not in the "
+                f"vocabulary and become several tokens; --new_special_tokens {' '.join(split)} adds them"
+            )
+
+
+def tokenizer_or_processor_for(cfg: SwiftConfig) -> Any:
+    """What training on `--model` reads text with: its tokenizer, or a vision-language model's processor. ConfigError
+    where the task does not train such a model."""
+    folder = Path(str(cfg.model.model))
+    if not (folder / "config.json").is_file() and any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return tokenizer_for(cfg)
+    folder = locate_model(cfg.model, weights=False)
+    hf_config = read_config_json(folder)
+    if problems := vision_task_problems(hf_config, str(cfg.model.model), cfg.task):
+        raise ConfigError(problems)
+    if not has_vision_tower(hf_config):
+        return tokenizer_for(cfg)
+    return training_processor(cfg, folder)
+
+
+def tokenizer_for(cfg: SwiftConfig) -> Any:
+    """The tokenizer that training on `--model` takes, whatever `--model` is; here a folder that holds nothing else is
+    enough."""
+    folder = Path(str(cfg.model.model))
+    alone = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    if not alone:
+        folder = locate_model(cfg.model, weights=False)
+    problems = missing_model_file_problems(folder, random_init=True)
+    if problems:
+        raise WeightsError(problems)
+    return tokenizer_with_run_template(cfg, folder)
+
+
+def named_special_tokens(entries: Iterable[str]) -> list[str]:
+    """The tokens in order, each once; a .txt file has one a line."""
+    tokens: list[str] = []
+    for entry in entries:
+        if not entry.endswith(".txt"):
+            tokens.append(entry)
+            continue
+        try:
+            lines = Path(entry).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            rule = f"cannot be read ({type(error).__name__})"
+            fix = "give tokens, or a UTF-8 text file with one token a line"
+            raise ConfigError(Problem(f"--new_special_tokens {entry}", rule, fix)) from None
+        tokens += [line.strip() for line in lines if line.strip()]
+    return list(dict.fromkeys(tokens))

@@ -1,0 +1,210 @@
+"""A model family: two tables, and the registry of all families.
+
+Owns what a family is and how one is found by its `model_type`. A family file is `FAMILIES.register(name, Family(...))`,
+with functions for those fields of its config.json that mean something in it alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megaswift.errors import Problem, WeightsError, did_you_mean_hint, first_line, missing_path_hint
+from megaswift.models.fields.decoder import IRRELEVANT, SIZES, architecture_row
+from megaswift.models.fields.rows import SPEC_FIELDS, ConfigRow, read_rows
+from megaswift.models.quantization import config_without_quantization
+from megaswift.models.scalar_head import config_without_scalar_head, has_scalar_head, with_scalar_head
+from megaswift.models.spec import ArchitectureExtras, ModelSpec
+from megaswift.models.unsupported import unsupported_model_type_problem
+from megaswift.models.vision import has_vision_tower, vision_language_problem
+from megaswift.models.weights.rules import WeightRule
+from megaswift.plain_files import read_plain_file
+from megaswift.registry import Registry
+
+ROPE_BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "global_rope_theta", "local_rope_theta")
+NORM_EPSILONS = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "layernorm_epsilon",
+    "norm_eps",
+    "norm_epsilon",
+)
+POSITIVE_FIELDS = {**dict.fromkeys(ROPE_BASES, "10000.0"), **dict.fromkeys(NORM_EPSILONS, "1e-06")}
+"""Key -> a usual value."""
+
+NO_NULL_KV_HEADS = (
+    "exaone4", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "minimax_m2", "mistral", "mixtral", "qwen2_moe",
+    "qwen3_moe",
+)  # fmt: skip
+"""Families whose `num_key_value_heads` transformers 5 does not read as null."""
+LARGEST = 1 << 53
+"""Of whole numbers in a config.json; sizes of a family have bounds of their own."""
+LLAMA_LIKE: Mapping[str, Any] = MappingProxyType(
+    {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": "silu",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+    }
+)
+"""Megatron fields that all families here have in common."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`."""
+
+    name: str
+    architecture: str
+    config: tuple[ConfigRow, ...]
+    """Rows beyond the ones that all families share."""
+    weights: tuple[WeightRule, ...]
+    """In the order of export."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig or of `ArchitectureExtras` that no config.json field sets."""
+    kept: Callable[[ModelSpec], str] | None = None
+    """A pattern of Hugging Face names that are carried along unchanged: multi-token prediction layers."""
+
+    @property
+    def rows(self) -> tuple[ConfigRow, ...]:
+        """All configuration rows; the family's own are read last, and stand in place of shared ones about the same
+        fields."""
+        read_keys = {key for row in self.config for key in row.keys}
+        shared = (*SIZES, architecture_row(self.architecture), *IRRELEVANT)
+        return (*(row for row in shared if not read_keys & set(row.keys)), *self.config)
+
+    def spec(self, hf_config: Mapping[str, Any]) -> ModelSpec:
+        """The model that `hf_config` describes; a WeightsError names every field that is wrong or not known."""
+        if has_scalar_head(hf_config):
+            return replace(
+                with_scalar_head(self.spec(config_without_scalar_head(hf_config, self.architecture))),
+                hf_config=config_without_quantization(hf_config),
+            )
+        values = read_rows(self.name, self.rows, hf_config)
+        values = {**LLAMA_LIKE, **self.fixed, **values}
+        spec_values = {name: values.pop(name) for name in SPEC_FIELDS}
+        extras = {f.name: values.pop(f.name) for f in fields(ArchitectureExtras) if f.name in values}
+        features = ArchitectureExtras(**extras)
+        return ModelSpec(
+            family=self.name,
+            transformer=values,
+            hf_config=config_without_quantization(hf_config),
+            features=features,
+            **spec_values,
+        )
+
+
+MOST_DIGITS = 20
+"""Of an integer in config.json; a longer one fits no 64 bits and no float."""
+FAMILIES: Registry[Family] = Registry("model family", "megaswift.families")
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """The family of this `model_type`; a WeightsError that lists the known ones."""
+    name = hf_config.get("model_type")
+    if (problem := unsupported_model_type_problem(hf_config)) is not None:
+        raise WeightsError(problem)
+    if has_vision_tower(hf_config):
+        raise WeightsError(vision_language_problem(hf_config, FAMILIES.names()))
+    if not isinstance(name, str) or name not in FAMILIES:
+        names = FAMILIES.names()
+        near, wide = (
+            did_you_mean_hint(str(name), names),
+            "use --engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads",
+        )
+        raise WeightsError(
+            Problem(
+                f"config.json, model_type {name!r}",
+                f"is not a supported model family; supported are {', '.join(names)}",
+                f"{near} Otherwise {wide}" if near else wide,
+            )
+        )
+    return FAMILIES.get(name)
+
+
+def _int(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"an integer of {len(digits):,} digits; at most {MOST_DIGITS}")
+    return int(digits)
+
+
+def read_config_json(directory: Path | str) -> dict[str, Any]:
+    """The `config.json` of a model folder (or the path of the file itself)."""
+    path = Path(directory)
+    path = path / "config.json" if path.is_dir() or path.suffix != ".json" else path
+    try:
+        config = json.loads(read_plain_file(path).decode("utf-8"), parse_int=_int)
+    except FileNotFoundError:
+        folder = path.parent
+        fix = "give a folder with a Hugging Face model" if folder.is_dir() else missing_path_hint(folder)
+        raise WeightsError(Problem(str(path), "does not exist", fix)) from None
+    except RecursionError:
+        raise WeightsError(Problem(str(path), "is nested too deeply", "use the model's own file")) from None
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            Problem(str(path), f"cannot be read: {first_line(error)}", "use the model's own file")
+        ) from None
+    if not isinstance(config, dict):
+        raise WeightsError(Problem(str(path), "must be a JSON object"))
+    if absurd := [name for name, value in config.items() if isinstance(value, int) and abs(value) > LARGEST]:
+        problems = [
+            Problem(f"{path}, {name} {config[name]:.3g}", "is larger than in any known model") for name in absurd
+        ]
+        raise WeightsError(problems)
+    return config
+
+
+def load_spec(directory: Path | str) -> ModelSpec:
+    """The model that a folder's config.json describes."""
+    config = read_config_json(directory)
+    return family_of(config).spec(config)
+
+
+def rope_and_epsilon_problems(raw: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
+    """Rotary bases and norm epsilons that are not finite numbers above 0, in nested mappings too (`rope_parameters`,
+    `text_config`). They would not fail: a NaN epsilon makes every output NaN, and the model would learn nothing."""
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            yield from rope_and_epsilon_problems(value, f"{prefix}{key}.")
+        elif value is not None and key in POSITIVE_FIELDS and not _positive(value):
+            yield Problem(
+                f"config.json, {prefix}{key}: {value}", "must be a finite number above 0", POSITIVE_FIELDS[key]
+            )
+
+
+def unreadable_value_problems(raw: Mapping[str, Any]) -> Iterator[Problem]:
+    """Values that transformers does not read: its configuration class, which tokenizers use too, or its model raises an
+    error of Python's."""
+    kind, unlisted = raw.get("model_type"), raw.get("layer_types") is None
+
+    def problem(key: str, rule: str, fix: str) -> Problem:
+        return Problem(f"config.json ({kind}), {key} {json.dumps(raw.get(key))}", rule, fix)
+
+    if kind in NO_NULL_KV_HEADS and raw.get("num_key_value_heads", 0) is None:
+        heads = raw.get("num_attention_heads")
+        fix = f'"num_key_value_heads": {heads}, as many as attention heads' if isinstance(heads, int) else ""
+        yield problem("num_key_value_heads", "must be a number: transformers reads no null for this model", fix)
+    if kind in ("gemma2", "gemma3_text") and isinstance(scalar := raw.get("query_pre_attn_scalar"), float):
+        fix = f'"query_pre_attn_scalar": {scalar:.0f}' if scalar.is_integer() else ""
+        yield problem("query_pre_attn_scalar", "must be an integer: transformers reads no float there", fix)
+    if kind == "exaone4" and unlisted:
+        fix = 'add "layer_types", with "full_attention" or "sliding_attention" for each layer'
+        rule = "needs layer_types: transformers cannot compute them from this value"
+        if raw.get("sliding_window", 0) is None:
+            yield problem("sliding_window", rule, fix)
+        elif raw.get("sliding_window_pattern") == 0:
+            yield problem("sliding_window_pattern", rule, fix)
+    if raw.get("use_sliding_window") is True and raw.get("sliding_window") == 0:
+        rule = "must be at least 1 with use_sliding_window true: in transformers a window of 0 has no token"
+        yield problem("sliding_window", rule, '"use_sliding_window": false for no windows')
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

@@ -1,0 +1,132 @@
+"""Configuration rows of the families that descend from DeepSeek: experts behind a scoring router, some of them shared,
+after dense layers.
+
+Owns the meaning of `n_routed_experts` and its companions (DeepSeek-V2, arXiv:2405.04434, section 2.2; DeepSeek-V3,
+arXiv:2412.19437, section 2.1.2), and the layers for multi-token prediction, which are kept as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megaswift.models.fields.rows import (
+    ConfigReading,
+    ConfigRow,
+    FieldGroupRow,
+    RequiredValue,
+    UnusedField,
+)
+from megaswift.models.spec import ModelSpec
+
+KEYS = (
+    "n_routed_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "routed_scaling_factor",
+    "norm_topk_prob",
+    "n_group",
+    "topk_group",
+)
+PRETRAINING: tuple[ConfigRow, ...] = (
+    UnusedField(
+        ("aux_loss_alpha", "seq_aux"),
+        "the balancing loss of pre-training: transformers' model has none, and --moe_aux_loss_coeff "
+        "sets one over each micro-batch",
+    ),
+    UnusedField(("output_router_logits",), "whether transformers returns them"),
+    UnusedField(
+        ("num_nextn_predict_layers", "num_mtp_layers"), "how many layers for multi-token prediction are kept unchanged"
+    ),
+    UnusedField(("ep_size",), "a setting of the authors' run; --ep sets it here"),
+    RequiredValue("moe_layer_freq", (1,), "every layer after the dense ones has experts"),
+)
+
+
+@dataclass(frozen=True)
+class RouterDefaults:
+    """What a family's router computes, and transformers' defaults for fields that are absent."""
+
+    score: str
+    """`sigmoid` or `softmax` of the router's logits."""
+    best: int
+    """How many of its best experts make a group's score."""
+    bias: bool
+    """A bias per expert that counts for the choice and not for the weights."""
+    first_dense: int
+    shared: int
+    scaling: float
+    normalized: bool
+    groups: int = 1
+    topk_group: int = 1
+    method: str = "noaux_tc"
+    """`topk_method`; `greedy` chooses among all experts, whatever `n_group` says."""
+
+
+def routed_experts_row(family: RouterDefaults) -> FieldGroupRow:
+    """Dense layers first, then layers of routed and shared experts; without any of these the model is dense."""
+
+    def read(reading: ConfigReading) -> None:
+        layers, first = (
+            reading.get("num_hidden_layers", int, 0),
+            reading.get("first_k_dense_replace", int, family.first_dense),
+        )
+        key = "n_routed_experts" if "n_routed_experts" in reading.raw else "num_local_experts"
+        values = {
+            "num_moe_experts": reading.get(key, int, least=1),
+            "moe_router_topk": reading.get("num_experts_per_tok", int, least=1),
+            "moe_ffn_hidden_size": reading.get("moe_intermediate_size", int, least=1),
+            "moe_router_topk_scaling_factor": reading.get("routed_scaling_factor", float, family.scaling),
+        }
+        shared = reading.get("n_shared_experts", int, family.shared, least=1)
+        if layers is None or first is None or shared is None or None in values.values() or first >= layers:
+            return
+        reading.values.update(values)
+        reading.values["moe_shared_expert_intermediate_size"] = shared * values["moe_ffn_hidden_size"]
+        reading.values["moe_layer_freq"] = [int(layer >= first) for layer in range(layers)]
+        _router(reading, family, values["num_moe_experts"], values["moe_router_topk"])
+
+    return FieldGroupRow(KEYS, read)
+
+
+def _router(reading: ConfigReading, family: RouterDefaults, experts: int, topk: int) -> None:
+    values: dict[str, Any] = {"moe_router_score_function": family.score, "moe_router_load_balancing_type": "aux_loss"}
+    values["moe_router_pre_softmax"] = family.score == "softmax"
+    if family.bias:
+        values.update(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0)
+    normalized = reading.get("norm_topk_prob", bool, family.normalized)
+    if family.score == "sigmoid":
+        values["router_normalized"] = normalized
+    elif normalized:
+        reading.problem(
+            "norm_topk_prob", "must be false: transformers' model scales weights and does not normalize them"
+        )
+    if topk > experts:
+        reading.problem("num_experts_per_tok", f"is more than the {experts} experts")
+    if topk == 1 and normalized and family.score == "sigmoid":
+        reading.problem(
+            "num_experts_per_tok",
+            "with one expert per token, normalized weights are 1 and the router gets no gradient",
+        )
+    groups, chosen = reading.get("n_group", int, family.groups, 1), reading.get("topk_group", int, family.topk_group, 1)
+    greedy = reading.raw.get("topk_method", family.method) == "greedy"
+    if groups is not None and chosen is not None and groups > 1 and not greedy:
+        if experts % groups or experts // groups < family.best:
+            reading.problem("n_group", f"must divide the {experts} experts into groups of {family.best} or more")
+        elif chosen > groups or topk > chosen * (experts // groups):
+            reading.problem(
+                "topk_group", f"must be at most n_group {groups}, with {topk} experts or more in the chosen groups"
+            )
+        values.update(moe_router_num_groups=groups, moe_router_group_topk=chosen, router_group_best=family.best)
+    reading.values.update(values)
+
+
+def mtp_tensor_name_regex(spec: ModelSpec) -> str:
+    """Names of the layers after the last one: they predict further tokens, and pass through unchanged."""
+    raw = spec.hf_config
+    count = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 1)) or 0
+    numbers = "|".join(str(spec.num_layers + i) for i in range(count))
+    return rf"model\.layers\.({numbers})\..+" if numbers else ""

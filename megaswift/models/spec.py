@@ -1,0 +1,249 @@
+"""What a model is, whatever file described it: the fields the engine, the bridge and the checks read.
+
+Owns the value types. How a `config.json` becomes one belongs to `fields`; weights belong to
+`weights` and the bridge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+VOCABULARY, SCORE = "vocabulary", "score"
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding."""
+
+    base: float
+    scaling: Mapping[str, Any] | None = None
+    """Hugging Face's parameters with `rope_type` (linear, dynamic, llama3, yarn or longrope); None for the default
+    type."""
+    partial: float = 1.0
+    """Rotated share of each head."""
+
+
+@dataclass(frozen=True)
+class ArchitectureExtras:
+    """What some families compute beyond Megatron's TransformerConfig; the defaults compute nothing."""
+
+    padding_token: int | None = None
+    """The token whose vector the embedding does not learn from where it is looked up."""
+    embedding_scale: float = 1.0
+    """Factor on the token embeddings."""
+    embedding_scale_rounded: bool = False
+    """Whether that factor is first rounded to the dtype of the embeddings."""
+    residual_scale: float = 1.0
+    """Factor on what attention and MLP add to the residual stream."""
+    logit_scale: float = 1.0
+    """Factor on the logits."""
+    logit_softcap: float | None = None
+    """Logits become cap x tanh(logits / cap)."""
+    attention_softcap: float | None = None
+    """The same for attention scores."""
+    pre_norm: bool = True
+    """A norm before attention and before the MLP."""
+    post_norm: bool = False
+    """A norm on the output of attention and of the MLP, before it is added."""
+    qk_norm_width: str = "head"
+    """What the norm of queries and keys goes over: each `head`, or `all` heads together."""
+    rope_local: RopeSpec | None = None
+    """The rotary embedding of windowed layers, where it differs."""
+    longest: int | None = None
+    """Tokens of the longest sequence that has these frequencies; None: any length."""
+    latent_pairs: bool = False
+    """Whether latent attention rotates neighbours as pairs, not the halves of a part."""
+    router_group_best: int = 0
+    """How many of its best experts make a group's score, where the router chooses groups first; 0: it does not."""
+    router_normalized: bool = True
+    """Whether the weights of a token's experts add up to 1 before they are scaled, where scores are sigmoids."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ArchitectureExtras:
+        """The inverse of `dataclasses.asdict`, also through JSON."""
+        local = values.get("rope_local")
+        return cls(**{**values, "rope_local": RopeSpec(**local) if local else None})
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model. Plain values only, so that it can be written as JSON."""
+
+    family: str
+    transformer: Mapping[str, Any]
+    """Keyword arguments of Megatron's TransformerConfig by name; the activation is a name, as `silu`."""
+    vocab_size: int
+    max_positions: int
+    rope: RopeSpec
+    tied: bool
+    """Whether the output layer is the embedding."""
+    dtype: str
+    """`bfloat16`, `float16` or `float32`: what config.json says."""
+    features: ArchitectureExtras = ArchitectureExtras()
+    head: str = VOCABULARY
+    """What the last layer's output goes to: VOCABULARY, or SCORE: one number a token."""
+    new_head_std: float | None = None
+    """Deviation of the weights of a SCORE head that the model's files lack; None: `initializer_range`, as
+    transformers."""
+    hf_config: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    """The config.json as read, exported unchanged (without what it says of quantized weights)."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.transformer["num_layers"]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.transformer["hidden_size"]
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.transformer["num_attention_heads"]
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads (Megatron's query groups)."""
+        return self.transformer["num_query_groups"]
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.transformer["kv_channels"]
+
+    @property
+    def attention_width(self) -> int:
+        """heads x head_dim: the width of the output projection's input."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """KV heads x head_dim: the width of all keys of a token."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def rotated_width(self) -> int:
+        """The part of a head that rotary embedding is about: of latent attention the part made for it, else the
+        whole."""
+        return self.transformer.get("qk_pos_emb_head_dim") or self.head_dim
+
+    @property
+    def q_rank(self) -> int:
+        """Width of the compressed queries of latent attention; 0: not compressed."""
+        return self.transformer.get("q_lora_rank") or 0
+
+    @property
+    def whole_queries(self) -> bool:
+        """Queries are not compressed."""
+        return not self.q_rank
+
+    @property
+    def kv_rank(self) -> int:
+        """Width of the compressed keys and values of latent attention."""
+        return self.transformer["kv_lora_rank"]
+
+    @property
+    def latent_width(self) -> int:
+        """Compressed keys and values, and the rotated part of the keys that all heads share."""
+        return self.kv_rank + self.rotated_width
+
+    @property
+    def latent_queries(self) -> int:
+        """heads x width of a query."""
+        return self.heads * (self.transformer["qk_head_dim"] + self.rotated_width)
+
+    @property
+    def latent_keys_values(self) -> int:
+        """heads x (width of a key's part that is not rotated + width of a value)."""
+        return self.heads * (self.transformer["qk_head_dim"] + self.head_dim)
+
+    @property
+    def product_width(self) -> int:
+        """heads x mean width of the two products of attention, queries with keys and scores with values."""
+        latent = "kv_lora_rank" in self.transformer
+        return (self.latent_queries + self.attention_width) // 2 if latent else self.attention_width
+
+    @property
+    def ffn(self) -> int:
+        """Inner width of a dense MLP."""
+        return self.transformer["ffn_hidden_size"]
+
+    @property
+    def experts(self) -> int:
+        """Experts of a MoE layer; 0 for a dense model."""
+        return self.transformer.get("num_moe_experts") or 0
+
+    @property
+    def topk(self) -> int:
+        """Experts per token; 0 for a dense model."""
+        return self.transformer["moe_router_topk"] if self.experts else 0
+
+    @property
+    def expert_ffn(self) -> int:
+        """Inner width of one expert; 0 for a dense model."""
+        return self.transformer["moe_ffn_hidden_size"] if self.experts else 0
+
+    @property
+    def shared_ffn(self) -> int:
+        """Inner width of the expert that every token goes through, or of all such experts together; 0 without one."""
+        return (self.transformer.get("moe_shared_expert_intermediate_size") or 0) if self.experts else 0
+
+    @property
+    def one(self) -> int:
+        """The height of a matrix that is a vector."""
+        return 1
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """For each layer whether it is a MoE layer."""
+        return (
+            tuple(bool(x) for x in self.transformer["moe_layer_freq"]) if self.experts else (False,) * self.num_layers
+        )
+
+    @property
+    def untied(self) -> bool:
+        """Whether the output layer has a weight of its own."""
+        return not self.tied and not self.scored
+
+    @property
+    def scored(self) -> bool:
+        """Whether it ends in one number a token."""
+        return self.head == SCORE
+
+    @property
+    def qk_norm(self) -> bool:
+        """A norm on queries and keys."""
+        return bool(self.transformer.get("qk_layernorm"))
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Bias on the query, key and value projections."""
+        return bool(self.transformer.get("add_qkv_bias") or self.linear_bias)
+
+    @property
+    def linear_bias(self) -> bool:
+        """Bias on every linear layer (Megatron has one switch for all of them)."""
+        return bool(self.transformer["add_bias_linear"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; `from_dict` is the inverse, also through JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelSpec:
+        """The inverse of `to_dict`. JSON has no tuples: the window's is restored."""
+        transformer = dict(values["transformer"])
+        if transformer.get("window_size") is not None:
+            transformer["window_size"] = tuple(transformer["window_size"])
+        return cls(
+            **{
+                **values,
+                "transformer": transformer,
+                "rope": RopeSpec(**values["rope"]),
+                "features": ArchitectureExtras.from_dict(values["features"]),
+            }
+        )

@@ -1,0 +1,302 @@
+"""How one Megatron parameter is made from Hugging Face tensors, and how it is cut over tensor-parallel ranks.
+
+A rule states one direction only: `pieces(spec, cut)` lists, in order, which ranges of which HF tensors lie in one
+shard. Reading joins these ranges, writing puts them back: the bridge derives both, and checks that the pieces of all
+shards cover every HF element exactly once. Rules are pure integer arithmetic: names and shapes only, no tensors, no
+files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import ClassVar, Literal, Protocol
+
+from megaswift.errors import LayoutError, Problem
+from megaswift.models.spec import ModelSpec
+
+Shard = Literal["column", "row", "vocab", "replicated"]
+Scope = Literal["model", "layer", "dense", "moe", "expert"]
+"""Once in the model; in every layer; in dense or in MoE layers; in every expert of every MoE layer."""
+
+
+@dataclass(frozen=True)
+class TensorParallelShard:
+    """Which shard: that of `rank` out of `tp`, with the vocabulary padded to `padded_vocab` rows (None: not padded)."""
+
+    tp: int = 1
+    rank: int = 0
+    padded_vocab: int | None = None
+    expert: int | None = None
+    """Global number of the expert, where the rule is about one."""
+
+
+@dataclass(frozen=True)
+class SliceMap:
+    """Rows or columns [start, stop) of HF tensor number `source`, or every `stride`-th of them."""
+
+    source: int
+    start: int
+    stop: int
+    stride: int = 1
+    at: tuple[int, ...] = ()
+    """Leading indices: the expert in a tensor that holds all of them."""
+    transposed: bool = False
+    """HF keeps [in, out] where Megatron has [out, in]."""
+
+    @property
+    def length(self) -> int:
+        """How many rows or columns these are."""
+        return -(-(self.stop - self.start) // self.stride)
+
+    def hf_dim(self, dim: int) -> int:
+        """The dimension of the HF tensor that becomes the parameter's dimension `dim`."""
+        return len(self.at) + (1 - dim if self.transposed else dim)
+
+    def shape(self, hf: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        """Shape of this part of a parameter, from the HF tensor's."""
+        inner = list(hf[len(self.at) :])
+        if self.transposed:
+            inner.reverse()
+        inner[dim] = self.length
+        return tuple(inner)
+
+
+class WeightRule(Protocol):
+    """One line of a family's weight table. Names hold {L} for the layer and {E} for the expert."""
+
+    shard: ClassVar[Shard]
+
+    @property
+    def megatron(self) -> str:
+        """Megatron's name."""
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        """Hugging Face's names."""
+
+    @property
+    def scope(self) -> Scope:
+        """The layers it holds for."""
+
+    @property
+    def when(self) -> str:
+        """The models it holds for: a condition of `ModelSpec`, empty for all."""
+
+    @property
+    def stacked(self) -> bool:
+        """Whether one HF tensor holds all experts of a layer."""
+
+    @property
+    def buffer(self) -> bool:
+        """Whether it is a buffer of the module: saved and exported, not trained by gradients."""
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """Shape of each HF tensor."""
+
+    def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
+        """What the shard is made of, joined along `dim`."""
+
+
+def shard_dim(rule: WeightRule) -> int:
+    """The dimension along which pieces are joined and shards are cut: 1 for a row-parallel weight, else 0."""
+    return 1 if rule.shard == "row" else 0
+
+
+def even_share(total: int, tp: int, what: str) -> int:
+    """total / tp; a LayoutError where that is no whole number."""
+    if total % tp:
+        raise LayoutError(Problem(f"tensor parallel size {tp}", f"does not divide {what} ({total})"))
+    return total // tp
+
+
+def shard_range(total: int, shard: TensorParallelShard, what: str) -> tuple[int, int]:
+    """(start, stop) of a rank's even part of `total` rows or columns."""
+    n = even_share(total, shard.tp, what)
+    return shard.rank * n, (shard.rank + 1) * n
+
+
+def spec_sizes(spec: ModelSpec, names: Sequence[str]) -> tuple[int, ...]:
+    """Sizes by the names of ModelSpec's properties."""
+    return tuple(getattr(spec, name) for name in names)
+
+
+@dataclass(frozen=True)
+class _One:
+    """One tensor of `dims`."""
+
+    megatron: str
+    hf: tuple[str]
+    dims: tuple[str, ...]
+    scope: Scope = "layer"
+    when: str = ""
+    buffer: bool = False
+    stacked: ClassVar[bool] = False
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[*dims]."""
+        return [spec_sizes(spec, self.dims)]
+
+
+class ReplicatedRule(_One):
+    """The same tensor on every rank: norms, routers, biases after a row-parallel layer; also buffers, such as a
+    router's expert bias."""
+
+    shard: ClassVar[Shard] = "replicated"
+
+    def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
+        """All of it."""
+        return [SliceMap(0, 0, self.shapes(spec)[0][0])]
+
+
+class _Even(_One):
+    """The same, cut evenly along one of them."""
+
+    along: ClassVar[int]
+
+    def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
+        """A range of rows or columns."""
+        width = self.dims[self.along]
+        return [SliceMap(0, *shard_range(getattr(spec, width), shard, width))]
+
+
+class ColumnParallelRule(_Even):
+    """[out, in], cut along the output; also vectors [out]: norms over all heads together, attention sinks."""
+
+    shard: ClassVar[Shard] = "column"
+    along = 0
+
+
+class RowParallelRule(_Even):
+    """[out, in], cut along the input: attention's output projection, the second MLP layer."""
+
+    shard: ClassVar[Shard] = "row"
+    along = 1
+
+
+@dataclass(frozen=True)
+class FusedQKVRule:
+    """Query, key and value projections in Megatron's order: for each KV group [its query heads; its key head; its value
+    head].
+
+    A rank holds whole groups; of more ranks than groups each holds equal rows of one, which Megatron gathers in the
+    forward pass. `matrix` False is for the biases.
+    """
+
+    megatron: str
+    hf: tuple[str, str, str]
+    matrix: bool = True
+    scope: Scope = "layer"
+    when: str = ""
+    shard: ClassVar[Shard] = "column"
+    stacked: ClassVar[bool] = False
+    buffer: ClassVar[bool] = False
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[heads x d, h], [KV heads x d, h] twice; without h for biases."""
+        tail = (spec.hidden_size,) if self.matrix else ()
+        return [(n * spec.head_dim, *tail) for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
+
+    def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
+        """Three ranges for each of this rank's groups, or the part of a group that falls to it."""
+        d, q = spec.head_dim, even_share(spec.heads, spec.kv_heads, "attention heads") * spec.head_dim
+        first, end = shard_range(spec.kv_heads * (q + 2 * d), shard, "rows of queries, keys and values")
+        offset, slices = 0, []
+        for group in range(spec.kv_heads):
+            for source, width in ((0, q), (1, d), (2, d)):
+                low, high = max(first - offset, 0), min(end - offset, width)
+                if low < high:
+                    slices.append(SliceMap(source, group * width + low, group * width + high))
+                offset += width
+        return slices
+
+
+@dataclass(frozen=True)
+class GateUpRule:
+    """Gate and up projections: on each rank [its part of gate; its part of up]."""
+
+    megatron: str
+    hf: tuple[str, str]
+    inner: str = "ffn"
+    matrix: bool = True
+    scope: Scope = "layer"
+    when: str = ""
+    shard: ClassVar[Shard] = "column"
+    stacked: ClassVar[bool] = False
+    buffer: ClassVar[bool] = False
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[ffn, h] twice; without h for biases."""
+        return [(getattr(spec, self.inner), *((spec.hidden_size,) if self.matrix else ()))] * 2
+
+    def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
+        """One range of each."""
+        part = shard_range(getattr(spec, self.inner), shard, self.inner)
+        return [SliceMap(source, *part) for source in (0, 1)]
+
+
+@dataclass(frozen=True)
+class VocabParallelRule:
+    """[vocab, h], cut along the vocabulary; the bridge pads it with zero rows to the padded size, and cuts these off
+    again."""
+
+    megatron: str
+    hf: tuple[str]
+    scope: Scope = "model"
+    when: str = ""
+    shard: ClassVar[Shard] = "vocab"
+    stacked: ClassVar[bool] = False
+    buffer: ClassVar[bool] = False
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[vocab, h], without padding."""
+        return [(spec.vocab_size, spec.hidden_size)]
+
+    def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
+        """This rank's rows, those of the padding included: a piece may reach beyond the HF tensor."""
+        return [SliceMap(0, *shard_range(shard.padded_vocab or spec.vocab_size, shard, "padded vocabulary"))]
+
+
+@dataclass(frozen=True)
+class FusedHfTensorRule:
+    """`parts` with its HF tensors joined by rows, in their order, into the one called `name`."""
+
+    parts: WeightRule
+    name: str
+    shard: ClassVar[Shard] = "column"
+    stacked: ClassVar[bool] = False
+    buffer: ClassVar[bool] = False
+
+    @property
+    def megatron(self) -> str:
+        """Megatron's name."""
+        return self.parts.megatron
+
+    @property
+    def hf(self) -> tuple[str]:
+        """The one tensor."""
+        return (self.name,)
+
+    @property
+    def scope(self) -> Scope:
+        """That of the parts."""
+        return self.parts.scope
+
+    @property
+    def when(self) -> str:
+        """That of the parts."""
+        return self.parts.when
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[rows of all parts, ...]."""
+        shapes = self.parts.shapes(spec)
+        return [(sum(s[0] for s in shapes), *shapes[0][1:])]
+
+    def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
+        """Those of the parts, as rows of the one tensor."""
+        first = [0, *accumulate(s[0] for s in self.parts.shapes(spec))]
+        return [
+            replace(p, source=0, start=first[p.source] + p.start, stop=first[p.source] + p.stop)
+            for p in self.parts.pieces(spec, shard)
+        ]

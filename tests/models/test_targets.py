@@ -1,0 +1,83 @@
+"""What a user's names of targets mean, experts that share a parameter included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megaswift.errors import ConfigError
+from megaswift.families import family_of
+from megaswift.models.targets import modules_to_save_tensor_names, select_projections
+from tests.families.published import QWEN3_0_6B, QWEN3_30B_A3B
+from tests.families.published_moe import GPT_OSS_20B
+
+STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+def chosen(config: dict[str, Any], modules: tuple[str, ...], parameters: tuple[str, ...] = ()) -> list[Any]:
+    """The projections of a published model."""
+    family = family_of(config)
+    return select_projections(family, family.spec(config), modules, parameters)
+
+
+def refused(config: dict[str, Any], modules: tuple[str, ...], parameters: tuple[str, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as error:
+        chosen(config, modules, parameters)
+    return str(error.value)
+
+
+def test_all_linear_leaves_shared_parameters_out() -> None:
+    """As PEFT's does; the parameters are asked for by their names, whole, in part or by a pattern."""
+    layers, experts = 24, 32
+    assert {p.leaf for p in chosen(GPT_OSS_20B, ("all-linear",))} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    both = chosen(GPT_OSS_20B, ("q_proj",), STACKS)
+    assert len(both) == layers + 2 * layers * experts
+    one = chosen(GPT_OSS_20B, (), ("model.layers.3.mlp.experts.down_proj",))
+    assert {p.stack for p in one} == {"model.layers.3.mlp.experts.down_proj"} and len(one) == experts
+    assert one == chosen(GPT_OSS_20B, (), (r".*\.3\.mlp\.experts\.down_proj",))
+    assert {p.shape for p in both} == {(4096, 2880), (2 * 2880, 2880), (2880, 2880)}
+
+
+@pytest.mark.parametrize(
+    "config, modules, parameters, told",
+    [
+        (
+            GPT_OSS_20B,
+            ("gate_up_proj",),
+            (),
+            "is not a module but a parameter with all experts stacked\n    try: --target_parameters mlp.experts.",
+        ),
+        (GPT_OSS_20B, ("linear_fc2",), (), "--target_parameters mlp.experts.down_proj"),
+        (
+            GPT_OSS_20B,
+            (),
+            ("experts.up_proj",),
+            "--target_parameters experts.up_proj: matches no stacked expert parameter",
+        ),
+        (GPT_OSS_20B, (), ("gate_up_proj_bias",), "matches no stacked expert parameter"),
+        (GPT_OSS_20B, (), ("(down",), "--target_parameters (down: is not a regular expression"),
+        (GPT_OSS_20B, (), (), "--target_modules none: leaves nothing to adapt"),
+        (
+            QWEN3_30B_A3B,
+            ("all-linear",),
+            STACKS[1:],
+            "each expert has its own\n    try: --target_modules gate_proj up_proj down_proj",
+        ),
+        (QWEN3_0_6B, ("all-linear",), STACKS[1:], "this model has no experts"),
+    ],
+)
+def test_names_that_mean_nothing(
+    config: dict[str, Any], modules: tuple[str, ...], parameters: tuple[str, ...], told: str
+) -> None:
+    assert told in refused(config, modules, parameters)
+
+
+def test_modules_to_save_by_megatron_s_names() -> None:
+    """As Megatron-SWIFT's examples name them; a tied output layer is refused under both names."""
+    family = family_of(QWEN3_30B_A3B)
+    saved = modules_to_save_tensor_names(family, family.spec(QWEN3_30B_A3B), ["word_embeddings", "output_layer"])
+    assert saved == ["model.embed_tokens.weight", "lm_head.weight"]
+    tied = family_of(QWEN3_0_6B)
+    with pytest.raises(ConfigError, match="--modules_to_save word_embeddings: is tied to the output layer"):
+        modules_to_save_tensor_names(tied, tied.spec(QWEN3_0_6B), ["word_embeddings"])
