@@ -5,10 +5,15 @@ https://arxiv.org/abs/2507.11407.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from megaswift.errors import Problem
 from megaswift.models.family import FAMILIES, Family
 from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.models.fields.rows import ConfigReading, FieldGroupRow
 from megaswift.models.fields.windows import windows_by_layer_row
+from megaswift.models.unreadable import null_kv_heads, unreadable_value
 from megaswift.models.weights.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM, dense_mlp, post_norms
 
 
@@ -31,6 +36,21 @@ def _exaone_layers(reading: ConfigReading) -> None:
 EXAONE_LAYERS = FieldGroupRow(("sliding_window", "layer_types", "sliding_window_pattern"), _exaone_layers)
 
 
+def _computed_layer_types(raw: Mapping[str, Any]) -> Problem | None:
+    """Values from which transformers cannot compute the `layer_types` that the file lacks."""
+    if raw.get("layer_types") is not None:
+        return None
+    if raw.get("sliding_window", 0) is None:
+        key = "sliding_window"
+    elif raw.get("sliding_window_pattern") == 0:
+        key = "sliding_window_pattern"
+    else:
+        return None
+    rule = "needs layer_types: transformers cannot compute them from this value"
+    fix = 'add "layer_types", with "full_attention" or "sliding_attention" for each layer'
+    return unreadable_value(raw, key, rule, fix)
+
+
 FAMILIES.register(
     "exaone4",
     Family(
@@ -46,5 +66,6 @@ FAMILIES.register(
             *HEAD,
         ),
         fixed={"qk_layernorm": True, "pre_norm": False, "post_norm": True},
+        unreadable=(null_kv_heads, _computed_layer_types),
     ),
 )

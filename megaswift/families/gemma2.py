@@ -8,6 +8,7 @@ from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, rop
 from megaswift.models.fields.gemma import GEMMA, softcaps_row
 from megaswift.models.fields.rows import UnusedField
 from megaswift.models.fields.windows import is_even_layer, windows_by_layer_row
+from megaswift.models.unreadable import float_query_scalar, null_kv_heads
 from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
 
 FAMILIES.register(
@@ -33,5 +34,6 @@ FAMILIES.register(
             *HEAD,
         ),
         fixed={"layernorm_zero_centered_gamma": True, "activation_func": "gelu_tanh", "post_norm": True},
+        unreadable=(null_kv_heads, float_query_scalar),
     ),
 )

@@ -10,6 +10,7 @@ from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row
 from megaswift.models.fields.gemma import GEMMA, softcaps_row, two_ropes_row
 from megaswift.models.fields.rows import ConfigReading, FieldGroupRow
 from megaswift.models.fields.windows import windows_by_layer_row
+from megaswift.models.unreadable import float_query_scalar, null_kv_heads
 from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
 
 
@@ -66,5 +67,6 @@ FAMILIES.register(
             "post_norm": True,
             "qk_layernorm": True,
         },
+        unreadable=(null_kv_heads, float_query_scalar),
     ),
 )

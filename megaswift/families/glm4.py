@@ -8,6 +8,7 @@ from __future__ import annotations
 from megaswift.models.family import FAMILIES, Family
 from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.models.fields.rows import MappedField
+from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
 
 FAMILIES.register(
@@ -30,5 +31,6 @@ FAMILIES.register(
             *HEAD,
         ),
         fixed={"rotary_interleaved": True, "post_norm": True},
+        unreadable=(null_kv_heads,),
     ),
 )

@@ -11,6 +11,7 @@ from megaswift.models.fields.deepseek import (
     routed_experts_row,
 )
 from megaswift.models.fields.rows import MappedField
+from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import (
     ATTENTION,
     EMBEDDING,
@@ -50,5 +51,6 @@ FAMILIES.register(
             *HEAD,
         ),
         kept=mtp_tensor_name_regex,
+        unreadable=(null_kv_heads,),
     ),
 )

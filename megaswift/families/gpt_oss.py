@@ -19,6 +19,7 @@ from megaswift.models.fields.rows import (
     UnusedField,
 )
 from megaswift.models.fields.windows import is_even_layer, windows_by_layer_row
+from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
 from megaswift.models.weights.rules import ColumnParallelRule, ReplicatedRule
 from megaswift.models.weights.stacked import InterleavedGateUp, StackedDown, StackedReplicatedRule
@@ -87,5 +88,6 @@ FAMILIES.register(
             "glu_linear_offset": 1.0,
             "moe_router_pre_softmax": False,
         },
+        unreadable=(null_kv_heads,),
     ),
 )

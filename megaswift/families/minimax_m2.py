@@ -19,6 +19,7 @@ from megaswift.models.fields.rows import (
     RequiredValue,
     UnusedField,
 )
+from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe_block
 from megaswift.models.weights.rules import ReplicatedRule
 
@@ -103,5 +104,6 @@ FAMILIES.register(
             "moe_router_pre_softmax": False,
             "router_normalized": True,
         },
+        unreadable=(null_kv_heads,),
     ),
 )

@@ -12,6 +12,7 @@ from megaswift.models.fields.decoder import (
     window_row,
 )
 from megaswift.models.fields.rows import MappedField, RequiredValue
+from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, moe_block
 
 FAMILIES.register(
@@ -35,5 +36,6 @@ FAMILIES.register(
         ),
         weights=(*EMBEDDING, *ATTENTION, *moe_block("block_sparse_moe", "w1", "w3", "w2"), *HEAD),
         fixed={"moe_router_pre_softmax": False},
+        unreadable=(null_kv_heads,),
     ),
 )

@@ -7,6 +7,7 @@ from megaswift.models.family import FAMILIES, Family
 from megaswift.models.fields.decoder import FFN, ROUTER, SPARSE_STEP, head_dim_row, kv_heads_row, rope_row
 from megaswift.models.fields.rows import ConfigReading, MappedField
 from megaswift.models.fields.windows import is_even_layer, windows_by_layer_row
+from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import (
     ATTENTION,
     EMBEDDING,
@@ -56,5 +57,6 @@ FAMILIES.register(
             *HEAD,
         ),
         fixed={"moe_shared_expert_gate": True},
+        unreadable=(null_kv_heads,),
     ),
 )

@@ -14,6 +14,7 @@ from megaswift.models.fields.decoder import (
     rope_row,
 )
 from megaswift.models.fields.rows import MappedField, UnusedField
+from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, moe_block
 
 FAMILIES.register(
@@ -42,5 +43,6 @@ FAMILIES.register(
             *HEAD,
         ),
         fixed={"qk_layernorm": True},
+        unreadable=(null_kv_heads,),
     ),
 )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megaswift.config.choose_selective_recompute_modules import selective_recompute_modules
-from megaswift.memory.layer_activations import kept_by_layer, layer_input_bytes, mask_bytes
+from megaswift.memory.layer_activations import first_width, kept_by_layer, layer_input_bytes, mask_bytes
 from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
 from megaswift.memory.vocabulary_head_bytes import HeadBytes, head_bytes
 from megaswift.parallel.pipeline_split import ModelChunk
@@ -153,9 +153,10 @@ def _working(setup: MicrobatchSetup, layer: int) -> int:
         rows, inner, matrices = setup.expert_tokens, spec.expert_ffn // layout.etp, spec.experts // layout.ep
     else:
         rows, inner, matrices = setup.tokens, spec.ffn // layout.tp, 1
-    weight = w * 2 * inner * h
+    first = first_width(setup, inner)
+    weight = w * first * h
     if setup.parts.full and spec.moe_layers[layer] and setup.grouped_experts:
         weight *= matrices  # a grouped product's gradients of all its weights
     elif not setup.parts.full and not setup.parts.four_bits:
         weight = 0
-    return w * rows * (3 * inner + 2 * h) + weight
+    return w * rows * (first + inner + 2 * h) + weight

@@ -148,12 +148,17 @@ def _latent_attention(setup: MicrobatchSetup, layer: int) -> Kept:
     return kept
 
 
+def first_width(setup: MicrobatchSetup, inner: int) -> int:
+    """Outputs of an MLP's first matrix on this rank: gate and up, or one of the inner width."""
+    return 2 * inner if setup.spec.gated else inner
+
+
 def _mlp(setup: MicrobatchSetup, layer: int) -> Kept:
     spec, t, r, w = setup.spec, setup.tokens, setup.residual_tokens, setup.width
     f = spec.ffn // setup.layout.tp
     kept = _norm(setup, "mlp norm", r, spec.hidden_size, setup.parts.full)
     kept |= _input(setup, layer, FC1, r * spec.hidden_size)
-    kept["gate and up"] = w * t * 2 * f
+    kept["inner"] = w * t * first_width(setup, f)
     kept |= _input(setup, layer, FC2, t * f)
     return kept | _adapter_products(setup, layer, {FC1: t, FC2: t})
 
@@ -167,13 +172,13 @@ def _moe(setup: MicrobatchSetup, layer: int) -> Kept:
     kept["router input"] = w * r * spec.hidden_size
     kept["router and order"] = r * (24 * spec.topk + 12 * spec.experts + 4)
     kept |= _input(setup, layer, EXPERT_FC1, m * spec.hidden_size)
-    kept["gate and up"] = w * m * 2 * e
+    kept["inner"] = w * m * first_width(setup, e)
     kept |= _input(setup, layer, EXPERT_FC2, m * e)
     if torch_experts:  # before it is multiplied with the routing weights
         kept["unweighted activation"] = w * m * e
     if spec.shared_ffn:
         inner = spec.shared_ffn // setup.layout.tp
-        kept["shared expert"] = w * setup.tokens * 3 * inner
+        kept["shared expert"] = w * setup.tokens * (first_width(setup, inner) + inner)
         if spec.transformer.get("moe_shared_expert_gate"):
             kept["shared expert output"] = w * r * spec.hidden_size
     if not setup.grouped_experts:

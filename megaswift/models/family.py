@@ -20,6 +20,7 @@ from megaswift.models.fields.rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.models.quantization import config_without_quantization
 from megaswift.models.scalar_head import config_without_scalar_head, has_scalar_head, with_scalar_head
 from megaswift.models.spec import ArchitectureExtras, ModelSpec
+from megaswift.models.unreadable import UnreadableCheck, unreadable_value
 from megaswift.models.unsupported import unsupported_model_type_problem
 from megaswift.models.vision import has_vision_tower, vision_language_problem
 from megaswift.models.weights.rules import WeightRule
@@ -38,11 +39,6 @@ NORM_EPSILONS = (
 POSITIVE_FIELDS = {**dict.fromkeys(ROPE_BASES, "10000.0"), **dict.fromkeys(NORM_EPSILONS, "1e-06")}
 """Key -> a usual value."""
 
-NO_NULL_KV_HEADS = (
-    "exaone4", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "minimax_m2", "mistral", "mixtral", "qwen2_moe",
-    "qwen3_moe",
-)  # fmt: skip
-"""Families whose `num_key_value_heads` transformers 5 does not read as null."""
 LARGEST = 1 << 53
 """Of whole numbers in a config.json; sizes of a family have bounds of their own."""
 LLAMA_LIKE: Mapping[str, Any] = MappingProxyType(
@@ -71,6 +67,8 @@ class Family:
     """Fields of Megatron's TransformerConfig or of `ArchitectureExtras` that no config.json field sets."""
     kept: Callable[[ModelSpec], str] | None = None
     """A pattern of Hugging Face names that are carried along unchanged: multi-token prediction layers."""
+    unreadable: tuple[UnreadableCheck, ...] = ()
+    """Checks for values of config.json that transformers does not read in this family."""
 
     @property
     def rows(self) -> tuple[ConfigRow, ...]:
@@ -180,30 +178,14 @@ def rope_and_epsilon_problems(raw: Mapping[str, Any], prefix: str = "") -> Itera
 
 
 def unreadable_value_problems(raw: Mapping[str, Any]) -> Iterator[Problem]:
-    """Values that transformers does not read: its configuration class, which tokenizers use too, or its model raises an
-    error of Python's."""
-    kind, unlisted = raw.get("model_type"), raw.get("layer_types") is None
-
-    def problem(key: str, rule: str, fix: str) -> Problem:
-        return Problem(f"config.json ({kind}), {key} {json.dumps(raw.get(key))}", rule, fix)
-
-    if kind in NO_NULL_KV_HEADS and raw.get("num_key_value_heads", 0) is None:
-        heads = raw.get("num_attention_heads")
-        fix = f'"num_key_value_heads": {heads}, as many as attention heads' if isinstance(heads, int) else ""
-        yield problem("num_key_value_heads", "must be a number: transformers reads no null for this model", fix)
-    if kind in ("gemma2", "gemma3_text") and isinstance(scalar := raw.get("query_pre_attn_scalar"), float):
-        fix = f'"query_pre_attn_scalar": {scalar:.0f}' if scalar.is_integer() else ""
-        yield problem("query_pre_attn_scalar", "must be an integer: transformers reads no float there", fix)
-    if kind == "exaone4" and unlisted:
-        fix = 'add "layer_types", with "full_attention" or "sliding_attention" for each layer'
-        rule = "needs layer_types: transformers cannot compute them from this value"
-        if raw.get("sliding_window", 0) is None:
-            yield problem("sliding_window", rule, fix)
-        elif raw.get("sliding_window_pattern") == 0:
-            yield problem("sliding_window_pattern", rule, fix)
+    """Values that transformers does not read (`unreadable.py`), by the checks of the family and of every model."""
+    kind = raw.get("model_type")
+    if isinstance(kind, str) and kind in FAMILIES:
+        found = (check(raw) for check in FAMILIES.get(kind).unreadable)
+        yield from (problem for problem in found if problem is not None)
     if raw.get("use_sliding_window") is True and raw.get("sliding_window") == 0:
         rule = "must be at least 1 with use_sliding_window true: in transformers a window of 0 has no token"
-        yield problem("sliding_window", rule, '"use_sliding_window": false for no windows')
+        yield unreadable_value(raw, "sliding_window", rule, '"use_sliding_window": false for no windows')
 
 
 def _positive(value: Any) -> bool:

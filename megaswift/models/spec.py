@@ -173,6 +173,11 @@ class ModelSpec:
         return self.transformer["ffn_hidden_size"]
 
     @property
+    def gated(self) -> bool:
+        """Whether the first matrix of an MLP or of an expert also computes a gate."""
+        return bool(self.transformer["gated_linear_unit"])
+
+    @property
     def experts(self) -> int:
         """Experts of a MoE layer; 0 for a dense model."""
         return self.transformer.get("num_moe_experts") or 0

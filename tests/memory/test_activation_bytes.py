@@ -6,15 +6,27 @@ megaswift/memory/microbatch_setup.py, megaswift/memory/vocabulary_head_bytes.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from megaswift.config import SwiftConfig
 from megaswift.families import family_of
-from megaswift.memory.activation_bytes import activation_bytes, kept_by_chunk, last_stage_head, passes_in_flight
+from megaswift.memory.activation_bytes import (
+    _working,
+    activation_bytes,
+    kept_by_chunk,
+    last_stage_head,
+    passes_in_flight,
+)
+from megaswift.memory.layer_activations import kept_by_layer
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels, MicrobatchSetup
 from megaswift.memory.rank_parameters import TrainedParts
+from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit, model_chunks_by_stage
 from tests.memory.counted_ranks import CONFIG, MOE, CountedRun, Saved, model_folder
 from tests.parity.cases import parse
@@ -35,6 +47,50 @@ def selective(*modules: str) -> dict[str, Any]:
 
 def full(**options: Any) -> dict[str, Any]:
     return {"recompute_granularity": "full", **options}
+
+
+def ungated(config: dict[str, Any]) -> MicrobatchSetup:
+    """256 tokens of 16 bits on one rank, in a model whose MLPs have no gate."""
+    family = family_of(config)
+    spec = family.spec(config)
+    spec = replace(spec, transformer={**spec.transformer, "gated_linear_unit": False})
+    run = CountedRun("dense single", Path("model"), ROWS)
+    case = parse(run.text)
+    cfg = SwiftConfig(task="sft", model="model", **case.config(**ROWS))
+    parts = TrainedParts.from_config(cfg, family, spec)
+    layout = Layout.from_config(cfg.parallel, case.world)
+    return MicrobatchSetup(cfg, spec, layout, ComputeKernels(TORCH, TORCH, "bfloat16", False), parts)
+
+
+def test_an_mlp_without_a_gate_keeps_what_autograd_keeps() -> None:
+    """relu(x W1)^2 W2: its input, the rectified product and the square."""
+    tokens, hidden, inner = 256, CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    rows = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    first = torch.randn(inner, hidden, dtype=torch.bfloat16, requires_grad=True)
+    second = torch.randn(hidden, inner, dtype=torch.bfloat16, requires_grad=True)
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = F.linear(F.relu(F.linear(rows, first)).square(), second)
+    weights = {weight.untyped_storage().data_ptr() for weight in (first, second)}
+    counted = sum(size for pointer, size in saved.items() if pointer not in weights)
+    kept = kept_by_layer(ungated(CONFIG), 0)
+    computed_bytes = sum(kept[name] for name in ("mlp.linear_fc1 input", "inner", "mlp.linear_fc2 input"))
+    assert out.requires_grad and computed_bytes == counted == 2 * tokens * (hidden + 2 * inner)
+
+
+def test_memory_of_models_without_a_gate_by_hand() -> None:
+    """Two experts a token: 512 rows of the inner width 64. The backward pass holds gradients of the inner activation
+    before and after its function, of input and output, and of one matrix (of all four experts' in a grouped
+    product)."""
+    assert kept_by_layer(ungated(MOE), 0)["inner"] == 2 * 512 * 64
+    assert _working(ungated(CONFIG), 0) == 2 * 256 * (2 * 256 + 2 * 128) + 2 * 256 * 128
+    assert _working(ungated(MOE), 0) == 2 * 512 * (2 * 64 + 2 * 128) + 4 * 2 * 64 * 128
 
 
 @pytest.fixture(scope="module")

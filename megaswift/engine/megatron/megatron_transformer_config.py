@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from megaswift.engine.megatron.tp_comm_overlap import (
     tp_comm_overlap_text,
 )
 from megaswift.engine.triton_on_device import triton_launches
-from megaswift.errors import ConfigError, Problem
+from megaswift.errors import ConfigError, Problem, WeightsError, did_you_mean_hint
 from megaswift.models.grouped_experts import (
     grouped_width_problems,
     groups_experts,
@@ -50,6 +51,24 @@ from megaswift.parallel.row_padding import fp8_token_multiple, full_microbatch_t
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu}
+
+
+def _activation(spec: ModelSpec) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that the family's table names.
+
+    Raises:
+        WeightsError: ACTIVATIONS does not have it.
+    """
+    name = spec.transformer.get("activation_func", "silu")
+    if name not in ACTIVATIONS:
+        raise WeightsError(
+            Problem(
+                f"model family {spec.family}, activation_func {name!r}",
+                f"is unknown; known names are {', '.join(sorted(ACTIVATIONS))}",
+                did_you_mean_hint(str(name), list(ACTIVATIONS)) or f"add it to ACTIVATIONS in {__name__}",
+            )
+        )
+    return ACTIVATIONS[name]
 
 
 def compute_dtype(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
@@ -234,7 +253,7 @@ def transformer_config(
     cuda = torch.cuda.is_available()
     dtype = _compute_dtype_of_main_gradients(cfg, spec, cuda)
     fields = dict(spec.transformer)
-    fields["activation_func"] = ACTIVATIONS[fields.get("activation_func", "silu")]
+    fields["activation_func"] = _activation(spec)
     fields.pop("moe_aux_loss_coeff", None)  # ours: see router.py
     fields.update(_parallel(cfg, layout, dtype) | tp_comm_overlap_fields(cfg) | cuda_graph_fields(cfg))
     grouped = _grouped(spec, cfg, layout.etp, dtype, choice.linear != TRANSFORMER_ENGINE)
