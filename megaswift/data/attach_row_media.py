@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.atomic_disk_writes import write_atomically
+from megaswift.data.role_aliases_and_tool_call_turns import RESULTS
 from megaswift.data.row_media import (
     FRAMES_SETTINGS,
     IMAGE,
@@ -35,6 +36,7 @@ from megaswift.data.untokenized_sample import (
     UntokenizedSample,
     decode_json_cell,
     describe_value,
+    is_parts,
 )
 
 TAGS = {IMAGE: "<image>", VIDEO: "<video>"}
@@ -109,7 +111,7 @@ def texts_of(sample: UntokenizedSample) -> list[str]:
 
 def _parts_of(sample: UntokenizedSample) -> list[Part]:
     """The parts of all contents that are lists."""
-    return [part for m in sample.messages if isinstance(c := m.get("content"), list) for part in c]
+    return [part for m in sample.messages if is_parts(c := m.get("content")) for part in c]
 
 
 def has_tag_without_file(sample: UntokenizedSample) -> bool:
@@ -175,6 +177,9 @@ def attach_media(
     attached = _AttachedMedia(home, {kind: iter(values) for kind, values in given.items()}, settings_of_row(row))
     messages = []
     for i, message in enumerate(sample.messages):
+        if message["role"] in RESULTS and not _may_hold_media(message.get("content")):
+            messages.append(message)
+            continue
         tagged = [kind for kind, values in given.items() if values]
         parts = list(_parts(message.get("content"), tagged, f"messages[{i}].content"))
         if any(p["type"] in TYPES for p in parts):
@@ -245,6 +250,13 @@ class _AttachedMedia:
         images = [(file, limit) for _, file, limit in made if not isinstance(file, RowVideo)]
         limits = tuple(limit for _, limit in images)
         return RowMedia(tuple(file for file, _ in images), videos, limits if any(limits) else ())
+
+
+def _may_hold_media(content: Any) -> bool:
+    """Whether a tool's result is text or parts, not other JSON."""
+    if is_parts(content):
+        return all(part["type"] == "text" or part["type"] in TYPES for part in content)
+    return content is None or isinstance(content, str)
 
 
 def _parts(content: Any, tagged: list[str], where: str) -> Iterator[Part]:

@@ -32,7 +32,7 @@ from megaswift.data.encode_vision_row_tokens import TokenizedVisionRow
 from megaswift.data.message_forms import tools_of_probe
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, RenderedConversation, trained_turn_flags
 from megaswift.data.resolve_dataset_files import FilePart
-from megaswift.data.row_count_names_and_texts import UNUSED_SYSTEM, UNUSED_TOOLS
+from megaswift.data.row_count_names_and_texts import UNUSED_CALLS, UNUSED_MESSAGES, UNUSED_SYSTEM, UNUSED_TOOLS
 from megaswift.data.row_media import RowMedia
 from megaswift.data.row_readers import LocatedRow
 from megaswift.data.search_answers_in_rendered_text import AnswerPlace, AnswerSearch
@@ -62,7 +62,12 @@ NOTES = {
     PROMPT_DIFFERS: "without its last answer, the conversation is rendered with another prompt",
 }
 """What is said of rows that are certified."""
-COUNTED_AS = {UNUSED_TOOLS: search.TOOL_MISSING, UNUSED_SYSTEM: search.SYSTEM_MISSING}
+COUNTED_AS = {
+    UNUSED_TOOLS: search.TOOL_MISSING,
+    UNUSED_SYSTEM: search.SYSTEM_MISSING,
+    UNUSED_CALLS: search.CALL_MISSING,
+    UNUSED_MESSAGES: search.MESSAGE_MISSING,
+}
 """What is also counted of each row when it is tokenized."""
 FIRST_ROWS = 64
 """Rows of each data set that training looks at."""

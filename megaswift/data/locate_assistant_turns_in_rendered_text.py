@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megaswift.data.message_forms import PROBE_ID, MessageForms
-from megaswift.data.untokenized_sample import REASONING, RowError
+from megaswift.data.untokenized_sample import REASONING, RowError, is_data, is_parts, says_nothing
 
 _Message = dict[str, Any]
 _Render = Callable[[Sequence[_Message], Any, bool], str]
@@ -65,6 +65,8 @@ class _Marking:
     """The starts of the assistant's contents and reasoning, and the names of its calls."""
     outside: bool
     """Marks outside of contents' outer white space: exact, but in the way of templates that trim it."""
+    printed: bool = False
+    """A tool's result that is no text is marked as the text that Jinja prints, else within its texts (`tojson`)."""
 
 
 _MARKINGS = tuple(
@@ -113,10 +115,29 @@ def _marked(message: _Message, i: int, how: _Marking) -> _Message:
             changed["tool_calls"] = _marked_calls(calls, i)
     if isinstance(content, str):
         changed["content"] = _mark_text(content, i, how, answers)
-    elif isinstance(content, list) and len(texts := [p for p in content if p.get("type") == "text"]) == 1:
+    elif is_parts(content) and len(texts := [p for p in content if p["type"] == "text"]) == 1:
         part = {**texts[0], "text": _mark_text(texts[0]["text"], i, how, answers)}
         changed["content"] = [part if p is texts[0] else p for p in content]
+    elif is_data(content) and how.printed:
+        changed["content"] = _mark_text(str(content), i, how, False)
+    elif is_data(content):
+        changed["content"] = _mark_data(_mark_data(content, _end(i), last=True), _start(i) if how.fronts else "")
     return changed
+
+
+def _mark_data(value: Any, mark: str, last: bool = False) -> Any:
+    """JSON with a mark before its first text, or behind its `last` one; as it is where it has no text."""
+    if isinstance(value, str):
+        return (value + mark if last else mark + value) if value.strip() else value
+    if not isinstance(value, list | dict):
+        return value
+    copy = value.copy()
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    for key in reversed(keys) if last else keys:
+        copy[key] = _mark_data(value[key], mark, last)
+        if copy[key] != value[key]:
+            break
+    return copy
 
 
 def _marked_calls(calls: Sequence[_Message], i: int) -> list[_Message]:
@@ -176,13 +197,17 @@ class _Places:
     def is_content_apart(self, i: int) -> bool:
         """Whether other messages stand between the calls of message `i` and its content behind them."""
         own = _first_call(i) in self.first and _start(i) in self.first and _end(i) in self.last
-        return own and self.first[_first_call(i)] < self.following(i) < self.first[_start(i)]
+        return own and self.first[_first_call(i)] < self.following(i) < self.last[_start(i)]
 
     def without_content(self, i: int) -> _Places:
-        """The same without the marks of the content of message `i`."""
+        """The same without the marks of the content of message `i`; that of its reasoning stays."""
         gone = (_start(i), _end(i))
-        kept = [{mark: at for mark, at in places.items() if mark not in gone} for places in (self.first, self.last)]
-        return replace(self, first=kept[0], last=kept[1])
+        first, last = (
+            {mark: at for mark, at in places.items() if mark not in gone} for places in (self.first, self.last)
+        )
+        if self.first[_start(i)] < self.following(i):
+            first[_start(i)] = self.first[_start(i)]
+        return replace(self, first=first, last=last)
 
     def following(self, i: int) -> int:
         """The first mark of a message after `i`."""
@@ -318,11 +343,14 @@ class AssistantTurnFinder:
 
     def find(self, messages: Sequence[_Message], tools: Any, text: str) -> list[list[tuple[int, int]]]:
         """Character ranges of each assistant turn in `text`, in order of the assistant messages. A turn has more than
-        one where the template writes other messages within it (Gemma 4: a result between a call and its content)."""
+        one where the template writes other messages within it (Gemma 4: a result between a call and its content), and
+        none where the template leaves out all that the message says and calls."""
         if MARKS.search(text):
             raise RowError("messages", "characters from Unicode's private use plane 15", "text without such characters")
         edges = any(isinstance(c := m.get("content"), str) and c != c.strip() for m in messages)
-        for how in _MARKINGS:
+        data = any(is_data(m.get("content")) for m in messages)
+        ways = [replace(how, printed=printed) for how in _MARKINGS for printed in (True, False)] if data else _MARKINGS
+        for how in ways:
             if how.outside and not edges:
                 continue
             marked = [_marked(m, i, how) for i, m in enumerate(messages)]
@@ -346,25 +374,33 @@ class AssistantTurnFinder:
                 position = max(position, places.content_end(i) or position)
                 continue
             own = places.without_content(i) if places.is_content_apart(i) else places
-            begin = self._begin(messages, i, own, position, tools)
-            if begin is None:
-                raise RowError(f"messages[{i}]", "the chat template omits this assistant message", MARKED_TEMPLATE)
-            stop = self._stop(messages, i, own, begin, tools)
-            for call in message.get("tool_calls") or ():
-                if not _is_written(call, MARKS.sub("", places.text[begin:stop])):
-                    name = (call.get("function") or call).get("name")
-                    fault = f"the chat template omits a tool call of this assistant message ({name})"
-                    raise RowError(f"messages[{i}]", fault, MARKED_TEMPLATE)
-            turn = [(begin, stop)]
+            found = self._turn(messages, i, own, position, tools)
+            calls = message.get("tool_calls") or ()
+            if found is not None and calls and omits_all_calls(calls, MARKS.sub("", places.text[slice(*found)])):
+                said = {key: value for key, value in message.items() if key != "tool_calls"}
+                without = [*messages[:i], said, *messages[i + 1 :]]
+                found = None if says_nothing(said) else self._turn(without, i, own, position, tools)
+            if found is None:
+                turns.append([])
+                continue
+            begin, stop = found
+            turn = [found]
             if own is not places:
                 turn.append(self._content(i, places))
             turns.append([(places.unmarked(a), places.unmarked(b)) for a, b in turn])
             position = stop
         return turns
 
+    def _turn(
+        self, messages: Sequence[_Message], i: int, places: _Places, position: int, tools: Any
+    ) -> tuple[int, int] | None:
+        """Where the turn of message `i` begins and ends, behind `position`; None where the template omits it."""
+        begin = self._begin(messages, i, places, position, tools)
+        return None if begin is None else (begin, self._stop(messages, i, places, begin, tools))
+
     def _content(self, i: int, places: _Places) -> tuple[int, int]:
         """Where the content of message `i` stands that the template writes apart from its calls."""
-        begin, end = places.first[_start(i)], places.content_end(i)
+        begin, end = places.last[_start(i)], places.content_end(i)
         assert end is not None
         bound = min((at for at in places.first.values() if at >= end), default=len(places.text))
         stop = self._behind_end(places.text, end)
@@ -405,7 +441,9 @@ class AssistantTurnFinder:
                     if written and text.startswith(written, position):
                         return position + len(written)
         for opening in self._openings:  # a content may bring along what the generation prompt ends with: <think>
-            at = text.find(opening, position, bound + len(opening))
+            # the last one before what the message says: an omitted message before it may have left its own
+            find = text.find if places.begin(i) is None else text.rfind
+            at = find(opening, position, bound + len(opening))
             if 0 <= at <= bound:
                 return at + len(opening)
         # up to where the text is the prompt of the messages before, if the template writes these as it does here
@@ -457,10 +495,15 @@ class AssistantTurnFinder:
         return max(end for place, end in matches if place == min(matches)[0]) if matches else None
 
 
-def _is_written(call: _Message, turn: str) -> bool:
-    """Whether a turn has this call: its name, or what Kimi's models write in place of it, its id."""
+def omits_call(call: _Message, turn: str) -> bool:
+    """Whether a turn lacks this call: its name, and what Kimi's models write in place of it, its id."""
     function = call.get("function") or call
-    return any(isinstance(word, str) and word and word in turn for word in (function.get("name"), call.get("id")))
+    return not any(isinstance(word, str) and word and word in turn for word in (function.get("name"), call.get("id")))
+
+
+def omits_all_calls(calls: Sequence[_Message], turn: str) -> bool:
+    """Whether a turn lacks all of these calls."""
+    return all(omits_call(call, turn) for call in calls)
 
 
 def _marked_place(marked: str, at: int) -> int:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import product, takewhile, zip_longest
 from typing import Any
 
+from megaswift.data.role_aliases_and_tool_call_turns import RESULTS
+
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Any], str | None]
 """The text of messages and tools; None where the template refuses them."""
@@ -105,23 +107,22 @@ class MessageForms:
         return after if NAME in after else ""
 
     def forms(self, messages: Sequence[Message], tools: Any) -> Iterator[list[dict[str, Any]]]:
-        """The messages in each form that may do, the best first. One without calls has one form."""
+        """The messages in each form that may do, the best first."""
         calling = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("tool_calls")]
         if not calling:
-            yield [dict(m) if m.get("content") is not None else {**m, "content": ""} for m in messages]
+            yield from _with_contents(messages)
             return
         best = self._applied(messages, calling, tools)
         if any("id" not in call for i in calling for call in messages[i]["tool_calls"]) and self._needs_ids(tools):
             best = _with_ids(best, self._ids_are_names[bool(tools)])
-        yield best
+        yield from _with_contents(best)
         # What one message cannot show: templates that fail only in longer conversations, for an id or a content
         if any("id" not in call for i in calling for call in best[i]["tool_calls"]):
-            yield _with_ids(best, False)
-        yield [{**m, "content": m.get("content") or ""} for m in best]
+            yield from _with_contents(_with_ids(best, False))
         yield [dict(m) for m in messages]
 
     def _applied(self, messages: Sequence[Message], calling: Sequence[int], tools: Any) -> list[dict[str, Any]]:
-        changed = [m if m.get("content") is not None else {**m, "content": ""} for m in map(dict, messages)]
+        changed = [dict(m) for m in messages]
         for i in calling:
             content = messages[i].get("content")
             kind = "null" if content is None else "" if content == "" else "text"
@@ -167,9 +168,22 @@ class MessageForms:
         return best
 
 
+def _with_contents(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
+    """The messages as they are, then with empty contents in place of null or absent ones: first in messages without
+    calls alone, as a template may write a call only beside null."""
+    yield [dict(m) for m in messages]
+    for kept in ("tool_calls", "content"):
+        if any(m.get("content") is None and not m.get(kept) for m in messages):
+            yield [{**m, "content": ""} if m.get("content") is None and not m.get(kept) else dict(m) for m in messages]
+
+
 def _probe(content: str) -> dict[str, Any]:
     call = {"type": "function", "id": PROBE_ID, "function": {"name": NAME, "arguments": {KEY: VALUE}}}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+CALLING = _probe("")
+"""A call without content."""
 
 
 def tools_of_probe(tools: Any) -> list[Any] | None:
@@ -215,7 +229,7 @@ def _with_ids(messages: Sequence[Message], names: bool) -> list[dict[str, Any]]:
 
 
 def _is_result(message: Message) -> bool:
-    return message["role"] in ("tool", "function", "ipython", "observation")
+    return message["role"] in RESULTS
 
 
 def _nine_letters(number: int) -> str:

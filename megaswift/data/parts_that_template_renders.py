@@ -1,7 +1,8 @@
 """Probes which parts of a conversation a chat template renders: tools, tool calls, messages of each role.
 
-Owns the probes, each rendered once a template, and what is counted or refused of a row whose parts it leaves out. A
-template that raises for a probe is taken to write the part: the row itself then shows it.
+Owns the probes, each rendered once a template, and what is counted of a row whose parts it leaves out: such a row is
+trained as transformers renders it. A template that raises for a probe is taken to write the part: the row itself then
+shows it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ from functools import cached_property
 from typing import Any
 
 from megaswift.data.message_forms import NAME, PROBE_ID, MessageForms, Render, tools_of_probe
-from megaswift.data.row_count_names_and_texts import EMPTY_ANSWERS, UNUSED_SYSTEM, UNUSED_TOOLS
-from megaswift.data.untokenized_sample import REASONING, RowError, UntokenizedSample
+from megaswift.data.row_count_names_and_texts import (
+    EMPTY_ANSWERS,
+    UNUSED_CALLS,
+    UNUSED_MESSAGES,
+    UNUSED_SYSTEM,
+    UNUSED_TOOLS,
+)
+from megaswift.data.untokenized_sample import UntokenizedSample, says_nothing
 
 _Message = Mapping[str, Any]
 _ASK = {"role": "user", "content": "x"}
@@ -20,17 +27,6 @@ _CALL = {"type": "function", "id": PROBE_ID, "function": {"name": "f", "argument
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _SCHEMA = {"name": NAME, "description": "x", "parameters": {"type": "object", "properties": {}}}
 _TOOL = {"type": "function", "function": _SCHEMA}
-FIX = "a chat template that renders them (--chat_template FILE), or rows without them"
-
-
-def is_empty_assistant_message(message: _Message) -> bool:
-    """Whether an assistant message says and calls nothing."""
-    content = message.get("content")
-    if isinstance(content, str) and content and not content.isspace() or message.get("tool_calls"):
-        return False
-    if isinstance(content, list) and any(p.get("type") != "text" or p["text"].strip() for p in content):
-        return False
-    return not any(message.get(key) for key in REASONING)
 
 
 class RenderedPartsProbe:
@@ -67,23 +63,18 @@ class RenderedPartsProbe:
         return self._roles[key]
 
     def notes(self, sample: UntokenizedSample, trained: Sequence[bool]) -> tuple[str, ...]:
-        """What is counted of this row. RowError for tool calls and messages that the template leaves out.
-
-        `trained`: of each assistant message, whether it carries loss.
-        """
+        """What is counted of this row; `trained`: of each assistant message, whether it carries loss."""
         notes = [UNUSED_TOOLS] if sample.tools and not self.tools else []
         carries = iter(trained)
-        for i, message in enumerate(sample.messages):
+        for message in sample.messages:
             role = message["role"]
             if role == "user":
                 continue
             if role == "assistant":
-                if "tool_calls" in message and message["tool_calls"] and not self.calls(sample.tools):
-                    raise RowError(f"messages[{i}].tool_calls", "tool calls, which the chat template omits", FIX)
-                if next(carries, False) and is_empty_assistant_message(message):
+                if message.get("tool_calls") and not self.calls(sample.tools):
+                    notes.append(UNUSED_CALLS)
+                if next(carries, False) and says_nothing(message):
                     notes.append(EMPTY_ANSWERS)
             elif not self.role(role, sample.tools):
-                if role not in ("system", "developer"):
-                    raise RowError(f"messages[{i}]", f"a {role} message, which the chat template omits", FIX)
-                notes.append(UNUSED_SYSTEM)
+                notes.append(UNUSED_SYSTEM if role in ("system", "developer") else UNUSED_MESSAGES)
         return tuple(dict.fromkeys(notes)) if notes else ()

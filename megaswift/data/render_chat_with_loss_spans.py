@@ -9,7 +9,7 @@ by `loss_scale` and the rows' `loss` flags. Finding turns in templates without `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -17,14 +17,23 @@ from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale
+from megaswift.data.attach_row_media import TYPES
 from megaswift.data.jinja_sandbox_limits import REFUSED, TemplateLimitExceeded, install_template_limits
-from megaswift.data.locate_assistant_turns_in_rendered_text import AssistantTurnFinder
-from megaswift.data.message_forms import MessageForms, tools_of_probe
+from megaswift.data.locate_assistant_turns_in_rendered_text import AssistantTurnFinder, omits_call
+from megaswift.data.message_forms import ASK, CALLING, NAME, PROBE_ID, MessageForms, tools_of_probe
 from megaswift.data.message_loss import TurnLoss, UniformLoss, loss_flag
 from megaswift.data.parts_that_template_renders import RenderedPartsProbe
 from megaswift.data.read_template_and_system import read_template, thinking_variable
-from megaswift.data.row_count_names_and_texts import SPLIT_REASONING, UNUSED_SYSTEM, UNUSED_TOOLS
-from megaswift.data.untokenized_sample import RowError, UntokenizedSample
+from megaswift.data.role_aliases_and_tool_call_turns import RESULTS
+from megaswift.data.row_count_names_and_texts import (
+    SPLIT_REASONING,
+    UNUSED_CALLS,
+    UNUSED_MESSAGES,
+    UNUSED_PARTS,
+    UNUSED_SYSTEM,
+    UNUSED_TOOLS,
+)
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample, is_data, is_parts
 from megaswift.data.weigh_turn_text import TurnWeights, WeightedSpan
 from megaswift.data.write_tools_as_agent_text import (
     AgentTextConversation,
@@ -140,7 +149,7 @@ class ChatRenderer:
         self._forms: dict[str, MessageForms] = {}
         self._parts: dict[str, bool] = {}
         self._marked: dict[str, bool] = {}
-        self._lists: dict[str, bool] = {}
+        self._lists: dict[tuple[str, bool], bool] = {}
         self._asks = parts
 
     def _text(self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool = False) -> str:
@@ -195,20 +204,25 @@ class ChatRenderer:
         return "\ue000" not in text or "\ue001" not in text
 
     def _joined(self, template: str, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Messages with contents that are lists of text parts as one text, where the template does not read lists.
-        RowError for other parts, unless the model may read them."""
-        lists = [content for m in messages if isinstance(content := m.get("content"), list)]
+        """Messages with contents that are lists of text parts as one text, where the template does not read lists."""
+        lists = [content for m in messages if is_parts(content := m.get("content"))]
         if not lists or (self._asks and any(part["type"] != "text" for content in lists for part in content)):
             return messages
-        if template not in self._lists:
+        return [m if self._reads_lists(template, m["role"]) else _with_joined_text(m) for m in messages]
+
+    def _reads_lists(self, template: str, role: str) -> bool:
+        """Whether the texts of a role's contents come out where these are lists of parts."""
+        key = template, role in RESULTS
+        if key not in self._lists:
             asked, answered = ([{"type": "text", "text": mark}] for mark in ("\ue000", "\ue001"))
-            probe = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-            try:
-                text = self._text(template, probe, None)
-            except RowError:
-                text = ""
-            self._lists[template] = "\ue000" in text and "\ue001" in text
-        return messages if self._lists[template] else [_with_joined_text(m, i) for i, m in enumerate(messages)]
+            probe: list[Mapping[str, Any]] = [{"role": "user", "content": asked}]
+            probe.append({"role": "assistant", "content": answered})
+            if role in RESULTS:
+                calling = next(self._forms_of(template).forms([CALLING], None))
+                probe = [ASK, *calling, {"role": role, "content": asked, "name": NAME, "tool_call_id": PROBE_ID}]
+            text = self._text_of_probe(template)(probe, None) or ""
+            self._lists[key] = "\ue000" in text and (role in RESULTS or "\ue001" in text)
+        return self._lists[key]
 
     def _finder(self, template: str, tools: Any = None) -> AssistantTurnFinder:
         key = template, bool(tools)
@@ -254,7 +268,44 @@ class ChatRenderer:
             except RejectedByTemplate as error:
                 refused = refused or error
         assert refused is not None
+        if (other := _other_part(sample.messages)) is not None:
+            i, kind = other
+            fault = f"a part of type {kind!r}: {refused.found}"
+            expected = "text parts; calls and results of tools as messages of their own"
+            raise RowError(f"messages[{i}].content", fault, expected)
         raise refused
+
+    def _notes(self, sample: UntokenizedSample, trained: Sequence[bool]) -> Notes:
+        """What is counted of a row whose tools and calls the template writes, before it is rendered."""
+        template = self.templates.pick(sample.tools)
+        notes = list(self._probe(template).notes(sample, trained))
+        notes += [UNUSED_PARTS] if self._omits_a_part(template, sample) else []
+        notes += [UNUSED_MESSAGES] if self._omits_data(sample) else []
+        return tuple(dict.fromkeys(notes))
+
+    def _omits_data(self, sample: UntokenizedSample) -> bool:
+        """Whether the template omits a tool's result that is no text, as Qwen3's does."""
+        messages = sample.messages
+        data = [i for i, message in enumerate(messages) if is_data(message.get("content"))]
+        text = self.text_or_none(messages, sample.tools, False) if data else None
+        return text is not None and any(
+            text
+            == self.text_or_none(
+                [*messages[:i], {**messages[i], "content": ""}, *messages[i + 1 :]], sample.tools, False
+            )
+            for i in data
+        )
+
+    def _omits_a_part(self, template: str, sample: UntokenizedSample) -> bool:
+        """Whether the template omits a content's part that is neither text nor media, or prints it as Python does."""
+        other = _other_part(sample.messages)
+        if other is None:
+            return False
+        if not self._reads_lists(template, sample.messages[other[0]]["role"]):
+            return True
+        without = [_without_other_parts(m) for m in sample.messages]
+        texts = [self.text_or_none(messages, sample.tools, False) for messages in (sample.messages, without)]
+        return texts[0] == texts[1]
 
     def text_or_none(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool) -> str | None:
         """The text of a conversation, with a generation prompt if `prompt`; None when the template refuses it."""
@@ -277,10 +328,10 @@ class ChatRenderer:
         return self._forms_of(template).call_text([{}])
 
     def prompt_notes(self, sample: UntokenizedSample) -> tuple[str, ...]:
-        """What is counted of a prompt; RowError for parts that the template leaves out."""
+        """What is counted of a prompt."""
         if self.templates.agent_text:
             return self._agent_notes(self._as_text(sample, [True] * len(sample.messages)), sample.tools)
-        return self._probe(self.templates.pick(sample.tools)).notes(sample, ())
+        return self._notes(sample, ())
 
     def prompt(self, sample: UntokenizedSample) -> str:
         """The text of a conversation up to where the assistant's answer begins; RowError when the template refuses
@@ -298,7 +349,7 @@ class ChatRenderer:
         if self.templates.agent_text:
             return self._render_agent_text(sample)
         wanted = turn_losses(sample, self._trains)
-        notes = self._probe(self.templates.pick(sample.tools)).notes(sample, [bool(loss) for loss in wanted])
+        notes = self._notes(sample, [bool(loss) for loss in wanted])
         return self._in_a_form(sample, lambda formed: self._render_turns(formed, wanted, notes, None))
 
     def _as_text(self, sample: UntokenizedSample, trained: Sequence[bool]) -> AgentTextConversation:
@@ -327,10 +378,13 @@ class ChatRenderer:
     def _render_turns(
         self, sample: UntokenizedSample, wanted: Sequence[TurnLoss], notes: Notes, inner: _InnerParts | None
     ) -> RenderedConversation:
-        """The conversation whose assistant messages carry loss where `wanted`, or where their parts do."""
+        """The conversation whose assistant messages carry loss where `wanted`, or where their parts do (`inner`)."""
         template = self.templates.pick(sample.tools)
         marked = self.marks_answers(sample.tools)
         text, spans = self._render(template, sample.messages, sample.tools, False, marked)
+        notes = (*notes, *_omitted_contents(sample, text))
+        if len(spans) == len(wanted):
+            notes = tuple(dict.fromkeys([*notes, *_omitted_turns(sample, [[span] for span in spans], text)]))
         whole = not self._turn_weights.divides and self.templates.keep_empty_reasoning
         whole = whole and (inner is None or all(inner[1]))
         if self._trains == "all" and all(wanted) and whole:
@@ -340,6 +394,9 @@ class ChatRenderer:
         questions = _questions(sample)
         if not marked:
             found = self._finder(template, sample.tools).find(sample.messages, sample.tools, text)
+            notes = (*notes, *_omitted_turns(sample, found, text))
+            if inner is not None:
+                inner = _of_rendered_turns(inner, found)
             wanted = [loss for loss, parts in zip(wanted, found, strict=True) for _ in parts]
             questions = [asked for asked, parts in zip(questions, found, strict=True) for _ in parts]
             turns = sorted(span for parts in found for span in parts)
@@ -359,7 +416,7 @@ class ChatRenderer:
             located = [locate_turn_parts(text, a, b, own) for (a, b), own in zip(turns, inner[0], strict=True)]
             questions = [asked for asked, own in zip(questions, inner[0], strict=True) for _ in own]
             turns, wanted = [span for spans in located for span in spans], inner[1]
-        return self._weighted(text, turns, wanted, questions, notes)
+        return self._weighted(text, turns, wanted, questions, tuple(dict.fromkeys(notes)))
 
     def _weighted(
         self, text: str, turns: Sequence[_Span], wanted: Sequence[TurnLoss], questions: Sequence[str], notes: Notes
@@ -417,17 +474,60 @@ def _questions(sample: UntokenizedSample) -> list[str]:
     return questions
 
 
-def _with_joined_text(message: dict[str, Any], i: int) -> dict[str, Any]:
+def _omitted_contents(sample: UntokenizedSample, text: str) -> Notes:
+    """What is counted of a row with an answer that is nowhere in the text."""
+    contents = [m.get("content") for m in sample.messages if m["role"] == "assistant"]
+    answers = [content.rpartition(CLOSING)[2].strip() for content in contents if isinstance(content, str)]
+    return () if all(answer in text for answer in answers) else (UNUSED_MESSAGES,)
+
+
+def _omitted_turns(sample: UntokenizedSample, found: Sequence[Sequence[_Span]], text: str) -> Iterator[str]:
+    """What is counted of a row whose assistant messages, or calls in them, are not in the text: `found`, the places of
+    each of these messages."""
+    answers = [m for m in sample.messages if m["role"] == "assistant"]
+    for message, spans in zip(answers, found, strict=True):
+        turn = "".join(text[a:b] for a, b in spans)
+        if any(omits_call(call, turn) for call in message.get("tool_calls") or ()):
+            yield UNUSED_CALLS
+        elif not spans:
+            yield UNUSED_MESSAGES
+
+
+def _of_rendered_turns(inner: _InnerParts, found: Sequence[Sequence[_Span]]) -> _InnerParts:
+    """The parts of those assistant messages that the template writes."""
+    losses = iter(inner[1])
+    kept = [(own, [next(losses) for _ in own], spans) for own, spans in zip(inner[0], found, strict=True)]
+    written = [(own, loss) for own, loss, spans in kept if spans]
+    return [own for own, _ in written], [one for _, loss in written for one in loss]
+
+
+def _with_joined_text(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    if not isinstance(content, list):
+    if not is_parts(content) or any(part["type"] != "text" for part in content):
         return message
-    other = next((part["type"] for part in content if part["type"] != "text"), None)
-    if other is not None:
-        fault = f"a part of type {other!r}, which the chat template omits"
-        raise RowError(
-            f"messages[{i}].content", fault, "text parts; calls and results of tools as messages of their own"
-        )
+    if not content and message["role"] in RESULTS:  # an empty list that a tool returned
+        return message
     return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _other_part(messages: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
+    """(the message, the type) of the first part of a content that is neither text nor media. The result of a tool has
+    no parts of its own."""
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if message["role"] in RESULTS or not is_parts(content):
+            continue
+        for part in content:
+            if part["type"] != "text" and part["type"] not in TYPES:
+                return i, part["type"]
+    return None
+
+
+def _without_other_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not is_parts(content):
+        return dict(message)
+    return {**message, "content": [part for part in content if part["type"] == "text" or part["type"] in TYPES]}
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from megaswift.data.message_loss import MessageLoss, UniformLoss, loss_flag
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 """Go to the chat template as they are."""
+RESULTS = ("tool", "function", "ipython", "observation")
+"""Roles of a call's result."""
 TOOL_CALL = "tool_call"
 """A turn of its own that holds one function call as JSON, as ms-swift has it."""
 OTHER_NAMES = MappingProxyType(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 EMPTY_ANSWERS, UNUSED_TOOLS, UNUSED_SYSTEM = "empty_answers", "unused_tools", "unused_system"
+UNUSED_CALLS, UNUSED_MESSAGES, UNUSED_PARTS = "unused_calls", "unused_messages", "unused_parts"
 TAGS_WITHOUT_FILES = "tags_without_files"
 SPLIT_REASONING = "split_reasoning"
 MALFORMED, WITHOUT_LABELS = "malformed", "without_labels"
@@ -16,6 +17,9 @@ NOTES = {
     EMPTY_ANSWERS: "with an empty completion, which trains the model to stop immediately",
     UNUSED_TOOLS: "with tools that the chat template does not use",
     UNUSED_SYSTEM: "with a system message that the chat template omits",
+    UNUSED_CALLS: "with a tool call that the chat template omits, which is not trained",
+    UNUSED_MESSAGES: "with a message of the assistant or of a tool that the chat template omits",
+    UNUSED_PARTS: "with a content part that the chat template omits or prints as Python data",
     SPLIT_REASONING: "with </think> in a content, before which the chat template writes another </think>; give the "
     "reasoning as reasoning_content",
     TAGS_WITHOUT_FILES: "with <image>, <video> or <audio> in a text and no file for it, which stays text",

@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Render = Callable[[Sequence[Mapping[str, Any]], Any, bool], str | None]
@@ -86,6 +86,7 @@ class AnswerSearch:
         self._frames: dict[str, str] = {}
         self._header = self._learn_header()
         self._ends, self._closing = self._learn_ends(eos_token)
+        self._content_behind_results = self._learn_place_of_content()
 
     def _between(self, before: Sequence[Mapping[str, Any]]) -> str:
         """What stands between a message that says ASKED and the answer to it."""
@@ -103,6 +104,12 @@ class AnswerSearch:
         while header and header not in between:
             header = header[:-1]
         return header if header.strip() else ""
+
+    def _learn_place_of_content(self) -> bool:
+        """Whether the content of a message with calls stands behind the results of these, as in Gemma 4's template."""
+        messages: list[Mapping[str, Any]] = [_USER, {**_CALLING, "content": ANSWERED}, {**_RESULT, "content": _SECOND}]
+        text = self._render(messages, self._tools, False) or ""
+        return 0 <= text.find(_SECOND) < text.find(ANSWERED)
 
     def _opener(self, role: str) -> str:
         """What stands before an answer to a message of `role` in a template without generation prompt."""
@@ -183,16 +190,23 @@ class AnswerSearch:
     def search(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> SearchResult:
         """The places of all assistant messages of a rendered conversation."""
         result, at, before = SearchResult(), 0, ""
+        waiting: tuple[int, Mapping[str, Any]] | None = None
         last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
         for i, message in enumerate(messages):
             role = message["role"]
+            if waiting is not None and role not in _RESULTS:
+                at = self._within_turn(text, at, *waiting, last_question, result)
+                at = self._before_answer(text, at, message, result) if role == "assistant" else at
+                waiting = None
             if role == "assistant":
+                if self._content_behind_results and _has_result(messages, i) and content_pieces(message):
+                    waiting = i, {"role": role, "content": message["content"]}
+                    message = {**message, "content": ""}
                 opener = self._header or self._opener(before)
                 found = text.find(opener, at)
                 own = self._own_begin(text, at, message)
                 if before in _RESULTS and own >= 0 and not at <= found < own:  # Gemma 4: within the turn of the call
-                    place = self._answer(text, own, i, message, i > last_question, result)
-                    at = place.limit if place is not None else at
+                    at = self._within_turn(text, at, i, message, last_question, result)
                 elif found < 0:
                     result.missing.append((ANSWER_CHANGED, f"messages[{i}]"))
                 else:
@@ -201,6 +215,10 @@ class AnswerSearch:
             elif role in ("system", "developer"):
                 whole = all(_find(text, piece, 0)[0] >= 0 for piece in content_pieces(message))
                 result.missing += [] if whole else [(SYSTEM_MISSING, f"messages[{i}]")]
+            elif _is_data(message.get("content")):
+                ends = [_find(text, leaf, at)[1] for leaf in _leaves(message["content"]) if isinstance(leaf, str)]
+                result.missing += [(MESSAGE_MISSING, f"messages[{i}] ({role})")] if -1 in ends else []
+                at = max([at, *ends])
             else:
                 for piece in content_pieces(message):
                     found, end = _find(text, piece, at)
@@ -211,8 +229,32 @@ class AnswerSearch:
                         break
                     at = end
             before = role
+        if waiting is not None:
+            self._within_turn(text, at, *waiting, last_question, result)
         result.missing += missing_tools(text, tools)
         return result
+
+    def _within_turn(
+        self, text: str, at: int, i: int, message: Mapping[str, Any], last_question: int, result: SearchResult
+    ) -> int:
+        """Searches what stands behind a result within the turn of the call; returns where the search goes on."""
+        own = self._own_begin(text, at, message)
+        if own < 0:
+            result.missing.append((ANSWER_CHANGED, f"messages[{i}]"))
+            return at
+        place = self._answer(text, own, i, message, i > last_question, result)
+        return place.limit if place is not None else at
+
+    def _before_answer(self, text: str, at: int, message: Mapping[str, Any], result: SearchResult) -> int:
+        """Where the search goes on, up to `at`, if the answer `message` follows within the turn of the last place."""
+        if not result.places:
+            return at
+        place = result.places[-1]
+        other = self._own_begin(text, place.last, message)
+        if not place.last <= other < place.stop or self._header in text[place.last : other]:
+            return at
+        result.places[-1] = replace(place, stop=place.last, end=place.last, limit=other)
+        return other
 
     def _own_begin(self, text: str, at: int, message: Mapping[str, Any]) -> int:
         """Where the first text or the first call's name of an answer stands from `at` on; -1 where neither does."""
@@ -278,7 +320,9 @@ class AnswerSearch:
         first = last if first < 0 else first
         header = first if calls else self._own_header(text, begin, first)
         place = AnswerPlace(i, begin, block, own, header, first, last, stop, end, limit)
-        result.places.append(place)
+        ids = [call["id"] for call in message.get("tool_calls") or () if call.get("id") and str(call["id"]) in turn]
+        if pieces or reasoning or names or ids or not calls:  # an empty turn in place of a call carries no loss
+            result.places.append(place)
         return place
 
     def _own_header(self, text: str, begin: int, first: int) -> int:
@@ -287,6 +331,11 @@ class AnswerSearch:
         reasoning = any(word in written.lower() for word in ("think", "thought"))
         own = bool(self._header) and not reasoning and self._first_special(written, 0)[1]
         return begin if own else first
+
+
+def _has_result(messages: Sequence[Mapping[str, Any]], i: int) -> bool:
+    """Whether message `i` has calls whose results follow."""
+    return bool(messages[i].get("tool_calls")) and any(m["role"] in _RESULTS for m in messages[i + 1 : i + 2])
 
 
 def _closing(text: str, piece: str, at: int, bound: int) -> int:
@@ -304,6 +353,13 @@ def _behind_space(text: str, at: int) -> int:
 def _leading_space(message: Mapping[str, Any]) -> int:
     content = message.get("content")
     return len(content) - len(content.lstrip()) if isinstance(content, str) else 0
+
+
+def _is_data(content: Any) -> bool:
+    """Whether a content is neither text nor a list of parts: JSON that a tool returned."""
+    if isinstance(content, list):
+        return not all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in content)
+    return content is not None and not isinstance(content, str)
 
 
 def content_pieces(message: Mapping[str, Any]) -> list[str]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from megaswift.data import json_text
 from megaswift.data.message_loss import MessageLoss, UniformLoss, loss_flag
 from megaswift.data.role_aliases_and_tool_call_turns import (
     KNOWN,
+    RESULTS,
     TOOL_CALL,
     canonical_role_or_none,
     merge_tool_calls_into_turns,
@@ -77,6 +78,16 @@ class UntokenizedSample:
     """Of a plain `text` that carries loss: what stands before it and carries none."""
 
 
+def says_nothing(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant message says and calls nothing."""
+    content = message.get("content")
+    if isinstance(content, str) and content and not content.isspace() or message.get("tool_calls"):
+        return False
+    if isinstance(content, list) and any(p.get("type") != "text" or p["text"].strip() for p in content):
+        return False
+    return not any(message.get(key) for key in REASONING)
+
+
 def describe_value(value: Any) -> str:
     """A value of the user's in a few words for a message."""
     if value is None:
@@ -113,16 +124,43 @@ def text_in_column(row: Mapping[str, Any], column: str, optional: bool = False) 
     return value
 
 
-def _content(message: Mapping[str, Any], where: str) -> None:
+def is_parts(content: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether a content is a list of parts, each with a `type`; texts of text parts are strings."""
+    if not isinstance(content, list):
+        return False
+    return all(
+        isinstance(part, Mapping)
+        and isinstance(part.get("type"), str)
+        and (part["type"] != "text" or isinstance(part.get("text"), str))
+        for part in content
+    )
+
+
+def is_data(content: Any) -> bool:
+    """Whether a content is neither text nor parts: JSON that a tool returned."""
+    return content is not None and not isinstance(content, str) and not is_parts(content)
+
+
+def is_json(value: Any) -> bool:
+    """Whether a value may come from JSON."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) for key in value) and all(map(is_json, value.values()))
+    if isinstance(value, list):
+        return all(map(is_json, value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def _content(message: Mapping[str, Any], role: str, where: str) -> None:
+    """RowError for a content that no template reads. The result of a tool may be any JSON: the template decides."""
     content = message.get("content")
     if content is None and (message.get("tool_calls") or any(message.get(key) for key in REASONING)):
         return
-    listed: list[Any] = content if isinstance(content, list) else []
-    parts = isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("type"), str) for p in listed)
-    if parts and any(p["type"] == "text" and not isinstance(p.get("text"), str) for p in listed):
-        raise RowError(f"{where}.content", describe_value(content), "text parts with a string `text`")
-    if not isinstance(content, str) and not parts:
-        raise RowError(f"{where}.content", describe_value(content), "a string (or a list of parts with a `type`)")
+    if role in RESULTS:
+        if not is_json(content):
+            raise RowError(f"{where}.content", describe_value(content), "what JSON can hold")
+    elif not isinstance(content, str) and not is_parts(content):
+        expected = "a string (or a list of parts with a `type`, text parts with a string `text`)"
+        raise RowError(f"{where}.content", describe_value(content), expected)
 
 
 def _message(message: Any, where: str) -> tuple[dict[str, Any], MessageLoss]:
@@ -137,7 +175,7 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], MessageLoss]:
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(c, Mapping) for c in calls)):
         raise RowError(f"{where}.tool_calls", describe_value(calls), "a list of objects")
-    _content(message, where)
+    _content(message, role, where)
     loss = _loss(message, where)
     if role != "assistant":
         loss = loss_flag(loss)
@@ -260,11 +298,13 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
         tools = decode_json_cell(tools, "tools", "a list of tool descriptions") if tools.strip() else None
     if tools is None:
         return None
+    if isinstance(tools, Mapping):
+        tools = [tools]
     listed = (
         [decode_json_cell(t, "tools", "tool descriptions") for t in tools] if isinstance(tools, (list, tuple)) else None
     )
     if listed is None or not all(isinstance(t, Mapping) for t in listed):
-        raise RowError("tools", describe_value(tools), "a list of objects (JSON schemas of functions)")
+        raise RowError("tools", describe_value(tools), "an object or a list of objects (JSON schemas of functions)")
     return tuple(dict(t) for t in listed) or None
 
 

@@ -13,10 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megaswift.data.agent_text_instructions import AGENT_TEXT_FORMATS, AgentTextFormat
-from megaswift.data.untokenized_sample import RowError, UntokenizedSample, decode_json_cell, describe_value
+from megaswift.data.role_aliases_and_tool_call_turns import RESULTS
+from megaswift.data.untokenized_sample import (
+    RowError,
+    UntokenizedSample,
+    decode_json_cell,
+    describe_value,
+    is_data,
+    is_parts,
+)
 
-RESULTS = ("tool", "function", "ipython", "observation")
-"""Roles of a call's result."""
 SYSTEM = ("system", "developer")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -99,8 +105,10 @@ def _describe_tools(
 
 def _text(message: Mapping[str, Any], where: str) -> str:
     content = message.get("content")
-    if isinstance(content, list) and all(p["type"] == "text" for p in content):
+    if is_parts(content) and all(p["type"] == "text" for p in content):
         return "".join(p["text"] for p in content)
+    if message["role"] in RESULTS and is_data(content):
+        return json.dumps(content, ensure_ascii=False)
     if content is not None and not isinstance(content, str):
         raise RowError(f"{where}.content", describe_value(content), "text: the format of --agent_template is text")
     return content or ""

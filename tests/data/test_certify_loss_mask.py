@@ -56,9 +56,9 @@ FOUND_AS = {
     "answer_lower": {search.ANSWER_CHANGED},
     "tools_dropped": {search.TOOL_MISSING},
     "tool_parameters_dropped": {search.TOOL_MISSING},
-    "calls_dropped": {"refused"},
+    "calls_dropped": {search.CALL_MISSING},
     "call_arguments_dropped": {search.CALL_MISSING},
-    "results_dropped": {"refused"},
+    "results_dropped": {search.MESSAGE_MISSING},
     "system_dropped": {search.SYSTEM_MISSING},
     "first_user_dropped": {search.MESSAGE_MISSING},
     "reasoning_dropped": {search.REASONING_MISSING},
@@ -295,6 +295,49 @@ def test_calls_and_results_within_one_turn() -> None:
     spec = encode_spec(config(Path("/tmp"), "x").data, made, "sft")
     findings = certified(spec, [{"messages": messages, "tools": [{"type": "function", "function": schema}]}])
     assert (findings.faults, findings.refused, findings.answers) == ({}, 0, 2)
+
+
+@pytest.mark.parametrize("results", [0, 1, 2])
+@pytest.mark.parametrize("reasoning", [{}, {"reasoning_content": "well"}], ids=["", "reasoning"])
+@pytest.mark.parametrize("content", ["", "Let me see."])
+def test_a_content_behind_the_results_of_its_calls(content: str, reasoning: dict[str, str], results: int) -> None:
+    """Gemma 4's: calls, results and content stand in one turn; nothing of a result carries loss."""
+    calls = [{"type": "function", "id": c, "function": {"name": "add", "arguments": {"a": 1}}} for c in "cd"[:results]]
+    calls = calls or [{"type": "function", "id": "c", "function": {"name": "add", "arguments": {"a": 1}}}]
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": content, "tool_calls": calls, **reasoning},
+        *({"role": "tool", "content": "RESULT", "name": "add", "tool_call_id": c} for c in "cd"[:results]),
+    ]
+    turns += (
+        [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "Paris"}]
+        if results and not reasoning
+        else []
+    )
+    made = tokenizer("gemma", "gemma4")
+    made.add_special_tokens({"additional_special_tokens": ["<|tool_response>", "<tool_response|>"]})
+    spec = encode_spec(config(Path("/tmp"), "x").data, made, "sft")
+    assert spec.templates is not None
+    rendered = ChatRenderer(spec.templates).render(parse_sample({"messages": turns}, "sft"))
+    said = "".join(rendered.text[a:b] for a, b in rendered.spans)
+    assert content in said and "well" * bool(reasoning) in said and "RESULT" not in said and "response:" not in said
+    assert certified(spec, [{"messages": turns}]).faults == {}
+
+
+@pytest.mark.parametrize("content", [{"sky": "sunny", "days": [1, {"at": "noon"}]}, ["sunny", 1], 7, None], ids=str)
+@pytest.mark.parametrize(("kind", "name"), [("qwen", "qwen2_5"), ("llama", "llama3_1"), ("gemma", "gemma4_v5")])
+def test_a_result_that_is_no_text(kind: str, name: str, content: Any) -> None:
+    call = {"type": "function", "id": "c", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": content, "name": "add", "tool_call_id": "c"},
+        {"role": "assistant", "content": "Paris"},
+    ]
+    made = tokenizer(kind, name)
+    made.add_special_tokens({"additional_special_tokens": ["<|tool_response>", "<tool_response|>"]})
+    spec = encode_spec(config(Path("/tmp"), "x").data, made, "sft")
+    assert certified(spec, [{"messages": turns}]).faults == {}
 
 
 def test_other_tasks() -> None:

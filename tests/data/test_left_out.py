@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a row, and answers that say nothing: refused, or counted and told everywhere.
+"""What a chat template leaves out of a row, and answers that say nothing: counted and told everywhere.
 
 Covers: megaswift/data/build_batch_sources.py, megaswift/data/encode_preferences.py, megaswift/data/encode_prompts.py,
 megaswift/data/formats/prompt.py, megaswift/data/prompt_rows.py, megaswift/data/untokenized_sample.py.
@@ -47,15 +47,24 @@ def made(tmp_path: Path, rows: list[Any], template: str = PLAIN, **options: Any)
     return cfg, tokenizer("qwen")
 
 
-def test_calls_that_a_template_leaves_out_are_no_empty_answer(tmp_path: Path) -> None:
-    """On the template of a model without tools such a row taught nothing but the end token."""
-    cfg, tok = made(tmp_path, [{"conversations": [ASK, CALL], "tools": [TOOL]}, chat("q", "a")], strict=True)
-    with pytest.raises(DataError, match=r"d.jsonl:1: column messages\[1\].tool_calls: .*omits.*--chat_template FILE"):
-        load_document_splits(cfg.data, cfg.train, tok)
+def test_calls_and_results_that_a_template_leaves_out_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call that is not written teaches nothing, not even the end token; the answers of its row are trained."""
     rows = [{"conversations": [ASK, CALL, RESULT, ANSWER]}, {"conversations": [ASK, RESULT, ANSWER]}, chat("q", "a")]
-    cfg, tok = made(tmp_path, rows)
+    cfg, tok = made(tmp_path, rows, strict=True)
     docs, _ = load_document_splits(cfg.data, cfg.train, tok)
-    assert len(docs) == 1 and docs.counted["malformed"] == 2
+    assert {k: n for k, n in docs.counted.items() if n} == {"rows": 3, "unused_calls": 1, "unused_messages": 2}
+    for i in range(3):
+        ids, mask = docs.read(i)
+        assert tok.decode(ids[np.flatnonzero(mask)]) == "a<|im_end|>"
+    said = capsys.readouterr().err
+    assert "d.jsonl: 1 rows with a tool call that the chat template omits, which is not trained" in said
+    assert "d.jsonl: 2 rows with a message of the assistant or of a tool that the chat template omits" in said
+    cfg, tok = made(tmp_path, rows, streaming=True)
+    source, _ = build_train_and_eval_sources(cfg.data, cfg.train, tok, LoaderGeometry(per_device=2))
+    source.next()
+    assert source.stats["unused_calls"] == 1 and source.stats["unused_messages"] == 2
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "mistral", "gptoss", "glm4moe"])

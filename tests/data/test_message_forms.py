@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megaswift.data.encode_rows import RowEncoder, encode_spec
-from megaswift.data.row_count_names_and_texts import SPLIT_REASONING
+from megaswift.data.resolve_dataset_files import DatasetFiles, split_into_parts
+from megaswift.data.row_count_names_and_texts import SPLIT_REASONING, UNUSED_CALLS, UNUSED_MESSAGES, UNUSED_TOOLS
 from megaswift.data.untokenized_sample import RowError
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from tests.data.makers import config, template, tokenizer
@@ -41,6 +45,7 @@ def turn(role: str, call: Any) -> dict[str, Any]:
     return {"messages": [ASK, {"role": role, "content": json.dumps(call)}, RESULT, DONE], "tools": json.dumps(TOOLS)}
 
 
+EMPTY = {"empty": "", "null": None, "absent": "absent"}
 CALL = {"name": "lookup", "arguments": ARGUMENTS}
 SAME = {
     "OpenAI": openai(None, TEXT),
@@ -260,13 +265,153 @@ def test_arguments_that_are_no_json_stay_text() -> None:
         assert "lookup {}<|im_end|>" in encoded("qwen", source(OWN["printed"]), openai("", arguments))[0].text
 
 
-def test_a_row_is_refused_where_transformers_raises_and_where_a_call_is_not_written() -> None:
+def test_a_row_is_refused_where_transformers_raises() -> None:
     with pytest.raises(RowError, match="rejects this conversation .no tools here"):
         encoded(
             "qwen", source("{% if m.tool_calls %}{{ raise_exception('no tools here') }}{% endif %}"), SAME["OpenAI"]
         )
-    with pytest.raises(RowError, match="tool calls, which the chat template omits"):
-        encoded("qwen", source("{{ m.content or '' }}"), SAME["OpenAI"])
+
+
+def test_a_call_that_transformers_omits_is_counted_and_teaches_nothing() -> None:
+    """The answers beside it are trained; an empty turn in its place would teach the model to stop immediately."""
+    row = openai(None, TEXT)
+    row["messages"][3:] = [{**DONE, "content": "so", "tool_calls": row["messages"][1]["tool_calls"]}, RESULT, DONE]
+    for written in ("{{ m.content or '' }}", "{% if m.role != 'tool' %}{{ m.content or '' }}{% endif %}"):
+        text = source(written)
+        rendered, _ = encoded("qwen", text, row)
+        assert rendered.text == render_jinja_template([row["messages"]], tools=TOOLS, chat_template=text)[0][0]
+        assert [rendered.text[a:b] for a, b in rendered.spans] == ["so<|im_end|>", "done<|im_end|>"]
+        assert UNUSED_CALLS in rendered.notes and (UNUSED_MESSAGES in rendered.notes) == ("role" in written)
+
+
+def test_a_second_call_that_a_template_omits_is_counted() -> None:
+    row = openai("", TEXT)
+    calls = row["messages"][1]["tool_calls"]
+    calls.append({**calls[0], "id": "123456789", "function": {"name": "find", "arguments": TEXT}})
+    rendered, _ = encoded("qwen", source("{{ m.content }}{{ (m.tool_calls or ['']) | first | tojson }}"), row)
+    assert "lookup" in rendered.text[slice(*rendered.spans[0])] and rendered.notes == (UNUSED_TOOLS, UNUSED_CALLS)
+
+
+def test_an_empty_content_stays_where_transformers_renders_it() -> None:
+    """DeepSeek-R1-Distill-Qwen-32B's template writes another turn for it; null is not written."""
+    body = (
+        "{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments | tojson }}{% endfor %}"
+        "{% if m.content is not none %}{{ '<|im_end|><|im_start|>' + m.content }}{% endif %}"
+    )
+    texts = {kind: encoded("qwen", source(body), openai(content, ARGUMENTS))[0].text for kind, content in EMPTY.items()}
+    own = render_jinja_template([openai("", ARGUMENTS)["messages"]], tools=TOOLS, chat_template=source(body))[0][0]
+    assert texts["empty"] == own and texts["null"] == texts["absent"] != own
+    assert texts["null"] == own.replace("}<|im_end|><|im_start|><|im_end|>", "}<|im_end|>")
+
+
+RESULTS: dict[str, Any] = {
+    "object": {"sky": "sunny", "wind": {"m/s": [1, 2.5], "calm": False}},
+    "list": [{"sky": "sunny"}, 3, "x"],
+    "list of texts": ["sunny", "warm"],
+    "empty list": [],
+    "number": 21.5,
+    "zero": 0,
+    "boolean": True,
+    "null": None,
+    "parts": [{"type": "text", "text": "sunny"}],
+}
+
+
+@pytest.mark.parametrize("content", RESULTS.values(), ids=RESULTS)
+@pytest.mark.parametrize(("kind", "name"), [*PUBLISHED, ("qwen", "printed")], ids=lambda v: v)
+def test_what_a_tool_returns_goes_to_the_template_as_it_is(kind: str, name: str, content: Any) -> None:
+    """The text is transformers', and the answers are those of the same row with a text as the result."""
+    text = source(OWN[name]) if name in OWN else template(name)
+    row = openai("", ARGUMENTS)
+    made = tokenizer(kind)
+    made.chat_template = text
+    said = encoded(kind, text, row)[0]
+    answers = [said.text[a:b] for a, b in said.spans]
+    row["messages"][2] = {**RESULT, "content": content}
+    written = "".join(part["text"] for part in content) if content == RESULTS["parts"] else content
+    texts = []
+    for one in (content, "" if content is None else written):
+        result = {**RESULT, "content": one}
+        if one is None:  # as apply_chat_template does
+            del result["content"]
+        for calling in (openai(empty, given)["messages"][1] for empty in ("", None) for given in (ARGUMENTS, TEXT)):
+            try:
+                kept = {"tools": TOOLS, "chat_template": text, **made.special_tokens_map}
+                texts.append(render_jinja_template([[ASK, calling, result, DONE]], **kept)[0][0])
+            except (TemplateError, TypeError):
+                continue
+        if texts and one is not content:
+            break
+    try:
+        rendered, _ = encoded(kind, text, row)
+    except RowError:
+        assert not texts
+        return
+    assert rendered.text in texts
+    assert [rendered.text[a:b] for a, b in rendered.spans] == answers
+
+
+def test_a_result_that_a_template_omits_for_its_type_is_counted() -> None:
+    """Qwen3's template writes texts alone."""
+    row = openai("", ARGUMENTS)
+    for content, notes in (("sunny", ()), ({"sky": "sunny"}, (UNUSED_MESSAGES,)), ([1], (UNUSED_MESSAGES,))):
+        row["messages"][2] = {**RESULT, "content": content}
+        assert encoded("qwen", template("qwen3"), row)[0].notes == notes
+        assert encoded("qwen", template("qwen2_5"), row)[0].notes == ()
+
+
+DIALECTS: dict[str, Any] = {
+    "OpenAI": lambda content: openai(None, TEXT) | {"messages": [*openai(None, TEXT)["messages"][:2], content, DONE]},
+    "ms-swift": lambda content: (
+        turn("tool_call", CALL)
+        | {"messages": [*turn("tool_call", CALL)["messages"][:2], {**content, "role": "tool_response"}, DONE]}
+    ),
+    "LLaMA-Factory": lambda content: {
+        "conversations": [
+            {"from": "human", "value": "q"},
+            {"from": "function_call", "value": json.dumps(CALL)},
+            {"from": "observation", "value": content["content"], "name": "lookup", "tool_call_id": "abcdefghi"},
+            {"from": "gpt", "value": "done"},
+        ],
+        "tools": json.dumps(TOOLS),
+    },
+    "axolotl": lambda content: (
+        openai(None, TEXT)
+        | {"messages": [*openai(None, TEXT)["messages"][:2], {**content, "train": False}, {**DONE, "train": True}]}
+    ),
+}
+
+
+@pytest.mark.parametrize("content", [{"sky": "sunny", "wind": {"calm": False}}, [{"sky": "sunny"}], [1, 2], 7], ids=str)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_results_in_every_dialect_and_file(tmp_path: Path, dialect: str, content: Any) -> None:
+    """JSONL and Parquet, which holds contents of several types as JSON text, give the tokens of OpenAI's row."""
+    text = template("llama3_1")
+    row = DIALECTS[dialect]({**RESULT, "content": content})
+    wanted, tokens = encoded("llama", text, DIALECTS["OpenAI"]({**RESULT, "content": content}))
+    assert json.dumps(content) in wanted.text
+    assert encoded("llama", text, row)[1] == tokens
+    (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
+    flat = {column: value if isinstance(value, str) else json.dumps(value) for column, value in row.items()}
+    pq.write_table(pa.Table.from_pylist([flat]), tmp_path / "d.parquet")
+    for name in ("d.jsonl", "d.parquet"):
+        (part,) = split_into_parts(DatasetFiles(name, (tmp_path / name,)), 1)
+        (located,) = part.rows()
+        assert encoded("llama", text, located.row)[1] == tokens
+
+
+@pytest.mark.parametrize("given", [TOOLS[0], json.dumps(TOOLS[0]), TOOLS, json.dumps(TOOLS)])
+def test_one_tool_is_a_list_of_one(given: Any) -> None:
+    text = template("llama3_1")
+    assert encoded("llama", text, {**openai(None, TEXT), "tools": given}) == encoded("llama", text, SAME["OpenAI"])
+
+
+def test_a_result_that_json_cannot_hold_is_refused() -> None:
+    row = openai("", TEXT)
+    for content in (b"x", {"at": date(2026, 1, 1)}, {1: "x"}, [{"a": object()}]):
+        row["messages"][2] = {**RESULT, "content": content}
+        with pytest.raises(RowError, match="expected what JSON can hold"):
+            encoded("qwen", template("qwen3"), row)
 
 
 def test_null_content_beside_reasoning() -> None:

@@ -21,6 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megaswift.data.formats import parse_sample
 from megaswift.data.jinja_sandbox_limits import REFUSED
 from megaswift.data.render_chat_with_loss_spans import GENERATION, ChatRenderer, ChatTemplateTexts
+from megaswift.data.row_count_names_and_texts import UNUSED_CALLS, UNUSED_MESSAGES
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 
 GROUPS = 8
@@ -42,7 +43,7 @@ TOOLS = [{"type": "function", "function": SCHEMA}]
 ASK, AGAIN = {"role": "user", "content": "QUESTIONONE"}, {"role": "user", "content": "QUESTIONTWO"}
 ONE, TWO = {"role": "assistant", "content": "ANSWERONE"}, {"role": "assistant", "content": "ANSWERTWO"}
 RESULT = {"role": "tool", "content": "RESULTTEXT", "name": "LOOKUPNAME", "tool_call_id": "abcdefghi"}
-PROMPT = ("SYSTEMTEXT", "QUESTIONONE", "QUESTIONTWO", "RESULTTEXT", "DESCRIBED", "CITYDESC")
+PROMPT = ("SYSTEMTEXT", "QUESTIONONE", "QUESTIONTWO", "RESULTTEXT", "DESCRIBED", "CITYDESC", "70717")
 ANSWER = ("ANSWERONE", "ANSWERTWO", "REASONTWO", "ARGVALUE")
 
 
@@ -97,6 +98,19 @@ ROWS: dict[str, dict[str, Any]] = {
         "tools": TOOLS,
     },
     "content and a call": {"messages": [ASK, calling("ANSWERONE", TEXT), RESULT, TWO], "tools": TOOLS},
+    "a result that is an object": {
+        "messages": [ASK, calling(None, TEXT), {**RESULT, "content": {"key": "RESULTTEXT", "n": 1}}, TWO],
+        "tools": TOOLS,
+    },
+    "a result that is a list": {
+        "messages": [ASK, calling(None, TEXT), {**RESULT, "content": [{"key": "RESULTTEXT"}, 2]}, TWO],
+        "tools": TOOLS,
+    },
+    "a result that is a number": {
+        "messages": [ASK, calling(None, TEXT), {**RESULT, "content": 70717}, TWO],
+        "tools": TOOLS,
+    },
+    "a result that is null": {"messages": [ASK, calling(None, TEXT), {**RESULT, "content": None}, TWO], "tools": TOOLS},
     "a call without tools": {"messages": [ASK, calling(None, TEXT), RESULT, TWO]},
     "a call last": {"messages": [ASK, ONE, AGAIN, calling(None, TEXT)], "tools": TOOLS},
 }
@@ -162,7 +176,8 @@ def _form(message: dict[str, Any], arguments: Any, empty: Any) -> dict[str, Any]
 def _is_written(text: str) -> bool:
     """Whether a text has a call as JSON or in the template's own notation."""
     after = text.rpartition("QUESTION")[2]
-    return "LOOKUPNAME" in after.partition("RESULTTEXT")[0] and "ARGVALUE" in after
+    named = any(word in after.partition("RESULTTEXT")[0] for word in ("LOOKUPNAME", "abcdefghi", "functions."))
+    return named and "ARGVALUE" in after
 
 
 def checked(published: Published, row: dict[str, Any]) -> tuple[str, list[str]]:
@@ -172,13 +187,7 @@ def checked(published: Published, row: dict[str, Any]) -> tuple[str, list[str]]:
     try:
         rendered = published.chat.render(sample)
     except RowError as error:
-        if not texts:
-            return "refused by transformers", []
-        answers = [m["content"] for m in sample.messages if m["role"] == "assistant" and m.get("content")]
-        calls = any(m.get("tool_calls") for m in sample.messages)
-        omitted = any(answer not in text for answer in answers for text in texts)
-        omitted |= calls and not all(_is_written(t) and "RESULTTEXT" in t for t in texts)
-        return f"refused: {error.found[:60].partition('(')[0]}", [] if omitted else [f"refused: {error}"]
+        return "refused", [f"refused: {error}"] if texts else []
     wrong = [] if rendered.text in texts else ["another text than transformers'"]
     trained = bytearray(len(rendered.text))
     for begin, end in rendered.spans:
@@ -189,7 +198,19 @@ def checked(published: Published, row: dict[str, Any]) -> tuple[str, list[str]]:
             wrong += [f"{word} {'un' if loss else ''}trained" for a, b in places if all(trained[a:b]) != loss]
             wrong += [f"{word} trained in part" for a, b in places if any(trained[a:b]) != all(trained[a:b])]
     wrong += _prompt_trained(published, sample, rendered.text, rendered.spans)
-    return "trained", wrong
+    omitted = [UNUSED_CALLS] if _calls(sample) and not _is_written(rendered.text) else []
+    omitted += [UNUSED_MESSAGES] if any(answer not in rendered.text for answer in _answers(sample)) else []
+    wrong += [f"{note} is not said" for note in omitted if note not in rendered.notes]
+    return ", ".join(["trained", *omitted]), wrong
+
+
+def _calls(sample: UntokenizedSample) -> bool:
+    return any(m.get("tool_calls") for m in sample.messages)
+
+
+def _answers(sample: UntokenizedSample) -> list[str]:
+    said = [m.get("content") or "" for m in sample.messages if m["role"] == "assistant"]
+    return [word for word in ("ANSWERONE", "ANSWERTWO") if any(word in content for content in said)]
 
 
 def _prompt_trained(published: Published, sample: UntokenizedSample, text: str, spans: Any) -> Iterator[str]:

@@ -15,6 +15,7 @@ from tokenizers import processors
 
 from megaswift.data.encode_rows import RowEncoder, encode_spec, token_range_of_characters
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
+from megaswift.data.row_count_names_and_texts import UNUSED_CALLS, UNUSED_MESSAGES, UNUSED_PARTS
 from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import DataError
 from tests.data.makers import TEXT, config, template, tokenizer
@@ -362,13 +363,19 @@ def test_gemma_4_by_hand(messages: list[dict[str, Any]], parts: list[str]) -> No
 
 
 def spans_of(source: str, messages: list[dict[str, Any]], tools: Any = None, kind: str = "gemma") -> list[str]:
+    return spans_and_notes(source, messages, tools, kind)[0]
+
+
+def spans_and_notes(
+    source: str, messages: list[dict[str, Any]], tools: Any = None, kind: str = "gemma"
+) -> tuple[list[str], tuple[str, ...]]:
     made = tokenizer(kind)
     made.chat_template = source
     encoder = RowEncoder(encode_spec(config(Path("/tmp"), "x").data, made, "sft"))
     rendered = encoder.render({"messages": messages, "tools": tools})
     wanted = made.apply_chat_template(messages, tools=tools, tokenize=False)
     assert rendered.text == wanted
-    return [rendered.text[a:b] for a, b in rendered.spans]
+    return [rendered.text[a:b] for a, b in rendered.spans], rendered.notes
 
 
 EMPTY_BLOCK_IN_PROMPT = (
@@ -429,18 +436,27 @@ def test_a_turn_that_no_token_ends_stops_before_the_next_message() -> None:
     assert spans_of(source, [Q, CALL, {**RESULT, "content": "</call>"}, answer("b")]) == [called, "b"]
 
 
-def test_what_cannot_be_trained_is_named() -> None:
-    """Of a row without calls no call is said to be missing."""
+def test_what_a_template_omits_is_counted_and_not_trained() -> None:
+    turns = [Q, answer("one"), user("and?"), answer("two")]
     guard = "{% for m in messages %}{{ m.content }} {% endfor %}Is this safe?{{ '<eos>' }}"
-    assert spans_of(guard, [Q, answer("a"), user("and?"), answer("b")]) == ["a", "b"]
-    with pytest.raises(RowError, match="the chat template omits this assistant message; expected"):
-        spans_of("{{ messages[-1].content }}", [Q, answer("a"), user("and?"), answer("b")])
+    assert spans_and_notes(guard, turns) == (["one", "two"], ())
+    assert spans_and_notes("{{ messages[-1].content }}", turns) == (["two"], (UNUSED_MESSAGES,))
     begun = "{% for m in messages %}{{ '<|turn>' + m.role }}{% endfor %}{{ '<|turn>' }}"
-    with pytest.raises(RowError, match="the chat template omits this assistant message; expected"):
-        spans_of(begun, [Q, answer("a"), user("and?"), answer("b")])
+    assert spans_and_notes(begun, turns) == ([], (UNUSED_MESSAGES,))
     omits = "{% for m in messages %}{{ m.content or m.tool_calls | tojson }}{% endfor %}"
-    with pytest.raises(RowError, match=r"omits a tool call of this assistant message \(add\)"):
-        spans_of(omits, [Q, CALL | {"content": "Let me see."}, RESULT, answer("b")])
+    called = [Q, CALL | {"content": "Let me see."}, RESULT, answer("b")]
+    assert spans_and_notes(omits, called) == (["Let me see.", "b"], (UNUSED_CALLS,))
+
+
+@pytest.mark.parametrize("reasoning", [{}, {"reasoning_content": "well"}])
+def test_an_empty_turn_for_a_call_is_no_part_of_the_next_answer(reasoning: dict[str, str]) -> None:
+    """Neither where the result is written nor where it is not."""
+    turn = "{{ '<|turn>' + m.role + '\n' + (m.reasoning_content or '') + m.content + '<eos>\n' }}"
+    prompt = "{{ '<|turn>assistant\n' if add_generation_prompt else '' }}"
+    for some in ("", " if m.role != 'tool'"):
+        source = "{%- for m in messages" + some + " -%}" + turn + "{%- endfor -%}" + prompt
+        said = "".join(reasoning.values()) + "b<eos>"
+        assert spans_of(source, [Q, CALL, RESULT, answer("b", **reasoning)]) == [said]
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -470,8 +486,12 @@ def test_a_template_that_reads_lists_gets_them() -> None:
     assert renderer.text_or_none(messages, None, False) == f"<user>{Q['content'][:3]}|{Q['content'][3:]}|"
 
 
-def test_parts_that_a_template_omits_are_refused() -> None:
+def test_parts_that_a_template_omits_are_counted_and_those_it_rejects_are_named() -> None:
     use = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
-    with pytest.raises(RowError, match="part of type 'tool_use', which the chat template omits") as error:
-        encoded("qwen", "qwen3", {"messages": [Q, use]})
+    with pytest.raises(RowError, match="a part of type 'tool_use': the chat template rejects") as error:
+        encoded("qwen", "qwen3", {"messages": [Q, use]}, chat_template=LISTS.replace("p.text", "p.text + ''"))
     assert error.value.column == "messages[1].content"
+    both = use | {"content": [{"type": "text", "text": "hm"}, *use["content"]]}
+    assert spans_and_notes(LISTS, [_in_parts(Q), both])[1] == ()  # a bar is left
+    omits = LISTS.replace("{{ p.text }}|", "{{ p.text }}")
+    assert spans_and_notes(omits, [_in_parts(Q), both]) == (["hm"], (UNUSED_PARTS,))
