@@ -67,7 +67,8 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
     """A whole run on one process, without checkpoints."""
     from megaswift.config import SwiftConfig
     from megaswift.folders.source import locate_model
-    from megaswift.parallel.layout_checks import layout_for
+    from megaswift.parallel.layout_checks import legal_layout
+    from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
     from megaswift.parallel.model_shape import ModelShape
     from megaswift.trainers.create_process_groups_and_engine import start_context
     from megaswift.trainers.hook import Hook, StepRecord
@@ -116,7 +117,9 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
             output_dir=str(folder / "run"),
         )
         spec = model_spec_for_task(cfg, locate_model(cfg.model))
-        context = start_context(cfg, layout_for(cfg, ModelShape.of(spec), 1))
+        context = start_context(
+            cfg, legal_layout(ModelShape.of(spec), LayoutRequest.of(cfg.parallel, 1, cfg.data.max_length, cfg.train))
+        )
         loop = TrainingSession(cfg, spec, folder, context).prepare()
         loop.hooks = [*loop.hooks[:-1], HookPacer(turn)]  # the last one saves checkpoints
         loop.run()

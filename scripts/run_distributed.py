@@ -26,6 +26,7 @@ from megaswift.config.variables_set_by_launcher import is_launched_worker  # noq
 from megaswift.error_exit import print_error_once  # noqa: E402
 from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint  # noqa: E402
 from megaswift.launchers import torchrun_launcher  # noqa: E402
+from megaswift.launchers.launcher import TrainingCommand  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 Problem("--use_torchrun", f"the launcher is {cfg.launch.launcher}", "keep one of the two")
             )
-        return torchrun_launcher.start_torchrun(cfg, words, os.environ)
+        return torchrun_launcher.start_torchrun(TrainingCommand(cfg.task, words, cfg.given), cfg.launch, os.environ)
     except UserError as error:
         return print_error_once(error, os.environ)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import AUTO, NATIVE, requested_engine
-from megaswift.families import family_of
 from megaswift.memory.activation_bytes import activation_bytes
-from megaswift.memory.memory_estimate import RunParameters
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels, MicrobatchSetup
-from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.memory.torch_weight_gradient_optimizer_bytes import (
     torch_engine_bytes,
     torch_parameters,
 )
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
+from megaswift.trainers.fit_to_device import step_options
+from tests.memory.of_config import estimate_of, parameters_of, parts_of
 
 NATIVE_KERNELS = ComputeKernels(TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, "bfloat16", True)
 NF4_KERNELS = ComputeKernels(TORCH, TRANSFORMER_ENGINE, "bfloat16", True)
@@ -38,7 +37,7 @@ def native_bytes(cfg: SwiftConfig, spec: ModelSpec, ranks: int) -> int:
     """The reference model is a second set of the weights."""
     kernels = NF4_KERNELS if cfg.model.train_type == "qlora" else NATIVE_KERNELS
     layout = Layout.from_config(cfg.parallel, ranks)
-    found = RunParameters.of(cfg, spec, layout, kernels).estimate(cfg)
+    found = estimate_of(cfg, spec, layout, kernels)
     reference = cfg.model.train_type == "full" and (
         cfg.task == "dpo" or bool(cfg.task == "grpo" and cfg.preference.beta)
     )
@@ -48,12 +47,12 @@ def native_bytes(cfg: SwiftConfig, spec: ModelSpec, ranks: int) -> int:
 def torch_bytes(cfg: SwiftConfig, spec: ModelSpec, ranks: int) -> int:
     """What the engine holds, activations as those of torch layers on one rank, and the layers that are whole at a time:
     the embedding or head, and two decoder layers, of which one is fetched ahead."""
-    parts = TrainedParts.from_config(cfg, family_of(spec.hf_config), spec)
+    parts = parts_of(cfg, spec)
     parameters = torch_parameters(spec, parts)
-    held = torch_engine_bytes(cfg, "bfloat16", ranks, parameters).device
+    held = torch_engine_bytes(requested_engine(cfg), cfg.optim, "bfloat16", ranks, parameters).device
     layout = Layout.from_config(cfg.parallel, ranks)
-    made = RunParameters.of(cfg, spec, layout, TORCH_KERNELS)
-    setup = MicrobatchSetup(cfg, spec, layout, TORCH_KERNELS, parts)
+    made = parameters_of(cfg, spec, layout, TORCH_KERNELS)
+    setup = MicrobatchSetup(step_options(cfg, layout.dp), spec, layout, TORCH_KERNELS, parts)
     activations = activation_bytes(setup, 0, made.stages[0], 1).total
     whole = 0
     if requested_engine(cfg) in ("zero3", "fsdp2"):

@@ -17,11 +17,13 @@ import torch
 
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.families import family_of
-from megaswift.memory.memory_estimate import RunParameters, uncovered_features, usable_bytes
+from megaswift.memory.memory_estimate import uncovered_features, usable_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
-from megaswift.memory.settings_that_fit import FitChoice, choose_settings_that_fit
+from megaswift.memory.settings_that_fit import FitChoice
 from megaswift.parallel.layout import Layout
+from megaswift.trainers.fit_to_device import choose_settings_for_run
 from megaswift.trainers.flops import StepFlopFormula
+from tests.memory.of_config import parameters_of
 from tests.sources import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -93,11 +95,11 @@ def test_what_fits_a_card_of_139_gib(name: str, tmp_path: Path) -> None:
     case, usable = parse_case(name), usable_bytes(139 * 2**30, True)
     cfg, raw = megaswift_config(case, tmp_path, False, 4, True), config_of(case, False)
     spec = family_of(raw).spec(raw)
-    assert not list(uncovered_features(cfg, spec))
+    assert not list(uncovered_features(cfg.model, spec, None, False))
     assert cfg.model.moe_grouped_gemm_impl == ("transformer_engine" if name.endswith("te_grouped") else "auto")
     products = TORCH if case.method == "qlora" else TRANSFORMER_ENGINE
     kernels = ComputeKernels(products, TRANSFORMER_ENGINE, "bfloat16", True)
-    chosen = choose_settings_that_fit(cfg, RunParameters.of(cfg, spec, Layout(1), kernels), usable)
+    chosen = choose_settings_for_run(cfg, parameters_of(cfg, spec, Layout(1), kernels), usable)
     assert isinstance(chosen, FitChoice) and chosen.after.total <= usable
     assert cfg.replace(**chosen.settings).model.fp8_format == cfg.model.fp8_format, "the rules allow it"
     assert (chosen.after.held.fp8_copies > 0) == (case.method == "fp8")

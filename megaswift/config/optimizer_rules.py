@@ -30,10 +30,10 @@ def _without(names: tuple[str, ...]) -> Test:
     return lambda c: c.optim.optimizer not in names
 
 
-def uses_distributed_optimizer(c: Sections) -> bool:
+def uses_distributed_optimizer(requested: bool, optimizer: str) -> bool:
     """Whether the native engine splits the optimizer's state over data-parallel ranks: Megatron-Core does it for adam
     only."""
-    return c.parallel.distributed_optimizer and c.optim.optimizer == "adam"
+    return requested and optimizer == "adam"
 
 
 OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (

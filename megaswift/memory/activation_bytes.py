@@ -94,7 +94,7 @@ class ChunkKept:
 
 def kept_by_chunk(setup: MicrobatchSetup, chunk: ModelChunk) -> ChunkKept:
     """Of one model chunk."""
-    m, layers = setup.cfg.model, list(chunk.layers)
+    m, layers = setup.options.model, list(chunk.layers)
     angles = 4 * setup.positions * setup.spec.rotated_width
     final = final_norm_bytes(setup) if chunk.loss else 0
     if m.recompute_granularity != "full":
@@ -112,7 +112,7 @@ def kept_by_chunk(setup: MicrobatchSetup, chunk: ModelChunk) -> ChunkKept:
 
 def recomputed_modules(setup: MicrobatchSetup) -> tuple[str, ...]:
     """Those of selective recomputation."""
-    return selective_recompute_modules(setup.cfg, setup.spec.moe_layers)
+    return selective_recompute_modules(setup.options.model, setup.spec.moe_layers)
 
 
 def final_norm_bytes(setup: MicrobatchSetup) -> int:
@@ -132,7 +132,7 @@ def last_stage_head(setup: MicrobatchSetup) -> HeadBytes:
 
 def _recomputed(setup: MicrobatchSetup, layers: Sequence[int]) -> int:
     """By the layers, or their submodules, that are computed again at a time."""
-    m = setup.cfg.model
+    m = setup.options.model
     if m.recompute_granularity == "full":
         whole = sorted((_all_kept(setup, layer) for layer in layers), reverse=True)
         return sum(whole[: 1 if m.recompute_method == "block" else m.recompute_num_layers or 1])

@@ -61,7 +61,7 @@ def _input(setup: MicrobatchSetup, layer: int, module: str, elements: int, share
     """Of a linear layer: kept for the gradient of its weight or of its adapters, whose dropout keeps a mask and a copy
     of its own. `shared`: another operation keeps the same tensor."""
     projections, full = setup.adapters(layer, module), setup.parts.full
-    dropout = bool(projections) and setup.cfg.lora.lora_dropout > 0
+    dropout = bool(projections) and setup.options.lora_dropout > 0
     kept: Kept = {}
     # Transformer Engine keeps the normed rows that it hands to an adapter
     handed = setup.kernels.linear != TORCH and module in (QKV, FC1)

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megaswift.config import SwiftConfig
-from megaswift.config.batch_arithmetic import batch_plan
+from megaswift.config.lora import LoraConfig
+from megaswift.config.model import ModelConfig
 from megaswift.memory.activation_bytes import ActivationBytes, activation_bytes
-from megaswift.memory.microbatch_setup import ComputeKernels, MicrobatchSetup
+from megaswift.memory.microbatch_setup import TORCH, ComputeKernels, MicrobatchSetup
 from megaswift.memory.rank_parameters import RankParameters, TrainedParts, rank_parameters
+from megaswift.memory.step_options import StepOptions
 from megaswift.memory.weight_gradient_optimizer_bytes import HeldBytes, held_bytes
 from megaswift.models.family import family_of
+from megaswift.models.grouped_experts import groups_experts
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import ModelChunk, PipelineSplit, model_chunks_by_stage
@@ -52,24 +54,31 @@ class RunParameters:
     """Of each stage, what each of its chunks holds on a rank."""
 
     @classmethod
-    def of(cls, cfg: SwiftConfig, spec: ModelSpec, layout: Layout, kernels: ComputeKernels) -> RunParameters:
-        """Of a configuration's model."""
-        parts = TrainedParts.from_config(cfg, family_of(spec.hf_config), spec)
-        stages = model_chunks_by_stage(spec.num_layers, layout, PipelineSplit.from_config(cfg.parallel))
-        grouped = MicrobatchSetup(cfg, spec, layout, kernels, parts).grouped_experts
+    def of(
+        cls,
+        model: ModelConfig,
+        lora: LoraConfig,
+        spec: ModelSpec,
+        layout: Layout,
+        split: PipelineSplit,
+        kernels: ComputeKernels,
+    ) -> RunParameters:
+        """The parameters of a model that these options train."""
+        parts = TrainedParts.of(model, lora, family_of(spec.hf_config), spec)
+        stages = model_chunks_by_stage(spec.num_layers, layout, split)
+        grouped = groups_experts(model, parts.dora, spec, layout.etp, kernels.width, kernels.linear == TORCH)
         held = [rank_parameters(spec, parts, layout, chunks, grouped) for chunks in stages]
         return cls(spec, layout, kernels, parts, stages, held)
 
-    def estimate(self, cfg: SwiftConfig) -> MemoryEstimate:
+    def estimate(self, options: StepOptions) -> MemoryEstimate:
         """Under these options."""
-        setup = MicrobatchSetup(cfg, self.spec, self.layout, self.kernels, self.parts)
-        microbatches = batch_plan(cfg.train, self.layout.dp).accumulation
+        setup = MicrobatchSetup(options, self.spec, self.layout, self.kernels, self.parts)
         return max(
             (
                 MemoryEstimate(
                     stage,
-                    held_bytes(cfg, self.kernels.dtype, self.layout, parameters),
-                    activation_bytes(setup, stage, chunks, microbatches),
+                    held_bytes(options, self.kernels.dtype, self.layout, parameters),
+                    activation_bytes(setup, stage, chunks, options.passes),
                 )
                 for stage, (chunks, parameters) in enumerate(zip(self.stages, self.of_stages, strict=True))
             ),
@@ -82,8 +91,12 @@ def usable_bytes(device_memory: int, cuda: bool) -> int:
     return int(device_memory * (1 - FRAGMENTED)) - (CONTEXT if cuda else 0)
 
 
-def uncovered_features(cfg: SwiftConfig, spec: ModelSpec) -> Iterator[str]:
-    """What of a run the formulas do not describe; empty where they do. In words that follow "does not cover"."""
+def uncovered_features(m: ModelConfig, spec: ModelSpec, adapters: str | None, tp_comm_overlap: bool) -> Iterator[str]:
+    """What of a run the formulas do not describe; empty where they do. In words that follow "does not cover".
+
+    Args:
+        adapters: The folder of trained adapters that the run starts from.
+    """
     extras, transformer = spec.features, spec.transformer
     model: dict[str, object] = {
         "latent attention": transformer.get("multi_latent_attention"),
@@ -94,13 +107,12 @@ def uncovered_features(cfg: SwiftConfig, spec: ModelSpec) -> Iterator[str]:
         "a second rotary embedding": extras.rope_local is not None,
     }
     yield from (f"{name} ({spec.family})" for name, present in model.items() if present)
-    m = cfg.model
     options: dict[str, object] = {
         "fp8_param_gather": m.fp8_param_gather,
         "megatron_extra_kwargs": m.megatron_extra_kwargs,
         "attn_impl unfused": m.attn_impl == "unfused",
-        "adapters": cfg.lora.adapters if m.train_type != "full" else None,
-        "tp_comm_overlap": cfg.parallel.tp_comm_overlap,
-        "cuda_graph_impl": cfg.model.cuda_graph_impl != "none",
+        "adapters": adapters if m.train_type != "full" else None,
+        "tp_comm_overlap": tp_comm_overlap,
+        "cuda_graph_impl": m.cuda_graph_impl != "none",
     }
     yield from (f"--{name}" for name, given in options.items() if given)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megaswift.config import SwiftConfig
 from megaswift.memory.rank_parameters import TrainedParts
+from megaswift.memory.step_options import StepOptions
 from megaswift.memory.weight_gradient_optimizer_bytes import HALF
 from megaswift.models.grouped_experts import groups_experts
 from megaswift.models.spec import ModelSpec
@@ -38,7 +38,7 @@ class ComputeKernels:
 class MicrobatchSetup:
     """One micro-batch on a rank."""
 
-    cfg: SwiftConfig
+    options: StepOptions
     spec: ModelSpec
     layout: Layout
     kernels: ComputeKernels
@@ -52,12 +52,12 @@ class MicrobatchSetup:
     @property
     def rows(self) -> int:
         """Of a micro-batch; packed rows count as rows."""
-        return self.cfg.train.per_device_train_batch_size
+        return self.options.rows
 
     @property
     def positions(self) -> int:
         """Of a row on this rank: rows of max_length tokens, as long as the data may be."""
-        return -(-self.cfg.data.max_length // self.layout.cp)
+        return -(-self.options.max_length // self.layout.cp)
 
     @property
     def tokens(self) -> int:
@@ -89,16 +89,17 @@ class MicrobatchSetup:
         """Rows of the products of this rank's experts, where the router spreads the tokens evenly: each token goes to
         `topk` experts, and expert-tensor-parallel ranks gather theirs. Padded to their capacity they have it all."""
         even = self.residual_tokens * self.spec.topk * self.layout.etp
-        factor = self.cfg.model.moe_expert_capacity_factor
+        factor = self.options.model.moe_expert_capacity_factor
         if factor is None:
             return even
-        padded = self.cfg.model.moe_pad_expert_input_to_capacity
+        padded = self.options.model.moe_pad_expert_input_to_capacity
         return int(even * (factor if padded else min(1.0, factor)))
 
     @property
     def grouped_experts(self) -> bool:
         """Whether all experts of a rank are multiplied in one product."""
-        return groups_experts(self.cfg, self.spec, self.layout.etp, self.width, self.kernels.linear == TORCH)
+        model, dora = self.options.model, self.parts.dora
+        return groups_experts(model, dora, self.spec, self.layout.etp, self.width, self.kernels.linear == TORCH)
 
     def windowed(self, layer: int) -> bool:
         """Whether a layer's attention has the model's window (`window_attn_skip_freq`: for each layer, or every n-th

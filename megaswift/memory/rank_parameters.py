@@ -12,7 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megaswift.config import SwiftConfig
+from megaswift.config.lora import LoraConfig
+from megaswift.config.model import ModelConfig
 from megaswift.models.family import Family, family_of
 from megaswift.models.qlora import is_four_bit_weight
 from megaswift.models.spec import ModelSpec
@@ -78,22 +79,22 @@ class TrainedParts:
     four_bits: bool
 
     @classmethod
-    def from_config(cls, cfg: SwiftConfig, family: Family, spec: ModelSpec) -> TrainedParts:
+    def of(cls, model: ModelConfig, lora: LoraConfig, family: Family, spec: ModelSpec) -> TrainedParts:
         """Those of a run of full fine-tuning, LoRA or QLoRA."""
-        full, lora = cfg.model.train_type == "full", cfg.lora
+        full = model.train_type == "full"
         adapters: dict[str, list[Projection]] = defaultdict(list)
         for p in [] if full else select_projections(family, spec, lora.target_modules, lora.target_parameters):
             adapters[p.megatron].append(p)
         saved = [] if full else modules_to_save_tensor_names(family, spec, lora.modules_to_save)
         return cls(
             full,
-            cfg.model.freeze_parameters,
-            cfg.model.trainable_parameters,
+            model.freeze_parameters,
+            model.trainable_parameters,
             frozenset(saved),
             adapters,
             lora.lora_rank,
             lora.use_dora,
-            cfg.model.train_type == "qlora",
+            model.train_type == "qlora",
         )
 
     def trains(self, names: Sequence[str]) -> bool:

@@ -22,11 +22,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megaswift.config import SwiftConfig
 from megaswift.config.deepspeed_json import KINDS
 from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import requested_engine
-from megaswift.config.optim import GALORE, LIONS, MUON, OF_BITSANDBYTES, PLUGIN_OPTIMIZERS
+from megaswift.config.optim import GALORE, LIONS, MUON, OF_BITSANDBYTES, PLUGIN_OPTIMIZERS, OptimConfig
 from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.memory.weight_gradient_optimizer_bytes import HALF, HeldBytes
 from megaswift.models.family import family_of
@@ -69,26 +67,36 @@ def torch_parameters(spec: ModelSpec, parts: TrainedParts) -> list[TorchParamete
     return [*found.values(), *adapters]
 
 
-def torch_engine_bytes(cfg: SwiftConfig, dtype: str, ranks: int, parameters: Iterable[TorchParameter]) -> HeldBytes:
-    """Bytes of the first rank, which never holds less than another. Of FSDP2 with a strategy that replicates, `ranks`
-    are those of one replica."""
-    kind = requested_engine(cfg)
+def torch_engine_bytes(
+    kind: str,
+    optim: OptimConfig,
+    dtype: str,
+    ranks: int,
+    parameters: Iterable[TorchParameter],
+    offload: bool = False,
+) -> HeldBytes:
+    """Bytes of the first rank, which never holds less than another.
+
+    Args:
+        kind: The engine's name.
+        ranks: Under FSDP2 with a strategy that replicates, the ranks of one replica.
+        offload: Whether FSDP2 keeps its shards in host memory.
+    """
     if kind in ZERO:
-        return _zero_bytes(kind, dtype, ranks, list(parameters), state_bytes(cfg, (1,)))
+        return _zero_bytes(kind, dtype, ranks, list(parameters), state_bytes(optim, (1,)))
     total = HeldBytes()
     for p in parameters:
         shape = (math.ceil(p.shape[0] / ranks), *p.shape[1:]) if kind == "fsdp2" else p.shape
         n = math.prod(shape)
-        states = state_bytes(cfg, p.shape) * n // p.elements
+        states = state_bytes(optim, p.shape) * n // p.elements
         total += HeldBytes(4 * n, 4 * n, moments=states) if p.trains else HeldBytes(4 * n)
-    offloads = kind == "fsdp2" and "offload" in cfg.engine.fsdp
-    return HeldBytes(host=total.device) if offloads else total
+    return HeldBytes(host=total.device) if kind == "fsdp2" and offload else total
 
 
-def state_bytes(cfg: SwiftConfig, shape: tuple[int, ...]) -> int:
+def state_bytes(o: OptimConfig, shape: tuple[int, ...]) -> int:
     """Of a parameter's optimizer states, whole (`engine/torch/optimizers_and_state_tensors.py`). Not GaLore's and
     Muon's."""
-    o, n = cfg.optim, math.prod(shape)
+    n = math.prod(shape)
     assert o.optimizer not in (*GALORE, MUON), "its states follow from which matrices are chosen"
     if (plugin := PLUGIN_OPTIMIZERS.get(o.optimizer)) is not None:
         return 4 * len(plugin.states) * n

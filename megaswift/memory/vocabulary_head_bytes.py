@@ -25,7 +25,7 @@ def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
     hidden = tokens * spec.hidden_size * width
     if spec.scored:
         return HeadBytes(hidden, hidden)
-    model = setup.cfg.model
+    model = setup.options.model
     shape = HeadShape(
         rows=tokens,
         hidden_size=spec.hidden_size,
@@ -36,6 +36,6 @@ def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
         weight_trained=trains,
     )
     # the head adds to float32 main gradients only
-    fused = model.gradient_accumulation_fusion is not False and setup.cfg.optim.main_grads_dtype == "fp32"
+    fused = model.gradient_accumulation_fusion is not False and setup.options.optim.main_grads_dtype == "fp32"
     device = "cuda" if setup.kernels.cuda else "cpu"
     return HeadBytes(hidden + 16 * tokens, megatron_engine_head_peak_bytes(shape, device, fused))

@@ -23,10 +23,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from megaswift.config import SwiftConfig
-from megaswift.config.optim import PLUGIN_OPTIMIZERS
+from megaswift.config.model import ModelConfig
+from megaswift.config.optim import PLUGIN_OPTIMIZERS, OptimConfig
 from megaswift.config.optimizer_rules import uses_distributed_optimizer
 from megaswift.memory.rank_parameters import RankParameters
+from megaswift.memory.step_options import StepOptions
 from megaswift.models.qlora import BLOCK
 from megaswift.parallel.layout import Layout
 
@@ -68,20 +69,20 @@ class HeldBytes:
         return self.weights + self.fp8_copies + self.gradients + self.optimizer + self.first_values
 
 
-def held_bytes(cfg: SwiftConfig, dtype: str, layout: Layout, chunks: Sequence[RankParameters]) -> HeldBytes:
+def held_bytes(options: StepOptions, dtype: str, layout: Layout, chunks: Sequence[RankParameters]) -> HeldBytes:
     """Bytes of a rank with these model chunks, weights in `dtype`. The counters of steps of torch's Adam, 4 bytes a
     parameter, are left out.
 
     Of the distributed optimizer's equal shards some hold a buffer's padding, which has no moments: theirs are fewer.
     """
-    half = dtype in HALF
-    width = 2 if half else 4
-    main, moments = _state_bytes_per_element(cfg, dtype)
-    gradient_width = 2 if cfg.optim.main_grads_dtype == "bf16" else 4
-    offloads, sharded = cfg.optim.optimizer_cpu_offload, uses_distributed_optimizer(cfg)
-    fraction = cfg.optim.optimizer_offload_fraction if offloads else 0.0
+    o = options.optim
+    width = 2 if dtype in HALF else 4
+    main, moments = _state_bytes_per_element(o, dtype)
+    gradient_width = 2 if o.main_grads_dtype == "bf16" else 4
+    sharded = uses_distributed_optimizer(options.distributed_optimizer, o.optimizer)
+    fraction = o.optimizer_offload_fraction if o.optimizer_cpu_offload else 0.0
     frozen = sum(_frozen_bytes(chunk, width) for chunk in chunks)
-    total, largest = HeldBytes(weights=frozen, fp8_copies=_fp8_copies(cfg, chunks)), 0
+    total, largest = HeldBytes(weights=frozen, fp8_copies=_fp8_copies(options.model, chunks)), 0
     for buffer in _gradient_buffers(layout, chunks):
         elements = buffer.padded if sharded else buffer.elements
         own = elements // buffer.replicas if sharded else elements
@@ -105,17 +106,16 @@ def _frozen_bytes(chunk: RankParameters, width: int) -> int:
     )
 
 
-def _fp8_copies(cfg: SwiftConfig, chunks: Sequence[RankParameters]) -> int:
+def _fp8_copies(model: ModelConfig, chunks: Sequence[RankParameters]) -> int:
     """The scales of tensors and of blocks of 128 x 128 weights are left out."""
-    if cfg.model.fp8_format is None:
+    if model.fp8_format is None:
         return 0
     elements = sum(n * p.elements for chunk in chunks for p, n in chunk.items() if p.product)
-    return 2 * elements + (elements // 16 if cfg.model.fp8_recipe == "mxfp8" else 0)
+    return 2 * elements + (elements // 16 if model.fp8_recipe == "mxfp8" else 0)
 
 
-def _state_bytes_per_element(cfg: SwiftConfig, dtype: str) -> tuple[int, int]:
+def _state_bytes_per_element(o: OptimConfig, dtype: str) -> tuple[int, int]:
     """(of main weights, of moments)."""
-    o = cfg.optim
     aware = o.precision_aware_optimizer and not o.optimizer_cpu_offload
     remainders = aware and o.store_param_remainders and dtype == "bfloat16"
     main = 0 if dtype not in HALF else 2 if remainders else 4

@@ -6,7 +6,7 @@ launches as many as there are experts.
 
 from __future__ import annotations
 
-from megaswift.config import SwiftConfig
+from megaswift.config.model import ModelConfig
 from megaswift.errors import Problem
 from megaswift.models.spec import ModelSpec
 
@@ -14,14 +14,14 @@ ROW_BYTES = 16
 """What rows of a grouped product's operands are a multiple of (torch: "strides should be multiple of 16 bytes")."""
 
 
-def torch_multiplies(cfg: SwiftConfig, torch_products: bool) -> bool:
+def torch_multiplies(model: ModelConfig, torch_products: bool) -> bool:
     """Whether experts that are grouped are multiplied by torch; `torch_products`: as all other layers are."""
-    return torch_products or cfg.model.moe_grouped_gemm_impl == "torch"
+    return torch_products or model.moe_grouped_gemm_impl == "torch"
 
 
-def needs_torch_widths(cfg: SwiftConfig, torch_products: bool) -> bool:
+def needs_torch_widths(model: ModelConfig, torch_products: bool) -> bool:
     """Whether torch multiplies rows of experts that are grouped, by their weights or by their adapters."""
-    return torch_multiplies(cfg, torch_products) or cfg.model.train_type == "lora"
+    return torch_multiplies(model, torch_products) or model.train_type == "lora"
 
 
 def grouped_width_problems(spec: ModelSpec, etp: int, element_bytes: int, asked: str) -> list[Problem]:
@@ -40,11 +40,13 @@ def grouped_width_problems(spec: ModelSpec, etp: int, element_bytes: int, asked:
     ]
 
 
-def groups_experts(cfg: SwiftConfig, spec: ModelSpec, etp: int, element_bytes: int, torch_products: bool) -> bool:
+def groups_experts(
+    model: ModelConfig, dora: bool, spec: ModelSpec, etp: int, element_bytes: int, torch_products: bool
+) -> bool:
     """`--moe_grouped_gemm`, or where it is unset: except with DoRA and NF4, which need each expert's weight by itself,
     and with widths that torch's product does not take."""
-    if cfg.model.moe_grouped_gemm is not None:
-        return cfg.model.moe_grouped_gemm
-    if cfg.lora.use_dora or cfg.model.train_type == "qlora":
+    if model.moe_grouped_gemm is not None:
+        return model.moe_grouped_gemm
+    if dora or model.train_type == "qlora":
         return False
-    return not needs_torch_widths(cfg, torch_products) or not grouped_width_problems(spec, etp, element_bytes, "")
+    return not needs_torch_widths(model, torch_products) or not grouped_width_problems(spec, etp, element_bytes, "")

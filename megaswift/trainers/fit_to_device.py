@@ -7,13 +7,16 @@ look at a device.
 from __future__ import annotations
 
 from megaswift.config import SwiftConfig
+from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.byte_size_text import byte_size_or_none, bytes_text
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.errors import ConfigError, Problem
 from megaswift.memory.memory_estimate import MemoryEstimate, RunParameters, uncovered_features, usable_bytes
-from megaswift.memory.settings_that_fit import FitChoice, NoFit, Settings, choose_settings_that_fit
+from megaswift.memory.settings_that_fit import ALL, FitChoice, NoFit, Settings, choose_settings_that_fit
+from megaswift.memory.step_options import StepOptions
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
+from megaswift.parallel.pipeline_split import PipelineSplit
 
 FIT = "--fit true"
 
@@ -23,10 +26,10 @@ def fit_problems(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> list[Prob
     ranks."""
     if not cfg.train.fit:
         return []
-    if uncovered := list(uncovered_features(cfg, spec)):
+    if uncovered := list(uncovered_features(cfg.model, spec, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
         rule = f"the memory estimate does not cover {', '.join(uncovered)}"
         return [Problem(FIT, rule, "--fit false, and choose recompute_granularity and optimizer options yourself")]
-    memory = _given_memory(cfg)
+    memory = _given_memory(cfg.train.device_memory)
     if memory is None:
         rule = "there is no CUDA device whose memory could be read"
         return [] if _cuda() else [Problem(FIT, rule, "--device_memory 80GiB, or --fit false")]
@@ -43,7 +46,7 @@ def fit_to_device(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> tuple[Sw
     """
     if not cfg.train.fit:
         return cfg, ""
-    memory = _given_memory(cfg) or _smallest_gpu()
+    memory = _given_memory(cfg.train.device_memory) or _smallest_gpu()
     chosen = _choice(cfg, spec, layout, memory)
     if isinstance(chosen, NoFit):
         raise ConfigError(_no_fit_problem(cfg, chosen, memory))
@@ -56,8 +59,8 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _given_memory(cfg: SwiftConfig) -> int | None:
-    return None if cfg.train.device_memory is None else byte_size_or_none(cfg.train.device_memory)
+def _given_memory(device_memory: str | None) -> int | None:
+    return None if device_memory is None else byte_size_or_none(device_memory)
 
 
 def _smallest_gpu() -> int:
@@ -73,8 +76,37 @@ def _choice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout, memory: int) -> F
     from megaswift.trainers.create_process_groups_and_engine import native_kernels
 
     kernels = native_kernels(cfg, spec, layout)
-    parameters = RunParameters.of(cfg, spec, layout, kernels)
-    return choose_settings_that_fit(cfg, parameters, usable_bytes(memory, kernels.cuda))
+    split = PipelineSplit.from_config(cfg.parallel)
+    parameters = RunParameters.of(cfg.model, cfg.lora, spec, layout, split, kernels)
+
+    return choose_settings_for_run(cfg, parameters, usable_bytes(memory, kernels.cuda))
+
+
+def choose_settings_for_run(cfg: SwiftConfig, parameters: RunParameters, usable: int) -> FitChoice | NoFit:
+    """The choice among the options that the user has not set; `none`, in words, is the user's choice too. Accumulation
+    follows from a global batch that is set."""
+    left_open = {n for n in ALL if n not in cfg.given and not (n in cfg.typed and cfg.value(n) is None)}
+    if cfg.train.global_batch_size is not None:
+        left_open.add("gradient_accumulation_steps")
+
+    def options_with(settings: Settings) -> StepOptions:
+        return step_options(cfg.replace(**settings) if settings else cfg, parameters.layout.dp)
+
+    return choose_settings_that_fit(parameters, usable, options_with, left_open)
+
+
+def step_options(cfg: SwiftConfig, dp: int) -> StepOptions:
+    """What decides the memory of a run's step on `dp` data-parallel ranks."""
+    plan = batch_plan(cfg.train, dp)
+    return StepOptions(
+        cfg.model,
+        cfg.optim,
+        cfg.parallel.distributed_optimizer,
+        rows=plan.per_device,
+        passes=plan.accumulation,
+        max_length=cfg.data.max_length,
+        lora_dropout=cfg.lora.lora_dropout,
+    )
 
 
 def settings_text(settings: Settings) -> str:

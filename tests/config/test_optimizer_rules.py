@@ -123,5 +123,5 @@ def test_an_optimizer_of_a_plugin(plugins: None, engine: str) -> None:
         assert problems(f"{given} --optim parts") == []
     (found,) = problems("--engine megatron --distributed_optimizer --optim parts")
     assert "Megatron-Core shards only the state of adam" in found
-    assert not uses_distributed_optimizer(SwiftConfig(optim="parts"))
+    assert not uses_distributed_optimizer(True, "parts") and uses_distributed_optimizer(True, "adam")
     assert problems("--engine ddp --optim whole") == problems("--optim whole") == []

@@ -28,7 +28,9 @@ from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, Compute
 from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit, model_chunks_by_stage
+from megaswift.trainers.fit_to_device import step_options
 from tests.memory.counted_ranks import CONFIG, MOE, CountedRun, Saved, model_folder
+from tests.memory.of_config import parts_of
 from tests.parity.cases import parse
 from tests.parity.models import build
 from tests.parity.pool import Pool
@@ -57,9 +59,11 @@ def ungated(config: dict[str, Any]) -> MicrobatchSetup:
     run = CountedRun("dense single", Path("model"), ROWS)
     case = parse(run.text)
     cfg = SwiftConfig(task="sft", model="model", **case.config(**ROWS))
-    parts = TrainedParts.from_config(cfg, family, spec)
+    parts = TrainedParts.of(cfg.model, cfg.lora, family, spec)
     layout = Layout.from_config(cfg.parallel, case.world)
-    return MicrobatchSetup(cfg, spec, layout, ComputeKernels(TORCH, TORCH, "bfloat16", False), parts)
+    return MicrobatchSetup(
+        step_options(cfg, layout.dp), spec, layout, ComputeKernels(TORCH, TORCH, "bfloat16", False), parts
+    )
 
 
 def test_an_mlp_without_a_gate_keeps_what_autograd_keeps() -> None:
@@ -102,8 +106,14 @@ def computed(run: CountedRun, kernels: str) -> list[Saved]:
     """Of the first rank of each pipeline stage: when its first backward pass begins, and at the peak of what is kept.
     Not what kernels use beside it."""
     cfg, spec, layout = run.setup()
-    parts = TrainedParts.from_config(cfg, family_of(spec.hf_config), spec)
-    setup = MicrobatchSetup(cfg, spec, layout, ComputeKernels(kernels, kernels, cfg.model.torch_dtype, False), parts)
+    parts = parts_of(cfg, spec)
+    setup = MicrobatchSetup(
+        step_options(cfg, layout.dp),
+        spec,
+        layout,
+        ComputeKernels(kernels, kernels, cfg.model.torch_dtype, False),
+        parts,
+    )
     stages, case = (
         model_chunks_by_stage(spec.num_layers, layout, PipelineSplit.from_config(cfg.parallel)),
         parse(run.text),

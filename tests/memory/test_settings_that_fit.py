@@ -11,14 +11,15 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.families import family_of
-from megaswift.memory.memory_estimate import RunParameters, uncovered_features, usable_bytes
+from megaswift.memory.memory_estimate import uncovered_features, usable_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
-from megaswift.memory.settings_that_fit import FitChoice, NoFit, choose_settings_that_fit
+from megaswift.memory.settings_that_fit import FitChoice, NoFit
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
-from megaswift.trainers.fit_to_device import fit_text
+from megaswift.trainers.fit_to_device import choose_settings_for_run, fit_text
 from tests.families.published_dense import GEMMA_2_2B
 from tests.memory.counted_ranks import MOE
+from tests.memory.of_config import parameters_of
 
 GIB, GB = 2**30, 10**9
 QWEN3_8B: dict[str, Any] = {
@@ -56,8 +57,8 @@ def choose(
     memory: float, kernels: ComputeKernels = GPU, config: dict[str, Any] = QWEN3_8B, ranks: int = 1, **options: Any
 ) -> FitChoice | NoFit:
     cfg = SwiftConfig(task="sft", **options)
-    parameters = RunParameters.of(cfg, spec_of(config), Layout.from_config(cfg.parallel, ranks), kernels)
-    return choose_settings_that_fit(cfg, parameters, usable_bytes(int(memory), kernels.cuda))
+    parameters = parameters_of(cfg, spec_of(config), Layout.from_config(cfg.parallel, ranks), kernels)
+    return choose_settings_for_run(cfg, parameters, usable_bytes(int(memory), kernels.cuda))
 
 
 def chosen(memory: float, kernels: ComputeKernels = GPU, **options: Any) -> FitChoice:
@@ -154,8 +155,8 @@ def test_later_settings_only_where_earlier_ones_do_not_do() -> None:
     assert chosen(100 * GIB, max_length=4096).settings == {"optimizer_cpu_offload": True, **selective()}
     cfg = SwiftConfig(task="sft", max_length=4096)
     object.__setattr__(cfg.parallel, "distributed_optimizer", False)  # by a file of accelerate, say
-    parameters = RunParameters.of(cfg, spec_of(QWEN3_8B), Layout(8), GPU)
-    found = choose_settings_that_fit(cfg, parameters, usable_bytes(100 * GIB, True))
+    parameters = parameters_of(cfg, spec_of(QWEN3_8B), Layout(8), GPU)
+    found = choose_settings_for_run(cfg, parameters, usable_bytes(100 * GIB, True))
     assert isinstance(found, FitChoice) and found.settings == {"distributed_optimizer": True}
 
 
@@ -176,8 +177,8 @@ def test_smaller_micro_batches_of_the_same_global_batch() -> None:
     """Where the user has set the global batch, and a file of accelerate, say, the micro-batch."""
     cfg = SwiftConfig(task="sft", train_type="lora", max_length=4096, global_batch_size=32)
     object.__setattr__(cfg.train, "per_device_train_batch_size", 8)  # not among what is given
-    parameters = RunParameters.of(cfg, spec_of(QWEN3_8B), Layout(2), GPU)
-    found = choose_settings_that_fit(cfg, parameters, usable_bytes(24 * GIB, True))
+    parameters = parameters_of(cfg, spec_of(QWEN3_8B), Layout(2), GPU)
+    found = choose_settings_for_run(cfg, parameters, usable_bytes(24 * GIB, True))
     assert isinstance(found, FitChoice)
     assert found.settings["recompute_granularity"] == "full"
     rows = found.settings["per_device_train_batch_size"]
@@ -202,8 +203,11 @@ def test_a_stage_and_a_shard_need_less() -> None:
 
 
 def test_what_the_formulas_do_not_cover_is_named() -> None:
-    cfg = SwiftConfig(task="sft")
-    assert list(uncovered_features(cfg, spec_of(QWEN3_8B))) == []
-    assert list(uncovered_features(cfg, spec_of(MOE))) == []
-    found = list(uncovered_features(cfg.replace(fp8_format="hybrid", fp8_param_gather=True), spec_of(GEMMA_2_2B)))
+    model = SwiftConfig(task="sft").model
+    assert list(uncovered_features(model, spec_of(QWEN3_8B), "folder", False)) == [], "no adapter trains"
+    assert list(uncovered_features(model, spec_of(MOE), None, True)) == ["--tp_comm_overlap"]
+    lora = SwiftConfig(task="sft", train_type="lora").model
+    assert list(uncovered_features(lora, spec_of(MOE), "folder", False)) == ["--adapters"]
+    fp8 = SwiftConfig(task="sft", fp8_format="hybrid", fp8_param_gather=True).model
+    found = list(uncovered_features(fp8, spec_of(GEMMA_2_2B), None, False))
     assert any("soft caps" in name for name in found) and "--fp8_param_gather" in found

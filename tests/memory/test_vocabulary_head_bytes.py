@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from megaswift.memory.memory_estimate import RunParameters
 from megaswift.memory.microbatch_setup import TORCH, ComputeKernels
 from megaswift.parallel import vocabulary_head_memory
 from megaswift.parallel.vocabulary_head_memory import HeadChunkSizes
 from tests.memory.counted_ranks import CONFIG, CountedRun, model_folder
+from tests.memory.of_config import estimate_of
 from tests.parity.pool import Pool
 
 TOLERANCE = 0.05
@@ -51,5 +51,5 @@ def test_peak_of_a_micro_batch(
     (counted,) = pool.run("tests.memory.counted_ranks:count_peak", (run, chunk), 1)
     monkeypatch.setitem(vocabulary_head_memory.CHUNK_SIZES, "cpu", HeadChunkSizes(chunk, chunk, 1))
     cfg, spec, layout = run.setup()
-    estimate = RunParameters.of(cfg, spec, layout, ComputeKernels(TORCH, TORCH, "bfloat16", False)).estimate(cfg)
+    estimate = estimate_of(cfg, spec, layout, ComputeKernels(TORCH, TORCH, "bfloat16", False))
     assert estimate.activations.total == pytest.approx(counted, rel=TOLERANCE)

@@ -12,7 +12,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.families import family_of
-from megaswift.memory.rank_parameters import TrainedParts, rank_parameters
+from megaswift.memory.rank_parameters import rank_parameters
 from megaswift.memory.torch_weight_gradient_optimizer_bytes import (
     state_bytes,
     torch_engine_bytes,
@@ -21,7 +21,9 @@ from megaswift.memory.torch_weight_gradient_optimizer_bytes import (
 from megaswift.memory.weight_gradient_optimizer_bytes import HeldBytes, held_bytes
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit, model_chunks_by_stage
+from megaswift.trainers.fit_to_device import step_options
 from tests.memory.counted_ranks import CONFIG, MOE, CountedRun, Held, model_folder
+from tests.memory.of_config import parts_of
 from tests.parity.models import build
 from tests.parity.pool import Pool
 
@@ -39,12 +41,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def computed(run: CountedRun) -> list[HeldBytes]:
     """Of the first rank of each pipeline stage."""
     cfg, spec, layout = run.setup()
-    parts = TrainedParts.from_config(cfg, family_of(spec.hf_config), spec)
+    parts = parts_of(cfg, spec)
     dtype = cfg.model.torch_dtype
     if cfg.engine.engine != "megatron":
-        return [torch_engine_bytes(cfg, dtype, run.world, torch_parameters(spec, parts))]
+        parameters, offload = torch_parameters(spec, parts), "offload" in cfg.engine.fsdp
+        return [torch_engine_bytes(cfg.engine.engine, cfg.optim, dtype, run.world, parameters, offload)]
     stages = model_chunks_by_stage(spec.num_layers, layout, PipelineSplit.from_config(cfg.parallel))
-    return [held_bytes(cfg, dtype, layout, rank_parameters(spec, parts, layout, chunks)) for chunks in stages]
+    return [
+        held_bytes(step_options(cfg, layout.dp), dtype, layout, rank_parameters(spec, parts, layout, chunks))
+        for chunks in stages
+    ]
 
 
 def counted(run: CountedRun, pool: Pool) -> list[Held]:
@@ -167,9 +173,9 @@ def test_remainders_and_the_host_optimizer() -> None:
 
     def per_element(**options: Any) -> float:
         cfg = SwiftConfig(task="sft", **options)
-        parts = TrainedParts.from_config(cfg, family_of(config), spec)
+        parts = parts_of(cfg, spec)
         (chunks,) = model_chunks_by_stage(4, LAYOUT)
-        held = held_bytes(cfg, "bfloat16", LAYOUT, rank_parameters(spec, parts, LAYOUT, chunks))
+        held = held_bytes(step_options(cfg, 1), "bfloat16", LAYOUT, rank_parameters(spec, parts, LAYOUT, chunks))
         return held.device / (held.weights / 2)
 
     assert per_element() == 18
@@ -186,21 +192,21 @@ def test_adapters_of_grouped_experts_are_one_parameter_for_each_projection() -> 
     """As many elements as one by one. The host optimizer's buffers have room for the largest parameter."""
     spec = family_of(MOE).spec(MOE)
     cfg = SwiftConfig(task="sft", train_type="lora", lora_rank=8, optimizer_cpu_offload=True)
-    parts = TrainedParts.from_config(cfg, family_of(MOE), spec)
+    parts = parts_of(cfg, spec)
     (chunks,) = model_chunks_by_stage(4, LAYOUT)
     [grouped], [single] = (rank_parameters(spec, parts, LAYOUT, chunks, on) for on in (True, False))
     adapters = [{p: n for p, n in each.items() if p.adapter and p.expert} for each in (grouped, single)]
     assert [sum(each.values()) for each in adapters] == [4 * 3 * 2, 4 * 3 * 2 * 4]
     elements = [sum(n * p.elements for p, n in each.items()) for each in adapters]
     assert elements == [4 * 4 * 3 * 8 * (128 + 64)] * 2
-    hosts = [held_bytes(cfg, "bfloat16", LAYOUT, [each]).host for each in (grouped, single)]
+    hosts = [held_bytes(step_options(cfg, 1), "bfloat16", LAYOUT, [each]).host for each in (grouped, single)]
     assert hosts[0] - hosts[1] == 2 * 8 * (4 * 8 * 128 - 256 * 8)  # an A of four experts in place of the B of queries
 
 
 def test_states_of_eight_bit_optimizers() -> None:
     """bitsandbytes' states of a matrix and of a vector below its smallest size."""
     cfg = SwiftConfig(task="sft", engine="ddp", optimizer="adamw_8bit")
-    assert state_bytes(cfg, (128, 64)) == 2 * (8192 + 4 * 32)
-    assert state_bytes(cfg, (1024,)) == 2 * 4 * 1024
-    assert state_bytes(cfg.replace(optimizer="lion_8bit"), (128, 64)) == 8192 + 4 * 32
-    assert state_bytes(cfg.replace(optimizer="adafactor"), (128, 64)) == 4 * (128 + 64)
+    assert state_bytes(cfg.optim, (128, 64)) == 2 * (8192 + 4 * 32)
+    assert state_bytes(cfg.optim, (1024,)) == 2 * 4 * 1024
+    assert state_bytes(cfg.replace(optimizer="lion_8bit").optim, (128, 64)) == 8192 + 4 * 32
+    assert state_bytes(cfg.replace(optimizer="adafactor").optim, (128, 64)) == 4 * (128 + 64)

@@ -44,7 +44,7 @@ def test_a_run_gives_it(options: dict[str, Any], seconds: float, monkeypatch: py
     monkeypatch.setattr(module, "locate_model", lambda *_, **__: Path())
     monkeypatch.setattr(module, "model_spec_for_task", lambda *_: None)
     monkeypatch.setattr(module, "ModelShape", SimpleNamespace(of=lambda _: None))
-    monkeypatch.setattr(module, "layout_for", lambda *_: Layout(1))
+    monkeypatch.setattr(module, "legal_layout", lambda *_: Layout(1))
     monkeypatch.setattr("megaswift.engine.megatron.parallel_context.ParallelContext", context)
     with pytest.raises(Stop) as caught:
         module.run_training(SwiftConfig(model="m", dataset="d", **options))

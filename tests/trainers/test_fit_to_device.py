@@ -17,12 +17,13 @@ from megaswift.config import SwiftConfig
 from megaswift.config.byte_size_text import bytes_text
 from megaswift.errors import UserError
 from megaswift.families import load_spec
-from megaswift.memory.memory_estimate import RunParameters, usable_bytes
+from megaswift.memory.memory_estimate import usable_bytes
 from megaswift.parallel.layout import Layout
 from megaswift.trainers import fit_to_device
 from megaswift.trainers.create_process_groups_and_engine import native_kernels
 from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.preflight import preflight
+from tests.memory.of_config import estimate_of
 from tests.parity.pool import RankError
 from tests.sources import ROOT
 from tests.trainers.inputs import write_inputs, write_model
@@ -43,7 +44,7 @@ def needed(model: str, ranks: int, **options: object) -> int:
     """Bytes of a device on which a run on this machine just fits."""
     cfg = SwiftConfig(task="sft", model=model, max_length=64, per_device_train_batch_size=4, **options)
     spec, layout = load_spec(model), Layout.from_config(cfg.parallel, ranks)
-    total = RunParameters.of(cfg, spec, layout, native_kernels(cfg, spec, layout)).estimate(cfg).total
+    total = estimate_of(cfg, spec, layout, native_kernels(cfg, spec, layout)).total
     return next(n for n in range(total, 2 * total, 64) if usable_bytes(n, False) >= total)
 
 

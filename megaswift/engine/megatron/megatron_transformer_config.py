@@ -138,7 +138,7 @@ def _torch_experts(
     gradients of trained experts would not be added in float32, and FP8 is Transformer Engine's.
     """
     m = cfg.model
-    if torch_multiplies(cfg, choice.linear != TRANSFORMER_ENGINE):
+    if torch_multiplies(m, choice.linear != TRANSFORMER_ENGINE):
         return True
     if m.moe_grouped_gemm_impl == "transformer_engine":
         return False
@@ -146,9 +146,7 @@ def _torch_experts(
     whole = layout.ep == layout.etp == 1 and m.moe_token_dispatcher_type != "flex" and not m.moe_expert_capacity_factor
     on_device = dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)
     fits = not grouped_width_problems(spec, layout.etp, dtype.itemsize, "")
-    return (
-        frozen and whole and on_device and fits and "moe_act" not in selective_recompute_modules(cfg, spec.moe_layers)
-    )
+    return frozen and whole and on_device and fits and "moe_act" not in selective_recompute_modules(m, spec.moe_layers)
 
 
 def _grouped(spec: ModelSpec, cfg: SwiftConfig, etp: int, dtype: torch.dtype, torch_products: bool) -> bool:
@@ -160,14 +158,14 @@ def _grouped(spec: ModelSpec, cfg: SwiftConfig, etp: int, dtype: torch.dtype, to
     m, asked = cfg.model, ""
     if m.moe_grouped_gemm_impl == "torch":
         asked = "--moe_grouped_gemm_impl torch"
-    elif needs_torch_widths(cfg, torch_products) and m.moe_grouped_gemm_impl == "transformer_engine":
+    elif needs_torch_widths(m, torch_products) and m.moe_grouped_gemm_impl == "transformer_engine":
         asked = "--moe_grouped_gemm_impl transformer_engine"
-    elif needs_torch_widths(cfg, torch_products) and m.moe_grouped_gemm:
+    elif needs_torch_widths(m, torch_products) and m.moe_grouped_gemm:
         asked = "--moe_grouped_gemm true"
     problems = grouped_width_problems(spec, etp, dtype.itemsize, asked) if asked and spec.experts else []
     if problems:
         raise ConfigError(problems)
-    return groups_experts(cfg, spec, etp, dtype.itemsize, torch_products)
+    return groups_experts(m, cfg.lora.use_dora, spec, etp, dtype.itemsize, torch_products)
 
 
 def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoice, cuda: bool) -> dict[str, Any]:
@@ -198,7 +196,7 @@ def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoic
         fields["moe_shared_expert_overlap"] = m.moe_shared_expert_overlap
         fields["moe_expert_capacity_factor"] = m.moe_expert_capacity_factor
         fields["moe_pad_expert_input_to_capacity"] = m.moe_pad_expert_input_to_capacity
-    if modules := selective_recompute_modules(cfg, spec.moe_layers):
+    if modules := selective_recompute_modules(m, spec.moe_layers):
         fields["recompute_modules"] = list(modules)
     if m.fp8_format:
         fields["fp8_recipe"] = m.fp8_recipe

@@ -260,7 +260,7 @@ def ddp_overlap_flags(cfg: SwiftConfig, cuda: bool) -> tuple[bool, bool]:
     p = cfg.parallel
     reduce = cuda if p.overlap_grad_reduce is None else p.overlap_grad_reduce
     gather = (
-        (cuda and uses_distributed_optimizer(cfg) and reduce)
+        (cuda and uses_distributed_optimizer(cfg.parallel.distributed_optimizer, cfg.optim.optimizer) and reduce)
         if p.overlap_param_gather is None
         else p.overlap_param_gather
     )
@@ -279,7 +279,7 @@ def wrap_chunks(
         overlap_param_gather=overlap_gather,
         # the interleaved schedule starts all gathers of a chunk, so that no bucket has to start the next one's
         align_param_gather=overlap_gather and len(chunks) > 1,
-        use_distributed_optimizer=uses_distributed_optimizer(cfg),
+        use_distributed_optimizer=uses_distributed_optimizer(cfg.parallel.distributed_optimizer, cfg.optim.optimizer),
         check_for_nan_in_grad=False,
         average_in_collective=False,
         fp8_param_gather=config.fp8_param,

@@ -74,7 +74,7 @@ def build_optimizer(
         bf16=config.bf16,
         fp16=config.fp16,
         params_dtype=config.params_dtype,
-        use_distributed_optimizer=uses_distributed_optimizer(cfg),
+        use_distributed_optimizer=uses_distributed_optimizer(cfg.parallel.distributed_optimizer, cfg.optim.optimizer),
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         use_precision_aware_optimizer=o.precision_aware_optimizer,
         main_grads_dtype=STATE_DTYPES[o.main_grads_dtype],

@@ -129,17 +129,19 @@ def test_frozen_experts_do_not_keep_the_memory_of_trained_ones() -> None:
 def test_which_runs_group_experts() -> None:
     """Unset: all but those with DoRA, NF4 or widths that are no multiple of 16 bytes."""
     spec: Any = SimpleNamespace(hidden_size=64, expert_ffn=24)
+
+    def groups(cfg: SwiftConfig, etp: int, element_bytes: int, torch_products: bool) -> bool:
+        return groups_experts(cfg.model, cfg.lora.use_dora, spec, etp, element_bytes, torch_products)
+
     cfg = SwiftConfig(task="sft")
-    assert groups_experts(cfg, spec, 1, 2, True) and groups_experts(cfg, spec, 2, 4, True)
-    assert not groups_experts(cfg, spec, 2, 2, True), "12 of 2 bytes"
-    assert groups_experts(cfg, spec, 2, 2, False), "Transformer Engine's takes any"
+    assert groups(cfg, 1, 2, True) and groups(cfg, 2, 4, True)
+    assert not groups(cfg, 2, 2, True), "12 of 2 bytes"
+    assert groups(cfg, 2, 2, False), "Transformer Engine's takes any"
     lora = cfg.replace(train_type="lora")
-    assert groups_experts(lora, spec, 1, 2, False) and not groups_experts(lora, spec, 2, 2, False), (
-        "adapters are torch's"
-    )
-    assert not groups_experts(cfg.replace(train_type="qlora"), spec, 1, 2, True)
-    assert not groups_experts(cfg.replace(train_type="lora", use_dora=True), spec, 1, 2, False)
-    assert not groups_experts(cfg.replace(moe_grouped_gemm=False), spec, 1, 2, False)
-    assert not groups_experts(cfg.replace(moe_grouped_gemm_impl="torch"), spec, 2, 2, False)
+    assert groups(lora, 1, 2, False) and not groups(lora, 2, 2, False), "adapters are torch's"
+    assert not groups(cfg.replace(train_type="qlora"), 1, 2, True)
+    assert not groups(cfg.replace(train_type="lora", use_dora=True), 1, 2, False)
+    assert not groups(cfg.replace(moe_grouped_gemm=False), 1, 2, False)
+    assert not groups(cfg.replace(moe_grouped_gemm_impl="torch"), 2, 2, False)
     [problem] = grouped_width_problems(spec, 2, 2, "--moe_grouped_gemm true")
     assert problem.rule == "needs a width of an expert on each rank that is divisible by 8; here it is 12"

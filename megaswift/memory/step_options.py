@@ -1,0 +1,25 @@
+"""The options that decide how much memory a step needs on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaswift.config.model import ModelConfig
+from megaswift.config.optim import OptimConfig
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of model and optimizer, and the sizes of a step."""
+
+    model: ModelConfig
+    optim: OptimConfig
+    distributed_optimizer: bool
+    """Whether the optimizer's states are divided by the data-parallel ranks, where the optimizer allows it."""
+    rows: int
+    """Of a micro-batch; packed rows count as rows."""
+    passes: int
+    """Micro-batches of a step on each data-parallel rank."""
+    max_length: int
+    """Tokens of a row, as long as the data may be."""
+    lora_dropout: float
