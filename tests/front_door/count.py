@@ -23,7 +23,7 @@ from unittest import mock
 import yaml
 
 from megaswift import log
-from megaswift.config import load_config
+from megaswift.config import SwiftConfig, load_config
 from megaswift.config.data import ALIGNMENT, RL
 from megaswift.config.sections import NAMES
 from megaswift.config.user_spelling import errors_as_typed
@@ -79,8 +79,8 @@ def _local(name: str, value: str, root: Path) -> str:
     return str(root / "out") if name == "output_dir" else value
 
 
-def refusal(command: Command, root: Path) -> list[Problem]:
-    """What is wrong with a command; empty when it would start."""
+def typed(command: Command, root: Path) -> tuple[str | None, list[str], dict[str, str]]:
+    """The task, the words and the environment of a command as it is typed here."""
     words = replaced(command.words, root)
     for i, word in enumerate(words):
         if word.endswith((".yaml", ".yml")) and not Path(word).is_absolute():
@@ -91,7 +91,19 @@ def refusal(command: Command, root: Path) -> list[Problem]:
         words += ["--output_dir", str(root / "out")]
     own = {k: OF_CLUSTER.get(v, v) for k, v in command.environ.items()}
     environ = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")} | own
-    task = None if command.task in ("rlhf", "train") else command.task
+    return None if command.task in ("rlhf", "train") else command.task, words, environ
+
+
+def loaded(command: Command, root: Path) -> SwiftConfig:
+    """The configuration of a command that is accepted."""
+    task, words, environ = typed(command, root)
+    with mock.patch.dict(os.environ, environ, clear=True), mock.patch.object(log, "info"):
+        return load_config(task, words, complete=True)
+
+
+def refusal(command: Command, root: Path) -> list[Problem]:
+    """What is wrong with a command; empty when it would start."""
+    task, words, environ = typed(command, root)
     with (
         mock.patch.dict(os.environ, environ, clear=True),
         mock.patch.object(log, "info"),

@@ -42,8 +42,13 @@ def outcome(command: str, words: Iterable[str]) -> str:
             else:
                 load_config(command, list(words), environ={})
         except UserError as error:
-            return refusal(str(error), _HEAD, _OPTION)
+            return refused(str(error))
     return ACCEPTED
+
+
+def refused(message: str) -> str:
+    """Return the outcome that a message about a command line shows."""
+    return refusal(message, _HEAD, _OPTION)
 
 
 def refusal(message: str, head: re.Pattern[str], option: re.Pattern[str]) -> str:
