@@ -101,13 +101,21 @@ class DataConfig:
         None, "Pack the samples of each step; batch sizes count samples. Unset: if short"
     )
     system: str | None = option(
-        None, "System message for rows without one: text or a file", tasks=CHATS, metavar="TEXT|FILE"
+        None, "System message for rows without one: text or a file", tasks=CHATS, metavar="TEXT|FILE", free_text=True
     )
     model_name: tuple[str, ...] = option(
-        (), "Text for {{NAME}} in rows; two: of rows tagged zh, then of others", tasks=CHATS, metavar="NAME..."
+        (),
+        "Text for {{NAME}} in rows; two: of rows tagged zh, then of others",
+        tasks=CHATS,
+        metavar="NAME...",
+        free_text=True,
     )
     model_author: tuple[str, ...] = option(
-        (), "Text for {{AUTHOR}} in rows; two: of rows tagged zh, then of others", tasks=CHATS, metavar="NAME..."
+        (),
+        "Text for {{AUTHOR}} in rows; two: of rows tagged zh, then of others",
+        tasks=CHATS,
+        metavar="NAME...",
+        free_text=True,
     )
     loss_scale: str = option(
         "default",
@@ -151,6 +159,7 @@ class DataConfig:
         aliases=("template", "template_type"),
         tasks=CHATS,
         metavar="FILE",
+        free_text=True,
     )
     agent_template: str | None = option(
         None,

@@ -169,12 +169,13 @@ class ChatTemplateOptions:
         "Replaces the tokenizer's chat template: Jinja file or text, or a name (qwen3)",
         aliases=("template", "template_type"),
         metavar="FILE",
+        free_text=True,
     )
     agent_template: str | None = option(
         None, "Format of tools and calls, as in training; unset: the run's, if it is text", choices=AGENT_TEMPLATES
     )
     system: str | None = option(
-        None, "System message for conversations without one: text or a file", metavar="TEXT|FILE"
+        None, "System message for conversations without one: text or a file", metavar="TEXT|FILE", free_text=True
     )
     max_length: int | None = option(
         None,
@@ -347,7 +348,11 @@ class ExportUploadOptions:
     )
     hub_private_repo: bool = option(False, "Make a new repository private")
     commit_message: str | None = option(
-        None, "Message of the commit; unset: upload NAME", aliases=("hub_commit_message",), metavar="TEXT"
+        None,
+        "Message of the commit; unset: upload NAME",
+        aliases=("hub_commit_message",),
+        metavar="TEXT",
+        free_text=True,
     )
 
 

@@ -346,7 +346,7 @@ def set_option_value(
         state.wrong.add(option.name)
         state.typed.setdefault(option.name, TypedOption(given.spelling, given.label))
         return
-    if any(map(has_url_credentials, _texts(value))):
+    if not option.details.get("free_text") and any(map(has_url_credentials, _texts(value))):
         fix = CREDENTIALS.get(option.name, "leave them out: programs read credentials from variables or ~/.netrc")
         rule = "holds a user, password or token in a URL, which would be written into the output directory"
         state.problems.append(Problem(redacted_urls(given.label), rule, fix))

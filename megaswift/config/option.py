@@ -40,6 +40,8 @@ class OptionDetails(TypedDict, total=False):
     """The tasks that have this option; none named: all."""
     secret: bool
     """Never shown or written."""
+    free_text: bool
+    """Words for a model or a reader, in which a URL is part of the text and no address of the run."""
     metavar: str
     """What `--help` shows in place of a default that is not set."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift import export
+from megaswift import export, infer
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.merge_config_sources import CREDENTIALS
 from megaswift.config.sections import OPTIONS
@@ -73,6 +73,21 @@ def test_other_addresses_are_taken(url: str) -> None:
     assert (
         load_config("sft", ["--report_to", "mlflow", "--mlflow_tracking_uri", url]).trackers.mlflow_tracking_uri == url
     )
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("name", ["system", "chat_template", "model_name", "model_author"])
+def test_a_url_in_a_text_for_the_model_is_part_of_the_text(name: str, url: str) -> None:
+    text = f"Use curl {url} to ask."
+    value = getattr(load_config("sft", [f"--{name}", text]).data, name)
+    assert value in (text, (text,))
+
+
+def test_so_are_those_in_texts_of_other_commands() -> None:
+    text = f"Use curl {URLS[0]} to ask."
+    assert infer.COMMAND.parse(["--model", "m", "--system", text]).sections["conversation"].system == text
+    words = ["--model", "m", "--merge_lora", "true", "--push_to_hub", "true", "--commit_message", text]
+    assert export.COMMAND.parse(words).sections["upload"].commit_message == text
 
 
 def test_the_variables_are_those_that_are_read() -> None:
