@@ -25,6 +25,8 @@ FAILURES = "failures"
 Slurm's own count (SLURM_RESTART_COUNT) also has the starts after a time limit, a lost node or a preemption."""
 CANCELLED = 128 + 15
 """Exit code of a run that SIGTERM has ended, as scancel does: queued again it would come back."""
+CLOCK_SECONDS = 10
+"""By which the time between two signals may be off."""
 LAST_NODE_SECONDS = 1800
 """After the first node has ended the others may still save; a node that waits for a lost one ends by itself."""
 SIMPLE = {
@@ -120,8 +122,8 @@ def _script(job: Job) -> Iterator[str]:
     yield ""
     yield "# Slurm sends USR1 before the time is over: the run saves its state, and the job is queued again."
     yield "early=0 waiting= step="
-    yield "on_usr1() { early=1; pass USR1; }"
-    yield "on_term() { pass TERM; }"
+    yield "on_usr1() { early=1 warned=$SECONDS; pass USR1; }"
+    yield from _on_term(cluster.get("save_before_end"))
     yield 'pass() { signalled=1; if [ "$step" ]; then kill "-$1" "$step" 2>/dev/null; else waiting=$1; fi; }'
     yield "trap on_usr1 USR1"
     yield "trap on_term TERM"
@@ -158,6 +160,17 @@ def _script(job: Job) -> Iterator[str]:
     yield 'exit "$code"'
 
 
+def _on_term(seconds: int | None) -> Iterator[str]:
+    """Slurm ends a job whose time is over `seconds` after USR1 or later; an earlier TERM is scancel's."""
+    if not seconds or seconds <= CLOCK_SECONDS:
+        yield "on_term() { pass TERM; }"
+        return
+    yield "on_term() {"
+    yield f'    [ "$early" = 1 ] && [ $((SECONDS - warned)) -lt {seconds - CLOCK_SECONDS} ] && early=2  # scancel'
+    yield "    pass TERM"
+    yield "}"
+
+
 def _decision(job: Job, requeues: int) -> Iterator[str]:
     """Lines that set `again`. The end of the time is no failure; a failure is written down before the job is queued
     again, since one that is not counted would start it for ever."""
@@ -165,6 +178,7 @@ def _decision(job: Job, requeues: int) -> Iterator[str]:
     yield 'case "$early $code" in'
     yield f"    {_any_of(f'? {code}' for code in (0, *EXPLAINED))}) ;;  # it ended, or would end the same way again"
     yield '    "1 "*) again=1 ;;  # its time is over'
+    yield '    "2 "*) ;;  # scancel, after USR1'
     if requeues:
         file = f"{shell_words([str(job.folder / FAILURES)])}-$SLURM_JOB_ID"
         yield f'    "0 {CANCELLED}") ;;  # scancel'

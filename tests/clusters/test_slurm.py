@@ -243,9 +243,25 @@ def test_which_ends_are_queued_again(
     assert attempt(tmp_path, code, early, 9) == again
 
 
-def render_script(folder: Path, requeues: int) -> None:
+@pytest.mark.parametrize(("seconds", "again"), [(300, False), (5, True)])
+def test_scancel_after_usr1_is_not_the_time_limit(seconds: int, again: bool, tmp_path: Path) -> None:
+    """TERM right after USR1; Slurm itself sends it `seconds` later."""
+    render_script(tmp_path, 2, save_before_end=seconds)
+    (tmp_path / "python").write_text(
+        "#!/bin/bash\ntrap 'touch got' USR1\ntrap 'exit 143' TERM\nscript=$(ps -o ppid= -p $$)\n"
+        "kill -USR1 $script\nuntil [ -e got ]; do sleep 0.05; done\nkill -TERM $script\n"
+        "while :; do sleep 0.05; done\n"
+    )
+    (tmp_path / "python").chmod(0o755)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_NODEID": "0"}
+    path = f"{tmp_path}/control:/usr/bin:/bin"
+    done = subprocess.run(["bash", str(tmp_path / "job.sh")], env={"PATH": path, **variables}, check=False, timeout=300)
+    assert (done.returncode, (tmp_path / "again").exists()) == (0 if again else 143, again)
+
+
+def render_script(folder: Path, requeues: int, **options: Any) -> None:
     """The job's script, with stand-ins for Slurm's programs."""
-    made = job("slurm", python=str(folder / "python"), workdir=str(folder), folder=folder, requeues=requeues)
+    made = job("slurm", python=str(folder / "python"), workdir=str(folder), folder=folder, requeues=requeues, **options)
     text = scheduler_of("slurm").render(made).files["job.sh"].replace("sleep 60", "exit 0")
     (folder / "job.sh").write_text(text)
     control = folder / "control"
@@ -275,7 +291,7 @@ def attempt(folder: Path, code: int, early: bool, restarts: int, **more: str) ->
         ["bash", str(folder / "job.sh")],
         env={"PATH": f"{folder}/control:/usr/bin:/bin", **variables},
         check=False,
-        timeout=30,
+        timeout=300,
     )
     again = (folder / "again").exists()
     assert done.returncode == (0 if again else code)
@@ -399,5 +415,5 @@ def test_a_signal_before_the_start_of_srun_reaches_it(name: str, code: int, agai
     (tmp_path / "python").chmod(0o755)
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_NODEID": "0"}
     path = f"{tmp_path}/control:/usr/bin:/bin"
-    done = subprocess.run(["bash", str(script)], env={"PATH": path, **variables}, check=False, timeout=15)
+    done = subprocess.run(["bash", str(script)], env={"PATH": path, **variables}, check=False, timeout=300)
     assert (done.returncode, (tmp_path / "again").exists()) == (0 if again else code, again)
