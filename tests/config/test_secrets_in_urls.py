@@ -83,10 +83,10 @@ def test_a_url_in_a_text_for_the_model_is_part_of_the_text(name: str, url: str) 
     assert value in (text, (text,))
 
 
-def test_so_are_those_in_texts_of_other_commands() -> None:
+def test_so_are_those_in_texts_of_other_commands(tmp_path: Path) -> None:
     text = f"Use curl {URLS[0]} to ask."
     assert infer.COMMAND.parse(["--model", "m", "--system", text]).sections["conversation"].system == text
-    words = ["--model", "m", "--merge_lora", "true", "--push_to_hub", "true", "--commit_message", text]
+    words = ["--model", str(tmp_path), "--push_to_hub", "true", "--commit_message", text]
     assert export.COMMAND.parse(words).sections["upload"].commit_message == text
 
 
