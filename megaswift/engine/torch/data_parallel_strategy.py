@@ -56,6 +56,8 @@ class DataParallelStrategy(Protocol):
 
     steps: int
     """Optimizer steps taken."""
+    exchanged: bool
+    """The weights are a reference's: `full` then gives these, and not float32 copies that an optimizer keeps."""
     loss_scale: DynamicLossScale | None
     """In float16; None in other precisions."""
 

@@ -46,6 +46,7 @@ class DdpStrategy:
         self.parameters = {name: p for name, p in self.named()}
         self.optimizer = make_torch_optimizer(self.bare, optim)
         self.steps = 0
+        self.exchanged = False
         self.stepped: Callable[[int], None] = lambda step: None
         """Called after each step that was taken, while the gradients are there."""
 

@@ -250,8 +250,16 @@ class TorchEngine:
     def reference(self) -> Iterator[None]:
         """The reference model for the length of a block. Not around `train_batch`."""
         peft: Any = self.fields.model
-        with self.remembered.exchanged() if self.remembered is not None else peft.disable_adapter():
-            yield
+        if self.remembered is None:
+            with peft.disable_adapter():
+                yield
+            return
+        with self.remembered.exchanged():
+            self.strategy.exchanged = True
+            try:
+                yield
+            finally:
+                self.strategy.exchanged = False
 
     def move_reference(self, share: float) -> None:
         """reference = share x model + (1 - share) x reference."""

@@ -112,6 +112,7 @@ class ZeroStrategy:
         self._inner, self._zero = optimizer, self.module.optimizer
         self._undo = float(self._world) if self.module.gradient_average else 1.0
         self._micro = self._taken = 0
+        self.exchanged = False
         self._check()
         self._own_loss_scale()
         zero_drive.keep_gradients_in_memory(self._zero)
@@ -251,7 +252,7 @@ class ZeroStrategy:
     def full(self, name: str, kind: str) -> Tensor:
         """The whole float32 tensor: weight, gradient (after the last backward of a step), or a state.
         Collective."""
-        tensor = self._tensors.get(self._names[name], kind)
+        tensor = self._tensors.get(self._names[name], kind, self.exchanged)
         return tensor / self.loss_scale.value if kind == GRADIENT and self.loss_scale and self.stage else tensor
 
     def put(self, name: str, kind: str, tensor: Tensor) -> None:

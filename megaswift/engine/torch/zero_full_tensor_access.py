@@ -72,9 +72,10 @@ class ZeroWholeTensorAccess:
         self.zero, self.inner, self.stage = engine.optimizer, inner, int(engine.zero_optimization_stage())
 
     @torch.no_grad()
-    def get(self, param: nn.Parameter, kind: str) -> Tensor:
-        """The full fp32 tensor. A parameter that does not train has its weight only."""
-        if kind == WEIGHT and not (self.stage and param.requires_grad):
+    def get(self, param: nn.Parameter, kind: str, live: bool = False) -> Tensor:
+        """The full fp32 tensor. A parameter that does not train has its weight only. `live`: the weight that a forward
+        pass reads, in place of the optimizer's."""
+        if kind == WEIGHT and (live or not (self.stage and param.requires_grad)):
             return self._gather(param)
         if kind == GRADIENT:
             zero_drive.give_gradients(self.zero)
