@@ -88,9 +88,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str = "ppo") -> dict[str, list[float]]:
-    """Bytes on rank 0 while the sampler is built, and in each phase of the last step, as multiples of the model's
-    weights."""
+def phases(folder: Path, out: Path, *options: object, ranks: int = 1, task: str = "ppo") -> list[tuple[str, float]]:
+    """The phases of a run, each with the bytes on rank 0 at its beginning, as multiples of the model's weights."""
     inputs = [
         "--model",
         folder / "model",
@@ -114,14 +113,19 @@ def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str
     shared().logged("tests.trainers.test_colocated:work", (task, words, str(out)), ranks, timeout=240.0)
     weights = sum(t.nbytes for t in load_file(folder / "model" / "model.safetensors").values())
     lines = [json.loads(line) for line in (out / "phases.jsonl").read_text().splitlines()]
+    return [(phase, count / weights) for phase, count in lines]
+
+
+def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str = "ppo") -> dict[str, list[float]]:
+    """Bytes while the sampler is built, and in each phase of the last step."""
+    lines = phases(folder, out, *options, ranks=ranks, task=task)
     begins = [i for i, (phase, _) in enumerate(lines) if phase == "generating"]
     assert len(begins) == 2
     # by then the optimizers have their moments
     last = lines[max(i for i in range(begins[1]) if lines[i][0] == "training") + 1 :]
     return {
-        name: [count / weights for phase, count in last if phase == name]
-        for name in ("streaming", "generating", "training")
-    } | {"building": [count / weights for phase, count in lines if phase == "building"]}
+        name: [count for phase, count in last if phase == name] for name in ("streaming", "generating", "training")
+    } | {"building": [count for phase, count in lines if phase == "building"]}
 
 
 def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
@@ -239,3 +243,19 @@ def test_memory_changes_hands(
         "the policy's weights and the sampler's, nothing else"
     )
     assert max(map(max, moved.values())) < max(map(max, stays.values())) - 0.65 * sampler
+
+
+@SLOW
+def test_a_resumed_run_builds_its_sampler_in_freed_memory_too(folder: Path, tmp_path: Path) -> None:
+    """The checkpoint's moments come to the device after the sampler has taken its share; the run ends as a whole one
+    does."""
+    phases(folder, tmp_path / "whole", *MOVED, "--save_steps", 1)
+    go_on = ("--resume_from_checkpoint", tmp_path / "whole" / "checkpoints" / "step-1")
+    building = {}
+    for name, options in (("stays", ()), ("moved", MOVED)):
+        lines = phases(folder, tmp_path / name, *options, *go_on)
+        assert [phase for phase, _ in lines].count("generating") == 1, "one step is left"
+        (building[name],) = (count for phase, count in lines if phase == "building")
+    assert building["stays"] - building["moved"] > 0.9 * 2.0, "weights and gradients are elsewhere"
+    wanted, found = (load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("whole", "moved"))
+    assert wanted.keys() == found.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
