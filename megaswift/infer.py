@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -41,8 +43,7 @@ megaswift infer: interactive chat, or batch inference on a prompt file
   megaswift infer --adapters OUT/adapter --load_data_args true         validation rows of the run
   megaswift infer --model DIR --adapters OUT/adapter --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
 STOPPED = "stopped; the same command resumes"
-PATIENCE_SECONDS = 7 * 24 * 3600
-"""Processes wait for one another at the end only; a failed one ends the others by itself."""
+LOOK_SECONDS = 0.5
 
 
 def _complete(parsed: ParsedCommand) -> ParsedCommand:
@@ -80,7 +81,7 @@ def _run(cfg: InferConfig) -> int:
     from megaswift.inference.precheck_model_folder_and_adapters import precheck_model
 
     precheck_model(cfg)  # before what follows imports torch
-    _start_process_group(bool(cfg.file.dataset))
+    _start_process_group(bool(cfg.file.dataset), cfg.launch.ddp_timeout)
     from megaswift.inference.chat_inputs import ChatInputRenderer
     from megaswift.inference.generator import generation_params
     from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
@@ -101,7 +102,14 @@ def _run(cfg: InferConfig) -> int:
     return 0
 
 
-def _start_process_group(has_rows: bool) -> None:
+class StoppedProcessError(UserError):
+    """Another process has stopped without ending."""
+
+    title = "inference was stopped"
+    exit_code = 1
+
+
+def _start_process_group(has_rows: bool, timeout: int) -> None:
     """Where a launcher has started several processes: their group, and this one's share of the GPUs."""
     if not is_launched_worker(os.environ):
         return
@@ -113,7 +121,24 @@ def _start_process_group(has_rows: bool) -> None:
     from megaswift.engine.start_default_process_group import init_default_and_gloo_process_groups
 
     take_share_of_devices(torch.cuda.device_count())
-    init_default_and_gloo_process_groups("gloo", PATIENCE_SECONDS)
+    init_default_and_gloo_process_groups("gloo", timeout)
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        threading.Thread(target=_watch_progress, args=(timeout,), name="progress", daemon=True).start()
+
+
+def _watch_progress(timeout: int) -> None:
+    """Publishes this process's progress, and ends it where a process that it waits for makes none."""
+    from megaswift.trainers.find_ranks_blocking_a_collective import RankStateStore
+    from megaswift.trainers.rank_progress import ProgressWatch
+
+    states = RankStateStore()
+    watch = ProgressWatch(states, timeout)
+    while not (stopped := watch.look(time.monotonic())):
+        time.sleep(LOOK_SECONDS)
+    rule = f"has neither computed nor written anything for {timeout} s (--ddp_timeout)"
+    error = StoppedProcessError([Problem(f"process {r} on {states.host_of(r)}", rule, STOPPED) for r in stopped])
+    error.rank0_may_print = 0 not in stopped
+    exit_worker(print_error_once(error, os.environ), os.environ)
 
 
 def _answer_files(cfg: InferConfig, prepared: ModelConfigAndTokenizer, sampling: Any) -> Path:

@@ -4,7 +4,7 @@ over the file and is overridden by the command line, and the rules for the proce
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from megaswift.config.infer_deploy_export_parser import ParsedCommand
@@ -46,7 +46,7 @@ def variables_as_typed(values: Mapping[str, Any]) -> dict[str, TypedOption]:
 def with_launch_variables(parsed: ParsedCommand, environ: Mapping[str, str]) -> ParsedCommand:
     """The section `launch` with the variables; those that count are named in messages."""
     launch: InferProcessOptions = parsed.sections["launch"]
-    given = {name: value for name, value in asdict(launch).items() if value is not None}
+    given = {name: value for name in LAUNCH_OPTIONS if (value := getattr(launch, name)) is not None}
     flags = {name: value for name, value in given.items() if parsed.typed[name].spelling.startswith("--")}
     values = node_option_values(flags, environ, given)
     changed = {name: value for name, value in values.items() if given.get(name) != value}

@@ -232,11 +232,8 @@ class TerminalOptions:
 
 
 @dataclass(frozen=True)
-class InferProcessOptions:
-    """Launch
-
-    Each process answers a share of the prompt file on its share of the GPUs. Also read from the environment:
-    NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT."""
+class NodeOptions:
+    """Launch"""
 
     nproc_per_node: int | None = option(None, "Processes on this node; unset: one", minimum=1, unit="processes")
     nnodes: int | None = option(None, "Number of nodes, each started with this command", minimum=1, unit="nodes")
@@ -248,7 +245,19 @@ class InferProcessOptions:
 
 
 @dataclass(frozen=True)
-class ExportProcessOptions(InferProcessOptions):
+class InferProcessOptions(NodeOptions):
+    """Launch
+
+    Each process answers a share of the prompt file on its share of the GPUs. Also read from the environment:
+    NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT."""
+
+    ddp_timeout: int = option(
+        600, "Timeout of processes that wait for others without progress", minimum=1, unit="seconds"
+    )
+
+
+@dataclass(frozen=True)
+class ExportProcessOptions(NodeOptions):
     """Launch
 
     The same command may be started on every node: node 0 does the work, the others wait and end with its exit code.

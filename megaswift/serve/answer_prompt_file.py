@@ -32,6 +32,8 @@ from megaswift.serve.prompt_file_rows import PromptFileRow, prompt_dataset_files
 
 SEED = 42
 PARTIAL = ".partial"
+LONGEST_HOURS = 7 * 24.0
+"""A process waits at most so long for others, as long as these make progress."""
 VLLM_ROWS = 256
 """Rows whose answers are written together: as many as vLLM's engine runs at a time by default."""
 
@@ -162,6 +164,7 @@ class PromptFileRun:
                     log.info(
                         f"{len(done)} of {total} rows, {(len(done) - before) / (time.monotonic() - began):.2f} rows/s"
                     )
+        distributed.untimed_barrier(LONGEST_HOURS)
         return self._finish(distributed.all_gather_merged_dict(done))
 
     def _answers(self, generator: Generator, batch: Sequence[int]) -> list[dict[str, Any]]:
@@ -194,6 +197,7 @@ class PromptFileRun:
         """The result in the file's order, whole or not there. Partial files of another node are removed there."""
         result = Path(str(self.cfg.file.result_path))
         if distributed.global_rank():
+            distributed.untimed_barrier(LONGEST_HOURS)
             distributed.barrier()
             self.journal.path.unlink(missing_ok=True)
             return result
@@ -203,6 +207,7 @@ class PromptFileRun:
                 file.write(json.dumps({**row.columns, **done[i]}, ensure_ascii=False, default=_plain) + "\n")
         for path in self.journal.files():
             path.unlink(missing_ok=True)
+        distributed.untimed_barrier(LONGEST_HOURS)
         distributed.barrier()
         return result
 

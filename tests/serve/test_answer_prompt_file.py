@@ -296,6 +296,41 @@ def test_two_processes_write_the_file_of_one(model: Path, tmp_path: Path) -> Non
     assert {p.name for p in tmp_path.iterdir()} == {"d.jsonl", "one.jsonl", "two.jsonl"}
 
 
+STOPS = """
+import os, sys
+from importlib.abc import MetaPathFinder
+
+class WhenAnswersBegin(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "megaswift.serve.answer_prompt_file":
+            sys.meta_path.remove(self)
+            from megaswift.inference.generator import Generator
+            Generator.generate = lambda *_: os.kill(os.getpid(), 19)
+
+if os.environ.get("RANK") == os.environ["STOPS"]:
+    sys.meta_path.insert(0, WhenAnswersBegin())
+"""
+"""SIGSTOP of one process in its first batch."""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_stops_is_named(rank: int, model: Path, tmp_path: Path) -> None:
+    """Other processes wait as long as it makes progress."""
+    data = write(tmp_path / "d.jsonl", [{"query": q} for q in QUESTIONS])
+    (tmp_path / "sitecustomize.py").write_text(STOPS)
+    words = ["--model", str(model), "--dataset", str(data), "--result_path", str(tmp_path / "a.jsonl")]
+    words += ["--max_new_tokens", str(NEW), "--batch_size", "1", "--nproc_per_node", "2", "--ddp_timeout", "20"]
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "STOPS": str(rank)}
+    command = [sys.executable, "-m", "megaswift", "infer", *words]
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1 and not (tmp_path / "a.jsonl").exists(), done.stderr
+    assert f"- process {rank} on " in done.stderr, done.stderr
+    assert "has neither computed nor written anything for 20 s (--ddp_timeout)" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.process
 def test_two_nodes_write_the_file_of_one(model: Path, tmp_path: Path) -> None:
     """Node 0 writes it; nodes need no common folder for results."""

@@ -21,7 +21,7 @@ from megaswift.config.read_config_file_and_command_line import GivenOptionValue
 _ROWS = NeutralOption(EITHER, "rows are read once, before the model is loaded")
 _ONE_READER = NeutralOption(ANY, "rows are read once, before the model is loaded")
 _ORDER = NeutralOption(OFF, "results have the order of the file", "leave it out")
-_LAUNCHER = NeutralOption(ANY, "processes exchange results over gloo")
+_ONE_PROCESS = NeutralOption(ANY, "one process does the work")
 _NO_CALIBRATION = NeutralOption(ANY, "weights are quantized without calibration rows")
 _TASKS = "only models that generate text are served; classifiers and embedding models run in transformers' pipeline"
 _TASK = NeutralOption(("causal_lm",), "models that generate text are served", _TASKS)
@@ -34,8 +34,7 @@ _CHECKED = NeutralOption(EITHER, "model files are checked before they are read")
 
 _ALL: dict[str, NeutralOption] = {
     "check_model": _CHECKED,
-    "ddp_backend": NeutralOption(("gloo", "nccl"), _LAUNCHER.reason, "leave it out"),
-    "ddp_timeout": _LAUNCHER,
+    "ddp_backend": NeutralOption(("gloo", "nccl"), "processes exchange results over gloo", "leave it out"),
     "lazy_tokenize": _ROWS,
     "load_args": NeutralOption(EITHER, "the adapter folder names its base model"),
     "load_from_cache_file": _ROWS,
@@ -73,6 +72,7 @@ _INFER = {
 }
 _DEPLOY = {
     **_ALL,
+    "ddp_timeout": _ONE_PROCESS,
     "max_shard_size": _IN_MEMORY,
     **dict.fromkeys(("dataset", "val_dataset", "load_data_args", "split_dataset_ratio", "dataset_num_proc"), _SERVER),
     **dict.fromkeys(("dataset_shuffle", "val_dataset_sample", "columns", "strict", "result_path"), _SERVER),
@@ -85,6 +85,7 @@ _DEPLOY = {
 }
 _EXPORT = {
     **_ALL,
+    "ddp_timeout": _ONE_PROCESS,
     "quant_n_samples": _NO_CALIBRATION,
     "quant_batch_size": _NO_CALIBRATION,
     "group_size": _NO_CALIBRATION,
