@@ -75,6 +75,8 @@ class ZeroWholeTensorAccess:
     def get(self, param: nn.Parameter, kind: str, live: bool = False) -> Tensor:
         """The full fp32 tensor. A parameter that does not train has its weight only. `live`: the weight that a forward
         pass reads, in place of the optimizer's."""
+        if kind == WEIGHT and live and self.stage == 3:
+            return self._join_shards(param)
         if kind == WEIGHT and (live or not (self.stage and param.requires_grad)):
             return self._gather(param)
         if kind == GRADIENT:
@@ -96,6 +98,15 @@ class ZeroWholeTensorAccess:
             return param.detach().float().clone()
         with self.gathered([param]):
             return param.detach().float().clone()
+
+    def _join_shards(self, param: Any) -> Tensor:
+        """The weight from the ranks' shards. DeepSpeed's own gathering fails behind a forward pass, whose prefetched
+        parameters are in flight."""
+        with zero_drive.shard_in_memory(param):
+            part = param.ds_tensor.detach().to(param.device, torch.float32).flatten()
+        whole = part.new_empty(len(part) * dist.get_world_size(param.ds_process_group))
+        dist.all_gather_into_tensor(whole, part, group=param.ds_process_group)
+        return whole[: param.ds_numel].view(param.ds_shape)
 
     @torch.no_grad()
     def put(self, param: nn.Parameter, kind: str, value: Tensor) -> None:
