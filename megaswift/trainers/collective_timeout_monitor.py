@@ -35,6 +35,9 @@ AFTER_OTHERS_S = 3.0
 END_AFTER_S = GRACE_SECONDS + 2.0
 """Between the question of another rank and the end of this process. A hung rank would otherwise go on until the
 launcher's SIGKILL, 30 s after its SIGTERM: the handler of SIGTERM waits for the step to be finished."""
+LONGER_S = 30.0
+"""How much later it ends where the rank that asked has not ended: on a busy machine that rank has yet to print the
+message, and the first end is the last of all, since the launcher then stops every process."""
 
 
 def end_process(error: LostRankError | None) -> None:
@@ -80,7 +83,9 @@ class CollectiveTimeoutMonitor:
             if stuck and (call := patient_call(stuck)) and self.own.explaining.acquire(blocking=False):
                 self._end(lost_rank_error(self.own, call, self._progress.timeout_s, "waits for other ranks"))
                 return
-            if time.monotonic() > end_at and self.own.explaining.acquire(blocking=False):
+            overdue = time.monotonic() - end_at
+            told = overdue > LONGER_S or (overdue > 0 and self.own.states.asker_has_ended())
+            if told and self.own.explaining.acquire(blocking=False):
                 self._end(None)
                 return
 

@@ -153,6 +153,17 @@ class RankStateStore:
         with suppress(RuntimeError):
             self._store.set("megaswift/hang", str(self.rank))
 
+    def asker_has_ended(self) -> bool:
+        """Whether the process that asked is gone; true for one of another machine, which cannot be seen."""
+        host, _, process = (self._get(f"megaswift/process/{self._get('megaswift/hang')}") or "").partition(" ")
+        if host != self.host or not process:
+            return True
+        try:
+            os.kill(int(process), 0)
+        except ProcessLookupError:
+            return True
+        return False
+
     def publish(self, state: RankState) -> None:
         """This rank's state, for the others; only the first one counts."""
         if self._published.is_set():

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from megaswift.engine.flight_recorder_hang_diagnosis import PendingCollective
-from megaswift.trainers.collective_timeout_monitor import allowed_age, late_collective
+from megaswift.trainers import collective_timeout_monitor
+from megaswift.trainers.collective_timeout_monitor import CollectiveTimeoutMonitor, allowed_age, late_collective
+from megaswift.trainers.failed_collective_diagnosis_and_stacks import RankDiagnosis
 
 
 def pending(backend: str, age: float, timeout: float = 600.0) -> PendingCollective:
@@ -23,3 +30,43 @@ def test_each_operation_has_the_time_of_its_own_group() -> None:
     patient, late = pending("gloo", 700.0, 7200.0), pending("nccl", 596.0)
     assert late_collective([patient, pending("gloo", 1.0), late]) is late
     assert late_collective([patient, pending("nccl", 594.0)]) is None
+
+
+class Asked:
+    """What the store says to a rank that another one has asked."""
+
+    rank = 1
+
+    def __init__(self) -> None:
+        self.looks: queue.Queue[None] = queue.Queue()
+        self.asker_ended = threading.Event()
+
+    def is_asked(self) -> bool:
+        return True
+
+    def asker_has_ended(self) -> bool:
+        self.looks.put(None)
+        return self.asker_ended.is_set()
+
+    def publish(self, state: Any) -> None: ...
+
+    def publish_progress(self, value: int) -> None: ...
+
+
+def test_a_rank_that_was_asked_ends_after_the_one_that_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its end would stop the rank that has yet to print the message."""
+    monkeypatch.setattr(collective_timeout_monitor, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(collective_timeout_monitor, "END_AFTER_S", 0.0)
+    monkeypatch.setattr(collective_timeout_monitor, "LONGER_S", 600.0)
+    states: Any = Asked()
+    ended: queue.Queue[object] = queue.Queue()
+    with (tmp_path / "stacks").open("w") as stacks:
+        monitor = CollectiveTimeoutMonitor(RankDiagnosis(tmp_path, states, stacks), end=ended.put)
+        try:
+            for _ in range(3):
+                states.looks.get(timeout=300)
+            assert ended.empty()
+            states.asker_ended.set()
+            assert ended.get(timeout=300) is None
+        finally:
+            monitor.close()
