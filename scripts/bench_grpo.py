@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,32 +67,26 @@ def prompts(args: argparse.Namespace) -> list[dict[str, str]]:
 def megaswift(args: argparse.Namespace, folder: Path) -> Work:
     """A whole run on one process, without checkpoints."""
     from megaswift.config import SwiftConfig
-    from megaswift.folders.source import locate_model
-    from megaswift.parallel.layout_checks import legal_layout
-    from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
-    from megaswift.parallel.model_shape import ModelShape
-    from megaswift.trainers.create_process_groups_and_engine import start_context
-    from megaswift.trainers.hook import Hook, StepRecord
-    from megaswift.trainers.loop import Loop
-    from megaswift.trainers.session import TrainingSession
-    from megaswift.trainers.task_model_spec import model_spec_for_task
+    from megaswift.trainers import build
+    from megaswift.trainers.hook import Hook, Run, StepRecord
+    from megaswift.trainers.loop import train
 
     class HookPacer(Hook):
         def __init__(self, turn: Sampling) -> None:
             self.turn, self.before = turn, dict[str, float]()
 
-        def on_start(self, loop: Loop) -> None:
-            self.pause(loop)
+        def on_start(self, run: Run) -> None:
+            self.pause(run)
 
-        def on_step(self, loop: Loop, step: StepRecord) -> None:
+        def on_step(self, run: Run, step: StepRecord) -> None:
             self.turn.lengths.append(step.result.metrics["completions/mean_length"])
             self.turn.parts.append(
-                {name: loop.seconds[name] - self.before.get(name, 0.0) for name in PARTS if name in loop.seconds}
+                {name: run.seconds[name] - self.before.get(name, 0.0) for name in PARTS if name in run.seconds}
             )
-            self.pause(loop)
+            self.pause(run)
 
-        def pause(self, loop: Loop) -> None:
-            self.before = dict(loop.seconds)
+        def pause(self, run: Run) -> None:
+            self.before = dict(run.seconds)
             self.turn.pause()
 
     def work(turn: Sampling) -> None:
@@ -116,13 +111,10 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
             log_completions=False,
             output_dir=str(folder / "run"),
         )
-        spec = model_spec_for_task(cfg, locate_model(cfg.model))
-        context = start_context(
-            cfg, legal_layout(ModelShape.of(spec), LayoutRequest.of(cfg.parallel, 1, cfg.data.max_length, cfg.train))
-        )
-        loop = TrainingSession(cfg, spec, folder, context).prepare()
-        loop.hooks = [*loop.hooks[:-1], HookPacer(turn)]  # the last one saves checkpoints
-        loop.run()
+        settled = build.settle(cfg, build.join_processes(cfg))
+        run = build.build_run(settled.plan, {}, nullcontext).run
+        run.hooks = [*run.hooks[:-1], HookPacer(turn)]  # the last one saves checkpoints
+        train(run)
 
     return work
 

@@ -187,7 +187,7 @@ def test_a_malformed_row_ends_with_2_before_a_model_is_built(
     with (tmp_path / "data.jsonl").open("a") as file:
         file.write('{"messages": 3}\n')
     built: list[int] = []
-    monkeypatch.setattr("megaswift.trainers.run_builder.make_engine", lambda *_: built.append(1))
+    monkeypatch.setattr("megaswift.trainers.build.make_engine", lambda *_: built.append(1))
     with pytest.raises(SystemExit) as ended:
         main(["sft", *inputs])
     told = capsys.readouterr().err

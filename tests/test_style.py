@@ -1,4 +1,4 @@
-"""The house rules that a machine can hold: shape, names, forbidden calls, docstrings, annotations; ruff and mypy."""
+"""The house rules that a machine can hold: names, forbidden calls, docstrings, annotations; ruff and mypy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 
 from tests.sources import FOLDERS, ROOT, Source, sources
 
-PARAMETERS, DEPTH = 6, 4
 NOT_NAMES = ("utils", "util", "helpers", "helper", "common", "misc", "tools")
 IMPORT_NAMES = {
     "yaml",
@@ -50,7 +49,6 @@ CATCH_ALL_ALLOWED = {
 }
 RUNS_PROGRAMS = {"megaswift/rewards/sandbox_child.py": "judged programs, in a process that can only compute"}
 FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
-FOREIGN_SIGNATURE = "# noqa: PLR0913 (Megatron's signature)"
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -69,17 +67,6 @@ TAKEN = dependencies(PROJECT["optional-dependencies"]) | IMPORT_NAMES | set(sys.
 
 def functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (n for n in source.nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
-def shape(source: Source) -> Iterator[str]:
-    """Parameters of functions, depth of folders."""
-    if source.folder == "megaswift" and len(source.path.parts) - 2 > DEPTH:
-        yield f"{source.path} is more than {DEPTH} folders deep"
-    for f in functions(source):
-        names = [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs) if a.arg not in ("self", "cls")]
-        foreign = FOREIGN_SIGNATURE in "\n".join(source.text.splitlines()[f.lineno - 1 : f.body[0].lineno])
-        if len(names) > PARAMETERS and source.folder != "tests" and not foreign:
-            yield source.at(f, f"{f.name} has {len(names)} parameters, at most {PARAMETERS}")
 
 
 def names(source: Source) -> Iterator[str]:
@@ -183,7 +170,7 @@ def annotations(source: Source) -> Iterator[str]:
 
 
 Rule = Callable[[Source], Iterator[str]]
-RULES: tuple[Rule, ...] = (shape, names, handlers, calls, skips, empty_tests, documents, annotations)
+RULES: tuple[Rule, ...] = (names, handlers, calls, skips, empty_tests, documents, annotations)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
@@ -193,8 +180,6 @@ def test_the_repository_follows(rule: Rule) -> None:
 
 
 BAD: list[tuple[Rule, str, str]] = [
-    (shape, "megaswift/a/b/c/d/e/f.py", ""),
-    (shape, "scripts/a.py", "def f(a, b, c, d, e, *, f, g): ...\n"),
     (names, "megaswift/data/utils.py", ""),
     (names, "megaswift/logging.py", ""),
     (names, "megaswift/datasets/a.py", ""),

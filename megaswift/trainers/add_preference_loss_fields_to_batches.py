@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,12 +23,9 @@ from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, RequestedModelOutputs
 from megaswift.losses.kto import log_ratios, uses_delta, uses_kl
 from megaswift.losses.reward import weight_last_tokens_only
-from megaswift.trainers.hook import Hook, StepRecord
+from megaswift.trainers.hook import Hook, Run, StepRecord
 from megaswift.trainers.reference_logprobs_precomputed_in_memory import PrecomputedReferenceLogprobs
 from megaswift.trainers.rl.settings import rl_settings
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
 
 Mismatched = Callable[[Sequence[Batch], bool], list[Batch]]
 """(micro-batches of examples, whether completions are taken from the whole global batch) -> those with other
@@ -70,10 +67,10 @@ class ReferenceLogprobs(BatchTransform):
         with engine.reference():
             return with_field(batches, "reference", batch_logprobs(engine, batches))
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """Moves the reference towards the model."""
         if self.move_every and step.number % self.move_every == 0:
-            loop.engine.move_reference(self.share)
+            run.engine.move_reference(self.share)
 
 
 class KtoBaseline(ReferenceLogprobs):

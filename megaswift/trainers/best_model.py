@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from operator import gt, lt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaswift import distributed, log
 from megaswift.config import SwiftConfig
@@ -19,12 +19,9 @@ from megaswift.config.evaluation_rules import best_model_metric, compares_evalua
 from megaswift.errors import CheckpointError, ConfigError, Problem, did_you_mean_hint
 from megaswift.folders.checkpoint import ENGINE
 from megaswift.plain_files import files_below, refuse_links_outside
-from megaswift.trainers.hook import Hook, Line
+from megaswift.trainers.hook import Hook, Line, Run
 from megaswift.trainers.progress import print_line
 from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import damaged_file_problems_all_ranks
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
 
 
 class BestModelHook(Hook):
@@ -46,7 +43,7 @@ class BestModelHook(Hook):
         self.waited = 0
         """Evaluations since the last improvement by more than the threshold."""
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """A resumed run that had stopped early takes no further step. A checkpoint of another run's folder, or one that
         was deleted, is not the best."""
         if self.saved is not None and self.root is not None:
@@ -55,14 +52,14 @@ class BestModelHook(Hook):
                 log.warn(f"{folder}, the best checkpoint so far, does not exist: later ones are compared without it")
                 self.saved = None
         if self.patience is not None and self.waited >= self.patience:
-            loop.stopping = self.reason()
+            run.stopping = self.reason()
 
-    def on_evaluate(self, loop: Loop, line: Line) -> None:
+    def on_evaluate(self, run: Run, line: Line) -> None:
         """Compares; ends the run where it has waited long enough. The model before the first step is no candidate."""
         if line["step"] == 0:
             return
         if self.metric not in line:
-            loop.mistake = unknown_metric_error(self.metric, line)
+            run.mistake = unknown_metric_error(self.metric, line)
             return
         value = math.nan if line[self.metric] is None else float(line[self.metric])
         first, before = self.evaluated is None, self.best
@@ -74,9 +71,9 @@ class BestModelHook(Hook):
             self.waited += 1
         if improves:
             self.best = self.evaluated
-        if self.patience is not None and self.waited >= self.patience and not loop.stopping:
-            loop.stopping = self.reason()
-            print_line(f"step {loop.step}: {loop.stopping}")
+        if self.patience is not None and self.waited >= self.patience and not run.stopping:
+            run.stopping = self.reason()
+            print_line(f"step {run.step}: {run.stopping}")
 
     def better(self, one: tuple[int, float], other: tuple[int, float] | None) -> bool:
         """Whether an evaluation is better than an earlier one; one that is not a number never is."""
@@ -132,16 +129,16 @@ def best_model_hook(cfg: SwiftConfig, root: Path) -> BestModelHook | None:
     return hook
 
 
-def best_checkpoint(loop: Loop, root: Path) -> Path | None:
+def best_checkpoint(run: Run, root: Path) -> Path | None:
     """The checkpoint of the best model among `root`'s steps; None where the present model is the one to take.
     CheckpointError where it is damaged. Collective."""
-    hook = next(hook for hook in loop.hooks if isinstance(hook, BestModelHook))
+    hook = next(hook for hook in run.hooks if isinstance(hook, BestModelHook))
     if hook.saved is None:
         log.warn("no checkpoint has an evaluation: --load_best_model_at_end takes the model of the last step")
         return None
     step, value = hook.saved
     log.info(f"best model: step {step} with {hook.metric} {value:.6g}")
-    if step == loop.step:
+    if step == run.step:
         return None
     folder = root / f"step-{step}"
     if problems := damaged_file_problems_all_ranks(folder):
@@ -149,10 +146,10 @@ def best_checkpoint(loop: Loop, root: Path) -> Path | None:
     return folder
 
 
-def load_best_checkpoint(loop: Loop, folder: Path) -> None:
+def load_best_checkpoint(run: Run, folder: Path) -> None:
     """The engine's state of a checkpoint, where it holds one. Collective."""
     if (folder / ENGINE).is_dir():
-        loop.engine.load(folder / ENGINE)
+        run.engine.load(folder / ENGINE)
 
 
 def copy_export(source: Path, target: Path) -> None:

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megaswift import distributed
 from megaswift.config.batch_arithmetic import BatchPlan
@@ -23,13 +23,10 @@ from megaswift.folders.checkpoint import ENGINE
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.background_save import BackgroundWriter, PendingCheckpoint
 from megaswift.trainers.best_model import BestModelHook
-from megaswift.trainers.hook import Hook, StepRecord
+from megaswift.trainers.hook import Hook, Run, StepRecord
 from megaswift.trainers.progress import print_line, print_warning
 from megaswift.trainers.step_interval import BEST, NO, Every, StepInterval
 from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import damaged_file_problems_all_ranks
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
 
 
 class CheckpointHook(Hook):
@@ -50,7 +47,7 @@ class CheckpointHook(Hook):
         """Writes what of the engine others read (a PEFT folder); every rank."""
         self.write_weights_only: Callable[[Path], None] | None = None
         """Writes the model alone, in place of all states (--save_only_model); every rank."""
-        self.before_save: Callable[[Loop], None] = lambda loop: None
+        self.before_save: Callable[[Run], None] = lambda run: None
         """What has to hold of a state that is saved; every rank."""
         self.after_save: Callable[[Path, int], None] = lambda folder, step: None
         """What is done with a complete checkpoint; every rank."""
@@ -64,29 +61,29 @@ class CheckpointHook(Hook):
         self.saved = -1
         """The step of the last checkpoint, or of the one the run went on from."""
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """What was restored needs no saving."""
-        self.saved = loop.step
-        self.interval.start(loop)
+        self.saved = run.step
+        self.interval.start(run)
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """Saves when it is due; a checkpoint that all ranks have written in the background counts from now on."""
-        if self.pending is not None and self.pending.step <= loop.busy_after and not loop.busy_ranks:
+        if self.pending is not None and self.pending.step <= run.busy_after and not run.busy_ranks:
             self.finish_pending()
         improved = self.interval.every == BEST and self.best is not None and self.best.improved_at(step.number)
         exits = self.exit_interval is not None and step.number % self.exit_interval == 0
         if self.interval.due(step) or improved or exits:
-            self.save(loop, self.background)
-        if exits and step.number < loop.total_steps and not loop.stopping:
-            loop.stopping = f"exit_interval {self.exit_interval}; --resume_from_checkpoint latest goes on"
+            self.save(run, self.background)
+        if exits and step.number < run.total_steps and not run.stopping:
+            run.stopping = f"exit_interval {self.exit_interval}; --resume_from_checkpoint latest goes on"
 
-    def on_end(self, loop: Loop) -> None:
+    def on_end(self, run: Run) -> None:
         """Saves the last step. Of a run that saves nothing, only one that ended early. Nothing is left in the
         background."""
         self.finish_pending()
-        early = loop.interrupted or loop.mistake is not None
-        if self.saved != loop.step and (early or self.interval.every != NO):
-            self.save(loop)
+        early = run.interrupted or run.mistake is not None
+        if self.saved != run.step and (early or self.interval.every != NO):
+            self.save(run)
 
     def close(self) -> None:
         """After an error, a checkpoint that is still being written is given up: other ranks may have ended."""
@@ -107,32 +104,32 @@ class CheckpointHook(Hook):
         """The inverse."""
         self.interval.load_state_dict(state)
 
-    def save(self, loop: Loop, background: bool = False) -> None:
+    def save(self, run: Run, background: bool = False) -> None:
         """One checkpoint, on every rank together, complete when this returns unless it is written in the
         `background`."""
         self.finish_pending()
         began = time.perf_counter()
-        self.before_save(loop)
+        self.before_save(run)
         if self.best is not None:
-            self.best.before_save(loop.step)
-        hooks = {type(h).__name__: state for h in loop.hooks if (state := h.state_dict())}
-        steps = {"total_steps": loop.total_steps, "skipped_steps": loop.skipped}
-        state = {**self.facts, **steps, "data": loop.position, "hooks": copy.deepcopy(hooks)}
-        engines = {} if self.write_weights_only else {ENGINE: loop.engine, **loop.engines}
+            self.best.before_save(run.step)
+        hooks = {type(h).__name__: state for h in run.hooks if (state := h.state_dict())}
+        steps = {"total_steps": run.total_steps, "skipped_steps": run.skipped}
+        state = {**self.facts, **steps, "data": run.position, "hooks": copy.deepcopy(hooks)}
+        engines = {} if self.write_weights_only else {ENGINE: run.engine, **run.engines}
         if self.write_weights_only:
             state[saved_steps.WEIGHTS_ONLY] = True
-        folder = distributed.run_on_rank0(lambda: self._open(loop.step, [*engines]))
+        folder = distributed.run_on_rank0(lambda: self._open(run.step, [*engines]))
         best = self.best.saved[0] if self.best is not None and self.best.saved is not None else None
-        self.saved = loop.step
+        self.saved = run.step
         if background:
             saves = {name: engine.start_save(folder / name) for name, engine in engines.items()}
             self.beside(folder)
             writer, blocked = BackgroundWriter(saves), time.perf_counter() - began
-            self.pending = PendingCheckpoint(loop.step, folder, state, best, writer, began, blocked)
+            self.pending = PendingCheckpoint(run.step, folder, state, best, writer, began, blocked)
             return
         files = {f"{part}/{file}": e for part, one in engines.items() for file, e in one.save(folder / part).items()}
         (self.write_weights_only or self.beside)(folder)
-        self._publish(loop.step, files, (state, best), lambda: f"{time.perf_counter() - began:.1f} s")
+        self._publish(run.step, files, (state, best), lambda: f"{time.perf_counter() - began:.1f} s")
 
     def finish_pending(self) -> None:
         """Waits for the checkpoint that is written in the background, if any, and publishes it. Collective."""
@@ -193,7 +190,7 @@ def check_space(root: Path, size: int, step: int) -> None:
 
 
 def restore_run(
-    loop: Loop,
+    run: Run,
     folder: Path,
     model: Mapping[str, Any],
     on_manifest: Callable[[Mapping[str, Any]], object] = lambda manifest: None,
@@ -220,13 +217,13 @@ def restore_run(
         raise CheckpointError(problems)
     on_manifest(manifest)
     if data:
-        _load_states(folder, [("data", loop.source, manifest["data"])])
-    for name, engine in {ENGINE: loop.engine, **loop.engines}.items():
+        _load_states(folder, [("data", run.data, manifest["data"])])
+    for name, engine in {ENGINE: run.engine, **run.engines}.items():
         engine.load(folder / name)
-    named = {type(hook).__name__: hook for hook in loop.hooks}
+    named = {type(hook).__name__: hook for hook in run.hooks}
     hooks = manifest["hooks"]
     _load_states(folder, [(f"hooks, {name}", hook, hooks[name]) for name, hook in named.items() if name in hooks])
-    loop.step, loop.skipped = manifest["step"], manifest.get("skipped_steps", 0)
+    run.step, run.skipped = manifest["step"], manifest.get("skipped_steps", 0)
     return manifest
 
 

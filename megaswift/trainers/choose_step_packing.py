@@ -67,7 +67,7 @@ def _reasons_against(cfg: SwiftConfig, shared: SwiftConfig, spec: ModelSpec, lay
     elif spec.experts:
         yield "auxiliary losses of routers are means over a micro-batch"
     else:
-        from megaswift.trainers.create_process_groups_and_engine import native_kernels
+        from megaswift.trainers.engines import native_kernels
 
         if native_kernels(cfg, spec, layout) != native_kernels(shared, spec, layout):
             yield "other kernels would be needed"

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.batch_arithmetic import batch_plan
@@ -20,12 +20,9 @@ from megaswift.engine.protocol import Addends
 from megaswift.engine.reported_numbers import differences, ratios
 from megaswift.losses.contract import Batch
 from megaswift.parallel.layout import Layout
-from megaswift.trainers.hook import StepRecord
+from megaswift.trainers.hook import Run, StepRecord
 from megaswift.trainers.metrics_jsonl import IntervalLinesHook, MetricsWindow, step_mean_weight
 from megaswift.trainers.step_interval import Every
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
 
 
 def eval_accumulation(cfg: SwiftConfig, layout: Layout) -> int:
@@ -83,29 +80,29 @@ class EvaluationHook(IntervalLinesHook):
         self.last = 0
         """The step of the last evaluation."""
 
-    def on_step_begin(self, loop: Loop) -> None:
+    def on_step_begin(self, run: Run) -> None:
         """Evaluates before the first step, where that is asked for."""
-        if self.before_first_step and loop.step == 0:
+        if self.before_first_step and run.step == 0:
             self.before_first_step = False
-            self.evaluate(loop, 0.0)
+            self.evaluate(run, 0.0)
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """Evaluates when it is due."""
-        if self.interval.due(step) or step.number == loop.total_steps:
-            self.evaluate(loop, step.epoch)
+        if self.interval.due(step) or step.number == run.total_steps:
+            self.evaluate(run, step.epoch)
 
-    def evaluate(self, loop: Loop, epoch: float) -> dict[str, Any]:
+    def evaluate(self, run: Run, epoch: float) -> dict[str, Any]:
         """One pass over the validation set, one line."""
         began = time.perf_counter()
         window, added = MetricsWindow(), AddendsOfBatches()
         for microbatches in self.batches():
-            result = loop.engine.evaluate(loop.prepare(loop.engine, microbatches, False), loop.loss)
-            step = StepRecord(loop.step, epoch, 0.0, result)
+            result = run.engine.evaluate(run.prepare(run.engine, microbatches, False), run.loss)
+            step = StepRecord(run.step, epoch, 0.0, result)
             window.add(step, step_mean_weight(step, self.count))
             added.add(result.addends)
-        self.last = loop.step
+        self.last = run.step
         line: dict[str, Any] = {
-            "step": loop.step,
+            "step": run.step,
             "epoch": epoch,
             "loss": added.loss if window.weight else math.nan,
             "tokens": window.tokens,
@@ -116,5 +113,5 @@ class EvaluationHook(IntervalLinesHook):
         metrics = {k: v / window.weights[k] for k, v in window.metrics.items()} | added.metrics
         line |= {k: v for k, v in metrics.items() if k not in line}
         self.write(line)
-        loop.emit("on_evaluate", line)
+        run.emit("on_evaluate", line)
         return line

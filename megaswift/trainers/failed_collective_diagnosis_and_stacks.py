@@ -11,7 +11,8 @@ import faulthandler
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -95,6 +96,17 @@ def is_lost_rank_error(error: RuntimeError) -> bool:
     return distributed.global_world_size() > 1 and (
         isinstance(error, dist.DistError) or any(word in text for word in (*LOST, *LATE))
     )
+
+
+@contextmanager
+def lost_ranks_explained(timeout_s: float) -> Iterator[None]:
+    """Turns the failure of a collective, because of another rank, into an error that names the rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_rank_error(error):
+            raise
+        raise explain_lost_rank(error, timeout_s) from error
 
 
 def explain_lost_rank(error: RuntimeError, timeout_s: float) -> LostRankError:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from megaswift import distributed
 from megaswift.errors import EXIT_HARDWARE, Problem, UserError
-from megaswift.trainers.hook import Hook, StepRecord
-from megaswift.trainers.loop import Loop
+from megaswift.trainers.hook import Hook, Run, StepRecord
 from megaswift.trainers.progress import print_warning
 
 LIMIT_S = 20.0
@@ -121,11 +120,11 @@ class GpuHealthHook(Hook):
         self.interval, self._query = interval, query
         self._warned: set[str] = set()
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """A GPU that is ill from the start is found before the first step."""
-        self.check(loop.step)
+        self.check(run.step)
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """Asks when it is due."""
         if step.number % self.interval == 0:
             self.check(step.number)

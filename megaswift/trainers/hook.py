@@ -1,21 +1,71 @@
-"""The base class of hooks, which are called at fixed points of the loop, on every rank, in list order.
+"""A run as the train loop and its hooks see it, and the base class of hooks.
 
-Owns the base class and the record of one step. Leaves out what hooks do: each has its own file.
+Hooks are called at fixed points of the loop (`loop.py`), on every rank, in list order. Each hook has its own file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from megaswift.engine.protocol import StepResult
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
+from megaswift.engine.protocol import Engine, StartedCount, StepResult
+from megaswift.errors import UserError
+from megaswift.losses.contract import Batch, Loss
+from megaswift.trainers import interrupt
+from megaswift.trainers.wall_time_by_part import timed
 
 Line = Mapping[str, Any]
 """One line of metrics.jsonl or eval.jsonl."""
+
+
+class BatchStream(Protocol):
+    """Where the batches come from."""
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far, as a fraction."""
+
+    @property
+    def data_fingerprint(self) -> str:
+        """Identifies the data: equal on all ranks, unless they read different files."""
+
+    def next(self) -> list[Batch]:
+        """This data-parallel rank's micro-batches of the next global batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the same on every rank."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a position."""
+
+
+Prepare = Callable[[Engine, list[Batch], bool], list[Batch]]
+"""What a task adds to micro-batches that its loss reads; True in training."""
+
+
+def unchanged(engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+    """Adds nothing."""
+    return batches
+
+
+@dataclass(frozen=True)
+class TakenBatch:
+    """A global batch that was taken from the source, while its counts are added up over the ranks."""
+
+    microbatches: list[Batch]
+    counts: StartedCount
+    mistake: UserError | None
+    """Why this rank has no micro-batches."""
+    epoch: float
+    """Passes over the data, this batch included."""
+    before: Mapping[str, Any]
+    """Position of the source before the batch; empty with `Run.mark`."""
+    back: Callable[[], None]
+    """Takes the source back to that position."""
+    step: int
+    """Steps that were taken when signals and busy hooks were asked for."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +99,6 @@ class StepRecord:
     extras: StepExtras = field(default_factory=StepExtras)
 
 
-PLUGIN_HOOKS: dict[str, Callable[[], Hook]] = {}
-"""Hooks of every run that `--external_plugins` have registered."""
-
-
 class Hook:
     """Does nothing; hooks override what they need."""
 
@@ -60,38 +106,38 @@ class Hook:
     """Under which name the hook's time stands in the report."""
 
     busy = False
-    """Whether this rank works in the background; `Loop.busy_ranks` counts the ranks that do."""
+    """Whether this rank works in the background; `Run.busy_ranks` counts the ranks that do."""
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """Before the first step, after a checkpoint was restored."""
 
-    def on_step_begin(self, loop: Loop) -> None:
+    def on_step_begin(self, run: Run) -> None:
         """Before each optimizer step."""
 
-    def on_batch_begin(self, loop: Loop) -> None:
-        """Before a batch is requested: on several ranks it is the next step's, and `loop.step` does not count the
+    def on_batch_begin(self, run: Run) -> None:
+        """Before a batch is requested: on several ranks it is the next step's, and `run.step` does not count the
         present one yet."""
 
-    def on_batch(self, loop: Loop) -> None:
+    def on_batch(self, run: Run) -> None:
         """The batch is there."""
 
-    def on_launched(self, loop: Loop) -> None:
-        """All passes of a step are launched, and the host has not waited for them; `loop.step` does not count it yet.
+    def on_launched(self, run: Run) -> None:
+        """All passes of a step are launched, and the host has not waited for them; `run.step` does not count it yet.
         May be collective."""
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """After each optimizer step."""
 
-    def on_log(self, loop: Loop, line: Line) -> None:
+    def on_log(self, run: Run, line: Line) -> None:
         """A line of metrics was made (every `logging_steps`)."""
 
-    def on_evaluate(self, loop: Loop, line: Line) -> None:
+    def on_evaluate(self, run: Run, line: Line) -> None:
         """An evaluation was done."""
 
-    def on_end(self, loop: Loop) -> None:
-        """After the last step, or after an interruption (`loop.interrupted`)."""
+    def on_end(self, run: Run) -> None:
+        """After the last step, or after an interruption (`run.interrupted`)."""
 
-    def check_progress(self, loop: Loop) -> None:
+    def check_progress(self, run: Run) -> None:
         """Where a resumed run has no step left: an error if it has learned nothing."""
 
     def close(self) -> None:
@@ -102,4 +148,72 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """Restores what `state_dict` returned."""
+
+
+PLUGIN_HOOKS: dict[str, Callable[[], Hook]] = {}
+"""Hooks of every run that `--external_plugins` have registered."""
+
+
+@dataclass
+class Run:
+    """The parts of a run on this rank, and how far it is. `loop.train` takes it from `step` to `total_steps`; both are
+    the same on every rank."""
+
+    engine: Engine
+    data: BatchStream
+    loss: Loss
+    learning_rate: Callable[[int], float]
+    """Learning rate of the step of this number, counted from 0."""
+    total_steps: int
+    hooks: Sequence[Hook] = ()
+    prepare: Prepare = unchanged
+    prepare_before_counts: bool = False
+    """`prepare` is not collective, and changes what is counted."""
+    agree_before_batch: bool = False
+    """A batch may take minutes or is made by all ranks together: with a signal on any rank none is asked for, and it is
+    taken when its step begins."""
+    step_extras: Callable[[], StepExtras] = StepExtras
+    mark: Callable[[], Callable[[], None]] | None = None
+    """What takes the data back to where they are now, on every rank; None: their `load_state_dict`."""
+    engines: Mapping[str, Engine] = field(default_factory=dict)
+    """Others that are trained too, by their folder in a checkpoint."""
+    weight_decay: Callable[[int], float | None] = lambda step: None
+    """Of a step; None: the configuration's."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of the parts, for the report."""
+
+    step: int = 0
+    """Optimizer steps taken."""
+    skipped: int = 0
+    """Of these, skipped ones: the learning-rate schedule stands still where the weights do."""
+    interrupted: int = 0
+    """The signal that ended the run early, 0 when none did."""
+    mistake: UserError | None = None
+    """What was wrong with the data or an evaluation, where the run ended on it."""
+    stopping: str = ""
+    """Why a hook ends the run before its last step, the same on every rank."""
+    busy_ranks: int = 0
+    """How many ranks had a hook that works in the background after step `busy_after`, the same on every rank."""
+    busy_after: int = 0
+    """This step's number less one, or two where its batch was taken ahead."""
+    signals: interrupt.ReceivedSignal = field(default_factory=interrupt.ReceivedSignal)
+    """Those of this run; after an interruption they are this object's until `restore`."""
+    ahead: TakenBatch | None = None
+    """The next step's batch, where it was taken during this step."""
+    _inside: bool = False
+
+    @property
+    def position(self) -> Mapping[str, Any]:
+        """State of the data behind the last batch that was trained on: a batch taken ahead is taken again by a resumed
+        run."""
+        return self.data.state_dict() if self.ahead is None else self.ahead.before
+
+    def emit(self, event: str, *values: Any) -> None:
+        """Calls every hook's method of this name; the time of an event that a hook emits itself counts as that
+        hook's."""
+        inner, self._inside = self._inside, True
+        for hook in self.hooks:
+            with nullcontext() if inner else timed(self.seconds, hook.part):
+                getattr(hook, event)(self, *values)
+        self._inside = inner

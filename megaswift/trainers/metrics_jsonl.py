@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from megaswift import distributed
 from megaswift.atomic_disk_writes import write_atomically
@@ -21,11 +21,8 @@ from megaswift.engine.protocol import StartedCount
 from megaswift.errors import storage_error
 from megaswift.trainers import out_of_memory
 from megaswift.trainers.flops import StepFlopFormula
-from megaswift.trainers.hook import Hook, StepRecord
+from megaswift.trainers.hook import Hook, Run, StepRecord
 from megaswift.trainers.step_interval import Every, StepInterval, steps_of
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
 
 
 @contextmanager
@@ -110,10 +107,10 @@ class JsonLinesHook(Hook):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """Drops the lines past the checkpoint."""
         if distributed.global_rank() == 0:
-            truncate_lines_after(self.path, loop.step)
+            truncate_lines_after(self.path, run.step)
 
     def write(self, *lines: Mapping[str, Any]) -> None:
         """Adds lines to the file."""
@@ -129,10 +126,10 @@ class IntervalLinesHook(JsonLinesHook):
         super().__init__(path)
         self.interval = StepInterval(every)
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """Drops the lines past the checkpoint; the interval starts."""
-        super().on_start(loop)
-        self.interval.start(loop)
+        super().on_start(run)
+        self.interval.start(run)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the interval stands."""
@@ -157,37 +154,37 @@ class MetricsJsonlHook(Hook):
         self._of_ranks: tuple[OwnTimes, StartedCount] | None = None
         self._file: IO[str] | None = None
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """Drops the lines past the checkpoint and opens the file."""
         if distributed.global_rank() == 0:
             with os_errors_as_storage_error(self.path):
-                truncate_lines_after(self.path, loop.step)
+                truncate_lines_after(self.path, run.step)
             self._file = self.path.open("a", encoding="utf-8")
 
-    def _due(self, number: int, loop: Loop) -> bool:
-        at_interval = number % steps_of(self.every, loop.total_steps) == 0 or number == loop.total_steps
+    def _due(self, number: int, run: Run) -> bool:
+        at_interval = number % steps_of(self.every, run.total_steps) == 0 or number == run.total_steps
         return at_interval or (self.first_step and number == 1)
 
-    def on_launched(self, loop: Loop) -> None:
+    def on_launched(self, run: Run) -> None:
         """Where a line is due: the ranks' own times and memory are on their way while the step is computed, and arrive
         before its numbers, so that no host waits for another. Those of the last line are exchanged after its step."""
-        number = loop.step + 1
-        if distributed.global_world_size() > 1 and number < loop.total_steps and self._due(number, loop):
+        number = run.step + 1
+        if distributed.global_world_size() > 1 and number < run.total_steps and self._due(number, run):
             own, self.own = self.own, OwnTimes()
-            self._of_ranks = own, loop.engine.start_count([], loop.loss, own.slots())
+            self._of_ranks = own, run.engine.start_count([], run.loss, own.slots())
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """Adds the step; writes a line when it is due, and at the last step."""
         self.window.add(step, step_mean_weight(step, self.count))
         self.own.add(step)
-        if self._due(step.number, loop):
+        if self._due(step.number, run):
             line = self.line(step)
             self.window = MetricsWindow()
             if self._file is not None:
                 with os_errors_as_storage_error(self.path):
                     self._file.write(strict_json_text(line) + "\n")
                     self._file.flush()
-            loop.emit("on_log", line)
+            run.emit("on_log", line)
 
     def line(self, step: StepRecord) -> dict[str, Any]:
         """The line of this window. step_time and what is divided by it are this rank's; the file has rank 0's."""

@@ -11,8 +11,7 @@ import subprocess
 import threading
 
 from megaswift import log
-from megaswift.trainers.hook import Hook
-from megaswift.trainers.loop import Loop
+from megaswift.trainers.hook import Hook, Run
 
 LIMIT_S = 30.0
 """For one poll; a command that takes longer has given no notice."""
@@ -26,7 +25,7 @@ class PreemptionNoticeHook(Hook):
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """Polling begins."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
             self._thread = threading.Thread(target=self._poll, name="preemption notice", daemon=True)

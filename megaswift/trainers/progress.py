@@ -9,15 +9,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
 from megaswift import distributed, log
-from megaswift.trainers.hook import Hook, Line, StepRecord
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
+from megaswift.trainers.hook import Hook, Line, Run, StepRecord
 
 BAR = "{percentage:3.0f}%|{bar:24}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
 PLAIN_SECONDS = 10.0
@@ -74,35 +71,35 @@ class Progress(Hook):
         self._first = 0
         self._began = self._last = 0.0
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """Opens the bar where there is a terminal."""
-        self._first, self._began, self._last = loop.step, time.monotonic(), float("-inf")
+        self._first, self._began, self._last = run.step, time.monotonic(), float("-inf")
         if distributed.global_rank() == 0 and self.stream.isatty():
             self.bar = tqdm(
-                total=loop.total_steps, initial=loop.step, bar_format=BAR, dynamic_ncols=True, file=self.stream
+                total=run.total_steps, initial=run.step, bar_format=BAR, dynamic_ncols=True, file=self.stream
             )
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """Moves the bar."""
         if self.bar is not None:
             self.bar.update(1)
 
-    def on_log(self, loop: Loop, line: Line) -> None:
+    def on_log(self, run: Run, line: Line) -> None:
         """Shows the figures."""
         if self.bar is not None:
             self.bar.set_postfix_str(progress_figures(line), refresh=False)
         if distributed.global_rank() == 0 and (
-            time.monotonic() - self._last >= self.every or line["step"] == loop.total_steps
+            time.monotonic() - self._last >= self.every or line["step"] == run.total_steps
         ):
             self._last = time.monotonic()
-            left = (self._last - self._began) / max(line["step"] - self._first, 1) * (loop.total_steps - line["step"])
-            text = f"step {line['step']}/{loop.total_steps}  {progress_figures(line)}  ETA {duration_text(left)}"
+            left = (self._last - self._began) / max(line["step"] - self._first, 1) * (run.total_steps - line["step"])
+            text = f"step {line['step']}/{run.total_steps}  {progress_figures(line)}  ETA {duration_text(left)}"
             log.LOG_FILE.write(text)
             if self.bar is None:
                 with contextlib.suppress(OSError):  # as in log: a closed pipe is no reason to end a run
                     print(text, file=self.stream, flush=True)
 
-    def on_evaluate(self, loop: Loop, line: Line) -> None:
+    def on_evaluate(self, run: Run, line: Line) -> None:
         """One line an evaluation."""
         if "prompts" in line:  # of a policy; without a reward where every function returned None
             reward = "none" if line.get("reward") is None else f"{line['reward']:.4f}"

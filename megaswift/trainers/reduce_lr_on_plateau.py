@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.evaluation_rules import best_model_metric
 from megaswift.config.optim import PLATEAU, OptimConfig
 from megaswift.trainers.best_model import unknown_metric_error
-from megaswift.trainers.hook import Hook, Line
+from megaswift.trainers.hook import Hook, Line, Run
 from megaswift.trainers.learning_rate_schedule import final_rate
 from megaswift.trainers.progress import print_line
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
 
 SMALLEST_CHANGE = 1e-8
 """torch's `eps`: a rate that would change by less stays."""
@@ -41,12 +38,12 @@ class ReduceOnPlateauHook(Hook):
         """The learning rate that evaluations so far allow."""
         return self.share * self.optim.learning_rate
 
-    def on_evaluate(self, loop: Loop, line: Line) -> None:
+    def on_evaluate(self, run: Run, line: Line) -> None:
         """Compares one; the model before the first step is no candidate."""
         if line["step"] == 0:
             return
         if self.metric not in line:
-            loop.mistake = unknown_metric_error(self.metric, line)
+            run.mistake = unknown_metric_error(self.metric, line)
             return
         value = math.nan if line[self.metric] is None else float(line[self.metric])
         before = self.rate

@@ -11,8 +11,7 @@ from megaswift import distributed
 from megaswift.engine.protocol import Engine
 from megaswift.engine.replica_checksums import ReplicaDifference, replica_differences
 from megaswift.errors import Problem, UserError
-from megaswift.trainers.hook import Hook, StepRecord
-from megaswift.trainers.loop import Loop
+from megaswift.trainers.hook import Hook, Run, StepRecord
 
 SHOWN = 4
 
@@ -32,20 +31,20 @@ class ReplicaCheckHook(Hook):
         self.checked = 0
         """The last step whose weights were equal."""
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """What was loaded is compared, too."""
-        self.check(loop)
+        self.check(run)
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """Compares when it is due."""
         if step.number % self.interval == 0:
-            self.check(loop)
+            self.check(run)
 
-    def check(self, loop: Loop) -> None:
+    def check(self, run: Run) -> None:
         """`ReplicasDiffer` on every rank where one of them has other weights. Collective."""
-        for folder, engine in {"": loop.engine, **loop.engines}.items():
-            refuse_differing_replicas(engine, loop.step, self.checked, f"{folder}: " if folder else "")
-        self.checked = loop.step
+        for folder, engine in {"": run.engine, **run.engines}.items():
+            refuse_differing_replicas(engine, run.step, self.checked, f"{folder}: " if folder else "")
+        self.checked = run.step
 
 
 def refuse_differing_replicas(engine: Engine, step: int, checked: int, prefix: str = "") -> None:

@@ -10,17 +10,14 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaswift import distributed
 from megaswift.engine.protocol import MicrobatchLossAndSamples, StepResult
 from megaswift.errors import EXIT_NO_PROGRESS, Problem, UserError
 from megaswift.log import count_text
-from megaswift.trainers.hook import Hook, StepRecord
+from megaswift.trainers.hook import Hook, Run, StepRecord
 from megaswift.trainers.progress import print_warning
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
 
 MOST_IN_A_ROW = 10
 """So many skipped steps one after another end the run: the weights no longer change."""
@@ -51,7 +48,7 @@ class SkippedStepAndLossSpikeMonitor(Hook):
         self.in_a_row = self.at_the_end = self.skipped = self.steps = 0
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """Warns of a skipped step or a spike; `TrainingDiverged` after `most` skipped steps in a row."""
         self.steps += 1
         loss = step.result.loss
@@ -91,27 +88,27 @@ class SkippedStepAndLossSpikeMonitor(Hook):
             )
         return True
 
-    def on_end(self, loop: Loop) -> None:
+    def on_end(self, run: Run) -> None:
         """Before the last checkpoint: a run that has learned nothing keeps the ones it has."""
-        if not loop.interrupted and loop.step >= loop.total_steps:
-            self.check_progress(loop)
+        if not run.interrupted and run.step >= run.total_steps:
+            self.check_progress(run)
 
-    def check_progress(self, loop: Loop) -> None:
+    def check_progress(self, run: Run) -> None:
         """At the end of a run: `TrainingDiverged` where nothing was learned, a warning where steps were skipped."""
         last = self.at_the_end
-        if last >= LAST_IN_A_ROW or (last and last == self.skipped == loop.step):
-            what = "every step" if last == loop.step else f"the last {count_text(last, 'step')}"
+        if last >= LAST_IN_A_ROW or (last and last == self.skipped == run.step):
+            what = "every step" if last == run.step else f"the last {count_text(last, 'step')}"
             raise TrainingDiverged(
                 Problem(
-                    f"step {loop.step}{self.of}",
-                    f"{self.skipped} of {count_text(loop.step, 'step')} were skipped, among them {what}: the gradient "
+                    f"step {run.step}{self.of}",
+                    f"{self.skipped} of {count_text(run.step, 'step')} were skipped, among them {what}: the gradient "
                     "was not finite, so the weights did not change. Nothing was exported",
                     FIX,
                 )
             )
         if self.skipped:
             print_warning(
-                f"{self.skipped} of {count_text(loop.step, 'step')}{self.of} were skipped: the gradient was not finite"
+                f"{self.skipped} of {count_text(run.step, 'step')}{self.of} were skipped: the gradient was not finite"
             )
 
     def summary(self) -> str:

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil, floor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megaswift.trainers.hook import StepRecord
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
+from megaswift.trainers.hook import Run, StepRecord
 
 EPOCH, BEST, NO = "epoch", "best", "no"
 Every = int | float | str | None
@@ -37,12 +34,12 @@ class StepInterval:
         self.epochs: int | None = None
         """Epochs that are complete; None before the run starts."""
 
-    def start(self, loop: Loop) -> None:
+    def start(self, run: Run) -> None:
         """At the first step, or the step of the checkpoint."""
         if isinstance(self.every, float):
-            self.every = steps_of(self.every, loop.total_steps)
+            self.every = steps_of(self.every, run.total_steps)
         if self.epochs is None:
-            self.epochs = floor(loop.source.epoch)
+            self.epochs = floor(run.data.epoch)
 
     def due(self, step: StepRecord) -> bool:
         """Whether this step is one of the interval's. Asked once a step.

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -20,12 +20,9 @@ from torch.profiler import ProfilerActivity, profile
 from megaswift import distributed
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config.train import TrainConfig
-from megaswift.trainers.hook import Hook, StepRecord
+from megaswift.trainers.hook import Hook, Run, StepRecord
 from megaswift.trainers.memory_snapshot import record_allocation_history
 from megaswift.trainers.progress import print_line, print_warning
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
 
 KINDS = {
     "communication": r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|_exchange|deep_?ep",
@@ -89,7 +86,7 @@ class StepProfilerHook(Hook):
         self.times: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """The first start of a process takes seconds, which are no step's. Any rank may run out of memory."""
         record_allocation_history()
         if self.chosen:
@@ -100,23 +97,23 @@ class StepProfilerHook(Hook):
     def _activities(self) -> list[ProfilerActivity]:
         return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
 
-    def on_step_begin(self, loop: Loop) -> None:
+    def on_step_begin(self, run: Run) -> None:
         """Starts where the step is one of those."""
-        if self.chosen and self.first <= loop.step < self.last:
+        if self.chosen and self.first <= run.step < self.last:
             self.profiler = profile(activities=self._activities())
             self.profiler.start()
             self.began = time.perf_counter()
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """Adds the step up; writes after the last one, and says where."""
         if self.first < step.number <= self.last:
             self.interval.append(step.number)
         if self.profiler is not None:
-            self._add(self.profiler, loop, step)
-        if step.number == min(self.last, loop.total_steps):
+            self._add(self.profiler, run, step)
+        if step.number == min(self.last, run.total_steps):
             self._report()
 
-    def _add(self, profiler: profile, loop: Loop, step: StepRecord) -> None:
+    def _add(self, profiler: profile, run: Run, step: StepRecord) -> None:
         on_device = torch.cuda.is_available()
         if on_device:
             torch.cuda.synchronize()
@@ -129,10 +126,10 @@ class StepProfilerHook(Hook):
             self.calls[name] += calls
         self.folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(self.folder / f"rank-{self.rank}-step-{step.number}.trace.json"))
-        if step.number == min(self.last, loop.total_steps):
+        if step.number == min(self.last, run.total_steps):
             self._write()
 
-    def on_end(self, loop: Loop) -> None:
+    def on_end(self, run: Run) -> None:
         """A run that ended before its last profiled step writes what there is; one without any says so."""
         self._report()
         if not self.chosen:
@@ -142,7 +139,7 @@ class StepProfilerHook(Hook):
         else:
             print_warning(
                 f"--profile: no step was profiled; steps {self.first + 1} to {self.last} were asked for, this run "
-                f"ended after step {loop.step}"
+                f"ended after step {run.step}"
             )
 
     def _report(self) -> None:

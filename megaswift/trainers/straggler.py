@@ -10,8 +10,7 @@ import socket
 import statistics
 
 from megaswift import distributed
-from megaswift.trainers.hook import Hook, Line, StepRecord
-from megaswift.trainers.loop import Loop
+from megaswift.trainers.hook import Hook, Line, Run, StepRecord
 from megaswift.trainers.progress import print_warning
 
 SHORT_WAIT_S = 0.05
@@ -27,15 +26,15 @@ class StragglerHook(Hook):
         self._waited: list[float] = []
         self._hosts: list[str] = []
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """Host names of the ranks. Collective."""
         self._hosts = distributed.all_gather_objects(socket.gethostname())
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """Adds up the wait for data."""
         self._waited.append(step.data_wait)
 
-    def on_log(self, loop: Loop, line: Line) -> None:
+    def on_log(self, run: Run, line: Line) -> None:
         """Warns of slow ranks, with their ratio to the median rank. Collective."""
         waits = [0.0] * len(self._hosts)
         waits[distributed.global_rank()] = statistics.fmean(self._waited or [0.0])
@@ -43,7 +42,7 @@ class StragglerHook(Hook):
         waits = distributed.all_sum(waits)
         if distributed.global_rank() == 0:
             for text in [*slow_rank(line, self._hosts, self.ratio), *slow_inputs(waits, self._hosts, self.ratio)]:
-                print_warning(f"step {loop.step}: {text}")
+                print_warning(f"step {run.step}: {text}")
 
 
 def slow_rank(line: Line, hosts: list[str], ratio: float) -> list[str]:

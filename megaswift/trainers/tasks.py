@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import fields
 
 from megaswift.config import SwiftConfig
 from megaswift.config.preference import beta_of, cpo_alpha_of, loss_types_of
@@ -20,31 +18,10 @@ from megaswift.losses.policy_loss_types import PolicySettings as Formulas
 from megaswift.losses.reward import RewardLoss
 from megaswift.losses.sft import CrossEntropy
 from megaswift.registry import Registry
-from megaswift.trainers.rl.rollout_loop_builder import build_rollout_loop
+from megaswift.trainers.dataset_task import DatasetTask
 from megaswift.trainers.rl.settings import correction_of
-from megaswift.trainers.supervised_loop_builder import LoopWithRunSummary, build_supervised_loop
-
-if TYPE_CHECKING:
-    from megaswift.trainers.session import TrainingSession
-
-
-@dataclass(frozen=True)
-class Task:
-    """One task of the command line."""
-
-    name: str
-    title: str
-    loss: Callable[[SwiftConfig], Loss]
-    count: str
-    """The count of the loss by which means over several steps are weighed."""
-    unit: str
-    """What `global_batch_size` counts."""
-    scored: bool = False
-    """The model ends in one number a conversation."""
-    prompt_labels: bool = False
-    """Prompts carry labels too."""
-    build: Callable[[TrainingSession], LoopWithRunSummary] = build_supervised_loop
-    """Makes the loop of a run of this task, with its data, model and hooks."""
+from megaswift.trainers.rl.task import PolicyTask
+from megaswift.trainers.task import Task
 
 
 def _cross_entropy(cfg: SwiftConfig) -> Loss:
@@ -99,11 +76,11 @@ def _policy(cfg: SwiftConfig) -> Loss:
 
 TASKS: Registry[Task] = Registry("task")
 for _task in (
-    Task("sft", "supervised fine-tuning", _cross_entropy, "label_weight", "rows"),
-    Task("pt", "pretraining", _cross_entropy, "label_weight", "rows"),
-    Task("dpo", "direct preference optimization", _dpo, "pairs", "pairs"),
-    Task("kto", "Kahneman-Tversky optimization", _kto, "examples", "examples"),
-    Task(
+    DatasetTask("sft", "supervised fine-tuning", _cross_entropy, "label_weight", "rows"),
+    DatasetTask("pt", "pretraining", _cross_entropy, "label_weight", "rows"),
+    DatasetTask("dpo", "direct preference optimization", _dpo, "pairs", "pairs"),
+    DatasetTask("kto", "Kahneman-Tversky optimization", _kto, "examples", "examples"),
+    DatasetTask(
         "orpo",
         "odds-ratio preference optimization",
         lambda cfg: ORPO(beta_of(cfg), loss_types_of(cfg)[0]),
@@ -111,9 +88,9 @@ for _task in (
         "pairs",
         prompt_labels=True,
     ),
-    Task("cpo", "contrastive preference optimization", _cpo, "pairs", "pairs"),
-    Task("simpo", "simple preference optimization", _cpo, "pairs", "pairs"),
-    Task(
+    DatasetTask("cpo", "contrastive preference optimization", _cpo, "pairs", "pairs"),
+    DatasetTask("simpo", "simple preference optimization", _cpo, "pairs", "pairs"),
+    DatasetTask(
         "rm",
         "reward model",
         lambda cfg: RewardLoss(cfg.preference.center_rewards_coefficient, loss_type=loss_types_of(cfg)[0]),
@@ -121,7 +98,7 @@ for _task in (
         "pairs",
         scored=True,
     ),
-    Task("grpo", "group relative policy optimization", _policy, "completions", "completions", build=build_rollout_loop),
-    Task("ppo", "proximal policy optimization", _policy, "completions", "completions", build=build_rollout_loop),
+    PolicyTask("grpo", "group relative policy optimization", _policy, "completions", "completions"),
+    PolicyTask("ppo", "proximal policy optimization", _policy, "completions", "completions"),
 ):
     TASKS.register(_task.name, _task)

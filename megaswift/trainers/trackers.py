@@ -15,17 +15,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaswift import distributed, log
 from megaswift.config.trackers import TrackerConfig
 from megaswift.error_exit import calls_left_behind
 from megaswift.errors import first_line
-from megaswift.trainers.hook import Hook, Line
+from megaswift.trainers.hook import Hook, Line, Run
 from megaswift.trainers.progress import print_line, print_warning
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
 
 WRITER_THREAD = "_AsyncWriterThread"
 """tensorboard 2.x, summary/writer/event_file_writer.py."""
@@ -124,10 +121,10 @@ class TrackerHook(Hook, ABC):
         self.group = group
         return self
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """Starts the thread, which opens the run."""
         if distributed.global_rank() == 0:
-            self._step = loop.step
+            self._step = run.step
             self.prepare()
             self._thread = threading.Thread(target=self._work, name=f"{self.title} tracker", daemon=True)
             self._thread.start()
@@ -135,11 +132,11 @@ class TrackerHook(Hook, ABC):
     def prepare(self) -> None:
         """Notes what only the calling thread can find out; makes no call that may fail or wait."""
 
-    def on_log(self, loop: Loop, line: Line) -> None:
+    def on_log(self, run: Run, line: Line) -> None:
         """Takes a line of metrics."""
         self._put(scalars_of("train", line), line["step"])
 
-    def on_evaluate(self, loop: Loop, line: Line) -> None:
+    def on_evaluate(self, run: Run, line: Line) -> None:
         """Takes an evaluation."""
         self._put(scalars_of("eval", line), line["step"])
 

@@ -38,7 +38,7 @@ def kernels_parts(main: Tensor) -> tuple[Tensor, Tensor]:
 class FusedAdam(torch.optim.Optimizer):
     """AdamW with main weights of its own."""
 
-    def __init__(  # noqa: PLR0913 (the signature of Transformer Engine)
+    def __init__(
         self,
         params: Any,
         lr: float = 1e-3,

@@ -40,7 +40,7 @@ PRELOAD = (
     "tests.parity.measure",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.tokenization_auto",
-    "megaswift.trainers.session",
+    "megaswift.trainers.course",
     "megaswift.trainers.loss_png",
     "matplotlib.pyplot",
     "tensorboard",

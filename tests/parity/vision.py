@@ -358,8 +358,11 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
     from megaswift.models.any_model import spec_from_family_or_size_fields
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.create_process_groups_and_engine import start_context
-    from megaswift.trainers.run_builder import RunBuilder
+    from megaswift.trainers.build import load_start_weights
+    from megaswift.trainers.dataset_task import read_rows
+    from megaswift.trainers.engines import make_engine, start_context
+    from megaswift.trainers.plan import RunPlan
+    from megaswift.trainers.tasks import TASKS
 
     options = {
         "per_device_train_batch_size": 2,
@@ -375,10 +378,12 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
         task="sft", model=str(task.folder), dataset=[str(task.data)], engine=task.engine, **options | dict(task.options)
     )
     context = start_context(cfg, Layout.from_config(cfg.parallel, world))
-    build: Any = RunBuilder(cfg, spec_from_family_or_size_fields(task.folder), task.folder, context, None)
-    source, _ = build.data()
-    engine = build.engine(fresh=True, total_steps=1)
-    first = source.next()
+    unused: Any = None
+    plan = RunPlan(cfg, spec_from_family_or_size_fields(task.folder), task.folder, context, unused)
+    plan, rows = read_rows(plan, TASKS.get("sft"))
+    engine: Any = make_engine(plan.scheduled(1), plan.spec, plan.folder, context)
+    load_start_weights(plan, engine)
+    first = rows.source.next()
     assert all("pixel_values" in batch.extra for batch in first), "a micro-batch without an image"
     out = Reference(engine.accumulate(first, CrossEntropy()).loss)
     out.gradients = {

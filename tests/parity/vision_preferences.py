@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,11 +34,14 @@ class PairTask:
 def train(rank: int, world: int, given: PairTask) -> Reference | None:
     """Loss and gradients of the first global batch of four pairs; on rank 0."""
     from megaswift.config import SwiftConfig
+    from megaswift.config.preference import needs_reference
     from megaswift.engine.torch.data_parallel_strategy import GRADIENT
     from megaswift.models.any_model import spec_from_family_or_size_fields
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.create_process_groups_and_engine import start_context
-    from megaswift.trainers.run_builder import RunBuilder
+    from megaswift.trainers.build import load_start_weights, start_from_reference
+    from megaswift.trainers.dataset_task import read_rows
+    from megaswift.trainers.engines import make_engine, start_context
+    from megaswift.trainers.plan import RunPlan
     from megaswift.trainers.tasks import TASKS
 
     model = given.folder / "model"
@@ -55,12 +58,16 @@ def train(rank: int, world: int, given: PairTask) -> Reference | None:
     data = [str(given.folder / f"{name}.jsonl") for name in given.rows.split()]
     cfg = SwiftConfig(task=given.task, model=str(model), dataset=data, engine=given.engine, **options | given.options)
     context = start_context(cfg, Layout.from_config(cfg.parallel, world))
-    build: Any = RunBuilder(cfg, spec_from_family_or_size_fields(model), model, context, None)
-    source, _ = build.data()
-    engine = build.engine(fresh=True, total_steps=1)
-    batches, transform = source.next(), build.preparation()
-    batches = batches if transform is None else transform.prepare(engine, batches, True)
-    out = Reference(engine.accumulate(batches, TASKS.get(given.task).loss(cfg)).loss)
+    task, unused = TASKS.get(given.task), cast(Any, None)
+    plan, rows = read_rows(RunPlan(cfg, spec_from_family_or_size_fields(model), model, context, unused), task)
+    engine: Any = make_engine(plan.scheduled(1), plan.spec, plan.folder, context)
+    if needs_reference(cfg):
+        rows = replace(rows, reference=start_from_reference(plan, engine, rows.every_row_once))
+    else:
+        load_start_weights(plan, engine)
+    parts = task.attach(plan, rows, engine, lambda step: 0.0)
+    batches = parts.prepare(engine, parts.data.next(), True)
+    out = Reference(engine.accumulate(batches, task.loss(cfg)).loss)
     out.gradients = {
         n.removeprefix("model."): engine.strategy.full(n, GRADIENT).cpu().clone() for n in engine.strategy.trained()
     }

@@ -178,8 +178,8 @@ def updates_named() -> Iterator[None]:
 def step(text: str, folder: Path) -> Any:
     """Waits of one step of the loop, neither its first nor its last; those after the update's launch are named so."""
     from megaswift.losses.sft import CrossEntropy
-    from megaswift.trainers.hook import Hook
-    from megaswift.trainers.loop import Loop
+    from megaswift.trainers.hook import Hook, Run
+    from megaswift.trainers.loop import train
 
     waits: list[Any] = []
 
@@ -190,7 +190,7 @@ def step(text: str, folder: Path) -> Any:
     with engine_of(text, folder) as (engine, case), updates_named():
         source = SimpleNamespace(epoch=0.0, state_dict=dict, taken=itertools.count())
         source.next = lambda: _microbatches(engine, case, next(source.taken))
-        Loop(engine, source, CrossEntropy(), lambda number: LR, STEPS + 1, [Count()]).run()
+        train(Run(engine, source, CrossEntropy(), lambda number: LR, STEPS + 1, [Count()]))
         return waits[STEPS - 1]
 
 

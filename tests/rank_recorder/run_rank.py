@@ -145,20 +145,21 @@ def _count_objects(record: RankRecord) -> None:
 
 def _mark_phases(record: RankRecord) -> None:
     """Steps, each hook's work within them under the name of its class, rollouts, the export."""
-    from megaswift.trainers import session
+    from megaswift.trainers import course
 
-    class Marked(session.TrainingSession):
-        def train(self, loop: Any) -> None:
-            for hook in loop.hooks:
-                for event in EVENTS:
-                    setattr(hook, event, _within(record, type(hook).__name__, getattr(hook, event)))
-            if type(loop.source).__name__ == "RolloutSource":
-                loop.source.next = _within(record, ROLLOUT, loop.source.next)
-            with record.within(STEP):
-                super().train(loop)
+    train_or_skip = course.train_or_skip
 
-    session.TrainingSession = Marked  # type: ignore[misc]
-    session.export_model = _within(record, EXPORT, session.export_model)
+    def marked(run: Any, *rest: Any) -> None:
+        for hook in run.hooks:
+            for event in EVENTS:
+                setattr(hook, event, _within(record, type(hook).__name__, getattr(hook, event)))
+        if type(run.data).__name__ == "RolloutSource":
+            run.data.next = _within(record, ROLLOUT, run.data.next)
+        with record.within(STEP):
+            train_or_skip(run, *rest)
+
+    course.train_or_skip = marked
+    course.export_model = _within(record, EXPORT, course.export_model)
 
 
 def _within(record: RankRecord, phase: str, function: Any) -> Any:

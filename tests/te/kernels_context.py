@@ -15,7 +15,7 @@ CONTEXT = "transformer_engine.pytorch.attention.dot_product_attention.context_pa
 
 
 @python_function(CONTEXT + "flash_attn_p2p_communicate")
-def flash_attn_p2p_communicate(  # noqa: PLR0913 - Transformer Engine's signature
+def flash_attn_p2p_communicate(
     rank: int, send: Tensor, destination: int, receive: Tensor, source: int, group: Any, batched: bool
 ) -> list[Any]:
     """The ring's exchange, done when it returns: gloo hangs on Transformer Engine's pair of messages in the backward

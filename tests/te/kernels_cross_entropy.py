@@ -58,7 +58,7 @@ def _rows(x: Tensor, n: int, stride: int, columns: int) -> Tensor:
 
 
 @triton_kernel(OWNER, OLD)
-def online_softmax_kernel(  # noqa: PLR0913 - Transformer Engine's signature
+def online_softmax_kernel(
     programs: int,
     *,
     X_ptr: Tensor,  # noqa: N803
@@ -81,7 +81,7 @@ def online_softmax_kernel(  # noqa: PLR0913 - Transformer Engine's signature
 
 
 @triton_kernel(OWNER, OLD)
-def cross_entropy_kernel(  # noqa: PLR0913 - Transformer Engine's signature
+def cross_entropy_kernel(
     programs: int,
     *,
     X_ptr: Tensor,  # noqa: N803
@@ -120,7 +120,7 @@ def element_mul_kernel(
 
 
 @triton_kernel(OWNER, NEW)
-def cross_entropy_forward_kernel(  # noqa: PLR0913 - Transformer Engine's signature
+def cross_entropy_forward_kernel(
     programs: int,
     *,
     X_ptr: Tensor,  # noqa: N803
@@ -150,7 +150,7 @@ def cross_entropy_forward_kernel(  # noqa: PLR0913 - Transformer Engine's signat
 
 
 @triton_kernel(OWNER, NEW)
-def cross_entropy_tp_pre_kernel(  # noqa: PLR0913 - Transformer Engine's signature
+def cross_entropy_tp_pre_kernel(
     programs: int,
     *,
     X_ptr: Tensor,  # noqa: N803
@@ -178,7 +178,7 @@ def cross_entropy_tp_pre_kernel(  # noqa: PLR0913 - Transformer Engine's signatu
 
 
 @triton_kernel(OWNER, NEW)
-def cross_entropy_tp_post_kernel(  # noqa: PLR0913 - Transformer Engine's signature
+def cross_entropy_tp_post_kernel(
     programs: int,
     *,
     gathered_data_ptr: Tensor,
@@ -200,7 +200,7 @@ def cross_entropy_tp_post_kernel(  # noqa: PLR0913 - Transformer Engine's signat
 
 
 @triton_kernel(OWNER, NEW)
-def cross_entropy_backward_kernel(  # noqa: PLR0913 - Transformer Engine's signature
+def cross_entropy_backward_kernel(
     programs: int,
     *,
     saved_input_ptr: Tensor,

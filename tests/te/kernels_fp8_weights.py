@@ -15,7 +15,7 @@ from tests.te.registry import DType, kernel
 
 
 @kernel
-def multi_tensor_compute_scale_and_scale_inv(  # noqa: PLR0913 - the compiled module's signature
+def multi_tensor_compute_scale_and_scale_inv(
     chunk: int, overflow: Tensor, lists: list[list[Tensor]], largest: float, power_of_2: bool, epsilon: float
 ) -> None:
     """Lists: magnitudes, scales, their inverses."""
@@ -32,9 +32,7 @@ def _block_of(size: tuple[int, int], start: int, count: int, block: int) -> tupl
 
 
 @kernel
-def fp8_block_scaling_compute_partial_amax(  # noqa: PLR0913 - the compiled module's signature
-    part: Tensor, amax: Tensor, h: int, w: int, start: int, block: int
-) -> None:
+def fp8_block_scaling_compute_partial_amax(part: Tensor, amax: Tensor, h: int, w: int, start: int, block: int) -> None:
     """Largest magnitudes of each block, of this part of it, into `amax` [h / block, w / block]."""
     row, column = _block_of((h, w), start, part.numel(), block)
     flat = torch.zeros(amax.numel())
@@ -43,7 +41,7 @@ def fp8_block_scaling_compute_partial_amax(  # noqa: PLR0913 - the compiled modu
 
 
 @kernel
-def fp8_block_scaling_partial_cast(  # noqa: PLR0913 - the compiled module's signature
+def fp8_block_scaling_partial_cast(
     part: Tensor, out: Tensor, scale: Tensor, h: int, w: int, start: int, block: int, dtype: Any
 ) -> None:
     """The part's bytes by its blocks' scales."""

@@ -20,7 +20,7 @@ def product(a: Any, transa: bool, b: Any, transb: bool) -> Tensor:
 
 
 @kernel
-def generic_gemm(  # noqa: PLR0913 - the compiled module's signature
+def generic_gemm(
     a: Any,
     transa: bool,
     b: Any,
@@ -66,7 +66,7 @@ def generic_gemm(  # noqa: PLR0913 - the compiled module's signature
 
 
 @kernel
-def te_general_grouped_gemm(  # noqa: PLR0913 - the compiled module's signature
+def te_general_grouped_gemm(
     a: list[Any],
     transa: bool,
     b: list[Any],

@@ -25,7 +25,7 @@ def _write(y: Tensor, out: Any, quantizer: Any, dtype: Any) -> Any:
 
 
 @kernel
-def rmsnorm_fwd(  # noqa: PLR0913 - the compiled module's signature
+def rmsnorm_fwd(
     x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, sm_margin: int, zero_centered: bool
 ) -> tuple[Any, None, Tensor]:
     """(x / rms(x) weight, -, 1 / rms [rows]), epsilon under the root."""
@@ -46,7 +46,7 @@ def rmsnorm_bwd(dz: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, sm_margi
 
 
 @kernel
-def layernorm_fwd(  # noqa: PLR0913 - the compiled module's signature
+def layernorm_fwd(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -66,7 +66,7 @@ def layernorm_fwd(  # noqa: PLR0913 - the compiled module's signature
 
 
 @kernel
-def layernorm_bwd(  # noqa: PLR0913 - the compiled module's signature
+def layernorm_bwd(
     dz: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool
 ) -> Any:
     """(dx, dweight, dbias)."""

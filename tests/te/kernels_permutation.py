@@ -41,7 +41,7 @@ def _copies(row_id_map: Tensor, num_experts: int, pad_offsets: Tensor | None) ->
 
 
 @python_function(TRITON + "permute_with_mask_map")
-def permute_with_mask_map(  # noqa: PLR0913 - Transformer Engine's signature
+def permute_with_mask_map(
     inp: Tensor,
     row_id_map: Tensor,
     probs: Tensor | None,
@@ -70,7 +70,7 @@ def permute_with_mask_map(  # noqa: PLR0913 - Transformer Engine's signature
 
 
 @python_function(TRITON + "unpermute_with_mask_map")
-def unpermute_with_mask_map(  # noqa: PLR0913 - Transformer Engine's signature
+def unpermute_with_mask_map(
     inp: Tensor,
     row_id_map: Tensor,
     merging_probs: Tensor | None,
@@ -95,7 +95,7 @@ def unpermute_with_mask_map(  # noqa: PLR0913 - Transformer Engine's signature
 
 
 @python_function(TRITON + "unpermute_with_mask_map_bwd_with_merging_probs")
-def unpermute_with_mask_map_bwd_with_merging_probs(  # noqa: PLR0913 - Transformer Engine's signature
+def unpermute_with_mask_map_bwd_with_merging_probs(
     grad: Tensor,
     row_id_map: Tensor,
     fwd_input: Tensor,

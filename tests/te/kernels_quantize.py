@@ -217,7 +217,7 @@ def compute_amax(x: Tensor, amax: Tensor) -> None:
 
 
 @kernel
-def fused_amax_and_scale_update_after_reduction(  # noqa: PLR0913 - the compiled module's signature
+def fused_amax_and_scale_update_after_reduction(
     reduced: Tensor, histories: list[Tensor], scales: list[Tensor], algorithm: str, dtype: Any, margin: float
 ) -> None:
     """The end of a step of delayed scaling: the newest magnitudes enter the histories [length, n], and scales follow

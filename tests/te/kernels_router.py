@@ -23,7 +23,7 @@ def _probabilities(logits: Tensor, chosen: Tensor, pre_softmax: bool, scaling: f
 
 
 @kernel
-def fused_topk_with_score_function_fwd(  # noqa: PLR0913 - Transformer Engine's signature
+def fused_topk_with_score_function_fwd(
     logits: Tensor,
     topk: int,
     use_pre_softmax: bool,

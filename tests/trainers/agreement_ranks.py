@@ -15,6 +15,7 @@ from megaswift.engine.global_batch_loss_and_metrics import start_count_global_ba
 from megaswift.errors import DataError, Problem
 from megaswift.losses.sft import CrossEntropy
 from megaswift.trainers.hook import Hook
+from megaswift.trainers.loop import train
 from tests.trainers.tiny import tiny_loop
 
 UNUSABLE, SIGNAL, LATE_SIGNAL, STOP, NOTHING = "unusable row", "signal", "late signal", "stop", "nothing"
@@ -68,31 +69,31 @@ def go(rank: int, world: int, what: str) -> Ran:
 
     loop = tiny_loop(STEPS, Watch())
     loop.engine.layout, loop.agree_before_batch = context.layout, what == AT_ONCE
-    following = loop.source.next
+    following = loop.data.next
 
     def start_count(batches: Any, loss: Any, beside: Any = ()) -> Callable[[], Any]:
         wait = start_count_global_batch(batches, loss, context, beside)
-        number = loop.source.position
+        number = loop.data.position
         if rank == 1 and number == 3 and what == LATE_SIGNAL:
             os.kill(os.getpid(), signal.SIGTERM)
         return lambda: ran.asked.append(f"counts {number}") or wait()  # type: ignore[func-returns-value]
 
     def following_batch() -> Any:
         batches = following()
-        ran.asked.append(f"batch {loop.source.position}")
-        if rank == 1 and loop.source.position == 3:
+        ran.asked.append(f"batch {loop.data.position}")
+        if rank == 1 and loop.data.position == 3:
             if what == UNUSABLE:
                 raise DataError(Problem("row 7", "is not usable"))
             if what == SIGNAL:
                 os.kill(os.getpid(), signal.SIGTERM)
         return batches
 
-    loop.engine.start_count, loop.source.next = start_count, following_batch
+    loop.engine.start_count, loop.data.next = start_count, following_batch
     try:
-        loop.run()
+        train(loop)
     except DataError as failure:
         ran.error = str(failure)
-    ran.step, ran.interrupted, ran.source = loop.step, loop.interrupted, loop.source.position
+    ran.step, ran.interrupted, ran.source = loop.step, loop.interrupted, loop.data.position
     return ran
 
 

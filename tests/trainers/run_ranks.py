@@ -44,20 +44,20 @@ def go(rank: int, world: int, job: Job) -> Seen | None:
     """The run; None on the native engine."""
     os.environ.update(job.environ)
     from megaswift.config import load_config
-    from megaswift.trainers import session
+    from megaswift.trainers import course
     from megaswift.trainers.engine_choice import resolve_engine
     from megaswift.trainers.run import preflight, run_training
 
     found: list[Seen | None] = []
 
-    class Watched(session.TrainingSession):
+    train_or_skip = course.train_or_skip
+
+    def watched(run: Any, *rest: Any) -> None:
         """Looks at the engine when the loop is done."""
+        train_or_skip(run, *rest)
+        found.append(look(run.engine) if hasattr(run.engine, "strategy") else None)
 
-        def train(self, loop: Any) -> None:
-            super().train(loop)
-            found.append(look(loop.engine) if hasattr(loop.engine, "strategy") else None)
-
-    session.TrainingSession = Watched  # type: ignore[misc]  # this process ends with the job
+    course.train_or_skip = watched  # this process ends with the job
     cfg = resolve_engine(load_config("sft", job.words, complete=True), world)
     preflight(cfg, world)
     run_training(cfg)

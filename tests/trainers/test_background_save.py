@@ -18,6 +18,7 @@ from megaswift.trainers import checkpoint_hook
 from megaswift.trainers.checkpoint_hook import CheckpointHook, restore_run
 from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.hook import Hook
+from megaswift.trainers.loop import train
 from tests.parity.pool import shared
 from tests.trainers.inputs import write_inputs
 from tests.trainers.run_ranks import Job
@@ -94,7 +95,7 @@ def test_a_step_counts_once_it_is_written_and_holds_its_own_state(tmp_path: Path
 
     loop = loop_in(tmp_path, 8, {4: look, 5: release, 7: look}, every=3)
     loop.hooks[0].acts[8] = lambda: loop.engine.started[1].gate.set()
-    loop.run()
+    train(loop)
     assert seen[:2] == [(["step-3.saving"], None)] * 2
     assert seen[2] == (["step-3", "step-6.saving"], tmp_path / "checkpoints" / "step-3")
     assert saved(tmp_path) == ["step-3", "step-6", "step-8"], "the end waits, and saves the last step"
@@ -102,7 +103,7 @@ def test_a_step_counts_once_it_is_written_and_holds_its_own_state(tmp_path: Path
     again = loop_in(tmp_path / "again", 8, {}, every=99)
     restore_run(again, tmp_path / "checkpoints" / "step-3", {})
     again.hooks[1].background = False
-    again.run()
+    train(again)
     for a, b in zip(again.engine.model.parameters(), loop.engine.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -157,7 +158,7 @@ def test_the_reported_wait_covers_all_that_stops_training(
 
     setattr(loop.hooks[1].store, slow, slowly)
     loop.engine.start_save = started
-    loop.run()
+    train(loop)
     assert said_times("".join(capsys.readouterr()), 2) == [(45.0, 40.0)]
 
 
@@ -186,7 +187,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, capsys: pytest.Captur
 
     loop.engine.start_save = started
     loop.hooks[0].acts = {5: open_in_the_wait, 7: lambda: loop.engine.started[1].gate.set()}
-    loop.run()
+    train(loop)
     assert order == ["started step-3.saving", "published 3", "started step-6.saving", "published 6", "published 7"]
     assert said_times("".join(capsys.readouterr()), 3) == [(7.0, 7.0)]
 
@@ -194,10 +195,10 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, capsys: pytest.Captur
 def test_an_error_of_the_writer_ends_the_run_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
     first = loop_in(tmp_path, 3, {}, every=3)
     first.hooks[1].background = False
-    first.run()
+    train(first)
     loop = loop_in(tmp_path, 9, {5: lambda: loop.engine.started[0].gate.set()}, "No space left", every=4)
     with pytest.raises(CheckpointError, match="step 4.*written in the background.*No space left"):
-        loop.run()
+        train(loop)
     assert CheckpointStore(tmp_path / "checkpoints").latest() == tmp_path / "checkpoints" / "step-3"
     assert loop.engine.started[0].finished == 0
 
@@ -210,7 +211,7 @@ def test_after_another_error_it_is_given_up(tmp_path: Path, capsys: pytest.Captu
 
     loop = loop_in(tmp_path, 9, {4: fail}, every=3)
     with pytest.raises(RuntimeError, match="lost"):
-        loop.run()
+        train(loop)
     loop.engine.started[0].gate.set()
     assert "step 3 was still being written" in capsys.readouterr().err
     assert CheckpointStore(tmp_path / "checkpoints").latest() is None

@@ -15,8 +15,8 @@ from megaswift.errors import CheckpointError, ConfigError
 from megaswift.trainers.best_model import BestModelHook, best_checkpoint, load_best_checkpoint
 from megaswift.trainers.checkpoint_hook import CheckpointHook, restore_run
 from megaswift.trainers.checkpoint_store import CheckpointStore
-from megaswift.trainers.hook import Hook
-from megaswift.trainers.loop import Loop
+from megaswift.trainers.hook import Hook, Run
+from megaswift.trainers.loop import train
 from megaswift.trainers.step_interval import Every
 from tests.trainers.tiny import tiny_loop
 
@@ -36,7 +36,7 @@ class Evaluations(Hook):
     def __init__(self, values: list[float]) -> None:
         self.values = values
 
-    def on_step(self, loop: Loop, step: Any) -> None:
+    def on_step(self, loop: Run, step: Any) -> None:
         value = self.values[step.number - 1]
         loop.emit("on_evaluate", {"step": step.number, "loss": value, "accuracy": value, "seconds": 1.0})
 
@@ -64,14 +64,14 @@ def transformers_run(
 def test_stops_where_transformers_stops(values: list[float], greater: bool, patience: int, threshold: float) -> None:
     hook = BestModelHook("eval_loss", greater, patience, threshold)
     loop = tiny_loop(len(values), Evaluations(values), hook)
-    loop.run()
+    train(loop)
     steps, metric, best = transformers_run(values, greater, patience, threshold)
     assert loop.step == steps
     assert hook.best == (None if best is None else (best, metric))
     assert bool(loop.stopping) == (hook.waited >= patience)
 
 
-def saved_loop(folder: Path, values: list[float], *, every: Every = 1, limit: int | None = None, **early: Any) -> Loop:
+def saved_loop(folder: Path, values: list[float], *, every: Every = 1, limit: int | None = None, **early: Any) -> Run:
     store = CheckpointStore(folder / "checkpoints")
     hook = BestModelHook("loss", False, **early)
     hook.root = store.root
@@ -86,18 +86,18 @@ def steps_in(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(("limit", "left"), [(1, [2, 6]), (2, [2, 6]), (3, [2, 5, 6]), (None, [1, 2, 3, 4, 5, 6])])
 def test_the_best_checkpoint_is_not_deleted(tmp_path: Path, limit: int | None, left: list[int]) -> None:
-    saved_loop(tmp_path, [3, 1, 2, 2, 2, 2], limit=limit).run()
+    train(saved_loop(tmp_path, [3, 1, 2, 2, 2, 2], limit=limit))
     assert steps_in(tmp_path) == left
 
 
 def test_best_saves_at_improvements_and_at_the_end(tmp_path: Path) -> None:
-    saved_loop(tmp_path, [3, 4, 2, 5, 1, 6, 6], every="best").run()
+    train(saved_loop(tmp_path, [3, 4, 2, 5, 1, 6, 6], every="best"))
     assert steps_in(tmp_path) == [1, 3, 5, 7]
 
 
 def test_a_better_evaluation_between_checkpoints_is_not_the_best_checkpoint(tmp_path: Path) -> None:
     loop = saved_loop(tmp_path, [3, 2, 1, 2.5, 2.6, 2.4], every=2)
-    loop.run()
+    train(loop)
     best = best_checkpoint(loop, tmp_path / "checkpoints")
     assert best is not None and best.name == "step-2"
 
@@ -105,9 +105,9 @@ def test_a_better_evaluation_between_checkpoints_is_not_the_best_checkpoint(tmp_
 def test_the_best_model_is_loaded(tmp_path: Path) -> None:
     """Its weights are those of a run that ended there."""
     loop = saved_loop(tmp_path / "long", [3, 2, 1, 4, 5])
-    loop.run()
+    train(loop)
     short = saved_loop(tmp_path / "short", [3, 2, 1])
-    short.run()
+    train(short)
     best = best_checkpoint(loop, tmp_path / "long" / "checkpoints")
     assert best is not None and best.name == "step-3"
     load_best_checkpoint(loop, best)
@@ -122,34 +122,34 @@ def test_the_best_model_is_loaded(tmp_path: Path) -> None:
 def test_a_resumed_run_stops_where_the_uninterrupted_one_does(tmp_path: Path) -> None:
     values = [3.0, 1.0, 2.0, 2.0, 2.0, 2.0]
     whole = saved_loop(tmp_path / "whole", values, patience=3)
-    whole.run()
-    saved_loop(tmp_path / "cut", values[:4], patience=3).run()
+    train(whole)
+    train(saved_loop(tmp_path / "cut", values[:4], patience=3))
     second = saved_loop(tmp_path / "cut", values, patience=3)
     restore_run(second, tmp_path / "cut" / "checkpoints" / "step-4", {})
-    second.run()
+    train(second)
     assert (second.step, second.stopping) == (whole.step, whole.stopping) and whole.step == 5
     third = saved_loop(tmp_path / "cut", values, patience=3)  # a finished run takes no step
     restore_run(third, tmp_path / "cut" / "checkpoints" / "step-5", {})
-    third.run()
+    train(third)
     assert third.step == 5 and third.stopping
     best = best_checkpoint(third, tmp_path / "cut" / "checkpoints")
     assert best is not None and best.name == "step-2"
 
 
 def test_a_checkpoint_of_another_folder_is_not_the_best(tmp_path: Path) -> None:
-    saved_loop(tmp_path / "first", [1, 2, 3]).run()
+    train(saved_loop(tmp_path / "first", [1, 2, 3]))
     other = saved_loop(tmp_path / "other", [1, 2, 3, 4, 3.5])
     restore_run(other, tmp_path / "first" / "checkpoints" / "step-3", {})
-    other.run()
+    train(other)
     assert best_checkpoint(other, tmp_path / "other" / "checkpoints") is None  # step 5, the last, is better than 4
 
 
 def test_the_best_of_a_new_folder_is_saved(tmp_path: Path) -> None:
     """Though the run that it goes on from had a better one."""
-    saved_loop(tmp_path / "first", [1, 5], every="best").run()
+    train(saved_loop(tmp_path / "first", [1, 5], every="best"))
     other = saved_loop(tmp_path / "other", [1, 5, 2, 4, 3], every="best")
     restore_run(other, tmp_path / "first" / "checkpoints" / "step-2", {})
-    other.run()
+    train(other)
     assert steps_in(tmp_path / "other") == [3, 5]  # 5 is the last
 
 
@@ -157,5 +157,5 @@ def test_an_unknown_metric_ends_the_run_with_its_state_saved(tmp_path: Path) -> 
     loop = saved_loop(tmp_path, [1, 2, 3], every=None)
     next(hook for hook in loop.hooks if isinstance(hook, BestModelHook)).metric = "acuracy"
     with pytest.raises(ConfigError, match=r"(?s)--metric_for_best_model acuracy: is not a metric.*accuracy"):
-        loop.run()
+        train(loop)
     assert steps_in(tmp_path) == [1]

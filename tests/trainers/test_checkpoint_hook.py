@@ -18,8 +18,8 @@ from megaswift.trainers import checkpoint_store
 from megaswift.trainers.checkpoint_hook import CheckpointHook, global_batch_size_change_notice, restore_run
 from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.flops import StepFlopFormula
-from megaswift.trainers.hook import Hook
-from megaswift.trainers.loop import Loop
+from megaswift.trainers.hook import Hook, Run
+from megaswift.trainers.loop import train
 from megaswift.trainers.metrics_jsonl import MetricsJsonlHook, ThroughputFormula, read_lines
 from tests.trainers.tiny import tiny_loop
 
@@ -34,7 +34,7 @@ CLOCK = {
 }
 
 
-def loop_in(folder: Path, steps: int, *extra: Hook, every: int | None = 3, seed: int = 0) -> Loop:
+def loop_in(folder: Path, steps: int, *extra: Hook, every: int | None = 3, seed: int = 0) -> Run:
     hooks = [
         MetricsJsonlHook(folder / "metrics.jsonl", 2, ThroughputFormula([StepFlopFormula(1, 1)], 1), "label_weight"),
         *extra,
@@ -47,23 +47,23 @@ def values(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in CLOCK} for line in read_lines(folder / "metrics.jsonl")]
 
 
-def weights(loop: Loop) -> dict[str, torch.Tensor]:
+def weights(loop: Run) -> dict[str, torch.Tensor]:
     return loop.engine.model.state_dict()
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     whole = loop_in(tmp_path / "whole", 9)
     (tmp_path / "whole").mkdir()
-    whole.run()
+    train(whole)
     (tmp_path / "cut").mkdir()
-    loop_in(tmp_path / "cut", 9, Kill(5)).run()  # steps 4 and 5 are past the checkpoint of step 3
+    train(loop_in(tmp_path / "cut", 9, Kill(5)))  # steps 4 and 5 are past the checkpoint of step 3
     (tmp_path / "cut" / "checkpoints" / "step-5").rename(tmp_path / "lost")  # as if the process had died
     second = loop_in(tmp_path / "cut", 9, seed=99)
     folder = CheckpointStore(tmp_path / "cut" / "checkpoints").latest()
     assert folder is not None and folder.name == "step-3"
     restore_run(second, folder, MODEL)
-    assert second.step == 3 and second.source.position == 3
-    second.run()
+    assert second.step == 3 and second.data.position == 3
+    train(second)
     assert values(tmp_path / "cut") == values(tmp_path / "whole")
     assert [line["step"] for line in values(tmp_path / "cut")] == [2, 4, 6, 8, 9]
     for name, value in weights(whole).items():
@@ -72,7 +72,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["data", "hooks"])
 def test_a_manifest_without_a_state_of_the_run(name: str, tmp_path: Path) -> None:
-    loop_in(tmp_path, 3).run()
+    train(loop_in(tmp_path, 3))
     folder = CheckpointStore(tmp_path / "checkpoints").latest()
     assert folder is not None
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -84,12 +84,12 @@ def test_a_manifest_without_a_state_of_the_run(name: str, tmp_path: Path) -> Non
 
 def test_data_from_the_first_row_again(tmp_path: Path) -> None:
     """ignore_data_skip: all else goes on where it was."""
-    loop_in(tmp_path, 3).run()
+    train(loop_in(tmp_path, 3))
     folder = CheckpointStore(tmp_path / "checkpoints").latest()
     assert folder is not None
     second = loop_in(tmp_path, 6, seed=99)
     restore_run(second, folder, MODEL, data=False)
-    assert (second.step, second.source.position) == (3, 0)
+    assert (second.step, second.data.position) == (3, 0)
 
 
 class Kill(Hook):
@@ -98,14 +98,14 @@ class Kill(Hook):
     def __init__(self, at: int) -> None:
         self.at = at
 
-    def on_step(self, loop: Loop, step: Any) -> None:
+    def on_step(self, loop: Run, step: Any) -> None:
         if step.number == self.at:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_signal_saves_the_step_it_came_in(tmp_path: Path) -> None:
     loop = loop_in(tmp_path, 9, Kill(4))
-    loop.run()
+    train(loop)
     assert loop.interrupted == signal.SIGTERM
     assert CheckpointStore(tmp_path / "checkpoints").latest() == tmp_path / "checkpoints" / "step-4"
 
@@ -121,7 +121,7 @@ def test_the_last_step_is_saved_once_and_a_run_without_save_steps_saves_at_its_e
             saves.append(loop.step),
             save(directory),
         )[1]
-        loop.run()
+        train(loop)
         assert [f"step-{n}" for n in saves] == steps
         assert sorted(p.name for p in (folder / "checkpoints").glob("step-*")) == steps
 
@@ -143,7 +143,7 @@ def test_steps_of_another_size_are_told() -> None:
 
 
 def test_a_flipped_bit_is_refused_by_name(tmp_path: Path) -> None:
-    loop_in(tmp_path, 3).run()
+    train(loop_in(tmp_path, 3))
     file = tmp_path / "checkpoints" / "step-3" / "engine" / "state.pt"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -153,7 +153,7 @@ def test_a_flipped_bit_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_another_model_and_another_format_are_refused_together(tmp_path: Path) -> None:
-    loop_in(tmp_path, 3).run()
+    train(loop_in(tmp_path, 3))
     folder = tmp_path / "checkpoints" / "step-3"
     manifest = json.loads((folder / checkpoint_store.MARKER).read_text()) | {"format": 9}
     (folder / checkpoint_store.MARKER).write_text(
@@ -179,7 +179,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
 
     loop.engine.save = full
     with pytest.raises(OSError, match="No space"):
-        loop.run()
+        train(loop)
     store = CheckpointStore(tmp_path / "checkpoints")
     assert store.latest() == tmp_path / "checkpoints" / "step-3"
     assert [p.name for p in store.incomplete()] == ["step-6.saving"]

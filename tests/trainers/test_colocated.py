@@ -134,7 +134,7 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
     from megaswift.engine.megatron import offload_for_sampling
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.rollout.backends.transformers_sampler import TransformersSampler
-    from megaswift.trainers.rl import rollout_loop_builder
+    from megaswift.trainers.rl import task as rl_task
     from megaswift.trainers.rl.build_sampler import build_sampler
     from megaswift.training_command_entry import main
 
@@ -177,7 +177,7 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
         tell("building")
         return build_sampler(*values)
 
-    rollout_loop_builder.build_sampler = built  # type: ignore[assignment]
+    rl_task.build_sampler = built  # type: ignore[assignment]
     TransformersSampler.generate, TransformersSampler.update_weights = generated, updated  # type: ignore[method-assign]
     MegatronEngine.train_batch = stepped  # type: ignore[method-assign]
     sys.argv = [f"megaswift/{task}.py", *words]

@@ -13,6 +13,7 @@ from megaswift.losses.contract import Batch, LossTerm, MeanMetric
 from megaswift.losses.sft import CrossEntropy
 from megaswift.trainers.evaluation import AddendsOfBatches, EvaluationHook
 from megaswift.trainers.hook import Hook
+from megaswift.trainers.loop import train
 from megaswift.trainers.metrics_jsonl import read_lines
 from tests.trainers.tiny import TinyEngine, batch, tiny_loop
 
@@ -25,25 +26,25 @@ def hook(folder: Path, every: int | None) -> EvaluationHook:
 
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 7]), (None, [7]), (7, [7])])
 def test_at_the_interval_and_once_at_the_end(tmp_path: Path, every: int | None, steps: list[int]) -> None:
-    tiny_loop(7, hook(tmp_path, every)).run()
+    train(tiny_loop(7, hook(tmp_path, every)))
     assert [line["step"] for line in read_lines(tmp_path / "eval.jsonl")] == steps
 
 
 def test_before_the_first_step(tmp_path: Path) -> None:
     """Of the model as it was loaded; a resumed run does not repeat it."""
     first = EvaluationHook(tmp_path / "eval.jsonl", lambda: HELD, 2, "label_weight", True)
-    tiny_loop(3, first).run()
+    train(tiny_loop(3, first))
     lines = read_lines(tmp_path / "eval.jsonl")
     assert [line["step"] for line in lines] == [0, 2, 3] and lines[0]["loss"] != lines[1]["loss"]
     again = tiny_loop(3, EvaluationHook(tmp_path / "eval.jsonl", lambda: HELD, 2, "label_weight", True))
     again.step = 2
-    again.run()
+    train(again)
     assert [line["step"] for line in read_lines(tmp_path / "eval.jsonl")] == [0, 2, 3]
 
 
 def test_the_loss_is_that_of_all_held_out_labels(tmp_path: Path) -> None:
     loop = tiny_loop(2, hook(tmp_path, None))
-    loop.run()
+    train(loop)
     line = read_lines(tmp_path / "eval.jsonl")[0]
     model, total = loop.engine.model.eval(), 0.0
     with torch.no_grad():
@@ -73,7 +74,7 @@ def test_terms_of_different_counts(tmp_path: Path) -> None:
     """Each divided once by its count over the whole set, however it is cut: batches differ in labels, not in rows."""
     loop = tiny_loop(2, hook(tmp_path, None))
     loop.loss = TwoTerms()
-    loop.run()
+    train(loop)
     line = read_lines(tmp_path / "eval.jsonl")[0]
     at_once = loop.engine.evaluate([b for batches in HELD for b in batches], loop.loss)
     assert line["loss"] == pytest.approx(at_once.loss, rel=1e-6)
@@ -97,17 +98,17 @@ def test_training_is_the_same_with_and_without_it(tmp_path: Path) -> None:
             def on_step(self, loop: Any, step: Any) -> None:
                 seen.append(step.result.loss)
 
-        tiny_loop(6, *hooks, Look()).run()
+        train(tiny_loop(6, *hooks, Look()))
         return seen
 
     assert losses(hook(tmp_path, 2)) == losses()
 
 
 def test_a_resume_drops_later_evaluations(tmp_path: Path) -> None:
-    tiny_loop(6, hook(tmp_path, 2)).run()
+    train(tiny_loop(6, hook(tmp_path, 2)))
     loop = tiny_loop(5, hook(tmp_path, 2))
     loop.step = 3
-    loop.run()
+    train(loop)
     assert [line["step"] for line in read_lines(tmp_path / "eval.jsonl")] == [2, 4, 5]
 
 
@@ -119,5 +120,5 @@ def test_labels_without_weight_give_null(tmp_path: Path) -> None:
 
     loop = tiny_loop(1, hook(tmp_path, None))
     loop.engine = NoLabels()
-    loop.run()
+    train(loop)
     assert read_lines(tmp_path / "eval.jsonl")[0]["loss"] is None

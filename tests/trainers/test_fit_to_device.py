@@ -20,7 +20,7 @@ from megaswift.families import load_spec
 from megaswift.memory.memory_estimate import usable_bytes
 from megaswift.parallel.layout import Layout
 from megaswift.trainers import fit_to_device
-from megaswift.trainers.create_process_groups_and_engine import native_kernels
+from megaswift.trainers.engines import native_kernels
 from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.preflight import preflight
 from tests.memory.of_config import estimate_of

@@ -12,8 +12,9 @@ import pytest
 
 from megaswift.engine.protocol import StepResult
 from megaswift.trainers.hook import Hook, StepExtras
+from megaswift.trainers.loop import train
 from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor, TrainingDiverged
-from megaswift.trainers.wall_time_by_part import StepTimer
+from megaswift.trainers.step_timer import StepTimer
 from tests.trainers.tiny import TinyEngine, tiny_loop
 
 
@@ -39,15 +40,15 @@ class Diary(Hook):
 def test_hooks_run_in_order_around_the_steps() -> None:
     book: list[str] = []
     loop = tiny_loop(2, Diary("a", book), Diary("b", book))
-    loop.run()
+    train(loop)
     assert book == ["a start", "b start", "a 1", "b 1", "a 2", "b 2", "a end", "b end", "a close", "b close"]
-    assert loop.step == 2 and loop.source.state_dict() == {"position": 2}
+    assert loop.step == 2 and loop.data.state_dict() == {"position": 2}
 
 
 def test_rates_count_from_step_zero_and_a_resumed_loop_goes_on() -> None:
     loop = tiny_loop(4)
     loop.step = 2
-    loop.run()
+    train(loop)
     assert loop.engine.rates == [0.01 / 3, 0.01 / 4]
 
 
@@ -60,7 +61,7 @@ def test_the_model_learns() -> None:
 
     loop = tiny_loop(60, Losses())
     loop.learning_rate = lambda step: 0.02
-    loop.run()
+    train(loop)
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -76,9 +77,9 @@ def test_a_signal_ends_the_run_after_its_step(number: int) -> None:
     book: list[str] = []
     before = signal.getsignal(number)
     loop = tiny_loop(9, Diary("a", book, lambda n: os.kill(os.getpid(), number) if n == 2 else None))
-    taken, following = list[int](), loop.source.next
-    loop.source.next = lambda: taken.append(1) or following()
-    loop.run()
+    taken, following = list[int](), loop.data.next
+    loop.data.next = lambda: taken.append(1) or following()
+    train(loop)
     assert loop.interrupted == number and loop.step == 2
     assert book[-3:] == ["a 2", "a end", "a close"]
     assert len(taken) == 2, "a batch was sampled for a step that does not come"
@@ -94,7 +95,7 @@ def test_hooks_are_closed_after_an_error() -> None:
         raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
-        tiny_loop(3, Diary("a", book, fail), Diary("b", book)).run()
+        train(tiny_loop(3, Diary("a", book, fail), Diary("b", book)))
     assert book[-2:] == ["a close", "b close"] and "a end" not in book
 
 
@@ -115,7 +116,7 @@ def test_skipped_steps_warn_and_many_in_a_row_stop_the_run(capsys: pytest.Captur
     loop = tiny_loop(9, SkippedStepAndLossSpikeMonitor(most=3))
     loop.engine = Stumbling({2, 3, 5, 6, 7})
     with pytest.raises(TrainingDiverged, match="3 steps in a row"):
-        loop.run()
+        train(loop)
     assert loop.step == 7
     assert "step 2 was skipped" in capsys.readouterr().err
 
@@ -123,7 +124,7 @@ def test_skipped_steps_warn_and_many_in_a_row_stop_the_run(capsys: pytest.Captur
 def test_a_good_step_between_bad_ones_lets_the_run_go_on() -> None:
     loop = tiny_loop(9, SkippedStepAndLossSpikeMonitor(most=3))
     loop.engine = Stumbling({2, 3, 5, 6, 8, 9})
-    loop.run()
+    train(loop)
     assert loop.step == 9
 
 
@@ -137,11 +138,11 @@ def test_the_times_of_a_step_add_up() -> None:
             steps.append(step)
 
     loop = tiny_loop(2, StepTimer(), Steps())
-    following, train = loop.source.next, loop.engine.train_batch
-    loop.source.next = lambda: time.sleep(0.03) or following()
-    loop.engine.train_batch = lambda *values: time.sleep(0.02) or train(*values)
+    following, train_batch = loop.data.next, loop.engine.train_batch
+    loop.data.next = lambda: time.sleep(0.03) or following()
+    loop.engine.train_batch = lambda *values: time.sleep(0.02) or train_batch(*values)
     loop.step_extras = lambda: StepExtras({"reward": 1.0}, {"generation": 0.01}, 0.01, "time/training")
-    loop.run()
+    train(loop)
     for step in steps:
         assert step.result.metrics["reward"] == 1.0 and step.data_wait >= 0.02 - 1e-3
         assert 0.02 <= step.result.metrics["time/training"] == pytest.approx(step.seconds - step.data_wait - 0.01)

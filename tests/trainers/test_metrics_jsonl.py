@@ -15,7 +15,7 @@ from megaswift.engine.protocol import GlobalBatchCounts, StartedCount, StepResul
 from megaswift.losses.contract import Batch
 from megaswift.trainers.flops import StepFlopFormula
 from megaswift.trainers.hook import Hook, StepRecord
-from megaswift.trainers.loop import length_squares
+from megaswift.trainers.loop import length_squares, train
 from megaswift.trainers.metrics_jsonl import (
     JsonLinesHook,
     MetricsJsonlHook,
@@ -184,7 +184,7 @@ def test_lines_are_on_disk_while_the_run_goes_on(tmp_path: Path) -> None:
         def on_step(self, loop, step) -> None:  # noqa: ANN001
             seen.append(len(read_lines(tmp_path / "m.jsonl")))
 
-    tiny_loop(3, metrics(tmp_path / "m.jsonl", 1), Look()).run()
+    train(tiny_loop(3, metrics(tmp_path / "m.jsonl", 1), Look()))
     assert seen == [1, 2, 3]
 
 

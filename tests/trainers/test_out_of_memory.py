@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megaswift.config import SwiftConfig
 from megaswift.trainers import memory_snapshot, out_of_memory, report
+from megaswift.trainers.course import memory_advice
 from megaswift.trainers.memory_snapshot import memory_snapshots
 from megaswift.trainers.output_folder import OutputFolder
-from megaswift.trainers.session import TrainingSession
 
 
 def flags(cfg: SwiftConfig, experts: int = 0) -> list[str]:
@@ -96,20 +98,19 @@ def test_the_largest_holders_are_named() -> None:
     del held
 
 
-def failed_session(output: Path, profile: bool) -> TrainingSession:
-    """What `memory_advice` needs of a run."""
-    session = object.__new__(TrainingSession)
-    session.cfg = SwiftConfig(model="m", dataset="d", profile=profile)
-    session.spec, session.diagnosis = SimpleNamespace(experts=0), None  # type: ignore[assignment]
-    session.build = SimpleNamespace(layout=SimpleNamespace(dp=1), outputs=OutputFolder(output))  # type: ignore[assignment]
-    return session
+def advised(output: Path, profile: bool) -> AbstractContextManager[None]:
+    """The advice of a run on one rank."""
+    plan: Any = SimpleNamespace(
+        spec=SimpleNamespace(experts=0), layout=SimpleNamespace(dp=1), outputs=OutputFolder(output)
+    )
+    return memory_advice(SwiftConfig(model="m", dataset="d", profile=profile), plan, None)
 
 
 @pytest.mark.parametrize("profile", [True, False])
 def test_with_profile_a_file_has_the_holders_and_the_report_shows_them(profile: bool, tmp_path: Path) -> None:
     """A real failed allocation beside a float64 tensor of 24 MiB; without --profile there is no file."""
     held = torch.zeros(3, 1024, 1024, dtype=torch.float64)
-    with pytest.raises(out_of_memory.OutOfMemory) as caught, failed_session(tmp_path, profile).memory_advice():
+    with pytest.raises(out_of_memory.OutOfMemory) as caught, advised(tmp_path, profile):
         torch.empty(2**60, dtype=torch.uint8)
     snapshots, html = memory_snapshots(tmp_path / "profile"), report.profile_html(tmp_path / "profile")
     assert (str(tmp_path / "profile" / "rank-0.memory.json") in caught.value.message()) == profile
@@ -152,13 +153,12 @@ def test_libraries_that_allocate_beside_torch(words: str) -> None:
 
 def test_a_run_that_runs_out_ends_with_the_advice() -> None:
     """Around the model's making and the loop; another error passes through as it is."""
-    session = failed_session(Path(), profile=False)
     with (
         pytest.raises(out_of_memory.OutOfMemory, match="1. --recompute_granularity selective"),
-        session.memory_advice(),
+        advised(Path(), profile=False),
     ):
         torch.empty(2**60, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="size of tensor") as caught, session.memory_advice():
+    with pytest.raises(RuntimeError, match="size of tensor") as caught, advised(Path(), profile=False):
         torch.zeros(2) + torch.zeros(3)
     assert not isinstance(caught.value, out_of_memory.OutOfMemory)
 

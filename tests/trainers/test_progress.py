@@ -11,6 +11,7 @@ import pytest
 from megaswift import log
 from megaswift.log import LogFile
 from megaswift.trainers.flops import StepFlopFormula
+from megaswift.trainers.loop import train
 from megaswift.trainers.metrics_jsonl import MetricsJsonlHook, ThroughputFormula
 from megaswift.trainers.progress import Progress, duration_text, print_line, progress_figures
 from tests.trainers.tiny import tiny_loop
@@ -22,11 +23,8 @@ class Terminal(io.StringIO):
 
 
 def shown(stream: io.StringIO, path, steps: int = 5, every: float = 0.0) -> str:  # noqa: ANN001
-    tiny_loop(
-        steps,
-        MetricsJsonlHook(path, 1, ThroughputFormula([StepFlopFormula(1, 1)], 1), "label_weight"),
-        Progress(stream, every),
-    ).run()
+    lines = MetricsJsonlHook(path, 1, ThroughputFormula([StepFlopFormula(1, 1)], 1), "label_weight")
+    train(tiny_loop(steps, lines, Progress(stream, every)))
     return stream.getvalue()
 
 

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from megaswift.config import load_config
 from megaswift.trainers.hook import Hook
+from megaswift.trainers.loop import train
 from megaswift.trainers.reduce_lr_on_plateau import ReduceOnPlateauHook, allowed_rate, plateau_hooks
 from tests.trainers.tiny import tiny_loop
 
@@ -69,6 +70,6 @@ def test_a_run_trains_with_the_reduced_rate(tmp_path: Path) -> None:
     hook.on_evaluate(tiny_loop(1), {"step": 0, "loss": 0.1})
     loop = tiny_loop(4, Evaluations(), hook)
     loop.learning_rate = lambda step: allowed_rate(3e-4, loop.hooks)
-    loop.run()
+    train(loop)
     assert loop.engine.rates == pytest.approx([3e-4, 3e-4, 1.5e-4, 0.75e-4])
     assert allowed_rate(1e-4, []) == 1e-4

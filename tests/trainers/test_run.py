@@ -1,6 +1,6 @@
 """Whole runs on the native engine, as users start them: two processes, killed, resumed, refused, exported.
 
-Covers: megaswift/trainers/create_process_groups_and_engine.py, megaswift/trainers/session.py.
+Covers: megaswift/trainers/engines.py, megaswift/trainers/course.py.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ import pytest
 
 from megaswift.engine.protocol import MicrobatchLossAndSamples, StepResult
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.trainers import session
+from megaswift.trainers import course
 from megaswift.trainers.hook import StepRecord
+from megaswift.trainers.loop import train
 from megaswift.trainers.skipped_step_and_loss_spike_monitor import (
     SkippedStepAndLossSpikeMonitor,
     TrainingDiverged,
@@ -29,7 +30,7 @@ def run(steps: int, bad: set[int]) -> SkippedStepAndLossSpikeMonitor:
     watch = SkippedStepAndLossSpikeMonitor()
     loop = tiny_loop(steps, watch)
     loop.engine = Stumbling(bad)
-    loop.run()
+    train(loop)
     return watch
 
 
@@ -181,4 +182,4 @@ def test_engines_name_the_samples_of_their_parts() -> None:
     ],
 )
 def test_the_status_of_a_failed_run_has_its_reason_in_one_line(error: UserError, said: str) -> None:
-    assert session.failure_reason(error, "step 7") == said
+    assert course.failure_reason(error, "step 7") == said

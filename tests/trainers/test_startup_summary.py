@@ -14,7 +14,7 @@ from megaswift.engine.protocol import EngineSizeReport
 from megaswift.errors import Problem
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.layout_grid_text import rank_grid_text
-from megaswift.trainers.session import TrainingSession
+from megaswift.trainers.course import tell_streamed_rows
 from megaswift.trainers.startup_summary import (
     SummaryFacts,
     data_text,
@@ -172,20 +172,19 @@ def test_a_stream_ends_with_the_counts_of_what_was_left_out(capsys: pytest.Captu
     tally = StreamRowCountsAndWarnings(quiet=True)
     source.sources, source._after = [SimpleNamespace(name="d.jsonl")], Cursor(rows=1234)
     source.contents = SimpleNamespace(tally=tally)
-    session = object.__new__(TrainingSession)
-    session.rows = []
-    session.tell_rows(source)
-    session.tell_rows(object())
-    assert capsys.readouterr().err == "" and session.rows == [], "nothing was left out"
+    rows: list[tuple[str, str]] = []
+    tell_streamed_rows(source, rows)
+    tell_streamed_rows(object(), rows)
+    assert capsys.readouterr().err == "" and rows == [], "nothing was left out"
     for _ in range(3):
         tally.malformed(Problem("d.jsonl:7", "is not JSON"))
     tally.long("deleted", 8, 100)
     tally.note(["empty_answers"])
-    session.tell_rows(source)
+    tell_streamed_rows(source, rows)
     text = (
         "of 1,234 rows read: 3 malformed and skipped, 1 deleted (longer than --max_length), 1 with an empty completion"
     )
-    assert f"d.jsonl: {text}" in capsys.readouterr().err and session.rows == [("rows", text)]
+    assert f"d.jsonl: {text}" in capsys.readouterr().err and rows == [("rows", text)]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from megaswift.errors import ConfigError
 from megaswift.trainers.checkpoint_hook import CheckpointHook, restore_run
 from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.evaluation import EvaluationHook
-from megaswift.trainers.hook import Hook
-from megaswift.trainers.loop import Loop
+from megaswift.trainers.hook import Hook, Run
+from megaswift.trainers.loop import train
 from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.step_interval import Every, interval_of, steps_of
 from tests.trainers.tiny import TinySource, batch, tiny_loop
@@ -31,12 +31,12 @@ class Rows(TinySource):
         return self.position * self.taken / self.rows
 
 
-def epoch_loop(folder: Path, steps: int, every: Every, *hooks: Hook) -> Loop:
+def epoch_loop(folder: Path, steps: int, every: Every, *hooks: Hook) -> Run:
     folder.mkdir(exist_ok=True)
     evaluation = EvaluationHook(folder / "eval.jsonl", lambda: [[batch(8, 5)]], every, "label_weight")
     checkpoint = CheckpointHook(CheckpointStore(folder / "checkpoints"), every, None, {"model": {}, "config": {}})
     loop = tiny_loop(steps, evaluation, *hooks, checkpoint)
-    loop.source = Rows()
+    loop.data = Rows()
     return loop
 
 
@@ -50,27 +50,27 @@ def saved(folder: Path) -> list[int]:
 
 def test_an_epoch_ends_with_the_step_that_takes_its_last_row(tmp_path: Path) -> None:
     """7 rows, 3 a step: 21 rows are three epochs, and the ends lie in steps 3, 5 and 7."""
-    epoch_loop(tmp_path, 8, "epoch").run()
+    train(epoch_loop(tmp_path, 8, "epoch"))
     assert evaluated(tmp_path) == [3, 5, 7, 8] and saved(tmp_path) == [3, 5, 7, 8]
 
 
 def test_steps_of_more_than_an_epoch(tmp_path: Path) -> None:
     loop = epoch_loop(tmp_path, 3, "epoch")
-    loop.source.taken = 15
-    loop.run()
+    loop.data.taken = 15
+    train(loop)
     assert evaluated(tmp_path) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("at", range(1, 8))
 def test_a_resumed_run_has_the_same_epochs(tmp_path: Path, at: int) -> None:
-    epoch_loop(tmp_path, at, "epoch").run()
+    train(epoch_loop(tmp_path, at, "epoch"))
     folder = tmp_path / "checkpoints" / f"step-{at}"
     for other in (tmp_path / "checkpoints").glob("step-*"):
         if other != folder:
             other.rename(tmp_path / f"earlier-{other.name}")
     second = epoch_loop(tmp_path, 8, "epoch")
     restore_run(second, folder, {})
-    second.run()
+    train(second)
     assert saved(tmp_path) == sorted({at, *(n for n in (3, 5, 7, 8) if n > at)})
     assert evaluated(tmp_path) == sorted({at, *(n for n in (3, 5, 7, 8))})
 
@@ -78,22 +78,22 @@ def test_a_resumed_run_has_the_same_epochs(tmp_path: Path, at: int) -> None:
 def test_a_position_ahead_of_the_steps_is_counted_once(tmp_path: Path) -> None:
     """Completions may be sampled ahead of time: the source's position goes back when a run resumes."""
     first = epoch_loop(tmp_path, 3, "epoch")
-    first.run()
+    train(first)
     second = epoch_loop(tmp_path, 5, "epoch")
     restore_run(second, tmp_path / "checkpoints" / "step-3", {})
-    second.source.position = 2
-    second.run()
+    second.data.position = 2
+    train(second)
     assert evaluated(tmp_path) == [3, 5]
 
 
 def test_no_saves_what_was_interrupted_only(tmp_path: Path) -> None:
     class Stop(Hook):
-        def on_step(self, loop: Loop, step: Any) -> None:
+        def on_step(self, loop: Run, step: Any) -> None:
             loop.interrupted = 15 if step.number == 2 else 0
             loop.stopping = "signal" if step.number == 2 else ""
 
-    epoch_loop(tmp_path / "whole", 4, "no").run()
-    epoch_loop(tmp_path / "cut", 4, "no", Stop()).run()
+    train(epoch_loop(tmp_path / "whole", 4, "no"))
+    train(epoch_loop(tmp_path / "cut", 4, "no", Stop()))
     assert saved(tmp_path / "whole") == [] and saved(tmp_path / "cut") == [2]
 
 
@@ -121,7 +121,7 @@ def test_steps_are_those_of_transformers(fraction: float, total: int) -> None:
 
 def test_fractions_of_all_steps(tmp_path: Path) -> None:
     """0.3 of 11 steps are 4, rounded up."""
-    epoch_loop(tmp_path, 11, 0.3).run()
+    train(epoch_loop(tmp_path, 11, 0.3))
     assert evaluated(tmp_path) == saved(tmp_path) == [4, 8, 11]
 
 

@@ -13,6 +13,7 @@ import pytest
 from megaswift.config.train import TrainConfig
 from megaswift.trainers import report
 from megaswift.trainers.hook import Hook, StepRecord
+from megaswift.trainers.loop import train
 from megaswift.trainers.step_profiler import (
     OTHER,
     OUTSIDE,
@@ -39,7 +40,7 @@ def events(folder: Path) -> list[list[dict[str, Any]]]:
 def profiled(folder: Path, steps: int, **options: Any) -> StepProfilerHook:
     """The hook after a run of so many steps."""
     hook = StepProfilerHook(replace(OPTIONS, **options), folder)
-    tiny_loop(steps, hook).run()
+    train(tiny_loop(steps, hook))
     return hook
 
 
@@ -68,9 +69,9 @@ def test_what_is_between_steps_is_left_out(tmp_path: Path) -> None:
 
     class Evaluation(Hook):
         def on_step(self, loop: Any, step: StepRecord) -> None:
-            loop.engine.evaluate(loop.source.next(), loop.loss)
+            loop.engine.evaluate(loop.data.next(), loop.loss)
 
-    tiny_loop(6, StepProfilerHook(OPTIONS, tmp_path), Evaluation()).run()
+    train(tiny_loop(6, StepProfilerHook(OPTIONS, tmp_path), Evaluation()))
     assert [[e["name"] for e in trace].count("aten::addmm") for trace in events(tmp_path)] == [2 * MICROBATCHES] * 2
 
 
@@ -80,7 +81,7 @@ def test_steps_after_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         folder = tmp_path / str(step)
         loop = tiny_loop(6, StepProfilerHook(OPTIONS, folder))
         loop.step = step
-        loop.run()
+        train(loop)
         assert [s["steps"] for s in profile_summaries(folder).values()] == [count] * bool(count)
     assert "no step was profiled; steps 3 to 4 were asked for, this run ended after step 6" in capsys.readouterr().err
 
@@ -108,7 +109,7 @@ def test_an_error_in_a_profiled_step_ends_the_profiler(tmp_path: Path) -> None:
     loop = tiny_loop(6, StepProfilerHook(OPTIONS, tmp_path / "first"))
     loop.learning_rate = lambda step: 1 / 0 if step == 3 else 0.1
     with pytest.raises(ZeroDivisionError):
-        loop.run()
+        train(loop)
     assert profile_summaries(tmp_path / "first") == {}
     profiled(tmp_path / "second", 6)
 

@@ -1,52 +1,69 @@
-"""The tasks: each builds its own loop, and a session knows none of them."""
+"""The tasks: each names its loss and its data, and the course of a run has no branch by task."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.sections import TASKS as NAMES
-from megaswift.trainers import session as session_module
-from megaswift.trainers.loop import Loop
-from megaswift.trainers.rl.rollout_loop_builder import build_rollout_loop
-from megaswift.trainers.session import TrainingSession
-from megaswift.trainers.supervised_loop_builder import LoopWithRunSummary, build_supervised_loop
-from megaswift.trainers.tasks import TASKS, Task
-from tests.trainers.tiny import tiny_loop
+from megaswift.trainers import build, course
+from megaswift.trainers.dataset_task import DatasetTask
+from megaswift.trainers.output_folder import OutputFolder
+from megaswift.trainers.plan import RunPlan
+from megaswift.trainers.rl.task import PolicyTask
+from megaswift.trainers.task import Task, TaskData, TaskParts
+from megaswift.trainers.tasks import TASKS
+from tests.trainers.tiny import TinyEngine, TinySource, tiny_loop
 
 
-def test_each_task_names_what_builds_its_loop() -> None:
+def test_each_task_says_where_its_batches_come_from() -> None:
     assert {*TASKS.names()} == {*NAMES}
-    assert {t.name for t in TASKS if t.build is build_rollout_loop} == {*RL}
-    assert all(t.build is build_supervised_loop for t in TASKS if t.name not in RL)
+    assert {t.name for t in TASKS if isinstance(t, PolicyTask)} == {*RL}
+    assert all(isinstance(t, DatasetTask) for t in TASKS if t.name not in RL)
 
 
-def test_the_session_has_no_branch_by_task() -> None:
-    source = inspect.getsource(session_module)
-    assert "cfg.task" not in source and "trainers.rl" not in source
+def test_the_course_of_a_run_has_no_branch_by_task() -> None:
+    source = inspect.getsource(course)
+    assert "trainers.rl" not in source and "task ==" not in source and "task in" not in source
 
 
-def test_a_task_brings_a_loop_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session restores, describes and runs what the task built, whatever it is."""
-    loop: Loop = tiny_loop(2)
-    built: list[Any] = []
+@dataclass(frozen=True)
+class OwnTask(Task):
+    """Of a plugin, say: three steps on a source of its own."""
 
-    def build(session: TrainingSession) -> LoopWithRunSummary:
-        built.append(session)
-        return LoopWithRunSummary(loop, lambda: SimpleNamespace(title="own"))  # type: ignore[arg-type, return-value]
+    def read(self, plan: RunPlan) -> tuple[RunPlan, TaskData]:
+        tokenizer = SimpleNamespace(chat_template="")
+        return replace(plan, fit="own"), TaskData(TinySource(), None, tokenizer=tokenizer, total_steps=3)
 
-    own = Task("own", "a task of its own", lambda cfg: loop.loss, "pairs", "pairs", build=build)
-    session: Any = SimpleNamespace(
-        cfg=SimpleNamespace(data=SimpleNamespace(max_length=4)),
-        spec=SimpleNamespace(max_positions=8),
-        build=SimpleNamespace(task=own, resumed=None, layout=SimpleNamespace(world_size=1)),
-        resume=lambda: None,
-        upload=None,
+    def attach(self, plan: RunPlan, data: TaskData, engine: Any, rate: Callable[[int], float]) -> TaskParts:
+        assert plan.fit == "own" and isinstance(engine, TinyEngine)
+        return TaskParts(data.source, engines={"second": engine})
+
+
+def test_a_task_brings_loss_data_and_engines_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`build_run` asks whatever task there is."""
+    loss = tiny_loop(1).loss
+    monkeypatch.setattr(
+        build, "TASKS", SimpleNamespace(get=lambda name: OwnTask("own", "o", lambda cfg: loss, "p", "p"))
     )
-    monkeypatch.setattr(session_module.startup_summary, "summary_rows", lambda cfg, facts: [("title", facts.title)])
-    monkeypatch.setattr(session_module.startup_summary, "render_summary", lambda title, rows: title)
-    assert TrainingSession.prepare(session) is loop and built == [session] and session.rows == [("title", "own")]
+    monkeypatch.setattr(build, "make_engine", lambda *_: TinyEngine())
+    for name in ("load_start_weights", "step_flop_formula", "model_facts"):
+        monkeypatch.setattr(build, name, lambda *_: {})
+    monkeypatch.setattr(build, "run_hooks", lambda *_: ["first", "checkpoint"])
+    cfg = SwiftConfig(task="sft", model="m", dataset="d", output_dir=str(tmp_path))
+    context: Any = SimpleNamespace(layout=SimpleNamespace(dp=1))
+    spec: Any = None
+    seconds: dict[str, float] = {}
+    built = build.build_run(RunPlan(cfg, spec, tmp_path, context, OutputFolder(tmp_path)), seconds, nullcontext)
+    run = built.run
+    assert (run.loss, run.total_steps, [*run.engines], run.hooks[1:]) == (loss, 3, ["second"], ["first", "checkpoint"])
+    assert isinstance(run.data, TinySource) and {*seconds} == {"data", "model"}

@@ -24,6 +24,7 @@ from megaswift.config import load_config
 from megaswift.trainers import trackers
 from megaswift.trainers.flops import StepFlopFormula
 from megaswift.trainers.hook import Hook
+from megaswift.trainers.loop import train
 from megaswift.trainers.metrics_jsonl import MetricsJsonlHook, ThroughputFormula, read_lines
 from megaswift.trainers.trackers import (
     WRITER_THREAD,
@@ -40,11 +41,8 @@ from tests.trainers.tiny import tiny_loop
 def test_events_are_the_lines(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tiny_loop(
-        4,
-        MetricsJsonlHook(tmp_path / "m.jsonl", 2, ThroughputFormula([StepFlopFormula(1, 1)], 1), "label_weight"),
-        TensorBoard(tmp_path / "runs"),
-    ).run()
+    metrics = MetricsJsonlHook(tmp_path / "m.jsonl", 2, ThroughputFormula([StepFlopFormula(1, 1)], 1), "label_weight")
+    train(tiny_loop(4, metrics, TensorBoard(tmp_path / "runs")))
     events = EventAccumulator(str(tmp_path / "runs")).Reload()
     lines = read_lines(tmp_path / "m.jsonl")
     for name in ("loss", "grad_norm", "tokens", "token_accuracy"):
@@ -325,7 +323,7 @@ def test_an_outage_is_one_warning_and_everything_arrives(
 
     hook.fails = fails
     loop = tiny_loop(4, lines(hook, tmp_path), hook)
-    loop.run()
+    train(loop)
     said = capsys.readouterr().err
     assert hook.sent == [1, 2, 3, 4] and hook.ended == 1 and loop.step == 4
     assert said.count(f"warning: Fake failed ({error.__name__}: the server is away)") == said.count("warning") == 1
@@ -346,7 +344,7 @@ def test_a_tracker_that_never_answers_ends_and_delays_no_run(
 
     hook.fails, began = fails, time.monotonic()
     loop = tiny_loop(4, lines(hook, tmp_path), hook)
-    loop.run()
+    train(loop)
     assert loop.step == 4 and time.monotonic() - began < 100
     said = capsys.readouterr().err
     what = "the end of the run" if call == "end" else "4 records"
@@ -364,7 +362,7 @@ def test_a_tracker_that_is_away_until_the_end(tmp_path: Path, capsys: pytest.Cap
             raise ConnectionError("refused")
 
     hook.fails = fails
-    tiny_loop(6, lines(hook, tmp_path), hook).run()
+    train(tiny_loop(6, lines(hook, tmp_path), hook))
     said = capsys.readouterr().err
     assert hook.sent == [1, 2] and said.count("warning") == 2
     assert "Fake: 4 records could not be sent" in said and hook.ended == 0
@@ -379,7 +377,7 @@ def test_a_record_that_is_refused_holds_up_no_other(tmp_path: Path, capsys: pyte
             raise ValueError("not a number")
 
     hook.fails = fails
-    tiny_loop(5, lines(hook, tmp_path), hook).run()
+    train(tiny_loop(5, lines(hook, tmp_path), hook))
     assert hook.sent == [1, 3, 4, 5] and hook.ended == 1
     assert "Fake: 1 record could not be sent" in capsys.readouterr().err
 
@@ -413,7 +411,7 @@ def test_trackers_share_the_time_at_the_end(tmp_path: Path, monkeypatch: pytest.
     hooks = tracker_hooks("012345", TrackedRun(tmp_path, {}))
     loop = tiny_loop(2, lines(made[0], tmp_path), *hooks)
     began = time.monotonic()
-    loop.run()
+    train(loop)
     assert time.monotonic() - began < 5 * 4 and made[5].sent == [1, 2] and made[5].ended == 1
     forever.set()
 

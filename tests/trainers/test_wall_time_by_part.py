@@ -1,4 +1,7 @@
-"""Wall time by part: blocks of one part add up, a block that fails counts too, other parts stay."""
+"""Wall time by part: blocks of one part add up, a block that fails counts too, other parts stay.
+
+Covers: megaswift/trainers/step_timer.py.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +9,7 @@ from typing import Any
 import pytest
 
 from megaswift.engine.protocol import StepResult
-from megaswift.trainers import wall_time_by_part
+from megaswift.trainers import step_timer, wall_time_by_part
 from megaswift.trainers.hook import StepExtras, StepRecord
 
 
@@ -26,9 +29,9 @@ def test_blocks_add_up_also_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_step_is_waiting_the_source_s_work_and_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 10 s in all, the batch after 4, of which 3 were the source's work; 2 more of it came later."""
     clock = iter((100.0, 100.0, 104.0, 110.0, 200.0, 200.0, 201.0, 204.0))
-    monkeypatch.setattr(wall_time_by_part, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(step_timer, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     loop: Any = SimpleNamespace(seconds={"generation": 1.0})
-    timer = wall_time_by_part.StepTimer()
+    timer = step_timer.StepTimer()
 
     def step(extras: StepExtras) -> tuple[Any, ...]:
         record = StepRecord(1, 0.0, 0.1, StepResult(0.5), extras=extras)

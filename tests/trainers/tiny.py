@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megaswift.engine.protocol import Addends, Counted, EngineSizeReport, GlobalBatchCounts, StartedCount, StepResult
 from megaswift.losses.contract import Batch, Loss, MeanMetric, ModelOutputs, RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
-from megaswift.trainers.loop import Loop
+from megaswift.trainers.hook import Run
 
 VOCAB = 23
 
@@ -173,6 +173,6 @@ class TinySource:
         self.position = int(state["position"])
 
 
-def tiny_loop(steps: int, *hooks: Any, seed: int = 0) -> Loop:
+def tiny_loop(steps: int, *hooks: Any, seed: int = 0) -> Run:
     """A loop over the tiny engine."""
-    return Loop(TinyEngine(seed), TinySource(), CrossEntropy(), lambda step: 0.01 / (1 + step), steps, list(hooks))
+    return Run(TinyEngine(seed), TinySource(), CrossEntropy(), lambda step: 0.01 / (1 + step), steps, list(hooks))

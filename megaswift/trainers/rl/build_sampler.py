@@ -17,7 +17,7 @@ from megaswift.memory.kv_cache_bytes import kv_cache_bytes_per_token
 from megaswift.models.spec import ModelSpec
 from megaswift.rollout.sampler import Sampler, SamplerOptions, SamplingParams, make_sampler
 from megaswift.rollout.write_weight_sync_folders import SHARED_MEMORY
-from megaswift.trainers.create_process_groups_and_engine import RankContext
+from megaswift.trainers.engines import RankContext
 from megaswift.trainers.rl.completion_generation_and_weight_sync import is_sampling_rank
 
 EVERYWHERE = ("vllm",)

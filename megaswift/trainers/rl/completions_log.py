@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megaswift.trainers.hook import StepRecord
+from megaswift.trainers.hook import Run, StepRecord
 from megaswift.trainers.metrics_jsonl import JsonLinesHook
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
 from megaswift.trainers.rl.reward_scorer import ScoredCompletion
 from megaswift.trainers.rl.rollout_source import RolloutSource
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
 
 
 class CompletionsLog(JsonLinesHook):
@@ -23,7 +20,7 @@ class CompletionsLog(JsonLinesHook):
         self.source, self.most = source, most
         """`most`: lines of a generation; None: all."""
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """The generation that this step was the first to use."""
         if self.source.fresh:
             self.write(*(completion_line(step.number, *sample) for sample in self.source.fresh[: self.most]))

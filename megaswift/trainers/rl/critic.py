@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.protocol import Engine
@@ -19,11 +19,9 @@ from megaswift.losses.value import PARTS, ValueLoss, explained_variance
 from megaswift.models.scalar_head import with_scalar_head
 from megaswift.models.spec import ModelSpec
 from megaswift.trainers.add_preference_loss_fields_to_batches import BatchTransform
-from megaswift.trainers.create_process_groups_and_engine import RankContext, make_engine
+from megaswift.trainers.engines import RankContext, make_engine
+from megaswift.trainers.hook import Run
 from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
 
 
 class CriticTrainer(BatchTransform):
@@ -36,17 +34,17 @@ class CriticTrainer(BatchTransform):
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """Goes on with the schedule where the run does."""
-        self.steps = loop.step
+        self.steps = run.step
 
-    def on_end(self, loop: Loop) -> None:
+    def on_end(self, run: Run) -> None:
         """As of the policy: a critic that has learned nothing fails the run."""
-        self.watch.on_end(loop)
+        self.watch.on_end(run)
 
-    def check_progress(self, loop: Loop) -> None:
+    def check_progress(self, run: Run) -> None:
         """The same where a resumed run has nothing left to do."""
-        self.watch.check_progress(loop)
+        self.watch.check_progress(run)
 
     def state_dict(self) -> dict[str, Any]:
         """The skipped steps."""

@@ -8,18 +8,15 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaswift.data.rl_prompts import Prompt
-from megaswift.trainers.hook import StepRecord
+from megaswift.trainers.hook import Run, StepRecord
 from megaswift.trainers.metrics_jsonl import IntervalLinesHook
 from megaswift.trainers.rl.offload_and_async_generation import CompletionSamplingScheduler
 from megaswift.trainers.rl.reward_scorer import RewardScorer
 from megaswift.trainers.rl.rollout_metrics import rollout_statistics
 from megaswift.trainers.step_interval import Every
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
 
 APART = 2**40
 """Added to the step, it numbers an evaluation's draws apart from those of any generation."""
@@ -41,12 +38,12 @@ class RewardEvaluationHook(IntervalLinesHook):
         self.prompts = prompts
         self.scheduler, self.scorer = work
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """Evaluates when it is due."""
-        if self.interval.due(step) or step.number == loop.total_steps:
-            self.evaluate(loop, step)
+        if self.interval.due(step) or step.number == run.total_steps:
+            self.evaluate(run, step)
 
-    def evaluate(self, loop: Loop, step: StepRecord) -> dict[str, Any]:
+    def evaluate(self, run: Run, step: StepRecord) -> dict[str, Any]:
         """One pass over the prompts, one line."""
         began = time.perf_counter()
         self.scheduler.settle()
@@ -63,5 +60,5 @@ class RewardEvaluationHook(IntervalLinesHook):
         }
         line |= {"prompts": len(self.prompts), "seconds": time.perf_counter() - began}
         self.write(line)
-        loop.emit("on_evaluate", line)
+        run.emit("on_evaluate", line)
         return line

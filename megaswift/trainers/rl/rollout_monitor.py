@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaswift.errors import EXIT_NO_PROGRESS, Problem, UserError
 from megaswift.log import count_text
 from megaswift.rewards.reward_interface_and_scoring import reward_function_flag
-from megaswift.trainers.hook import Hook, StepRecord
+from megaswift.trainers.hook import Hook, Run, StepRecord
 from megaswift.trainers.progress import print_warning
 from megaswift.trainers.rl.rollout_source import RolloutSource
-
-if TYPE_CHECKING:
-    from megaswift.trainers.loop import Loop
 
 PATIENCE = 3
 """So many generations in a row before anything is said."""
@@ -43,12 +40,12 @@ class RolloutMonitor(Hook):
         self.silent = False
         """Whether no completion of the last generation had a reward."""
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, run: Run) -> None:
         """A checkpoint without these counts is taken as one of a run that had rewards."""
-        if loop.step and not self.completions:
+        if run.step and not self.completions:
             self.completions = self.rewarded = 1
 
-    def on_step(self, loop: Loop, step: StepRecord) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """Counts."""
         if self.source.fresh:
             self.count(step.number)
@@ -72,18 +69,18 @@ class RolloutMonitor(Hook):
         """The reward functions as typed."""
         return ", ".join(reward_function_flag(function) for function in self.source.parts.scorer.functions)
 
-    def on_end(self, loop: Loop) -> None:
+    def on_end(self, run: Run) -> None:
         """Before the last checkpoint, as for skipped steps."""
-        if not loop.interrupted and loop.step >= loop.total_steps:
-            self.check_progress(loop)
+        if not run.interrupted and run.step >= run.total_steps:
+            self.check_progress(run)
 
-    def check_progress(self, loop: Loop) -> None:
+    def check_progress(self, run: Run) -> None:
         """`NoRewardsError` where no completion of the whole run had a reward."""
         if self.completions and not self.rewarded:
             raise NoRewardsError(
                 Problem(
                     self.flags(),
-                    f"returned None for every completion of all {count_text(loop.step, 'step')}: every advantage was "
+                    f"returned None for every completion of all {count_text(run.step, 'step')}: every advantage was "
                     "0, so nothing was learned. Nothing was exported",
                     "return a number for each completion that the function applies to, and None only for the others",
                 )

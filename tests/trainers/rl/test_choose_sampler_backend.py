@@ -41,7 +41,7 @@ GRPO = ("--model", "m", "--dataset", "d", "--reward_funcs", "accuracy")
         ("sft", (), True, ("vllm", "0.30.0"), ("transformers", "")),
     ],
 )
-def test_backend(  # noqa: PLR0913
+def test_backend(
     task: str,
     words: tuple[str, ...],
     gpu: bool,

@@ -1,7 +1,7 @@
 """Each option of reinforcement learning arrives where it is used: in the loss, the sampler, the critic, the estimator,
 the table.
 
-Covers: megaswift/trainers/rl/completions_log.py, megaswift/trainers/rl/rollout_loop_builder.py,
+Covers: megaswift/trainers/rl/completions_log.py, megaswift/trainers/rl/task.py,
 megaswift/trainers/rl/build_sampler.py, megaswift/trainers/rl/settings.py.
 """
 
@@ -28,12 +28,11 @@ from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParamete
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.rl import build_sampler
-from megaswift.trainers.rl import rollout_loop_builder as build_module
-from megaswift.trainers.rl import rollout_loop_builder as rl_build
+from megaswift.trainers.rl import task as rl_task
 from megaswift.trainers.rl.build_sampler import sampler_options, sampling_params_of, sync_folder
 from megaswift.trainers.rl.completions_log import CompletionsLog
-from megaswift.trainers.rl.rollout_loop_builder import reward_functions_of, reward_weights_of
 from megaswift.trainers.rl.settings import rl_settings
+from megaswift.trainers.rl.task import reward_functions_of, reward_weights_of
 from megaswift.trainers.tasks import TASKS
 from tests.memory.test_settings_that_fit import QWEN3_8B
 from tests.trainers.rl.makers import config, source
@@ -277,13 +276,13 @@ CRITIC: dict[str, tuple[Options, ValueLoss, float]] = {
 def test_the_critic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rate follows the policy's schedule."""
     options, loss, share = CRITIC[name]
-    monkeypatch.setattr(rl_build, "critic_engine", lambda *_, **__: None)
+    monkeypatch.setattr(rl_task, "critic_engine", lambda *_, **__: None)
     cfg = run(**options)
     build: Any = SimpleNamespace(scheduled=lambda steps: cfg, spec=None, folder=None, context=None, resumed=None)
-    made = rl_build.build_critic(build, lambda step: 0.5 / (1 + step), 10)
+    made = rl_task.build_critic(build, lambda step: 0.5 / (1 + step), 10)
     assert made is not None and made.loss == loss
     assert [made.learning_rate(step) for step in (0, 4)] == pytest.approx([share * 0.5, share * 0.1])
-    assert rl_build.build_critic(SimpleNamespace(scheduled=lambda steps: run()), lambda step: 0.0, 10) is None  # type: ignore[arg-type]
+    assert rl_task.build_critic(SimpleNamespace(scheduled=lambda steps: run()), lambda step: 0.0, 10) is None  # type: ignore[arg-type]
 
 
 SETTINGS: dict[str, tuple[Options, Options]] = {
@@ -317,7 +316,7 @@ def test_the_source_of_steps(name: str) -> None:
 def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions in the order of their names, then models; every option of theirs goes along."""
     asked: list[Any] = []
-    monkeypatch.setattr(build_module, "load_reward_functions", lambda *given: asked.append(given) or [])
+    monkeypatch.setattr(rl_task, "load_reward_functions", lambda *given: asked.append(given) or [])
     numbers: Options = {
         "max_completion_length": 200,
         "soft_max_length": 77,
@@ -344,9 +343,9 @@ def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_turns_of_a_conversation(most: int | None, tmp_path: Path) -> None:
     (tmp_path / "world.py").write_text("class World:\n    reset = step = lambda self, *_, **__: None\n")
     named = f"{tmp_path}/world.py:World"
-    talk = rl_build.build_multi_turn(run(environment=named, max_turns=most), TOKENIZER)
+    talk = rl_task.build_multi_turn(run(environment=named, max_turns=most), TOKENIZER)
     assert talk is not None and talk.max_turns == most and type(talk.make().inner).__name__ == "World"
-    assert talk.make() is not talk.make() and rl_build.build_multi_turn(run(), TOKENIZER) is None
+    assert talk.make() is not talk.make() and rl_task.build_multi_turn(run(), TOKENIZER) is None
 
 
 @pytest.mark.parametrize(("most", "lines"), [(None, 8), (3, 3)])

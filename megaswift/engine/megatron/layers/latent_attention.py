@@ -62,7 +62,7 @@ class _ByPosition(MLASelfAttention):
         self._angles = rotary_pos_emb
         return super().forward(hidden_states, attention_mask, *args, **kwargs)
 
-    def get_query_key_value_tensors(  # noqa: PLR0913 (Megatron's signature)
+    def get_query_key_value_tensors(
         self,
         hidden_states: Tensor,
         key_value_states: Any = None,

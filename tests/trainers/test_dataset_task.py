@@ -1,8 +1,7 @@
-"""What a loop of supervised training tells its source of batches."""
+"""What a task tells its source of batches."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
-from megaswift.losses.sft import CrossEntropy
-from megaswift.trainers.supervised_loop_builder import build_supervised_loop
+from megaswift.trainers.task import TaskData
+from megaswift.trainers.tasks import TASKS
 from tests.data.makers import config
 from tests.data.test_loader import source
 from tests.trainers.tiny import TinyEngine
@@ -24,16 +23,6 @@ def test_no_batch_is_prepared_while_cuda_graphs_are_captured(impl: str, steps: i
     cfg = config(tmp_path, str(tmp_path / "d.jsonl")).replace(cuda_graph_impl=impl, padding_free=False)
     engine: Any = TinyEngine()
     engine.prepare_ahead = None
-    build = SimpleNamespace(
-        cfg=cfg,
-        spec=None,
-        layout=engine.layout,
-        resumed=None,
-        task=SimpleNamespace(loss=lambda cfg: CrossEntropy()),
-        data=lambda: (rows, evaluation),
-        engine=lambda fresh, total_steps: engine,
-        hooks=lambda engine, evaluation: [],
-        preparation=lambda: None,
-    )
-    session: Any = SimpleNamespace(build=build, seconds={}, memory_advice=nullcontext)
-    assert build_supervised_loop(session).loop.source.alone == steps
+    plan: Any = SimpleNamespace(cfg=cfg, geometry=LoaderGeometry, context=SimpleNamespace(coordinates=None))
+    parts = TASKS.get("sft").attach(plan, TaskData(rows, evaluation), engine, lambda step: 0.0)
+    assert parts.data is rows and rows.alone == steps

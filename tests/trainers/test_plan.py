@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from megaswift.config import load_config
-from megaswift.trainers.run_builder import RunBuilder
+from megaswift.trainers.plan import RunPlan
 
 
 def base_of(model: str, folder: Path, out: Path) -> str:
     cfg = load_config("sft", ["--model", model, "--dataset", "d", "--train_type", "lora"], environ={})
     outputs: Any = SimpleNamespace(root=out)
     unused: Any = None
-    return RunBuilder(cfg, unused, folder, unused, outputs).base
+    return RunPlan(cfg, unused, folder, unused, outputs).base
 
 
 def test_a_hub_id_stays_one(tmp_path: Path) -> None:

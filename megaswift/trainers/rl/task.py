@@ -1,11 +1,11 @@
-"""Builds the loop of reinforcement learning on a rank: prompts, sampler, rewards, critic."""
+"""Tasks of reinforcement learning: prompts, sampler, rewards, critic."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.agent_templates import AGENT_TEXTS
@@ -13,14 +13,14 @@ from megaswift.config.byte_size_text import bytes_text
 from megaswift.config.evaluation_rules import evaluates
 from megaswift.config.generation_batch import generation_batch_plan
 from megaswift.config.rl_defaults import advantage_estimator_entry_of
-from megaswift.data import build_batch_sources as data
+from megaswift.data import build_batch_sources as data_sources
 from megaswift.data import vocab_check
 from megaswift.data.collate_rollout_batches import RolloutCollator
 from megaswift.data.prompt_images import PromptImageReader
 from megaswift.data.read_template_and_system import thinking_variable
 from megaswift.data.rl_prompts import IndexedPrompts, Prompt, PromptSource, load_prompt_splits
 from megaswift.data.vision_batches import media_kinds
-from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
+from megaswift.data.vision_processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
 from megaswift.log import count_text
@@ -36,10 +36,9 @@ from megaswift.rollout.write_weight_sync_folders import SyncRounds
 from megaswift.trainers.add_preference_loss_fields_to_batches import ReferenceLogprobs
 from megaswift.trainers.choose_prefix_sharing import shares_prefixes
 from megaswift.trainers.flops import step_flop_formula
-from megaswift.trainers.hook import Hook
-from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at, weight_decay_at
-from megaswift.trainers.loop import Loop, unchanged
-from megaswift.trainers.reduce_lr_on_plateau import allowed_rate
+from megaswift.trainers.hook import Hook, unchanged
+from megaswift.trainers.learning_rate_schedule import count_steps
+from megaswift.trainers.plan import RunPlan
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
 from megaswift.trainers.rl.build_sampler import (
     build_sampler,
@@ -67,12 +66,7 @@ from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSou
 from megaswift.trainers.rl.settings import rl_settings
 from megaswift.trainers.startup_summary import SummaryFacts, trained_parameter_share_text
 from megaswift.trainers.step_interval import interval_of
-from megaswift.trainers.supervised_loop_builder import LoopWithRunSummary
-from megaswift.trainers.wall_time_by_part import StepTimer, timed
-
-if TYPE_CHECKING:
-    from megaswift.trainers.run_builder import RunBuilder
-    from megaswift.trainers.session import TrainingSession
+from megaswift.trainers.task import Task, TaskData, TaskParts
 
 CRITIC = "critic"
 """Within a checkpoint."""
@@ -81,17 +75,49 @@ LOOKED_AT = 20_000
 Rate = Callable[[int], float]
 
 
-def build_training_and_held_out_prompts(build: RunBuilder) -> tuple[PromptSource, list[Prompt]]:
-    """What completions are asked for, and the held-out ones; the tokenizer is the build's from here on."""
-    cfg = build.cfg
-    reader: Any = build.reader()
-    build.tokenizer = tokenizer_of_tokenizer_or_processor(reader)
-    plan = generation_batch_plan(cfg, build.layout.dp)
-    source, held_out = load_prompt_splits(cfg, reader, plan.prompts, plan.steps)
-    vocab_check.check_dataset_token_ids([source.prompts.docs], build.tokenizer, build.geometry().vocabulary)
-    if problems := missing_reward_column_problems(reward_functions_of(cfg), common_columns(source.prompts)):
-        raise DataError(problems)
-    return source, held_out or []
+@dataclass(frozen=True)
+class PolicyTask(Task):
+    """Batches are rollouts: completions of prompts, with rewards. PPO's other engine is the critic."""
+
+    def read(self, plan: RunPlan) -> tuple[RunPlan, TaskData]:
+        """The prompts to train on, and the held-out ones."""
+        cfg = plan.cfg
+        reader: Any = plan.reader()
+        tokenizer = tokenizer_of_tokenizer_or_processor(reader)
+        generation = generation_batch_plan(cfg, plan.layout.dp)
+        source, held_out = load_prompt_splits(cfg, reader, generation.prompts, generation.steps)
+        vocab_check.check_dataset_token_ids([source.prompts.docs], tokenizer, plan.geometry().vocabulary)
+        if problems := missing_reward_column_problems(reward_functions_of(cfg), common_columns(source.prompts)):
+            raise DataError(problems)
+        processor = reader if isinstance(reader, Processor) else None
+        total = count_steps(cfg, source)
+        return plan, TaskData(source, None, held_out or [], tokenizer, processor, total)
+
+    def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:
+        """Sampler, critic, rewards."""
+        cfg = plan.cfg
+        critic_of = partial(build_critic, plan, rate, data.total_steps)
+        dependencies = rollout_dependencies(plan, data, engine, critic_of)
+        settings, critic = rl_settings(cfg, plan.layout.dp), dependencies.critic
+        rollouts = RolloutSource(settings, dependencies)
+        # the critic's values, once a generation
+        flops = [] if critic is None else [step_flop_formula(critic.engine, plan.spec, 1 / settings.iterations)]
+
+        def describe(facts: SummaryFacts) -> SummaryFacts:
+            return add_rl_summary_rows(facts, plan, data.source, None if critic is None else critic.engine)
+
+        return TaskParts(
+            rollouts,
+            first_hooks=[*rollout_hooks(plan, rollouts)],
+            last_hooks=[*reward_evaluation_hooks(plan, rollouts, data.held_out)],
+            prepare=unchanged if critic is None else critic.prepare,
+            agree_before_batch=True,
+            step_extras=rollouts.step_extras,
+            mark=rollouts.mark,
+            engines={} if critic is None else {CRITIC: critic.engine},
+            flops=flops,
+            describe=describe,
+        )
 
 
 def common_columns(prompts: IndexedPrompts) -> frozenset[str]:
@@ -100,24 +126,24 @@ def common_columns(prompts: IndexedPrompts) -> frozenset[str]:
 
 
 def add_rl_summary_rows(
-    facts: SummaryFacts, build: RunBuilder, source: PromptSource, critic: Engine | None
+    facts: SummaryFacts, plan: RunPlan, source: PromptSource, critic: Engine | None
 ) -> SummaryFacts:
     """The first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
-    cfg, plan = build.cfg, generation_batch_plan(build.cfg, build.layout.dp)
-    samplers = build.layout.world_size if samples_on_every_rank(cfg) else build.layout.dp
+    cfg, generation = plan.cfg, generation_batch_plan(plan.cfg, plan.layout.dp)
+    samplers = plan.layout.world_size if samples_on_every_rank(cfg) else plan.layout.dp
     shared = cfg.vllm.vllm_tensor_parallel_size
     sampling = (
-        f"{count_text(plan.generations, 'completion')} for each of {count_text(plan.prompts, 'prompt')} at a time, "
-        "up to "
+        f"{count_text(generation.generations, 'completion')} for each of {count_text(generation.prompts, 'prompt')} "
+        "at a time, up to "
         f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {count_text(samplers, 'rank')}"
-        f"{f', {shared} per engine' if shared > 1 else ''}, {rollout_batch_size(cfg, build.spec)} at once, "
-        f"for {count_text(plan.steps, 'step')}"
+        f"{f', {shared} per engine' if shared > 1 else ''}, {rollout_batch_size(cfg, plan.spec)} at once, "
+        f"for {count_text(generation.steps, 'step')}"
     )
-    rows = source.rows * plan.generations * plan.iterations
+    rows = source.rows * generation.generations * generation.iterations
     more = (
         ("sampling", sampling),
         *facts.more,
-        *weight_sync_summary_rows(build),
+        *weight_sync_summary_rows(plan),
         ("rewards", rewards_text(cfg)),
         *(() if critic is None else critic_summary_row(cfg, critic)),
     )
@@ -131,14 +157,12 @@ def rewards_text(cfg: SwiftConfig) -> str:
     return ", ".join([*weighted, *([f"turns of {cfg.rl.environment}"] if cfg.rl.environment else [])])
 
 
-def weight_sync_summary_rows(build: RunBuilder) -> Iterator[tuple[str, str]]:
+def weight_sync_summary_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Of a run with adapters: what its samplers get."""
-    if build.adapts:
-        cfg, alone = build.cfg, syncs_adapters_only(build.cfg, build.spec, build.folder)
+    if plan.adapts:
+        cfg, alone = plan.cfg, syncs_adapters_only(plan.cfg, plan.spec, plan.folder)
         why = (
-            merged_sync_reason(cfg, build.spec, build.folder)
-            if cfg.rl.rollout_lora is None
-            else "rollout_lora is false"
+            merged_sync_reason(cfg, plan.spec, plan.folder) if cfg.rl.rollout_lora is None else "rollout_lora is false"
         )
         yield (
             "weight sync",
@@ -172,12 +196,12 @@ class SamplerCloser(Hook):
         self.scheduler.generation.close()
 
 
-def build_critic(build: RunBuilder, rate: Rate, total_steps: int) -> CriticTrainer | None:
+def build_critic(plan: RunPlan, rate: Rate, total_steps: int) -> CriticTrainer | None:
     """The critic of a run that has one."""
-    cfg = build.scheduled(total_steps)
+    cfg = plan.scheduled(total_steps)
     if not advantage_estimator_entry_of(cfg).critic:
         return None
-    engine = critic_engine(cfg, build.spec, build.folder, build.context, fresh=build.resumed is None)
+    engine = critic_engine(cfg, plan.spec, plan.folder, plan.context, fresh=plan.resumed is None)
     share = (cfg.rl.critic_learning_rate or cfg.optim.learning_rate) / cfg.optim.learning_rate
     return CriticTrainer(engine, ValueLoss(cfg.rl.cliprange_value, cfg.rl.vf_coef), lambda step: share * rate(step))
 
@@ -198,79 +222,28 @@ def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None
     )
 
 
-def build_rollout_loop(session: TrainingSession) -> LoopWithRunSummary:
-    """The loop of a policy: its batches are rollouts, its other engine is the critic. Prompts first: a malformed row
-    stops the run before a model is built."""
-    cfg, build = session.cfg, session.build
-    with timed(session.seconds, "data"):
-        prompts, held_out = build_training_and_held_out_prompts(build)
-        total = count_steps(cfg, prompts)
-    check_schedule_length(total, cfg.optim)
-
-    def rate(step: int) -> float:
-        # a resumed run may have another number of steps
-        return allowed_rate(lr_at(step, loop.total_steps, cfg.optim), logging)
-
-    with timed(session.seconds, "model"), session.memory_advice():
-        engine = build.engine(fresh=build.resumed is None, total_steps=total)
-        *logging, checkpoint = build.hooks(engine, None)
-        dependencies = rollout_dependencies(build, engine, prompts, partial(build_critic, build, rate, total))
-    settings, critic = rl_settings(cfg, build.layout.dp), dependencies.critic
-    if critic is not None:
-        # its values, once a generation
-        build.rules.append(step_flop_formula(critic.engine, build.spec, 1 / settings.iterations))
-    rollouts = RolloutSource(settings, dependencies)
-    loop = Loop(
-        engine,
-        rollouts,
-        build.task.loss(cfg),
-        rate,
-        total,
-        [
-            StepTimer(),
-            *rollout_hooks(build, rollouts),
-            *logging,
-            *reward_evaluation_hooks(build, rollouts, held_out),
-            checkpoint,
-        ],
-        unchanged if critic is None else critic.prepare,
-        agree_before_batch=True,
-        step_extras=rollouts.step_extras,
-        mark=rollouts.mark,
-        engines={} if critic is None else {CRITIC: critic.engine},
-        seconds=session.seconds,
-        weight_decay=lambda step: weight_decay_at(step, loop.total_steps, cfg.optim),
-    )
-
-    def facts() -> SummaryFacts:
-        plain = build.facts(engine, prompts, None, loop.total_steps, loop.step)
-        return add_rl_summary_rows(plain, build, prompts, loop.engines.get(CRITIC))
-
-    return LoopWithRunSummary(loop, facts)
-
-
 def rollout_dependencies(
-    build: RunBuilder, engine: Engine, prompts: PromptSource, critic_of: Callable[[], CriticTrainer | None]
+    plan: RunPlan, data: TaskData, engine: Engine, critic_of: Callable[[], CriticTrainer | None]
 ) -> RolloutDependencies:
     """What rollouts are made by: the sampler, the reward functions, the estimator."""
-    cfg, context, tokenizer = build.cfg, build.context, build.tokenizer
-    settings, geometry = rl_settings(cfg, build.layout.dp), build.geometry()
+    cfg, context, tokenizer, prompts = plan.cfg, plan.context, data.tokenizer, data.source
+    settings, geometry = rl_settings(cfg, plan.layout.dp), plan.geometry()
     images = None
-    if build.processor is not None:
-        images = PromptImageReader(build.processor, media_kinds(prompts.prompts.docs.stores))
+    if data.processor is not None:
+        images = PromptImageReader(data.processor, media_kinds(prompts.prompts.docs.stores))
     packs = cfg.data.packing is not False and images is None
-    adapters_only = build.adapts and syncs_adapters_only(cfg, build.spec, build.folder)
+    adapters_only = plan.adapts and syncs_adapters_only(cfg, plan.spec, plan.folder)
     offloaded = {"optimizer": cfg.rl.offload_optimizer, "model": cfg.rl.offload_model}
     leaves = frozenset(part for part, moves in offloaded.items() if moves)
     generation = CompletionGenerator(
         engine,
         context.coordinates,
-        build_sampler_in_freed_memory(build, engine, leaves, adapter_rank(cfg) if adapters_only else 0),
-        sampling_params_of(cfg, tokenizer, build.folder),
+        build_sampler_in_freed_memory(plan, engine, leaves, adapter_rank(cfg) if adapters_only else 0),
+        sampling_params_of(cfg, tokenizer, plan.folder),
         cfg.train.seed,
         build_multi_turn(cfg, tokenizer),
-        SyncRounds(sync_folder(cfg, build.folder), "adapter") if adapters_only else None,
-        build.base,
+        SyncRounds(sync_folder(cfg, plan.folder), "adapter") if adapters_only else None,
+        plan.base,
         samples_on_every_rank(cfg),
         cfg.vllm.vllm_tensor_parallel_size,
         images,
@@ -295,50 +268,48 @@ def rollout_dependencies(
         ),
         AdvantageEstimator(cfg, settings, settings.beta),
         RolloutCollator(
-            data.padding_shape_of(tokenizer, geometry),
+            data_sources.padding_shape_of(tokenizer, geometry),
             packs,
             geometry.uniform,
             images,
-            shares_prefixes(cfg, build.spec, build.layout),
+            shares_prefixes(cfg, plan.spec, plan.layout),
         ),
         geometry,
         critic,
     )
 
 
-def build_sampler_in_freed_memory(
-    build: RunBuilder, engine: Engine, leaves: frozenset[str], rank: int
-) -> Sampler | None:
+def build_sampler_in_freed_memory(plan: RunPlan, engine: Engine, leaves: frozenset[str], rank: int) -> Sampler | None:
     """This rank's sampler, built while `leaves` of the engine are off the device: vLLM refuses to start where less than
     its share of the memory is free. `rank`: of adapters that come alone."""
     if leaves:
         engine.offload(leaves)
     dtype = str(engine.dtype).removeprefix("torch.")
-    sampler = build_sampler(build.cfg, build.spec, build.folder, build.context, dtype, rank)
+    sampler = build_sampler(plan.cfg, plan.spec, plan.folder, plan.context, dtype, rank)
     if leaves:
         engine.onload()
     return sampler
 
 
-def rollout_hooks(build: RunBuilder, rollouts: RolloutSource) -> Iterator[Hook]:
+def rollout_hooks(plan: RunPlan, rollouts: RolloutSource) -> Iterator[Hook]:
     """The hooks of a policy's run that come before those of every run."""
-    cfg, parts = build.cfg, rollouts.parts
+    cfg, parts = plan.cfg, rollouts.parts
     yield SamplerCloser(parts.scheduler)
     yield RolloutMonitor(rollouts)
     if parts.critic is not None:
         yield parts.critic
     if cfg.rl.log_completions:
-        yield CompletionsLog(build.outputs.completions, rollouts, cfg.rl.num_completions_to_print)
+        yield CompletionsLog(plan.outputs.completions, rollouts, cfg.rl.num_completions_to_print)
     if cfg.preference.sync_ref_model and rollouts.settings.beta:
         yield ReferenceLogprobs(cfg.preference.ref_model_sync_steps, cfg.preference.ref_model_mixup_alpha)
 
 
-def reward_evaluation_hooks(build: RunBuilder, rollouts: RolloutSource, held_out: Sequence[Prompt]) -> Iterator[Hook]:
+def reward_evaluation_hooks(plan: RunPlan, rollouts: RolloutSource, held_out: Sequence[Prompt]) -> Iterator[Hook]:
     """Evaluation on the held-out prompts, where there are any."""
-    if held_out and evaluates(build.cfg):
-        work, train = (rollouts.parts.scheduler, rollouts.parts.scorer), build.cfg.train
+    if held_out and evaluates(plan.cfg):
+        work, train = (rollouts.parts.scheduler, rollouts.parts.scorer), plan.cfg.train
         every = interval_of(train.eval_strategy, train.eval_steps)
-        yield RewardEvaluationHook(build.outputs.evaluation, held_out, work, every)
+        yield RewardEvaluationHook(plan.outputs.evaluation, held_out, work, every)
 
 
 def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaswift.engine.protocol import EngineSizeReport
-from megaswift.trainers.rl.rollout_loop_builder import critic_summary_row, rewards_text
+from megaswift.trainers.rl.task import critic_summary_row, rewards_text
 from tests.trainers.rl.makers import config
 
 
