@@ -31,6 +31,11 @@ _TOOL = {
 _RESULT = {"role": "tool", "content": "x", "name": NAME, "tool_call_id": PROBE_ID}
 _AFTER = (_RESULT, {"role": "assistant", "content": "y"})
 ABSENT = "absent"
+EMPTY_CONTENTS: dict[str, tuple[str | None, ...]] = {"": ("", None, ABSENT), "null": (ABSENT, None, ""), "text": ("",)}
+"""What may stand for a content that is "", null or a text: as the row has it first. transformers leaves out what is
+null; its older releases did not, and some templates ask for null."""
+NO_IDS, LETTERS, NAMES = "", "letters", "names"
+"""Ids of calls that have none: as they are; nine letters and digits; the function's name and a number."""
 _IDS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 WRITTEN, MANGLED, NAMED, OMITTED, REJECTED = 4, 3, 2, 1, 0
 """How a form comes out: as JSON or the template's own notation; quoted twice or as Python writes it; without its
@@ -92,8 +97,7 @@ class MessageForms:
     def __init__(self, render: Render) -> None:
         self._render = render
         self._best: dict[tuple[bool, str], tuple[CallForm, int]] = {}
-        self._ids: dict[bool, bool] = {}
-        self._ids_are_names: dict[bool, bool] = {}
+        self._ids: dict[bool, str] = {}
 
     def writes_calls(self, tools: Any) -> bool:
         """Whether the template writes a call without content, in a conversation with or without tools. One that raises
@@ -112,60 +116,63 @@ class MessageForms:
         if not calling:
             yield from _with_contents(messages)
             return
-        best = self._applied(messages, calling, tools)
-        if any("id" not in call for i in calling for call in messages[i]["tool_calls"]) and self._needs_ids(tools):
-            best = _with_ids(best, self._ids_are_names[bool(tools)])
+        # The form that suits each message by itself
+        best = [dict(m) for m in messages]
+        for i in calling:
+            best[i] = self._learnt(tools, _kind_of_content(messages[i]))[0].message(messages[i])
+        lack_ids = any("id" not in call for i in calling for call in best[i]["tool_calls"])
+        ids = self._needed_ids(tools) if lack_ids else NO_IDS
+        if ids != NO_IDS:
+            best = _with_ids(best, ids)
         yield from _with_contents(best)
-        # What one message cannot show: templates that fail only in longer conversations, for an id or a content
-        if any("id" not in call for i in calling for call in best[i]["tool_calls"]):
-            yield from _with_contents(_with_ids(best, False))
+        # What one message cannot show: templates that ask for an id in longer conversations
+        if lack_ids and ids == NO_IDS:
+            yield from _with_contents(_with_ids(best, LETTERS))
         yield [dict(m) for m in messages]
 
-    def _applied(self, messages: Sequence[Message], calling: Sequence[int], tools: Any) -> list[dict[str, Any]]:
-        changed = [dict(m) for m in messages]
-        for i in calling:
-            content = messages[i].get("content")
-            kind = "null" if content is None else "" if content == "" else "text"
-            changed[i] = self._learnt(tools, kind)[0].message(messages[i])
-        return changed
-
-    def _needs_ids(self, tools: Any) -> bool:
-        """Whether a call without an id is not written (Mistral's and Kimi's templates)."""
+    def _needed_ids(self, tools: Any) -> str:
+        """The ids without which a call is not written: Mistral's templates need LETTERS, Kimi's NAMES, most NO_IDS."""
         key = bool(tools)
         if key not in self._ids:
             form, quality = self._learnt(tools, "")
             bare = _probe("")
             del bare["tool_calls"][0]["id"]
             text = self._render([ASK, form.message(bare)], tools_of_probe(tools))
-            self._ids[key] = quality > _quality(text)
-            self._ids_are_names[key] = bool(text) and NAME not in str(text).rpartition(QUESTION)[2]
+            unnamed = bool(text) and NAME not in str(text).rpartition(QUESTION)[2]
+            needed = NAMES if unnamed else LETTERS
+            self._ids[key] = needed if quality > _quality(text) else NO_IDS
         return self._ids[key]
 
-    def _learnt(self, tools: Any, kind: str) -> tuple[CallForm, int]:
-        """(the best form, how it comes out) of calls in messages whose content is null, empty or a text."""
-        key = bool(tools), kind
+    def _learnt(self, tools: Any, content: str) -> tuple[CallForm, int]:
+        """(the best form, how it comes out) of calls beside a content of this kind: a key of `EMPTY_CONTENTS`."""
+        key = bool(tools), content
         if key not in self._best:
-            self._best[key] = self._learn(tools, kind)
+            self._best[key] = self._learn(tools, content)
         return self._best[key]
 
-    def _learn(self, tools: Any, kind: str) -> tuple[CallForm, int]:
-        # transformers leaves out what is null; its older releases did not, and some templates ask for null
-        orders: dict[str, tuple[str | None, ...]] = {"": ("", None, ABSENT), "null": (ABSENT, None, ""), "text": ("",)}
-        empties = orders[kind]
-        choices = [CallForm(*one) for one in product((False, True), (False, True), empties)]
-        # the content as the row has it first, in either form of the arguments
-        choices.sort(key=lambda form: (form.bare, empties.index(form.empty), form.text))
-        best = choices[0], REJECTED
+    def _learn(self, tools: Any, content: str) -> tuple[CallForm, int]:
+        # Candidates: the content as the row has it first, in either form of the arguments
+        empties = EMPTY_CONTENTS[content]
+        forms = [CallForm(*one) for one in product((False, True), (False, True), empties)]
+        forms.sort(key=lambda form: (form.bare, empties.index(form.empty), form.text))
+        # The first that comes out best: in a conversation that ends with the call, else in one that goes on
+        best = forms[0], REJECTED
         for after in ((), _AFTER):
-            for form in choices:
-                message = form.message(_probe("" if kind != "text" else "z"))
-                text = self._render([ASK, message, *after], tools_of_probe(tools))
-                quality = _quality(text)
+            for form in forms:
+                message = form.message(_probe("z" if content == "text" else ""))
+                quality = _quality(self._render([ASK, message, *after], tools_of_probe(tools)))
                 if quality > best[1] and not (after and quality == NAMED):  # a result may name the function too
                     best = form, quality
                 if quality == WRITTEN:
                     return best
         return best
+
+
+def _kind_of_content(message: Message) -> str:
+    content = message.get("content")
+    if content is None:
+        return "null"
+    return "" if content == "" else "text"
 
 
 def _with_contents(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
@@ -202,9 +209,9 @@ def _quality(text: str | None) -> int:
     return MANGLED if mangled else WRITTEN
 
 
-def _with_ids(messages: Sequence[Message], names: bool) -> list[dict[str, Any]]:
-    """Calls and their results with ids where they have none. A call's is that of its result, where this has one;
-    `names`: Kimi's, which hold the function's name; else nine letters and digits, as Mistral's models have them."""
+def _with_ids(messages: Sequence[Message], style: str) -> list[dict[str, Any]]:
+    """Calls and their results with ids where they have none: NAMES, or LETTERS where the call's result has none
+    either."""
     changed: list[dict[str, Any]] = []
     open_ids: list[str] = []
     number = 0
@@ -217,7 +224,7 @@ def _with_ids(messages: Sequence[Message], names: bool) -> list[dict[str, Any]]:
                     break
                 name = (call.get("function") or call).get("name")
                 own = (result or {}).get("tool_call_id") or _nine_letters(number)
-                calls.append({"id": f"functions.{name}:{number}" if names else own, **call})
+                calls.append({"id": f"functions.{name}:{number}" if style == NAMES else own, **call})
                 number += 1
             open_ids = [str(call["id"]) for call in calls]
             changed.append({**message, "tool_calls": calls})
