@@ -14,7 +14,6 @@ import pytest
 
 from megaswift import deploy, export, infer
 from megaswift.compat.names.answers import NAMES_ELSEWHERE
-from megaswift.compat.names.neutral import NEUTRAL
 from megaswift.config import load_config
 from megaswift.config.non_lora_peft_methods import VARIANTS
 from megaswift.config.option import Option
@@ -23,9 +22,8 @@ from megaswift.config.sections import NAMES, TASKS, TRAINING
 from megaswift.data.formats import FORMATS, recognize_format
 from tests.sources import FOLDERS, ROOT
 
-OF_THE_PAST = ROOT / "docs/former_names.md"
 PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "converters/README.md"]
-PAGES += sorted({*(ROOT / "docs").glob("*.md")} - {OF_THE_PAST})
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 OPTION = r"(?<![\w-])--([A-Za-z][\w-]*)"
 OF_OTHERS = {
@@ -89,7 +87,7 @@ def commands(text: str) -> Iterator[list[str]]:
 def test_options() -> None:
     known = known_options()
     named = {(page, option) for page, text in TEXTS.items() for option in re.findall(OPTION, text)}
-    named -= {(page, o) for page, o in named if "migrating" in page and o in {*NEUTRAL, *NAMES_ELSEWHERE}}
+    named -= {(page, o) for page, o in named if "migrating" in page and o in NAMES_ELSEWHERE}
     assert len(named) > 300 and [(page, o) for page, o in sorted(named) if o.replace("-", "_") not in known] == []
 
 

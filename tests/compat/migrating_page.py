@@ -15,16 +15,8 @@ from megaswift.compat.defaults import (
     TRL,
     differing_default_table_rows,
 )
-from megaswift.compat.names.absent import UNSUPPORTED
-from megaswift.compat.names.answers import NAMES_ELSEWHERE, PRECISIONS, VALUES_ELSEWHERE
-from megaswift.compat.names.inference import (
-    HINTS_OF,
-    NEUTRAL_OF,
-    VALUES_ELSEWHERE_OF_INFERENCE,
-)
-from megaswift.compat.names.megatron_lm import UNSUPPORTED_OF_MEGATRON
-from megaswift.compat.names.neutral import NEUTRAL, NeutralOption
-from megaswift.compat.translation import RENAMED, SWITCHES, TASK_SPELLINGS
+from megaswift.compat.names.answers import NAMES_ELSEWHERE, VALUES_ELSEWHERE
+from megaswift.compat.names.inference import VALUES_ELSEWHERE_OF_INFERENCE
 from tests.sources import ROOT
 
 CHINESE_PAGE = PAGE.replace(".md", ".zh-CN.md")
@@ -33,17 +25,38 @@ CHINESE = {
     "option": "选项",
     "there": "原工具",
     "here": "megaswift",
-    "command": "命令",
     "where": "适用范围",
-    "values": "接受的取值",
-    "why": "原因",
-    "options": "选项",
-    "instead": "替代办法",
     "name or value there": "原名称或取值",
 }
 """Heads of columns. The cells are the program's own words and stay as it prints them."""
 DEFAULTS = ("option", "there", "here", "where")
-NAMES_HEAD = ("name or value there", "here")
+NOT_HERE = (
+    "device_map",
+    "max_prompt_length",
+    "num_mini_batches",
+    "total_episodes",
+    "train_batch_size",
+    "packing_length",
+    "reward_model_plugin",
+    "reward_adapters",
+    "ref_adapters",
+    "teacher_model",
+    "num_labels",
+    "mcore_model",
+    "vllm_server_group_port",
+    "optimizer: lomo",
+    "optimizer: apollo",
+    "optimizer: schedule_free_adamw",
+    "train_type: longlora",
+    "train_type: llamapro",
+    "train_type: lisa",
+    "train_type: reft",
+    "train_type: prompt_tuning",
+    "rlhf_type: gkd",
+    "infer_backend: lmdeploy",
+    "quant_method: awq",
+)
+"""Names and values of other toolkits whose users have to decide something; the program answers all others too."""
 
 
 def rows(head: tuple[str, ...], body: list[tuple[str, ...]]) -> str:
@@ -52,46 +65,13 @@ def rows(head: tuple[str, ...], body: list[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _accepted(option: NeutralOption) -> str:
-    other, value = option.true_with
-    return (", ".join(option.values) or "any value") + (f"; true with `{other}: {value}`" if other else "")
-
-
 def tables() -> dict[str, str]:
     """Each table by the name in its marks."""
-    names = [(f"`{name}`", advice) for name, advice in sorted(NAMES_ELSEWHERE.items())]
-    values = [(f"`{option}: {value}`", advice) for (option, value), advice in sorted(VALUES_ELSEWHERE.items())]
-    neutral = [(f"`{name}`", _accepted(option), option.reason) for name, option in sorted(NEUTRAL.items())]
-    translated = [(f"`{name}`", "`task`") for name in TASK_SPELLINGS]
-    translated += [(f"`{name}`", f"`{option}`") for name, option in sorted(RENAMED.items())]
-    translated += [(f"`{name}: true`", f"`{option}: {value}`") for name, (option, value) in sorted(SWITCHES.items())]
-    translated += [(f"`{name}: true`", f"`torch_dtype: {dtype}`") for name, dtype in PRECISIONS.items()]
+    values = {**VALUES_ELSEWHERE, **VALUES_ELSEWHERE_OF_INFERENCE}
+    answers = {**NAMES_ELSEWHERE, **{f"{option}: {value}": text for (option, value), text in values.items()}}
     found = {toolkit: rows(DEFAULTS, differing_default_table_rows(toolkit)) for toolkit in TOOLKITS}
-    found |= {"neutral": rows(("option", "values", "why"), neutral), "translated": rows(("there", "here"), translated)}
-    found["absent"] = rows(
-        ("options", "values", "why", "instead"),
-        [
-            (
-                ", ".join(f"`{n}`" for n in names.split()),
-                ", ".join(filter(None, values)) or "any value",
-                why,
-                fix,
-            )
-            for names, values, why, fix in (*UNSUPPORTED, *UNSUPPORTED_OF_MEGATRON)
-        ],
-    )
-    found["inference neutral"] = rows(
-        ("command", "option", "values", "why"),
-        [
-            (command, f"`{name}`", ", ".join(option.values) or "any value", option.reason)
-            for command, table in NEUTRAL_OF.items()
-            for name, option in sorted(table.items())
-        ],
-    )
-    hints = [(c, f"`{name}`", text) for c, table in HINTS_OF.items() for name, text in sorted(table.items())]
-    answers = [("all", f"`{name}: {value}`", text) for (name, value), text in VALUES_ELSEWHERE_OF_INFERENCE.items()]
-    found["inference names"] = rows(("command", "there", "here"), [*hints, *answers])
-    return found | {"names": rows(NAMES_HEAD, [*names, *values])}
+    not_here = [(f"`{name}`", answers[name]) for name in NOT_HERE]
+    return found | {"not here": rows(("name or value there", "here"), not_here)}
 
 
 def in_chinese(table: str) -> str:
