@@ -6,14 +6,14 @@ from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import AUTO, NATIVE, requested_engine
 from megaswift.memory.activation_bytes import activation_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels, MicrobatchSetup
-from megaswift.memory.torch_weight_gradient_optimizer_bytes import (
-    torch_engine_bytes,
-    torch_parameters,
-)
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.trainers.fit_to_device import step_options
 from tests.memory.of_config import estimate_of, parameters_of, parts_of
+from tests.memory.torch_engine_bytes import (
+    torch_engine_bytes,
+    torch_parameters,
+)
 
 NATIVE_KERNELS = ComputeKernels(TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, "bfloat16", True)
 NF4_KERNELS = ComputeKernels(TORCH, TRANSFORMER_ENGINE, "bfloat16", True)

@@ -28,7 +28,7 @@ def out(tmp_path: Path) -> Path:
         (folder / "engine" / "weights.bin").write_bytes(bytes(range(100)) * step)
         (folder / "engine" / "engine.json").write_text(json.dumps({"train_type": "lora", "kind": "fsdp2"}))
         state = {"task": "sft", "layout": LAYOUT, "data": {}, "hooks": {}}
-        store.finish(step, checkpoint_store.hash_share(folder, 0, 1), state)
+        store.finish(step, checkpoint_store.hash_files(folder, checkpoint_store.unhashed_files(folder, ())), state)
     return tmp_path / "out"
 
 

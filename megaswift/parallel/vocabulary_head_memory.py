@@ -133,13 +133,3 @@ def megatron_engine_head_peak_bytes(shape: HeadShape, device: str, fused_gradien
         s.weight_elements * s.element_bytes if s.weight_trained and (fused_gradient or s.element_bytes < 4) else 0
     )
     return s.row_bytes + max(forward, d_hidden + total + max(backward, returned))
-
-
-def torch_engine_head_peak_bytes(shape: HeadShape, device: str) -> int:
-    """Bytes at the peak of a transformers model's head and the torch engine's fields, forward and backward, beside
-    hidden states and weight: logits, in whose place their gradient comes, and the gradients of the head's product."""
-    s = shape
-    logits = s.rows * s.width * s.element_bytes
-    d_hidden = s.rows * s.hidden_size * s.element_bytes
-    d_weight = s.weight_elements * s.element_bytes if s.weight_trained else 0
-    return logits + s.row_bytes + max(0 if device == "cuda" else s.tile_bytes(forward=True), d_hidden + d_weight)

@@ -61,11 +61,6 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def hash_share(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every `ranks`-th file, flushed to disk: the ranks share the reading."""
-    return hash_files(folder, unhashed_files(folder, ())[rank::ranks])
-
-
 def _delete(path: Path) -> None:
     """Deletes a folder, or a link or file in its place, never what a link leads to."""
     if path.is_symlink() or not path.is_dir():

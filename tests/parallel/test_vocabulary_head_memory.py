@@ -14,9 +14,7 @@ from megaswift.engine.megatron.layers.vocab_parallel_head_logprobs import (
     VocabularyHeadOptions,
     compute_vocabulary_fields,
 )
-from megaswift.engine.torch.loss_fields_from_logits import compute_loss_fields
 from megaswift.engine.vocabulary_logprobs_and_entropy import VocabularyHeadShardSpec
-from megaswift.losses.contract import RequestedModelOutputs
 from megaswift.losses.dpo import DPO
 from megaswift.losses.sft import CrossEntropy
 from megaswift.parallel import vocabulary_head_memory
@@ -27,7 +25,6 @@ from megaswift.parallel.vocabulary_head_memory import (
     head_chunks,
     megatron_engine_head_peak_bytes,
     tile_rows,
-    torch_engine_head_peak_bytes,
 )
 
 ROWS, HIDDEN, WIDTH = 600, 96, 8192
@@ -84,19 +81,6 @@ def test_native_head(
     assert 0.9 * formula <= allocated_peak(step) <= formula
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("task", NEEDS)
-def test_torch_head(dtype: torch.dtype, task: str) -> None:
-    hidden, weight, labels = inputs(dtype)
-    needs: RequestedModelOutputs = NEEDS[task]
-
-    def step() -> None:
-        compute_loss_fields(torch.nn.functional.linear(hidden, weight), labels, needs)[0].sum().backward()
-
-    formula = torch_engine_head_peak_bytes(HeadShape(ROWS, HIDDEN, WIDTH, dtype.itemsize, needs.names), "cpu")
-    assert 0.9 * formula <= allocated_peak(step) <= formula
-
-
 @pytest.mark.parametrize(("temperature", "cap"), [(0.7, None), (1.0, 30.0)])
 def test_factors_and_soft_caps(temperature: float, cap: float | None) -> None:
     """Each adds a float32 tile."""
@@ -122,11 +106,10 @@ def test_scoring_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_logits_are_never_all_in_float32() -> None:
-    """Of 16-bit models both engines need less than float32 logits alone would take."""
+    """A head of 16 bits needs less than float32 logits alone would take."""
     shape = HeadShape(4096, 1024, 151936, 2, NEEDS["dpo"].names, weight_trained=False)
     float32 = 4096 * 151936 * 4
     assert megatron_engine_head_peak_bytes(shape, "cuda") < 0.6 * float32
-    assert torch_engine_head_peak_bytes(shape, "cuda") < 0.6 * float32
 
 
 def test_chunks() -> None:

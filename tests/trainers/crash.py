@@ -30,7 +30,7 @@ def save(root: Path, step: int, text: str) -> None:
     (folder / "engine").mkdir()
     for name in ("a", "b"):
         (folder / "engine" / name).write_text(f"{text} {name} {step}" * 100)
-    store.finish(step, checkpoint_store.hash_share(folder, 0, 1), {"text": text})
+    store.finish(step, checkpoint_store.hash_files(folder, checkpoint_store.unhashed_files(folder, ())), {"text": text})
     store.rotate(1)
 
 

@@ -24,7 +24,7 @@ def save(store: CheckpointStore, step: int, text: str = "weights") -> Path:
     (folder / "engine" / "b.bin").write_text("more")
     return store.finish(
         step,
-        checkpoint_store.hash_share(folder, 0, 2) | checkpoint_store.hash_share(folder, 1, 2),
+        checkpoint_store.hash_files(folder, checkpoint_store.unhashed_files(folder, ())),
         {"data": {"position": step}},
     )
 

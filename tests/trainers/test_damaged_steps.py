@@ -50,7 +50,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(converted / "model", folder / "model")
         (folder / "adapter").mkdir()
         (folder / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-        store.finish(step, checkpoint_store.hash_share(folder, 0, 1), {"data": {}, "hooks": {}})
+        store.finish(
+            step,
+            checkpoint_store.hash_files(folder, checkpoint_store.unhashed_files(folder, ())),
+            {"data": {}, "hooks": {}},
+        )
     (root / "run" / "metrics.jsonl").write_text('{"step": 8}\n')
     return root / "run"
 
