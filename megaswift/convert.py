@@ -29,7 +29,7 @@ from megaswift.config.nodes_of_single_process_commands import (
     place_among_nodes,
     unused_processes_notice,
 )
-from megaswift.config.read_config_file_and_command_line import GivenOptionValue
+from megaswift.config.sources import GivenOptionValue
 from megaswift.config.user_spelling import TypedOption, problems_as_typed
 from megaswift.error_exit import print_error_once
 from megaswift.errors import ConfigError, Problem, UserError

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megaswift import log
+from megaswift.compat.inference import InferenceToolkits
 from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import DeployConfig
@@ -36,7 +37,7 @@ def _complete(parsed: ParsedCommand) -> ParsedCommand:
     return complete_deploy_options(with_fetched_adapters(parsed, "weights"))
 
 
-COMMAND = CommandParser("deploy", USAGE, DeployConfig, deploy_option_problems, _complete)
+COMMAND = CommandParser("deploy", USAGE, DeployConfig, InferenceToolkits("deploy"), deploy_option_problems, _complete)
 
 
 def main(argv: Sequence[str]) -> int:

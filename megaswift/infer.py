@@ -16,6 +16,7 @@ if not __package__:  # run as a file: python has put megaswift/ itself on the pa
     sys.path[:] = [_root, *(p for p in sys.path if p != _root and Path(p).resolve() != Path(_root, "megaswift"))]
 
 from megaswift import log
+from megaswift.compat.inference import InferenceToolkits
 from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import InferConfig
 from megaswift.config.inference_rules import infer_option_problems
@@ -50,7 +51,7 @@ def _complete(parsed: ParsedCommand) -> ParsedCommand:
     return complete_infer_options(with_fetched_adapters(parsed, "weights"))
 
 
-COMMAND = CommandParser("infer", USAGE, InferConfig, infer_option_problems, _complete)
+COMMAND = CommandParser("infer", USAGE, InferConfig, InferenceToolkits("infer"), infer_option_problems, _complete)
 
 
 def main(argv: Sequence[str]) -> int:

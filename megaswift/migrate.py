@@ -24,8 +24,8 @@ from megaswift.compat.scripts.toolkits import (
     command_of_file,
     foreign_commands,
 )
+from megaswift.config.files import LARGEST_FILE, read_config_file
 from megaswift.config.infer_deploy_export_parser import CommandParser
-from megaswift.config.read_config_file_and_command_line import LARGEST_FILE, read_config_file
 from megaswift.errors import ConfigError, Problem, UserError
 
 EXIT_OPEN = 3

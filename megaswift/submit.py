@@ -30,8 +30,10 @@ from megaswift.clusters.scheduler_protocol import Scheduler, scheduler_of
 from megaswift.clusters.ssh_hosts import hosts_of, with_hosts_of_its_file
 from megaswift.command_line_common import UserErrorArgumentParser
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.read_config_file_and_command_line import GivenOptionValue, read_command_line, read_config_file
+from megaswift.config.command_line import read_command_line
+from megaswift.config.files import read_config_file
 from megaswift.config.sections import NAMES
+from megaswift.config.sources import GivenOptionValue
 from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint
 from megaswift.launchers.nccl_preset import ONE_NODE
 from megaswift.parallel.layout import PROCESSES

@@ -14,16 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megaswift import log
+from megaswift import compat, log
 from megaswift.closed_stdout import ignore_closed_stdout
 from megaswift.command_line_common import HELP
-from megaswift.compat.files.accelerate_launch import accelerate_notices
-from megaswift.compat.translation import translated_options
 from megaswift.config import SwiftConfig, load_config
+from megaswift.config.command_line import read_command_line
 from megaswift.config.data import ALIGNMENT
 from megaswift.config.launch import LaunchConfig
-from megaswift.config.read_config_file_and_command_line import read_command_line
-from megaswift.config.sections import NAMES, names_task
+from megaswift.config.sections import NAMES, TASK_NAMES
+from megaswift.config.sources import ConfigSource
 from megaswift.config.unread_variables import unread_variables_notices
 from megaswift.config.user_spelling import errors_as_typed
 from megaswift.config.variables_set_by_launcher import (
@@ -107,7 +106,8 @@ _MISSING_TYPE = Problem("--rlhf_type", "is missing: it selects the task", f"--rl
 def _names_no_task(words: Sequence[str]) -> bool:
     """Whether nothing on a command line can: the rules would call it a run of sft."""
     line = read_command_line(list(words))
-    return not line.files and not any(names_task(g.name, g.value) for g in translated_options(line.givens))
+    translated = compat.translate([ConfigSource(tuple(line.givens))])
+    return not line.files and not any(g.name in TASK_NAMES for source in translated for g in source.givens)
 
 
 def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
@@ -128,7 +128,7 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
         for notice in (
             *cfg.notices,
             *unread_variables_notices(os.environ),
-            *accelerate_notices(os.environ, cfg, alone),
+            *compat.environment_notices(os.environ, cfg, alone),
         ):
             log.info(notice)
 

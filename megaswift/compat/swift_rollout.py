@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
+from megaswift.config.sources import ConfigSource, GivenOptionValue
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 DEFAULT_THRESHOLD = 2.0

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.command_line_common import UserErrorArgumentParser
+from megaswift.config.files import read_config_file
 from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS
-from megaswift.config.read_config_file_and_command_line import GivenOptionValue, read_config_file
+from megaswift.config.sources import GivenOptionValue
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megaswift.config.read_config_file_and_command_line import ConfigSource
+from megaswift.config.sources import ConfigSource
 from megaswift.errors import ConfigError, Problem, missing_path_hint
 from megaswift.user_code_errors import import_user_file
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.parse_option_values import FALSE, TRUE
-from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
+from megaswift.config.sources import ConfigSource, GivenOptionValue
 
 HUGGING_FACE, MODELSCOPE = "HF", "MS"
 _PREFIX = re.compile(r"(HF|MS)::(.+)", re.IGNORECASE | re.DOTALL)

@@ -11,30 +11,20 @@ import os
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from megaswift import log
 from megaswift.command_line_common import HELP
-from megaswift.compat.names.inference import (
-    NEUTRAL_OF,
-    VALUES_ELSEWHERE_OF_INFERENCE,
-    inference_option_advice,
-    translated_inference_options,
-)
-from megaswift.compat.names.neutral import NeutralOption, neutral_notice
+from megaswift.config.command_line import read_command_line
+from megaswift.config.files import read_config_file
+from megaswift.config.given_options import GivenOptions, unknown_option_problem
 from megaswift.config.help_page import option_lines, section_heading
 from megaswift.config.hub_dataset_ids import dataset_hubs, hub_source_from_environment
-from megaswift.config.merge_config_sources import ResolveState, set_option_value, unknown_option_problem
 from megaswift.config.option import OptionTable, build_option_table
-from megaswift.config.parse_option_values import FALSE
-from megaswift.config.read_config_file_and_command_line import (
-    GivenOptionValue,
-    read_command_line,
-    read_config_file,
-    secret_values_of,
-)
+from megaswift.config.sources import ConfigSource, GivenOptionValue, accepted_notice, secret_values_of
+from megaswift.config.toolkits import Toolkits
 from megaswift.config.unread_variables import unread_variables_notices
 from megaswift.config.user_spelling import TypedOption, errors_as_typed, problems_as_typed
 from megaswift.config.variables_set_by_launcher import CHECKED
@@ -81,6 +71,8 @@ class CommandParser(Generic[Config]):
     usage: str
     config: type[Config]
     """A dataclass whose fields are the sections of options."""
+    toolkits: Toolkits
+    """What the command understands of other toolkits' names."""
     check: Callable[[ParsedCommand], Iterable[Problem]]
     complete: Callable[[ParsedCommand], ParsedCommand] = as_given
     """Fills in what files name that the options point to, before `check`."""
@@ -110,22 +102,23 @@ class CommandParser(Generic[Config]):
     def parse(self, argv: Sequence[str]) -> ParsedCommand:
         """The sections; ConfigError with all mistakes."""
         line = read_command_line(list(argv), self.table)
-        state = ResolveState(problems=list(line.problems))
+        state = GivenOptions()
         sources = [read_config_file(file) for file in line.files]
+        state.problems += line.problems
         state.problems += [problem for source in sources for problem in source.problems]
         state.notices += [notice for source in sources for notice in source.notices]
         if "use_hf" in self.table.options:
             state.values |= {given.name: given.value for given in hub_source_from_environment(os.environ).givens}
-        for givens in (*(source.givens for source in sources), line.givens):
-            self._take(state, list(translated_inference_options(givens)))
+        for source in self.toolkits.translate([*sources, ConfigSource(tuple(line.givens))], self.table.names):
+            self._take(state, source)
         values = dataset_hubs(state.values, state.wrong)
         sections = {
             key: cls(**{n: v for n, v in values.items() if self.table.options[n].section == key})
             for key, cls in self.sections.items()
         }
-        neutral = neutral_notice(((label, name) for name, (label, _) in state.neutral.items()), self.neutral)
+        accepted = accepted_notice(state.accepted.values())
         typed = {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None}
-        parsed = ParsedCommand(sections, typed, (*state.notices, *[neutral] * bool(neutral)))
+        parsed = ParsedCommand(sections, typed, (*state.notices, *((accepted,) if accepted else ())))
         if not state.problems:  # it may download
             parsed = self.complete(parsed)
         checked = [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
@@ -139,37 +132,19 @@ class CommandParser(Generic[Config]):
             raise ConfigError(redact_problems(problems, secret_values_of(line.givens)))
         return parsed
 
-    @property
-    def neutral(self) -> Mapping[str, NeutralOption]:
-        """Options of other toolkits that ask for what happens anyway."""
-        return NEUTRAL_OF.get(self.name, {})
-
-    def _take(self, state: ResolveState, givens: Sequence[GivenOptionValue]) -> None:
+    def _take(self, state: GivenOptions, source: ConfigSource) -> None:
         """The values of one source."""
         first: dict[str, GivenOptionValue] = {}
-        for given in givens:
-            option = self.table.options.get(self.table.names.get(given.name, ""))
-            neutral = self.neutral.get(given.name)
-            if option is not None:
-                count = len(state.problems)
-                set_option_value(state, option, given, first.get(option.name))
-                fix = VALUES_ELSEWHERE_OF_INFERENCE.get((option.name, str(given.value).strip().lower()))
-                if fix and len(state.problems) > count:
-                    state.problems[-1] = replace(state.problems[-1], fix=fix)
-                first.setdefault(option.name, given)
-            elif neutral is not None and neutral.accepts(given.value):
-                state.neutral[given.name] = given.label, neutral
-            else:
-                state.problems.append(self._unknown(given))
-
-    def _unknown(self, given: GivenOptionValue) -> Problem:
-        neutral, advice = self.neutral.get(given.name), inference_option_advice(self.name, given.name)
-        if neutral is not None:
-            rule = f"is not supported: {neutral.reason}"
-            return Problem(given.label, rule, advice or neutral.otherwise or "leave it out")
-        problem = unknown_option_problem(given, self.table.names, self.name)
-        off = str(given.value).strip().lower() in FALSE
-        return replace(problem, fix=advice) if advice and not off else problem
+        names = self.table.names
+        for given in source.givens:
+            option = self.table.options.get(names.get(given.name, ""))
+            if option is None:
+                known = self.toolkits.explain(given, names, None)
+                state.problems += known or [unknown_option_problem(given, names, self.name)]
+                continue
+            state.take(option, given, first.get(option.name), self.toolkits)
+            first.setdefault(option.name, given)
+        state.accepted |= {accepted.name: accepted for accepted in source.accepted}
 
     def help(self, width: int | None = None) -> str:
         """The help page, `width` columns wide (None: as wide as the terminal, at most 120)."""

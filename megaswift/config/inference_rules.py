@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megaswift.config.byte_size_text import byte_size_or_none
+from megaswift.config.files import DATA_SUFFIXES
 from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.infer_launch_rules import infer_launch_problems
 from megaswift.config.inference import (
@@ -31,7 +32,6 @@ from megaswift.config.inference_backend_options import (
 )
 from megaswift.config.inference_run_files import ADAPTER_CONFIG, adapter_config
 from megaswift.config.parse_device_map_options import AUTOMATIC, DISK, parse_device_map, parse_max_memory
-from megaswift.config.read_config_file_and_command_line import DATA_SUFFIXES
 from megaswift.errors import Problem
 
 TOKEN_VARIABLE = "MEGASWIFT_API_KEY"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.agent_templates import AGENT_TEXTS
+from megaswift.config.files import CONFIG_HEADER, read_config_file
 from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.infer_launch_rules import with_launch_variables
 from megaswift.config.inference import (
@@ -24,7 +25,6 @@ from megaswift.config.inference import (
     split_adapter_name,
 )
 from megaswift.config.nodes_of_single_process_commands import unused_processes_notice
-from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER, read_config_file
 from megaswift.config.swift_config import SwiftConfig, load_config
 from megaswift.config.user_spelling import TypedOption
 from megaswift.config.versions import run_folder

@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaswift.compat.names.neutral import NEWER, NeutralOption
 from megaswift.errors import Problem, did_you_mean_hint
 
 _PROVEN = "is set by megaswift: the proof of layouts depends on it"
-_ENGINE = "changes how Megatron-Core's schedule calls the model, which the engine here does not support"
+OTHER_SCHEDULE = "changes how Megatron-Core's schedule calls the model, which the engine here does not support"
 _MODEL = "follows from the model's config.json"
 OPTION_OF_FIELD: dict[str, str] = {
     "tensor_model_parallel_size": "--tensor_parallel_size",
@@ -121,40 +120,6 @@ ANOTHER_SCHEDULE = (
 WHOLE_STEP = "full_iteration"
 """A value of `CAPTURED` with which Megatron-Core leaves the capture to its own training loop."""
 CAPTURED = ("cuda_graph_scope", "cuda_graph_modules")
-OF_MODEL = (
-    "activation_func_clamp_value",
-    "apply_residual_connection_post_layernorm",
-    "attention_output_gate",
-    "experimental_attention_variant",
-    "gated_linear_unit",
-    "glu_linear_offset",
-    "layernorm_epsilon",
-    "layernorm_zero_centered_gamma",
-    "linear_attention_freq",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "mamba_head_dim",
-    "mamba_num_groups",
-    "mamba_num_heads",
-    "mamba_state_dim",
-    "moe_layer_freq",
-    "moe_router_bias_update_rate",
-    "mrope_section",
-    "no_rope_freq",
-    "num_moe_experts",
-    "qk_l2_norm",
-    "rotary_interleaved",
-    "softmax_scale",
-    "softmax_type",
-    "window_attn_skip_freq",
-    "window_size",
-)
-"""Fields of the architecture, which the tables of families set. The option `megatron_architecture` has others."""
-NOTHING = ("none",)
-"""The value of an option that asks for nothing."""
 
 
 def _core() -> Path | None:
@@ -168,12 +133,14 @@ def _core() -> Path | None:
 def transformer_config_fields() -> Mapping[str, str]:
     """Field -> annotation, of the installed Megatron-Core's TransformerConfig and its base; empty without it."""
     return {
-        line.target.id: ast.unparse(line.annotation) for line in _field_lines() if isinstance(line.target, ast.Name)
+        line.target.id: ast.unparse(line.annotation)
+        for line in transformer_config_field_lines()
+        if isinstance(line.target, ast.Name)
     }
 
 
 @functools.cache
-def _field_lines() -> tuple[ast.AnnAssign, ...]:
+def transformer_config_field_lines() -> tuple[ast.AnnAssign, ...]:
     """The fields in Megatron-Core's source."""
     core, lines = _core(), []
     for file in ("model_parallel_config.py", "transformer/transformer_config.py") if core is not None else ():
@@ -182,33 +149,6 @@ def _field_lines() -> tuple[ast.AnnAssign, ...]:
             if isinstance(node, ast.ClassDef) and node.name in ("ModelParallelConfig", "TransformerConfig"):
                 lines += [line for line in node.body if isinstance(line, ast.AnnAssign)]
     return tuple(lines)
-
-
-def transformer_config_option(name: str) -> NeutralOption | None:
-    """The answer to a field of TransformerConfig that is given as an option; None for other names."""
-    if name not in transformer_config_fields():
-        return NEWER.get(name)
-    if name in OPTION_OF_FIELD:
-        return NeutralOption(NOTHING, "it has another name here", OPTION_OF_FIELD[name])
-    if name in SET_BY_ENGINE:
-        return NeutralOption(NOTHING, _PROVEN.removeprefix("is set by megaswift: "), "leave it out")
-    if name in OF_MODEL:
-        return NeutralOption(NOTHING, "the model's config.json sets the architecture", "leave it out")
-    default = _transformer_config_defaults().get(name)
-    if name in ANOTHER_SCHEDULE:
-        return NeutralOption((default or "none",), f"it {_ENGINE}", "leave it out")
-    fix = f"--megatron_extra_kwargs '{{\"{name}\": VALUE}}'"
-    return NeutralOption((default or "none",), "Megatron-Core's default applies", fix)
-
-
-@functools.cache
-def _transformer_config_defaults() -> Mapping[str, str]:
-    """Field -> its default in lower case, where it is a constant."""
-    return {
-        line.target.id: str(line.value.value).lower()
-        for line in _field_lines()
-        if isinstance(line.value, ast.Constant) and isinstance(line.target, ast.Name)
-    }
 
 
 def extra_kwargs_values(given: Mapping[str, str]) -> dict[str, Any]:
@@ -232,7 +172,7 @@ def extra_kwargs_problems(given: Mapping[str, str], of_model: Mapping[str, Any])
         elif name in SET_BY_ENGINE:
             problems.append(Problem(what, _PROVEN, "leave it out"))
         elif name in ANOTHER_SCHEDULE or (name in CAPTURED and WHOLE_STEP in str(value)):
-            problems.append(Problem(what, _ENGINE, "leave it out"))
+            problems.append(Problem(what, OTHER_SCHEDULE, "leave it out"))
         elif name in of_model:
             problems.append(Problem(what, _MODEL, "change config.json of the model"))
         elif name not in fields:

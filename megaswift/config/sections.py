@@ -83,24 +83,13 @@ NAMES: dict[str, str] = TRAINING.names
 """Any spelling to the canonical name."""
 
 
-def names_task(name: str, value: Any) -> bool:
-    """Whether an option, translated, says which task to run; as Megatron-SWIFT's `train_type` may, too."""
-    of_type = NAMES.get(name) == "train_type" and str(value).lower() in (*TASKS, "rlhf")
-    return of_type or name in ("task", "rlhf_type")
+TASK_NAMES = ("task", "rlhf_type")
+"""Names by which the sources say which task to run."""
 
 
 def is_section_entry(name: str, value: Any) -> bool:
     """Whether `name: value` opens a section: `model: {...}` does, `model: DIR` does not."""
     return isinstance(value, dict) and (name in SECTIONS or name in SECTION_ALIASES)
-
-
-MAPPINGS = ("dataloader", "lr_scheduler_kwargs")
-"""Names of other toolkits whose value is a mapping that is translated; `neutral.py` answers others."""
-
-
-def takes_mapping(name: str) -> bool:
-    """Whether `name: {...}` is one value, and not a heading over options."""
-    return name in NAMES or name in MAPPINGS
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megaswift.compat.files.accelerate_launch import options_from_accelerate_environment
+from megaswift import compat
 from megaswift.config.adapter_rules import train_type_defaults
 from megaswift.config.check_all_option_rules import ignored_option_names
+from megaswift.config.command_line import read_command_line
 from megaswift.config.external_plugins import plugins_of_sources
+from megaswift.config.files import read_config_file
 from megaswift.config.hub_dataset_ids import hub_source_from_environment
-from megaswift.config.merge_config_sources import checked_sections_from_sources
-from megaswift.config.read_config_file_and_command_line import (
-    ConfigSource,
-    launch_source_from_environment,
-    read_command_line,
-    read_config_file,
-    source_from_mapping,
-)
+from megaswift.config.resolve import Resolver
 from megaswift.config.sections import OPTIONS, SECTIONS, Sections
+from megaswift.config.sources import ConfigSource, launch_source_from_environment, source_from_mapping
 from megaswift.config.variables_set_by_launcher import is_launched_worker
 from megaswift.errors import Problem, storage_error
 
@@ -35,7 +31,7 @@ class SwiftConfig(Sections):
     """
 
     def __init__(self, task: str | None = None, **options: Any) -> None:
-        self._fill(checked_sections_from_sources(task, plugins_of_sources([source_from_mapping(options)])))
+        self._fill(Resolver(compat).resolve(task, plugins_of_sources([source_from_mapping(options)])))
 
     def _fill(self, sections: Sections) -> None:
         for f in fields(sections):
@@ -56,7 +52,7 @@ class SwiftConfig(Sections):
             config._fill(refused)
             return beyond(config) if beyond else ()
 
-        config._fill(checked_sections_from_sources(task, plugins_of_sources(sources), complete, seen))
+        config._fill(Resolver(compat, complete, seen).resolve(task, plugins_of_sources(sources)))
         return config
 
     @classmethod
@@ -137,7 +133,7 @@ def load_config(
     environ = os.environ if environ is None else environ
     line = read_command_line(list(argv))
     try:
-        ambient = [options_from_accelerate_environment(environ), hub_source_from_environment(environ)]
+        ambient = [compat.environment(environ), hub_source_from_environment(environ)]
         sources = [*ambient, *(read_config_file(f) for f in line.files)]
         if not is_launched_worker(environ):
             sources.append(launch_source_from_environment(environ))

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megaswift.config.read_config_file_and_command_line import normalize_name
 from megaswift.config.sections import NAMES, SECTIONS
+from megaswift.config.sources import normalize_name
 from megaswift.errors import DataError, Problem, did_you_mean_hint
 
 

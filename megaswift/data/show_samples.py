@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config import SwiftConfig, load_config
+from megaswift.config.command_line import read_command_line
 from megaswift.config.indexed_data_rules import IndexedBlend, parse_indexed_blend
 from megaswift.config.loss_scale import parse_loss_scale
-from megaswift.config.read_config_file_and_command_line import read_command_line
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.data.data_command_words import split_own_options
 from megaswift.data.row_count_names_and_texts import row_count_texts

@@ -10,7 +10,7 @@ from typing import Any
 
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.parse_option_values import FALSE, TRUE
-from megaswift.config.read_config_file_and_command_line import normalize_name
+from megaswift.config.sources import normalize_name
 from megaswift.data.data_command_words import split_own_options
 from megaswift.errors import DataError, Problem
 from megaswift.log import info

@@ -18,7 +18,7 @@ from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
 from megaswift.config.engine_rules import capabilities_of
-from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER
+from megaswift.config.files import CONFIG_HEADER
 from megaswift.config.swift_config import config_yaml_text
 from megaswift.config.train import TRACKERS, TrainConfig
 from megaswift.config.variables_set_by_launcher import JOB_ID

@@ -1,4 +1,7 @@
-"""The command line goes over the file: what contradicts it there is dropped with a notice."""
+"""The command line goes over the file: what contradicts it there is dropped with a notice.
+
+Covers: megaswift/config/precedence.py.
+"""
 
 from __future__ import annotations
 

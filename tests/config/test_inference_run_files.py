@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megaswift import deploy, export, infer
-from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER
+from megaswift.config.files import CONFIG_HEADER
 from megaswift.errors import ConfigError, UserError
 
 ROWS = '{"query": "1+2?", "response": "3"}\n'

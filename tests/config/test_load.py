@@ -1,8 +1,8 @@
 """Files, command lines and Python give the same configuration; every mistake is told, all at once, as it was
 written.
 
-Covers: megaswift/config/merge_config_sources.py, megaswift/config/read_config_file_and_command_line.py,
-megaswift/config/swift_config.py.
+Covers: megaswift/config/resolve.py, megaswift/config/given_options.py, megaswift/config/sources.py,
+megaswift/config/files.py, megaswift/config/command_line.py, megaswift/config/swift_config.py.
 """
 
 import json

@@ -17,18 +17,17 @@ import torch
 import megaswift.engine.megatron  # noqa: F401 (before megatron.core)
 from megaswift.compat.names.megatron_lm import UNSUPPORTED_OF_MEGATRON
 from megaswift.compat.names.neutral import neutral_option
+from megaswift.compat.names.transformer_config import OF_MODEL, transformer_config_option
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.megatron_extra_kwargs import (
     ANOTHER_SCHEDULE,
-    OF_MODEL,
     OPTION_OF_FIELD,
     SET_BY_ENGINE,
     extra_kwargs_problems,
     extra_kwargs_values,
     transformer_config_fields,
-    transformer_config_option,
 )
-from megaswift.config.sections import MAPPINGS, NAMES
+from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
 from megaswift.trainers.startup_summary import extra_kwargs_text
@@ -218,4 +217,3 @@ def test_no_answer_hides_another() -> None:
     assert "test_mode" in listed and not listed & {*OF_MODEL, *OPTION_OF_FIELD}
     assert [name for name in listed if neutral_option(name) == transformer_config_option(name)] == []
     assert [name for name in OF_MODEL if neutral_option(name) is not None] == []
-    assert [name for name in MAPPINGS if neutral_option(name) is not None] == []

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift import distributed
 from megaswift.config import load_config
-from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER
+from megaswift.config.files import CONFIG_HEADER
 from megaswift.data.build_batch_sources import load_document_splits
 from megaswift.errors import ConfigError, DataError
 from megaswift.infer import COMMAND, main

@@ -21,8 +21,9 @@ from megaswift.compat.files.accelerate_parallel import (
     unknown_keys,
     variables_of_section,
 )
-from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 from megaswift.config.read_option_json_file import read_option_object
+from megaswift.config.sections import NAMES
+from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 
 NAME = "accelerate_config"
@@ -74,6 +75,19 @@ READ = (
 )
 TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 _NOTHING = (None, "", "no", "none", "false", "true", "null")
+
+
+def named_accelerate_file(source: ConfigSource) -> ConfigSource:
+    """Return a source that names the file of a source which is one of accelerate's, else the source itself.
+
+    Two names belong to accelerate alone; one of them in a file with a model or data is a mistake in it.
+    """
+    names = {given.name for given in source.givens}
+    found = names & {"compute_environment", "distributed_type"}
+    of_run = {NAMES.get(name) for name in names} & {"model", "dataset"}
+    if not source.file or not found or (len(found) == 1 and of_run):
+        return source
+    return ConfigSource((GivenOptionValue(NAME, source.file, source.file, source.file),))
 
 
 def expand_accelerate_files(sources: Sequence[ConfigSource]) -> list[ConfigSource]:

@@ -19,8 +19,8 @@ from megaswift.compat.files.accelerate_parallel import (
 )
 from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED, PREFETCH_SPELLINGS
 from megaswift.config.parse_option_values import option_value_text
-from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 from megaswift.config.sections import Sections
+from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.errors import Problem
 
 ZERO, FSDP = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"

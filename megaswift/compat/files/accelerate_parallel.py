@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megaswift.config.read_config_file_and_command_line import GivenOptionValue
+from megaswift.config.sources import GivenOptionValue
 from megaswift.errors import Problem
 
 MEGATRON, PARALLELISM = "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG"

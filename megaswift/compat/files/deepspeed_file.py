@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.compat.translation import RENAMED
+from megaswift.compat.names.translated import RENAMED
 from megaswift.config.deepspeed_json import (
     LOSS_SCALE_OPTIONS,
     PRECISIONS,
@@ -20,8 +20,8 @@ from megaswift.config.deepspeed_json import (
     read_deepspeed_json,
 )
 from megaswift.config.engine import ZERO
-from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 from megaswift.config.sections import NAMES
+from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.errors import ConfigError
 
 _BATCH = {
@@ -45,7 +45,7 @@ def source_from_deepspeed_file(sources: Sequence[ConfigSource]) -> ConfigSource:
     givens = [
         GivenOptionValue(name, v, f'{file}: "{key}": {v}', f'{file}: "{key}":') for key, name, v in _options(config)
     ]
-    return ConfigSource(tuple(givens), notices=tuple(_notices(config, file)))
+    return ConfigSource(tuple(givens), notices=tuple(_notices(config, file)), compared=True)
 
 
 def hostfile_of_deepspeed_file(sources: Sequence[ConfigSource]) -> GivenOptionValue | None:

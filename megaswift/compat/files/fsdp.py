@@ -14,7 +14,7 @@ from typing import Any
 from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD
 from megaswift.config.fsdp_json import ddp_options_of_no_shard
 from megaswift.config.parse_option_values import FALSE, TRUE
-from megaswift.config.read_config_file_and_command_line import GivenOptionValue
+from megaswift.config.sources import GivenOptionValue
 
 SHARDING = ("fsdp_sharding_strategy", "sharding_strategy")
 RESHARDED, KEPT = "reshard true", "reshard false"

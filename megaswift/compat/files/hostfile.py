@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 
 from megaswift.compat.files.deepspeed_file import hostfile_of_deepspeed_file
-from megaswift.compat.translation import RENAMED
-from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
+from megaswift.compat.names.translated import RENAMED
 from megaswift.config.sections import NAMES
+from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.config.variables_set_by_launcher import is_launched_worker
 from megaswift.errors import ConfigError, Problem
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from megaswift.compat.names.absent import OTHER_TASKS
 from megaswift.compat.names.neutral import NEUTRAL
+from megaswift.compat.names.translated import PRECISIONS
 from megaswift.config.optim import GALORE
 from megaswift.config.parse_option_values import FALSE, option_value_text
-from megaswift.errors import did_you_mean_hint
 
 _GONE = "leave it out: "
 _NOT_SERVED = "leave it out: megaswift does not support "
@@ -207,8 +207,6 @@ OTHER_ADAPTERS = (
 """Names of PEFT and ms-swift that have no counterpart."""
 _LENGTHENING = ("prompt", "prompt_tuning", "multitask_prompt_tuning", "prefix", "prefix_tuning", "p_tuning", "cpt")
 _SOME_WEIGHTS = "--train_type full --freeze_parameters . --trainable_parameters "
-PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Switches of transformers, TRL and Megatron-LM."""
 
 VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("rlhf_type", "gkd"): "run megaswift sft on completions of the teacher: distillation (GKD) is not supported",
@@ -297,13 +295,6 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
 """What to say in place of another toolkit's value of an option."""
 
 
-SINGLE_VALUE_FIXES = {
-    "adapters": "give one folder; to start from several, merge the others into the model first: megaswift export "
-    "--merge_lora true",
-}
-"""What to do with several values of an option that takes one, where another toolkit takes several."""
-
-
 def foreign_option_advice(name: str, value: Any, known: Collection[str]) -> str:
     """What to do in place of another toolkit's option with this value; the empty string where it is none.
 
@@ -325,15 +316,6 @@ def foreign_option_advice(name: str, value: Any, known: Collection[str]) -> str:
         isinstance(value, str | int | float) and value is not True and re.fullmatch(r"--\w+", advice)
     )  # the same option by another name
     return f"{advice} {option_value_text(value)}" if plain else advice
-
-
-def unknown_section_advice(name: str, known: Collection[str]) -> str:
-    """What to do with a mapping of a file that is neither a section nor an option. `known`: sections and options."""
-    return (
-        foreign_option_advice(name, None, known)
-        or did_you_mean_hint(name, known)
-        or "leave the mapping out; options stand at the top level or in these sections, and TASK --help lists them"
-    )
 
 
 def foreign_value_advice(option: str, value: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from megaswift.config.read_config_file_and_command_line import GivenOptionValue
+from megaswift.config.sources import GivenOptionValue
 
 ARCHITECTURE = (
     "num_layers",

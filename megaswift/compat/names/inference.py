@@ -6,17 +6,11 @@ Names that only differ in spelling are aliases on the options.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
 from megaswift.compat.names.absent import ANY, EITHER, OFF, ON
-from megaswift.compat.names.answers import PRECISIONS
 from megaswift.compat.names.neutral import NeutralOption
-from megaswift.compat.translation import JSON_TEXTS
-from megaswift.config.parse_option_values import TRUE
-from megaswift.config.read_config_file_and_command_line import GivenOptionValue
+from megaswift.compat.names.translated import PRECISIONS
 
 _ROWS = NeutralOption(EITHER, "rows are read once, before the model is loaded")
 _ONE_READER = NeutralOption(ANY, "rows are read once, before the model is loaded")
@@ -222,27 +216,9 @@ VALUES_ELSEWHERE_OF_INFERENCE: Mapping[tuple[str, str], str] = {
     ("quant_method", "gptq_v2"): _ELSEWHERE.format("GPTQModel"),
 }
 """What to say in place of another toolkit's value of an option."""
-_PATTERNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+PATTERNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (r"(sglang|lmdeploy)_\w+", _OTHER_SERVER, ("infer", "deploy")),
     (r"vllm_\w+", "--vllm_engine_kwargs '{\"NAME\": VALUE}', with vLLM's own name", ("infer", "deploy")),
     (r"hub_\w+", _HUB, ("export",)),
 )
 """Whole families of names, and the commands whose users give them."""
-
-
-def translated_inference_options(givens: Iterable[GivenOptionValue]) -> Iterator[GivenOptionValue]:
-    """The options of one source in megaswift's terms: `bf16 true` is `torch_dtype bfloat16`."""
-    for given in givens:
-        dtype = PRECISIONS.get(given.name)
-        on = dtype is not None and str(given.value).strip().lower() in TRUE
-        if given.name in JSON_TEXTS and isinstance(given.value, dict):
-            yield replace(given, value=json.dumps(given.value))
-        else:
-            yield replace(given, name="torch_dtype", value=dtype) if on else given
-
-
-def inference_option_advice(command: str, name: str) -> str:
-    """What replaces another toolkit's option in this command; the empty string where it is none."""
-    hint = HINTS_OF.get(command, {}).get(name)
-    families = (text for rule, text, commands in _PATTERNS if command in commands and re.fullmatch(rule, name))
-    return hint or next(families, "")

@@ -6,7 +6,7 @@ Owns the table and the reason of each. A value that asks for something else is r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -212,12 +212,3 @@ def neutral_option(name: str) -> NeutralOption | None:
     found = NEUTRAL.get(name) or ABSENT.get(name)
     reason = next((reason for rule, reason in UNSUPPORTED_PATTERNS if re.fullmatch(rule, name)), "")
     return found or (NeutralOption(ANY, reason) if reason else None)
-
-
-def neutral_notice(accepted: Iterable[tuple[str, str]], table: Mapping[str, NeutralOption] = NEUTRAL) -> str:
-    """One line for the accepted options of `table`, given as (label, name); empty for none. Reasons occur once."""
-    by_reason: dict[str, list[str]] = {}
-    for label, name in accepted:
-        by_reason.setdefault(table[name].reason, []).append(label)
-    listed = "; ".join(f"{', '.join(labels)} ({reason})" for reason, labels in by_reason.items())
-    return f"accepted without effect: {listed}" if listed else ""

@@ -12,7 +12,7 @@ from typing import Any
 from megaswift.compat.files.accelerate_file import DEEPSPEED
 from megaswift.compat.files.accelerate_launch import FSDP, ZERO
 from megaswift.compat.files.accelerate_parallel import MEGATRON, PARALLELISM, PREFIXES, variables_of_section
-from megaswift.config.read_config_file_and_command_line import LARGEST_FILE
+from megaswift.config.files import LARGEST_FILE
 from megaswift.errors import ConfigError, Problem, first_line
 
 BUNDLED: dict[str, dict[str, Any]] = {

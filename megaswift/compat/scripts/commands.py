@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from megaswift.compat.explanation import accepted_option, unknown_option_problems
+from megaswift.compat.files.accelerate_file import named_accelerate_file
 from megaswift.compat.names.answers import foreign_value_advice
 from megaswift.compat.names.architecture import ARCHITECTURE
 from megaswift.compat.scripts.launch import launch_of_command
@@ -20,7 +22,9 @@ from megaswift.compat.scripts.settle import add_differing_defaults, leave_out_id
 from megaswift.compat.scripts.toolkits import MEGASWIFT, ForeignCommand, file_of_script
 from megaswift.compat.swift_rollout import translate_rollout_correction_options
 from megaswift.compat.translation import RENAMED, SWITCHES, TASK_SPELLINGS, translated_options
-from megaswift.config.merge_config_sources import LISTS_ALL, neutral_option_or_problem_of_unknown
+from megaswift.config.command_line import read_command_line
+from megaswift.config.files import read_config_file
+from megaswift.config.given_options import LISTS_ALL, unknown_option_problem
 from megaswift.config.parse_option_values import (
     FALSE,
     InvalidValue,
@@ -28,15 +32,9 @@ from megaswift.config.parse_option_values import (
     parse_option_value,
     resets_number_to_default,
 )
-from megaswift.config.read_config_file_and_command_line import (
-    ConfigSource,
-    GivenOptionValue,
-    normalize_name,
-    read_command_line,
-    read_config_file,
-)
-from megaswift.config.sections import NAMES, OPTIONS, TASKS, names_task
-from megaswift.errors import ConfigError, Problem
+from megaswift.config.sections import NAMES, OPTIONS, TASK_NAMES, TASKS
+from megaswift.config.sources import ConfigSource, GivenOptionValue, normalize_name
+from megaswift.errors import ConfigError
 from megaswift.redaction import is_secret
 
 NAMES_OF_TASK = frozenset({*TASK_SPELLINGS, "task", "rlhf_type", "pref_loss"})
@@ -99,7 +97,7 @@ def _sources(run: MigratedRun, command: ForeignCommand, folder: Path) -> Iterabl
             run.ask(name, NOT_SET.format(", ".join(names)))
             continue
         try:
-            yield read_config_file(str(place))
+            yield named_accelerate_file(read_config_file(str(place)))
         except ConfigError as error:
             for problem in error.problems:
                 run.ask_problem(problem)
@@ -125,7 +123,7 @@ def _take(run: MigratedRun, givens: Iterable[GivenOptionValue], unresolved: Mapp
             run.left_out.append(f"--{given.name}: {SECRET}")
         elif names := _unresolved_in(given, unresolved):
             run.ask(f"{own}: {option_value_text(given.value)}", NOT_SET.format(", ".join(names)))
-        elif names_task(given.name, given.value):
+        elif given.name in TASK_NAMES:
             _take_task(run, given)
         else:
             _take_option(run, given)
@@ -196,10 +194,10 @@ def _comment(name: str, value: object, given: GivenOptionValue) -> str:
 
 
 def _take_unknown(run: MigratedRun, given: GivenOptionValue) -> None:
-    answer = neutral_option_or_problem_of_unknown(given, run.task)
-    if isinstance(answer, Problem):
-        run.ask_problem(answer)
+    accepted = accepted_option(given)
+    if accepted is None:
+        for problem in unknown_option_problems(given, NAMES, run.task) or [unknown_option_problem(given, NAMES)]:
+            run.ask_problem(problem)
         return
-    name, entry = answer
-    run.accepted.pop(name, None)
-    run.accepted[name] = (given, entry.reason)
+    run.accepted.pop(accepted.name, None)
+    run.accepted[accepted.name] = (given, accepted.reason)

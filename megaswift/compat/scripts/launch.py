@@ -13,15 +13,15 @@ from typing import Any
 
 from megaswift.compat.files.accelerate_file import DEEPSPEED_SETTLED, SETTLED
 from megaswift.compat.files.accelerate_launch import options_from_accelerate_environment, settings_without_effect
+from megaswift.compat.names.translated import RENAMED
 from megaswift.compat.scripts.accelerate_settings import BUNDLED, accelerate_environment, read_settings_file
 from megaswift.compat.scripts.launcher_words import LAUNCH_FIELDS
 from megaswift.compat.scripts.migrated_run import NOT_SET, MigratedRun
 from megaswift.compat.scripts.shell_variables import ExpandedWord
 from megaswift.compat.scripts.toolkits import ForeignCommand, file_of_script
-from megaswift.compat.translation import RENAMED
 from megaswift.config.parse_option_values import TRUE
-from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 from megaswift.config.sections import NAMES
+from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.config.unread_variables import OPTIONS
 from megaswift.errors import ConfigError
 from megaswift.redaction import is_secret

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+from megaswift.compat.names.translated import RENAMED
 from megaswift.compat.scripts.shell_variables import ExpandedWord
-from megaswift.compat.translation import RENAMED
-from megaswift.config.read_config_file_and_command_line import normalize_name
 from megaswift.config.sections import NAMES
+from megaswift.config.sources import normalize_name
 
 WRAPPERS = ("env", "nohup", "exec", "sudo", "setsid", "command", "stdbuf", "numactl", "srun", "uv", "run", "conda")
 SWITCHES_OF_LAUNCHERS = frozenset({

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.compat.scripts.migrated_run import MigratedRun
-from megaswift.config.read_config_file_and_command_line import GivenOptionValue
 from megaswift.config.read_option_json_file import read_option_json_file
+from megaswift.config.sources import GivenOptionValue
 from megaswift.errors import ConfigError
 
 INFO = "dataset_info.json"

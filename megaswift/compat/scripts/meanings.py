@@ -14,8 +14,8 @@ from megaswift.compat.scripts.llama_factory import with_registered_datasets
 from megaswift.compat.scripts.migrated_run import MigratedOption, MigratedRun
 from megaswift.config.data import RL
 from megaswift.config.parse_option_values import FALSE
-from megaswift.config.read_config_file_and_command_line import GivenOptionValue
 from megaswift.config.sections import OPTIONS, TASKS
+from megaswift.config.sources import GivenOptionValue
 
 _EXPORT = {
     MEGATRON_LM: "export it to a Hugging Face folder MODEL, by AutoBridge.export_ckpt of Megatron-Bridge for example",

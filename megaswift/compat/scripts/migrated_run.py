@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaswift.config.merge_config_sources import LISTS_ALL
+from megaswift.config.given_options import LISTS_ALL
 from megaswift.config.parse_option_values import option_value_text
-from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 from megaswift.config.sections import Sections
+from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.errors import Problem
 from megaswift.redaction import MASK, is_secret
 

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megaswift.compat.names.translated import RENAMED
 from megaswift.compat.scripts.launch import LAUNCH_ORDER, command_line
 from megaswift.compat.scripts.migrated_run import MigratedOption, MigratedRun
 from megaswift.compat.scripts.settle import missing_options
-from megaswift.compat.translation import RENAMED
 from megaswift.config.sections import NAMES
 from megaswift.redaction import is_secret, redacted_command
 from megaswift.version import __version__

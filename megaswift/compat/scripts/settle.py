@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from megaswift import compat
 from megaswift.compat.defaults import DifferingDefault, defaults_differing_from_toolkit
 from megaswift.compat.scripts.migrated_run import MigratedOption, MigratedRun
 from megaswift.config.check_all_option_rules import ignored_option_names
 from megaswift.config.data import RL
-from megaswift.config.merge_config_sources import checked_sections_from_sources
 from megaswift.config.parse_option_values import InvalidValue, parse_option_value
+from megaswift.config.resolve import Resolver
 from megaswift.config.sections import NAMES, OPTIONS, Sections
 from megaswift.errors import ConfigError, Problem
 
@@ -30,7 +31,7 @@ def settle_options(run: MigratedRun) -> None:
     """Takes out what the loader refuses, one option after the other, until the rest loads."""
     for _ in range(MOST_ROUNDS):
         try:
-            run.sections = checked_sections_from_sources(run.task, [run.source()])
+            run.sections = Resolver(compat).resolve(run.task, [run.source()])
             break
         except ConfigError as error:
             _drop_one(run, error.problems)
@@ -58,7 +59,7 @@ def leave_out_idle_options(run: MigratedRun) -> None:
 def missing_options(run: MigratedRun) -> list[Problem]:
     """What a run needs beside the file."""
     try:
-        checked_sections_from_sources(run.task, [run.source()], complete=True)
+        Resolver(compat, complete=True).resolve(run.task, [run.source()])
     except ConfigError as error:
         return error.problems
     return []

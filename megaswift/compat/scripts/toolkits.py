@@ -19,6 +19,7 @@ from megaswift.compat.defaults import (
     TRANSFORMERS,
     TRL,
 )
+from megaswift.compat.files.accelerate_file import named_accelerate_file
 from megaswift.compat.scripts.launcher_words import (
     LAUNCH_SPELLINGS,
     LaunchedProgram,
@@ -28,8 +29,8 @@ from megaswift.compat.scripts.launcher_words import (
 )
 from megaswift.compat.scripts.shell_variables import ExpandedWord
 from megaswift.compat.scripts.shell_words import shell_commands
-from megaswift.config.read_config_file_and_command_line import ConfigSource, normalize_name
 from megaswift.config.sections import TASKS
+from megaswift.config.sources import ConfigSource, normalize_name
 
 MEGASWIFT = "megaswift"
 CONSOLE_SCRIPTS = {"swift": SWIFT, "megatron": MEGATRON_SWIFT, "megaswift": MEGASWIFT, "trl": TRL}
@@ -185,6 +186,7 @@ def _without(words: tuple[ExpandedWord, ...], flag: str) -> tuple[ExpandedWord, 
 
 def command_of_file(source: ConfigSource, name: str) -> ForeignCommand:
     """The command that a YAML or JSON file stands for, by the names in it."""
+    source = named_accelerate_file(source)
     values = {given.name: str(given.value) for given in source.givens}
     if values.keys() == {"accelerate_config"}:
         note = "the file has settings of accelerate launch only, no model and no data; task sft is a guess"

@@ -22,7 +22,7 @@ from megaswift.compat.names.answers import (
     VALUES_ELSEWHERE,
     foreign_option_advice,
 )
-from megaswift.compat.names.inference import HINTS_OF
+from megaswift.compat.names.inference import HINTS_OF, NEUTRAL_OF
 from megaswift.config import load_config
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.errors import ConfigError, did_you_mean_hint, edit_distance, missing_path_hint
@@ -179,7 +179,7 @@ def test_other_commands_advise_their_own_options(module: object) -> None:
     command = module.COMMAND  # type: ignore[attr-defined]
     hints = HINTS_OF[command.name]
     for name in {**NAMES_ELSEWHERE, **hints}:
-        if name in {*command.table.names, *command.neutral} or is_secret(name):
+        if name in {*command.table.names, *NEUTRAL_OF[command.name]} or is_secret(name):
             continue
         with pytest.raises(ConfigError) as caught:
             command.parse(["--model", "m", f"--{name}", "1"])

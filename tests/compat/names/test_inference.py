@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from megaswift import deploy, export, infer
-from megaswift.compat.names.inference import HINTS_OF, NEUTRAL_OF, inference_option_advice
+from megaswift.compat.inference import InferenceToolkits
+from megaswift.compat.names.inference import HINTS_OF, NEUTRAL_OF
 from megaswift.compat.names.neutral import ANY
 from megaswift.config.parse_device_map_options import parse_device_map
+from megaswift.config.sources import GivenOptionValue
 from megaswift.errors import ConfigError, Problem
 
 COMMANDS = {"infer": infer.COMMAND, "deploy": deploy.COMMAND, "export": export.COMMAND}
@@ -106,7 +108,11 @@ def test_a_purpose_that_is_refused_is_the_only_mistake() -> None:
 
 
 def test_advice_is_of_the_command() -> None:
-    assert inference_option_advice("export", "vllm_x") == "" and inference_option_advice("sft", "task_type") == ""
+    """vLLM's arguments have an answer where vLLM runs."""
+    given = GivenOptionValue("vllm_x", "1", "--vllm_x 1")
+    (infer,) = InferenceToolkits("infer").explain(given, {}, None)
+    (export,) = InferenceToolkits("export").explain(given, {"rollout_backend": ""}, None)
+    assert "vllm_engine_kwargs" in infer.fix and "rollout_backend" in export.fix
 
 
 def test_a_configuration_file_and_what_overrides_it(tmp_path: Path) -> None:

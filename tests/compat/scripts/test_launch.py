@@ -15,7 +15,7 @@ from megaswift.compat.scripts.accelerate_settings import accelerate_environment,
 from megaswift.compat.scripts.commands import migrated_run
 from megaswift.compat.scripts.launch import command_line
 from megaswift.compat.scripts.toolkits import command_of_file
-from megaswift.config.read_config_file_and_command_line import read_config_file
+from megaswift.config.files import read_config_file
 from tests.compat.scripts.translated import loaded, translated
 
 WORDS = "train.py --model_name_or_path m --dataset_name d --num_train_epochs 1"

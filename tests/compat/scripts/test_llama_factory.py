@@ -11,7 +11,7 @@ import pytest
 from megaswift.compat.scripts.commands import migrated_run
 from megaswift.compat.scripts.migrated_run import MigratedRun
 from megaswift.compat.scripts.toolkits import command_of_file
-from megaswift.config.read_config_file_and_command_line import read_config_file
+from megaswift.config.files import read_config_file
 from tests.compat.scripts.translated import loaded
 
 INFO: dict[str, Any] = {

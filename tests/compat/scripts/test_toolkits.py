@@ -16,7 +16,7 @@ from megaswift.compat.defaults import (
     TRL,
 )
 from megaswift.compat.scripts.toolkits import ForeignCommand, command_of_file, foreign_commands
-from megaswift.config.read_config_file_and_command_line import source_from_mapping
+from megaswift.config.sources import source_from_mapping
 
 
 def only(text: str) -> ForeignCommand:
