@@ -56,10 +56,10 @@ def load_hf(args: argparse.Namespace, folder: Path) -> Any:
 def load_engine(args: argparse.Namespace, folder: Path, task: str) -> Any:
     """megaswift's engine on one process, with the model's weights."""
     from megaswift.config import SwiftConfig
-    from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.engine.megatron.parallel_context import ParallelContext
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
+    from megaswift.trainers.create_process_groups_and_engine import native_engine
 
     cfg = SwiftConfig(
         task=task,
@@ -74,9 +74,8 @@ def load_engine(args: argparse.Namespace, folder: Path, task: str) -> Any:
         distributed_optimizer=args.device == "cuda",
     )
     hf_config = json.loads((folder / "config.json").read_text())
-    engine = MegatronEngine(
-        family_of(hf_config).spec(hf_config), cfg, ParallelContext(Layout(1), timeout_s=600, seed=1)
-    )
+    context = ParallelContext(Layout(1), timeout_s=600, seed=1)
+    engine = native_engine(cfg, family_of(hf_config).spec(hf_config), context)
     engine.load_hf(folder)
     return engine
 

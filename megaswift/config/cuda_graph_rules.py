@@ -18,7 +18,7 @@ OFF = "--cuda_graph_impl none"
 
 def uses_cuda_graphs(c: Sections) -> bool:
     """Whether layers are captured."""
-    return c.model.cuda_graph_impl != "none"
+    return c.model.uses_cuda_graphs
 
 
 def _graphs_and(when: Test) -> Test:

@@ -28,7 +28,7 @@ _NO_PP: Test = lambda c: c.parallel.pipeline_parallel_size == 1  # noqa: E731
 
 def has_frozen_weights(c: Sections) -> bool:
     """Whether some of the model's weights do not train."""
-    return c.model.train_type != "full" or bool(c.model.freeze_parameters)
+    return c.model.has_frozen_weights
 
 
 def _recomputes(c: Sections, *parts: str) -> bool:

@@ -216,3 +216,13 @@ class ModelConfig:
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         metavar="default",
     )
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether layers are captured."""
+        return self.cuda_graph_impl != "none"
+
+    @property
+    def has_frozen_weights(self) -> bool:
+        """Whether some of the model's weights do not train."""
+        return self.train_type != "full" or bool(self.freeze_parameters)

@@ -113,6 +113,6 @@ def uncovered_features(m: ModelConfig, spec: ModelSpec, adapters: str | None, tp
         "attn_impl unfused": m.attn_impl == "unfused",
         "adapters": adapters if m.train_type != "full" else None,
         "tp_comm_overlap": tp_comm_overlap,
-        "cuda_graph_impl": m.cuda_graph_impl != "none",
+        "cuda_graph_impl": m.uses_cuda_graphs,
     }
     yield from (f"--{name}" for name, given in options.items() if given)

@@ -35,9 +35,8 @@ def needs_rows_of_full_length(model: ModelConfig, tp_comm_overlap: bool, layout:
     """Whether every row of training is padded to max_length: where buffers or graphs have one shape, or ranks exchange
     tokens of experts whose number they do not tell each other."""
     buffers = tp_comm_overlap and layout.tp > 1
-    graphs = model.cuda_graph_impl != "none"
     padded_exchange = model.moe_pad_expert_input_to_capacity and layout.ep * layout.etp > 1
-    return buffers or graphs or padded_exchange
+    return buffers or model.uses_cuda_graphs or padded_exchange
 
 
 def full_microbatch_tokens(rows: int, max_length: int, row_multiple: int, layout: Layout) -> int:

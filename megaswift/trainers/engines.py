@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -13,12 +13,20 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.cuda_graph_rules import uses_cuda_graphs
 from megaswift.config.engine_rules import NATIVE, requested_engine
+from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems
 from megaswift.engine import start_default_process_group
 from megaswift.engine.cuda_max_connections import set_max_connections
 from megaswift.engine.protocol import Engine
+from megaswift.errors import ConfigError
 from megaswift.memory.microbatch_setup import ComputeKernels
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Coordinates, Layout
+from megaswift.parallel.row_padding import fp8_token_multiple, full_microbatch_tokens, row_padding_multiple
+
+if TYPE_CHECKING:
+    from megaswift.engine.megatron.engine import MegatronEngine
+    from megaswift.engine.megatron.layers.layer_implementation import LayerImplementationChoice
+    from megaswift.engine.megatron.settings import EngineSettings
 
 GATHERING = ("fsdp2", "zero3", "zero3_offload")
 """Engines that gather weights layer by layer."""
@@ -57,20 +65,53 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> RankContext:
 def make_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> Engine:
     """The engine, without weights yet."""
     if requested_engine(cfg) == NATIVE:
-        from megaswift.engine.megatron.engine import MegatronEngine
-
-        return MegatronEngine(spec, cfg, context)
+        return native_engine(cfg, spec, context)
     from megaswift.engine.torch.engine import TorchEngine
 
     return TorchEngine(spec, cfg, context, folder)
 
 
+def native_engine(cfg: SwiftConfig, spec: ModelSpec, context: Any) -> MegatronEngine:
+    """The native engine, without weights yet."""
+    from megaswift.engine.megatron.engine import MegatronEngine
+    from megaswift.engine.megatron.layers.layer_implementation import transformer_engine_unusable_reason
+
+    choice = layer_implementation(cfg, spec, context.layout)
+    has_transformer_engine = not transformer_engine_unusable_reason()
+    if lacking := missing_transformer_engine_problems(cfg, has_transformer_engine, choice.torch_parts()):
+        raise ConfigError(lacking)
+    settings = native_engine_settings(cfg, context.layout)
+    return MegatronEngine(spec, context, choice, cfg.model, cfg.parallel, cfg.optim, cfg.lora, settings)
+
+
+def native_engine_settings(cfg: SwiftConfig, layout: Layout) -> EngineSettings:
+    """What the native engine reads of a run beside its four parts."""
+    from megaswift.engine.megatron.settings import EngineSettings
+
+    row_multiple = row_padding_multiple(layout, fp8_token_multiple(cfg.model, layout.sequence_parallel))
+    return EngineSettings(
+        seed=cfg.train.seed,
+        save_rng=cfg.train.save_rng,
+        deterministic=cfg.train.deterministic,
+        shares_rows=cfg.data.shares_rows,
+        full_microbatch_tokens=full_microbatch_tokens(
+            cfg.train.per_device_train_batch_size, cfg.data.max_length, row_multiple, layout
+        ),
+    )
+
+
+def layer_implementation(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> LayerImplementationChoice:
+    """Whose layers the native engine takes on this machine."""
+    from megaswift.engine.megatron.layers.layer_implementation import choose_layer_implementation
+
+    exchange = cfg.parallel.cp_exchange if layout.cp > 1 else None
+    return choose_layer_implementation(spec, cfg.model, exchange, cfg.data.shares_rows)
+
+
 def native_kernels(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> ComputeKernels:
     """Whose kernels the native engine would take on this machine, and its precision."""
-    from megaswift.engine.megatron.layers.layer_implementation import choose_layer_implementation
     from megaswift.engine.megatron.megatron_transformer_config import compute_dtype
 
-    choice, cuda = choose_layer_implementation(spec, cfg, layout), torch.cuda.is_available()
-    return ComputeKernels(
-        choice.linear, choice.attention, str(compute_dtype(cfg, spec, cuda)).removeprefix("torch."), cuda
-    )
+    choice, cuda = layer_implementation(cfg, spec, layout), torch.cuda.is_available()
+    dtype = str(compute_dtype(cfg.model.torch_dtype, spec, cuda)).removeprefix("torch.")
+    return ComputeKernels(choice.linear, choice.attention, dtype, cuda)

@@ -76,11 +76,11 @@ def build_contender(case: BenchmarkCase, folder: Path, small: bool, count: int) 
 
 
 def _megaswift(case: BenchmarkCase, folder: Path, small: bool, count: int) -> Contender:
-    from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.engine.megatron.layers.layer_implementation import transformer_engine_unusable_reason
     from megaswift.engine.megatron.parallel_context import ParallelContext
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
+    from megaswift.trainers.create_process_groups_and_engine import native_engine
     from megaswift.trainers.fit_to_device import fit_to_device
 
     cuda = torch.cuda.is_available()
@@ -93,7 +93,7 @@ def _megaswift(case: BenchmarkCase, folder: Path, small: bool, count: int) -> Co
     spec = family_of(raw).spec(raw)
     context = ParallelContext(Layout(1), timeout_s=600, seed=1)
     cfg, settings = fit_to_device(cfg, spec, context.layout)
-    engine = MegatronEngine(spec, cfg, context)
+    engine = native_engine(cfg, spec, context)
     engine.random_init(seed=1, device=context.device)
     loss = CrossEntropy()
 

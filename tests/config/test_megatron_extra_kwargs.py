@@ -39,14 +39,12 @@ SPEC = family_of(QWEN3_0_6B).spec(QWEN3_0_6B)
 
 def made(**options: Any) -> Any:
     """Megatron-Core's configuration of a run with these options."""
-    from megaswift.engine.megatron.layers.layer_implementation import choose_layer_implementation
-    from megaswift.engine.megatron.megatron_transformer_config import transformer_config
     from megaswift.parallel.layout import Layout
+    from tests.engine.megatron.config_of import transformer_config_of
 
     raw = options.pop("raw", QWEN3_0_6B)
     spec, cfg = family_of(raw).spec(raw), SwiftConfig(task="sft", model="x", **options)
-    layout = Layout.from_config(cfg.parallel, 1)
-    return transformer_config(spec, cfg, layout, choose_layer_implementation(spec, cfg, layout))
+    return transformer_config_of(cfg, spec, Layout.from_config(cfg.parallel, 1))
 
 
 def test_values_reach_megatron_core() -> None:
@@ -101,7 +99,7 @@ def test_what_needs_triton_s_kernels_is_off_without_a_compiler(launches: bool, m
     monkeypatch.setattr(module, "triton_launches", lambda: launches)
     spec, cfg = family_of(QWEN1_5_MOE_A2_7B).spec(QWEN1_5_MOE_A2_7B), SwiftConfig(task="sft", model="x")
     choice = LayerImplementationChoice(TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, "asked for")
-    fields = module._kernels(spec, cfg, choice, True)
+    fields = module._kernels(spec, cfg.model, False, choice, True)
     assert fields["moe_permute_fusion"] is launches and fields["apply_rope_fusion"] and fields["bias_activation_fusion"]
 
 

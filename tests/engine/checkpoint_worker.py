@@ -59,10 +59,10 @@ class Result:
 def build(run: Run, world: int) -> tuple[Any, Any]:
     """(engine, context). With a checkpoint to load, all else is other: weights at random, other seeds."""
     from megaswift.config import SwiftConfig
-    from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.engine.megatron.parallel_context import ParallelContext
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
+    from megaswift.trainers.create_process_groups_and_engine import native_engine
 
     settings = {"learning_rate": 1e-3, **run.options}
     cfg = SwiftConfig(task="sft", model=str(run.folder), **run.case.config(**settings))
@@ -73,7 +73,7 @@ def build(run: Run, world: int) -> tuple[Any, Any]:
     context = ParallelContext(
         Layout.from_config(cfg.parallel, world), timeout_s=60, seed=11 if run.load is None else 99
     )
-    engine = MegatronEngine(spec, cfg, context)
+    engine = native_engine(cfg, spec, context)
     if run.load is None:
         engine.load_hf(run.folder)
     else:
@@ -119,7 +119,7 @@ def stream(engine: Any, values: dict[int, Tensor]) -> dict[str, Tensor]:
 def snapshot(engine: Any, result: Result) -> None:
     """Weights and moments into `result`."""
     result.weights = {name: t.clone() for name, t in engine.hf_weights()}
-    names = ("exp_avg", "exp_avg_sq") if engine.cfg.optim.optimizer == "adam" else ("momentum_buffer",)
+    names = ("exp_avg", "exp_avg_sq") if engine.optim.optimizer == "adam" else ("momentum_buffer",)
     result.moments = {name: stream(engine, flat_moments(engine, name)) for name in names}
 
 

@@ -128,7 +128,8 @@ def installed() -> Iterator[None]:
 
 def job(rank: int, world: int, run: Run) -> Any:
     """`checkpoint_worker.job` with it; of the result, `moments["main"]` has the main weights by Hugging Face name."""
-    from megaswift.engine.megatron import engine, optimizer
+    from megaswift.engine.megatron import optimizer
+    from megaswift.trainers import create_process_groups_and_engine as builder
 
     real = optimizer.build_optimizer
 
@@ -137,7 +138,7 @@ def job(rank: int, world: int, run: Run) -> Any:
             return real(*args)
 
     with (
-        patch.object(engine, "missing_transformer_engine_problems", lambda *_: []),
+        patch.object(builder, "missing_transformer_engine_problems", lambda *_: []),
         patch.object(optimizer, "build_optimizer", build),
         patch.object(checkpoint_worker, "snapshot", snapshot),
     ):

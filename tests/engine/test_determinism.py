@@ -13,6 +13,8 @@ import torch
 from megaswift.config import SwiftConfig, load_config
 from megaswift.engine import determinism
 from megaswift.errors import ConfigError
+from megaswift.parallel.layout import Layout
+from megaswift.trainers.create_process_groups_and_engine import native_engine_settings
 from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run
 
@@ -97,8 +99,10 @@ def test_megatron_gets_the_deterministic_mode(tmp_path: Path) -> None:
         SimpleNamespace(experts=0, moe_layers=(False,)),
         LayerImplementationChoice("torch", "torch", "asked for"),
     )
-    assert _kernels(dense, ON, choice, False)["deterministic_mode"] is True  # type: ignore[arg-type]
-    assert _kernels(dense, OFF, choice, False)["deterministic_mode"] is False  # type: ignore[arg-type]
+    for cfg, on in ((ON, True), (OFF, False)):
+        deterministic = native_engine_settings(cfg, Layout(1)).deterministic
+        fields = _kernels(dense, cfg.model, deterministic, choice, False)  # type: ignore[arg-type]
+        assert fields["deterministic_mode"] is on
 
 
 @pytest.mark.usefixtures("switches")

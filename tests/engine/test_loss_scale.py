@@ -43,11 +43,11 @@ def scaler(megatron: ModuleType) -> Any:
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
     seen: list[OptimizerConfig] = []
-    chunk = SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=False))
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=False, use_distributed_optimizer=True))
     config = SimpleNamespace(bf16=False, fp16=True, params_dtype=torch.float16, fp8_param=False)
     stop = patch.object(optim, "get_megatron_optimizer", lambda options, chunks, **_: seen.append(options) or 1 / 0)
     with stop, pytest.raises(ZeroDivisionError):
-        optim.build_optimizer([chunk], config, SwiftConfig(task="sft", model="m"))  # type: ignore[list-item, arg-type]
+        optim.build_optimizer([chunk], config, SwiftConfig(task="sft", model="m").optim)  # type: ignore[list-item, arg-type]
     o, real = seen[0], torch.tensor
     with patch.object(torch, "tensor", lambda *args, device=None, **named: real(*args, **named)):
         return DynamicGradScaler(o.initial_loss_scale, o.min_loss_scale, 2.0, 0.5, o.loss_scale_window, o.hysteresis)

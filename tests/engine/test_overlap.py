@@ -25,5 +25,6 @@ BOTH: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": Tru
     ],
 )
 def test_defaults_and_options(options: dict[str, Any], on_gpu: tuple[bool, bool], on_cpu: tuple[bool, bool]) -> None:
-    cfg = SwiftConfig(task="sft", model="m", dataset="d", tp=2, **options)
-    assert (ddp_overlap_flags(cfg, cuda=True), ddp_overlap_flags(cfg, cuda=False)) == (on_gpu, on_cpu)
+    p = SwiftConfig(task="sft", model="m", dataset="d", tp=2, **options).parallel
+    flags = [ddp_overlap_flags(p, p.distributed_optimizer, cuda) for cuda in (True, False)]
+    assert flags == [on_gpu, on_cpu]

@@ -36,7 +36,7 @@ from pathlib import Path
 import megaswift.engine.megatron
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.engine.megatron.engine import MegatronEngine
+from megaswift.trainers.create_process_groups_and_engine import native_engine
 from megaswift.families import family_of
 from megaswift.parallel.layout import Layout
 
@@ -49,7 +49,7 @@ cfg = SwiftConfig(task="sft", train_type=sys.argv[2], torch_dtype="bfloat16", lo
 context = ParallelContext(Layout.from_config(cfg.parallel, 1), timeout_s=60, seed=1)
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-engine = MegatronEngine(family_of(config).spec(config), cfg, context)
+engine = native_engine(cfg, family_of(config).spec(config), context)
 engine.random_init(0)
 print(json.dumps([engine.report().weight_bytes, status("VmHWM") - before]))
 """

@@ -37,11 +37,11 @@ def context() -> Iterator[Any]:
 def engine_of(folder: Path, context: Any, **options: Any) -> Any:
     """An engine with the folder's weights."""
     from megaswift.config import SwiftConfig
-    from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.families import family_of
+    from megaswift.trainers.create_process_groups_and_engine import native_engine
 
     raw = json.loads((folder / "config.json").read_text())
-    engine = MegatronEngine(family_of(raw).spec(raw), SwiftConfig(task="sft", model=str(folder), **options), context)
+    engine = native_engine(SwiftConfig(task="sft", model=str(folder), **options), family_of(raw).spec(raw), context)
     engine.load_hf(folder)
     return engine
 

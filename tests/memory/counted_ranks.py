@@ -187,8 +187,8 @@ def count_saved(rank: int, world: int, run: CountedRun) -> Saved:
     """Of one micro-batch of full rows, in which every token has a label (on the ranks)."""
     case = parse(run.text)
     engine, context = build(case, run.folder, world, **run.options)
-    data = engine.cfg.data
-    batch = full_rows(engine.cfg.train.per_device_train_batch_size, data.max_length, bool(data.packing))
+    cfg = run.setup()[0]
+    batch = full_rows(cfg.train.per_device_train_batch_size, cfg.data.max_length, bool(cfg.data.packing))
     count = SavedBytes(t for c in engine.plain for t in (*c.parameters(), *c.buffers()))
     with torch.autograd.graph.saved_tensors_hooks(count.pack, count.unpack):
         engine.accumulate([batch] * case.total, CrossEntropy())
@@ -204,8 +204,8 @@ def count_peak(rank: int, world: int, task: tuple[CountedRun, int]) -> int:
     run, chunk = task
     vocabulary_head_memory.CHUNK_SIZES["cpu"] = HeadChunkSizes(chunk, chunk, 1)
     engine, context = build(parse(run.text), run.folder, world, **run.options)
-    rows, length = engine.cfg.train.per_device_train_batch_size, engine.cfg.data.max_length
-    batch = full_rows(rows, length, packed=False)
+    cfg = run.setup()[0]
+    batch = full_rows(cfg.train.per_device_train_batch_size, cfg.data.max_length, packed=False)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     # On CPUs without bfloat16 products oneDNN takes float32 copies of both matrices from the same allocator.
     with torch.backends.mkldnn.flags(enabled=False):

@@ -43,12 +43,12 @@ def _another(case: object, folder: Path, context: object) -> object:
     import json
 
     from megaswift.config import SwiftConfig
-    from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.families import family_of
+    from megaswift.trainers.create_process_groups_and_engine import native_engine
 
     cfg = SwiftConfig(task="sft", model=str(folder), **case.config())  # type: ignore[attr-defined]
     raw = json.loads((folder / "config.json").read_text())
-    engine = MegatronEngine(family_of(raw).spec(raw), cfg, context)  # type: ignore[arg-type]
+    engine = native_engine(cfg, family_of(raw).spec(raw), context)  # type: ignore[arg-type]
     engine.load_hf(folder)
     return engine
 

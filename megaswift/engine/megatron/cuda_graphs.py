@@ -17,21 +17,20 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megaswift.config import SwiftConfig
-from megaswift.config.cuda_graph_rules import uses_cuda_graphs
+from megaswift.config.model import ModelConfig
 from megaswift.engine.megatron.cpu.megatron_cpu_patch_table import install_cuda_graph_patches
 from megaswift.engine.megatron.layers.layer_implementation import megatron_version_at_least
 
 _MANAGER = "cudagraph_manager"
 
 
-def cuda_graph_fields(cfg: SwiftConfig) -> dict[str, Any]:
+def cuda_graph_fields(model: ModelConfig) -> dict[str, Any]:
     """Megatron-Core's fields."""
-    if not uses_cuda_graphs(cfg):
+    if not model.uses_cuda_graphs:
         return {}
     if not megatron_version_at_least("0.18"):
         install_cuda_graph_patches()
-    return {"cuda_graph_impl": cfg.model.cuda_graph_impl, "cuda_graph_warmup_steps": cfg.model.cuda_graph_warmup_steps}
+    return {"cuda_graph_impl": model.cuda_graph_impl, "cuda_graph_warmup_steps": model.cuda_graph_warmup_steps}
 
 
 def cuda_graph_text(config: TransformerConfig) -> str:

@@ -22,8 +22,10 @@ from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import write_peft_folder
-from megaswift.config import SwiftConfig
-from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems
+from megaswift.config.lora import LoraConfig
+from megaswift.config.model import ModelConfig
+from megaswift.config.optim import OptimConfig
+from megaswift.config.parallel import ParallelConfig
 from megaswift.engine.global_batch_loss_and_metrics import (
     GlobalBatchLossCallback,
     StepReport,
@@ -31,7 +33,7 @@ from megaswift.engine.global_batch_loss_and_metrics import (
     start_count_global_batch,
 )
 from megaswift.engine.megatron import forward_backward as passes
-from megaswift.engine.megatron import optimizer as optim
+from megaswift.engine.megatron import optimizer as optimizers
 from megaswift.engine.megatron import quantize_fp8_weights_from_main_weights
 from megaswift.engine.megatron.checkpoint import save_load
 from megaswift.engine.megatron.checkpoint.optimizer_states import MainWeightFiller
@@ -39,11 +41,10 @@ from megaswift.engine.megatron.export_hf_from_ranks import export_hf_folder_from
 from megaswift.engine.megatron.freeze_weights import freeze_weights, require_input_gradients
 from megaswift.engine.megatron.layers.layer_implementation import (
     TORCH,
-    choose_layer_implementation,
+    LayerImplementationChoice,
     fp8_blockwise_sp_hidden_size_problems,
     fp8_compute_capability_problems,
     fp8_width_problems,
-    transformer_engine_unusable_reason,
 )
 from megaswift.engine.megatron.layers.router import AuxLosses
 from megaswift.engine.megatron.layers.te_attention_env_of_running_engine import TEAttentionBackendEnv
@@ -53,12 +54,18 @@ from megaswift.engine.megatron.load_and_gather_rank_weights import (
 )
 from megaswift.engine.megatron.lora.rank_adapters import RankAdapters, adapter_plan_from_lora_config
 from megaswift.engine.megatron.measure_engine_sizes import measure_engine_sizes
-from megaswift.engine.megatron.megatron_transformer_config import overlap_capture_fusion_text, transformer_config
+from megaswift.engine.megatron.megatron_transformer_config import (
+    check_main_grads_dtype,
+    overlap_capture_fusion_text,
+    transformer_config,
+)
 from megaswift.engine.megatron.model import build_model_chunks, finish_weight_gathers, wrap_chunks
 from megaswift.engine.megatron.offload_for_sampling import EngineOffload
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import ExactWeights, is_fp8_weight
 from megaswift.engine.megatron.rank_microbatch_inputs import prepare_batch_ahead
+from megaswift.engine.megatron.settings import EngineSettings
+from megaswift.engine.megatron.state import EngineState
 from megaswift.engine.own_compute_time import OwnComputeClock
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
@@ -70,29 +77,38 @@ from megaswift.models import qlora
 from megaswift.models.spec import ModelSpec
 
 
-class MegatronEngine:
+class MegatronEngine(EngineState):
     """A model, its gradients and its optimizer over the ranks of a context. Weights come by `load_hf` or
     `random_init`."""
 
     kind = "megatron"
 
-    def __init__(self, spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
-        self.spec, self.cfg, self.context = spec, cfg, context
+    def __init__(  # noqa: PLR0913
+        self,
+        spec: ModelSpec,
+        context: ParallelContext,
+        choice: LayerImplementationChoice,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        optim: OptimConfig,
+        lora: LoraConfig,
+        settings: EngineSettings,
+    ) -> None:
+        self.spec, self.context, self.choice = spec, context, choice
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
-        self.choice = choose_layer_implementation(spec, cfg, self.layout)
-        if lacking := missing_transformer_engine_problems(
-            cfg, not transformer_engine_unusable_reason(), self.choice.torch_parts()
-        ):
-            raise ConfigError(lacking)
-        if cfg.model.fp8_format:
-            recipe = cfg.model.fp8_recipe
+        self.train_type, self.has_random_start = model.train_type, model.random_init
+        self.optim, self.lora_options, self.settings = optim, lora, settings
+        self.cp_exchange = "all_gather" if choice.attention == TORCH else parallel.cp_exchange
+        if model.fp8_format:
+            recipe = model.fp8_recipe
             unfit = fp8_compute_capability_problems(recipe, torch.cuda.get_device_capability())
             unfit += fp8_blockwise_sp_hidden_size_problems(recipe, spec.hidden_size, self.layout)
             if unfit := [*unfit, *fp8_width_problems(recipe, spec, self.layout)]:
                 raise ConfigError(unfit)
-        self.config = transformer_config(spec, cfg, self.layout, self.choice)
+        self.config = transformer_config(spec, self.layout, choice, model, parallel, lora, settings)
+        check_main_grads_dtype(optim.main_grads_dtype, self.dtype)
         self.plan = WeightPlan(family_of(spec.hf_config), spec)
-        adapters = adapter_plan_from_lora_config(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
+        adapters = adapter_plan_from_lora_config(lora, self.plan) if model.train_type != "full" else None
         if adapters and self.config.quantized:
             family, layout = self.plan.family, self.layout
             if unfit := qlora.four_bit_block_size_problems(
@@ -105,12 +121,12 @@ class MegatronEngine:
         with self.backend.building():
             self.plain = build_model_chunks(spec, self.config, context, self.choice)
         self.weights = RankWeights(self.plain, spec, self.plan, context)
-        self.freeze(cfg.model.freeze_parameters, cfg.model.trainable_parameters)
+        self.freeze(model.freeze_parameters, model.trainable_parameters)
         self.lora = RankAdapters(self.plain, self.weights, adapters) if adapters else None
-        self.aux = AuxLosses(self.plain, spec, cfg, context)
-        self.chunks = wrap_chunks(self.plain, self.config, cfg, context)
+        self.aux = AuxLosses(self.plain, spec, model.moe_aux_loss_coeff, model.moe_z_loss_coeff, context)
+        self.chunks = wrap_chunks(self.plain, self.config, parallel, optim, context)
         self.clock = OwnComputeClock(self.chunks)
-        self.optimizer = optim.build_optimizer(self.chunks, self.config, cfg)
+        self.optimizer = optimizers.build_optimizer(self.chunks, self.config, optim)
         if self.config.fp8_param:
             self.weights.exact = ExactWeights(self.optimizer)
         self.config.grad_scale_func = self.optimizer.scale_loss if self.config.fp16 else None
@@ -130,7 +146,7 @@ class MegatronEngine:
         """A language model's weights with a new scalar head, where the model has one and they do not."""
         if not self.spec.scored or NEW in source.names():
             return source
-        return NewScalarHeadSource(source, new_scalar_head_weight(self.spec, self.cfg.train.seed))
+        return NewScalarHeadSource(source, new_scalar_head_weight(self.spec, self.settings.seed))
 
     def keep(self, directory: Path) -> None:
         """Tensors that are carried along unchanged come from `directory` when a checkpoint is saved."""
@@ -149,7 +165,7 @@ class MegatronEngine:
                 self._quantize_weights()
             return
         self.weights.load(source)
-        self.lora.start(self.cfg.lora, self.cfg.train.seed)
+        self.lora.start(self.lora_options, self.settings.seed)
         self.optimizer.reload_model_params()
 
     def _quantize_weights(self) -> None:
@@ -193,11 +209,12 @@ class MegatronEngine:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         report = self._accumulate(microbatches, loss, False, counted)
         report.before_read = before_read or report.before_read
-        o, device = self.cfg.optim, self.context.device
-        optim.set_lr_and_weight_decay(self.optimizer, lr, o.weight_decay if weight_decay is None else weight_decay)
-        scale = optim.get_loss_scale(self.optimizer)
-        norm, stepped = optim.optimizer_step(self.optimizer, o.max_grad_norm, device, report)
-        falling = not stepped and optim.can_lower_loss_scale(self.optimizer)
+        decay = self.optim.weight_decay if weight_decay is None else weight_decay
+        optimizers.set_lr_and_weight_decay(self.optimizer, lr, decay)
+        scale = optimizers.get_loss_scale(self.optimizer)
+        clip, device = self.optim.max_grad_norm, self.context.device
+        norm, stepped = optimizers.optimizer_step(self.optimizer, clip, device, report)
+        falling = not stepped and optimizers.can_lower_loss_scale(self.optimizer)
         return replace(report.result, grad_norm=norm, skipped=not stepped, loss_scale=scale, loss_scale_falling=falling)
 
     def accumulate(
@@ -290,7 +307,7 @@ class MegatronEngine:
     def keep_reference(self, on_host: bool = False) -> None:
         """From now on `reference` is the present model. New adapters need no copy: the base is the model without."""
         finish_weight_gathers(self.chunks)
-        if self.lora is None or self.cfg.lora.adapters is not None:
+        if self.lora is None or self.lora_options.adapters is not None:
             self.remembered = ReferenceWeights(self._live, on_host)
 
     def _live(self) -> list[Tensor]:
@@ -337,7 +354,7 @@ class MegatronEngine:
 
     def describe(self, target: Path, folder: Path) -> None:
         """config.json, the tokenizer and each tensor's dtype. On one rank."""
-        source = None if self.cfg.model.random_init else folder
+        source = None if self.has_random_start else folder
         write_checkpoint_hf_metadata(target, self.spec.hf_config, source_tensor_dtypes(self.plan, source), folder)
 
     def offload(self, what: frozenset[str]) -> None:
@@ -354,8 +371,7 @@ class MegatronEngine:
     @property
     def kernels(self) -> str:
         """For the first screen."""
-        exchange = "all_gather" if self.choice.attention == TORCH else self.cfg.parallel.cp_exchange
-        joined = f", keys and values by {exchange}" if self.layout.cp > 1 else ""
+        joined = f", keys and values by {self.cp_exchange}" if self.layout.cp > 1 else ""
         more = f"{joined}{overlap_capture_fusion_text(self.config, self.choice)}"
         return f"{self.choice}, {str(self.dtype).removeprefix('torch.')}{more}"
 

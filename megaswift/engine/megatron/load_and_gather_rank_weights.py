@@ -22,6 +22,7 @@ from megaswift.bridge import check_finite_weights
 from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors, PlanEntry, WeightPlan
 from megaswift.bridge.initial_weights_by_seed_and_name import seeded_normal
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
+from megaswift.engine.megatron.local_param import LocalParam, splitting_ranks
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
@@ -66,27 +67,6 @@ def _mark(parameter: nn.Parameter, entry: PlanEntry) -> None:
     parameter.tensor_model_parallel = entry.shard != "replicated" or entry.expert is not None
     parameter.partition_dim = 1 if entry.shard == "row" else 0
     parameter.partition_stride = 1
-
-
-@dataclass(frozen=True)
-class LocalParam:
-    """A parameter, buffer or quantized matrix of this rank and its entry in the weight plan."""
-
-    entry: PlanEntry
-    owner: nn.Module
-    name: str
-    """The owner's attribute: looked up at each use, because a change of precision replaces buffers."""
-
-    @property
-    def held(self) -> Tensor | NF4Matrix:
-        """The parameter or buffer, or what stands for it."""
-        return getattr(self.owner, self.name)
-
-    @property
-    def tensor(self) -> Tensor:
-        """The parameter or buffer; of a quantized matrix its values, a copy."""
-        value = self.held
-        return value.dequantized() if isinstance(value, NF4Matrix) else value
 
 
 @dataclass(frozen=True)
@@ -147,8 +127,7 @@ class RankWeights:
 
     def tp_of(self, entry: PlanEntry) -> tuple[int, int]:
         """(ranks, rank) that split this entry: ETP for experts, TP otherwise."""
-        layout, coords = self.context.layout, self.context.coordinates
-        return (layout.etp, coords.etp) if entry.expert is not None else (layout.tp, coords.tp)
+        return splitting_ranks(entry, self.context)
 
     @torch.no_grad()
     def load(self, source: Any, also_fill: Callable[[Tensor, Tensor], None] | None = None) -> None:
@@ -160,7 +139,8 @@ class RankWeights:
         """
         bad: list[str] = []
         own = isinstance(source, RandomWeightSource)
-        for placed, value in self._read(source) if own else read_once_per_replica(self, source):
+        values = self._read(source) if own else read_once_per_replica(self.placed, self.padded, self.context, source)
+        for placed, value in values:
             if not check_finite_weights.all_values_finite(value):
                 bad.extend(placed.entry.hf)
             held = placed.held

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -16,21 +15,19 @@ from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
+from megaswift.engine.megatron.state import EngineState
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from megaswift.engine.megatron.engine import MegatronEngine
 
 MOMENTS = {"adam": 2, "sgd": 1}
 
 
-def _optimizer_bytes(engine: MegatronEngine) -> tuple[int, int]:
+def _optimizer_bytes(engine: EngineState) -> tuple[int, int]:
     """Moments and float32 main weights of this rank's part, on its device and, offloaded, on the host.
 
     Moments exist from the first step on; they are counted before it.
     """
-    o = engine.cfg.optim
+    o = engine.optim
     plugin = PLUGIN_OPTIMIZERS.get(o.optimizer)
     count = MOMENTS[o.optimizer] if plugin is None else len(plugin.states)
     moments = 0 if o.optimizer == "sgd" and not o.sgd_momentum else 4 * count
@@ -74,7 +71,7 @@ def _weights(chunk: nn.Module) -> Iterator[nn.Parameter | NF4Matrix]:
     yield from (m for m in chunk.modules() if isinstance(m, NF4Matrix))
 
 
-def measure_engine_sizes(engine: MegatronEngine) -> EngineSizeReport:
+def measure_engine_sizes(engine: EngineState) -> EngineSizeReport:
     """Sizes of the largest rank, parameters in all. Collective."""
     elements, weights = (
         sum(column)

@@ -18,9 +18,11 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megaswift.config import SwiftConfig
 from megaswift.config.choose_selective_recompute_modules import selective_recompute_modules
+from megaswift.config.lora import LoraConfig
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_values
+from megaswift.config.model import ModelConfig
+from megaswift.config.parallel import ParallelConfig
 from megaswift.config.tp_comm_overlap_file import read_tp_comm_overlap_cfg
 from megaswift.engine.megatron.cuda_graphs import cuda_graph_fields, cuda_graph_text
 from megaswift.engine.megatron.layers.gated_activations import gelu_tanh
@@ -32,6 +34,7 @@ from megaswift.engine.megatron.layers.layer_implementation import (
 from megaswift.engine.megatron.layers.layer_module_classes import gated_activation_class
 from megaswift.engine.megatron.layers.rope import inverse_frequencies
 from megaswift.engine.megatron.layers.vocab_parallel_head_logprobs import VocabularyHeadOptions
+from megaswift.engine.megatron.settings import EngineSettings
 from megaswift.engine.megatron.tp_comm_overlap import (
     check_tp_comm_overlap,
     tp_comm_overlap_fields,
@@ -47,7 +50,6 @@ from megaswift.models.grouped_experts import (
 )
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.row_padding import fp8_token_multiple, full_microbatch_tokens, row_padding_multiple
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu}
@@ -71,36 +73,32 @@ def _activation(spec: ModelSpec) -> Callable[[torch.Tensor], torch.Tensor]:
     return ACTIVATIONS[name]
 
 
-def compute_dtype(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
+def compute_dtype(torch_dtype: str, spec: ModelSpec, cuda: bool) -> torch.dtype:
     """The dtype of weights and activations: the asked one; `auto` is the checkpoint's on CUDA, float32 on a CPU."""
-    name = cfg.model.torch_dtype
-    if name == "auto":
-        name = spec.dtype if cuda else "float32"
-    return DTYPES[name]
+    if torch_dtype == "auto":
+        torch_dtype = spec.dtype if cuda else "float32"
+    return DTYPES[torch_dtype]
 
 
-def _compute_dtype_of_main_gradients(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
-    """`compute_dtype`, checked against `main_grads_dtype`: with torch_dtype auto it is not known before.
+def check_main_grads_dtype(main_grads_dtype: str, dtype: torch.dtype) -> None:
+    """With torch_dtype auto the weights' `dtype` is not known before.
 
     Raises:
         ConfigError: bfloat16 gradients of other weights.
     """
-    dtype = compute_dtype(cfg, spec, cuda)
-    if cfg.optim.main_grads_dtype == "bf16" and dtype != torch.bfloat16:
+    if main_grads_dtype == "bf16" and dtype != torch.bfloat16:
         rule = f"needs bfloat16 weights; this run's are {str(dtype).removeprefix('torch.')}"
         raise ConfigError(Problem("--main_grads_dtype bf16", rule, "--torch_dtype bfloat16"))
-    return dtype
 
 
-def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
-    p = cfg.parallel
+def _parallel(p: ParallelConfig, dispatcher: str, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    """`dispatcher`: of tokens to experts, as asked for."""
     interleaved = layout.vpp > 1
     overlap_p2p = interleaved if p.overlap_p2p_comm is None else p.overlap_p2p_comm
     if interleaved and layout.pp == 2:
         overlap_p2p = (
             True  # batched p2p crosses two messages between two ranks in silence (megatron_on_cpu: wrong loss)
         )
-    dispatcher = cfg.model.moe_token_dispatcher_type
     if dispatcher == "allgather" and layout.ep == layout.etp == 1:
         dispatcher = "alltoall"  # nothing to gather: both only sort tokens, and this one without reading counts
     fields: dict[str, Any] = {
@@ -129,7 +127,12 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
 
 
 def _torch_experts(
-    spec: ModelSpec, cfg: SwiftConfig, layout: Layout, choice: LayerImplementationChoice, dtype: torch.dtype
+    spec: ModelSpec,
+    m: ModelConfig,
+    adapters_only: bool,
+    layout: Layout,
+    choice: LayerImplementationChoice,
+    dtype: torch.dtype,
 ) -> bool:
     """Whether torch multiplies experts that are grouped.
 
@@ -137,25 +140,24 @@ def _torch_experts(
     bfloat16 on compute capability 9.0 or newer: else torch's product reads the counts on the host) and nothing is lost:
     gradients of trained experts would not be added in float32, and FP8 is Transformer Engine's.
     """
-    m = cfg.model
     if torch_multiplies(m, choice.linear != TRANSFORMER_ENGINE):
         return True
     if m.moe_grouped_gemm_impl == "transformer_engine":
         return False
-    frozen = m.train_type == "lora" and not cfg.lora.modules_to_save and m.fp8_format is None
+    frozen = m.train_type == "lora" and adapters_only and m.fp8_format is None
     whole = layout.ep == layout.etp == 1 and m.moe_token_dispatcher_type != "flex" and not m.moe_expert_capacity_factor
     on_device = dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)
     fits = not grouped_width_problems(spec, layout.etp, dtype.itemsize, "")
     return frozen and whole and on_device and fits and "moe_act" not in selective_recompute_modules(m, spec.moe_layers)
 
 
-def _grouped(spec: ModelSpec, cfg: SwiftConfig, etp: int, dtype: torch.dtype, torch_products: bool) -> bool:
+def _grouped(spec: ModelSpec, m: ModelConfig, dora: bool, etp: int, dtype: torch.dtype, torch_products: bool) -> bool:
     """Whether experts are multiplied in one product.
 
     Raises:
         ConfigError: asked for, and torch's product does not take the widths.
     """
-    m, asked = cfg.model, ""
+    asked = ""
     if m.moe_grouped_gemm_impl == "torch":
         asked = "--moe_grouped_gemm_impl torch"
     elif needs_torch_widths(m, torch_products) and m.moe_grouped_gemm_impl == "transformer_engine":
@@ -165,11 +167,12 @@ def _grouped(spec: ModelSpec, cfg: SwiftConfig, etp: int, dtype: torch.dtype, to
     problems = grouped_width_problems(spec, etp, dtype.itemsize, asked) if asked and spec.experts else []
     if problems:
         raise ConfigError(problems)
-    return groups_experts(m, cfg.lora.use_dora, spec, etp, dtype.itemsize, torch_products)
+    return groups_experts(m, dora, spec, etp, dtype.itemsize, torch_products)
 
 
-def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoice, cuda: bool) -> dict[str, Any]:
-    m = cfg.model
+def _kernels(
+    spec: ModelSpec, m: ModelConfig, deterministic: bool, choice: LayerImplementationChoice, cuda: bool
+) -> dict[str, Any]:
     full = m.recompute_granularity == "full"
     fused, attention = (whose == TRANSFORMER_ENGINE for whose in (choice.linear, choice.attention))
     fields: dict[str, Any] = {
@@ -184,7 +187,7 @@ def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoic
         "recompute_method": (m.recompute_method or "uniform") if full else None,
         "recompute_num_layers": (m.recompute_num_layers or 1) if full else None,
         "fp8": m.fp8_format,
-        "deterministic_mode": cfg.train.deterministic,
+        "deterministic_mode": deterministic,
     }
     if spec.experts:
         # On a rank whose experts get no token, Transformer Engine's unpermute returns the empty tensor, where the
@@ -244,18 +247,25 @@ def _yarn(config: TransformerConfig, factor: float) -> None:
         )
 
 
-def transformer_config(
-    spec: ModelSpec, cfg: SwiftConfig, layout: Layout, choice: LayerImplementationChoice
+def transformer_config(  # noqa: PLR0913
+    spec: ModelSpec,
+    layout: Layout,
+    choice: LayerImplementationChoice,
+    m: ModelConfig,
+    parallel: ParallelConfig,
+    lora: LoraConfig,
+    settings: EngineSettings,
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this model in this run."""
     cuda = torch.cuda.is_available()
-    dtype = _compute_dtype_of_main_gradients(cfg, spec, cuda)
+    dtype = compute_dtype(m.torch_dtype, spec, cuda)
     fields = dict(spec.transformer)
     fields["activation_func"] = _activation(spec)
     fields.pop("moe_aux_loss_coeff", None)  # ours: see router.py
-    fields.update(_parallel(cfg, layout, dtype) | tp_comm_overlap_fields(cfg) | cuda_graph_fields(cfg))
-    grouped = _grouped(spec, cfg, layout.etp, dtype, choice.linear != TRANSFORMER_ENGINE)
-    fields.update(_kernels(spec, cfg, choice, cuda) | {"moe_grouped_gemm": grouped})
+    fields.update(_parallel(parallel, m.moe_token_dispatcher_type, layout, dtype))
+    fields.update(tp_comm_overlap_fields(parallel, m.has_frozen_weights) | cuda_graph_fields(m))
+    grouped = _grouped(spec, m, lora.use_dora, layout.etp, dtype, choice.linear != TRANSFORMER_ENGINE)
+    fields.update(_kernels(spec, m, settings.deterministic, choice, cuda) | {"moe_grouped_gemm": grouped})
     fields["bias_activation_fusion"] &= fields["activation_func"] in (F.silu, F.gelu)
     if not spec.experts:
         fields = {k: v for k, v in fields.items() if not k.startswith("moe_")}
@@ -274,12 +284,13 @@ def transformer_config(
         fields["moe_router_dtype"] = "fp32"
         fields["bias_dropout_fusion"] &= not spec.linear_bias  # Megatron's grouped experts refuse it beside biases
     latent, rope_factor = bool(fields.get("multi_latent_attention")), inverse_frequencies(spec)[1]
-    check_tp_comm_overlap(cfg, choice, latent)
+    if parallel.tp_comm_overlap:
+        check_tp_comm_overlap(choice, latent)
     # latent_attention.py rotates by position; Megatron's fused rotation of packed rows leaves out YaRN's factor
     fields["apply_rope_fusion"] &= not latent and rope_factor == 1.0
-    if fields.get("rotary_interleaved") and cfg.data.shares_rows and not megatron_version_at_least("0.17"):
+    if fields.get("rotary_interleaved") and settings.shares_rows and not megatron_version_at_least("0.17"):
         fields["apply_rope_fusion"] = False  # 0.16's fused rotation of packed rows takes neighbours for halves
-    extra = extra_kwargs_values(cfg.model.megatron_extra_kwargs)
+    extra = extra_kwargs_values(m.megatron_extra_kwargs)
     fields |= extra
     kind = MLATransformerConfig if latent else TransformerConfig
     parameters = inspect.signature(kind).parameters
@@ -295,16 +306,14 @@ def transformer_config(
     # Megatron's name for "the layer spec brings the activation"; set late, for only Transformer Engine's own pass there
     unit = gated_activation_class(config.activation_func, choice.linear)
     config.use_te_activation_func = config.gated_linear_unit and unit is not None
-    config.tp_comm_overlap_cfg = read_tp_comm_overlap_cfg(cfg.parallel.tp_comm_overlap_cfg)
-    config.tp_comm_tokens = 0
-    if cfg.parallel.tp_comm_overlap:
-        multiple = row_padding_multiple(layout, fp8_token_multiple(cfg.model, layout.sequence_parallel))
-        rows = cfg.train.per_device_train_batch_size
-        config.tp_comm_tokens = full_microbatch_tokens(rows, cfg.data.max_length, multiple, layout)
+    config.tp_comm_overlap_cfg = read_tp_comm_overlap_cfg(parallel.tp_comm_overlap_cfg)
+    config.tp_comm_tokens = settings.full_microbatch_tokens if parallel.tp_comm_overlap else 0
     config.features = spec.features
-    config.head = VocabularyHeadOptions(cfg.model.fp32_lm_head, cfg.model.gradient_accumulation_fusion is not False)
-    config.quantized = cfg.model.train_type == "qlora"
-    config.torch_experts = bool(spec.experts) and _torch_experts(spec, cfg, layout, choice, dtype)
+    config.head = VocabularyHeadOptions(m.fp32_lm_head, m.gradient_accumulation_fusion is not False)
+    config.quantized = m.train_type == "qlora"
+    config.torch_experts = bool(spec.experts) and _torch_experts(
+        spec, m, not lora.modules_to_save, layout, choice, dtype
+    )
     config.rope_factor = rope_factor
     _yarn(config, rope_factor)
     return config

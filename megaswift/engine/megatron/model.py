@@ -19,8 +19,9 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megaswift.config import SwiftConfig
+from megaswift.config.optim import OptimConfig
 from megaswift.config.optimizer_rules import uses_distributed_optimizer
+from megaswift.config.parallel import ParallelConfig
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.cuda_graphs import tell_graphs_of_fused_gradients
 from megaswift.engine.megatron.layers.grouped_experts import GroupedExpertLinear
@@ -251,35 +252,41 @@ def build_model_chunks(
     return chunks
 
 
-def ddp_overlap_flags(cfg: SwiftConfig, cuda: bool) -> tuple[bool, bool]:
+def ddp_overlap_flags(p: ParallelConfig, distributed: bool, cuda: bool) -> tuple[bool, bool]:
     """(gradients reduced behind the backward pass, weights gathered behind the forward pass): on a GPU unless the
     options say otherwise.
 
     Weights are in parts with the distributed optimizer only, and Megatron-Core gathers them so only where it reduces so
-    too."""
-    p = cfg.parallel
+    too.
+
+    Args:
+        distributed: Whether the optimizer is the distributed one.
+    """
     reduce = cuda if p.overlap_grad_reduce is None else p.overlap_grad_reduce
-    gather = (
-        (cuda and uses_distributed_optimizer(cfg.parallel.distributed_optimizer, cfg.optim.optimizer) and reduce)
-        if p.overlap_param_gather is None
-        else p.overlap_param_gather
-    )
+    gather = p.overlap_param_gather
+    if gather is None:
+        gather = cuda and distributed and reduce
     return reduce, gather
 
 
 def wrap_chunks(
-    chunks: list[SwiftGPT], config: TransformerConfig, cfg: SwiftConfig, context: ParallelContext
+    chunks: list[SwiftGPT],
+    config: TransformerConfig,
+    parallel: ParallelConfig,
+    optim: OptimConfig,
+    context: ParallelContext,
 ) -> list[DistributedDataParallel]:
     """Precision wrapper and Megatron's DDP, with float32 gradients or, by `main_grads_dtype`, those of the weights'
     bfloat16."""
-    overlap_reduce, overlap_gather = ddp_overlap_flags(cfg, context.device.type == "cuda")
+    sharded = uses_distributed_optimizer(parallel.distributed_optimizer, optim.optimizer)
+    overlap_reduce, overlap_gather = ddp_overlap_flags(parallel, sharded, context.device.type == "cuda")
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=cfg.optim.main_grads_dtype == "fp32",
+        grad_reduce_in_fp32=optim.main_grads_dtype == "fp32",
         overlap_grad_reduce=overlap_reduce,
         overlap_param_gather=overlap_gather,
         # the interleaved schedule starts all gathers of a chunk, so that no bucket has to start the next one's
         align_param_gather=overlap_gather and len(chunks) > 1,
-        use_distributed_optimizer=uses_distributed_optimizer(cfg.parallel.distributed_optimizer, cfg.optim.optimizer),
+        use_distributed_optimizer=sharded,
         check_for_nan_in_grad=False,
         average_in_collective=False,
         fp8_param_gather=config.fp8_param,

@@ -30,9 +30,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megaswift.config import SwiftConfig
-from megaswift.config.optim import PLUGIN_OPTIMIZERS, PluginOptimizerParts
-from megaswift.config.optimizer_rules import uses_distributed_optimizer
+from megaswift.config.optim import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
 from megaswift.engine.global_batch_loss_and_metrics import StepNumbers
 from megaswift.engine.megatron.clip_and_skip_in_update import (
     clipping_by,
@@ -57,10 +55,10 @@ LORA_B = re.compile(r"\.lora\.B\d+$")
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], config: TransformerConfig, cfg: SwiftConfig
+    chunks: list[DistributedDataParallel], config: TransformerConfig, o: OptimConfig
 ) -> MegatronOptimizer:
     """The optimizer over this rank's chunks."""
-    o, plugin = cfg.optim, PLUGIN_OPTIMIZERS.get(cfg.optim.optimizer)
+    plugin = PLUGIN_OPTIMIZERS.get(o.optimizer)
     options = OptimizerConfig(
         optimizer="sgd" if plugin else o.optimizer,
         lr=o.learning_rate,
@@ -74,7 +72,7 @@ def build_optimizer(
         bf16=config.bf16,
         fp16=config.fp16,
         params_dtype=config.params_dtype,
-        use_distributed_optimizer=uses_distributed_optimizer(cfg.parallel.distributed_optimizer, cfg.optim.optimizer),
+        use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         use_precision_aware_optimizer=o.precision_aware_optimizer,
         main_grads_dtype=STATE_DTYPES[o.main_grads_dtype],
@@ -97,7 +95,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(options, chunks, **extra)
     for part in optimizer_parts(optimizer):
         if plugin is not None:
-            part.optimizer = _of_plugin(plugin, part.optimizer, cfg)
+            part.optimizer = _of_plugin(plugin, part.optimizer, o)
         elif o.optimizer_cpu_offload:
             part.optimizer, part.init_state_fn = (
                 HostAdam.instead_of(part.optimizer, o.optimizer_offload_fraction),
@@ -111,9 +109,9 @@ def build_optimizer(
     return optimizer
 
 
-def _of_plugin(plugin: PluginOptimizerParts, fresh: torch.optim.Optimizer, cfg: SwiftConfig) -> torch.optim.Optimizer:
+def _of_plugin(plugin: PluginOptimizerParts, fresh: torch.optim.Optimizer, o: OptimConfig) -> torch.optim.Optimizer:
     """A plugin's optimizer over the groups of a fresh one of Megatron-Core's."""
-    made: torch.optim.Optimizer = plugin.make(_groups_without_settings(fresh), cfg.optim)
+    made: torch.optim.Optimizer = plugin.make(_groups_without_settings(fresh), o)
     _PLUGIN_OF[made] = plugin
     return made
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megaswift.config import SwiftConfig
-from megaswift.config.megatron_engine_rules import has_frozen_weights
+from megaswift.config.parallel import ParallelConfig
 from megaswift.engine.megatron.layers.layer_implementation import TORCH, LayerImplementationChoice
 from megaswift.errors import ConfigError, Problem
 
@@ -28,11 +27,10 @@ _shape: list[int] | None = None
 """Of the buffers of this process, [tokens, hidden size]; None where there are none."""
 
 
-def tp_comm_overlap_fields(cfg: SwiftConfig) -> dict[str, Any]:
+def tp_comm_overlap_fields(p: ParallelConfig, has_frozen_weights: bool) -> dict[str, Any]:
     """Megatron-Core's fields."""
-    p, trains = cfg.parallel, not has_frozen_weights(cfg)
     fields = {"tp_comm_overlap": p.tp_comm_overlap} | {name: getattr(p, name) for name in SWITCHES}
-    return fields | {name: trains if getattr(p, name) is None else getattr(p, name) for name in BULK}
+    return fields | {name: not has_frozen_weights if getattr(p, name) is None else getattr(p, name) for name in BULK}
 
 
 def tp_comm_overlap_text(config: TransformerConfig) -> str:
@@ -42,10 +40,8 @@ def tp_comm_overlap_text(config: TransformerConfig) -> str:
     return f", tensor-parallel communication overlapped (rows padded to {config.tp_comm_tokens} tokens a micro-batch)"
 
 
-def check_tp_comm_overlap(cfg: SwiftConfig, choice: LayerImplementationChoice, latent: bool) -> None:
+def check_tp_comm_overlap(choice: LayerImplementationChoice, latent: bool) -> None:
     """ConfigError where this model or this machine cannot overlap."""
-    if not cfg.parallel.tp_comm_overlap:
-        return
     if choice.linear == TORCH:
         raise ConfigError(Problem(OPTION, f"needs Transformer Engine's layers ({choice.reason})", _OFF))
     if latent:

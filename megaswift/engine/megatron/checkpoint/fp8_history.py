@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors
 import torch
@@ -18,10 +18,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from megaswift.engine.megatron.load_and_gather_rank_weights import canonical_parameter_name
+from megaswift.engine.megatron.state import EngineState
 from megaswift.errors import Problem
-
-if TYPE_CHECKING:
-    from megaswift.engine.megatron.engine import MegatronEngine
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 TENSORS_A_GEMM = 3
@@ -35,12 +33,12 @@ def fp8_history_file(directory: Path, rank: int) -> Path:
     return directory / f"fp8-{rank:05d}.safetensors"
 
 
-def uses_delayed_scaling(engine: MegatronEngine) -> bool:
+def uses_delayed_scaling(engine: EngineState) -> bool:
     """Whether the engine has such histories."""
-    return bool(engine.cfg.model.fp8_format) and engine.cfg.model.fp8_recipe == "delayed"
+    return bool(engine.config.fp8) and engine.config.fp8_recipe == "delayed"
 
 
-def _modules(engine: MegatronEngine) -> Iterator[tuple[str, nn.Module]]:
+def _modules(engine: EngineState) -> Iterator[tuple[str, nn.Module]]:
     """Transformer Engine's linear modules of this rank by the checkpoint's names."""
     for chunk in engine.plain:
         for name, module in chunk.named_modules():
@@ -48,7 +46,7 @@ def _modules(engine: MegatronEngine) -> Iterator[tuple[str, nn.Module]]:
                 yield canonical_parameter_name(name + ".", chunk, engine.spec, engine.context).removesuffix("."), module
 
 
-def fp8_histories_file_content(engine: MegatronEngine) -> bytes:
+def fp8_histories_file_content(engine: EngineState) -> bytes:
     """What the file of this rank's histories holds."""
     found: Histories = {}
     for name, module in _modules(engine):
@@ -60,7 +58,7 @@ def fp8_histories_file_content(engine: MegatronEngine) -> bytes:
     return save(found)
 
 
-def read_fp8_histories(engine: MegatronEngine, directory: Path, same_layout: bool) -> Histories | Problem:
+def read_fp8_histories(engine: EngineState, directory: Path, same_layout: bool) -> Histories | Problem:
     """What this rank's modules take: its own file's, or under another layout those of the first ranks that have them.
     Empty for a checkpoint of a run without delayed scaling."""
     own, files = fp8_history_file(directory, engine.rank), sorted(directory.glob("fp8-*.safetensors"))
@@ -80,7 +78,7 @@ def read_fp8_histories(engine: MegatronEngine, directory: Path, same_layout: boo
     return found
 
 
-def restore_fp8_histories(engine: MegatronEngine, found: Histories) -> int:
+def restore_fp8_histories(engine: EngineState, found: Histories) -> int:
     """Sets the histories of this rank's modules; returns how many modules start with empty ones."""
     from megatron.core.fp8_utils import get_fp8_recipe
 

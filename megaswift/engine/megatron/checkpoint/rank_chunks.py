@@ -13,7 +13,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -24,9 +23,7 @@ from megaswift.bridge.sharded_state_dict_entries import KEPT, STATES
 from megaswift.bridge.torch_dist_chunk_io import RankTensorChunk, StatelessBox
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
-
-if TYPE_CHECKING:
-    from megaswift.engine.megatron.engine import MegatronEngine
+from megaswift.engine.megatron.state import EngineState
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def _piece(part: ShardedTensor, local: Tensor) -> LocalToGlobalSlice:
     )
 
 
-def local_to_global_tensor_slices(engine: MegatronEngine) -> list[tuple[Tensor, list[LocalToGlobalSlice]]]:
+def local_to_global_tensor_slices(engine: EngineState) -> list[tuple[Tensor, list[LocalToGlobalSlice]]]:
     """Every weight and persistent buffer of this rank with its pieces (a gated projection has two)."""
     chunks = []
     for chunk in engine.plain:
@@ -89,7 +86,7 @@ def weight_chunks(placed: Sequence[tuple[Tensor, list[LocalToGlobalSlice]]], wri
                 yield RankTensorChunk(p.key, p.whole, p.offset, flat[p.start : p.end].view(p.shape), p.padded)
 
 
-def passthrough_hf_tensor_chunks(engine: MegatronEngine) -> Iterator[RankTensorChunk]:
+def passthrough_hf_tensor_chunks(engine: EngineState) -> Iterator[RankTensorChunk]:
     """This rank's share of the tensors that are carried along unchanged, each read when it is written."""
     for name in engine.kept_names[engine.rank :: engine.layout.world_size]:
         source = engine.kept

@@ -15,7 +15,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -34,10 +34,8 @@ from megaswift.engine.megatron.lora import adapter_checkpoint_slices
 from megaswift.engine.megatron.model import finish_weight_gathers
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight, quantize_from_main_weights
+from megaswift.engine.megatron.state import EngineState
 from megaswift.errors import ROOM, Problem
-
-if TYPE_CHECKING:
-    from megaswift.engine.megatron.engine import MegatronEngine
 
 FORMAT = 1
 FACTS = "engine.json"
@@ -45,7 +43,7 @@ SHOWN = 12
 """Tensors named in one error; the rest are counted."""
 
 
-def save_engine(engine: MegatronEngine, directory: Path) -> files.Entries:
+def save_engine(engine: EngineState, directory: Path) -> files.Entries:
     """Everything into `directory`, on disk when this returns; the entries of this rank's files. Collective."""
     started = start_save(engine, directory, on_host=False)
     problems: list[Problem] = []
@@ -87,7 +85,7 @@ class StartedRankSave:
         return entries
 
 
-def start_save(engine: MegatronEngine, directory: Path, on_host: bool = True) -> StartedRankSave:
+def start_save(engine: EngineState, directory: Path, on_host: bool = True) -> StartedRankSave:
     """Fixes what is saved. `on_host`: in copies in host memory, so that training may go on. Collective."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -105,7 +103,7 @@ def start_save(engine: MegatronEngine, directory: Path, on_host: bool = True) ->
     chunks += boxes.passthrough_hf_tensor_chunks(engine) if engine.lora is None else []
     facts = _facts(engine, int(distributed.all_max([states.get_step_count(engine.optimizer)])[0]))
     small = {}
-    if engine.cfg.train.save_rng:
+    if engine.settings.save_rng:
         small[rng_state_checkpoint_file.rng_file(directory, engine.rank).name] = rank_rng_file_content()
     if fp8_history.uses_delayed_scaling(engine):
         file = fp8_history.fp8_history_file(directory, engine.rank)
@@ -116,7 +114,7 @@ def start_save(engine: MegatronEngine, directory: Path, on_host: bool = True) ->
     return StartedRankSave(directory, engine.rank, held, boxes.stateless_boxes(parameters), small)
 
 
-def _facts(engine: MegatronEngine, step: int) -> dict[str, Any]:
+def _facts(engine: EngineState, step: int) -> dict[str, Any]:
     spec = engine.spec
     return {
         "format": FORMAT,
@@ -129,17 +127,17 @@ def _facts(engine: MegatronEngine, step: int) -> dict[str, Any]:
             "vocabulary": spec.vocab_size,
             "experts": spec.experts,
         },
-        "train_type": engine.cfg.model.train_type,
-        "random_states": engine.cfg.train.save_rng,
+        "train_type": engine.train_type,
+        "random_states": engine.settings.save_rng,
         "optimizer": {
-            "name": engine.cfg.optim.optimizer,
+            "name": engine.optim.optimizer,
             "step": step,
             "scaler": states.get_loss_scaler_state(engine.optimizer),
         },
     }
 
 
-def load_engine(engine: MegatronEngine, directory: Path) -> None:
+def load_engine(engine: EngineState, directory: Path) -> None:
     """The inverse of `save_engine`, on this or another layout. Collective; nothing is loaded when the checkpoint is
     unfit."""
     directory = Path(directory)
@@ -178,7 +176,7 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     if has_rng and same_layout and fits_rank_rng(random_states[0]):
         restore_rank_rng(*random_states)
     else:
-        seed = reseed_rank_generators(engine.context, directory, engine.cfg.train.seed, facts["optimizer"]["step"])
+        seed = reseed_rank_generators(engine.context, directory, engine.settings.seed, facts["optimizer"]["step"])
         why = rng_state_checkpoint_file.reseeding_reason(directory, has_rng, "with another layout or device")
         log.info(f"{why} (seed {seed})")
     if fp8_history.uses_delayed_scaling(engine):
@@ -187,12 +185,12 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
         quantize_from_main_weights(engine.optimizer, engine.chunks)
 
 
-def _exact_copy(engine: MegatronEngine, weight: Tensor) -> Tensor:
+def _exact_copy(engine: EngineState, weight: Tensor) -> Tensor:
     """An FP8 weight's exact values, in host memory; another weight itself."""
     return engine.weights.exact(weight).cpu() if is_fp8_weight(weight) else weight
 
 
-def _restore_histories(engine: MegatronEngine, histories: fp8_history.Histories, same_layout: bool) -> None:
+def _restore_histories(engine: EngineState, histories: fp8_history.Histories, same_layout: bool) -> None:
     """Sets what was read; says where the histories come from if not from this rank's own file."""
     empty = max(distributed.all_gather_objects(fp8_history.restore_fp8_histories(engine, histories)))
     if not same_layout and histories:
@@ -204,7 +202,7 @@ def _restore_histories(engine: MegatronEngine, histories: fp8_history.Histories,
         )
 
 
-def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any], Metadata]:
+def _read_tables(engine: EngineState, directory: Path) -> tuple[dict[str, Any], Metadata]:
     """engine.json and the tables, after all checks that need no tensor."""
     problems: list[Problem] = []
     facts: dict[str, Any] = {}
@@ -228,7 +226,7 @@ def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any
     return facts, index
 
 
-def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]:
+def _differences(engine: EngineState, facts: dict[str, Any]) -> list[Problem]:
     optimizer = facts["optimizer"]
     if not isinstance(optimizer["step"], int) or not isinstance(optimizer["scaler"], dict) or "layout" not in facts:
         return [Problem(FACTS, "has values of the wrong type", "resume from another checkpoint of this run")]
@@ -278,7 +276,7 @@ def _source(box: files.RankTensorChunk, index: Metadata) -> files.RankTensorChun
     return box
 
 
-def _unused(engine: MegatronEngine, index: Metadata, own_keys: set[str]) -> list[Problem]:
+def _unused(engine: EngineState, index: Metadata, own_keys: set[str]) -> list[Problem]:
     """Weights of the checkpoint that no rank of this model has."""
     used = {key.removeprefix(MAIN) for keys in distributed.all_gather_objects(own_keys) for key in keys}
     unused = [key for key in index.state_dict_metadata if not key.startswith((STATES, KEPT)) and key not in used]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import megatron.core
 import torch
 
-from megaswift.config import SwiftConfig
+from megaswift.config.model import ModelConfig
 from megaswift.config.transformer_engine_rules import ATTENTION, PRODUCTS
 from megaswift.errors import ConfigError, Problem
 from megaswift.models.spec import ModelSpec
@@ -148,13 +148,19 @@ def transformer_engine_unusable_reason() -> str:
     return "" if installed else "Transformer Engine is not installed"
 
 
-def choose_layer_implementation(spec: ModelSpec, cfg: SwiftConfig, layout: Layout) -> LayerImplementationChoice:
+def choose_layer_implementation(
+    spec: ModelSpec, model: ModelConfig, cp_comm_type: str | None, shares_rows: bool
+) -> LayerImplementationChoice:
     """The choice for `--transformer_impl` and `--attn_impl`, this model and this layout.
+
+    Args:
+        cp_comm_type: How context-parallel ranks exchange keys and values; None without context parallelism.
+        shares_rows: Whether a row holds several documents.
 
     Raises:
         ConfigError: Transformer Engine was requested and cannot run.
     """
-    asked, lack = cfg.model.transformer_impl, transformer_engine_unusable_reason()
+    asked, lack = model.transformer_impl, transformer_engine_unusable_reason()
     if asked == TORCH:
         return LayerImplementationChoice(TORCH, TORCH, "asked for")
     if lack:
@@ -162,11 +168,10 @@ def choose_layer_implementation(spec: ModelSpec, cfg: SwiftConfig, layout: Layou
             raise ConfigError(Problem("--transformer_impl transformer_engine", lack, "--transformer_impl torch"))
         return LayerImplementationChoice(TORCH, TORCH, lack)
     reason = "asked for" if asked == TRANSFORMER_ENGINE else "CUDA and Transformer Engine are available"
-    comm = cfg.parallel.cp_exchange if layout.cp > 1 else None
-    own = te_unsupported_attention_features(spec, comm, cfg.data.shares_rows)
-    if cfg.model.attn_impl == "sdpa":
+    own = te_unsupported_attention_features(spec, cp_comm_type, shares_rows)
+    if model.attn_impl == "sdpa":
         own.append("--attn_impl sdpa")
     attention = TORCH if own else TRANSFORMER_ENGINE
-    if cfg.model.train_type == "qlora":
+    if model.train_type == "qlora":
         return LayerImplementationChoice(TORCH, attention, "weights in NF4", tuple(own))
     return LayerImplementationChoice(TRANSFORMER_ENGINE, attention, reason, tuple(own))

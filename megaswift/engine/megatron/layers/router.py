@@ -11,6 +11,7 @@ Megatron-Core weighs them by each shard's token count and then divides by label 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.layers.expert_capacity import filled_to_capacity, picks_within_capacity
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.errors import ConfigError, Problem
@@ -29,8 +29,6 @@ from megaswift.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlock
-
-    from megaswift.engine.megatron.model import SwiftGPT
 
 
 @dataclass
@@ -211,12 +209,16 @@ AUX_NAMES = ("aux_loss", "z_loss")
 class AuxLosses:
     """Auxiliary losses of all routers of a rank: one scale, set before a pass, and the values for the log after it."""
 
-    def __init__(self, chunks: list[SwiftGPT], spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
-        coefficient = cfg.model.moe_aux_loss_coeff
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        spec: ModelSpec,
+        aux_coefficient: float | None,
+        z_coefficient: float | None,
+        context: ParallelContext,
+    ) -> None:
         default = spec.transformer.get("moe_aux_loss_coeff") or 0.0
-        self.scale = RouterAuxLossState(
-            default if coefficient is None else coefficient, cfg.model.moe_z_loss_coeff or 0.0
-        )
+        self.scale = RouterAuxLossState(default if aux_coefficient is None else aux_coefficient, z_coefficient or 0.0)
         self.context, self.moe_layers = context, sum(spec.moe_layers)
         for chunk in chunks:
             for module in chunk.modules():

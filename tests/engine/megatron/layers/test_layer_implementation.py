@@ -63,7 +63,8 @@ def test_attention_that_transformer_engine_lacks(model: Any, comm: str | None, p
 def chosen(model: Any, monkeypatch: pytest.MonkeyPatch, lack: str = "", **options: Any) -> LayerImplementationChoice:
     """The choice on a machine that lacks `lack`."""
     monkeypatch.setattr(layer_implementation, "transformer_engine_unusable_reason", lambda: lack)
-    return choose_layer_implementation(model, SwiftConfig(task="sft", **options), Layout(1))
+    cfg = SwiftConfig(task="sft", **options)
+    return choose_layer_implementation(model, cfg.model, None, cfg.data.shares_rows)
 
 
 def test_products_are_transformer_engines_for_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
