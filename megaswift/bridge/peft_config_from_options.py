@@ -6,10 +6,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import non_lora_peft_method_of
+from megaswift.config.lora import LoraConfig
+from megaswift.config.non_lora_adapter_options import NonLoraPeftConfig
 from megaswift.config.non_lora_peft_methods import MAPPED, METHODS, PeftMethod
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line
 
@@ -17,62 +18,70 @@ ENDLESS = 1 << 30
 """AdaLoRA's total_step while the run's length is not known yet."""
 
 
-def build_peft_config(cfg: SwiftConfig, task: str = "CAUSAL_LM") -> Any:
-    """What `peft.get_peft_model` takes; `task`: PEFT's name of what the model is for."""
+def build_peft_config(
+    train_type: str, lora: LoraConfig, other: NonLoraPeftConfig, max_steps: int | None, task: str = "CAUSAL_LM"
+) -> Any:
+    """What `peft.get_peft_model` takes.
+
+    Args:
+        other: The options of adapters other than LoRA.
+        max_steps: The run's length; None: not known yet.
+        task: PEFT's name of what the model is for.
+    """
     import peft
 
-    method = non_lora_peft_method_of(cfg)
+    method = METHODS.get(train_type)
     if method is None:
-        lora, alpha = cfg.lora, cfg.lora.lora_alpha
         return peft.LoraConfig(
             r=lora.lora_rank,
-            lora_alpha=alpha,
+            lora_alpha=lora.lora_alpha,
             lora_dropout=lora.lora_dropout,
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,  # type: ignore[arg-type]
             target_parameters=list(lora.target_parameters) or None,
-            **_where(cfg, task),
+            **_where(lora, task),
         )
-    kind, label = getattr(peft, method.config, None), f"--train_type {cfg.model.train_type}"
+    kind, label = getattr(peft, method.config, None), f"--train_type {train_type}"
     if kind is None:
         raise ConfigError(Problem(label, f"the installed PEFT has no {method.config}", "run pip install -U peft"))
-    fields = {**_taken(cfg, method), **_further(cfg, kind, method)}
+    fields = {**_taken(lora, other, max_steps, method), **_further(other.peft_config, kind, method)}
     try:
-        return kind(**fields, **_where(cfg, task))
+        return kind(**fields, **_where(lora, task))
     except (ValueError, TypeError) as error:
         raise ConfigError(Problem(label, f"PEFT rejects it: {first_line(error)}")) from None
 
 
-def _where(cfg: SwiftConfig, task: str) -> dict[str, Any]:
+def _where(lora: LoraConfig, task: str) -> dict[str, Any]:
     """What all adapters have: the modules they are put on, those that train whole."""
-    targets: Any = list(cfg.lora.target_modules)
+    targets: Any = list(lora.target_modules)
     if targets == ["all-linear"]:
         targets = "all-linear"
     elif len(targets) == 1 and re.search(r"[\\.*+?()|\[\]^$]", targets[0]):
         targets = targets[0]  # PEFT takes a regular expression as a string
-    return {"target_modules": targets, "modules_to_save": list(cfg.lora.modules_to_save) or None, "task_type": task}
+    return {"target_modules": targets, "modules_to_save": list(lora.modules_to_save) or None, "task_type": task}
 
 
-def _taken(cfg: SwiftConfig, method: PeftMethod) -> dict[str, Any]:
+def _taken(lora: LoraConfig, other: NonLoraPeftConfig, max_steps: int | None, method: PeftMethod) -> dict[str, Any]:
     """The fields that have options."""
-    values = {field: cfg.value(option) for option, field in method.takes.items()}
+    options = {**vars(lora), **vars(other)}
+    values = {field: options[option] for option, field in method.takes.items()}
     values = {field: list(v) if isinstance(v, tuple) else v for field, v in values.items()}
     if "boft_block_num" in values:  # PEFT wants exactly one of the two to be there
         number = values["boft_block_num"] or 0
         values |= {"boft_block_num": number, "boft_block_size": 0 if number else values["boft_block_size"]}
     if "total_step" in values:
-        values["total_step"] = values["total_step"] or cfg.train.max_steps or ENDLESS
+        values["total_step"] = values["total_step"] or max_steps or ENDLESS
     if "feedforward_modules" in values:
         values["feedforward_modules"] = values["feedforward_modules"] or []
     return values
 
 
-def _further(cfg: SwiftConfig, kind: Any, method: PeftMethod) -> dict[str, Any]:
+def _further(given: Mapping[str, str], kind: Any, method: PeftMethod) -> dict[str, Any]:
     """The fields of `--peft_config`: JSON values, other text as it is."""
     fields = {f.name for f in dataclasses.fields(kind) if f.init} - set(MAPPED)
     options = {field: option for option, field in method.takes.items()}
     problems, accepted = [], {}
-    for name, text in cfg.peft.peft_config.items():
+    for name, text in given.items():
         label = f"--peft_config {name}={text}"
         if name in options:
             problems.append(Problem(label, "is set by an option", f"--{options[name]} {text}"))

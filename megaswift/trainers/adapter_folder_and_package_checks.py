@@ -117,7 +117,7 @@ def peft_config_problems(cfg: SwiftConfig) -> list[Problem]:
     from megaswift.bridge import peft_config_from_options
 
     try:
-        peft_config_from_options.build_peft_config(cfg)
+        peft_config_from_options.build_peft_config(cfg.model.train_type, cfg.lora, cfg.peft, cfg.train.max_steps)
     except UserError as error:
         return list(error.problems)
     return []

@@ -11,8 +11,11 @@ import torch
 
 from megaswift import log
 from megaswift.config import SwiftConfig
+from megaswift.config.adapter_rules import base_quantization_bits
 from megaswift.config.cuda_graph_rules import uses_cuda_graphs
-from megaswift.config.engine_rules import NATIVE, requested_engine
+from megaswift.config.data import PROMPTED, RL
+from megaswift.config.engine import ZERO
+from megaswift.config.engine_rules import NATIVE, filled_deepspeed_config, requested_engine
 from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems
 from megaswift.engine import start_default_process_group
 from megaswift.engine.cuda_max_connections import set_max_connections
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.engine.megatron.layers.layer_implementation import LayerImplementationChoice
     from megaswift.engine.megatron.settings import EngineSettings
+    from megaswift.engine.torch.model_building import ModelBuild
 
 GATHERING = ("fsdp2", "zero3", "zero3_offload")
 """Engines that gather weights layer by layer."""
@@ -66,9 +70,7 @@ def make_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -
     """The engine, without weights yet."""
     if requested_engine(cfg) == NATIVE:
         return native_engine(cfg, spec, context)
-    from megaswift.engine.torch.engine import TorchEngine
-
-    return TorchEngine(spec, cfg, context, folder)
+    return _torch_engine(cfg, spec, folder, context)
 
 
 def native_engine(cfg: SwiftConfig, spec: ModelSpec, context: Any) -> MegatronEngine:
@@ -82,6 +84,46 @@ def native_engine(cfg: SwiftConfig, spec: ModelSpec, context: Any) -> MegatronEn
         raise ConfigError(lacking)
     settings = native_engine_settings(cfg, context.layout)
     return MegatronEngine(spec, context, choice, cfg.model, cfg.parallel, cfg.optim, cfg.lora, settings)
+
+
+def _torch_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> Engine:
+    from megaswift.engine.torch.engine import TorchEngine, compute_dtype
+    from megaswift.engine.torch.settings import EngineSettings
+
+    dtype = compute_dtype(cfg.model.torch_dtype, folder, context.device)
+    deepspeed = None
+    if cfg.engine.engine in ZERO:
+        name = str(dtype).removeprefix("torch.")
+        filled = filled_deepspeed_config(cfg, context.layout.world_size, name, spec.hidden_size)
+        if filled.problems:
+            raise ConfigError(filled.problems)
+        deepspeed = filled.config
+    settings = EngineSettings(
+        seed=cfg.train.seed,
+        save_rng=cfg.train.save_rng,
+        ddp_timeout=float(cfg.parallel.ddp_timeout),
+        neftune_noise_alpha=cfg.train.neftune_noise_alpha,
+        merges_adapters=cfg.task in RL,
+        shares_rows=cfg.data.shares_rows,
+        shares_prefixes=bool(cfg.data.prefix_sharing) and cfg.task in PROMPTED,
+        max_length=cfg.data.max_length,
+        base_bits=base_quantization_bits(cfg),
+        quantization=cfg.quantization,
+        deepspeed=deepspeed,
+    )
+    return TorchEngine(spec, context, folder, dtype, model_build(cfg, spec.scored), cfg.engine, cfg.optim, settings)
+
+
+def model_build(cfg: SwiftConfig, scored: bool) -> ModelBuild:
+    """How transformers' model of a run is built and adapted; `scored`: it gives a number in place of tokens."""
+    from megaswift.bridge.peft_config_from_options import build_peft_config
+    from megaswift.engine.torch.model_building import ModelBuild
+
+    peft_config = None
+    if cfg.model.train_type != "full" and cfg.lora.adapters is None:
+        task = "SEQ_CLS" if scored else "CAUSAL_LM"
+        peft_config = build_peft_config(cfg.model.train_type, cfg.lora, cfg.peft, cfg.train.max_steps, task)
+    return ModelBuild(cfg.model, cfg.lora, cfg.train.seed, peft_config)
 
 
 def native_engine_settings(cfg: SwiftConfig, layout: Layout) -> EngineSettings:

@@ -80,7 +80,7 @@ def _megaswift(case: BenchmarkCase, folder: Path, small: bool, count: int) -> Co
     from megaswift.engine.megatron.parallel_context import ParallelContext
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.create_process_groups_and_engine import native_engine
+    from megaswift.trainers.engines import native_engine
     from megaswift.trainers.fit_to_device import fit_to_device
 
     cuda = torch.cuda.is_available()

@@ -53,9 +53,15 @@ def test_the_torch_engine_evaluates_and_merges_from_the_stored_values(folder: Pa
     cfg, cpu = SwiftConfig(model=str(folder), **options), torch.device("cpu")
     ids = torch.arange(4, 40)[None]
     with cpu_with(avx512_bf16=True):
-        further = quantized_from_pretrained_arguments(folder, cfg, cpu, torch.float32)
+        further = quantized_from_pretrained_arguments(folder, 4, cfg.quantization, cpu, torch.float32)
         model = build_model(
-            folder, cfg, weights=True, spec=spec_from_family_or_size_fields(folder), further=further, empty=False
+            folder,
+            cfg.model,
+            0,
+            weights=True,
+            spec=spec_from_family_or_size_fields(folder),
+            further=further,
+            empty=False,
         )
     packed = [m for m in model.modules() if isinstance(m, Linear4bit)]
     assert packed

@@ -12,7 +12,7 @@ from megaswift.config import SwiftConfig
 from megaswift.engine import cuda_max_connections
 from megaswift.engine.cuda_max_connections import VARIABLE, gpu_compute_capability_major, set_max_connections
 from megaswift.parallel.layout import Layout
-from megaswift.trainers import create_process_groups_and_engine
+from megaswift.trainers import engines
 
 HOPPER, BLACKWELL = 9, 10
 
@@ -95,9 +95,7 @@ def test_a_run_sets_it_first(engine: str, sharded: bool, monkeypatch: pytest.Mon
         seen.append(sharded_weights)
         raise Stop
 
-    monkeypatch.setattr(create_process_groups_and_engine, "set_max_connections", record)
+    monkeypatch.setattr(engines, "set_max_connections", record)
     with pytest.raises(Stop):
-        create_process_groups_and_engine.start_context(
-            SwiftConfig(task="sft", model="m", engine=engine), Layout(world_size=1)
-        )
+        engines.start_context(SwiftConfig(task="sft", model="m", engine=engine), Layout(world_size=1))
     assert seen == [sharded]

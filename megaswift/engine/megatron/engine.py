@@ -83,7 +83,7 @@ class MegatronEngine(EngineState):
 
     kind = "megatron"
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         spec: ModelSpec,
         context: ParallelContext,

@@ -247,7 +247,7 @@ def _yarn(config: TransformerConfig, factor: float) -> None:
         )
 
 
-def transformer_config(  # noqa: PLR0913
+def transformer_config(
     spec: ModelSpec,
     layout: Layout,
     choice: LayerImplementationChoice,

@@ -13,24 +13,21 @@ numbers are then those of transformers' own attention.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megaswift import log
-from megaswift.config.data import PROMPTED
 from megaswift.engine.torch import per_document_attention
 from megaswift.engine.torch.model_building import is_tested_class
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
+from megaswift.engine.torch.state import EngineState
 from megaswift.errors import ConfigError, Problem
-from megaswift.losses.contract import Batch, RequestedModelOutputs
+from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.models.any_model import dropout_fields
-
-if TYPE_CHECKING:
-    from megaswift.engine.torch.engine import TorchEngine
 
 BEFORE, DOCUMENT, END = 10, 14, 4
 """Tokens of the other document in the same row, of the document under test, and of its end, which is replaced."""
@@ -42,55 +39,60 @@ attend per document."""
 EXACT, ROUNDED = 1e-3, 0.1
 """Relative change that counts as rounding, in float32 and in half precision; a leak is as large as the change."""
 
+Score = Callable[[Sequence[Batch], RequestedModelOutputs], list[ModelOutputs]]
 _TokenReader = Callable[[Batch], Tensor]
 """A batch of one row to a number a token [1, s]: a label's log-probability, or the value of a scalar head."""
 
 
-def check_causality_and_packing(engine: TorchEngine) -> None:
+def check_causality_and_packing(engine: EngineState, score: Score) -> None:
     """ConfigError where training would learn something else than it says. Collective, and nothing of the model
-    changes."""
-    spec = engine.spec
-    known, data = is_tested_class(spec, unwrap_peft_model(engine.fields.model)), engine.cfg.data
-    shares = bool(data.prefix_sharing) and engine.cfg.task in PROMPTED
-    doubtful = not known or shares or (data.shares_rows and spec.family in LOSES_DOCUMENTS)
+    changes.
+
+    Args:
+        score: The engine's.
+    """
+    spec, settings = engine.spec, engine.settings
+    known = is_tested_class(spec, unwrap_peft_model(engine.fields.model))
+    shares = settings.shares_prefixes
+    doubtful = not known or shares or (settings.shares_rows and spec.family in LOSES_DOCUMENTS)
     if engine.fields.has_tower or not doubtful:
         return
     needs = RequestedModelOutputs(fields=frozenset(), head="score") if spec.scored else RequestedModelOutputs()
 
     def read(batch: Batch) -> Tensor:
-        outputs = engine.score([batch], needs)[0]
+        outputs = score([batch], needs)[0]
         numbers = outputs.values if spec.scored else outputs.logprobs
         assert numbers is not None, "the check was requested"
         return numbers.float().cpu()
 
     label, longest = (
-        f"{engine.cfg.model.model}, model_type {spec.family}",
+        f"{engine.build.model.model}, model_type {spec.family}",
         learned_position_count(unwrap_peft_model(engine.fields.model)),
     )
     with engine.most_exact():
         limit = EXACT if engine.dtype == torch.float32 else ROUNDED
         if not known:
             _keep_per_document_attention_if_same(engine, read, limit)
-        problems = [*_problems(read, spec.vocab_size, limit, data.shares_rows, label)]
+        problems = [*_problems(read, spec.vocab_size, limit, settings.shares_rows, label)]
         if not problems and shares:
             problems += _prefix_problems(engine, read, limit, label)
-    if longest is not None and data.max_length > longest:
+    if longest is not None and settings.max_length > longest:
         problems.append(
             Problem(
-                f"--max_length {data.max_length}",
+                f"--max_length {settings.max_length}",
                 f"exceeds the {longest} learned positions of this model",
                 f"--max_length {longest}",
             )
         )
     if problems and known:
-        auto = "" if engine.cfg.model.attn_impl == "auto" else ", or --attn_impl auto"
+        auto = "" if engine.build.model.attn_impl == "auto" else ", or --attn_impl auto"
         separates = f"{auto}, or --engine megatron, which separates packed documents"
         problems = [replace(p, fix=f"{p.fix}{separates}") for p in problems]
     if problems:
         raise ConfigError(problems)
 
 
-def _keep_per_document_attention_if_same(engine: TorchEngine, read: _TokenReader, limit: float) -> None:
+def _keep_per_document_attention_if_same(engine: EngineState, read: _TokenReader, limit: float) -> None:
     """Back to transformers' attention where a document's numbers are not those that this gives. Under short windows: a
     layer may not hand its window on, or hand on one that its mask has not."""
     model: Any = unwrap_peft_model(engine.fields.model)
@@ -104,7 +106,7 @@ def _keep_per_document_attention_if_same(engine: TorchEngine, read: _TokenReader
     if differs:
         log.info(f"{type(model).__name__} keeps transformers' attention: per document its numbers are others")
     else:
-        per_document_attention.set_per_document_attention(model, engine.cfg.model, False)
+        per_document_attention.set_per_document_attention(model, engine.build.model, False)
 
 
 def _document_and_other_end(vocab: int) -> tuple[Tensor, Tensor]:
@@ -112,7 +114,7 @@ def _document_and_other_end(vocab: int) -> tuple[Tensor, Tensor]:
     return tokens[:DOCUMENT], torch.cat([tokens[: DOCUMENT - END], tokens[DOCUMENT:]])
 
 
-def _prefix_problems(engine: TorchEngine, read: _TokenReader, limit: float, model: str) -> Iterator[Problem]:
+def _prefix_problems(engine: EngineState, read: _TokenReader, limit: float, model: str) -> Iterator[Problem]:
     """What is wrong with two documents that share all but their ends."""
     bare: Any = unwrap_peft_model(engine.fields.model)
     if not per_document_attention.attends_per_document(bare) or dropout_fields(bare.config.to_dict()):

@@ -26,9 +26,8 @@ from megaswift.bridge.write_transformers_model_folder import (
     persistent_buffers,
     tensor_metas_with_source_dtypes,
 )
-from megaswift.config import SwiftConfig
-from megaswift.config.data import RL
-from megaswift.config.engine import ZERO
+from megaswift.config.engine import ZERO, EngineBackendConfig
+from megaswift.config.optim import OptimConfig
 from megaswift.device_copy import copy_to_device_async, pin_where_copied
 from megaswift.engine.global_batch_loss_and_metrics import (
     GlobalBatchLossCallback,
@@ -55,37 +54,51 @@ from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_fields_from_logits import labeled_columns, position_ids
 from megaswift.engine.torch.measure_engine_sizes import flop_parameter_counts, measure_torch_engine_sizes
 from megaswift.engine.torch.merged_adapter_weight_stream import collect_merged_adapter_weights
+from megaswift.engine.torch.model_building import ModelBuild
 from megaswift.engine.torch.return_freed_host_memory_by_mallopt import returning_freed_memory_to_system
 from megaswift.engine.torch.router_losses import RouterLosses
+from megaswift.engine.torch.settings import EngineSettings
 from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
+from megaswift.engine.torch.state import EngineState
 from megaswift.engine.torch.strategy_registry import build_strategy
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
 from megaswift.models.spec import ModelSpec
 
 
-class TorchEngine:
+class TorchEngine(EngineState):
     """A transformers model over the ranks of a context. It exists once its weights are known: `load_hf`, `random_init`
     or `keep`."""
 
-    def __init__(self, spec: ModelSpec, cfg: SwiftConfig, context: TorchContext, folder: Path) -> None:
-        self.spec, self.cfg, self.context, self.kind, self.folder = spec, cfg, context, cfg.engine.engine, folder
+    def __init__(
+        self,
+        spec: ModelSpec,
+        context: TorchContext,
+        folder: Path,
+        dtype: torch.dtype,
+        build: ModelBuild,
+        backend: EngineBackendConfig,
+        optim: OptimConfig,
+        settings: EngineSettings,
+    ) -> None:
+        self.spec, self.context, self.folder, self.dtype = spec, context, folder, dtype
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
-        self.adapts = cfg.model.train_type != "full"
+        self.build, self.backend, self.optim, self.settings = build, backend, optim, settings
+        self.kind = backend.engine
+        self.adapts = build.model.train_type != "full"
         self.remembered: ReferenceWeights | None = None
-        self.dtype = _compute_dtype(cfg, folder, context.device)
 
     def load_hf(self, directory: Path) -> None:
         """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
         with returning_freed_memory_to_system():
             self._build(weight_loading.prepare_model_and_filler_from_files(directory, self))
         check_finite_weights.check_weights_finite((name, _local(p)) for name, p in self.fields.model.named_parameters())
-        causality_and_packing_check.check_causality_and_packing(self)
+        causality_and_packing_check.check_causality_and_packing(self, self.score)
 
     def random_init(self, seed: int) -> None:
         """Weights from the configured seed."""
         with returning_freed_memory_to_system():
             self._build(weight_loading.prepare_model_and_filler_with_random_weights(self.folder, self))
-        causality_and_packing_check.check_causality_and_packing(self)
+        causality_and_packing_check.check_causality_and_packing(self, self.score)
 
     def keep(self, directory: Path) -> None:
         """The model without its weights, which a checkpoint brings."""
@@ -94,16 +107,20 @@ class TorchEngine:
 
     def _build(self, start: weight_loading.ModelWithWeightFiller) -> None:
         self.fields = start.fields
-        self.merging = collect_merged_adapter_weights(self.fields) if self.adapts and self.cfg.task in RL else None
+        merges = self.adapts and self.settings.merges_adapters
+        self.merging = collect_merged_adapter_weights(self.fields) if merges else None
         self.elements = sum(quantized_weights.unpacked_numel(p) for p in self.fields.parameters())
         bare = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
         self.flop_parameters = flop_parameter_counts(bare, self.spec)
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
-        self.noise, self.routers = self._noise(), RouterLosses(bare, self.spec, self.cfg)
+        model = self.build.model
+        self.noise = self._noise()
+        self.routers = RouterLosses(bare, self.spec, model.moe_aux_loss_coeff, model.moe_z_loss_coeff)
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
-        self.strategy = build_strategy(self.kind, self.fields, self.cfg, self.context, self.dtype)
+        deepspeed = self.settings.deepspeed
+        self.strategy = build_strategy(self.fields, self.backend, self.optim, deepspeed, self.context, self.dtype)
         if self.layout.world_size > 1:
-            set_timeout_of_all_groups(float(self.cfg.parallel.ddp_timeout))
+            set_timeout_of_all_groups(self.settings.ddp_timeout)
         self.clock = OwnComputeClock([self.strategy.module], backward=self.kind not in ZERO)
         start.fill(self)
         self.allocation = find_adalora_rank_allocator(self.fields.model)
@@ -112,7 +129,7 @@ class TorchEngine:
             self.strategy.stepped = self.allocation.stepped
 
     def _noise(self) -> NeftuneNoise | None:
-        alpha = self.cfg.train.neftune_noise_alpha
+        alpha = self.settings.neftune_noise_alpha
         bare = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
         return NeftuneNoise(bare.get_input_embeddings(), alpha) if alpha else None
 
@@ -139,7 +156,7 @@ class TorchEngine:
         report.before_read = before_read or report.before_read
         scale = self.strategy.loss_scale
         used = None if scale is None else scale.value
-        optim = self.cfg.optim if weight_decay is None else replace(self.cfg.optim, weight_decay=weight_decay)
+        optim = self.optim if weight_decay is None else replace(self.optim, weight_decay=weight_decay)
         norm, stepped = self.strategy.step(lr, optim, report.read)
         falling = not stepped and scale is not None and scale.can_fall
         return replace(report.result, grad_norm=norm, skipped=not stepped, loss_scale=used, loss_scale_falling=falling)
@@ -196,7 +213,7 @@ class TorchEngine:
         extra: dict[str, Any] = {
             k: v.to(self.dtype) if half and v.is_floating_point() else v for k, v in batch.extra.items()
         }
-        if batch.cu_seqlens is not None and self.cfg.model.attn_impl in ("flash", "flash_3"):
+        if batch.cu_seqlens is not None and self.build.model.attn_impl in ("flash", "flash_3"):
             bounds = batch.cu_seqlens.to(torch.int32)
             longest = int(on_host.cu_seqlens.diff().max()) if on_host.cu_seqlens is not None else 0
             extra |= {
@@ -217,16 +234,6 @@ class TorchEngine:
             return nullcontext()
         return torch.autocast(self.context.device.type, dtype=self.dtype)
 
-    @contextmanager
-    def most_exact(self) -> Iterator[None]:
-        """Computes in the precision of the weights where that can be chosen."""
-        chosen = self.dtype
-        self.dtype = torch.float32 if self.kind == "ddp" else chosen
-        try:
-            yield
-        finally:
-            self.dtype = chosen
-
     @torch.no_grad()
     def score(self, microbatches: Sequence[Batch], needs: RequestedModelOutputs) -> list[ModelOutputs]:
         """What `needs` asks for, per micro-batch in input order."""
@@ -241,7 +248,7 @@ class TorchEngine:
 
     def keep_reference(self, on_host: bool = False) -> None:
         """From now on `reference` is the present model. New adapters need no copy: the base is the model without."""
-        if self.adapts and self.cfg.lora.adapters is None:
+        if self.adapts and self.build.lora.adapters is None:
             return
         names = list(self.strategy.trained()) if self.adapts else list(self.shapes)
         self.remembered = ReferenceWeights(lambda: self.strategy.live(names), on_host)
@@ -325,7 +332,7 @@ class TorchEngine:
     def kernels(self) -> str:
         """For the first screen."""
         bare: Any = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
-        attention, chosen = per_document_attention.attention_name(bare), self.cfg.model
+        attention, chosen = per_document_attention.attention_name(bare), self.build.model
         extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile
         extra += ["liger-kernel"] * chosen.use_liger
         return ", ".join(["transformers", f"{attention} attention", str(self.dtype).removeprefix("torch."), *extra])
@@ -350,7 +357,7 @@ class TorchEngine:
     def load(self, directory: Path) -> None:
         """The inverse of `save`, under this or another strategy and number of ranks. Collective."""
         strategy_independent_checkpoint.load_step(self, directory)
-        causality_and_packing_check.check_causality_and_packing(self)
+        causality_and_packing_check.check_causality_and_packing(self, self.score)
 
 
 def is_sharded_parameter(parameter: Any) -> bool:
@@ -365,10 +372,10 @@ def _local(parameter: Any) -> Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
 
 
-def _compute_dtype(cfg: SwiftConfig, folder: Path, device: torch.device) -> torch.dtype:
+def compute_dtype(torch_dtype: str, folder: Path, device: torch.device) -> torch.dtype:
     """`--torch_dtype`; auto: the checkpoint's on a GPU, float32 on a CPU."""
-    if cfg.model.torch_dtype != "auto":
-        return getattr(torch, cfg.model.torch_dtype)
+    if torch_dtype != "auto":
+        return getattr(torch, torch_dtype)
     return folder_config_dtype(folder) if device.type == "cuda" else torch.float32
 
 

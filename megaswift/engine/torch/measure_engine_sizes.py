@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaswift import distributed
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.engine.torch import quantized_weights
+from megaswift.engine.torch.state import EngineState
 from megaswift.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from megaswift.engine.torch.engine import TorchEngine
 
 
 def flop_parameter_counts(model: Any, spec: ModelSpec) -> tuple[int, int]:
@@ -32,7 +30,7 @@ def flop_parameter_counts(model: Any, spec: ModelSpec) -> tuple[int, int]:
     return int(step), int(forward)
 
 
-def measure_torch_engine_sizes(engine: TorchEngine) -> EngineSizeReport:
+def measure_torch_engine_sizes(engine: EngineState) -> EngineSizeReport:
     """Sizes of the largest rank, parameters in all. Collective."""
     elements, weights, gradients, optimizer = map(int, distributed.all_max(engine.strategy.sizes()))
     sizes = engine.elements, elements, weights, gradients, optimizer

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from logging import LogRecord, getLogger
 from pathlib import Path
@@ -16,14 +18,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from megaswift.bridge import peft_config_from_options
 from megaswift.bridge.adapter_folder_fits_model import check_adapter_sizes, load_whole_adapter
 from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
 from megaswift.bridge.initial_weights_by_seed_and_name import initial_lora_a
 from megaswift.bridge.new_scalar_head import NEW, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.transformers_loading_report import LOADING_INFO, check_all_weights_loaded, warn_of_unused_weights
-from megaswift.config import SwiftConfig
+from megaswift.config.lora import LoraConfig
 from megaswift.config.model import ModelConfig
 from megaswift.engine.torch import (
     liger_layer_kernels,
@@ -54,8 +55,25 @@ ATTENTION = {
 """`--attn_impl` to transformers' name."""
 
 
+@dataclass(frozen=True)
+class ModelBuild:
+    """The options by which a model is built, and adapted."""
+
+    model: ModelConfig
+    lora: LoraConfig
+    seed: int
+    peft_config: Any = None
+    """PEFT's configuration of new adapters; None: there are none, or those of `lora.adapters`."""
+
+
 def build_model(
-    folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool
+    folder: Path,
+    options: ModelConfig,
+    seed: int,
+    weights: bool,
+    spec: ModelSpec,
+    further: Mapping[str, Any],
+    empty: bool,
 ) -> nn.Module:
     """The model in float32 on the CPU, with the folder's weights (and `quantized.loading`), random ones (all ranks the
     same), or empty."""
@@ -69,22 +87,22 @@ def build_model(
 
     logging.disable_progress_bar()  # one a rank
     getLogger("transformers.modeling_utils").addFilter(_of_use)
-    trust, attention = cfg.model.trust_remote_code, attention_to_load_with(cfg.model, spec.hf_config)
-    options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    trust, attention = options.trust_remote_code, attention_to_load_with(options, spec.hf_config)
+    arguments: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     auto: Any = AutoModelForImageTextToText if has_vision_tower(spec.hf_config) else AutoModelForCausalLM
     auto = AutoModelForSequenceClassification if spec.scored else auto
     try:
         if weights:
-            options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
-            model = disable_4bit_cpu_repacking(_loaded(auto, folder, options, cfg, spec))
+            arguments |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
+            model = disable_4bit_cpu_repacking(_loaded(auto, folder, arguments, seed, spec))
             return quantized_weights.dequantized_model_to_float32(_with_named_outputs(model), folder)
         config = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {})
         )
         with torch.random.fork_rng():
-            torch.manual_seed(cfg.train.seed)
+            torch.manual_seed(seed)
             with meta_init.init_empty_weights() if empty else nullcontext():
-                model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust, **options)
+                model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust, **arguments)
                 return _with_named_outputs(model)
     except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         # what transformers raises for a folder or an option that it cannot serve
@@ -114,31 +132,31 @@ def _of_use(record: LogRecord) -> bool:
     return not any(words in record.getMessage() for words in ("passing in an `attention_mask`", "LOAD REPORT"))
 
 
-def _loaded(auto: Any, folder: Path, options: dict[str, Any], cfg: SwiftConfig, spec: ModelSpec) -> nn.Module:
+def _loaded(auto: Any, folder: Path, arguments: dict[str, Any], seed: int, spec: ModelSpec) -> nn.Module:
     labels = {"num_labels": 1} if spec.scored else {}
-    model, loading_info = auto.from_pretrained(folder, **labels, **options, **LOADING_INFO)
+    model, loading_info = auto.from_pretrained(folder, **labels, **arguments, **LOADING_INFO)
     check_all_weights_loaded(f"--model {folder}", loading_info, new=(NEW,) if spec.scored else ())
     warn_of_unused_weights(f"--model {folder}", loading_info["unexpected_keys"], spec.scored)
     if spec.scored and NEW not in open_weights(folder).names():
-        model.score.weight.data.copy_(new_scalar_head_weight(spec, cfg.train.seed))
+        model.score.weight.data.copy_(new_scalar_head_weight(spec, seed))
     return model
 
 
-def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
+def add_peft(model: nn.Module, build: ModelBuild) -> nn.Module:
     """PEFT's adapters on a model: those of `--adapters`, or new ones from the seed."""
     import peft
 
-    lora = cfg.lora
+    lora, train_type = build.lora, build.model.train_type
     if lora.adapters is not None:
         folder = Path(lora.adapters)
-        check_adapter_sizes(model, folder, str(cfg.model.model))
+        check_adapter_sizes(model, folder, str(build.model.model))
         return load_whole_adapter(model, folder, is_trainable=True)
-    options = peft_config_from_options.build_peft_config(cfg, "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
-    if (excluded := vision_model_parts.frozen_modules_pattern(model, cfg.model)) is not None:
+    options = copy.deepcopy(build.peft_config)  # PEFT writes into it
+    if (excluded := vision_model_parts.frozen_modules_pattern(model, build.model)) is not None:
         if not hasattr(options, "exclude_modules"):
             raise ConfigError(
                 Problem(
-                    f"--train_type {cfg.model.train_type}",
+                    f"--train_type {train_type}",
                     "cannot exclude the frozen parts of a vision-language model: PEFT has no exclude_modules for it",
                     "--train_type lora",
                 )
@@ -147,17 +165,15 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     if options.target_modules == "all-linear":
         options.target_modules = quantized_weights.gptq_awq_layer_names(model) or options.target_modules
     with torch.random.fork_rng():
-        torch.manual_seed(cfg.train.seed)
+        torch.manual_seed(build.seed)
         try:
             adapted = peft.get_peft_model(model, options)
         except ValueError as error:  # targets that match nothing; dropout and DoRA on parameters
             name = "parameters" if lora.target_parameters else "modules"
             targets = " ".join(lora.target_parameters or lora.target_modules)
-            label = (
-                f"--target_{name} {targets}"
-                if cfg.model.train_type in ("lora", "qlora")
-                else f"--train_type {cfg.model.train_type}"
-            )
+            label = f"--train_type {train_type}"
+            if train_type in ("lora", "qlora"):
+                label = f"--target_{name} {targets}"
             commas = [word for word in lora.target_modules if "," in word]
             fix = f"--target_modules {' '.join(commas).replace(',', ' ')}" if commas else "--target_modules all-linear"
             raise ConfigError(
@@ -167,8 +183,8 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
         raise ConfigError(
             Problem(f"--target_parameters {' '.join(lora.target_parameters)}", "matches no parameter of this model")
         )
-    if cfg.model.train_type in ("lora", "qlora") and lora.init_weights == "true":
-        _fill_lora_a(adapted.get_base_model(), cfg.train.seed)
+    if train_type in ("lora", "qlora") and lora.init_weights == "true":
+        _fill_lora_a(adapted.get_base_model(), build.seed)
     return adapted
 
 
@@ -208,20 +224,21 @@ def is_tested_class(spec: ModelSpec, model: Any) -> bool:
 
 
 def build_model_for_wrapping(
-    folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool = False
+    folder: Path, build: ModelBuild, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool = False
 ) -> LossFieldsModel:
     """Everything that is done to a model before it is wrapped. `empty`: its parameters have no memory (`meta_init`)."""
-    model = build_model(folder, cfg, weights, spec, further, empty)
+    options = build.model
+    model = build_model(folder, options, build.seed, weights, spec, further, empty)
     meta_init.meta_parameters_to_expanded_zeros(model)
-    if cfg.model.use_liger:
+    if options.use_liger:
         liger_layer_kernels.apply_liger(model)
-    per_document_attention.set_per_document_attention(model, cfg.model, is_tested_class(spec, model))
-    freeze_parts(model, cfg.model)
-    vision_model_parts.recompute_layers(model, cfg.model)
-    if cfg.model.train_type != "full":
-        model = add_peft(model, cfg)
-    if cfg.model.torch_compile:
-        compile_layers(model, decoder_layer_class_names(unwrap_peft_model(model)), cfg.model)
+    per_document_attention.set_per_document_attention(model, options, is_tested_class(spec, model))
+    freeze_parts(model, options)
+    vision_model_parts.recompute_layers(model, options)
+    if options.train_type != "full":
+        model = add_peft(model, build)
+    if options.torch_compile:
+        compile_layers(model, decoder_layer_class_names(unwrap_peft_model(model)), options)
     return LossFieldsModel(model)
 
 

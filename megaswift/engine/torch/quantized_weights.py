@@ -15,17 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.bitsandbytes_load_config import bitsandbytes_config
-from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import base_quantization_bits
+from megaswift.config.quantization import QuantizationConfig
 from megaswift.models.family import read_config_json
 from megaswift.models.quantized_training import DEQUANTIZED, quant_method, quantization_config_of
 
 
 def quantized_from_pretrained_arguments(
-    folder: Path, cfg: SwiftConfig, device: torch.device, dtype: torch.dtype
+    folder: Path, bits: int | None, q: QuantizationConfig, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for quantized weights; `dtype`: the run's compute precision."""
-    config, bits = read_config_json(folder), base_quantization_bits(cfg)
+    """Arguments of `from_pretrained` for quantized weights.
+
+    Args:
+        bits: To quantize to; None: the weights stay as they are.
+        dtype: The run's compute precision.
+    """
+    config = read_config_json(folder)
     method = quant_method(config)
     if method in DEQUANTIZED:
         from transformers.quantizers import AutoQuantizationConfig
@@ -36,7 +40,6 @@ def quantized_from_pretrained_arguments(
             )
         }
     if bits is not None:
-        q = cfg.quantization
         products = dtype if q.bnb_4bit_compute_dtype == "auto" else getattr(torch, q.bnb_4bit_compute_dtype)
         quantization = bitsandbytes_config(bits, products, q.bnb_4bit_quant_type, q.bnb_4bit_use_double_quant)
         return {"quantization_config": quantization, "device_map": {"": device}}

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift.config import SwiftConfig
 from megaswift.engine.global_batch_loss_and_metrics import ParallelContextProtocol
 from megaswift.errors import ConfigError, Problem
 from megaswift.models.spec import ModelSpec
@@ -29,9 +28,9 @@ NAMES = ("aux_loss", "z_loss")
 class RouterLosses:
     """All routers of a model. `begin` before each forward pass, `take` after it, `report` after the last."""
 
-    def __init__(self, model: Any, spec: ModelSpec, cfg: SwiftConfig) -> None:
-        coefficient, default = cfg.model.moe_aux_loss_coeff, spec.transformer.get("moe_aux_loss_coeff") or 0.0
-        self.coefficients = (default if coefficient is None else coefficient, cfg.model.moe_z_loss_coeff or 0.0)
+    def __init__(self, model: Any, spec: ModelSpec, aux_coefficient: float | None, z_coefficient: float | None) -> None:
+        default = spec.transformer.get("moe_aux_loss_coeff") or 0.0
+        self.coefficients = (default if aux_coefficient is None else aux_coefficient, z_coefficient or 0.0)
         self.sigmoid = spec.transformer.get(SCORES) == "sigmoid"
         self.collecting = False
         self.seen: list[tuple[Tensor, Tensor]] = []

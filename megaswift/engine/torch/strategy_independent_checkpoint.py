@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,17 +32,15 @@ from megaswift.engine.torch.data_parallel_strategy import WEIGHT
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import PREFIX, unwrap_peft_model
 from megaswift.engine.torch.read_tensors_once_over_ranks import read_tensors_once_over_ranks
 from megaswift.engine.torch.return_freed_host_memory_by_mallopt import returning_freed_memory_to_system
+from megaswift.engine.torch.state import EngineState
 from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters
 from megaswift.errors import ROOM, Problem, UserError
 from megaswift.folders.checkpoint import FACTS, WHOLE, CheckpointTensorAndModelPaths
 
-if TYPE_CHECKING:
-    from megaswift.engine.torch.engine import TorchEngine
-
 FORMAT = "torch-2"
 
 
-def save_step(engine: TorchEngine, directory: Path) -> FileEntries:
+def save_step(engine: EngineState, directory: Path) -> FileEntries:
     """Everything into `directory`, on disk when this returns; the entries of files whose hashes were computed while
     they were written. Collective."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -54,7 +52,7 @@ def save_step(engine: TorchEngine, directory: Path) -> FileEntries:
         if engine.allocation is not None and engine.rank == 0:
             engine.allocation.write(directory)
         small = []
-        if engine.cfg.train.save_rng:
+        if engine.settings.save_rng:
             entries = rng_state_checkpoint_file.write_rng_state(directory, engine.rank)
         if engine.rank == 0 and not problems:
             (directory / FACTS).write_text(json.dumps(_facts(engine), indent=1) + "\n", encoding="utf-8")
@@ -68,7 +66,7 @@ def save_step(engine: TorchEngine, directory: Path) -> FileEntries:
 
 
 def write_tensor_stream_to_folder(
-    engine: TorchEngine,
+    engine: EngineState,
     folder: Path,
     metas: Mapping[str, TensorMeta],
     tensors: Iterable[tuple[str, Tensor]],
@@ -98,7 +96,7 @@ def write_tensor_stream_to_folder(
 
 
 def stream_weights(
-    engine: TorchEngine, kind: str, everywhere: bool = False, on_device: bool = False
+    engine: EngineState, kind: str, everywhere: bool = False, on_device: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in the model's files, whole tensor) on rank 0 or everywhere; others iterate over none. In host memory or
     on the engine's device. Collective.
@@ -126,14 +124,14 @@ def stream_weights(
         ).items()
 
 
-def meta_tensors_by_disk_name(engine: TorchEngine) -> dict[str, Tensor]:
+def meta_tensors_by_disk_name(engine: EngineState) -> dict[str, Tensor]:
     """What `stream_weights` gives of the weights, in shape and dtype."""
     bare = unwrap_peft_model(engine.fields.model)
     metas = {name.removeprefix(PREFIX): torch.empty(shape, device="meta") for name, shape in engine.shapes.items()}
     return tensors_by_disk_name(bare, metas) | tensors_by_disk_name(bare, persistent_buffers(bare))
 
 
-def _stream_all(engine: TorchEngine) -> Iterator[tuple[str, Tensor]]:
+def _stream_all(engine: EngineState) -> Iterator[tuple[str, Tensor]]:
     """Everything under its name in `state`."""
     if not engine.adapts:
         for name, tensor in stream_weights(engine, WEIGHT):
@@ -142,7 +140,7 @@ def _stream_all(engine: TorchEngine) -> Iterator[tuple[str, Tensor]]:
         yield f"{kind}.{name}", engine.strategy.full(name, kind)
 
 
-def load_step(engine: TorchEngine, directory: Path) -> None:
+def load_step(engine: EngineState, directory: Path) -> None:
     """The inverse of `save_step`, under any strategy and number of ranks. Collective; nothing is changed by an unfit
     checkpoint."""
     facts, source = _open(engine, directory)
@@ -168,13 +166,13 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
     if has_rng and same and rng_state_checkpoint_file.rng_state_fits_generators(states[0]):
         rng_state_checkpoint_file.restore_rng_state(*states)
         return
-    seed = engine.cfg.train.seed, engine.strategy.steps
+    seed = engine.settings.seed, engine.strategy.steps
     engine.context.seed(rng_state_checkpoint_file.seed_from_saved_rng_state(directory, *seed))
     where = f"by {facts['world_size']} processes"
     log.info(rng_state_checkpoint_file.reseeding_reason(directory, has_rng, where))
 
 
-def _entries(engine: TorchEngine) -> dict[tuple[str, str], TensorMeta]:
+def _entries(engine: EngineState) -> dict[tuple[str, str], TensorMeta]:
     """What goes by the name of a parameter: (parameter, kind) in one order on every rank. With adapters also what
     trains, which is all."""
     trained = list(engine.strategy.trained())
@@ -184,7 +182,7 @@ def _entries(engine: TorchEngine) -> dict[tuple[str, str], TensorMeta]:
     return entries
 
 
-def _tensors(engine: TorchEngine) -> dict[str, TensorMeta]:
+def _tensors(engine: EngineState) -> dict[str, TensorMeta]:
     weights = (
         {}
         if engine.adapts
@@ -195,20 +193,20 @@ def _tensors(engine: TorchEngine) -> dict[str, TensorMeta]:
     return weights | {f"{kind}.{name}": meta for (name, kind), meta in _entries(engine).items()}
 
 
-def _facts(engine: TorchEngine) -> dict[str, Any]:
+def _facts(engine: EngineState) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "kind": engine.kind,
         "world_size": engine.layout.world_size,
         "step": engine.strategy.steps,
-        "random_states": engine.cfg.train.save_rng,
-        "train_type": engine.cfg.model.train_type,
-        "optimizer": engine.cfg.optim.optimizer,
+        "random_states": engine.settings.save_rng,
+        "train_type": engine.build.model.train_type,
+        "optimizer": engine.optim.optimizer,
         "loss_scale": None if engine.strategy.loss_scale is None else engine.strategy.loss_scale.state_dict(),
     }
 
 
-def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSource]:
+def _open(engine: EngineState, directory: Path) -> tuple[dict[str, Any], HfSource]:
     """engine.json and the tensors' table, after all checks that read no tensor."""
     problems: list[Problem] = []
     facts: dict[str, Any] = {}
@@ -235,7 +233,7 @@ def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSourc
     return facts, source
 
 
-def _differences(engine: TorchEngine, facts: dict[str, Any], source: HfSource) -> list[Problem]:
+def _differences(engine: EngineState, facts: dict[str, Any], source: HfSource) -> list[Problem]:
     current = _facts(engine)
     problems = [
         Problem(f"--{name} {current[name]}", f"the checkpoint's run had {facts[name]}", f"--{name} {facts[name]}")

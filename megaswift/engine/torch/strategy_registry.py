@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from megaswift.config import SwiftConfig
-from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import filled_deepspeed_config
+from megaswift.config.engine import ZERO, EngineBackendConfig
+from megaswift.config.optim import OptimConfig
 from megaswift.config.variables_set_by_launcher import nproc_or_nnodes_started_by_launcher
 from megaswift.engine.torch.data_parallel_strategy import DataParallelStrategy
 from megaswift.engine.torch.ddp import DdpStrategy
@@ -22,44 +23,48 @@ from megaswift.errors import ConfigError, Problem
 
 
 def build_strategy(
-    kind: str, module: LossFieldsModel, cfg: SwiftConfig, context: TorchContext, dtype: torch.dtype
+    module: LossFieldsModel,
+    backend: EngineBackendConfig,
+    optim: OptimConfig,
+    deepspeed: Mapping[str, Any] | None,
+    context: TorchContext,
+    dtype: torch.dtype,
 ) -> DataParallelStrategy:
-    """The wrapped model of an engine of this kind."""
-    scale = make_loss_scale(dtype, cfg.optim)
+    """The wrapped model.
+
+    Args:
+        deepspeed: DeepSpeed's configuration, complete; None on other engines.
+        dtype: Of the products.
+    """
+    kind, scale = backend.engine, make_loss_scale(dtype, optim)
     if kind == "ddp":
-        return DdpStrategy(module, cfg.optim, context, scale)
+        return DdpStrategy(module, optim, context, scale)
     if kind in ZERO:
         from megaswift.engine.torch.zero import ZeroStrategy
 
-        name, hidden = (
-            str(dtype).removeprefix("torch."),
-            unwrap_peft_model(module.model).config.get_text_config().hidden_size,
-        )
-        filled = filled_deepspeed_config(cfg, context.layout.world_size, name, hidden)
-        if filled.problems:
-            raise ConfigError(filled.problems)
-        return ZeroStrategy(module, cfg.optim, filled.config, context.device, scale)
+        assert deepspeed is not None, "the builder fills it in"
+        return ZeroStrategy(module, optim, dict(deepspeed), context.device, scale)
     from megaswift.engine.torch.fsdp import FsdpOptions, FsdpStrategy
 
-    layers = fsdp_unit_classes(cfg, unwrap_peft_model(module.model))
-    words, machines = cfg.engine.fsdp, nproc_or_nnodes_started_by_launcher("nnodes", os.environ) or 1
+    layers = fsdp_unit_classes(backend.fsdp_transformer_layer_cls_to_wrap, unwrap_peft_model(module.model))
+    words, machines = backend.fsdp, nproc_or_nnodes_started_by_launcher("nnodes", os.environ) or 1
     options = FsdpOptions(
         layers,
         reshard=not {"shard_grad_op", "hybrid_shard_zero2"} & {*words},
         replicas=machines if {"hybrid_shard", "hybrid_shard_zero2"} & {*words} else 1,
         offload="offload" in words,
         param_dtype=None if dtype == torch.float32 else dtype,
-        min_num_params=cfg.engine.fsdp_min_num_params,
-        forward_prefetch=cfg.engine.fsdp_forward_prefetch,
-        backward_prefetch=cfg.engine.fsdp_backward_prefetch != "no_prefetch",
+        min_num_params=backend.fsdp_min_num_params,
+        forward_prefetch=backend.fsdp_forward_prefetch,
+        backward_prefetch=backend.fsdp_backward_prefetch != "no_prefetch",
     )
-    return FsdpStrategy(module, cfg.optim, context, options, scale)
+    return FsdpStrategy(module, optim, context, options, scale)
 
 
-def fsdp_unit_classes(cfg: SwiftConfig, model: nn.Module) -> frozenset[str]:
-    """Classes of the modules that fsdp2 shards by themselves. A name that the model does not have would leave it one
-    unit, in silence."""
-    named, present = cfg.engine.fsdp_transformer_layer_cls_to_wrap, {type(m).__name__ for m in model.modules()}
+def fsdp_unit_classes(named: Sequence[str], model: nn.Module) -> frozenset[str]:
+    """Classes of the modules that fsdp2 shards by themselves: the named ones, or the decoder layers. A name that the
+    model does not have would leave it one unit, in silence."""
+    present = {type(m).__name__ for m in model.modules()}
     layers = decoder_layer_class_names(model)
     if unknown := [name for name in named if name not in present]:
         fix = f"use {' '.join(sorted(layers))}, the decoder layers, or leave it out"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,7 @@ from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scala
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.transformers_loading_report import warn_of_unused_weights
 from megaswift.bridge.write_transformers_model_folder import persistent_buffers
-from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import SHARDED, base_quantization_bits
+from megaswift.config.adapter_rules import SHARDED
 from megaswift.engine.torch import meta_init, model_building, quantized_weights
 from megaswift.engine.torch.data_parallel_strategy import WEIGHT
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
@@ -41,6 +40,7 @@ from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import (
     wrapped_name_without_adapters,
 )
 from megaswift.engine.torch.read_tensors_once_over_ranks import read_tensors_once_over_ranks
+from megaswift.engine.torch.state import EngineState
 from megaswift.engine.torch.transformers_conversions import (
     ConversionGroup,
     conversion_groups,
@@ -52,10 +52,7 @@ from megaswift.errors import Problem, UserError, WeightsError
 from megaswift.families import read_config_json
 from megaswift.folders.checkpoint import find_checkpoint
 
-if TYPE_CHECKING:
-    from megaswift.engine.torch.engine import TorchEngine
-
-Fill = Callable[["TorchEngine"], None]
+Fill = Callable[[EngineState], None]
 
 
 @dataclass(frozen=True)
@@ -66,9 +63,10 @@ class ModelWithWeightFiller:
     fill: Fill = lambda engine: None
 
 
-def prepare_model_and_filler_from_files(directory: Path, engine: TorchEngine) -> ModelWithWeightFiller:
+def prepare_model_and_filler_from_files(directory: Path, engine: EngineState) -> ModelWithWeightFiller:
     """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
-    checkpoint, cfg, meta_first = find_checkpoint(directory), engine.cfg, _stays_on_meta(directory, engine.cfg)
+    checkpoint, name = find_checkpoint(directory), engine.build.model.model
+    meta_first = _stays_on_meta(directory, engine.build, engine.settings.base_bits)
     shared = engine.kind in SHARDED or engine.layout.world_size > 1
     if checkpoint is None and not (shared and meta_first):
         return ModelWithWeightFiller(_prepare(directory, engine, weights=True))
@@ -77,12 +75,12 @@ def prepare_model_and_filler_from_files(directory: Path, engine: TorchEngine) ->
             "is a checkpoint; adapters initialized from weights, quantized weights and models with custom code need a "
             "Hugging Face folder"
         )
-        fix = f"megaswift convert megatron-to-hf {cfg.model.model} DST, then --model DST"
-        raise WeightsError(Problem(f"--model {cfg.model.model}", rule, fix))
+        fix = f"megaswift convert megatron-to-hf {name} DST, then --model DST"
+        raise WeightsError(Problem(f"--model {name}", rule, fix))
     fields = _prepare(directory, engine, weights=False, empty=True)
     source = open_weights(directory)
     if engine.spec.scored and NEW not in source.names():
-        source = NewScalarHeadSource(source, new_scalar_head_weight(engine.spec, cfg.train.seed))
+        source = NewScalarHeadSource(source, new_scalar_head_weight(engine.spec, engine.settings.seed))
     groups, first = (
         conversion_groups(unwrap_peft_model(fields.model), source),
         tied_name_map(unwrap_peft_model(fields.model)),
@@ -91,7 +89,7 @@ def prepare_model_and_filler_from_files(directory: Path, engine: TorchEngine) ->
     if not problems:
         if checkpoint is None:
             unused = unused_weights(unwrap_peft_model(fields.model), source, groups)
-            warn_of_unused_weights(f"--model {cfg.model.model}", unused, engine.spec.scored)
+            warn_of_unused_weights(f"--model {name}", unused, engine.spec.scored)
         return ModelWithWeightFiller(fields, lambda engine: fill_from_files(engine, groups, source, first))
     if checkpoint is not None:
         raise WeightsError(problems)
@@ -100,45 +98,42 @@ def prepare_model_and_filler_from_files(directory: Path, engine: TorchEngine) ->
     return _from_first_rank(directory, engine, weights=True)
 
 
-def prepare_model_and_filler_with_random_weights(directory: Path, engine: TorchEngine) -> ModelWithWeightFiller:
+def prepare_model_and_filler_with_random_weights(directory: Path, engine: EngineState) -> ModelWithWeightFiller:
     """Random weights."""
-    if engine.kind not in SHARDED or not _stays_on_meta(directory, engine.cfg):
+    if engine.kind not in SHARDED or not _stays_on_meta(directory, engine.build, engine.settings.base_bits):
         return ModelWithWeightFiller(_prepare(directory, engine, weights=False))
     return _from_first_rank(directory, engine, weights=False)
 
 
-def prepare_model_and_filler_without_weights(directory: Path, engine: TorchEngine) -> ModelWithWeightFiller:
+def prepare_model_and_filler_without_weights(directory: Path, engine: EngineState) -> ModelWithWeightFiller:
     """No weights: a checkpoint brings them all."""
     return ModelWithWeightFiller(
-        _prepare(directory, engine, weights=False, empty=_stays_on_meta(directory, engine.cfg))
+        _prepare(
+            directory, engine, weights=False, empty=_stays_on_meta(directory, engine.build, engine.settings.base_bits)
+        )
     )
 
 
-def _prepare(directory: Path, engine: TorchEngine, weights: bool, empty: bool = False) -> LossFieldsModel:
+def _prepare(directory: Path, engine: EngineState, weights: bool, empty: bool = False) -> LossFieldsModel:
+    settings = engine.settings
     further = quantized_weights.quantized_from_pretrained_arguments(
-        directory, engine.cfg, engine.context.device, engine.dtype
+        directory, settings.base_bits, settings.quantization, engine.context.device, engine.dtype
     )
-    return model_building.build_model_for_wrapping(directory, engine.cfg, weights, engine.spec, further, empty)
+    return model_building.build_model_for_wrapping(directory, engine.build, weights, engine.spec, further, empty)
 
 
-def _stays_on_meta(directory: Path, cfg: SwiftConfig) -> bool:
+def _stays_on_meta(directory: Path, build: model_building.ModelBuild, base_bits: int | None) -> bool:
     """Whether a model can be built, and adapted, without its weights: adapters that start from weights (DoRA's
     magnitudes) need them."""
-    raw = read_config_json(directory)
-    if (
-        (cfg.model.trust_remote_code and "auto_map" in raw)
-        or "quantization_config" in raw
-        or base_quantization_bits(cfg) is not None
-    ):
+    raw, model, lora = read_config_json(directory), build.model, build.lora
+    if (model.trust_remote_code and "auto_map" in raw) or "quantization_config" in raw or base_bits is not None:
         return False
-    if cfg.model.train_type == "full":
+    if model.train_type == "full":
         return True
-    if cfg.lora.adapters is not None:
-        kind = json.loads((Path(cfg.lora.adapters) / "adapter_config.json").read_text(encoding="utf-8")).get(
-            "peft_type"
-        )
+    if lora.adapters is not None:
+        kind = json.loads((Path(lora.adapters) / "adapter_config.json").read_text(encoding="utf-8")).get("peft_type")
         return kind == "LORA"
-    return cfg.model.train_type == "lora" and not cfg.lora.use_dora
+    return model.train_type == "lora" and not lora.use_dora
 
 
 def _differences(bare: Any, source: WeightSource, groups: list[ConversionGroup]) -> list[Problem]:
@@ -159,13 +154,13 @@ def _differences(bare: Any, source: WeightSource, groups: list[ConversionGroup])
 
 
 def fill_from_files(
-    engine: TorchEngine, groups: list[ConversionGroup], source: WeightSource, first: Mapping[str, str]
+    engine: EngineState, groups: list[ConversionGroup], source: WeightSource, first: Mapping[str, str]
 ) -> None:
     """Fills an engine's weights from files, a piece at a time. Collective. `first`: `tied_name_map` before the model
     was wrapped."""
     bare, skip = (
         unwrap_peft_model(engine.fields.model),
-        "modules_to_save" if engine.cfg.lora.adapters is not None else None,
+        "modules_to_save" if engine.build.lora.adapters is not None else None,
     )
     places: dict[str, list[str]] = {}
     for name in engine.shapes:
@@ -188,7 +183,7 @@ def fill_from_files(
     source.close()
 
 
-def _from_first_rank(directory: Path, engine: TorchEngine, weights: bool) -> ModelWithWeightFiller:
+def _from_first_rank(directory: Path, engine: EngineState, weights: bool) -> ModelWithWeightFiller:
     """Made whole on rank 0, which hands it out."""
     problems: list[Problem] = []
     fields = None
@@ -206,7 +201,7 @@ def _from_first_rank(directory: Path, engine: TorchEngine, weights: bool) -> Mod
     return ModelWithWeightFiller(fields, lambda engine: broadcast_from_rank0(engine, tensors))
 
 
-def broadcast_from_rank0(engine: TorchEngine, tensors: dict[str, Tensor]) -> None:
+def broadcast_from_rank0(engine: EngineState, tensors: dict[str, Tensor]) -> None:
     """Fills an engine's weights from those of rank 0, which has let go of each when it is sent. Collective."""
     for name, shape in engine.shapes.items():
         tensor = tensors.pop(name) if engine.rank == 0 else torch.empty(shape)

@@ -139,7 +139,13 @@ def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
     logger.setLevel("WARNING")  # whatever a run before told transformers to say
     folder = folders("gpt2")
     made = build_model(
-        folder, SwiftConfig(engine="ddp", model=str(folder)), True, spec_from_family_or_size_fields(folder), {}, False
+        folder,
+        SwiftConfig(engine="ddp", model=str(folder)).model,
+        0,
+        True,
+        spec_from_family_or_size_fields(folder),
+        {},
+        False,
     )
     warning_once.cache_clear()
     made(torch.tensor([[5, 6, made.config.pad_token_id]]))
@@ -152,17 +158,13 @@ def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
 def test_units_that_are_none_are_refused(folders: Callable[[str], Path]) -> None:
     """FSDP's units by name; a name that no module has would leave the model in one."""
     model = model_of(folders("gpt2"))
-    assert strategy_registry.fsdp_unit_classes(SwiftConfig(engine="fsdp2"), model) == {"GPT2Block"}
-    assert strategy_registry.fsdp_unit_classes(
-        SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP"]), model
-    ) == {"GPT2MLP"}
+    assert strategy_registry.fsdp_unit_classes((), model) == {"GPT2Block"}
+    assert strategy_registry.fsdp_unit_classes(["GPT2MLP"], model) == {"GPT2MLP"}
     with pytest.raises(
         ConfigError,
         match=r"cls_to_wrap GPT2Blok: is not a module class of this GPT2LMHeadModel\n.*GPT2Block, the decoder layers",
     ):
-        strategy_registry.fsdp_unit_classes(
-            SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP", "GPT2Blok"]), model
-        )
+        strategy_registry.fsdp_unit_classes(["GPT2MLP", "GPT2Blok"], model)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_
 from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters, tied_name_map
 from megaswift.errors import WeightsError
 from megaswift.models.any_model import spec_from_family_or_size_fields
+from megaswift.trainers.engines import model_build
 from tests.bridge.folders import tensors_of
 from tests.parity.models import build
 
@@ -37,7 +38,7 @@ def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
     """(a model that was hollow, how many elements each piece of files held)."""
     cfg = SwiftConfig(model=str(folder), engine="fsdp2", **options)
     fields = model_building.build_model_for_wrapping(
-        folder, cfg, False, spec_from_family_or_size_fields(folder), {}, empty=True
+        folder, model_build(cfg, False), False, spec_from_family_or_size_fields(folder), {}, empty=True
     )
     bare, source = unwrap_peft_model(fields.model), open_weights(folder)
     assert all(
@@ -67,7 +68,7 @@ def test_equals_from_pretrained(variant: str, options: dict[str, Any], tmp_path:
     got, sizes = filled(folder, **options)
     want = model_building.build_model_for_wrapping(
         folder,
-        SwiftConfig(model=str(folder), engine="fsdp2", **options),
+        model_build(SwiftConfig(model=str(folder), engine="fsdp2", **options), False),
         True,
         spec_from_family_or_size_fields(folder),
         {},
@@ -109,7 +110,7 @@ def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     fields = model_building.build_model_for_wrapping(
         folder,
-        SwiftConfig(model=str(folder), engine="fsdp2"),
+        model_build(SwiftConfig(model=str(folder), engine="fsdp2"), False),
         False,
         spec_from_family_or_size_fields(folder),
         {},

@@ -24,6 +24,7 @@ from megaswift.engine.torch.transformers_conversions import conversion_groups, u
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
 from megaswift.models.scalar_head import with_scalar_head
+from megaswift.trainers.engines import model_build
 from tests.parity.models import VOCAB, build
 from tests.parity.vision import KINDS, tokenizer
 
@@ -79,7 +80,7 @@ def changed_folder(folder: Path, more: dict[str, Any]) -> Path:
 def test_outputs_have_names_whatever_the_folder_says(weights: bool, tmp_path: Path) -> None:
     folder = changed_folder(tmp_path, {"return_dict": False})
     cfg = SwiftConfig(engine="ddp", model=str(folder))
-    model: Any = build_model(folder, cfg, weights, load_spec(folder), {}, False)
+    model: Any = build_model(folder, cfg.model, cfg.train.seed, weights, load_spec(folder), {}, False)
     ids = torch.arange(4)[None]
     assert model(ids).logits.shape == (1, 4, VOCAB) and model.base_model(ids).last_hidden_state.shape[:2] == (1, 4)
 
@@ -89,7 +90,7 @@ def test_a_field_of_another_type_is_one_line(tmp_path: Path) -> None:
     spec = load_spec(build("dense", tmp_path))
     folder = changed_folder(tmp_path, {"hidden_size": "64"})
     with pytest.raises(WeightsError, match="transformers cannot load it: .*'hidden_size': TypeError: .* expected int"):
-        build_model(folder, SwiftConfig(engine="ddp", model=str(folder)), True, spec, {}, False)
+        build_model(folder, SwiftConfig(engine="ddp", model=str(folder)).model, 0, True, spec, {}, False)
 
 
 def test_mistakes() -> None:
@@ -109,7 +110,7 @@ def test_weights_that_the_files_lack_or_that_have_other_shapes(tmp_path: Path) -
         save_file(stored, path, metadata={"format": "pt"})
     for spec in (load_spec(folder), with_scalar_head(load_spec(folder))):
         with pytest.raises(WeightsError) as caught:
-            build_model(folder, SwiftConfig(engine="ddp", model=str(folder)), True, spec, {}, False)
+            build_model(folder, SwiftConfig(engine="ddp", model=str(folder)).model, 0, True, spec, {}, False)
         assert [p.what for p in caught.value.problems] == [f"--model {folder}, tensor {gate}", f"--model {folder}"]
         assert caught.value.problems[1].rule == f"transformers finds no weights for {up}"
 
@@ -129,12 +130,12 @@ def test_tensors_that_the_model_does_not_use(tmp_path: Path, capsys: pytest.Capt
         index.write_text(json.dumps(table | {"weight_map": table["weight_map"] | dict.fromkeys(extra, path.name)}))
     cfg, spec = SwiftConfig(engine="ddp", model=str(folder)), load_spec(folder)
     for one in (spec, with_scalar_head(spec)):
-        build_model(folder, cfg, True, one, {}, False)
+        build_model(folder, cfg.model, cfg.train.seed, True, one, {}, False)
         said = capsys.readouterr().err
         assert said.count("1 tensor of its files, not used by this model, will not be exported: model.layers.1") == 1
         assert "LOAD REPORT" not in said
     source = HfSource(folder)
-    bare = build_model(folder, cfg, True, spec, {}, False)
+    bare = build_model(folder, cfg.model, cfg.train.seed, True, spec, {}, False)
     assert unused_weights(bare, source, conversion_groups(bare, source)) == {"model.layers.1.mlp.extra.weight"}
 
 
@@ -142,15 +143,15 @@ def test_adapters_that_lack_a_tensor(tmp_path: Path) -> None:
     """PEFT would go on with a B of zeros."""
     options: dict[str, Any] = {"engine": "ddp", "model": "m", "train_type": "lora"}
     cfg = SwiftConfig(**options)
-    adapted: Any = add_peft(text_model(), cfg)
+    adapted: Any = add_peft(text_model(), model_build(cfg, False))
     adapted.save_pretrained(str(tmp_path))
     cfg = SwiftConfig(**options, adapters=str(tmp_path))
-    assert isinstance(add_peft(text_model(), cfg), type(adapted))
+    assert isinstance(add_peft(text_model(), model_build(cfg, False)), type(adapted))
     path = tmp_path / "adapter_model.safetensors"
     [*kept, (lost, _)] = sorted(load_file(path).items())
     save_file(dict(kept), path)
     with pytest.raises(WeightsError, match=re.escape(f"{tmp_path}, tensor {lost}: is missing")):
-        add_peft(text_model(), cfg)
+        add_peft(text_model(), model_build(cfg, False))
 
 
 def test_new_adapters_have_the_native_engine_s_numbers() -> None:
@@ -164,7 +165,11 @@ def test_new_adapters_have_the_native_engine_s_numbers() -> None:
     }
     for name, changes in runs.items():
         cfg = SwiftConfig(**{"engine": "ddp", "model": "m", "train_type": "lora", **changes})
-        halves = {n: p.detach() for n, p in add_peft(text_model(), cfg).named_parameters() if ".lora_" in n}
+        halves = {
+            n: p.detach()
+            for n, p in add_peft(text_model(), model_build(cfg, False)).named_parameters()
+            if ".lora_" in n
+        }
         drawn[name] = {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in halves.items()}
     for name, p in drawn["all"].items():
         want = initial_lora_a(name, tuple(p.shape), SwiftConfig().train.seed) if ".lora_A." in name else 0 * p

@@ -18,6 +18,7 @@ from megaswift.engine.torch.loss_fields_from_logits import labeled_columns
 from megaswift.engine.torch.model_building import build_model_for_wrapping
 from megaswift.engine.torch.per_document_attention import rows_of
 from megaswift.models.any_model import spec_from_family_or_size_fields
+from megaswift.trainers.engines import model_build
 from tests.trainers.inputs import write_model
 
 
@@ -30,7 +31,7 @@ def run(folder: Path, **options: Any) -> tuple[int, dict[str, Tensor]]:
     """(bytes that the forward pass keeps besides parameters, gradients)."""
     cfg = SwiftConfig(model=str(folder), engine="ddp", **options)
     fields = build_model_for_wrapping(
-        folder, cfg, weights=True, spec=spec_from_family_or_size_fields(folder), further={}
+        folder, model_build(cfg, False), weights=True, spec=spec_from_family_or_size_fields(folder), further={}
     ).train()
     row = single_row_batch_of_documents(*torch.arange(4, 40)[None].repeat(4, 1))
     parameters = {p.data_ptr() for p in fields.parameters()}
@@ -62,7 +63,9 @@ def test_compiled_layers_keep_their_names(folder: Path, lora: bool) -> None:
     options: dict[str, Any] = {"train_type": "lora", "target_modules": ["q_proj"]} if lora else {}
     configs = [SwiftConfig(model=str(folder), engine="ddp", torch_compile=on, **options) for on in (False, True)]
     plain, compiled = (
-        build_model_for_wrapping(folder, cfg, weights=True, spec=spec_from_family_or_size_fields(folder), further={})
+        build_model_for_wrapping(
+            folder, model_build(cfg, False), weights=True, spec=spec_from_family_or_size_fields(folder), further={}
+        )
         for cfg in configs
     )
     assert list(plain.state_dict()) == list(compiled.state_dict())

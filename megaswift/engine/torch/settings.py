@@ -1,0 +1,34 @@
+"""What the torch engine reads of a run beside the options of its model, strategy and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaswift.config.quantization import QuantizationConfig
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Values that the builder of a run works out from several options."""
+
+    seed: int
+    save_rng: bool
+    """Whether checkpoints have the random states of every rank."""
+    ddp_timeout: float
+    """Seconds that a collective may take."""
+    neftune_noise_alpha: float | None
+    merges_adapters: bool
+    """Whether `hf_weights` gives weights with adapters merged in, as a sampler takes them."""
+    shares_rows: bool
+    """Whether a row of a batch holds several documents."""
+    shares_prefixes: bool
+    """Whether documents of a row may share their beginning."""
+    max_length: int
+    """Tokens of a row, at most."""
+    base_bits: int | None
+    """Of frozen weights; None: as they are."""
+    quantization: QuantizationConfig
+    deepspeed: Mapping[str, Any] | None
+    """DeepSpeed's configuration, complete; None on other engines."""
