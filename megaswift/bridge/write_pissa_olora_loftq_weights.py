@@ -31,8 +31,7 @@ from megaswift.bridge.initial_weights_by_seed_and_name import seed_by_name
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import write_peft_folder
 from megaswift.bridge.write_folder_with_new_config_or_vocab import MARK, link_weights_copy_rest
-from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import adapter_init_changes_base_weights
+from megaswift.config.lora import LoraConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.models.targets import modules_to_save_tensor_names, select_projections
@@ -66,15 +65,18 @@ def first_matrices(weight: Tensor, method: str, rank: int, scale: float, seed: i
     return (root[:, None] * rows[:rank]).contiguous(), (left[:, :rank] * root).contiguous()
 
 
-def adapter_plan_of(cfg: SwiftConfig, folder: Path) -> AdapterPlan:
-    """The adapters of the options on the model in `folder`. ConfigError where they cannot start otherwise."""
-    label = f"--init_weights {cfg.lora.init_weights}"
+def adapter_plan_of(lora: LoraConfig, expert_adapters: bool, folder: Path) -> AdapterPlan:
+    """The adapters of the options on the model in `folder`. ConfigError where they cannot start otherwise.
+
+    Args:
+        expert_adapters: Whether the run's engine trains adapters of experts.
+    """
+    label = f"--init_weights {lora.init_weights}"
     spec = load_spec(folder)
     family = family_of(spec.hf_config)
-    if cfg.engine.engine != "megatron" and spec.experts:
+    if spec.experts and not expert_adapters:
         rule = "needs the native engine for models with experts"
         raise ConfigError(Problem(label, rule, "--engine megatron, or --init_weights true"))
-    lora = cfg.lora
     settings = AdapterHyperparameters(lora.lora_rank, lora.lora_alpha, lora.use_rslora, lora.lora_dropout)
     chosen = select_projections(family, spec, lora.target_modules, lora.target_parameters)
     if narrow := [p.module for p in chosen if min(p.shape) < lora.lora_rank]:
@@ -84,32 +86,38 @@ def adapter_plan_of(cfg: SwiftConfig, folder: Path) -> AdapterPlan:
     return AdapterPlan(WeightPlan(family, spec), chosen, settings, saved)
 
 
-def write_initial_adapter(cfg: SwiftConfig, folder: Path, adapter: Path, residual: Path) -> Path:
+def write_initial_adapter(
+    lora: LoraConfig, seed: int, expert_adapters: bool, folder: Path, adapter: Path, residual: Path
+) -> Path:
     """Writes `adapter`, a PEFT folder on the model of `folder`, and `residual`, the model that it belongs to where the
-    method changes it; returns that model's folder. What an earlier start has written is kept."""
-    base = residual if adapter_init_changes_base_weights(cfg) else folder
-    if (adapter / MARK).is_file() and (adapter / MARK).read_text(encoding="utf-8") == _mark(cfg, folder):
+    method changes it; returns that model's folder. What an earlier start has written is kept.
+
+    Args:
+        lora: With new adapters that do not start as PEFT's default does.
+        expert_adapters: Whether the run's engine trains adapters of experts.
+    """
+    base = residual if lora.init_weights.startswith(("pissa", "olora")) else folder
+    if (adapter / MARK).is_file() and (adapter / MARK).read_text(encoding="utf-8") == _mark(lora, seed, folder):
         return base
-    plan, source = adapter_plan_of(cfg, folder), open_weights(folder)
+    plan, source = adapter_plan_of(lora, expert_adapters, folder), open_weights(folder)
     tensors: dict[str, Tensor] = {}
     for one in plan.adapters:
-        seed = seed_by_name(cfg.train.seed, one.name("A"))
+        own_seed = seed_by_name(seed, one.name("A"))
         weight = source.slice(one.projection.weight)
-        a, b = first_matrices(weight, cfg.lora.init_weights, one.rank, one.scale, seed)
+        a, b = first_matrices(weight, lora.init_weights, one.rank, one.scale, own_seed)
         tensors |= {one.name("A"): a, one.name("B"): b}
     if base is residual:
         _write_residual(folder, residual, plan, tensors)
     shutil.rmtree(adapter, ignore_errors=True)
     write_peft_folder(adapter, plan, _with_saved(plan, tensors, source), str(base.resolve()))
-    (adapter / MARK).write_text(_mark(cfg, folder), encoding="utf-8")
+    (adapter / MARK).write_text(_mark(lora, seed, folder), encoding="utf-8")
     return base
 
 
-def _mark(cfg: SwiftConfig, folder: Path) -> str:
-    lora = cfg.lora
+def _mark(lora: LoraConfig, seed: int, folder: Path) -> str:
     options = (lora.init_weights, lora.lora_rank, lora.lora_alpha, lora.use_rslora, lora.lora_dropout)
     modules = (lora.target_modules, lora.modules_to_save)
-    return f"{folder.resolve()} {options} {modules} {cfg.train.seed}\n"
+    return f"{folder.resolve()} {options} {modules} {seed}\n"
 
 
 def _with_saved(plan: AdapterPlan, tensors: Mapping[str, Tensor], source: WeightSource) -> Iterator[tuple[str, Tensor]]:

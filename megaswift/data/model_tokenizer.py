@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.config import SwiftConfig
+from megaswift.config.data import DataConfig
+from megaswift.config.model import ModelConfig
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.data.named_chat_templates import named_templates, template_tokens
 from megaswift.data.open_media_files import VideoSampling
@@ -20,11 +21,6 @@ from megaswift.models.family import read_config_json
 from megaswift.models.vision import has_vision_tower, vision_task_problems
 
 
-def tokenizer_with_run_template(cfg: SwiftConfig, folder: Path) -> Any:
-    """The tokenizer in `folder` as training takes it."""
-    return read_tokenizer(folder, cfg.model.trust_remote_code, cfg.data.chat_template)
-
-
 def read_tokenizer(folder: Path, trust: bool, chat_template: str | None) -> Any:
     """The tokenizer in `folder`, with the chat template of the options; code that comes with it runs only with
     --trust_remote_code."""
@@ -34,11 +30,10 @@ def read_tokenizer(folder: Path, trust: bool, chat_template: str | None) -> Any:
     return tokenizer
 
 
-def training_processor(cfg: SwiftConfig, folder: Path) -> Processor:
+def training_processor(data: DataConfig, folder: Path, trust: bool) -> Processor:
     """The processor in `folder` as training takes it."""
-    data = cfg.data
     frames = VideoSampling(data.video_fps, data.video_min_frames, data.video_max_frames, data.video_max_pixels)
-    return read_processor(folder, cfg.model.trust_remote_code, data.chat_template, data.max_pixels, frames)
+    return read_processor(folder, trust, data.chat_template, data.max_pixels, frames)
 
 
 def read_processor(
@@ -68,32 +63,32 @@ def _use_template(tokenizer: Any, chat_template: str) -> None:
             )
 
 
-def tokenizer_or_processor_for(cfg: SwiftConfig) -> Any:
+def tokenizer_or_processor_for(model: ModelConfig, data: DataConfig, task: str) -> Any:
     """What training on `--model` reads text with: its tokenizer, or a vision-language model's processor. ConfigError
     where the task does not train such a model."""
-    folder = Path(str(cfg.model.model))
+    folder = Path(str(model.model))
     if not (folder / "config.json").is_file() and any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return tokenizer_for(cfg)
-    folder = locate_model(cfg.model, weights=False)
+        return tokenizer_for(model, data)
+    folder = locate_model(model, weights=False)
     hf_config = read_config_json(folder)
-    if problems := vision_task_problems(hf_config, str(cfg.model.model), cfg.task):
+    if problems := vision_task_problems(hf_config, str(model.model), task):
         raise ConfigError(problems)
     if not has_vision_tower(hf_config):
-        return tokenizer_for(cfg)
-    return training_processor(cfg, folder)
+        return tokenizer_for(model, data)
+    return training_processor(data, folder, model.trust_remote_code)
 
 
-def tokenizer_for(cfg: SwiftConfig) -> Any:
+def tokenizer_for(model: ModelConfig, data: DataConfig) -> Any:
     """The tokenizer that training on `--model` takes, whatever `--model` is; here a folder that holds nothing else is
     enough."""
-    folder = Path(str(cfg.model.model))
+    folder = Path(str(model.model))
     alone = any((folder / name).is_file() for name in TOKENIZER_FILES)
     if not alone:
-        folder = locate_model(cfg.model, weights=False)
+        folder = locate_model(model, weights=False)
     problems = missing_model_file_problems(folder, random_init=True)
     if problems:
         raise WeightsError(problems)
-    return tokenizer_with_run_template(cfg, folder)
+    return read_tokenizer(folder, model.trust_remote_code, data.chat_template)
 
 
 def named_special_tokens(entries: Iterable[str]) -> list[str]:

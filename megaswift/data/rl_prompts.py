@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from megaswift import log
-from megaswift.config.sections import Sections
+from megaswift.config.data import DataConfig
+from megaswift.config.train import TrainConfig
 from megaswift.data.build_batch_sources import data_seed
 from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.gather_and_truncate_dataset_documents import (
@@ -153,45 +154,55 @@ class PromptSource:
 
 
 def load_prompt_splits(
-    c: Sections, tokenizer: Any, per_generation: int, steps: int = 1
+    data: DataConfig,
+    train: TrainConfig,
+    tokenizer: Any,
+    task: str,
+    completion: int,
+    per_generation: int,
+    steps: int = 1,
 ) -> tuple[PromptSource, list[Prompt] | None]:
-    """(training, evaluation) prompts of a run: held out ones, or those of --val_dataset, in file order. `steps`: a
-    generation's."""
-    docs = _read(c, tokenizer, c.data.dataset)
-    evaluation_docs = _read(c, tokenizer, c.data.val_dataset, val=True) if c.data.val_dataset else None
-    seed = data_seed(c.data, c.train)
+    """(training, evaluation) prompts of a run: held out ones, or those of --val_dataset, in file order.
+
+    Args:
+        completion: Tokens of a completion, at most.
+        per_generation: Prompts of a generation.
+        steps: Optimizer steps of a generation.
+    """
+    seed = data_seed(data, train)
+    docs = _read(data, tokenizer, task, completion, seed)
+    evaluation_docs = _read(data, tokenizer, task, completion, seed, val=True) if data.val_dataset else None
     if evaluation_docs is None:
-        docs, evaluation_docs = hold_out_documents(docs, c.data.split_dataset_ratio, seed)
+        docs, evaluation_docs = hold_out_documents(docs, data.split_dataset_ratio, seed)
     if len(docs) < per_generation:
         raise DataError(
             Problem(
-                ", ".join(c.data.dataset),
+                ", ".join(data.dataset),
                 f"{log.count_text(len(docs), 'prompt')}, fewer than the {per_generation} prompts of one generation",
                 "use more completions per prompt (--num_generations), a smaller --global_batch_size or "
-                f"--generation_batch_size, more data, or {c.data.dataset[0]}#{per_generation} to repeat rows",
+                f"--generation_batch_size, more data, or {data.dataset[0]}#{per_generation} to repeat rows",
             )
         )
     evaluation = None if evaluation_docs is None else IndexedPrompts(evaluation_docs)
-    source = PromptSource(IndexedPrompts(docs), per_generation, EpochOrder(len(docs), c.data.shuffle, seed), steps)
+    source = PromptSource(IndexedPrompts(docs), per_generation, EpochOrder(len(docs), data.shuffle, seed), steps)
     return source, None if evaluation is None else [evaluation.read(i) for i in range(len(evaluation))]
 
 
-def _read(c: Sections, tokenizer: Any, names: Sequence[str], val: bool = False) -> Documents:
-    seed = data_seed(c.data, c.train)
+def _read(data: DataConfig, tokenizer: Any, task: str, completion: int, seed: int, val: bool = False) -> Documents:
     docs = limit_prompt_lengths(
         interleave_documents(
-            gather_documents(tokenize_datasets(c.data, tokenizer, c.task, val, seed)),
-            None if val else interleaving_of(c.data, seed),
+            gather_documents(tokenize_datasets(data, tokenizer, task, val, seed)),
+            None if val else interleaving_of(data, seed),
         ),
-        c.data.max_length,
-        c.rl.max_completion_length,
-        c.data.truncation_strategy,
+        data.max_length,
+        completion,
+        data.truncation_strategy,
     )
-    where = f"{', '.join(names)}: " if val else ""
+    where = f"{', '.join(data.val_dataset)}: " if val else ""
     why = {"deleted": "are too long", "truncated": "are too long", "empty": "have no tokens"}
     for what, text in why.items():
         if docs.counted.get(what):
-            room = f" ({_room(c.data.max_length, c.rl.max_completion_length)})" if what != "empty" else ""
+            room = f" ({_room(data.max_length, completion)})" if what != "empty" else ""
             log.warn(
                 f"{where}{docs.counted[what]} of {docs.counted['rows']} prompts {text}{room}: "
                 + ("their first tokens are removed" if what == "truncated" else "left out")

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaswift.atomic_disk_writes import write_atomically
-from megaswift.config import SwiftConfig, load_config
+from megaswift.config import load_config
 from megaswift.config.command_line import read_command_line
+from megaswift.config.data import DataConfig
 from megaswift.config.indexed_data_rules import IndexedBlend, parse_indexed_blend
 from megaswift.config.loss_scale import parse_loss_scale
+from megaswift.config.model import ModelConfig
 from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.config.train import TrainConfig
 from megaswift.data.data_command_words import split_own_options
 from megaswift.data.row_count_names_and_texts import row_count_texts
 from megaswift.data.sample_report import (
@@ -64,17 +67,17 @@ SPLIT_OPTIONS = ("seed", "data_seed")
 """They choose what is held out."""
 
 
-def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:
+def _check(model: str | None, data: DataConfig, words: Sequence[str]) -> None:
     """DataError for what this command lacks, and for options on its command line that it would ignore."""
     problems = []
     for given in read_command_line(list(words)).givens:
         name = NAMES.get(given.name, "")
         if not name:
             continue  # the task
-        if name in (*SPLIT_OPTIONS, "shuffle") and any("#" in d for d in cfg.data.dataset):
+        if name in (*SPLIT_OPTIONS, "shuffle") and any("#" in d for d in data.dataset):
             continue  # which rows are drawn
         if name in SPLIT_OPTIONS:
-            used, why = cfg.data.split_dataset_ratio > 0, "seeds the evaluation split, but no rows are held out"
+            used, why = data.split_dataset_ratio > 0, "seeds the evaluation split, but no rows are held out"
         else:
             used = name in (*MODEL_OPTIONS, *PROMPT_OPTIONS) or (
                 OPTIONS[name].section == "data" and name not in ORDER_OPTIONS
@@ -82,9 +85,9 @@ def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:
             why = "samples are shown in file order" if name == "shuffle" else "applies only to training"
         if not used:
             problems.append(Problem(given.label, f"would be ignored by data show: {why}", "leave it out"))
-    if cfg.model.model is None:
+    if model is None:
         problems.append(Problem("--model", "is missing: data show needs its tokenizer", "--model DIR"))
-    if cfg.data.streaming:
+    if data.streaming:
         problems.append(
             Problem(
                 "--streaming true",
@@ -150,14 +153,14 @@ def packing_summary(docs: Documents, max_length: int) -> list[Block]:
     ]
 
 
-def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
+def main(argv: Sequence[str], reader_for: Callable[[ModelConfig, DataConfig, str], Any]) -> int:
     """Show samples, statistics and the certificate of the data sets named in `argv`. 1 where the certificate fails."""
     if not argv or "--help" in argv or "-h" in argv:
         print(USAGE, end="")
         return 0 if argv else 2
     own, words = split_own_options(argv, {"samples": "3", "first": "0", "task": "", "certify": "all", "html": ""})
     cfg = load_config(own["task"] or None, words)
-    _check(cfg, words)
+    _check(cfg.model.model, cfg.data, words)
     for notice in cfg.notices:
         info(notice)
     from megaswift.data.resolve_dataset_files import cached_dataset_folder, resolve_dataset_files
@@ -167,15 +170,20 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     blend = parse_indexed_blend(cfg.data.dataset)
     for name in () if blend else (n for n in cfg.data.dataset if not cached_dataset_folder(n)):
         resolve_dataset_files(name, lambda *_: ())  # of paths; a hub is asked later
-    reader, title = reader_for(cfg), f"megaswift data show: {', '.join(cfg.data.dataset)}"
+    reader, title = reader_for(cfg.model, cfg.data, cfg.task), f"megaswift data show: {', '.join(cfg.data.dataset)}"
     if blend is not None:
         return _print_and_write(own["html"], title, indexed_report(blend, reader, range(first, first + count)))
     from megaswift.data.build_batch_sources import (
         global_batch_unit,  # brings torch; help and mistakes are answered without
     )
 
-    show = {"rows": sample_report, "completions": prompt_report}.get(global_batch_unit(cfg.task), preference_report)
-    blocks = show(cfg, cfg.task, reader, range(first, first + count))
+    unit, which = global_batch_unit(cfg.task), range(first, first + count)
+    if unit == "rows":
+        blocks = sample_report(cfg.data, cfg.train, cfg.task, reader, which, "packing" in cfg.given)
+    elif unit == "completions":
+        blocks = prompt_report(cfg.data, cfg.train, cfg.task, reader, which, cfg.rl.max_completion_length)
+    else:
+        blocks = preference_report(cfg.data, cfg.train, cfg.task, reader, which)
     _print(blocks)
     if certified_rows == 0 or cfg.task == "pt":
         return _print_and_write(own["html"], title, [], blocks)
@@ -241,25 +249,31 @@ def indexed_report(blend: IndexedBlend, tokenizer: Any, which: range) -> list[Bl
     return blocks
 
 
-def sample_report(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[Block]:
-    """Some samples of SFT or pretraining, then statistics of all."""
+def sample_report(
+    data: DataConfig, train: TrainConfig, task: str, reader: Any, which: range, packing_given: bool
+) -> list[Block]:
+    """Some samples of SFT or pretraining, then statistics of all.
+
+    Args:
+        packing_given: Whether the user has set --packing.
+    """
     from megaswift.data.build_batch_sources import load_document_splits
     from megaswift.data.vision_processor import Processor
 
-    docs, evaluation = load_document_splits(cfg.data, cfg.train, reader, task)
+    docs, evaluation = load_document_splits(data, train, reader, task)
     blocks: list[Block] = []
     for i in _shown(which, len(docs), "samples"):
         blocks += [_document(docs, i, reader, f"--- sample {i} (row {docs.sample[i]}): "), ""]
     sees = isinstance(reader, Processor)
-    show_packing = bool(cfg.data.packing) or (not sees and "packing" not in cfg.given)
-    return blocks + data_summary(docs, evaluation, cfg.data.max_length, show_packing)
+    show_packing = bool(data.packing) or (not sees and not packing_given)
+    return blocks + data_summary(docs, evaluation, data.max_length, show_packing)
 
 
-def preference_report(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[Block]:
+def preference_report(data: DataConfig, train: TrainConfig, task: str, tokenizer: Any, which: range) -> list[Block]:
     """Some pairs or labeled answers, each of their documents, then statistics of all documents."""
     from megaswift.data.build_batch_sources import global_batch_unit, load_preference_splits
 
-    units, evaluation = load_preference_splits(cfg.data, cfg.train, tokenizer, task)
+    units, evaluation = load_preference_splits(data, train, tokenizer, task)
     kind, docs = global_batch_unit(task), units.docs
     blocks: list[Block] = []
     for i in _shown(which, len(units), kind):
@@ -278,14 +292,16 @@ def preference_report(cfg: SwiftConfig, task: str, tokenizer: Any, which: range)
         else f"{len(units):,} examples, {int(units.values.sum()):,} of them desirable"
     )
     blocks += [] if evaluation is None else [f"evaluation: {len(evaluation):,} {kind}"]
-    return blocks + data_summary(docs, None, cfg.data.max_length, packing=False)
+    return blocks + data_summary(docs, None, data.max_length, packing=False)
 
 
-def prompt_report(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[Block]:
+def prompt_report(
+    data: DataConfig, train: TrainConfig, task: str, tokenizer: Any, which: range, completion: int
+) -> list[Block]:
     """Some prompts with the columns that rewards see, then their lengths."""
     from megaswift.data.rl_prompts import load_prompt_splits
 
-    source, evaluation = load_prompt_splits(cfg, tokenizer, 1)
+    source, evaluation = load_prompt_splits(data, train, tokenizer, task, completion, 1)
     prompts = source.prompts
     blocks: list[Block] = []
     for i in _shown(which, len(prompts), "prompts"):

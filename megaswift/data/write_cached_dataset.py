@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.config import SwiftConfig, load_config
+from megaswift.config import load_config
+from megaswift.config.data import DataConfig
+from megaswift.config.model import ModelConfig
 from megaswift.config.parse_option_values import FALSE, TRUE
 from megaswift.config.sources import normalize_name
 from megaswift.data.data_command_words import split_own_options
@@ -59,21 +61,21 @@ def words_of_cached_dataset(argv: Sequence[str]) -> list[str] | None:
     return words if asked else None
 
 
-def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
+def main(argv: Sequence[str], reader_for: Callable[[ModelConfig, DataConfig, str], Any]) -> int:
     """Write the data sets named in `argv` as tokens."""
     if not argv or "--help" in argv or "-h" in argv:
         print(USAGE, end="")
         return 0 if argv else 2
     own, words = split_own_options(argv, {"output_dir": "", "overwrite": "false", "task": ""})
     cfg = load_config(own["task"] or None, words)
-    folders = _folders(cfg, own)
+    folders = _folders(cfg.model.model, cfg.data, own)
     for notice in cfg.notices:
         info(notice)
     node = node_rank_text()
     idle = ", ".join(f"--{name}" for name in sorted(cfg.given - READ))
     if idle:
         info(f"{idle}: without effect on tokens; for the training run")
-    reader = reader_for(cfg)
+    reader = reader_for(cfg.model, cfg.data, cfg.task)
 
     from megaswift.data.build_batch_sources import data_seed
     from megaswift.data.cached_dataset import (
@@ -90,7 +92,7 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     spec = encode_spec(data, reader, cfg.task)
     name = str(tokenizer_of_tokenizer_or_processor(reader).name_or_path)
     with only_writer(folders[0][0].parent):
-        for folder, val in _folders(cfg, own):  # another process may have written in the meantime
+        for folder, val in _folders(cfg.model.model, cfg.data, own):  # another process may have written in the meantime
             names = data.val_dataset if val else data.dataset
             use = f"--cached_{'val_' * val}dataset {folder}"
             if written_by_another_node(folder, node):
@@ -110,14 +112,14 @@ def node_rank_text() -> str:
     return next((rank for name in NODE_RANKS if (rank := os.environ.get(name, "")).isdecimal()), "")
 
 
-def _folders(cfg: SwiftConfig, own: dict[str, str]) -> list[tuple[Path, bool]]:
+def _folders(model: str | None, data: DataConfig, own: dict[str, str]) -> list[tuple[Path, bool]]:
     """The folders to write, and whether each is of evaluation data; DataError for what is missing."""
     from megaswift.data.cached_dataset import written_by_another_node
     from megaswift.data.resolve_dataset_files import CACHED_DATASET
 
     problems = []
     output = Path(own["output_dir"]).expanduser()
-    folders = [(output / "train", False), *([(output / "val", True)] if cfg.data.val_dataset else [])]
+    folders = [(output / "train", False), *([(output / "val", True)] if data.val_dataset else [])]
     if not own["output_dir"]:
         problems.append(Problem("--output_dir", "is missing", "--output_dir FOLDER, for FOLDER/train"))
     for folder, _ in folders if own["output_dir"] else ():
@@ -125,11 +127,11 @@ def _folders(cfg: SwiftConfig, own: dict[str, str]) -> list[tuple[Path, bool]]:
             problems.append(Problem(f"--output_dir {output}", f"{folder} holds something else", "another FOLDER"))
         elif folder.exists() and own["overwrite"] != "true" and not written_by_another_node(folder, node_rank_text()):
             problems.append(Problem(f"--output_dir {output}", f"{folder} already exists", "--overwrite true"))
-    if not cfg.data.dataset:
+    if not data.dataset:
         problems.append(Problem("--dataset", "is missing", "--dataset data.jsonl"))
-    if cfg.model.model is None:
+    if model is None:
         problems.append(Problem("--model", "is missing: tokens are those of its tokenizer", "--model DIR"))
-    if cfg.data.streaming:
+    if data.streaming:
         problems.append(Problem("--streaming true", "a cached data set holds all rows", "leave it out"))
     if problems:
         raise DataError(problems)

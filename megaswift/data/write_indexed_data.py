@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.config import SwiftConfig, load_config
+from megaswift.config import load_config
+from megaswift.config.data import DataConfig
+from megaswift.config.model import ModelConfig
 from megaswift.data.data_command_words import split_own_options
 from megaswift.errors import DataError, Problem
 from megaswift.log import info
@@ -29,17 +31,17 @@ READ = frozenset(
 ) | {"use_hf", "model_revision", "trust_remote_code"}
 
 
-def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
+def main(argv: Sequence[str], reader_for: Callable[[ModelConfig, DataConfig, str], Any]) -> int:
     """Write the data sets named in `argv` as indexed data."""
     if not argv or "--help" in argv or "-h" in argv:
         print(USAGE, end="")
         return 0 if argv else 2
     own, words = split_own_options(argv, {"output": "", "overwrite": "false"})
     cfg = load_config("pt", words)
-    _check(cfg, own)
+    _check(cfg.given, cfg.model.model, own)
     for notice in cfg.notices:
         info(notice)
-    tokenizer = reader_for(cfg)
+    tokenizer = reader_for(cfg.model, cfg.data, cfg.task)
 
     import numpy as np
 
@@ -62,10 +64,10 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     return 0
 
 
-def _check(cfg: SwiftConfig, own: dict[str, str]) -> None:
+def _check(given: frozenset[str], model: str | None, own: dict[str, str]) -> None:
     problems = [
         Problem(f"--{name}", "would be ignored by data index: it applies only to training", "leave it out")
-        for name in sorted(cfg.given - READ)
+        for name in sorted(given - READ)
     ]
     output = Path(own["output"]).expanduser()
     if not own["output"]:
@@ -79,7 +81,7 @@ def _check(cfg: SwiftConfig, own: dict[str, str]) -> None:
                 f"{' and '.join(there)} already exists" if len(there) == 1 else f"{' and '.join(there)} already exist"
             )
             problems.append(Problem(f"--output {output}", rule, "--overwrite true, or another PREFIX"))
-    if cfg.model.model is None:
+    if model is None:
         problems.append(Problem("--model", "is missing: data index needs its tokenizer", "--model DIR"))
     if problems:
         raise DataError(problems)

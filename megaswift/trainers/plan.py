@@ -10,7 +10,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import SHARDED
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.data import build_batch_sources as data
-from megaswift.data.model_tokenizer import tokenizer_with_run_template, training_processor
+from megaswift.data.model_tokenizer import read_tokenizer, training_processor
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.models.spec import ModelSpec
 from megaswift.models.vision import has_vision_tower
@@ -72,8 +72,8 @@ class RunPlan:
     def reader(self) -> Any:
         """What the model's texts are read with: its tokenizer, or a vision-language model's `Processor`."""
         if has_vision_tower(self.spec.hf_config):
-            return training_processor(self.cfg, self.folder)
-        return tokenizer_with_run_template(self.cfg, self.folder)
+            return training_processor(self.cfg.data, self.folder, self.cfg.model.trust_remote_code)
+        return read_tokenizer(self.folder, self.cfg.model.trust_remote_code, self.cfg.data.chat_template)
 
     def scheduled(self, total_steps: int) -> SwiftConfig:
         """The configuration with the steps over which AdaLoRA allocates ranks."""

@@ -9,6 +9,7 @@ from megaswift.bridge.write_folder_with_new_config_or_vocab import write_changed
 from megaswift.bridge.write_pissa_olora_loftq_weights import write_initial_adapter
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import starts_otherwise
+from megaswift.config.engine_rules import NATIVE
 from megaswift.models.family import read_config_json
 from megaswift.trainers import rope_scaling_and_new_tokens
 
@@ -37,5 +38,8 @@ def with_initial_adapter(cfg: SwiftConfig, folder: Path, output: Path) -> tuple[
     if not starts_otherwise(cfg):
         return cfg, folder
     adapter, residual = output / rope_scaling_and_new_tokens.ADAPTER, output / rope_scaling_and_new_tokens.RESIDUAL
-    base = distributed.run_on_rank0(lambda: write_initial_adapter(cfg, folder, adapter, residual), hours=24)
+    seed, native = cfg.train.seed, cfg.engine.engine == NATIVE
+    base = distributed.run_on_rank0(
+        lambda: write_initial_adapter(cfg.lora, seed, native, folder, adapter, residual), hours=24
+    )
     return cfg.with_adapter_folder(str(adapter)), base

@@ -31,6 +31,10 @@ def config(model: Path, method: str, **more: Any) -> SwiftConfig:
     return SwiftConfig(model=str(model), train_type=kind, **options)
 
 
+def initial_adapter(cfg: SwiftConfig, folder: Path, adapter: Path, residual: Path) -> Path:
+    return write_initial_adapter(cfg.lora, cfg.train.seed, True, folder, adapter, residual)
+
+
 def loaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
@@ -59,7 +63,7 @@ def test_what_changes_the_base_is_peft_s(
     monkeypatch.setattr(torch, "svd_lowrank", drawn)
     monkeypatch.setattr("peft.tuners.lora.layer.svd_lowrank", drawn)
     cfg = config(model, method, use_rslora=rslora, modules_to_save=["lm_head"])
-    base = write_initial_adapter(cfg, model, tmp_path / "adapter", tmp_path / "residual")
+    base = initial_adapter(cfg, model, tmp_path / "adapter", tmp_path / "residual")
     assert base == tmp_path / "residual" and (base / "tokenizer.json").is_file()
     ours = PeftModel.from_pretrained(loaded(base), tmp_path / "adapter")
     options = LoraConfig(
@@ -92,7 +96,7 @@ def test_gaussian_and_false_are_distributed_as_peft_s(model: Path, tmp_path: Pat
             assert ours.shape == want.shape
             assert float(ours.std()) == pytest.approx(float(want.std()), rel=0.03)
             assert float(ours.abs().max()) == pytest.approx(float(want.abs().max()), rel=0.2)
-    base = write_initial_adapter(config(model, "gaussian"), model, tmp_path / "adapter", tmp_path / "residual")
+    base = initial_adapter(config(model, "gaussian"), model, tmp_path / "adapter", tmp_path / "residual")
     assert base == model and not (tmp_path / "residual").exists()
     again = PeftModel.from_pretrained(loaded(model), tmp_path / "adapter")
     assert torch.equal(logits(again), logits(loaded(model)))
@@ -111,19 +115,19 @@ def test_loftq_makes_up_for_what_four_bits_lose() -> None:
 
 def test_an_earlier_start_s_files_are_kept_and_other_options_make_new_ones(model: Path, tmp_path: Path) -> None:
     adapter, residual = tmp_path / "adapter", tmp_path / "residual"
-    write_initial_adapter(config(model, "pissa"), model, adapter, residual)
+    initial_adapter(config(model, "pissa"), model, adapter, residual)
     first = (adapter / "adapter_model.safetensors").stat().st_mtime_ns
-    write_initial_adapter(config(model, "pissa"), model, adapter, residual)
+    initial_adapter(config(model, "pissa"), model, adapter, residual)
     assert (adapter / "adapter_model.safetensors").stat().st_mtime_ns == first
-    write_initial_adapter(config(model, "olora"), model, adapter, residual)
+    initial_adapter(config(model, "olora"), model, adapter, residual)
     assert (adapter / "adapter_model.safetensors").stat().st_mtime_ns != first
     with pytest.raises(ConfigError, match="needs matrices of at least lora_rank 65"):
-        write_initial_adapter(config(model, "pissa", lora_rank=65), model, adapter, residual)
+        initial_adapter(config(model, "pissa", lora_rank=65), model, adapter, residual)
 
 
 def test_layers_of_bfloat16_stay_bfloat16(model: Path, tmp_path: Path) -> None:
     half = tmp_path / "half"
     whole = loaded(model).to(torch.bfloat16)
     whole.save_pretrained(half)
-    base = write_initial_adapter(config(half, "pissa"), half, tmp_path / "adapter", tmp_path / "residual")
+    base = initial_adapter(config(half, "pissa"), half, tmp_path / "adapter", tmp_path / "residual")
     assert {t.dtype for t in load_file(base / "model.safetensors").values()} == {torch.bfloat16}

@@ -120,9 +120,11 @@ def test_the_first_screen_gives_no_empty_reason() -> None:
 def test_bf16_main_gradients_of_other_weights() -> None:
     """torch_dtype auto is float32 on a CPU."""
     aware: dict[str, Any] = {"precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
-    assert made(**aware, torch_dtype="bfloat16").bf16
+    from megaswift.engine.megatron.megatron_transformer_config import check_main_grads_dtype
+
+    check_main_grads_dtype("bf16", made(**aware, torch_dtype="bfloat16").params_dtype)
     with pytest.raises(ConfigError) as caught:
-        made(**aware)
+        check_main_grads_dtype("bf16", made(**aware).params_dtype)
     assert "--main_grads_dtype bf16" in caught.value.message() and "float32" in caught.value.message()
 
 

@@ -20,16 +20,17 @@ import torch
 
 from megaswift.cli import main
 from megaswift.config import SwiftConfig, load_config
+from megaswift.config.model import ModelConfig
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.model_tokenizer import tokenizer_or_processor_for
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
-from megaswift.data.rl_prompts import load_prompt_splits
 from megaswift.data.write_cached_dataset import main as cache
 from megaswift.data.write_cached_dataset import words_of_cached_dataset
 from megaswift.errors import DataError
 from megaswift.export import main as export
 from megaswift.trainers.dataset_checks import data_problems
 from tests.data.makers import chat, jsonl, tokenizer
+from tests.data.of_config import prompt_splits
 
 CHATS = [chat(f"hello {i}", "answer " * (1 + i % 5)) for i in range(23)]
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -41,8 +42,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def reader(cfg: SwiftConfig) -> Any:
-    return tokenizer("llama" if cfg.model.model == "other" else "qwen", "qwen2_5")
+def reader(model: ModelConfig, *_: object) -> Any:
+    return tokenizer("llama" if model.model == "other" else "qwen", "qwen2_5")
 
 
 def written(tmp_path: Path, task: str, *more: str) -> tuple[str, str]:
@@ -63,9 +64,9 @@ def configured(tmp_path: Path, task: str, *words: str) -> SwiftConfig:
 def source(tmp_path: Path, task: str, data: str, *words: str, ranks: int = 1, rank: int = 0) -> Any:
     cfg = configured(tmp_path, task, "--dataset", *data.split(), *words)
     if task == "grpo":
-        return load_prompt_splits(cfg, reader(cfg), 4)[0]
+        return prompt_splits(cfg, reader(cfg.model), 4)[0]
     geometry = LoaderGeometry(rank, ranks, 4 // ranks)
-    return build_train_and_eval_sources(cfg.data, cfg.train, reader(cfg), geometry, task)[0]
+    return build_train_and_eval_sources(cfg.data, cfg.train, reader(cfg.model), geometry, task)[0]
 
 
 def contents(batches: list[Any]) -> list[Any]:
@@ -251,7 +252,7 @@ def test_ms_swift_s_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     cfg = configured(tmp_path, "sft", *given, "--dataset", file, "--model", options[1])
     assert cfg.data.dataset == (file, given[1]) and cfg.data.val_dataset == (given[3],) and not data_problems(cfg)
     assert configured(tmp_path, "sft", *given).data.dataset == (given[1],)
-    reads = tokenizer_or_processor_for(cfg)
+    reads = tokenizer_or_processor_for(cfg.model, cfg.data, cfg.task)
     some, evaluation = build_train_and_eval_sources(cfg.data, cfg.train, reads, LoaderGeometry())
     assert some.rows == 32 and evaluation is not None and len(evaluation.data) == 23
     assert words_of_cached_dataset(["--to-cached-dataset=false", "--model", "m"]) is None

@@ -67,7 +67,7 @@ def test_every_command_works(
         cfg = load_config(words[0], [*words[1:], "--output_dir", "out", "--nproc_per_node", "2"])
         geometry = LoaderGeometry(dp_rank=0, dp_size=1, per_device=2, accumulation=1)
         source, _ = build_train_and_eval_sources(
-            cfg.data, cfg.train, tokenizer_or_processor_for(cfg), geometry, cfg.task
+            cfg.data, cfg.train, tokenizer_or_processor_for(cfg.model, cfg.data, cfg.task), geometry, cfg.task
         )
         assert sum(int(batch.input_ids.numel()) for batch in source.next()) > 0, command
     assert (tmp_path / "report.html").stat().st_size > 1000 and "certified" in capsys.readouterr().out

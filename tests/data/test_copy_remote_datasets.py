@@ -103,7 +103,7 @@ def test_streams_and_cached_data_sets(tmp_path: Path, bucket: tuple[str, Any], m
     source, _ = build_train_and_eval_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry())
     assert source.next()[0].label_tokens and source.state_dict()["sources"] == [f"{address}/plain.jsonl"]
     words = [f"{address}/plain.jsonl", "--model", "m", "--output_dir", str(tmp_path / "out")]
-    assert cache(words, lambda _: tokenizer("qwen", "qwen2_5")) == 0
+    assert cache(words, lambda *_: tokenizer("qwen", "qwen2_5")) == 0
     system.put(str(tmp_path / "out"), f"{address.partition('://')[2]}/out", recursive=True)
     assert texts(tmp_path, f"{address}/out/train") == ["a", "b", "c"]
 

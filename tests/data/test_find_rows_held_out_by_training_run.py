@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from megaswift.data.build_batch_sources import load_document_splits, load_preference_splits
-from megaswift.data.find_rows_held_out_by_training_run import validation_row_places
-from megaswift.data.rl_prompts import load_prompt_splits
 from tests.data.makers import chat, config, jsonl, tokenizer
+from tests.data.of_config import prompt_splits, row_places
 
 QWEN = tokenizer("qwen", "qwen3")
 COUNT = 24
@@ -27,12 +26,12 @@ def test_held_out_rows(task: str, tmp_path: Path) -> None:
     file = jsonl(tmp_path / "d.jsonl", rows(task))
     rl = {"reward_funcs": ["format"]} if task == "grpo" else {}
     cfg = config(tmp_path, file, task, split_dataset_ratio=0.25, strict=False, seed=3, **rl)
-    found = validation_row_places(cfg, QWEN)
+    found = row_places(cfg, QWEN)
     assert found is not None and len(found) == COUNT // 4
     lines = Path(file).read_text().splitlines()
     texts = "\n".join(lines[int(place.rpartition(":")[2]) - 1] for place in found)
     if task == "grpo":
-        prompts = load_prompt_splits(cfg, QWEN, 1)[1]
+        prompts = prompt_splits(cfg, QWEN, 1)[1]
         held_out = [QWEN.decode(prompt.token_ids) for prompt in prompts or []]
     else:
         load = load_preference_splits if task == "dpo" else load_document_splits
@@ -45,7 +44,7 @@ def test_held_out_rows(task: str, tmp_path: Path) -> None:
 
 def test_all_rows(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "d.jsonl", rows("sft"))
-    assert validation_row_places(config(tmp_path, file, strict=False), QWEN) is None
-    assert validation_row_places(config(tmp_path, file, val_dataset=file, strict=False), QWEN) is None
-    drawn = validation_row_places(config(tmp_path, f"{file}#5", strict=False), QWEN)
+    assert row_places(config(tmp_path, file, strict=False), QWEN) is None
+    assert row_places(config(tmp_path, file, val_dataset=file, strict=False), QWEN) is None
+    drawn = row_places(config(tmp_path, f"{file}#5", strict=False), QWEN)
     assert drawn is not None and len(drawn) == 5

@@ -22,14 +22,13 @@ from megaswift.data.build_batch_sources import (
     load_document_splits,
     load_preference_splits,
 )
-from megaswift.data.find_rows_held_out_by_training_run import validation_row_places
 from megaswift.data.interleave_datasets import Interleaving
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.resolve_dataset_files import DatasetFiles
-from megaswift.data.rl_prompts import load_prompt_splits
 from megaswift.data.stream_cursor import Cursor, StreamFractionalEpoch, read_from_cursor
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
+from tests.data.of_config import prompt_splits, row_places
 
 STRATEGIES = ("first_exhausted", "all_exhausted", "all_exhausted_without_replacement")
 LENGTHS, WEIGHTS = (9, 4, 6), (5.0, 2.0, 3.0)
@@ -203,8 +202,8 @@ def prompts(tmp_path: Path, names: list[str], **options: Any) -> list[int]:
     cfg = config(
         tmp_path, names, "grpo", interleave_prob=WEIGHTS, data_seed=3, shuffle=False, reward_funcs=["format"], **options
     )
-    read, _ = load_prompt_splits(cfg, tokenizer("qwen", "qwen2_5"), 1)
-    assert validation_row_places(cfg, tokenizer("qwen", "qwen2_5")) is not None
+    read, _ = prompt_splits(cfg, tokenizer("qwen", "qwen2_5"), 1)
+    assert row_places(cfg, tokenizer("qwen", "qwen2_5")) is not None
     return [prompt.number for _ in range(read.rows) for prompt in read.next()]
 
 

@@ -20,12 +20,12 @@ from megaswift.data.build_batch_sources import (
 )
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
-from megaswift.data.rl_prompts import load_prompt_splits
 from megaswift.data.show_samples import data_summary
 from megaswift.data.untokenized_sample import RowError, checked_conversation_sample
 from megaswift.errors import DataError
 from megaswift.trainers.startup_summary import data_text
 from tests.data.makers import chat, config, jsonl, tokenizer
+from tests.data.of_config import prompt_splits
 
 PLAIN = (
     "{% for m in messages %}{% if m.role in ('user', 'assistant') %}"
@@ -164,7 +164,7 @@ def test_pairs_and_prompts_count_too(tmp_path: Path) -> None:
         "grpo",
         chat_template=PLAIN,
     )
-    source, _ = load_prompt_splits(cfg, tokenizer("qwen"), 1)
+    source, _ = prompt_splits(cfg, tokenizer("qwen"), 1)
     assert source.stats["unused_tools"] == 1
 
 

@@ -16,9 +16,10 @@ from tokenizers import processors
 
 from megaswift.config import SwiftConfig
 from megaswift.data import show_samples
-from megaswift.data.rl_prompts import Prompt, PromptSource, load_prompt_splits
+from megaswift.data.rl_prompts import Prompt, PromptSource
 from megaswift.errors import ConfigError, DataError
 from tests.data.makers import jsonl, tokenizer
+from tests.data.of_config import prompt_splits
 
 U, V = {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
 S = {"role": "system", "content": "Be brief."}
@@ -76,7 +77,7 @@ def source(
     **options: Any,
 ) -> tuple[PromptSource, list[Prompt] | None]:
     number = options.pop("repeat", "")
-    return load_prompt_splits(
+    return prompt_splits(
         run(tmp_path, jsonl(tmp_path / "d.jsonl", rows) + number, **options), tokenizer(kind, name), size
     )
 
@@ -112,7 +113,7 @@ def test_texts_are_taken_as_the_tokenizer_takes_them(tmp_path: Path, begins: boo
         )
     texts = ["The capital of ", "日本語 🙂", bos + "hello"]
     rows = jsonl(tmp_path / "d.jsonl", [{"prompt": t, "n": 1} for t in texts])
-    found = all_of(load_prompt_splits(run(tmp_path, rows), own, 1)[0])
+    found = all_of(prompt_splits(run(tmp_path, rows), own, 1)[0])
     expected = [own(t)["input_ids"] for t in texts[:2]] + [own(texts[2], add_special_tokens=False)["input_ids"]]
     assert [p.token_ids for p in found] == [tuple(e) for e in expected] and (
         found[0].token_ids[0] == own.bos_token_id
@@ -139,7 +140,7 @@ def test_the_answer_of_a_conversation_has_the_run_s_name_too(tmp_path: Path) -> 
 def test_what_json_cannot_hold_is_text(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "when": datetime.date(2026, 1, 2), "tests": [{"x": 1}], "none": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
-    made = load_prompt_splits(run(tmp_path, str(tmp_path / "d.parquet"), task="ppo"), tokenizer("qwen"), 1)[0]
+    made = prompt_splits(run(tmp_path, str(tmp_path / "d.parquet"), task="ppo"), tokenizer("qwen"), 1)[0]
     assert made.next()[0].columns == {"when": "2026-01-02", "tests": [{"x": 1}], "none": None}
 
 
@@ -245,7 +246,7 @@ def test_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "--dataset_cache_dir",
         str(tmp_path / "c"),
     ]
-    assert show_samples.main(words, lambda cfg: own) == 0
+    assert show_samples.main(words, lambda *_: own) == 0
     out = capsys.readouterr().out
     assert (
         "--- prompt 0 (row 0): " in out

@@ -191,12 +191,12 @@ def test_pairs_and_labeled_answers(tmp_path: Path, capsys: pytest.CaptureFixture
     labeled = ("--- example 1 (row 1)", "undesirable: ", "is|<|im_end|>]", "3 examples, 0 of them desirable")
     for task, row, parts in (("dpo", pair, paired), ("kto", {**chat("hello", "Paris"), "label": False}, labeled)):
         cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [row] * 3))
-        blocks = show_samples.preference_report(cfg, task, tokenizer("qwen", "qwen2_5"), range(1, 2))
+        blocks = show_samples.preference_report(cfg.data, cfg.train, task, tokenizer("qwen", "qwen2_5"), range(1, 2))
         text = "\n".join(line for block in blocks for line in sample_report.block_lines(block, color=False))
         for part in parts:
             assert part in text
         with pytest.raises(DataError, match="there are 3 (pairs|examples), numbered from 0"):
-            show_samples.preference_report(cfg, task, tokenizer("qwen", "qwen2_5"), range(3, 4))
+            show_samples.preference_report(cfg.data, cfg.train, task, tokenizer("qwen", "qwen2_5"), range(3, 4))
 
 
 def test_the_certificate_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,7 +155,7 @@ def test_data_show_prints_images_and_certifies(
 ) -> None:
     data = write(folder, tuple(FORMS))
     words = [data, "--task", "dpo", "--model", "unused", "--dataset_cache_dir", str(folder / "cache")]
-    assert show_samples.main([*words, "--samples", "1"], lambda cfg: processor) == 0
+    assert show_samples.main([*words, "--samples", "1"], lambda *_: processor) == 0
     printed = capsys.readouterr().out
     assert "chosen: " in printed and "rejected: " in printed
     assert printed.count("<image> x ") == 2, printed

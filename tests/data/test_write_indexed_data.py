@@ -17,7 +17,7 @@ from megaswift.errors import ConfigError, DataError
 from tests.data.makers import tokenizer
 
 
-def reader(_: object) -> object:
+def reader(*_: object) -> object:
     return tokenizer("qwen")
 
 

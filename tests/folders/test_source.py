@@ -15,7 +15,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.inference import ModelLoadingOptions
-from megaswift.data.model_tokenizer import tokenizer_with_run_template
+from megaswift.data.model_tokenizer import read_tokenizer
 from megaswift.errors import UserError
 from megaswift.folders.source import locate_model, missing_model_file_problems, short_name
 from megaswift.trainers import checkpoint_store
@@ -27,7 +27,7 @@ def test_a_broken_tokenizer_is_the_user_s_mistake(tmp_path: Path, text: str) -> 
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(UserError, match="cannot be read"):
-        tokenizer_with_run_template(SwiftConfig(), tmp_path)
+        read_tokenizer(tmp_path, False, None)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_tokenizer_json_that_the_library_cannot_parse(tmp_path: Path, change: 
     text = path.read_text()
     path.write_text(text[:300] if change is None else json.dumps({**json.loads(text), **change}))
     with pytest.raises(UserError, match="cannot be read"):
-        tokenizer_with_run_template(SwiftConfig(), folder)
+        read_tokenizer(folder, False, None)
 
 
 def test_the_template_of_the_configuration_is_read_as_the_data_read_it(
@@ -55,9 +55,9 @@ def test_the_template_of_the_configuration_is_read_as_the_data_read_it(
     folder = write_model(tmp_path / "model")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "other.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert tokenizer_with_run_template(SwiftConfig(), folder).chat_template == TEMPLATE
+    assert read_tokenizer(folder, False, None).chat_template == TEMPLATE
     for value in ("~/other.jinja", (tmp_path / "other.jinja").read_text()):
-        made = tokenizer_with_run_template(SwiftConfig(chat_template=value), folder)
+        made = read_tokenizer(folder, False, value)
         assert made.chat_template == (tmp_path / "other.jinja").read_text()
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from tests.data.of_config import prompt_splits
 from tests.parity import vision
 from tests.parity.pool import PRELOAD, ROOT, Pool
 from tests.parity.vision_preferences import BETA
@@ -269,7 +270,6 @@ def sampled(rank: int, world: int, folder: Path) -> list[tuple[list[float], list
     from megaswift.config import SwiftConfig
     from megaswift.data.model_tokenizer import training_processor
     from megaswift.data.prompt_images import PromptImageReader
-    from megaswift.data.rl_prompts import load_prompt_splits
     from megaswift.data.vision_batches import media_kinds
     from megaswift.rollout.backends.transformers_sampler import build
     from megaswift.rollout.sampler import BatchImages, SamplerOptions, SamplingParams
@@ -279,8 +279,8 @@ def sampled(rank: int, world: int, folder: Path) -> list[tuple[list[float], list
         dataset_cache_dir=str(folder / "cache"), reward_funcs=["format"], max_length=512, max_completion_length=8,
         video_fps=2.0,
     )  # fmt: skip
-    processor = training_processor(cfg, folder / "model")
-    source = load_prompt_splits(cfg, processor, 1)[0]
+    processor = training_processor(cfg.data, folder / "model", cfg.model.trust_remote_code)
+    source = prompt_splits(cfg, processor, 1)[0]
     prompts = [source.prompts.read(i) for i in range(len(source.prompts)) for _ in range(2)]
     sampler = build(folder / "model", SamplerOptions(batch_size=5))
     weights = open_weights(folder / "model")
@@ -328,7 +328,9 @@ def streamed_media(rank: int, world: int, task: tuple[Path, Path, bool]) -> list
         task="sft", model=str(folder), dataset=[str(data)], engine="ddp", streaming=True, max_steps=2, shuffle=False
     )
     geometry = LoaderGeometry(divided_weights=divided)
-    source, _ = build_train_and_eval_sources(cfg.data, cfg.train, training_processor(cfg, folder), geometry, "sft")
+    source, _ = build_train_and_eval_sources(
+        cfg.data, cfg.train, training_processor(cfg.data, folder, cfg.model.trust_remote_code), geometry, "sft"
+    )
     return [{*source.next()[0].extra} & {"pixel_values", "pixel_values_videos"} for _ in range(2)]
 
 

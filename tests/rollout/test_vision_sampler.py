@@ -18,12 +18,13 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.config import SwiftConfig
 from megaswift.data import show_samples
 from megaswift.data.prompt_images import PromptImageReader
-from megaswift.data.rl_prompts import Prompt, load_prompt_splits
+from megaswift.data.rl_prompts import Prompt
 from megaswift.data.row_media import RowMedia
 from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
 from megaswift.errors import DataError
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.sampler import BatchImages, Completion, SamplerOptions, SamplingParams
+from tests.data.of_config import prompt_splits
 from tests.parity import vision
 from tests.parity.vision_tokenizer import VOCAB
 from tests.trainers.vision_rows import write_pairs
@@ -58,7 +59,7 @@ class Inputs:
             "max_completion_length": 8,
         } | options
         cfg = SwiftConfig(task="grpo", model=str(self.model), **data)
-        source = load_prompt_splits(cfg, self.processor, 1)[0]
+        source = prompt_splits(cfg, self.processor, 1)[0]
         return [source.prompts.read(i) for i in range(len(source.prompts))]
 
     def draw(self, sampling: SamplingParams, prompts: list[Prompt] | None = None) -> list[Completion]:
@@ -178,7 +179,7 @@ def test_data_show_prints_prompts_with_images(inputs: Inputs, capsys: pytest.Cap
     words = [str(inputs.folder / "trl.jsonl"), "--task", "grpo", "--model", "unused", "--samples", "1"]
     cache = ["--dataset_cache_dir", str(inputs.folder / "cache"), "--max_length", "128", "--max_completion_length", "8"]
     capsys.readouterr()
-    assert show_samples.main([*words, *cache], lambda cfg: inputs.processor) == 0
+    assert show_samples.main([*words, *cache], lambda *_: inputs.processor) == 0
     printed = capsys.readouterr().out
     files = inputs.prompts[0].images
     assert (

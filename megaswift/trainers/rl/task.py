@@ -85,7 +85,9 @@ class PolicyTask(Task):
         reader: Any = plan.reader()
         tokenizer = tokenizer_of_tokenizer_or_processor(reader)
         generation = generation_batch_plan(cfg, plan.layout.dp)
-        source, held_out = load_prompt_splits(cfg, reader, generation.prompts, generation.steps)
+        source, held_out = load_prompt_splits(
+            cfg.data, cfg.train, reader, cfg.task, cfg.rl.max_completion_length, generation.prompts, generation.steps
+        )
         vocab_check.check_dataset_token_ids([source.prompts.docs], tokenizer, plan.geometry().vocabulary)
         if problems := missing_reward_column_problems(reward_functions_of(cfg), common_columns(source.prompts)):
             raise DataError(problems)
