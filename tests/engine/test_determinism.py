@@ -84,7 +84,7 @@ def test_a_run_sets_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object, **__: object) -> None:
         raise Stop
 
-    monkeypatch.setattr(module, "locate_model", stop)
+    monkeypatch.setattr("megaswift.trainers.build.locate_model", stop)
     for cfg, on in ((OFF, False), (ON, True)):
         with pytest.raises(Stop):
             module.run_training(cfg)

@@ -33,6 +33,7 @@ def test_a_collective_has_the_time_that_was_given(pool: Pool) -> None:
 @pytest.mark.parametrize(("options", "seconds"), [({}, 600.0), ({"ddp_timeout": 77}, 77.0)])
 def test_a_run_gives_it(options: dict[str, Any], seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     from megaswift.parallel.layout import Layout
+    from megaswift.trainers import build
     from megaswift.trainers import run as module
 
     class Stop(Exception):
@@ -41,10 +42,10 @@ def test_a_run_gives_it(options: dict[str, Any], seconds: float, monkeypatch: py
     def context(layout: Any, timeout_s: float, *_: Any, **__: Any) -> None:
         raise Stop(timeout_s)
 
-    monkeypatch.setattr(module, "locate_model", lambda *_, **__: Path())
-    monkeypatch.setattr(module, "model_spec_for_task", lambda *_: None)
-    monkeypatch.setattr(module, "ModelShape", SimpleNamespace(of=lambda _: None))
-    monkeypatch.setattr(module, "legal_layout", lambda *_: Layout(1))
+    monkeypatch.setattr(build, "locate_model", lambda *_, **__: Path())
+    monkeypatch.setattr(build, "model_spec_for_task", lambda *_: None)
+    monkeypatch.setattr(build, "ModelShape", SimpleNamespace(of=lambda _: None))
+    monkeypatch.setattr(build, "legal_layout", lambda *_: Layout(1))
     monkeypatch.setattr("megaswift.engine.megatron.parallel_context.ParallelContext", context)
     with pytest.raises(Stop) as caught:
         module.run_training(SwiftConfig(model="m", dataset="d", **options))
