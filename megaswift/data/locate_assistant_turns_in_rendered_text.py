@@ -26,6 +26,8 @@ _Render = Callable[[Sequence[_Message], Any, bool], str]
 BASE = 0xF0000
 """First character of Unicode's supplementary private use area A."""
 MARKS = re.compile(f"[{chr(BASE)}-{chr(BASE + 0xFFFD)}]")
+STAND_IN = chr(0x10FFFD)
+"""Stands for each character of a row that could be taken for a mark, while the turns of that row are located."""
 MARKED_TEMPLATE = "a chat template with {% generation %} around the assistant's turns (--chat_template)"
 REASONS = "<think>"
 EMPTY_BLOCK = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
@@ -138,6 +140,17 @@ def _mark_data(value: Any, mark: str, last: bool = False) -> Any:
         if copy[key] != value[key]:
             break
     return copy
+
+
+def _without_marks(value: Any) -> Any:
+    """Text, or JSON that holds texts, with stand-ins for characters that are marks here; no place in it changes."""
+    if isinstance(value, str):
+        return MARKS.sub(STAND_IN, value)
+    if isinstance(value, Mapping):
+        return {_without_marks(key): _without_marks(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_marks(item) for item in value]
+    return value
 
 
 def _marked_calls(calls: Sequence[_Message], i: int) -> list[_Message]:
@@ -346,7 +359,7 @@ class AssistantTurnFinder:
         one where the template writes other messages within it (Gemma 4: a result between a call and its content), and
         none where the template leaves out all that the message says and calls."""
         if MARKS.search(text):
-            raise RowError("messages", "characters from Unicode's private use plane 15", "text without such characters")
+            messages, tools, text = (_without_marks(part) for part in (messages, tools, text))
         edges = any(isinstance(c := m.get("content"), str) and c != c.strip() for m in messages)
         data = any(is_data(m.get("content")) for m in messages)
         ways = [replace(how, printed=printed) for how in _MARKINGS for printed in (True, False)] if data else _MARKINGS

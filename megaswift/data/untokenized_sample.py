@@ -155,12 +155,19 @@ def _content(message: Mapping[str, Any], role: str, where: str) -> None:
     content = message.get("content")
     if content is None and (message.get("tool_calls") or any(message.get(key) for key in REASONING)):
         return
+    if content is None and role == "assistant" and not any(_holds_text(message, key) for key in message):
+        return  # an empty turn
     if role in RESULTS:
         if not is_json(content):
             raise RowError(f"{where}.content", describe_value(content), "what JSON can hold")
     elif not isinstance(content, str) and not is_parts(content):
         expected = "a string (or a list of parts with a `type`, text parts with a string `text`)"
         raise RowError(f"{where}.content", describe_value(content), expected)
+
+
+def _holds_text(message: Mapping[str, Any], key: str) -> bool:
+    """Whether a field, such as a misspelled `content`, holds a text that the message may be meant to say."""
+    return key not in ("role", "name", "id") and isinstance(message[key], str) and bool(message[key])
 
 
 def _message(message: Any, where: str) -> tuple[dict[str, Any], MessageLoss]:

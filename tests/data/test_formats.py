@@ -206,7 +206,7 @@ BAD = [
     ({"prompt": "", "completion": "x"}, "prompt", "empty prompt"),
     ({"prompt": "x", "completion": [U]}, "completion", "assistant messages"),
     ({"prompt": "x", "completion": "y", "system": "s"}, "system", "cannot be combined with plain text"),
-    ({"messages": [U, {"role": "assistant"}]}, "messages[1].content", "a string"),
+    ({"messages": [U, {"role": "user"}]}, "messages[1].content", "a string"),
     ({"messages": [U, {"role": "assistant", "content": 3}]}, "messages[1].content", "int 3"),
     ({"messages": [U | {"loss": True}]}, "messages[0].loss", "assistant messages only"),
     ({"messages": [A | {"loss": 2}]}, "messages[0].loss", "true or false"),

@@ -15,7 +15,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megaswift.data.encode_rows import RowEncoder, encode_spec
 from megaswift.data.resolve_dataset_files import DatasetFiles, split_into_parts
-from megaswift.data.row_count_names_and_texts import SPLIT_REASONING, UNUSED_CALLS, UNUSED_MESSAGES, UNUSED_TOOLS
+from megaswift.data.row_count_names_and_texts import (
+    EMPTY_ANSWERS,
+    SPLIT_REASONING,
+    UNUSED_CALLS,
+    UNUSED_MESSAGES,
+    UNUSED_TOOLS,
+)
 from megaswift.data.untokenized_sample import RowError
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from tests.data.makers import config, template, tokenizer
@@ -419,6 +425,53 @@ def test_null_content_beside_reasoning() -> None:
     body = "{{ m.reasoning_content or '' }}{{ m.content }}"
     rendered, _ = encoded("qwen", source(body), row)
     assert [rendered.text[a:b] for a, b in rendered.spans] == ["well<|im_end|>"]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("kind", "name"), PUBLISHED, ids=lambda v: v)
+def test_an_answer_without_content_is_an_empty_turn(kind: str, name: str, last: bool) -> None:
+    """As transformers renders an absent content, or an empty one where the template fails without it."""
+    texts = []
+    for answer in ({"role": "assistant"}, {"role": "assistant", "content": ""}):
+        try:
+            messages = [ASK, answer] if last else [ASK, answer, ASK, DONE]
+            kept = {"chat_template": template(name), **tokenizer(kind, name).special_tokens_map}
+            texts.append(render_jinja_template([messages], **kept)[0][0])
+        except TemplateError:
+            continue
+    empty, tokens = encoded(kind, template(name), {"messages": messages})
+    for answer in ({"role": "assistant", "content": None}, {"role": "assistant"}, {"from": "gpt", "value": None}):
+        rendered, made = encoded(
+            kind, template(name), {"messages": [ASK, answer] if last else [ASK, answer, ASK, DONE]}
+        )
+        assert rendered.text == texts[0] and rendered.notes == (EMPTY_ANSWERS,)
+        assert rendered.text != empty.text or made == tokens
+
+
+def test_a_misspelled_content_is_no_empty_turn() -> None:
+    row = {"messages": [ASK, {"role": "assistant", "text": "done"}]}
+    with pytest.raises(RowError, match="nothing; expected a string"):
+        encoded("qwen", template("qwen3"), row)
+
+
+@pytest.mark.parametrize(("kind", "name"), PUBLISHED, ids=lambda v: v)
+def test_private_use_characters_of_a_row_are_text(kind: str, name: str) -> None:
+    """Locating the turns uses such characters itself."""
+
+    def row(*letters: str) -> dict[str, Any]:
+        made = (
+            json.dumps(openai("", {"city": "Rome{}", "days": 2})).replace("sunny", "{}sunny{}").replace('"q"', '"{}q"')
+        )
+        parts = made.replace('"done"', '"{}do{}ne{}"').split("{}")
+        return json.loads(
+            "".join(f"{part}{letters[i % len(letters)]}" for i, part in enumerate(parts[:-1])) + parts[-1]
+        )
+
+    own = chr(0xF0000), chr(0xF0001), chr(0xF0005), chr(0x10FFFD), chr(0xE000), chr(0xFFFFD)
+    rendered, _ = encoded(kind, template(name), row(*own))
+    wanted, _ = encoded(kind, template(name), row(*"αβγδεζ"))
+    assert rendered.text == wanted.text.translate(dict(zip(map(ord, "αβγδεζ"), own, strict=True)))
+    assert rendered.spans == wanted.spans and rendered.notes == wanted.notes
 
 
 @pytest.mark.parametrize(("name", "noted"), [("qwen3_8", True), ("qwen3", False), ("qwen3_5_think", False)])

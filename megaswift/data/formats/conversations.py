@@ -24,7 +24,7 @@ def _turn(turn: Any, where: str) -> Any:
     role = canonical_role_or_none(turn["from"], TURN_ROLE_OF)
     if role is None:
         raise RowError(f"{where}.from", describe_value(turn["from"]), f"one of {KNOWN}")
-    if "value" not in turn and not turn.get("tool_calls"):
+    if turn.get("value") is None and role != "assistant" and not turn.get("tool_calls"):
         raise RowError(f"{where}.value", "nothing", "a string")
     fields = {k: v for k, v in turn.items() if k not in ("from", "value") and v is not None}
     return fields | {"role": role, "content": turn.get("value")}
