@@ -7,9 +7,8 @@ the engines'.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,10 @@ from megaswift import distributed
 from megaswift.device_copy import HostCopy, copy_to_device_async
 from megaswift.engine.own_compute_time import OwnComputeClock
 from megaswift.engine.protocol import GlobalBatchCounts, MicrobatchLossAndSamples, StartedCount, StepResult
-from megaswift.engine.reported_numbers import NamedReport, ReportNames, ReportPlaces, metric_operands
+from megaswift.engine.reported_numbers import ReportOrder
 from megaswift.losses.contract import (
     Batch,
     Loss,
-    Metric,
     ModelOutputs,
     RequestedModelOutputs,
 )
@@ -59,10 +57,6 @@ class ParallelContextProtocol(Protocol):
     """With the process groups `dp` and, where there is a pipeline, `pp`."""
 
 
-MOST_COUNTS = 6
-"""Counts that a loss may have: the reduction has room for so many, so that a rank without a batch can take part."""
-
-
 def start_count_global_batch(
     microbatches: Sequence[Batch], loss: Loss, context: ParallelContextProtocol, beside: Sequence[float] = ()
 ) -> StartedCount:
@@ -72,16 +66,14 @@ def start_count_global_batch(
     `beside`: numbers of this rank to add up over all ranks, equally many on each. A rank that has no batch passes no
     micro-batches, and the step cannot be taken.
     """
-    names = sorted(loss.counts(microbatches[0])) if microbatches else []
-    assert len(names) <= MOST_COUNTS, names
-    unused = [0.0] * (MOST_COUNTS - len(names))
-    sums = torch.zeros(MOST_COUNTS + 3, dtype=torch.float64)
+    names = loss.reported.counts
+    sums = torch.zeros(len(names) + 3, dtype=torch.float64)
     place = context.coordinates
     if place.tp == place.pp == place.cp == 0:  # the other ranks of a replica have the same batches
         for batch in microbatches:
             counts = loss.counts(batch)
             real = [batch.tokens, batch.label_tokens, int(batch.tokens > 0)]
-            sums += torch.tensor([*(counts[n] for n in names), *unused, *real], dtype=torch.float64)
+            sums += torch.tensor([*(counts[name] for name in names), *real], dtype=torch.float64)
     sums = torch.cat([sums, torch.tensor(beside, dtype=torch.float64)])
     if context.layout.world_size > 1:
         sums = copy_to_device_async(sums, context.device)
@@ -90,9 +82,9 @@ def start_count_global_batch(
 
     def finish() -> GlobalBatchCounts:
         values = copied.wait()
-        tokens, label_tokens, real_microbatches = (round(value) for value in values[MOST_COUNTS : MOST_COUNTS + 3])
-        counts, rest = dict(zip(names, values, strict=False)), tuple(values[MOST_COUNTS + 3 :])
-        return GlobalBatchCounts(counts, tokens, label_tokens, real_microbatches, rest)
+        counts = dict(zip(names, values, strict=False))
+        tokens, label_tokens, real_microbatches = (round(value) for value in values[len(names) : len(names) + 3])
+        return GlobalBatchCounts(counts, tokens, label_tokens, real_microbatches, tuple(values[len(names) + 3 :]))
 
     return finish
 
@@ -118,9 +110,11 @@ class GlobalBatchLossCallback:
     """The loss callback of one global batch; collects what is reported, per micro-batch, on the last pipeline stage."""
 
     def __init__(self, loss: Loss, counted: GlobalBatchCounts) -> None:
-        self.loss, self.counts = loss, counted.counts
-        self.parts: list[tuple[dict[str, Tensor], dict[str, Metric]]] = []
-        """Terms by denominator and name, metrics."""
+        self.loss = loss
+        self.counts = counted.counts
+        self.order = ReportOrder(loss.reported)
+        self.rows: list[list[Tensor | float]] = []
+        """The numbers of each micro-batch, in `order`."""
 
     def __call__(self, batch: Batch, fields: Tensor) -> Tensor:
         """The scalar to differentiate: this micro-batch's part of the global batch's objective."""
@@ -129,36 +123,10 @@ class GlobalBatchLossCallback:
         values: dict[str, Tensor] = {}
         for term in terms:
             value = term.weight * term.sum / (self.counts[term.denominator] or 1.0)
-            values[f"{term.denominator}/{term.name}"] = value.detach()
+            values[term.name] = value.detach()
             total = total + value
-        self.parts.append((values, dict(metrics)))
+        self.rows.append(self.order.row(values, metrics))
         return total
-
-    def values(self) -> list[Tensor | float]:
-        """Of `parts`, each micro-batch's terms, then its metrics' operands."""
-        return [v for terms, metrics in self.parts for v in (*terms.values(), *metric_operands(metrics))]
-
-    def local(self, microbatches: Sequence[Batch], numbers: Sequence[float]) -> tuple[MicrobatchLossAndSamples, ...]:
-        """Each micro-batch's share of the objective with its samples, for `StepResult.parts`. `microbatches`: as they
-        came, in host memory; `numbers`: `values`, read."""
-        rows = [() if b.sample_ids is None else tuple(i for i in b.sample_ids.tolist() if i >= 0) for b in microbatches]
-        each = iter(numbers)
-        shares = []
-        for terms, metrics in self.parts:
-            shares.append(sum(next(each) for _ in terms))
-            for _ in metric_operands(metrics):
-                next(each)
-        return (
-            tuple(MicrobatchLossAndSamples(share, ids) for share, ids in zip(shares, rows, strict=True))
-            if shares
-            else ()
-        )
-
-
-SENT = 64
-"""Numbers that a report sends through a pipeline before the host knows what they are."""
-_names_known: WeakKeyDictionary[Any, dict[int, ReportNames]] = WeakKeyDictionary()
-"""Of a pipeline's group: names that the last stage has sent to all others, by their keys."""
 
 
 class StepReport:
@@ -172,7 +140,10 @@ class StepReport:
         microbatches: Sequence[Batch],
         clock: OwnComputeClock,
     ) -> None:
-        self.objective, self.counted, self.context, self.microbatches = objective, counted, context, microbatches
+        self.objective = objective
+        self.counted = counted
+        self.context = context
+        self.microbatches = microbatches
         self.clock = clock
         self.metrics: dict[str, Tensor] = {}
         """Further metrics [], the same on every rank already; those that are on every pipeline stage."""
@@ -182,7 +153,10 @@ class StepReport:
         """Called once all passes are launched, before the host waits for them; may be collective."""
         self.last = context.coordinates.pp == context.layout.pp - 1
         """Whether this pipeline stage has the loss."""
-        self._summed: tuple[list[Tensor | float], ReportPlaces, list[Tensor] | None] = ([], ReportPlaces.of([]), None)
+        self._shares = torch.zeros(0, dtype=torch.float64, device=context.device)
+        """[micro-batches]: each one's share of the objective, on the last stage."""
+        self._numbers = torch.zeros(objective.order.size, dtype=torch.float64, device=context.device)
+        """The report's, in order; once reduced."""
 
     def reduce(self, more: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> list[Tensor]:
         """Adds up the report over ranks, on the device, and the numbers `more` [] of this rank, which are returned;
@@ -190,39 +164,47 @@ class StepReport:
         after the last micro-batch."""
         self.before_read()
         context = self.context
-        spread = context.layout.dp > 1
-        reports = self.last and (spread or context.layout.pp > 1)
-        values = self.objective.values() if self.last else []
-        places = ReportPlaces.of(self.objective.parts if self.last else [])
-        beside = [i for i, group in enumerate(groups) if reports and spread and _has_ranks_of(group, context.groups.dp)]
+        summed = list(more)
+        travels = self.last and context.layout.dp > 1
+        beside = [i for i, group in enumerate(groups) if travels and _has_ranks_of(group, context.groups.dp)]
         for i, group in enumerate(groups):
             if i not in beside:
-                dist.all_reduce(more[i], group=group)
-        reduced = _reduced_over_dp(values, places, context, [more[i] for i in beside]) if reports else None
-        self._summed = values, places, None if reduced is None else reduced[len(beside) :]
-        sums = dict(zip(beside, reduced or (), strict=False))
-        return [sums.get(i, number) for i, number in enumerate(more)]
+                dist.all_reduce(summed[i], group=group)
+        if self.last:
+            order = self.objective.order
+            rows = _on_device(self.objective.rows, context.device)
+            self._shares = rows[:, : len(order.terms)].sum(1)
+            numbers = _reduced_over_dp(rows, order, context, [summed[i] for i in beside])
+            self._numbers = numbers[len(beside) :]
+            for place, i in enumerate(beside):
+                summed[i] = numbers[place]
+        return summed
 
     def start_read(self, more: Sequence[Tensor] = ()) -> Callable[[], list[float]]:
         """Copies the report, and the numbers `more` [], to the host. What is returned waits for them, makes `result` of
-        the report, and returns the numbers; collective. After `reduce`."""
-        values, places, reduced = self._summed
-        names = ReportNames.of(places, self.objective.parts)
-        sent = [self._sent(names, reduced)] if self.context.layout.pp > 1 else []
-        own = [v for v in values if isinstance(v, Tensor) and v.device.type == self.context.device.type]
-        asked = (*own, *(reduced or ()), *sent, *self.metrics.values(), *more)
-        copied = HostCopy(torch.cat([v.detach().reshape(-1).double() for v in asked])) if asked else None
+        the report, and returns the numbers. Collective; after `reduce`."""
+        stages = self.context.layout.pp
+        if stages > 1:  # on the device: the host does not wait
+            dist.broadcast(self._numbers, group=self.context.groups.pp, group_src=stages - 1)
+        further = [number.detach().reshape(1).double() for number in (*self.metrics.values(), *more)]
+        copied = HostCopy(torch.cat([self._shares, self._numbers, *further]))
 
         def finish() -> list[float]:
-            numbers = iter(copied.wait() if copied is not None else [])
-            of_own = dict(zip(map(id, own), numbers, strict=False))
-            local = [of_own[id(v)] if id(v) in of_own else float(v) for v in values]
-            joined = [value for kind in places.joined(local) for value in kind.values()]
-            joined = joined if reduced is None else list(itertools.islice(numbers, len(reduced)))
-            received = list(itertools.islice(numbers, sum(map(len, sent))))
-            told = self._received(names, joined, received) if sent else names.named(joined, self.counted.counts)
-            self._finish(local, told, numbers)
-            return list(numbers)
+            values = iter(copied.wait())
+            shares = list(itertools.islice(values, len(self._shares)))
+            told = self.objective.order.named(list(itertools.islice(values, len(self._numbers))), self.counted.counts)
+            own = dict(zip(self.metrics, values, strict=False))
+            self.result = StepResult(
+                told.loss,
+                {**told.metrics, **own},
+                tokens=self.counted.tokens,
+                label_tokens=self.counted.label_tokens,
+                counts=self.counted.counts,
+                parts=_shares_and_samples(shares, self.microbatches) if shares else (),
+                compute_seconds=self.clock.take(),
+                addends=told.addends,
+            )
+            return list(values)
 
         return finish
 
@@ -230,72 +212,52 @@ class StepReport:
         """Both at once."""
         return self.start_read(self.reduce(more, groups))()
 
-    def _sent(self, names: ReportNames, reduced: list[Tensor] | None) -> Tensor:
-        """What the last pipeline stage sends to all, [2 + SENT]: the key of its names, how many numbers it has, and the
-        numbers, where they are not too many. On the device: the host does not wait. Collective."""
-        context, stages = self.context, self.context.layout.pp
-        message = torch.zeros(2 + SENT, dtype=torch.float64, device=context.device)
-        if reduced is not None:
-            head = torch.tensor([names.key, len(reduced)], dtype=torch.float64)
-            message[:2] = copy_to_device_async(head, context.device)
-            if 0 < len(reduced) <= SENT:
-                message[2 : 2 + len(reduced)] = torch.stack(reduced)
-        dist.broadcast(message, group=context.groups.pp, group_src=stages - 1)
-        return message
-
-    def _received(self, own: ReportNames, numbers: list[float], sent: list[float]) -> NamedReport:
-        """The report of the last stage, which says once what its numbers are called. All stages of a pipeline know the
-        same names."""
-        context, (key, count, *values) = self.context, sent
-        known = _names_known.setdefault(context.groups.pp, {})
-        if key not in known or count > SENT:
-            last = context.layout.pp - 1
-            told = distributed.broadcast_object((own, numbers), last, context.groups.pp, context.device)
-            known[int(key)], values = told
-        return known[int(key)].named(values[: int(count)], self.counted.counts)
-
-    def _finish(self, local: list[float], told: NamedReport, numbers: Iterator[float]) -> None:
-        """`result`, from the values of this rank, the report, and the next numbers."""
-        objective, counted = self.objective, self.counted
-        further = dict(zip(self.metrics, numbers, strict=False))
-        parts = objective.local(self.microbatches, local) if self.last else ()
-        facts = counted.tokens, counted.label_tokens, counted.counts, parts, self.clock.take()
-        self.result = StepResult(told.loss, {**told.metrics, **further}, None, False, *facts, addends=told.addends)
-
     def read_result(self) -> StepResult:
         """Reads the report alone."""
         self.read()
         return self.result
 
 
+def _shares_and_samples(shares: Sequence[float], microbatches: Sequence[Batch]) -> tuple[MicrobatchLossAndSamples, ...]:
+    """Each micro-batch's share of the objective with its samples. `microbatches`: as they came, in host memory."""
+    rows = [() if b.sample_ids is None else tuple(i for i in b.sample_ids.tolist() if i >= 0) for b in microbatches]
+    return tuple(MicrobatchLossAndSamples(share, ids) for share, ids in zip(shares, rows, strict=True))
+
+
 def _has_ranks_of(group: Any, other: Any) -> bool:
     return group is other or dist.get_process_group_ranks(group) == dist.get_process_group_ranks(other)
 
 
-def _reduced_over_dp(
-    values: Sequence[Tensor | float], places: ReportPlaces, context: ParallelContextProtocol, beside: Sequence[Tensor]
-) -> list[Tensor]:
-    """`beside` [], then the reported values [] in the order of `places`: summed or compared on the device over
-    micro-batches and data-parallel ranks, in one reduction. Each rank has a row of its own for what is compared."""
-    device, group = context.device, context.groups.dp
+def _on_device(rows: Sequence[Sequence[Tensor | float]], device: torch.device) -> Tensor:
+    """float64 [micro-batches, numbers]; what is in host memory is copied at once, and the host does not wait."""
+    values = [value for row in rows for value in row]
     on_host = [float(v) for v in values if not (isinstance(v, Tensor) and v.device.type == device.type)]
     known = iter(copy_to_device_async(torch.tensor(on_host, dtype=torch.float64), device).unbind())
     each = [
         v.detach().reshape(()).double() if isinstance(v, Tensor) and v.device.type == device.type else next(known)
         for v in values
     ]
-    add = [torch.stack([each[i] for i in where]).sum() for where in places.add.values()]
-    high = [torch.stack([each[i] for i in where]).amax() for where in places.high.values()]
-    low = [-torch.stack([each[i] for i in where]).amin() for where in places.low.values()]
-    summed, compared = [*(t.reshape(()).double() for t in beside), *add], [*high, *low]
+    return torch.stack(each).view(len(rows), -1)
+
+
+def _reduced_over_dp(
+    rows: Tensor, order: ReportOrder, context: ParallelContextProtocol, beside: Sequence[Tensor]
+) -> Tensor:
+    """`beside` [], then the numbers of a report, from `rows`, those of this rank's micro-batches: summed or compared
+    over them and the data-parallel ranks, in one reduction on the device. Collective."""
+    summed = rows[:, : order.added].sum(0)
+    largest = rows[:, order.added : order.added + len(order.largest)].amax(0)
+    smallest = rows[:, order.added + len(order.largest) :].amin(0)
+    summed = torch.cat([*(number.detach().reshape(1).double() for number in beside), summed])
+    compared = torch.cat([largest, -smallest])
     ranks = context.layout.dp
-    joined = torch.zeros(len(summed) + len(compared) * ranks, dtype=torch.float64, device=device)
-    rows = joined[len(summed) :].view(ranks, len(compared))
-    if summed:
-        joined[: len(summed)] = torch.stack(summed)
-    if compared:
-        rows[dist.get_rank(group) if ranks > 1 else 0] = torch.stack(compared)
     if ranks > 1:
+        # each rank has a place of its own for what is compared, so that one sum serves both
+        group = context.groups.dp
+        places = torch.zeros(ranks, len(compared), dtype=torch.float64, device=context.device)
+        places[dist.get_rank(group)] = compared
+        joined = torch.cat([summed, places.view(-1)])
         dist.all_reduce(joined, group=group)
-    largest = rows.amax(0).unbind() if compared else ()
-    return [*joined[: len(summed)].unbind(), *largest[: len(high)], *(-t for t in largest[len(high) :])]
+        summed, places = joined[: len(summed)], joined[len(summed) :].view(ranks, -1)
+        compared = places.amax(0) if len(compared) else compared
+    return torch.cat([summed, compared[: len(largest)], -compared[len(largest) :]])

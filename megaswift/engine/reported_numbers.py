@@ -1,24 +1,15 @@
-"""What the numbers of a report are: where each lies among the values of micro-batches, its name, and what sums and
-counts make of it.
-
-Owns terms, means, differences, largest and smallest. How they are summed over ranks: `global_batch_loss_and_metrics`.
-"""
+"""The numbers that are reported of a global batch: their order, the same on every rank and pipeline stage, and what
+sums and counts make of them. How they are added up over ranks: `global_batch_loss_and_metrics`."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from megaswift.engine.protocol import Addends
-from megaswift.losses.contract import DifferenceMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
-
-ReportParts = tuple[Mapping[str, Any], Mapping[str, Metric]]
-"""Of a micro-batch: values of terms by `denominator/name`, metrics by name."""
+from megaswift.losses.contract import MeanMetric, Metric, Reported
 
 
 @dataclass(frozen=True)
@@ -30,99 +21,56 @@ class NamedReport:
     addends: Addends
 
 
-def metric_operands(metrics: Mapping[str, Metric]) -> Iterator[Tensor | float]:
-    """The values of metrics, in the order of their fields; a difference has none of its own."""
-    for metric in metrics.values():
-        if not isinstance(metric, DifferenceMetric):
-            yield from vars(metric).values()
+class ReportOrder:
+    """The order of a loss's numbers: terms, sums, sums and counts of means, which add up; then those of which the
+    largest and the smallest count. Names are sorted within each kind."""
 
+    def __init__(self, reported: Reported) -> None:
+        self.reported = reported
+        self.terms = sorted(reported.terms, key=lambda name: f"{reported.terms[name]}/{name}")
+        self.sums = sorted(reported.sums)
+        self.means = sorted(reported.means)
+        self.largest = sorted(reported.largest)
+        self.smallest = sorted(reported.smallest)
+        self.metrics = {*self.sums, *self.means, *self.largest, *self.smallest}
+        self.added = len(self.terms) + len(self.sums) + 2 * len(self.means)
+        """How many add up."""
+        self.size = self.added + len(self.largest) + len(self.smallest)
 
-@dataclass(frozen=True)
-class ReportPlaces:
-    """Where in `GlobalBatchLossCallback.values` the numbers are that make up one reported value."""
-
-    add: dict[str, list[int]]
-    """Those that add up; a mean is two sums."""
-    high: dict[str, list[int]]
-    low: dict[str, list[int]]
-
-    @classmethod
-    def of(cls, parts: Sequence[ReportParts]) -> ReportPlaces:
-        """By the kinds of metrics; names in order, the same on every rank."""
-        add: dict[str, list[int]] = {}
-        high: dict[str, list[int]] = {}
-        low: dict[str, list[int]] = {}
-        place = itertools.count()
-        for terms, metrics in parts:
-            for name in terms:
-                add.setdefault(f"term/{name}", []).append(next(place))
-            for name, metric in metrics.items():
-                if isinstance(metric, MeanMetric):
-                    add.setdefault(f"sum/{name}", []).append(next(place))
-                    add.setdefault(f"count/{name}", []).append(next(place))
-                elif isinstance(metric, SumMetric):
-                    add.setdefault(f"total/{name}", []).append(next(place))
-                elif isinstance(metric, MaxMetric):
-                    high.setdefault(name, []).append(next(place))
-                elif isinstance(metric, MinMetric):
-                    low.setdefault(name, []).append(next(place))
-        return cls(*(dict(sorted(kind.items())) for kind in (add, high, low)))
-
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """Of `joined` values, in their order."""
-        return tuple(self.add), tuple(self.high), tuple(self.low)
-
-    def joined(self, values: Sequence[float]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """(sums, largest, smallest) by name."""
-        return (
-            {name: sum(values[i] for i in where) for name, where in self.add.items()},
-            {name: max(values[i] for i in where) for name, where in self.high.items()},
-            {name: min(values[i] for i in where) for name, where in self.low.items()},
-        )
-
-
-@dataclass(frozen=True)
-class ReportNames:
-    """What reported numbers are, in their order."""
-
-    kinds: tuple[tuple[str, ...], ...]
-    """Sums, largest, smallest."""
-    differences: tuple[tuple[str, str, str], ...]
-    """Name of a metric that is the second one less the third."""
-
-    @classmethod
-    def of(cls, places: ReportPlaces, parts: Sequence[ReportParts]) -> ReportNames:
-        """Those of the last stage."""
-        metrics = {name: m for _, some in parts for name, m in some.items()}
-        differences = ((name, m.of, m.less) for name, m in metrics.items() if isinstance(m, DifferenceMetric))
-        return cls(places.names(), tuple(differences))
-
-    @property
-    def key(self) -> int:
-        """Names them in a float64."""
-        return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:6], "big")
+    def row(self, terms: Mapping[str, Tensor], metrics: Mapping[str, Metric]) -> list[Tensor | float]:
+        """The numbers [] of one micro-batch."""
+        assert terms.keys() == {*self.terms}, f"terms {sorted(terms)}, declared {self.terms}"
+        assert metrics.keys() == self.metrics, f"metrics {sorted(metrics)}, declared {sorted(self.metrics)}"
+        means = [metric for name in self.means if isinstance(metric := metrics[name], MeanMetric)]
+        values: list[Tensor | float] = [terms[name] for name in self.terms]
+        values += [_value(metrics[name]) for name in self.sums]
+        values += [mean.sum for mean in means]
+        values += [mean.count for mean in means]
+        values += [_value(metrics[name]) for name in (*self.largest, *self.smallest)]
+        assert len(values) == self.size, "a metric of another kind than declared"
+        return values
 
     def named(self, numbers: Sequence[float], counts: Mapping[str, float]) -> NamedReport:
-        """The report of a batch of these counts, from numbers in the order of `kinds`."""
+        """The report of a batch of these counts, from its numbers in this order."""
         following = iter(numbers)
-        add, high, low = ({name: next(following) for name in names} for names in self.kinds)
-        kinds: dict[str, dict[str, float]] = {"term": {}, "total": {}, "sum": {}, "count": {}}
-        for key, value in add.items():
-            kind, _, name = key.partition("/")
-            kinds[kind][name] = value
-        means = {name: (value, kinds["count"][name]) for name, value in kinds["sum"].items()}
-        terms = {key.partition("/")[2]: value for key, value in kinds["term"].items()}
+        terms = {name: next(following) for name in self.terms}
+        totals = {name: next(following) for name in self.sums}
+        sums = [next(following) for _ in self.means]
+        means = {name: (total, next(following)) for name, total in zip(self.means, sums, strict=True)}
+        extremes = {name: next(following) for name in (*self.largest, *self.smallest)}
+        divided_by = {name: counts[self.reported.terms[name]] for name in self.terms}
         addends = Addends(
-            {
-                name: (value * counts[denominator], counts[denominator])
-                for key, value in kinds["term"].items()
-                for denominator, _, name in [key.partition("/")]
-            },
+            {name: (value * divided_by[name], divided_by[name]) for name, value in terms.items()},
             means,
-            {name: (of, less) for name, of, less in self.differences},
+            self.reported.differences,
         )
-        metrics = kinds["total"] | ratios(means) | high | low | (terms if len(terms) > 1 else {})
+        metrics = totals | ratios(means) | extremes | (terms if len(terms) > 1 else {})
         return NamedReport(sum(terms.values()), metrics | differences(addends, metrics), addends)
+
+
+def _value(metric: Metric) -> Tensor | float:
+    assert not isinstance(metric, MeanMetric)
+    return metric.value
 
 
 def ratios(means: Mapping[str, tuple[float, float]]) -> dict[str, float]:

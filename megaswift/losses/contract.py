@@ -165,17 +165,43 @@ class MinMetric:
     value: Tensor | float
 
 
+Metric = MeanMetric | SumMetric | MaxMetric | MinMetric
+
+
 @dataclass(frozen=True)
-class DifferenceMetric:
-    """A metric that is one mean less another, taken once both are reduced; not reported where one of them is
-    missing."""
+class Reported:
+    """The names of all that a loss reports of each micro-batch. They are fixed when the loss is built, so that ranks
+    and pipeline stages exchange numbers alone."""
 
-    of: str
-    """The name of a `MeanMetric` beside it."""
-    less: str
+    counts: tuple[str, ...]
+    """Those of `Loss.counts`."""
+    terms: Mapping[str, str]
+    """Each term of the objective with the count that divides it."""
+    means: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
+    largest: tuple[str, ...] = ()
+    smallest: tuple[str, ...] = ()
+    differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Metrics that are the first of two means less the second, taken once both are reduced; not reported where one of
+    them counted nothing."""
+
+    def __add__(self, other: Reported) -> Reported:
+        return Reported(
+            self.counts + other.counts,
+            {**self.terms, **other.terms},
+            self.means + other.means,
+            self.sums + other.sums,
+            self.largest + other.largest,
+            self.smallest + other.smallest,
+            {**self.differences, **other.differences},
+        )
 
 
-Metric = MeanMetric | SumMetric | MaxMetric | MinMetric | DifferenceMetric
+def metrics_reported(
+    means: tuple[str, ...] = (), largest: tuple[str, ...] = (), smallest: tuple[str, ...] = ()
+) -> Reported:
+    """Metrics that several losses share, to be added to what a loss reports."""
+    return Reported((), {}, means, largest=largest, smallest=smallest)
 
 
 class Loss(Protocol):
@@ -185,8 +211,12 @@ class Loss(Protocol):
     def needs(self) -> RequestedModelOutputs:
         """What it asks of the model."""
 
+    @property
+    def reported(self) -> Reported:
+        """The names of its counts, terms and metrics."""
+
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """The numbers by which terms are divided, of this micro-batch; the engine sums them over the global batch."""
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
-        """Terms and metrics of one micro-batch."""
+        """Terms and metrics of one micro-batch: all that are `reported`, and no others."""

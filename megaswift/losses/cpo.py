@@ -12,10 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, Reported, RequestedModelOutputs
 from megaswift.losses.document_segments import completion_weight_per_document, completion_weights, document_sums
 from megaswift.losses.dpo_loss_types import label_smoothed_sigmoid_loss
 from megaswift.losses.preference_pairs import (
+    IMPLICIT_REWARDS,
+    PAIR_COUNTS,
+    PREFERENCE_LOGPS,
     PairTensors,
     chosen_and_rejected,
     implicit_reward_metrics,
@@ -55,6 +58,14 @@ class CPO:
 
     def __post_init__(self) -> None:
         assert self.loss_type in LOSS_TYPES, f"unknown loss type {self.loss_type}"
+
+    @property
+    def reported(self) -> Reported:
+        """The preference, the cross-entropy where it has a weight, and TRL's metrics."""
+        own = Reported(PAIR_COUNTS, {f"loss/{self.loss_type}": "pairs"})
+        if self.cpo_alpha:
+            own += Reported((), {"loss/sft": "chosen_tokens"}, means=("nll_loss",))
+        return own + IMPLICIT_REWARDS + PREFERENCE_LOGPS
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""

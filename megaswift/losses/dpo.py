@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, Reported, RequestedModelOutputs
 from megaswift.losses.document_segments import (
     completion_mask,
     completion_weight_per_document,
@@ -31,6 +31,9 @@ from megaswift.losses.dpo_loss_types import (
     divergence_scores,
 )
 from megaswift.losses.preference_pairs import (
+    IMPLICIT_REWARDS,
+    PAIR_COUNTS,
+    PREFERENCE_LOGPS,
     PairTensors,
     chosen_and_rejected,
     implicit_reward_metrics,
@@ -83,6 +86,14 @@ class DPO:
         """Log-probabilities; the rest is for metrics and for WPO."""
         rest = frozenset({"entropy", "mean_logit"} | ({"log_sum_sq"} if self.use_weighting else set()))
         return RequestedModelOutputs(fields=rest | {"logprobs", "correct"}, without_gradient=rest)
+
+    @property
+    def reported(self) -> Reported:
+        """A term for each loss type, and TRL's metrics."""
+        terms = {f"loss/{name}": "chosen_tokens" if name == SFT else "pairs" for name in self.weights}
+        likelihood = ("nll_loss",) if SFT in self.weights else ()
+        own = Reported(PAIR_COUNTS, terms, means=("entropy", "mean_token_accuracy", *likelihood))
+        return own + IMPLICIT_REWARDS + PREFERENCE_LOGPS
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""

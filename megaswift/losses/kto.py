@@ -17,11 +17,11 @@ from torch import Tensor
 from megaswift.config.loss_table import KL_PAIRS, RUNNING_MEAN, losses_needing
 from megaswift.losses.contract import (
     Batch,
-    DifferenceMetric,
     LossTerm,
     MeanMetric,
     Metric,
     ModelOutputs,
+    Reported,
     RequestedModelOutputs,
 )
 from megaswift.losses.document_segments import (
@@ -94,6 +94,14 @@ class KTO:
     def __post_init__(self) -> None:
         assert self.loss_type in LOSS_TYPES, f"unknown loss type {self.loss_type}"
 
+    @property
+    def reported(self) -> Reported:
+        """The loss, and TRL's metrics."""
+        sides = tuple(f"{kind}/{side}" for kind in ("rewards", "logps", "logits") for side in ("chosen", "rejected"))
+        zero = tuple(name for name, used in (("kl", uses_kl), ("delta", uses_delta)) if used(self.loss_type))
+        margins = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
+        return Reported(("examples",), {"loss": "examples"}, ("entropy", *sides, *zero), differences=margins)
+
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`examples`."""
         return {"examples": float(batch.fields["examples"].numel())}
@@ -129,7 +137,6 @@ class KTO:
             metrics[f"logits/{side}"] = token_mean_metric(
                 outputs.mean_logit, mask & token_mask_of_documents(batch, examples, of)
             )
-        metrics["rewards/margins"] = DifferenceMetric("rewards/chosen", "rewards/rejected")
         for name, used in (("kl", uses_kl), ("delta", uses_delta)):
             if used(self.loss_type):
                 metrics[name] = MeanMetric(batch.fields[name].sum() * examples.numel(), examples.numel())

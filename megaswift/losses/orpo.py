@@ -14,9 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, Reported, RequestedModelOutputs
 from megaswift.losses.document_segments import completion_weight_per_document, completion_weights, document_sums
 from megaswift.losses.preference_pairs import (
+    IMPLICIT_REWARDS,
+    PAIR_COUNTS,
+    PREFERENCE_LOGPS,
     PairTensors,
     chosen_and_rejected,
     implicit_reward_metrics,
@@ -38,6 +41,13 @@ class ORPO:
     needs: RequestedModelOutputs = RequestedModelOutputs(
         fields=frozenset({"logprobs", "mean_logit"}), without_gradient=frozenset({"mean_logit"})
     )
+
+    @property
+    def reported(self) -> Reported:
+        """The two terms, and TRL's metrics."""
+        terms = {"loss/sft": "chosen_tokens", f"loss/{self.loss_type}": "pairs"}
+        own = Reported(PAIR_COUNTS, terms, means=("nll_loss", "log_odds_ratio", "log_odds_chosen"))
+        return own + IMPLICIT_REWARDS + PREFERENCE_LOGPS
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`, and `chosen_tokens`: labels of chosen documents, prompts included."""

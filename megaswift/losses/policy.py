@@ -23,7 +23,7 @@ from megaswift.config.loss_table import (
     loss_entries,
 )
 from megaswift.losses.advantages import LARGEST_LOG_RATIO, kl_estimate
-from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, Reported, RequestedModelOutputs
 from megaswift.losses.document_segments import document_index, document_sums, masked_tokens_per_document
 from megaswift.losses.policy_loss_types import (
     HIGHEST,
@@ -33,9 +33,22 @@ from megaswift.losses.policy_loss_types import (
     PolicyLossType,
     PolicySettings,
 )
-from megaswift.losses.policy_metrics import cispo_clip_metrics, clip_metrics, token_mean_per_completion, vespo_metrics
+from megaswift.losses.policy_metrics import (
+    CISPO_CLIPPED,
+    CLIPPED,
+    VESPO_WEIGHTS,
+    cispo_clip_metrics,
+    clip_metrics,
+    token_mean_per_completion,
+    vespo_metrics,
+)
 from megaswift.losses.preference_pairs import token_mean_metric
-from megaswift.losses.sampler_correction import correction_weight_metrics, logprob_gap_metrics
+from megaswift.losses.sampler_correction import (
+    CORRECTION_WEIGHTS,
+    LOGPROB_GAP,
+    correction_weight_metrics,
+    logprob_gap_metrics,
+)
 
 LEVELS = ("token", "sequence", "sequence_token")
 
@@ -68,6 +81,10 @@ class PolicyLoss:
     """At which completions were sampled."""
     ratio_level: str = "token"
     """`sequence`: each `ratio` is its whole completion's."""
+    knows_sampler: bool = True
+    """Batches of this run have `sampled`."""
+    corrects: bool = False
+    """Batches of this run have `ratio`."""
     loss_agg_mode: str | None = None
     """The normalizer, one of `AGG_MODES`; None: that of the loss type."""
 
@@ -104,6 +121,27 @@ class PolicyLoss:
     def by_completion(self) -> bool:
         """All tokens of a completion have the same weight."""
         return self.importance_sampling_level != "token" or self.kind.weighs_whole
+
+    @property
+    def reported(self) -> Reported:
+        """Terms for the policy, the KL and the entropy, and TRL's metrics."""
+        divided_by = "completion_tokens" if self.agg_mode == TOKEN_MEAN else "completions"
+        reported = Reported(("completions", "completion_tokens"), {"loss/policy": divided_by}, means=("entropy",))
+        if self.kind.clips:
+            reported += CLIPPED
+        elif self.loss_type == "cispo":
+            reported += CISPO_CLIPPED
+        elif self.loss_type == "vespo":
+            reported += VESPO_WEIGHTS
+        if self.knows_sampler:
+            reported += LOGPROB_GAP
+        if self.corrects:
+            reported += CORRECTION_WEIGHTS
+        if self.has_kl:
+            reported += Reported((), {"loss/kl": divided_by}, means=("kl",))
+        if self.entropy_coef:
+            reported += Reported(("kept_tokens",), {"loss/entropy": "kept_tokens"})
+        return reported
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`completions`, those without a label included; `completion_tokens`; and `kept_tokens` for the entropy."""
@@ -199,7 +237,9 @@ class PolicyLoss:
             metrics |= vespo_metrics(x, batch)
         if "sampled" in batch.fields:
             metrics |= logprob_gap_metrics(old, batch)
-        return metrics | (correction_weight_metrics(batch, self.ratio_level) if "ratio" in batch.fields else {})
+        if "ratio" in batch.fields:
+            metrics |= correction_weight_metrics(batch, self.ratio_level)
+        return metrics
 
 
 def _kept(batch: Batch) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric
+from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric, metrics_reported
 from megaswift.losses.document_segments import document_sums, masked_tokens_per_document
 from megaswift.losses.policy_loss_types import PolicyLossInputs, vespo_weights
 from megaswift.losses.preference_pairs import pair_mean_metric, token_mean_metric
@@ -36,6 +36,16 @@ def token_or_completion_mean_metric(batch: Batch, x: Tensor, by_completion: bool
         if by_completion
         else token_mean_metric(x, mask)
     )
+
+
+CLIPPED = metrics_reported(
+    ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
+    largest=("clip_ratio/high_max",),
+    smallest=("clip_ratio/low_min",),
+)
+"""Of `clip_metrics`."""
+CISPO_CLIPPED = metrics_reported(("cispo_clip_ratio",))
+VESPO_WEIGHTS = metrics_reported(("vespo/phi_seq_mean",))
 
 
 def clip_metrics(x: PolicyLossInputs, batch: Batch, by_completion: bool) -> dict[str, Metric]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, MeanMetric, Metric, ModelOutputs
+from megaswift.losses.contract import Batch, MeanMetric, Metric, ModelOutputs, metrics_reported
 from megaswift.losses.document_segments import completion_mask, completion_weights, token_mask_of_documents
 
 
@@ -54,6 +54,10 @@ def pair_count(batch: Batch) -> int:
     return batch.fields["pairs"].shape[0]
 
 
+PAIR_COUNTS = ("pairs", "chosen_tokens")
+"""Of `pair_and_chosen_token_counts`."""
+
+
 def pair_and_chosen_token_counts(batch: Batch) -> dict[str, float]:
     """`pairs`, and `chosen_tokens`: the sum of the loss weights of the chosen answers' tokens."""
     chosen, _ = chosen_and_rejected(batch, completion_weights(batch))
@@ -74,6 +78,14 @@ def pair_mean_metric(values: Tensor) -> MeanMetric:
 def token_mean_metric(values: Tensor, mask: Tensor) -> MeanMetric:
     """The mean over the tokens in `mask` of values [b, s]."""
     return MeanMetric((values.detach() * mask).sum(), mask.sum())
+
+
+IMPLICIT_REWARDS = metrics_reported(
+    ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+)
+"""Of `implicit_reward_metrics`."""
+PREFERENCE_LOGPS = metrics_reported(("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected"))
+"""Of `preference_logp_metrics`."""
 
 
 def implicit_reward_metrics(rewards: PairTensors) -> dict[str, Metric]:

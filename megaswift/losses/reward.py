@@ -21,6 +21,7 @@ from megaswift.losses.contract import (
     Metric,
     MinMetric,
     ModelOutputs,
+    Reported,
     RequestedModelOutputs,
 )
 from megaswift.losses.document_segments import document_index, document_sums
@@ -55,6 +56,15 @@ class RewardLoss:
     """Weight of the squared sum of a pair's scores (arXiv 2312.09244)."""
     needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset(), head="score")
     loss_type: str = "bradley_terry"
+
+    @property
+    def reported(self) -> Reported:
+        """The preference, centring where it has a weight, and TRL's metrics."""
+        terms = {"loss/preference": "pairs"}
+        if self.center_rewards_coefficient is not None:
+            terms["loss/centring"] = "pairs"
+        means = ("accuracy", "margin", "mean_reward")
+        return Reported(("pairs",), terms, means, largest=("max_reward",), smallest=("min_reward",))
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`."""

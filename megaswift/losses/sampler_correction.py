@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megaswift.config.rl import MODES
 from megaswift.losses.advantages import LARGEST_LOG_RATIO
-from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric
+from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric, metrics_reported
 from megaswift.losses.policy_metrics import token_mean_per_completion, token_or_completion_mean_metric
 from megaswift.losses.preference_pairs import token_mean_metric
 
@@ -73,6 +73,19 @@ def _ends(low: float | None, high: float | None) -> tuple[float, float]:
 def _within(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
     least, most = _ends(low, high)
     return (ratio >= least) & (ratio <= most)
+
+
+LOGPROB_GAP = metrics_reported(
+    ("sampling/sampling_logp_difference/mean", "sampling/token_mult_prob_error"),
+    largest=("sampling/sampling_logp_difference/max",),
+)
+"""Of `logprob_gap_metrics`."""
+CORRECTION_WEIGHTS = metrics_reported(
+    ("sampling/importance_sampling_ratio/mean",),
+    largest=("sampling/importance_sampling_ratio/max",),
+    smallest=("sampling/importance_sampling_ratio/min",),
+)
+"""Of `correction_weight_metrics`."""
 
 
 def logprob_gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:

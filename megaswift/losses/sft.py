@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaswift.losses.contract import Batch, LossTerm, MeanMetric, Metric, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.contract import Batch, LossTerm, MeanMetric, Metric, ModelOutputs, Reported, RequestedModelOutputs
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,18 @@ class CrossEntropy:
         smoothed = {"logsumexp", "mean_logit"} if self.label_smoothing else set()
         return RequestedModelOutputs(fields=frozenset({"logprobs", "correct", *smoothed}))
 
+    @property
+    def reported(self) -> Reported:
+        """The loss, and the accuracy."""
+        return Reported(("label_weight",), {"loss": "label_weight"}, means=("token_accuracy",))
+
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`label_weight`: the sum of the loss weights."""
         return {"label_weight": float(batch.loss_weights.sum())}
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """One term, and the share of labels that are the model's first choice."""
-        assert outputs.logprobs is not None
+        assert outputs.logprobs is not None and outputs.correct is not None
         losses = -outputs.logprobs  # [b, s]
         if self.label_smoothing:
             assert outputs.logsumexp is not None and outputs.mean_logit is not None
@@ -39,7 +44,5 @@ class CrossEntropy:
             losses = (1 - self.label_smoothing) * losses + self.label_smoothing * uniform
         total = (losses * batch.loss_weights).sum()
         labeled = batch.loss_weights != 0
-        metrics: dict[str, Metric] = {}
-        if outputs.correct is not None:
-            metrics["token_accuracy"] = MeanMetric((outputs.correct * labeled).sum(), labeled.sum())
-        return [LossTerm("loss", total, "label_weight")], metrics
+        accuracy = MeanMetric((outputs.correct * labeled).sum(), labeled.sum())
+        return [LossTerm("loss", total, "label_weight")], {"token_accuracy": accuracy}

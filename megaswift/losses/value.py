@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, Reported, RequestedModelOutputs
 from megaswift.losses.preference_pairs import token_mean_metric
 
 PARTS = ("value/returns", "value/returns_squared", "value/error", "value/error_squared")
@@ -27,6 +27,12 @@ class ValueLoss:
     vf_coef: float = 1.0
     """Weight of the term; it only matters where the trunk is the policy's too."""
     needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset(), head="score")
+
+    @property
+    def reported(self) -> Reported:
+        """The loss, what was clipped, and the parts of `explained_variance`."""
+        means = ("vf_loss", "vf_clip_ratio", "value/mean", *PARTS)
+        return Reported(("completion_tokens",), {"loss/value": "completion_tokens"}, means)
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`completion_tokens`."""

@@ -6,7 +6,13 @@ from dataclasses import fields
 
 from megaswift.config import SwiftConfig
 from megaswift.config.preference import beta_of, cpo_alpha_of, loss_types_of
-from megaswift.config.rl_defaults import kl_estimator_of, kl_in_reward_of, policy_loss_of, weighs_kl_by_ratio
+from megaswift.config.rl_defaults import (
+    corrects_sampler_mismatch,
+    kl_estimator_of,
+    kl_in_reward_of,
+    policy_loss_of,
+    weighs_kl_by_ratio,
+)
 from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
@@ -70,6 +76,7 @@ def _policy(cfg: SwiftConfig) -> Loss:
         max_completion_length=rl.max_completion_length,
         temperature=rl.temperature,
         ratio_level=correction_of(cfg).level,
+        corrects=corrects_sampler_mismatch(cfg),
         loss_agg_mode=rl.loss_agg_mode,
     )
 

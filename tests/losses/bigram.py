@@ -7,7 +7,7 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +19,17 @@ from torch import Tensor, nn
 from megaswift.data.collate import PaddingShape, collate_packed, collate_rows
 from megaswift.losses.contract import (
     Batch,
-    DifferenceMetric,
     Loss,
+    LossTerm,
     MaxMetric,
     MeanMetric,
     Metric,
     MinMetric,
     ModelOutputs,
+    Reported,
     RequestedModelOutputs,
 )
+from megaswift.losses.policy import PolicyLoss
 
 SHAPE = PaddingShape(doc_multiple=4, row_multiple=3)
 
@@ -152,21 +154,35 @@ def reduced(parts: Sequence[dict[str, Metric]]) -> dict[str, float]:
             found[name] = float(sum(m.sum for m in mine)) / count
         elif kind in (MaxMetric, MinMetric):
             found[name] = (max if kind is MaxMetric else min)(float(m.value) for m in mine)
-    differences = {n: m for p in parts for n, m in p.items() if isinstance(m, DifferenceMetric)}
-    return found | {n: found[m.of] - found[m.less] for n, m in differences.items() if m.of in found and m.less in found}
+    return found
 
 
 def run(loss: Loss, model: Bigram, microbatches: Sequence[Batch]) -> tuple[float, Tensor, dict[str, float]]:
     """(objective, its gradient by the table, metrics), each term divided once by its global count."""
+    fields = microbatches[0].fields
+    if isinstance(loss, PolicyLoss):
+        loss = replace(loss, knows_sampler="sampled" in fields, corrects="ratio" in fields)
     counts: dict[str, float] = {}
     for b in microbatches:
+        assert loss.counts(b).keys() == {*loss.reported.counts}
         for name, value in loss.counts(b).items():
             counts[name] = counts.get(name, 0.0) + value
     parts = [loss(outputs(model, b, loss.needs), b) for b in microbatches]
     total = sum(t.weight * t.sum / (counts[t.denominator] or 1.0) for terms, _ in parts for t in terms)
     assert isinstance(total, Tensor)
     (gradient,) = torch.autograd.grad(total, [model.weight])
-    return total.item(), gradient, reduced([dict(m) for _, m in parts])
+    for terms, metrics in parts:
+        check_declared(loss.reported, terms, metrics)
+    found = reduced([dict(m) for _, m in parts])
+    differences = {n: pair for n, pair in loss.reported.differences.items() if {*pair} <= found.keys()}
+    return total.item(), gradient, found | {n: found[of] - found[less] for n, (of, less) in differences.items()}
+
+
+def check_declared(reported: Reported, terms: Sequence[LossTerm], metrics: Mapping[str, Metric]) -> None:
+    """What a loss returned is what it had declared."""
+    kinds = {MeanMetric: reported.means, MaxMetric: reported.largest, MinMetric: reported.smallest}
+    assert {t.name: t.denominator for t in terms} == reported.terms
+    assert all({n for n, m in metrics.items() if isinstance(m, kind)} == {*names} for kind, names in kinds.items())
 
 
 def assert_same(ours: tuple[float, Tensor], theirs: tuple[float, Tensor], tolerance: float = 1e-6) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import FIELDS, Batch, Loss, LossTerm, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.contract import FIELDS, Batch, Loss, LossTerm, ModelOutputs, Reported, RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import ROW, Case, global_batch, own
 from tests.parity.oracle import Recipe, Reference
@@ -48,6 +48,7 @@ class ScaledLoss:
 
     factor: float
     needs: RequestedModelOutputs = CrossEntropy().needs
+    reported: Reported = CrossEntropy().reported
 
     def counts(self, batch: Batch) -> Any:
         """Those of cross-entropy."""
@@ -69,6 +70,7 @@ class MixedLoss:
     """A weighted sum of every differentiable output, at a temperature."""
 
     needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset(FIELDS), temperature=TEMPERATURE)
+    reported: Reported = Reported(("label_weight",), {"loss": "label_weight"})
 
     def counts(self, batch: Batch) -> Any:
         """Those of cross-entropy."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.new_scalar_head import new_scalar_head_weight
-from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, Reported, RequestedModelOutputs
 from tests.parity.cases import global_batch, own, parse
 from tests.parity.compare import GRADIENT, LOSS, number, table, tensors
 from tests.parity.measure import Task, full
@@ -34,6 +34,7 @@ class Squares:
     """The weighted mean of (value - 1)^2 over labeled positions."""
 
     needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset(), head="score")
+    reported: Reported = Reported(("label_weight",), {"loss": "label_weight"})
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """The sum of the weights."""

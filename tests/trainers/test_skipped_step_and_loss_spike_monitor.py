@@ -6,6 +6,7 @@ Covers: megaswift/losses/sft.py.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,7 +149,8 @@ def test_engines_name_the_samples_of_their_parts() -> None:
     """A real objective: two micro-batches, their shares add up to the loss."""
     import torch
 
-    from megaswift.engine.global_batch_loss_and_metrics import GlobalBatchCounts, GlobalBatchLossCallback
+    from megaswift.engine.global_batch_loss_and_metrics import GlobalBatchCounts, GlobalBatchLossCallback, StepReport
+    from megaswift.engine.own_compute_time import OwnComputeClock
     from megaswift.losses.contract import Batch
     from megaswift.losses.sft import CrossEntropy
 
@@ -157,14 +159,16 @@ def test_engines_name_the_samples_of_their_parts() -> None:
         Batch(ones, ones, torch.ones(2, 3), ones, ones.bool(), sample_ids=torch.tensor(ids))
         for ids in ([4, 9], [7, -1])
     ]
-    objective: Any = GlobalBatchLossCallback(CrossEntropy(), GlobalBatchCounts({"labels": 12.0}, 12, 12, 2))
-    names = list(CrossEntropy().counts(batches[0]))
-    objective.counts = dict.fromkeys(names, 12.0)
+    counted = GlobalBatchCounts({"label_weight": 12.0}, 12, 12, 2)
+    objective = GlobalBatchLossCallback(CrossEntropy(), counted)
     fields = [torch.full((len(CrossEntropy().needs.names), 2, 3), -value) for value in (1.0, 3.0)]
     for batch, field in zip(batches, fields, strict=True):
         objective(batch, field)
-    numbers = [float(value) for value in objective.values()]
-    assert objective.local(batches, numbers) == (
+    context: Any = SimpleNamespace(
+        layout=SimpleNamespace(dp=1, pp=1), coordinates=SimpleNamespace(pp=0), device=torch.device("cpu"), groups=None
+    )
+    result = StepReport(objective, counted, context, batches, OwnComputeClock([])).read_result()
+    assert result.loss == 2.0 and result.parts == (
         MicrobatchLossAndSamples(0.5, (4, 9)),
         MicrobatchLossAndSamples(1.5, (7,)),
     )

@@ -82,7 +82,7 @@ LOSS: dict[str, tuple[Options, PolicyLoss]] = {
     ),
     "importance_sampling_mode": (
         {"importance_sampling_mode": "geometric_mask", "importance_sampling_correction": True},
-        replace(PLAIN, ratio_level="sequence"),
+        replace(PLAIN, ratio_level="sequence", corrects=True),
     ),
     "loss_agg_mode": ({"loss_agg_mode": "seq-mean-token-sum"}, replace(PLAIN, loss_agg_mode="seq-mean-token-sum")),
     "kl_cov_coef": (
