@@ -37,7 +37,7 @@ class TrainOutput:
     @classmethod
     def of(cls, output_dir: Path) -> TrainOutput:
         """Reads the logs of a run that has ended."""
-        from megaswift.trainers.metrics_jsonl import read_lines
+        from megaswift.trainers.hooks.metrics import read_lines
 
         history, evaluations = (read_lines(output_dir / name) for name in ("metrics.jsonl", "eval.jsonl"))
         last = history[-1] if history else {}
@@ -78,9 +78,9 @@ class Trainer:
         if problems:
             raise ConfigError(problems)
 
-        from megaswift.trainers.engine_choice import resolve_engine
-        from megaswift.trainers.rl.choose_sampler_backend import resolve_sampler_backend
-        from megaswift.trainers.run import preflight, run_training
+        from megaswift.run.checks.engine_choice import resolve_engine
+        from megaswift.run.checks.sampler_backend import resolve_sampler_backend
+        from megaswift.run.training import preflight, run_training
 
         world = int(os.environ.get("WORLD_SIZE", "1"))
         with errors_as_typed(cfg.typed, NAMES):

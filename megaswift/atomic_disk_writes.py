@@ -1,7 +1,7 @@
 """Files and folders that appear under their name complete or not at all, and are on the disk when a call returns.
 
 Owns flushing and write-then-rename. Folders that are written over hours and resumed belong to
-`bridge/resumable_folder.py`; which checkpoints of a run are complete, to `trainers/checkpoint_store.py`.
+`bridge/resumable_folder.py`; which checkpoints of a run are complete, to `trainers/checkpoints.py`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from megaswift.config.byte_size_text import bytes_text
 from megaswift.engine.communication_benchmark import CommunicationTiming
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.nccl_bus_factors_and_link_rates import bus_factor, hardware_figure
-from megaswift.trainers.loss_png import GRID, INK
+from megaswift.run.loss_png import GRID, INK
 from megaswift.version import __version__
 
 COLORS = {

@@ -20,8 +20,8 @@ from megaswift.folders.checkpoint import ENGINE, FACTS
 from megaswift.folders.saved_steps import STEP
 from megaswift.parallel.layout import Layout
 from megaswift.plain_files import read_plain_file
-from megaswift.trainers.checkpoint_store import CheckpointStore
-from megaswift.trainers.run_lock import RunLock
+from megaswift.run.lock import RunLock
+from megaswift.trainers.checkpoints import CheckpointStore
 
 HEAD = ("step", "saved", "size", "files", "SHA-256", "engine", "trains", "layout", "")
 USAGE = """\

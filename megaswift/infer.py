@@ -129,8 +129,8 @@ def _start_process_group(has_rows: bool, timeout: int) -> None:
 
 def _watch_progress(timeout: int) -> None:
     """Publishes this process's progress, and ends it where a process that it waits for makes none."""
-    from megaswift.trainers.find_ranks_blocking_a_collective import RankStateStore
-    from megaswift.trainers.rank_progress import ProgressWatch
+    from megaswift.run.faults.blocking_ranks import RankStateStore
+    from megaswift.trainers.hooks.rank_progress import ProgressWatch
 
     states = RankStateStore()
     watch = ProgressWatch(states, timeout)

@@ -261,7 +261,7 @@ def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:
     """Layout, and where the cluster sees this machine's files, model, data and output directory too."""
     from megaswift.parallel.layout import size_problems
     from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
-    from megaswift.trainers.preflight import layout_data_output_problems
+    from megaswift.run.checks.preflight import layout_data_output_problems
 
     world = job.nodes * job.processes_per_node
     axes = LayoutRequest.of(cfg.parallel, world, cfg.data.max_length, cfg.train).axes

@@ -132,9 +132,9 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
         ):
             log.info(notice)
 
-    from megaswift.trainers.engine_choice import resolve_engine
-    from megaswift.trainers.rl.choose_sampler_backend import resolve_sampler_backend
-    from megaswift.trainers.run import preflight, run_training
+    from megaswift.run.checks.engine_choice import resolve_engine
+    from megaswift.run.checks.sampler_backend import resolve_sampler_backend
+    from megaswift.run.training import preflight, run_training
 
     cfg = resolve_sampler_backend(resolve_engine(cfg, world, tell=first), tell=first)
     preflight(cfg, world)
@@ -166,7 +166,7 @@ def process_count(launch: LaunchConfig) -> int:
 def further_problems_of_refused_config(refused: SwiftConfig) -> list[Problem]:
     """Layout and file problems of a configuration that is already refused, so that the user sees them in the same
     attempt."""
-    from megaswift.trainers.preflight import layout_data_output_problems
+    from megaswift.run.checks.preflight import layout_data_output_problems
 
     return layout_data_output_problems(refused, process_count(refused.launch))
 
@@ -178,7 +178,7 @@ def config_after_restart(cfg: SwiftConfig, attempt: int, job: str = "") -> Swift
     """
     if cfg.train.add_version or not (attempt or job):  # the version is found when the ranks have met
         return cfg
-    from megaswift.trainers.output_folder import OutputFolder, resume_own_folder
+    from megaswift.run.output import OutputFolder, resume_own_folder
 
     if not attempt and OutputFolder(Path(cfg.train.output_dir)).job_id() != job:
         return cfg

@@ -77,7 +77,7 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
     from megaswift.data.collate_preference_batches import PreferenceCollator, PreferenceUnit
     from megaswift.losses.dpo import DPO
     from megaswift.losses.dpo_loss_types import DpoSettings
-    from megaswift.trainers.add_preference_loss_fields_to_batches import ReferenceLogprobs
+    from megaswift.trainers.batch_fields import ReferenceLogprobs
 
     def document(prompt: list[int], answer: list[int]) -> Document:
         mask = np.array([0] * len(prompt) + [1] * len(answer), dtype=np.uint8)

@@ -67,7 +67,7 @@ def prompts(args: argparse.Namespace) -> list[dict[str, str]]:
 def megaswift(args: argparse.Namespace, folder: Path) -> Work:
     """A whole run on one process, without checkpoints."""
     from megaswift.config import SwiftConfig
-    from megaswift.trainers import build
+    from megaswift.run import build
     from megaswift.trainers.hook import Hook, Run, StepRecord
     from megaswift.trainers.loop import train
 

@@ -8,7 +8,7 @@ from megaswift.memory.activation_bytes import activation_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels, MicrobatchSetup
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
-from megaswift.trainers.fit_to_device import step_options
+from megaswift.run.checks.fit import step_options
 from tests.memory.of_config import estimate_of, parameters_of, parts_of
 from tests.memory.torch_engine_bytes import (
     torch_engine_bytes,

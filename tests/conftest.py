@@ -39,7 +39,7 @@ TE = (
 """Files whose ranks import Transformer Engine, which takes a worker some ten seconds a release."""
 TOGETHER = {f"tests/{file}": "transformer engine" for file in TE} | {
     "tests/parity/test_parity.py": "layouts",
-    "tests/trainers/test_run.py": "runs",
+    "tests/run/test_training.py": "runs",
     "tests/engine/torch/test_zero.py": "zero",
 }
 """Files that one worker runs as a whole under `--dist loadgroup`, those of a group on the same one: two layouts of

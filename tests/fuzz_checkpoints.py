@@ -26,8 +26,8 @@ from megaswift.bridge.torch_save_tensor_file_format import torch_save_zip_frame
 from megaswift.folders import saved_steps
 from megaswift.folders.checkpoint import find_checkpoint
 from megaswift.folders.source import missing_model_file_problems
-from megaswift.trainers.checkpoint_hook import resume_format_and_model_mismatch_problems
-from megaswift.trainers.checkpoint_store import CheckpointStore, resume_step_candidates
+from megaswift.trainers.checkpoints import CheckpointStore, resume_step_candidates
+from megaswift.trainers.hooks.checkpoint import resume_format_and_model_mismatch_problems
 
 TENSORS = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.arange(5, dtype=torch.bfloat16)}
 MODEL = {"family": "tiny", "num_layers": 2}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 PRELOAD = [
     "torch",
     "torch.distributed",
-    "megaswift.trainers.failed_collective_diagnosis_and_stacks",
+    "megaswift.run.faults.diagnosis",
     "megaswift.engine.start_default_process_group",
 ]
 

@@ -150,7 +150,7 @@ page = " ".join(task_help("grpo", 120).split())
 print("| median]" in page, "advantage_estimator rloo, median" in page, "torch" in sys.modules)
 import numpy as np
 from megaswift.data.collate_rollout_batches import RolloutTokens
-from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
+from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.trainers.rl.settings import rl_settings
 settings = rl_settings(cfg, 1)
 zeros = {name: np.zeros(2, dtype=np.float32) for name in ("old", "sampled")}

@@ -21,7 +21,7 @@ from megaswift.memory.memory_estimate import uncovered_features, usable_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
 from megaswift.memory.settings_that_fit import FitChoice
 from megaswift.parallel.layout import Layout
-from megaswift.trainers.fit_to_device import choose_settings_for_run
+from megaswift.run.checks.fit import choose_settings_for_run
 from megaswift.trainers.flops import StepFlopFormula
 from tests.memory.of_config import parameters_of
 from tests.sources import ROOT

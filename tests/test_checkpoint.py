@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megaswift.cli import main
-from megaswift.trainers import checkpoint_store
-from megaswift.trainers.checkpoint_store import CheckpointStore
-from megaswift.trainers.run_lock import RunLock
+from megaswift.run.lock import RunLock
+from megaswift.trainers import checkpoints
+from megaswift.trainers.checkpoints import CheckpointStore
 
 LAYOUT = {"world_size": 2, "tp": 2}
 
@@ -28,7 +28,7 @@ def out(tmp_path: Path) -> Path:
         (folder / "engine" / "weights.bin").write_bytes(bytes(range(100)) * step)
         (folder / "engine" / "engine.json").write_text(json.dumps({"train_type": "lora", "kind": "fsdp2"}))
         state = {"task": "sft", "layout": LAYOUT, "data": {}, "hooks": {}}
-        store.finish(step, checkpoint_store.hash_files(folder, checkpoint_store.unhashed_files(folder, ())), state)
+        store.finish(step, checkpoints.hash_files(folder, checkpoints.unhashed_files(folder, ())), state)
     return tmp_path / "out"
 
 
@@ -91,7 +91,7 @@ def test_rm_keeps_the_last_intact_step(out: Path, capsys: pytest.CaptureFixture[
     assert ran(capsys, "rm", step(out, 6))[0] == 2
     assert ran(capsys, "rm", step(out, 6), "--force")[0] == 0
     assert list((out / "checkpoints").iterdir()) == []
-    assert checkpoint_store.resume_step_candidates("latest", out) == (
+    assert checkpoints.resume_step_candidates("latest", out) == (
         [],
         [],
     )  # removed on purpose: a run may start from the beginning

@@ -19,7 +19,7 @@ from megaswift.cli import COMMANDS, main, usage
 from megaswift.config import load_config
 from megaswift.error_exit import print_error_once
 from megaswift.errors import DataError, StorageError
-from megaswift.trainers.output_folder import output_folder_problems
+from megaswift.run.output import output_folder_problems
 from tests.trainers.inputs import write_inputs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -187,7 +187,7 @@ def test_a_malformed_row_ends_with_2_before_a_model_is_built(
     with (tmp_path / "data.jsonl").open("a") as file:
         file.write('{"messages": 3}\n')
     built: list[int] = []
-    monkeypatch.setattr("megaswift.trainers.build.make_engine", lambda *_: built.append(1))
+    monkeypatch.setattr("megaswift.run.build.make_engine", lambda *_: built.append(1))
     with pytest.raises(SystemExit) as ended:
         main(["sft", *inputs])
     told = capsys.readouterr().err

@@ -15,7 +15,7 @@ from megaswift.config import SwiftConfig, load_config
 from megaswift.config.engine_rules import requested_engine
 from megaswift.families import family_of
 from megaswift.memory.memory_estimate import usable_bytes
-from megaswift.trainers import preflight
+from megaswift.run.checks import preflight
 from tests.config_memory import bytes_on_the_fullest_gpu
 from tests.published_shapes import SHAPES
 from tests.sources import ROOT

@@ -25,8 +25,8 @@ from megaswift.folders.side_files import side_file_problems, side_files
 from megaswift.models.family import read_config_json
 from megaswift.plain_files import files_below, outside_link_rule, read_plain_file
 from megaswift.rollout.write_weight_sync_folders import WeightFolder
-from megaswift.trainers.best_model import copy_export
-from megaswift.trainers.checkpoint_store import CheckpointStore
+from megaswift.trainers.checkpoints import CheckpointStore
+from megaswift.trainers.hooks.best_model import copy_export
 from megaswift.trainers.hub_clients import HubRepository
 
 

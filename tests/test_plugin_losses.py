@@ -17,12 +17,12 @@ from megaswift import plugins
 from megaswift.config import load_config
 from megaswift.errors import ConfigError
 from megaswift.losses.kto import KTO
-from megaswift.trainers.add_preference_loss_fields_to_batches import (
+from megaswift.trainers.batch_fields import (
     KtoBaseline,
     forward_pass_count_before_step,
     make_batch_transform,
 )
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.losses.bigram import Bigram, batch, documents, outputs, reference_of
 from tests.test_plugins import RECIPES, as_before, recipe  # noqa: F401 (fixtures)
 from tests.trainers.inputs import preference_inputs, write_preferences

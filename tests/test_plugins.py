@@ -37,9 +37,9 @@ from megaswift.losses.policy_loss_types import PolicySettings
 from megaswift.models.family import FAMILIES
 from megaswift.rewards.load_built_in_and_user_reward_functions import load_reward_functions
 from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput
-from megaswift.trainers.dataset_checks import data_problems
+from megaswift.run.checks.data import data_problems
 from megaswift.trainers.hook import PLUGIN_HOOKS
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.data.makers import jsonl, tokenizer
 from tests.losses.bigram import documents, pairs, reference_of
 from tests.losses.bigram import run as run_loss

@@ -24,15 +24,15 @@ from megaswift.errors import ConfigError, UserError
 from megaswift.launchers.torchrun_launcher import port_in_use_problems
 from megaswift.launchers.wait_for_nodes import NodeOfAttempt, wait_for_nodes
 from megaswift.launchers.worker_failure import WorkerFailure, failure_text
-from megaswift.trainers import failed_collective_diagnosis_and_stacks
-from megaswift.trainers.find_ranks_blocking_a_collective import RankState
-from megaswift.trainers.out_of_memory import out_of_memory_error
-from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
+from megaswift.run.faults import diagnosis
+from megaswift.run.faults.blocking_ranks import RankState
+from megaswift.run.faults.out_of_memory import out_of_memory_error
+from megaswift.trainers.hooks.step_monitor import SkippedStepAndLossSpikeMonitor
 from tests import test_checkpoint
 from tests.sources import ROOT
+from tests.trainers.hooks.test_step_monitor import run
+from tests.trainers.hooks.test_step_monitor import step as loss_of_step
 from tests.trainers.planted import run_with_fault
-from tests.trainers.test_skipped_step_and_loss_spike_monitor import run
-from tests.trainers.test_skipped_step_and_loss_spike_monitor import step as loss_of_step
 from tests.trainers.tiny import tiny_loop
 
 SECONDS = r"\b\d+\.\d\d\b"
@@ -176,7 +176,7 @@ def test_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def lost_rank_message(monkeypatch: pytest.MonkeyPatch, folder: Path, late: bool) -> str:
     """Rank 0 of 8 speaks; rank 1 hangs, or rank 3 has ended; all others wait as rank 0 does."""
-    module = failed_collective_diagnosis_and_stacks
+    module = diagnosis
     states = {r: RankState(12, "all_reduce of all ranks", group="0", sequence=7, counts={"0": 7}) for r in range(8)}
     odd = 1 if late else 3
     states[odd] = RankState(12, counts={"0": 6}, code=code_on_the_page())

@@ -57,7 +57,7 @@ def _with_engine(cfg: SwiftConfig) -> SwiftConfig:
     from megaswift.config.engine_rules import requested_engine
 
     if cfg.model.model is not None and Path(cfg.model.model).is_dir():
-        from megaswift.trainers.engine_choice import resolve_engine
+        from megaswift.run.checks.engine_choice import resolve_engine
         from megaswift.training_command_entry import process_count
 
         return resolve_engine(cfg, process_count(cfg.launch))

@@ -15,7 +15,7 @@ SCRIPT = "job.sh"
 LOG = "slurm-%j.log"
 FIRST_PORT, PORTS = 20_000, 10_000
 SICK_NODES = "sick-nodes"
-"""File of the job's folder: nodes whose GPUs had errors, one a line (`trainers/gpu_health.py` writes it)."""
+"""File of the job's folder: nodes whose GPUs had errors, one a line (`trainers/hooks/gpu_health.py` writes it)."""
 RESOLVED = 'getent hosts "$MASTER_ADDR" >/dev/null || MASTER_ADDR="$SLURM_LAUNCH_NODE_IPADDR"'
 """Names of nodes need not be in the network's name service."""
 ENDED = "ended"

@@ -1,5 +1,5 @@
 """Rules for evaluation and saving by steps or epochs, for the best model, early stopping and uploads. The comparison of
-evaluations is in `megaswift.trainers.best_model`."""
+evaluations is in `megaswift.trainers.hooks.best_model`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Rules for learning-rate schedules: which options a schedule reads. The formulas are in
-`megaswift.trainers.learning_rate_schedule`."""
+`megaswift.trainers.schedule`."""
 
 from __future__ import annotations
 

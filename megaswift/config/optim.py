@@ -1,5 +1,5 @@
 """Section `optim`: the optimizer and its learning-rate schedule. The schedules themselves are in
-`megaswift.trainers.learning_rate_schedule`."""
+`megaswift.trainers.schedule`."""
 
 from __future__ import annotations
 

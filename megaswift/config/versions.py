@@ -1,6 +1,6 @@
 """Versions of an output folder, `output/v0-20261128-181500`: one for each run that was given no folder of its own.
 
-Owns their names and their order. Which one a run takes is decided by `trainers/output_version.py`.
+Owns their names and their order. Which one a run takes is decided by `run/output_version.py`.
 """
 
 from __future__ import annotations

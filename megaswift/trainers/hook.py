@@ -14,7 +14,7 @@ from megaswift.engine.protocol import Engine, StartedCount, StepResult
 from megaswift.errors import UserError
 from megaswift.losses.contract import Batch, Loss
 from megaswift.trainers import interrupt
-from megaswift.trainers.wall_time_by_part import timed
+from megaswift.trainers.timing import timed
 
 Line = Mapping[str, Any]
 """One line of metrics.jsonl or eval.jsonl."""

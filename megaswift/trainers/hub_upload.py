@@ -10,8 +10,8 @@ from pathlib import Path
 from megaswift import distributed, log
 from megaswift.config import SwiftConfig
 from megaswift.config.versions import VERSION
+from megaswift.trainers.hooks.progress import print_warning
 from megaswift.trainers.hub_clients import HubRepository, client_failures, hub_client
-from megaswift.trainers.progress import print_warning
 
 END = "end"
 WHOLE = {"checkpoint": "last-checkpoint", "all_checkpoints": ""}

@@ -13,7 +13,7 @@ from megaswift.errors import DataError, Problem, UserError, first_line
 from megaswift.losses.contract import Batch
 from megaswift.trainers import interrupt
 from megaswift.trainers.hook import Run, StepRecord, TakenBatch
-from megaswift.trainers.progress import print_warning
+from megaswift.trainers.hooks.progress import print_warning
 
 FAILED, SQUARES, BUSY = range(len(interrupt.SIGNALS), len(interrupt.SIGNALS) + 3)
 """Places in what is added up over the ranks with the counts of a step: how many ranks have each signal,

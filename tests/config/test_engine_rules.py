@@ -1,6 +1,6 @@
 """Options of one engine with another, and the spellings that mean an engine.
 
-Covers: megaswift/trainers/engine_choice.py.
+Covers: megaswift/run/checks/engine_choice.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES, ModelSpec, family_of
 from megaswift.models.any_model import spec_from_size_fields
-from megaswift.trainers.engine_choice import MachineFacts, approximate_parameter_count, choose_engine, resolve_engine
+from megaswift.run.checks.engine_choice import MachineFacts, approximate_parameter_count, choose_engine, resolve_engine
 from tests.config.refusals import problems
 from tests.config.test_sections import NEEDS, other_value
 from tests.parity.models import VARIANTS, config

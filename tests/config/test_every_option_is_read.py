@@ -16,9 +16,9 @@ PACKAGE = ROOT / "megaswift"
 DECIDES = {
     "config": "checks options and derives their defaults",
     "compat": "writes options",
-    "trainers/startup_summary.py": "shows options",
-    "trainers/preflight.py": "checks options",
-    "trainers/device_dependent_options.py": "checks options",
+    "run/summary.py": "shows options",
+    "run/checks/preflight.py": "checks options",
+    "run/checks/devices.py": "checks options",
 }
 """Parts of the package in which a read has no effect on the run, and what they do instead."""
 METHODS = "non_lora_peft_methods.py"

@@ -13,7 +13,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import requested_engine
 from megaswift.config.fsdp_json import fsdp_file_options, options_from_fsdp
 from megaswift.errors import ConfigError
-from megaswift.trainers.engine_choice import resolve_engine
+from megaswift.run.checks.engine_choice import resolve_engine
 
 ACCELERATE: dict[str, Any] = {
     "fsdp_version": 2,

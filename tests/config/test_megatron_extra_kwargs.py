@@ -30,7 +30,7 @@ from megaswift.config.megatron_extra_kwargs import (
 from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
-from megaswift.trainers.startup_summary import extra_kwargs_text
+from megaswift.run.summary import extra_kwargs_text
 from tests.families.published import QWEN3_0_6B
 from tests.families.published_moe import QWEN1_5_MOE_A2_7B
 

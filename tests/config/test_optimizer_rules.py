@@ -12,7 +12,7 @@ from megaswift.config.optim import OPTIMIZERS, PLUGIN_OPTIMIZERS, SPELLINGS, Plu
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED, uses_distributed_optimizer
 from megaswift.config.option import PLUGIN_CHOICES
 from megaswift.config.sections import OPTIONS
-from megaswift.trainers.engine_choice import resolve_engine
+from megaswift.run.checks.engine_choice import resolve_engine
 from tests.config.refusals import assert_idle, problems
 from tests.trainers.inputs import write_model
 
@@ -106,7 +106,7 @@ def test_names(name: str) -> None:
 def test_auto_takes_an_engine_that_can(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megaswift.trainers.engine_choice.SMALL", 1.0)
+    monkeypatch.setattr("megaswift.run.checks.engine_choice.SMALL", 1.0)
     model = str(write_model(tmp_path_factory.mktemp("m")))
     assert resolve_engine(SwiftConfig(model=model, engine="auto"), 2).engine.engine != "ddp"
     assert resolve_engine(SwiftConfig(model=model, engine="auto", optim="adafactor"), 2).engine.engine == "ddp"

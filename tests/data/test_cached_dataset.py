@@ -28,7 +28,7 @@ from megaswift.data.write_cached_dataset import main as cache
 from megaswift.data.write_cached_dataset import words_of_cached_dataset
 from megaswift.errors import DataError
 from megaswift.export import main as export
-from megaswift.trainers.dataset_checks import data_problems
+from megaswift.run.checks.data import data_problems
 from tests.data.makers import chat, jsonl, tokenizer
 from tests.data.of_config import prompt_splits
 

@@ -19,7 +19,7 @@ from megaswift.data.copy_remote_datasets import with_local_copy
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.data.write_cached_dataset import main as cache
 from megaswift.errors import ConfigError, DataError
-from megaswift.trainers.dataset_checks import data_problems
+from megaswift.run.checks.data import data_problems
 from tests.data.makers import chat, tokenizer
 
 KEY, SECRET = "key-of-the-bucket", "secret-of-the-bucket"

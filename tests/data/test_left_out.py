@@ -23,7 +23,7 @@ from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_t
 from megaswift.data.show_samples import data_summary
 from megaswift.data.untokenized_sample import RowError, checked_conversation_sample
 from megaswift.errors import DataError
-from megaswift.trainers.startup_summary import data_text
+from megaswift.run.summary import data_text
 from tests.data.makers import chat, config, jsonl, tokenizer
 from tests.data.of_config import prompt_splits
 

@@ -19,7 +19,7 @@ from megaswift.diagnosis.c_compiler import compiler_findings, missing_for_triton
 from megaswift.diagnosis.installed_versions_and_import_probe import Software
 from megaswift.engine import jit_fuser, triton_on_device
 from megaswift.engine.triton_on_device import runs_triton_kernels, triton_launches
-from megaswift.trainers import torch_engine_machine_checks
+from megaswift.run.checks import torch_engine
 from tests.diagnosis.fake_machine import only, put_distribution, put_program, write_tree
 
 Machine = Callable[..., dict[str, str]]
@@ -102,9 +102,9 @@ def test_torch_s_path_is_taken_with_one_warning(machine: Machine, capsys: pytest
 def test_what_is_asked_for_is_refused(
     machine: Machine, check: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_engine_machine_checks, "has_gpu", lambda: True)
-    monkeypatch.setattr(torch_engine_machine_checks, "find_spec", lambda name: object())
-    problems = getattr(torch_engine_machine_checks, check)
+    monkeypatch.setattr(torch_engine, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch_engine, "find_spec", lambda name: object())
+    problems = getattr(torch_engine, check)
     machine()
     assert problems(SwiftConfig(task="sft", **options)) == []
     machine(programs=())

@@ -76,7 +76,7 @@ def test_what_cannot_be_deterministic_is_refused(task: str, words: list[str]) ->
 
 @pytest.mark.usefixtures("switches")
 def test_a_run_sets_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megaswift.trainers import run as module
+    from megaswift.run import training as module
 
     class Stop(Exception):
         pass
@@ -84,7 +84,7 @@ def test_a_run_sets_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object, **__: object) -> None:
         raise Stop
 
-    monkeypatch.setattr("megaswift.trainers.build.locate_model", stop)
+    monkeypatch.setattr("megaswift.run.build.locate_model", stop)
     for cfg, on in ((OFF, False), (ON, True)):
         with pytest.raises(Stop):
             module.run_training(cfg)

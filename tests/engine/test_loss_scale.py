@@ -17,7 +17,7 @@ import torch
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.protocol import StepResult
-from megaswift.trainers.skipped_step_and_loss_spike_monitor import (
+from megaswift.trainers.hooks.step_monitor import (
     MOST_IN_A_ROW,
     SkippedStepAndLossSpikeMonitor,
     TrainingDiverged,

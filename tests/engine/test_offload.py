@@ -17,7 +17,7 @@ import torch
 from megaswift import device_copy
 from megaswift.engine.megatron import offload_for_sampling
 from megaswift.engine.megatron.offload_for_sampling import StorageOffloader
-from megaswift.trainers.rl.offload_and_async_generation import CompletionSamplingScheduler
+from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 
 
 def test_dropped_storages_are_empty_and_come_back_as_zeros() -> None:

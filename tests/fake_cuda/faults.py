@@ -69,7 +69,7 @@ def wrong_name_where_batches_are_pinned() -> None:
 
 def wrong_name_in_the_report() -> None:
     """After the last step."""
-    from megaswift.trainers import report
+    from megaswift.run import report
 
     _misspelt(report.environment_versions, "get_device_name")
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.fake_cuda.faults import FAULTS
 from tests.parity.pool import PRELOAD, Pool, RankError
 from tests.trainers import inputs

@@ -17,7 +17,7 @@ from megaswift.config import load_config
 from megaswift.errors import WeightsError
 from megaswift.families import FAMILIES
 from megaswift.models.family import rope_and_epsilon_problems, unreadable_value_problems
-from megaswift.trainers.task_model_spec import model_spec_for_task
+from megaswift.run.checks.model_spec import model_spec_for_task
 from tests.parity.models import VARIANTS, config
 from tests.trainers.inputs import write_model
 

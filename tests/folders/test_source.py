@@ -18,7 +18,7 @@ from megaswift.config.inference import ModelLoadingOptions
 from megaswift.data.model_tokenizer import read_tokenizer
 from megaswift.errors import UserError
 from megaswift.folders.source import locate_model, missing_model_file_problems, short_name
-from megaswift.trainers import checkpoint_store
+from megaswift.trainers import checkpoints
 from tests.trainers.inputs import TEMPLATE, write_model
 
 
@@ -111,7 +111,7 @@ def test_a_model_id_is_requested_from_the_chosen_hub(
 @pytest.mark.parametrize("engine", ["megatron", "torch"])
 def test_a_run_of_adapters_is_no_model(engine: str, tmp_path: Path) -> None:
     """Told with the model that they are of, by names and small files alone."""
-    store = checkpoint_store.CheckpointStore(tmp_path / "OUT" / "checkpoints")
+    store = checkpoints.CheckpointStore(tmp_path / "OUT" / "checkpoints")
     saving = store.begin(4)
     write_model(saving / "model")
     (saving / "adapter").mkdir()
@@ -119,7 +119,7 @@ def test_a_run_of_adapters_is_no_model(engine: str, tmp_path: Path) -> None:
     (saving / "engine" / "state").mkdir(parents=True)
     if engine == "megatron":
         (saving / "engine" / ".metadata").write_text("")
-    step = store.finish(4, checkpoint_store.hash_files(saving, checkpoint_store.unhashed_files(saving, ())), {})
+    step = store.finish(4, checkpoints.hash_files(saving, checkpoints.unhashed_files(saving, ())), {})
     for name in (tmp_path / "OUT", step):
         folder = locate_model(ModelLoadingOptions(model=str(name)))
         (problem,) = missing_model_file_problems(folder, random_init=False)

@@ -28,8 +28,8 @@ from megaswift.config.data import ALIGNMENT, RL
 from megaswift.config.sections import NAMES
 from megaswift.config.user_spelling import errors_as_typed
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.trainers import preflight
-from megaswift.trainers.engine_choice import resolve_engine
+from megaswift.run.checks import preflight
+from megaswift.run.checks.engine_choice import resolve_engine
 from megaswift.training_command_entry import further_problems_of_refused_config, process_count
 from tests.front_door.commands import INFERENCE, Command, commands_in_folder
 from tests.front_door.inference_commands import inference_refusal

@@ -47,7 +47,7 @@ def inference_refusal(command: Command, root: Path) -> list[Problem]:
     def reached(*args: object, **kwargs: object) -> None:
         raise ReachedWeights
 
-    for name in ("inference.bitsandbytes_export", "inference.fp8_export", "trainers.course"):
+    for name in ("inference.bitsandbytes_export", "inference.fp8_export", "run.course"):
         importlib.import_module(f"megaswift.{name}")  # what they import by name must not be a replacement
     os.chdir(work)
     names = ("NPROC_PER_NODE",)

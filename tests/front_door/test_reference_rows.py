@@ -21,8 +21,8 @@ from megaswift import SwiftConfig, training_command_entry
 from megaswift.config.data import RL
 from megaswift.config.variables_set_by_launcher import without_local_rank
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.trainers import preflight
-from megaswift.trainers.engine_choice import resolve_engine
+from megaswift.run.checks import preflight
+from megaswift.run.checks.engine_choice import resolve_engine
 from tests.front_door.commands import Command
 from tests.front_door.count import MACHINE, refusal, replaced_file
 from tests.front_door.count import ROWS as DATA

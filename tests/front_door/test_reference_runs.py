@@ -17,7 +17,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.front_door.reference_rows import ROWS, Row
 from tests.front_door.reference_runs import DENSE, EXPERTS, PREFERENCES, RUNS, SHARED, Run
 from tests.trainers.inputs import write_conversations, write_model, write_preferences

@@ -119,10 +119,10 @@ def test_a_process_sets_them_before_it_trains(
     import torch
 
     seen: list[str | None] = []
-    monkeypatch.setattr("megaswift.trainers.run.preflight", lambda *_: None)
-    monkeypatch.setattr("megaswift.trainers.engine_choice.resolve_engine", lambda cfg, *_, **__: cfg)
+    monkeypatch.setattr("megaswift.run.training.preflight", lambda *_: None)
+    monkeypatch.setattr("megaswift.run.checks.engine_choice.resolve_engine", lambda cfg, *_, **__: cfg)
     monkeypatch.setattr(
-        "megaswift.trainers.run.run_training", lambda cfg: seen.append(os.environ.get("NCCL_IB_TIMEOUT"))
+        "megaswift.run.training.run_training", lambda cfg: seen.append(os.environ.get("NCCL_IB_TIMEOUT"))
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("NCCL")}

@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from megaswift.config.variables_set_by_launcher import COUNTS, IDENTITY
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import write_inputs
 
 ROOT = Path(__file__).resolve().parents[2]

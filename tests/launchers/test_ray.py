@@ -20,10 +20,10 @@ from megaswift import training_command_entry
 from megaswift.config import load_config
 from megaswift.launchers.ray_message_actor import RunMessageActor, WorkerEventsSinceLastPoll
 from megaswift.launchers.ray_train import _Run, missing_ray_problems
-from megaswift.trainers.checkpoint_store import CheckpointStore
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.checkpoints import CheckpointStore
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.launchers.test_other_launchers import SCRIPT, SFT, environment, file, start  # noqa: F401 (a fixture)
-from tests.trainers.test_run import values
+from tests.run.test_training import values
 
 RAY = ["--launcher", "ray", "--ray_address", "local"]
 SHORT = ["--max_steps", "2", "--save_steps", "1"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.sources import ROOT
 from tests.trainers.inputs import write_inputs
 

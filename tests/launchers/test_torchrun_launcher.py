@@ -26,8 +26,8 @@ from megaswift.launchers.torchrun_launcher import (
     torchrun_environment,
     world_size_of_launch_options,
 )
-from megaswift.trainers import checkpoint_store
-from megaswift.trainers.output_folder import OutputFolder
+from megaswift.run.output import OutputFolder
+from megaswift.trainers import checkpoints
 from tests.trainers.inputs import write_inputs
 
 SCRIPT = Path("/x/megaswift/sft.py")
@@ -269,7 +269,7 @@ def test_a_restarted_attempt_resumes_from_its_own_folder(tmp_path: Path) -> None
     assert training_command_entry.config_after_restart(other, 1).train.resume_from_checkpoint == str(tmp_path), (
         "nothing of its own is saved yet"
     )
-    store = checkpoint_store.CheckpointStore(out / "checkpoints")
+    store = checkpoints.CheckpointStore(out / "checkpoints")
     store.begin(3)
     store.finish(3, {}, {})
     assert training_command_entry.config_after_restart(other, 1).train.resume_from_checkpoint == "latest"
@@ -279,7 +279,7 @@ def test_the_same_job_of_a_cluster_resumes_and_another_is_refused(tmp_path: Path
     """A cluster starts pods again without a count: the folder says whose run it holds."""
     out = tmp_path / "out"
     cfg = load_config("sft", ["--output_dir", str(out)], environ={})
-    store = checkpoint_store.CheckpointStore(out / "checkpoints")
+    store = checkpoints.CheckpointStore(out / "checkpoints")
     store.begin(3)
     store.finish(3, {}, {})
     assert training_command_entry.config_after_restart(cfg, 0, "run-1") is cfg, "a run without a job"

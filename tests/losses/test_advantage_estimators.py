@@ -1,5 +1,5 @@
 """OPO, ReMax and pass@k advantages against their papers' definitions, written out in plain Python. The other
-estimators are held against TRL in tests/trainers/rl/test_advantage_estimator.py."""
+estimators are held against TRL in tests/trainers/rl/test_advantages.py."""
 
 from __future__ import annotations
 

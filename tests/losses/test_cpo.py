@@ -11,7 +11,7 @@ import torch
 from megaswift.config import load_config
 from megaswift.config.loss_table import losses_reading
 from megaswift.losses.cpo import CPO, LOSS_TYPES
-from megaswift.trainers.tasks import TASKS
+from megaswift.run.tasks import TASKS
 from tests.losses import trainers
 from tests.losses.bigram import Bigram, Doc, assert_same, assert_same_metrics, documents, padded, pairs, run
 

@@ -20,7 +20,7 @@ from megaswift.losses.sft import CrossEntropy
 from megaswift.parallel import vocabulary_head_memory
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.vocabulary_head_memory import HeadChunkSizes
-from megaswift.trainers.tensor_memory_holders import GRADIENTS, OPTIMIZER, WEIGHTS, tensor_memory_holders
+from megaswift.run.faults.memory_holders import GRADIENTS, OPTIMIZER, WEIGHTS, tensor_memory_holders
 from tests.parity.cases import VOCAB, global_batch, own, parse
 from tests.parity.measure import build
 from tests.te import cuda

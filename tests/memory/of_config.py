@@ -10,7 +10,7 @@ from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit
-from megaswift.trainers.fit_to_device import step_options
+from megaswift.run.checks.fit import step_options
 
 
 def parts_of(cfg: SwiftConfig, spec: ModelSpec) -> TrainedParts:

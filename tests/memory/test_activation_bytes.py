@@ -28,7 +28,7 @@ from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, Compute
 from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit, model_chunks_by_stage
-from megaswift.trainers.fit_to_device import step_options
+from megaswift.run.checks.fit import step_options
 from tests.memory.counted_ranks import CONFIG, MOE, CountedRun, Saved, model_folder
 from tests.memory.of_config import parts_of
 from tests.parity.cases import parse

@@ -16,7 +16,7 @@ from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, Compute
 from megaswift.memory.settings_that_fit import FitChoice, NoFit
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
-from megaswift.trainers.fit_to_device import choose_settings_for_run, fit_text
+from megaswift.run.checks.fit import choose_settings_for_run, fit_text
 from tests.families.published_dense import GEMMA_2_2B
 from tests.memory.counted_ranks import MOE
 from tests.memory.of_config import parameters_of

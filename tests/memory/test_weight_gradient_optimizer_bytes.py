@@ -15,7 +15,7 @@ from megaswift.memory.rank_parameters import rank_parameters
 from megaswift.memory.weight_gradient_optimizer_bytes import HeldBytes, held_bytes
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit, model_chunks_by_stage
-from megaswift.trainers.fit_to_device import step_options
+from megaswift.run.checks.fit import step_options
 from tests.memory.counted_ranks import CONFIG, MOE, CountedRun, Held, model_folder
 from tests.memory.of_config import parts_of
 from tests.memory.torch_engine_bytes import (

@@ -14,8 +14,8 @@ import pytest
 
 from megaswift.config import load_config
 from megaswift.errors import UserError
-from megaswift.trainers.engine_choice import resolve_engine
-from megaswift.trainers.preflight import preflight
+from megaswift.run.checks.engine_choice import resolve_engine
+from megaswift.run.checks.preflight import preflight
 from tests.data import makers
 from tests.front_door.tiny_models import config_of
 from tests.trainers.inputs import write_conversations

@@ -33,8 +33,8 @@ def test_a_collective_has_the_time_that_was_given(pool: Pool) -> None:
 @pytest.mark.parametrize(("options", "seconds"), [({}, 600.0), ({"ddp_timeout": 77}, 77.0)])
 def test_a_run_gives_it(options: dict[str, Any], seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers import build
-    from megaswift.trainers import run as module
+    from megaswift.run import build
+    from megaswift.run import training as module
 
     class Stop(Exception):
         pass

@@ -358,11 +358,11 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
     from megaswift.models.any_model import spec_from_family_or_size_fields
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.build import load_start_weights
-    from megaswift.trainers.dataset_task import read_rows
+    from megaswift.run.build import load_start_weights
+    from megaswift.run.dataset_task import read_rows
+    from megaswift.run.plan import RunPlan
+    from megaswift.run.tasks import TASKS
     from megaswift.trainers.engines import make_engine, start_context
-    from megaswift.trainers.plan import RunPlan
-    from megaswift.trainers.tasks import TASKS
 
     options = {
         "per_device_train_batch_size": 2,

@@ -342,7 +342,7 @@ def run(text: str, folder: Path) -> Any:
     from megaswift.config import load_config
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.engine.torch.engine import TorchEngine
-    from megaswift.trainers.run import run_training
+    from megaswift.run.training import run_training
 
     task, *more = text.split()
     home = _home(text, folder)

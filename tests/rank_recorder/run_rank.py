@@ -54,8 +54,8 @@ def record_rank(place: int, _: int, job: RecordedRun) -> RankRecord:
     _count_waits(record, job.ranks)
     _mark_phases(record)
     from megaswift.config import load_config
-    from megaswift.trainers.engine_choice import resolve_engine
-    from megaswift.trainers.run import preflight, run_training
+    from megaswift.run.checks.engine_choice import resolve_engine
+    from megaswift.run.training import preflight, run_training
 
     cfg = resolve_engine(load_config(job.task, job.words, complete=True), job.world)
     preflight(cfg, job.world)
@@ -145,7 +145,7 @@ def _count_objects(record: RankRecord) -> None:
 
 def _mark_phases(record: RankRecord) -> None:
     """Steps, each hook's work within them under the name of its class, rollouts, the export."""
-    from megaswift.trainers import course
+    from megaswift.run import course
 
     train_or_skip = course.train_or_skip
 

@@ -21,7 +21,7 @@ import torch
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.rollout.server_client import SamplingServer, ServerError
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.rollout.test_transformers import weights
 from tests.sources import ROOT
 from tests.trainers.inputs import write_model

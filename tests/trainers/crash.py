@@ -18,8 +18,8 @@ from typing import Any
 
 from megaswift.atomic_disk_writes import write_hashed
 from megaswift.folders.saved_steps import damaged_file_problems
-from megaswift.trainers import checkpoint_store
-from megaswift.trainers.checkpoint_store import CheckpointStore
+from megaswift.trainers import checkpoints
+from megaswift.trainers.checkpoints import CheckpointStore
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 
@@ -30,7 +30,7 @@ def save(root: Path, step: int, text: str) -> None:
     (folder / "engine").mkdir()
     for name in ("a", "b"):
         (folder / "engine" / name).write_text(f"{text} {name} {step}" * 100)
-    store.finish(step, checkpoint_store.hash_files(folder, checkpoint_store.unhashed_files(folder, ())), {"text": text})
+    store.finish(step, checkpoints.hash_files(folder, checkpoints.unhashed_files(folder, ())), {"text": text})
     store.rotate(1)
 
 
@@ -48,7 +48,7 @@ def save_in_background(root: Path, step: int, text: str) -> None:
     writer = threading.Thread(target=write)
     writer.start()
     writer.join()
-    files.update(checkpoint_store.hash_files(folder, checkpoint_store.unhashed_files(folder, files)))
+    files.update(checkpoints.hash_files(folder, checkpoints.unhashed_files(folder, files)))
     store.finish(step, files, {"text": text})
     store.rotate(1)
 
@@ -80,7 +80,7 @@ def look(root: Path) -> list[object]:
     folder = store.latest()
     if folder is None:
         return ["nothing"]
-    manifest = checkpoint_store.load_manifest_or_none(folder)
+    manifest = checkpoints.load_manifest_or_none(folder)
     assert manifest is not None
     return [manifest["step"], manifest["text"], [str(p) for p in damaged_file_problems(folder)]]
 

@@ -32,7 +32,7 @@ def start_together():
 
 class WhenTrainingIsImported(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "megaswift.trainers.course":
+        if name == "megaswift.run.course":
             sys.meta_path.remove(self)
             if RANK is not None:
                 start_together()

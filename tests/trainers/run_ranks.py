@@ -44,9 +44,9 @@ def go(rank: int, world: int, job: Job) -> Seen | None:
     """The run; None on the native engine."""
     os.environ.update(job.environ)
     from megaswift.config import load_config
-    from megaswift.trainers import course
-    from megaswift.trainers.engine_choice import resolve_engine
-    from megaswift.trainers.run import preflight, run_training
+    from megaswift.run import course
+    from megaswift.run.checks.engine_choice import resolve_engine
+    from megaswift.run.training import preflight, run_training
 
     found: list[Seen | None] = []
 

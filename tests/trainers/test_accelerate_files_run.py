@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.launchers.test_other_launchers import reference
 from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run

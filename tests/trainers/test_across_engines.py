@@ -13,8 +13,8 @@ import pytest
 
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.config import SwiftConfig
-from megaswift.trainers import output_folder
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.run import output
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.bridge.folders import tensors_of
 from tests.bridge.test_convert import assert_same
 from tests.parity.pool import Pool
@@ -70,6 +70,6 @@ def test_from_a_step_of_the_other(first: tuple[str, ...], other: tuple[str, ...]
         output_dir=str(tmp_path / "new"),
         engine="megatron" if other == NATIVE else "fsdp2",
     )
-    told = "\n".join(str(p) for p in output_folder.output_folder_problems(cfg))
+    told = "\n".join(str(p) for p in output.output_folder_problems(cfg))
     wrote = "torch engine" if other == NATIVE else "native engine"
     assert wrote in told and f"--model {step}" in told

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
+from tests.run.test_training import run
 from tests.trainers.inputs import logits, write_inputs
-from tests.trainers.test_run import run
 
 STEPS = (
     "--num_train_epochs",

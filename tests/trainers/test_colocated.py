@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.parity.pool import shared
 from tests.trainers.inputs import write_model
 from tests.trainers.test_grpo_run import REWARDS, SLOW, completions
@@ -134,8 +134,8 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
     from megaswift.engine.megatron import offload_for_sampling
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.rollout.backends.transformers_sampler import TransformersSampler
-    from megaswift.trainers.rl import task as rl_task
-    from megaswift.trainers.rl.build_sampler import build_sampler
+    from megaswift.run import policy_task
+    from megaswift.trainers.rl.sampler import build_sampler
     from megaswift.training_command_entry import main
 
     task, words, out = command
@@ -177,7 +177,7 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
         tell("building")
         return build_sampler(*values)
 
-    rl_task.build_sampler = built  # type: ignore[assignment]
+    policy_task.build_sampler = built  # type: ignore[assignment]
     TransformersSampler.generate, TransformersSampler.update_weights = generated, updated  # type: ignore[method-assign]
     MegatronEngine.train_batch = stepped  # type: ignore[method-assign]
     sys.argv = [f"megaswift/{task}.py", *words]

@@ -13,7 +13,7 @@ from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.config import SwiftConfig
 from megaswift.errors import WeightsError
 from megaswift.folders.source import locate_model, missing_model_file_problems
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.bridge.folders import tensors_of
 from tests.bridge.test_convert import assert_same
 from tests.trainers.inputs import write_conversations, write_model

@@ -1,6 +1,6 @@
 """Steps that were damaged after they were saved: no command uses one, and a history is never started over.
 
-Covers: megaswift/trainers/verify_checkpoint_hashes_split_over_ranks.py.
+Covers: megaswift/trainers/file_hashes.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from megaswift.errors import CheckpointError
 from megaswift.folders import saved_steps
 from megaswift.folders.source import locate_model
 from megaswift.inference.precheck_model_folder_and_adapters import locate_generation_model
-from megaswift.trainers import checkpoint_store, output_folder
-from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import (
+from megaswift.run import output
+from megaswift.trainers import checkpoints
+from megaswift.trainers.file_hashes import (
     first_intact_step,
     verify_sources_and_locate_model,
 )
@@ -42,7 +43,7 @@ FILE = "engine/__0_0.distcp"
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output directory with the steps 4 and 8 of one model."""
     root = tmp_path_factory.mktemp("whole")
-    converted, store = root / "converted", checkpoint_store.CheckpointStore(root / "run" / "checkpoints")
+    converted, store = root / "converted", checkpoints.CheckpointStore(root / "run" / "checkpoints")
     hf_to_megatron(make("dense", root), converted, HfToMegatronOptions({"tp": 1}))
     for step in (4, 8):
         folder = store.begin(step)
@@ -52,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
         store.finish(
             step,
-            checkpoint_store.hash_files(folder, checkpoint_store.unhashed_files(folder, ())),
+            checkpoints.hash_files(folder, checkpoints.unhashed_files(folder, ())),
             {"data": {}, "hooks": {}},
         )
     (root / "run" / "metrics.jsonl").write_text('{"step": 8}\n')
@@ -123,11 +124,11 @@ def test_of_a_run_the_newest_intact_step_is_taken(out: Path, tmp_path: Path, cap
     assert main(["convert", "megatron-to-hf", str(out), str(tmp_path / "hf")]) == 0
     good = open_weights(step(out, 4))
     assert all(torch.equal(open_weights(tmp_path / "hf").slice(name), good.slice(name)) for name in good.names())
-    assert first_intact_step(checkpoint_store.resume_step_candidates("latest", out)[0]) == step(out, 4)
+    assert first_intact_step(checkpoints.resume_step_candidates("latest", out)[0]) == step(out, 4)
     flip(step(out, 4) / FILE)
     for read in (
         lambda: open_weights(out),
-        lambda: first_intact_step(checkpoint_store.resume_step_candidates("latest", out)[0]),
+        lambda: first_intact_step(checkpoints.resume_step_candidates("latest", out)[0]),
     ):
         with pytest.raises(CheckpointError, match="its content changed"):
             read()
@@ -135,7 +136,7 @@ def test_of_a_run_the_newest_intact_step_is_taken(out: Path, tmp_path: Path, cap
 
 def test_without_a_manifest_an_older_step_is_taken(out: Path) -> None:
     (step(out, 8) / "manifest.json").write_text("{")
-    steps, notes = checkpoint_store.resume_step_candidates("latest", out)
+    steps, notes = checkpoints.resume_step_candidates("latest", out)
     assert steps == [step(out, 4)] and "step-8: its manifest.json is damaged" in notes[0]
     assert locate_model(ModelLoadingOptions(model=str(out))) == step(out, 4) / "model"
     with pytest.raises(CheckpointError, match=r"manifest.json: cannot be read"):
@@ -153,27 +154,27 @@ def test_a_history_is_not_started_over(harm: str, out: Path) -> None:
         else:
             shutil.rmtree(step(out, number))
     words = ["--model", "m", "--dataset", "d", "--output_dir", str(out)]
-    problems = output_folder.output_folder_problems(load_config("sft", [*words, "--resume_from_checkpoint", "latest"]))
+    problems = output.output_folder_problems(load_config("sft", [*words, "--resume_from_checkpoint", "latest"]))
     assert len(problems) == 1 and "--overwrite_output_dir true" in problems[0].fix
     assert problems[0].rule.startswith(
         "has no usable checkpoint" if harm == "manifests" else "has no checkpoint, but latest.json"
     )
-    assert output_folder.output_folder_problems(load_config("sft", [*words, "--overwrite_output_dir", "true"])) == []
+    assert output.output_folder_problems(load_config("sft", [*words, "--overwrite_output_dir", "true"])) == []
     with pytest.raises(CheckpointError):
         open_weights(out)
 
 
 def test_a_run_killed_before_its_first_step_was_saved_starts_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    checkpoint_store.CheckpointStore(tmp_path / "checkpoints").begin(2)
-    steps, notes = checkpoint_store.resume_step_candidates("latest", tmp_path)
+    checkpoints.CheckpointStore(tmp_path / "checkpoints").begin(2)
+    steps, notes = checkpoints.resume_step_candidates("latest", tmp_path)
     assert steps == [] and "an interrupted save" in notes[0]
 
 
 def test_a_file_is_read_once_until_it_changes(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    real = checkpoint_store.saved_steps.hash_file
-    monkeypatch.setattr(checkpoint_store.saved_steps, "hash_file", lambda path: (read.append(path.name), real(path))[1])
+    real = checkpoints.saved_steps.hash_file
+    monkeypatch.setattr(checkpoints.saved_steps, "hash_file", lambda path: (read.append(path.name), real(path))[1])
     for _ in range(2):
         locate_model(ModelLoadingOptions(model=str(out)))
         open_weights(step(out, 8))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.compat.files.whole_deepspeed_files import WHOLE_FILES
 from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaswift.bridge.adapter_plan import MAGNITUDE
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import logits, write_inputs
 from tests.trainers.runs import finish, run, start
 

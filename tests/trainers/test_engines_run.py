@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run
 from tests.trainers.test_pt_run import write_texts

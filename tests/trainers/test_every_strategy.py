@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.parity.pool import PRELOAD, Pool
 from tests.trainers.inputs import write_inputs
 from tests.trainers.run_ranks import Job, Seen

@@ -10,10 +10,10 @@ import yaml
 
 from megaswift.config import load_config
 from megaswift.config.engine_rules import requested_engine
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.config.test_load import EXAMPLES
+from tests.run.test_training import run
 from tests.trainers.inputs import write_inputs
-from tests.trainers.test_run import run
 
 FALLBACK = [path for path in EXAMPLES if path.parent.name == "fallback"]
 QUICK = ("small_ddp.yaml",)

@@ -1,6 +1,6 @@
 """`--exit_interval`: a run in pieces, each ended by the option and resumed, beside one in a piece.
 
-Covers: megaswift/trainers/checkpoint_hook.py.
+Covers: megaswift/trainers/hooks/checkpoint.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run
 

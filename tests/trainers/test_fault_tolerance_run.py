@@ -27,9 +27,9 @@ import os
 )
 FLIPPED = """\
 import torch
-from megaswift.trainers.loop import Loop
+from megaswift.trainers.hook import Run
 
-emit = Loop.emit
+emit = Run.emit
 
 def planted(self, event, *values):
     if event == "on_step" and self.step == 3:
@@ -38,7 +38,7 @@ def planted(self, event, *values):
         weight.view(torch.int32).view(-1)[5] ^= 1 << 12
     emit(self, event, *values)
 
-Loop.emit = planted
+Run.emit = planted
 """
 
 

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from megaswift import training_command_entry
 from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.errors import CheckpointError, StorageError, storage_error
-from megaswift.trainers import checkpoint_hook
-from megaswift.trainers.metrics_jsonl import JsonLinesHook
+from megaswift.trainers.hooks import checkpoint
+from megaswift.trainers.hooks.metrics import JsonLinesHook
 from tests.parity.pool import shared
 from tests.trainers.inputs import write_inputs
 
@@ -92,9 +92,9 @@ def test_a_save_needs_room_for_the_new_checkpoint_beside_the_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2000, 1000, 1000))
-    checkpoint_hook.check_space(tmp_path / "not" / "there", 1000, 3)
+    checkpoint.check_space(tmp_path / "not" / "there", 1000, 3)
     with pytest.raises(CheckpointError, match="checkpoint of step 3: needs about 1001 B.*has only 1000 B free"):
-        checkpoint_hook.check_space(tmp_path, 1001, 3)
+        checkpoint.check_space(tmp_path, 1001, 3)
 
 
 def limited(job: tuple[list[str], int, str]) -> int:

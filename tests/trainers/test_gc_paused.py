@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from megaswift.trainers.run import ALLOCATIONS, gc_paused
+from megaswift.run.training import ALLOCATIONS, gc_paused
 
 
 def test_the_collector_rests_and_comes_back() -> None:

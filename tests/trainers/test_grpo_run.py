@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.parity.lora import ATTENTION, MLP, make_adapter
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_model

@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import logits, preference_inputs, write_inputs, write_preferences
 from tests.trainers.runs import run
 

@@ -82,7 +82,7 @@ LATE = (
     + """
 import os, signal, time
 import psutil
-from megaswift.trainers import report
+from megaswift.run import report
 
 write = report.write_report
 

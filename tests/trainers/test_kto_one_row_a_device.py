@@ -1,7 +1,7 @@
 """KTO with one row a device: mismatched pairs of the whole global batch, against TRL with all rows in one micro-batch;
 in evaluation; from a checkpoint.
 
-Covers: megaswift/trainers/add_preference_loss_fields_to_batches.py.
+Covers: megaswift/trainers/batch_fields.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.test_trajectories_trl import BATCH, SLOW, assert_same, folder, kto, ours  # noqa: F401
 
 ROWS = ("--per_device_train_batch_size", 1, "--global_batch_size", BATCH)

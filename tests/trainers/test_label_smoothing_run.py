@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import write_model
 from tests.trainers.runs import run
 from tests.trainers.trl_steps import ARGUMENTS

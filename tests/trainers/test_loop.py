@@ -12,9 +12,9 @@ import pytest
 
 from megaswift.engine.protocol import StepResult
 from megaswift.trainers.hook import Hook, StepExtras
+from megaswift.trainers.hooks.step_monitor import SkippedStepAndLossSpikeMonitor, TrainingDiverged
+from megaswift.trainers.hooks.timer import StepTimer
 from megaswift.trainers.loop import train
-from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor, TrainingDiverged
-from megaswift.trainers.step_timer import StepTimer
 from tests.trainers.tiny import TinyEngine, tiny_loop
 
 

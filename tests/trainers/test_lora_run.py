@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megaswift.bridge.adapter_plan import PREFIX
 from megaswift.bridge.read_torch_dist_metadata import read_torch_dist_metadata
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import logits, write_conversations, write_inputs, write_model
 from tests.trainers.runs import finish, run, start
 

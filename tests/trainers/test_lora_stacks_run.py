@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.parity.models import build
 from tests.trainers.inputs import logits, write_conversations, write_model
 from tests.trainers.runs import finish, run, start

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.parity.pool import shared
 from tests.rollout.sampling_server import Backend, Sglang, Vllm, serving
 from tests.trainers.test_grpo_run import BATCH, FOUR, SLOW, SPREAD, USUAL, completions, figures, folder
@@ -53,7 +53,7 @@ def trained(
 def work(rank: int, world: int, command: tuple[list[str], str]) -> None:
     """The life of a worker (on the ranks): a run that lists the files of each round, and each stream of all weights."""
     from megaswift.rollout.write_weight_sync_folders import SyncRounds
-    from megaswift.trainers.rl.completion_generation_and_weight_sync import CompletionGenerator
+    from megaswift.trainers.rl.generation import CompletionGenerator
     from megaswift.training_command_entry import main
 
     words, sent = command

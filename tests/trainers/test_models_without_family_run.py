@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from megaswift.config import load_config
-from megaswift.trainers.engine_choice import resolve_engine
-from megaswift.trainers.metrics_jsonl import read_lines
-from megaswift.trainers.preflight import preflight
+from megaswift.run.checks.engine_choice import resolve_engine
+from megaswift.run.checks.preflight import preflight
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.data import makers
 from tests.engine.torch.other_models import write
 from tests.parity import vision
+from tests.run.test_training import run
 from tests.trainers.inputs import write_conversations
-from tests.trainers.test_run import run
 
 
 @pytest.fixture

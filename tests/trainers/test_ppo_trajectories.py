@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.trainers.metrics_jsonl import read_lines
-from megaswift.trainers.rl.completion_generation_and_weight_sync import completion_seeds
+from megaswift.trainers.hooks.metrics import read_lines
+from megaswift.trainers.rl.generation import completion_seeds
 from tests.trainers import played
 from tests.trainers.test_policy_trajectories import SLOW
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.config.data import PROMPTED
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import preference_inputs, write_preferences
 from tests.trainers.runs import run
 

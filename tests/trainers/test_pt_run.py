@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.sources import ROOT
 from tests.trainers.inputs import write_model
 from tests.trainers.runs import run

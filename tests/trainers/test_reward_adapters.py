@@ -1,7 +1,7 @@
 """Adapters on a reward model: beside TRL's trainer with PEFT, what their folder and its merge score, and going on bit
 for bit.
 
-Covers: megaswift/trainers/task_model_spec.py.
+Covers: megaswift/run/checks/model_spec.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megaswift.families import load_spec
 from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
 from megaswift.rewards.reward_interface_and_scoring import RewardInput
 from megaswift.rewards.reward_model import load_reward_models
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
+from tests.run.checks.test_preflight import problems
 from tests.trainers.inputs import write_model
-from tests.trainers.test_preflight import problems
 from tests.trainers.test_trajectories_trl import LORA, SLOW, SPREAD, STEPS, arguments, assert_same, curve, folder, ours
 
 __all__ = ["folder"]

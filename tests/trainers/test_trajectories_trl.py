@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.parity.pool import shared
 from tests.trainers.inputs import write_model
 from tests.trainers.runs import run

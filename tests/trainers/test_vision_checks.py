@@ -13,7 +13,7 @@ from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
 from megaswift.models.any_model import spec_from_family_or_size_fields
-from megaswift.trainers.preflight import vision_problems
+from megaswift.run.checks.preflight import vision_problems
 
 TEXT = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32}
 SEES = {"model_type": "llava", "text_config": TEXT, "vision_config": {"hidden_size": 4}}

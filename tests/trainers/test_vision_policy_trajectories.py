@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.trainers.metrics_jsonl import read_lines
-from megaswift.trainers.rl.completion_generation_and_weight_sync import completion_seeds
+from megaswift.trainers.hooks.metrics import read_lines
+from megaswift.trainers.rl.generation import completion_seeds
 from tests.parity import vision
 from tests.trainers import played
 from tests.trainers.test_policy_trajectories import (

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.parity import vision
-from tests.trainers.test_run import run, values
+from tests.run.test_training import run, values
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

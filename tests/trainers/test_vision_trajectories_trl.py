@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.parity import vision
 from tests.trainers.runs import run
 from tests.trainers.test_trajectories_trl import ALIKE, BATCH, SPREAD, STEPS, arguments, assert_same, curve

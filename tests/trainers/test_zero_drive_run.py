@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from megaswift.config import load_config
 from megaswift.errors import ConfigError
-from megaswift.trainers.metrics_jsonl import read_lines
-from megaswift.trainers.torch_engine_machine_checks import missing_for_async_io
+from megaswift.run.checks.torch_engine import missing_for_async_io
+from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import preference_inputs, write_inputs, write_preferences
 from tests.trainers.runs import by_torchrun, run
 

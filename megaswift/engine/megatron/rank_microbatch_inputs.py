@@ -155,7 +155,7 @@ def _thd(host: MicrobatchHostIndices, cp: int, cu_seqlens: Tensor | None) -> Pac
     """
     if cu_seqlens is None:
         return None
-    assert host.prefixed is None or cp == 1, "trainers.choose_prefix_sharing says so"
+    assert host.prefixed is None or cp == 1, "trainers.prefix_sharing says so"
     bounds, longest, prefixed = cu_seqlens.int(), host.longest, host.prefixed
     if prefixed is not None:
         bounds, longest = bounds[:: len(bounds) - 1].contiguous(), prefixed.longest[1]  # of the row

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.trainers.hook import Run, StepRecord
-from megaswift.trainers.metrics_jsonl import JsonLinesHook
+from megaswift.trainers.hooks.metrics import JsonLinesHook
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
-from megaswift.trainers.rl.reward_scorer import ScoredCompletion
-from megaswift.trainers.rl.rollout_source import RolloutSource
+from megaswift.trainers.rl.scorer import ScoredCompletion
+from megaswift.trainers.rl.source import RolloutSource
 
 
 class CompletionsLog(JsonLinesHook):

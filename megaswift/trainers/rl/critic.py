@@ -18,10 +18,10 @@ from megaswift.losses.contract import Batch
 from megaswift.losses.value import PARTS, ValueLoss, explained_variance
 from megaswift.models.scalar_head import with_scalar_head
 from megaswift.models.spec import ModelSpec
-from megaswift.trainers.add_preference_loss_fields_to_batches import BatchTransform
+from megaswift.trainers.batch_fields import BatchTransform
 from megaswift.trainers.engines import RankContext, make_engine
 from megaswift.trainers.hook import Run
-from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
+from megaswift.trainers.hooks.step_monitor import SkippedStepAndLossSpikeMonitor
 
 
 class CriticTrainer(BatchTransform):

@@ -16,7 +16,7 @@ import torch
 
 from megaswift.engine.torch import zero_drive
 from megaswift.errors import ConfigError
-from megaswift.trainers.torch_engine_machine_checks import missing_for_async_io
+from megaswift.run.checks.torch_engine import missing_for_async_io
 from tests.engine.torch.test_zero import PRELOAD
 from tests.parity.pool import Pool
 

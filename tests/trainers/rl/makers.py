@@ -17,11 +17,11 @@ from megaswift.data.rl_prompts import Prompt, PromptSource
 from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.rewards.format_and_length_rewards import PerCompletionReward
 from megaswift.rollout.sampler import Completion
-from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
-from megaswift.trainers.rl.offload_and_async_generation import CompletionSamplingScheduler
-from megaswift.trainers.rl.reward_scorer import RewardScorer, ScoredCompletion
-from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSource
+from megaswift.trainers.rl.advantages import AdvantageEstimator
+from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
+from megaswift.trainers.rl.scorer import RewardScorer, ScoredCompletion
 from megaswift.trainers.rl.settings import rl_settings
+from megaswift.trainers.rl.source import RolloutDependencies, RolloutSource
 
 
 def config(**options: Any) -> SwiftConfig:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from megaswift.data.rl_prompts import Prompt
 from megaswift.errors import RewardError
 from megaswift.rollout.sampler import Completion, SamplingParams
-from megaswift.trainers.rl.task import build_multi_turn
+from megaswift.run.policy_task import build_multi_turn
 from tests.data.chat_template_kinds import TemplateKind, all_kinds, jinja
 from tests.trainers.rl.makers import config
 

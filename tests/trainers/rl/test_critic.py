@@ -16,8 +16,8 @@ from megaswift.families import load_spec
 from megaswift.losses.value import ValueLoss
 from megaswift.models.scalar_head import with_scalar_head
 from megaswift.models.spec import ModelSpec
+from megaswift.trainers.hooks.step_monitor import TrainingDiverged
 from megaswift.trainers.rl import critic
-from megaswift.trainers.skipped_step_and_loss_spike_monitor import TrainingDiverged
 from tests.test_cli import model_folder
 from tests.trainers.tiny import tiny_loop
 

@@ -12,7 +12,7 @@ import torch
 
 from megaswift.losses.advantages import multi_reward_group_advantages
 from tests.trainers.rl.makers import completed, rollout
-from tests.trainers.rl.test_advantage_estimator import GROUP, TOTALS, TWO, assert_same, estimator, values
+from tests.trainers.rl.test_advantages import GROUP, TOTALS, TWO, assert_same, estimator, values
 
 
 @pytest.mark.parametrize("group", [1, GROUP])

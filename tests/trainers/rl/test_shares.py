@@ -1,6 +1,6 @@
 """Which completions a rank writes: of those that have samplers, each its part, in the order of the ranks.
 
-Covers: megaswift/trainers/rl/completion_generation_and_weight_sync.py.
+Covers: megaswift/trainers/rl/generation.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from megaswift import distributed
 from megaswift.parallel.layout import Layout
 from megaswift.rollout.sampler import SamplingParams
-from megaswift.trainers.rl.completion_generation_and_weight_sync import (
+from megaswift.trainers.rl.generation import (
     CompletionGenerator,
     completion_seeds,
     is_sampling_rank,

@@ -1,8 +1,8 @@
 """Each option of reinforcement learning arrives where it is used: in the loss, the sampler, the critic, the estimator,
 the table.
 
-Covers: megaswift/trainers/rl/completions_log.py, megaswift/trainers/rl/task.py,
-megaswift/trainers/rl/build_sampler.py, megaswift/trainers/rl/settings.py.
+Covers: megaswift/trainers/rl/completions_log.py, megaswift/run/policy_task.py,
+megaswift/trainers/rl/sampler.py, megaswift/trainers/rl/settings.py.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megaswift.losses.policy_loss_types import PolicySettings as Formulas
 from megaswift.losses.value import ValueLoss
 from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
-from megaswift.trainers.metrics_jsonl import read_lines
-from megaswift.trainers.rl import build_sampler
-from megaswift.trainers.rl import task as rl_task
-from megaswift.trainers.rl.build_sampler import sampler_options, sampling_params_of, sync_folder
+from megaswift.run import policy_task
+from megaswift.run.policy_task import reward_functions_of, reward_weights_of
+from megaswift.run.tasks import TASKS
+from megaswift.trainers.hooks.metrics import read_lines
+from megaswift.trainers.rl import sampler
 from megaswift.trainers.rl.completions_log import CompletionsLog
+from megaswift.trainers.rl.sampler import sampler_options, sampling_params_of, sync_folder
 from megaswift.trainers.rl.settings import rl_settings
-from megaswift.trainers.rl.task import reward_functions_of, reward_weights_of
-from megaswift.trainers.tasks import TASKS
 from tests.memory.test_settings_that_fit import QWEN3_8B
 from tests.trainers.rl.makers import config, source
 
@@ -193,13 +193,13 @@ def test_concurrent_completions_by_memory(
     server = {"rollout_server_url": ["http://h:1"]} if "server" in backend else {}
     cfg = run(rollout_backend=backend, max_length=4096, **server)
     if backend == "transformers":
-        assert build_sampler.rollout_batch_size(cfg, SPEC) == 64, "on a CPU"
+        assert sampler.rollout_batch_size(cfg, SPEC) == 64, "on a CPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     facts = SimpleNamespace(total_memory=memory * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
-    assert build_sampler.rollout_batch_size(cfg, SPEC) == batch
-    assert build_sampler.rollout_batch_size(cfg.replace(rollout_batch_size=9), SPEC) == 9
+    assert sampler.rollout_batch_size(cfg, SPEC) == batch
+    assert sampler.rollout_batch_size(cfg.replace(rollout_batch_size=9), SPEC) == 9
 
 
 @pytest.mark.parametrize(
@@ -209,10 +209,10 @@ def test_engines_have_seeds_of_their_own_where_requests_have_none(
     seeded: bool, shared: int, seeds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines may share the completions of a prompt; ranks of one engine draw the same."""
-    monkeypatch.setattr(build_sampler, "make_sampler", lambda backend, folder, options: options)
+    monkeypatch.setattr(sampler, "make_sampler", lambda backend, folder, options: options)
     cfg = run(rollout_backend="vllm", vllm_seed_requests=seeded, vllm_tensor_parallel_size=shared, seed=40)
     made: list[Any] = [
-        build_sampler.build_sampler(cfg, SPEC, Path("m"), SimpleNamespace(rank=rank, device="cpu"), "auto", 0)  # type: ignore[arg-type]
+        sampler.build_sampler(cfg, SPEC, Path("m"), SimpleNamespace(rank=rank, device="cpu"), "auto", 0)  # type: ignore[arg-type]
         for rank in range(4)
     ]
     assert [m.seed for m in made] == seeds
@@ -235,7 +235,7 @@ def test_requests_have_seeds_unless_vllm_draws_on_the_gpu(
     """There a seed a request keeps it off its fast sampler."""
     server = {"rollout_server_url": ["http://127.0.0.1:8000"]} if backend == "vllm_server" else {}
     cfg = run(rollout_backend=backend, vllm_seed_requests=asked, **server)
-    assert build_sampler.sampler_options(cfg, SPEC, Path("sync"), device).seed_requests is seeded
+    assert sampler.sampler_options(cfg, SPEC, Path("sync"), device).seed_requests is seeded
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_weights_are_exchanged_in_memory_on_one_machine(
     urls: list[str], nodes: int, free: int, in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where twice the model, 2,000 bytes here, takes less than half of what is free."""
-    monkeypatch.setattr(build_sampler, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(sampler, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("WORLD_SIZE", str(4 * nodes))
@@ -276,13 +276,13 @@ CRITIC: dict[str, tuple[Options, ValueLoss, float]] = {
 def test_the_critic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rate follows the policy's schedule."""
     options, loss, share = CRITIC[name]
-    monkeypatch.setattr(rl_task, "critic_engine", lambda *_, **__: None)
+    monkeypatch.setattr(policy_task, "critic_engine", lambda *_, **__: None)
     cfg = run(**options)
     build: Any = SimpleNamespace(scheduled=lambda steps: cfg, spec=None, folder=None, context=None, resumed=None)
-    made = rl_task.build_critic(build, lambda step: 0.5 / (1 + step), 10)
+    made = policy_task.build_critic(build, lambda step: 0.5 / (1 + step), 10)
     assert made is not None and made.loss == loss
     assert [made.learning_rate(step) for step in (0, 4)] == pytest.approx([share * 0.5, share * 0.1])
-    assert rl_task.build_critic(SimpleNamespace(scheduled=lambda steps: run()), lambda step: 0.0, 10) is None  # type: ignore[arg-type]
+    assert policy_task.build_critic(SimpleNamespace(scheduled=lambda steps: run()), lambda step: 0.0, 10) is None  # type: ignore[arg-type]
 
 
 SETTINGS: dict[str, tuple[Options, Options]] = {
@@ -316,7 +316,7 @@ def test_the_source_of_steps(name: str) -> None:
 def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions in the order of their names, then models; every option of theirs goes along."""
     asked: list[Any] = []
-    monkeypatch.setattr(rl_task, "load_reward_functions", lambda *given: asked.append(given) or [])
+    monkeypatch.setattr(policy_task, "load_reward_functions", lambda *given: asked.append(given) or [])
     numbers: Options = {
         "max_completion_length": 200,
         "soft_max_length": 77,
@@ -343,9 +343,9 @@ def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_turns_of_a_conversation(most: int | None, tmp_path: Path) -> None:
     (tmp_path / "world.py").write_text("class World:\n    reset = step = lambda self, *_, **__: None\n")
     named = f"{tmp_path}/world.py:World"
-    talk = rl_task.build_multi_turn(run(environment=named, max_turns=most), TOKENIZER)
+    talk = policy_task.build_multi_turn(run(environment=named, max_turns=most), TOKENIZER)
     assert talk is not None and talk.max_turns == most and type(talk.make().inner).__name__ == "World"
-    assert talk.make() is not talk.make() and rl_task.build_multi_turn(run(), TOKENIZER) is None
+    assert talk.make() is not talk.make() and policy_task.build_multi_turn(run(), TOKENIZER) is None
 
 
 @pytest.mark.parametrize(("most", "lines"), [(None, 8), (3, 3)])
@@ -367,27 +367,27 @@ ELSEWHERE = {
     "rollout_sleep": "test_colocated",
     "offload_model": "test_colocated",
     "offload_optimizer": "test_colocated",
-    "rollout_lora": "rl/test_choose_adapter_or_merged_weight_sync",
+    "rollout_lora": "rl/test_weight_sync",
     "reward_funcs": "test_grpo_run",
     "reward_model": "here",
     "reward_weights": "here",
-    "clip_cov_ratio": "rl/test_rollout_source",
-    "clip_cov_lb": "rl/test_rollout_source",
-    "clip_cov_ub": "rl/test_rollout_source",
+    "clip_cov_ratio": "rl/test_source",
+    "clip_cov_lb": "rl/test_source",
+    "clip_cov_ub": "rl/test_source",
     "pass_at_k": "../losses/test_advantage_estimators",
-    "scale_rewards": "rl/test_advantage_estimator",
-    "kl_controller": "rl/test_advantage_estimator",
-    "target_kl": "rl/test_advantage_estimator",
-    "kl_horizon": "rl/test_advantage_estimator",
-    "importance_sampling_clip_max": "rl/test_advantage_estimator",
-    "importance_sampling_clip_min": "rl/test_advantage_estimator",
-    "importance_sampling_filter_max": "rl/test_advantage_estimator",
-    "importance_sampling_filter_min": "rl/test_advantage_estimator",
+    "scale_rewards": "rl/test_advantages",
+    "kl_controller": "rl/test_advantages",
+    "target_kl": "rl/test_advantages",
+    "kl_horizon": "rl/test_advantages",
+    "importance_sampling_clip_max": "rl/test_advantages",
+    "importance_sampling_clip_min": "rl/test_advantages",
+    "importance_sampling_filter_max": "rl/test_advantages",
+    "importance_sampling_filter_min": "rl/test_advantages",
     "allow_biased_sampling": "here",
     "critic_model": "test_ppo_trajectories",
-    "gamma": "rl/test_advantage_estimator",
-    "lam": "rl/test_advantage_estimator",
-    "whiten_rewards": "rl/test_advantage_estimator",
+    "gamma": "rl/test_advantages",
+    "lam": "rl/test_advantages",
+    "whiten_rewards": "rl/test_advantages",
     "log_completions": "test_ppo_trajectories",
     "num_completions_to_print": "test_colocated",
 }

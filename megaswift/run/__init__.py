@@ -1,0 +1,1 @@
+"""The order of a run: what is checked, built and written."""

@@ -1,0 +1,486 @@
+"""Builds a run on a rank: process groups, agreement of the ranks, data, engine, hooks.
+
+Reads from top to bottom in the order of what happens. `run.py` calls the three stages, trains, and ends the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaswift import distributed, log
+from megaswift.bridge.weights_fingerprint import sampled_weights_fingerprint
+from megaswift.bridge.write_folder_with_new_config_or_vocab import write_changed_model_folder
+from megaswift.bridge.write_pissa_olora_loftq_weights import write_initial_adapter
+from megaswift.config import SwiftConfig
+from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
+from megaswift.config.adapter_rules import starts_otherwise
+from megaswift.config.batch_arithmetic import batch_plan
+from megaswift.config.data import PPO
+from megaswift.config.engine_rules import NATIVE
+from megaswift.config.evaluation_rules import evaluates
+from megaswift.config.fault_tolerance import FaultToleranceConfig
+from megaswift.config.preference import needs_reference
+from megaswift.data.loader import EvaluationSource
+from megaswift.engine.protocol import Engine
+from megaswift.folders.source import locate_model
+from megaswift.models.family import read_config_json
+from megaswift.models.spec import ModelSpec
+from megaswift.parallel.layout import Layout
+from megaswift.parallel.layout_checks import legal_layout
+from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
+from megaswift.parallel.layout_grid_text import rank_grid_text
+from megaswift.parallel.model_shape import ModelShape
+from megaswift.parallel.pipeline_split import PipelineSplit
+from megaswift.run.checks import changed_model
+from megaswift.run.checks.fit import fit_to_device
+from megaswift.run.checks.model_spec import model_spec_for_task
+from megaswift.run.checks.ranks import (
+    program_and_device_facts,
+    refuse_ranks_that_differ,
+    refuse_ranks_with_other_options,
+    refuse_unshared_output_folder,
+)
+from megaswift.run.faults.oom_retry import config_of_retry, forget_earlier_retry
+from megaswift.run.lock import RunLock
+from megaswift.run.model_files import REFERENCE, ModelFiles
+from megaswift.run.output import prepare_output_folder
+from megaswift.run.output_version import (
+    config_of_new_version,
+    config_of_started_version,
+    names_of_all_ranks,
+    run_names,
+)
+from megaswift.run.plan import RunPlan
+from megaswift.run.summary import SummaryFacts, data_text
+from megaswift.run.task import Task, TaskData
+from megaswift.run.tasks import TASKS
+from megaswift.trainers.batch_fields import batch_logprobs, forward_pass_count_before_step
+from megaswift.trainers.engines import RankContext, make_engine, start_context
+from megaswift.trainers.file_hashes import verify_sources_and_locate_model
+from megaswift.trainers.flops import StepFlopFormula, peak_tflops, step_flop_formula
+from megaswift.trainers.hook import PLUGIN_HOOKS, Hook, Run
+from megaswift.trainers.hooks.best_model import best_model_hook
+from megaswift.trainers.hooks.checkpoint import CheckpointHook
+from megaswift.trainers.hooks.evaluation import EvaluationHook
+from megaswift.trainers.hooks.gpu_health import GpuHealthHook
+from megaswift.trainers.hooks.metrics import MetricsJsonlHook, ThroughputFormula
+from megaswift.trainers.hooks.plateau import allowed_rate, plateau_hooks
+from megaswift.trainers.hooks.preemption import PreemptionNoticeHook
+from megaswift.trainers.hooks.profiler import StepProfilerHook
+from megaswift.trainers.hooks.progress import Progress
+from megaswift.trainers.hooks.replicas import ReplicaCheckHook
+from megaswift.trainers.hooks.step_monitor import SkippedStepAndLossSpikeMonitor
+from megaswift.trainers.hooks.straggler import StragglerHook
+from megaswift.trainers.hooks.timer import StepTimer
+from megaswift.trainers.hooks.trackers import TrackedRun, tracker_hooks
+from megaswift.trainers.hub_upload import HubUpload, hub_upload_of
+from megaswift.trainers.interval import interval_of
+from megaswift.trainers.prefix_sharing import prefix_sharing_rows
+from megaswift.trainers.reference_logprobs import (
+    PrecomputedReferenceLogprobs,
+    compute_reference_logprobs,
+)
+from megaswift.trainers.rl.critic import critic_start_folder
+from megaswift.trainers.schedule import check_schedule_length, lr_at, weight_decay_at
+from megaswift.trainers.timing import timed
+
+SHAPE = (
+    *("family", "num_layers", "hidden_size", "heads", "kv_heads", "head_dim"),
+    *("ffn", "vocab_size", "tied", "experts", "topk", "expert_ffn"),
+)
+"""What a checkpoint and the model it is loaded into must agree on."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Process groups
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The ranks of a run, joined for its model."""
+
+    folder: Path
+    """The model's Hugging Face folder."""
+    spec: ModelSpec
+    layout: Layout
+    context: RankContext
+
+
+def join_processes(cfg: SwiftConfig) -> Processes:
+    """Reads the model's configuration, and joins the process groups of the layout for it."""
+    folder = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
+    spec = model_spec_for_task(cfg, folder)
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    request = LayoutRequest.of(cfg.parallel, started, cfg.data.max_length, cfg.train)
+    layout = legal_layout(ModelShape.of(spec), request)
+    return Processes(folder, spec, layout, start_context(cfg, layout))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. What all ranks agree on before data and model are read
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SettledRun:
+    """A run whose options, files and output folder are settled."""
+
+    cfg: SwiftConfig
+    """As the report shows it. `plan.cfg` has what follows from the model's folder besides."""
+    plan: RunPlan
+    lock: RunLock
+    """Of the output folder; the run releases it."""
+    upload: HubUpload | None
+
+
+def settle(cfg: SwiftConfig, processes: Processes) -> SettledRun:
+    """Agrees on the configuration, checks the files that the run reads, and opens the output folder. Collective."""
+    layout = processes.layout
+
+    # Which attempt of which run this is.
+    names = names_of_all_ranks(run_names(cfg, os.environ))
+    cfg = config_of_started_version(cfg, names, os.environ)
+    cfg = config_of_retry(cfg, os.environ)
+
+    # Programs, devices, options and model files are the same on all ranks, and whole.
+    if layout.world_size > 1:
+        refuse_ranks_that_differ(program_and_device_facts(processes.folder, processes.context.device))
+    refuse_ranks_with_other_options(cfg)
+    folder = verify_sources_and_locate_model(cfg, processes.folder)
+    spec = processes.spec if folder == processes.folder else model_spec_for_task(cfg, folder)
+
+    # Settings that fit the devices.
+    cfg, fit = fit_to_device(cfg, spec, layout)
+
+    # The output folder, which all nodes see.
+    cfg = config_of_new_version(cfg)
+    lock = RunLock(Path(cfg.train.output_dir))
+    outputs = distributed.run_on_rank0(lambda: prepare_output_folder(cfg, lock, names))
+    refuse_unshared_output_folder(outputs.config)
+    if distributed.global_rank() == 0:
+        forget_earlier_retry(outputs.root, os.environ)
+
+    # The model to start from, where the options change it.
+    folder = base_model_folder(cfg, folder, outputs.root)
+    adapted, folder = with_initial_adapter(cfg, folder, outputs.root)
+    plan = RunPlan(adapted, spec, folder, processes.context, outputs, fit)
+    return SettledRun(cfg, plan, lock, hub_upload_of(adapted))
+
+
+def base_model_folder(cfg: SwiftConfig, folder: Path, output: Path) -> Path:
+    """The folder that the run starts from: `folder`, or OUT/base_model, which rank 0 makes. Collective."""
+    if not changed_model.changes_model(cfg):
+        return folder
+
+    def make() -> Path:
+        config, tokenizer = changed_model.changed_config_and_tokenizer(cfg, folder)
+        more = config.get("vocab_size", 0) - read_config_json(folder).get("vocab_size", 0)
+        if more:
+            log.info(
+                f"new_special_tokens: {log.count_text(more, 'new row')} in the embedding, each the mean of the old"
+            )
+        weights = not cfg.model.random_init
+        return write_changed_model_folder(folder, output / changed_model.BASE, config, tokenizer, weights)
+
+    return distributed.run_on_rank0(make, hours=24)
+
+
+def with_initial_adapter(cfg: SwiftConfig, folder: Path, output: Path) -> tuple[SwiftConfig, Path]:
+    """The configuration of a run that starts from OUT/initial_adapter, and the model that it belongs to, which rank 0
+    makes (`--init_weights`). Collective."""
+    if not starts_otherwise(cfg):
+        return cfg, folder
+    adapter, residual = output / changed_model.ADAPTER, output / changed_model.RESIDUAL
+    seed, native = cfg.train.seed, cfg.engine.engine == NATIVE
+    base = distributed.run_on_rank0(
+        lambda: write_initial_adapter(cfg.lora, seed, native, folder, adapter, residual), hours=24
+    )
+    return cfg.with_adapter_folder(str(adapter)), base
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. The run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BuiltRun:
+    """A run that is ready to be restored and trained."""
+
+    run: Run
+    files: ModelFiles
+    model_facts: Mapping[str, Any]
+    """What must be the same when a checkpoint is resumed."""
+    saved_config: Mapping[str, Any]
+    """The configuration as a checkpoint has it."""
+    facts: Callable[[], SummaryFacts]
+    """The first screen, asked for once the run stands at its first step. Collective."""
+
+
+def build_run(
+    plan: RunPlan, seconds: dict[str, float], memory_advice: Callable[[], AbstractContextManager[None]]
+) -> BuiltRun:
+    """The parts of the run, in order: data, engine, hooks, what the task adds to them, loss. Collective.
+
+    Args:
+        plan: what the ranks have agreed on.
+        seconds: wall time by part of the run, to which this adds.
+        memory_advice: a context that explains an out-of-memory error of the engine.
+
+    Raises:
+        UserError: the data are malformed or too short, or the device has too little memory.
+    """
+    task = TASKS.get(plan.cfg.task)
+
+    # Data first: a malformed row stops the run before a model is built.
+    with timed(seconds, "data"):
+        plan, data = task.read(plan)
+    optim = plan.cfg.optim
+    check_schedule_length(data.total_steps, optim)
+
+    def learning_rate(step: int) -> float:
+        # a resumed run may have another number of steps
+        return allowed_rate(lr_at(step, run.total_steps, optim), hooks)
+
+    with timed(seconds, "model"), memory_advice():
+        # The engine: the model, with its weights.
+        engine = make_engine(plan.scheduled(data.total_steps), plan.spec, plan.folder, plan.context)
+        if needs_reference(plan.cfg):
+            data = replace(data, reference=start_from_reference(plan, engine, data.every_row_once))
+        else:
+            load_start_weights(plan, engine)
+
+        # Hooks that every run has.
+        flops = [step_flop_formula(engine, plan.spec, forward_pass_count_before_step(plan.cfg, plan.layout.dp))]
+        files = model_files(plan, engine, data.tokenizer)
+        facts = model_facts(plan)
+        *hooks, checkpoint = run_hooks(plan, task, engine, files, data.evaluation, flops, facts)
+
+        # Further engines (critic, sampler), what the loss reads besides the rows, and hooks for them.
+        parts = task.attach(plan, data, engine, learning_rate)
+        flops += parts.flops
+
+    # Loss and schedule.
+    run = Run(
+        engine,
+        parts.data,
+        task.loss(plan.cfg),
+        learning_rate,
+        data.total_steps,
+        [StepTimer(), *parts.first_hooks, *hooks, *parts.last_hooks, checkpoint],
+        parts.prepare,
+        prepare_before_counts=parts.prepare_before_counts,
+        agree_before_batch=parts.agree_before_batch,
+        step_extras=parts.step_extras,
+        mark=parts.mark,
+        engines=parts.engines,
+        weight_decay=lambda step: weight_decay_at(step, run.total_steps, optim),
+        seconds=seconds,
+    )
+    return BuiltRun(
+        run,
+        files,
+        facts,
+        with_absolute_paths(plan.cfg.to_dict()),
+        lambda: parts.describe(summary_facts(plan, task, data, engine, run)),
+    )
+
+
+def load_start_weights(plan: RunPlan, engine: Engine) -> None:
+    """The weights that the run starts from, unless a checkpoint brings them: that of a run with adapters has the
+    adapters only."""
+    if plan.cfg.model.random_init:
+        engine.random_init(plan.cfg.train.seed)
+    elif plan.resumed is None or plan.adapts:
+        engine.load_hf(plan.folder)
+    else:
+        engine.keep(plan.folder)
+
+
+def start_from_reference(
+    plan: RunPlan, engine: Engine, every_row_once: Mapping[bool, EvaluationSource]
+) -> dict[bool, PrecomputedReferenceLogprobs]:
+    """Loads the reference's weights first; then the model's own, where they are others and no checkpoint brings them.
+    Returns the reference's scores, where it is asked before training. Collective."""
+    preference = plan.cfg.preference
+    moved = None if plan.resumed is None else plan.resumed / REFERENCE
+    if moved is not None and moved.exists():
+        engine.load_hf(moved)
+    else:
+        engine.load_hf(plan.folder if preference.ref_model is None else Path(preference.ref_model))
+    scores: dict[bool, PrecomputedReferenceLogprobs] = {}
+    if preference.precompute_ref_log_probs:
+        scores = ask_reference(plan, engine, every_row_once)
+    else:
+        engine.keep_reference(preference.offload_reference)
+    if plan.resumed is None and preference.ref_model is not None:
+        engine.load_hf(plan.folder)
+    return scores
+
+
+def ask_reference(
+    plan: RunPlan, engine: Engine, every_row_once: Mapping[bool, EvaluationSource]
+) -> dict[bool, PrecomputedReferenceLogprobs]:
+    """The reference's scores of all rows; nothing of it stays in memory but adapters that go on."""
+    if plan.adapts:
+        engine.keep_reference()
+    names = {True: "the training data", False: "the evaluation data"}
+    with engine.reference() if plan.adapts else nullcontext():
+        return {
+            training: compute_reference_logprobs(once, partial(batch_logprobs, engine), names[training])
+            for training, once in every_row_once.items()
+        }
+
+
+def model_files(plan: RunPlan, engine: Engine, tokenizer: Any) -> ModelFiles:
+    """What writes the Hugging Face files of the model that trains."""
+    template = tokenizer.chat_template if plan.cfg.data.chat_template else None
+    return ModelFiles(engine, plan.folder, plan.base, plan.adapts, plan.cfg.lora.merge_lora, template)
+
+
+def model_facts(plan: RunPlan) -> dict[str, Any]:
+    """What must be the same when a checkpoint is resumed; with adapters the base model itself. Collective."""
+    shape = {name: getattr(plan.spec, name) for name in SHAPE}
+    if not plan.adapts:
+        return shape
+    based = {"base_weights": plan.folder}
+    if plan.cfg.task in PPO:
+        based["critic_weights"] = critic_start_folder(plan.cfg, plan.folder)
+    return shape | {
+        name: distributed.run_on_rank0(partial(sampled_weights_fingerprint, folder)) for name, folder in based.items()
+    }
+
+
+def run_hooks(
+    plan: RunPlan,
+    task: Task,
+    engine: Engine,
+    files: ModelFiles,
+    evaluation: EvaluationSource | None,
+    flops: Sequence[StepFlopFormula],
+    facts: Mapping[str, Any],
+) -> list[Hook]:
+    """In the order of their work within a step: lines first, the checkpoint last."""
+    cfg = plan.cfg
+    train, outputs = cfg.train, plan.outputs
+    global_batch_size = batch_plan(train, plan.layout.dp).global_batch_size
+
+    # Lines, curves, the bar.
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    peak = peak_tflops(device, str(engine.dtype).removeprefix("torch."))
+    speed = ThroughputFormula(flops, plan.layout.world_size, peak)
+    hooks: list[Hook] = [
+        MetricsJsonlHook(outputs.metrics, train.logging_steps, speed, task.count, train.logging_first_step),
+        SkippedStepAndLossSpikeMonitor(),
+        Progress(),
+    ]
+    if train.profile:
+        hooks.insert(0, StepProfilerHook(train, outputs.profile))
+    hooks += tracker_hooks(train.report_to, TrackedRun(outputs.root, cfg.to_dict(), train.run_name, cfg.trackers))
+
+    # Evaluation, and what follows from it.
+    if evaluation is not None and evaluates(cfg):
+        limit = None if train.eval_iters is None else train.eval_iters * global_batch_size
+        every = interval_of(train.eval_strategy, train.eval_steps)
+        batches = partial(evaluation.eval_batches, limit)
+        hooks.append(EvaluationHook(outputs.evaluation, batches, every, task.count, train.eval_on_start))
+    if (best := best_model_hook(cfg, outputs.store.root)) is not None:
+        hooks.append(best)
+    hooks += [*plateau_hooks(cfg), *(make() for make in PLUGIN_HOOKS.values())]
+
+    # Checkpoints.
+    manifest: dict[str, Any] = {"task": cfg.task, "model": facts, "layout": asdict(plan.layout)}
+    manifest |= {"config": with_absolute_paths(cfg.to_dict()), "global_batch_size": global_batch_size}
+    manifest |= {"base": plan.base} if plan.adapts else {}
+    every = interval_of(train.save_strategy, train.save_steps)
+    checkpoint = CheckpointHook(outputs.store, every, train.save_total_limit, manifest)
+    checkpoint.best = best
+    checkpoint.exit_interval = train.exit_interval
+    checkpoint.background = train.async_save
+    checkpoint.attach = files.describe
+    if not train.save_only_model:
+        sizes = engine.report()
+        checkpoint.size = sizes.optimizer_bytes + sizes.host_bytes  # of one rank: a checkpoint holds no less
+    if cfg.preference.sync_ref_model:
+        checkpoint.beside = files.write_moved_reference
+    if plan.adapts:
+        checkpoint.beside = files.write_adapter_of_step
+    if train.save_only_model:
+        checkpoint.write_weights_only = checkpoint.beside if plan.adapts else files.write_weights_of_step
+    return [*hooks, *fault_tolerance_hooks(cfg.fault_tolerance, checkpoint), checkpoint]
+
+
+def fault_tolerance_hooks(options: FaultToleranceConfig, checkpoint: CheckpointHook) -> list[Hook]:
+    """Those that are asked for. They stand before `checkpoint`, which saves no state that one of them refuses."""
+    hooks: list[Hook] = []
+    if options.log_straggler:
+        hooks.append(StragglerHook(options.straggler_ratio))
+    if options.preemption_command:
+        hooks.append(PreemptionNoticeHook(options.preemption_command, options.preemption_interval))
+    if options.gpu_health_interval:
+        hooks.append(GpuHealthHook(options.gpu_health_interval))
+    if options.check_replicas_interval:
+        replicas = ReplicaCheckHook(options.check_replicas_interval)
+        checkpoint.before_save = replicas.check
+        hooks.append(replicas)
+    return hooks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The first screen
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def summary_facts(plan: RunPlan, task: Task, data: TaskData, engine: Engine, run: Run) -> SummaryFacts:
+    """For the first screen. Collective."""
+    spec, layout = plan.spec, plan.layout
+    experts = f", {spec.experts} experts, {spec.topk} active" if spec.experts else ""
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
+    grid = ""
+    if layout.world_size > 1:
+        grid = rank_grid_text(layout, spec.num_layers, PipelineSplit.from_config(plan.cfg.parallel))
+    processes = log.count_text(layout.world_size, "process")
+    evaluation_rows = 0 if data.evaluation is None else len(data.evaluation.data)
+    return SummaryFacts(
+        title=task.title,
+        model=f"{spec.family}, {spec.num_layers} layers x {spec.hidden_size}, {spec.heads} heads ({spec.kv_heads} KV), "
+        f"vocabulary {spec.vocab_size:,}"
+        f"{experts}: {plan.folder}{' (random weights)' if plan.cfg.model.random_init else ''}",
+        parameters=engine.report(),
+        layout=f"{layout.describe()} on {processes} ({where})",
+        picture=grid,
+        kernels=engine.kernels,
+        data=data_text(data.source.stats, evaluation_rows, task.scored),
+        dp=layout.dp,
+        accumulation=batch_plan(plan.cfg.train, layout.dp).accumulation,
+        total_steps=run.total_steps,
+        rows_per_epoch=data.source.rows,
+        start=run.step,
+        unit=task.unit,
+        reference=reference_text(plan.cfg, plan.adapts),
+        fit=plan.fit,
+        more=prefix_sharing_rows(plan.cfg, spec, layout),
+    )
+
+
+def reference_text(cfg: SwiftConfig, adapts: bool) -> str:
+    """The reference on the first screen; empty where the task has none."""
+    if not needs_reference(cfg):
+        return ""
+    p = cfg.preference
+    new = adapts and cfg.lora.adapters is None
+    start = "the initial adapters" if adapts else "the initial model"
+    what = "the base model without adapters" if new else p.ref_model or start
+    where = ", offloaded to the CPU when idle" if p.offload_reference else ""
+    moves = f", updated by {p.ref_model_mixup_alpha:g} every {p.ref_model_sync_steps} steps" if p.sync_ref_model else ""
+    once = ", evaluated once before the first step" if p.precompute_ref_log_probs else ""
+    return what + where + moves + once

@@ -1,0 +1,1 @@
+"""What is checked and settled before a run."""

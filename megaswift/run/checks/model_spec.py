@@ -1,0 +1,90 @@
+"""The model spec for a task: of a family, or of any transformers model that has the class that a torch engine loads;
+with a scalar head for reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from megaswift.config import SwiftConfig
+from megaswift.config.engine_rules import capabilities_of
+from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.families import FAMILIES, ModelSpec, load_spec
+from megaswift.models.any_model import spec_from_family_or_size_fields
+from megaswift.models.family import read_config_json, rope_and_epsilon_problems, unreadable_value_problems
+from megaswift.models.scalar_head import with_scalar_head
+from megaswift.models.vision import has_vision_tower
+from megaswift.run.checks.changed_model import changed_config_folder
+
+
+def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
+    """What the folder's config.json describes; ConfigError where the task cannot use it."""
+    raw = read_config_json(folder)
+    if unfit := [*rope_and_epsilon_problems(raw), *unreadable_value_problems(raw)]:
+        raise WeightsError(unfit)
+    with changed_config_folder(cfg, folder) as changed:
+        spec = load_spec(changed) if capabilities_of(cfg).family_tables else spec_from_family_or_size_fields(changed)
+    if cfg.task == "rm":
+        return _with_known_score(with_scalar_head(spec))
+    if spec.scored:
+        raise ConfigError(
+            Problem(
+                f"--model {cfg.model.model}",
+                f"is a reward model, but {cfg.task} needs a language model",
+                "use the language model that it was trained from",
+            )
+        )
+    return spec
+
+
+_OTHER_MODEL = "use a model that AutoModelForCausalLM or AutoModelForImageTextToText of transformers loads"
+
+
+def _with_known_score(spec: ModelSpec) -> ModelSpec:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN  # noqa: N811
+
+    kind = str(spec.hf_config.get("model_type"))
+    if kind not in KNOWN:
+        raise ConfigError(
+            Problem(
+                "rm",
+                f"transformers has no ...ForSequenceClassification of model_type {kind}, so the reward model could "
+                "not be loaded",
+                "use a model of another family",
+            )
+        )
+    return spec
+
+
+def transformers_class_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
+    """Whether transformers has the class by which torch engines load a model that is no family here."""
+    kind = str(spec.hf_config.get("model_type"))
+    code = spec.hf_config.get("auto_map")
+    if kind in FAMILIES or spec.scored:
+        return []
+    if isinstance(code, Mapping) and (cfg.model.trust_remote_code or kind not in _transformers_model_types()):
+        auto = "AutoModelForImageTextToText" if has_vision_tower(spec.hf_config) else "AutoModelForCausalLM"
+        if auto not in code:
+            rule = f"is Python code in the folder without a class for {auto}"
+            return [Problem(f"config.json, model_type {kind!r}", rule, _OTHER_MODEL)]
+        if not cfg.model.trust_remote_code:
+            rule = "is Python code in the folder, which runs only with trust_remote_code"
+            return [Problem(f"config.json, model_type {kind!r}", rule, "--trust_remote_code true")]
+        return []
+    from transformers.models.auto import modeling_auto
+
+    known = (
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        if has_vision_tower(spec.hf_config)
+        else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+    if kind in known:
+        return []
+    rule = "is not a language or vision-language model of the installed transformers"
+    return [Problem(f"config.json, model_type {kind!r}", rule, _OTHER_MODEL)]
+
+
+def _transformers_model_types() -> Collection[str]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return CONFIG_MAPPING_NAMES

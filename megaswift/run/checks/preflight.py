@@ -1,0 +1,359 @@
+"""All checks that are possible before a process group exists, reported together.
+
+Reads the model's config.json, the layout, the output directory and the trackers; changes nothing on disk. torch is
+imported only to look for a device, and only for an option that needs one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from megaswift import log
+from megaswift.config import SwiftConfig
+from megaswift.config.cuda_graph_rules import cuda_graph_model_problems
+from megaswift.config.data import RL
+from megaswift.config.deepspeed_json import missing_deepspeed_problems
+from megaswift.config.engine import ZERO
+from megaswift.config.engine_rules import (
+    NATIVE,
+    VISION_ONLY,
+    capabilities_of,
+    filled_deepspeed_config,
+    requested_engine,
+)
+from megaswift.config.expert_capacity_rules import expert_capacity_problems
+from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_batch_problems
+from megaswift.config.megatron_extra_kwargs import extra_kwargs_problems
+from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.profile_rules import profile_rank_problems
+from megaswift.config.train import TRACKERS
+from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems, set_to_non_default
+from megaswift.data.vision_processor import image_support_problems
+from megaswift.engine.determinism import determinism_environment_problems
+from megaswift.engine.tf32 import tf32_problems
+from megaswift.errors import ConfigError, LayoutError, Problem, UserError
+from megaswift.families import ModelSpec, family_of
+from megaswift.folders.side_files import side_file_problems
+from megaswift.folders.source import locate_model, missing_model_file_problems
+from megaswift.models import qlora
+from megaswift.models.family import read_config_json
+from megaswift.models.megatron_options import megatron_architecture_problems
+from megaswift.models.model_type import model_type_option_mismatch_problems
+from megaswift.models.targets import (
+    Projection,
+    dora_problems,
+    modules_to_save_tensor_names,
+    select_projections,
+)
+from megaswift.models.vision import (
+    has_vision_tower,
+    vision_packing_problems,
+    vision_task_problems,
+)
+from megaswift.parallel.layout_checks import layout_problems
+from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
+from megaswift.parallel.model_shape import ModelShape
+from megaswift.run import output
+from megaswift.run.checks.adapters import (
+    adapter_task_type_problems,
+    missing_adapter_file_problems,
+    quantized_or_peft_run_problems,
+)
+from megaswift.run.checks.data import data_problems
+from megaswift.run.checks.devices import device_dependent_option_problems
+from megaswift.run.checks.fit import fit_problems
+from megaswift.run.checks.model_spec import model_spec_for_task, transformers_class_problems
+from megaswift.run.checks.rl import (
+    reward_environment_and_model_problems,
+    rl_run_problems,
+    vision_rollout_problems,
+)
+from megaswift.run.checks.torch_engine import native_compiler_problems, torch_engine_machine_problems
+from megaswift.trainers.hub_clients import hub_client_problems
+from megaswift.trainers.prefix_sharing import prefix_sharing_problems
+from megaswift.trainers.rl.weight_sync import adapter_sync_problems
+
+EXPERT_OPTIONS = (
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
+    "moe_grouped_gemm_impl",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "moe_shared_expert_overlap",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+)
+
+Check = tuple[Callable[[], Sequence[Problem]], type[UserError]]
+"""A check, and the error that it raises when it alone has found problems."""
+
+
+def preflight(cfg: SwiftConfig, world_size: int) -> None:
+    """Raises one UserError with all problems of this run on `world_size` processes."""
+    log.quiet_libraries()  # some checks import Megatron-Core
+    errors = collect_check_errors(
+        [
+            (
+                lambda: missing_transformer_engine_problems(cfg) if capabilities_of(cfg).transformer_engine else [],
+                ConfigError,
+            ),
+            (lambda: device_dependent_option_problems(cfg, os.environ), ConfigError),
+            (lambda: determinism_environment_problems(cfg.train.deterministic, os.environ), ConfigError),
+            (lambda: model_problems(cfg, world_size), UserError),
+            (lambda: profile_rank_problems(cfg.train, world_size), ConfigError),
+            (lambda: rl_run_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
+            (
+                lambda: kto_batch_problems(
+                    cfg, LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train).known_dp
+                ),
+                ConfigError,
+            ),
+            *data_output_and_tracker_checks(cfg),
+        ]
+    )
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError([p for error in errors for p in error.problems])
+
+
+def layout_data_output_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
+    """What layout, data and output directory say of a configuration whose options do not go together: the part of
+    `preflight` that asks little of these. Nothing of the model where none is named."""
+
+    def layout() -> list[Problem]:
+        if cfg.model.model is None:
+            return []
+        shape = ModelShape.of(model_spec_for_task(cfg, locate_model(cfg.model, weights=False)))
+        return layout_problems(shape, LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train))
+
+    named: Check = (lambda: reward_environment_and_model_problems(cfg) if cfg.task in RL else [], ConfigError)
+    return [
+        p
+        for error in collect_check_errors([(layout, LayoutError), named, *data_output_and_tracker_checks(cfg)])
+        for p in error.problems
+    ]
+
+
+def data_output_and_tracker_checks(cfg: SwiftConfig) -> list[Check]:
+    """Of data sets, the output directory and trackers."""
+    return [
+        (lambda: data_problems(cfg), ConfigError),
+        (lambda: output.output_folder_problems(cfg), ConfigError),
+        (lambda: tracker_problems(cfg.train.report_to), ConfigError),
+        (lambda: preemption_command_problems(cfg.fault_tolerance.preemption_command), ConfigError),
+        (lambda: hub_client_problems(cfg.train.push_to_hub, cfg.model.use_hf), ConfigError),
+    ]
+
+
+def preemption_command_problems(command: str | None) -> list[Problem]:
+    """A command that cannot be run on this machine."""
+    if not command:
+        return []
+    what = f"--preemption_command {command}"
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        return [Problem(what, f"is no command line: {error}", "close its quotes")]
+    if words and shutil.which(words[0]):
+        return []
+    fix = "give a program and its arguments; use sh -c '...' for a pipe"
+    return [Problem(what, f"{words[0] if words else 'the program'} is not on PATH", fix)]
+
+
+def collect_check_errors(checks: Iterable[Check]) -> list[UserError]:
+    """What each check raises or returns."""
+    errors: list[UserError] = []
+    for check, kind in checks:
+        try:
+            problems = check()
+        except UserError as error:
+            errors.append(error)
+        else:
+            if problems:
+                errors.append(kind(problems))
+    return errors
+
+
+def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
+    """The model's files and its layout."""
+    folder = locate_model(cfg.model, weights=False)
+    local = Path(str(cfg.model.model)).is_dir()
+    problems = (
+        [*missing_model_file_problems(folder, cfg.model.random_init), *side_file_problems(folder)] if local else []
+    )
+    problems += model_type_option_mismatch_problems(cfg.model.model_type, read_config_json(folder))
+    spec = model_spec_for_task(cfg, folder)
+    dtype = spec.dtype if cfg.model.torch_dtype == "auto" else cfg.model.torch_dtype
+    transformer_engine = requested_engine(cfg) == NATIVE and cfg.model.transformer_impl != "torch"
+    problems += tf32_problems(cfg.train.tf32, dtype, transformer_engine)
+    problems += megatron_architecture_problems(cfg.model.megatron_architecture, spec)
+    problems += extra_kwargs_problems(cfg.model.megatron_extra_kwargs, spec.transformer)
+    problems += cuda_graph_model_problems(cfg, spec.transformer)
+    problems += expert_capacity_problems(cfg, spec.experts, spec.topk)
+    problems += adapter_sync_problems(cfg, spec, folder) if cfg.task in RL else []
+    problems += prefix_sharing_problems(cfg, spec, cfg.parallel.context_parallel_size)
+    if not capabilities_of(cfg).model_parallel:
+        return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
+    idle = (
+        recompute_mlp_without_dense_layer_problems(cfg)
+        if spec.experts and all(spec.moe_layers)
+        else []
+        if spec.experts
+        else expert_option_problems(cfg)
+    )
+    adapters = adapter_target_and_folder_problems(cfg, spec) if cfg.model.train_type != "full" else []
+    idle += rope_length_problems(cfg, spec)
+    request = LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train)
+    unfit = layout_problems(ModelShape.of(spec), request) + native_compiler_problems(cfg)
+    if cfg.model.train_type == "qlora" and not unfit:
+        unfit = qlora.four_bit_block_size_problems(family_of(spec.hf_config), spec, request.tp, request.etp)
+    return problems + idle + adapters + unfit or fit_problems(cfg, spec, request.layout)
+
+
+def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world_size: int) -> list[Problem]:
+    """What the torch engine needs beside a model that transformers loads."""
+    problems = layout_problems(
+        ModelShape.of(spec), LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train)
+    ) + torch_engine_machine_problems(cfg)
+    problems += transformers_class_problems(cfg, spec)
+    if "moe_router_score_function" not in spec.transformer:
+        rule = f"applies only to MoE models, and model_type {spec.family} is not a supported one"
+        problems += [
+            Problem(f"--{name} {option_value_text(getattr(cfg.model, name))}", rule, "leave it out")
+            for name in EXPERT_OPTIONS[:2]
+            if set_to_non_default(cfg, name) and getattr(cfg.model, name)
+        ]
+    if (kind := requested_engine(cfg)) in ZERO:
+        # auto depends on the device: what the file says of it is then checked on the ranks
+        dtype = cfg.model.torch_dtype
+        problems += missing_deepspeed_problems(kind)
+        problems += [
+            p
+            for p in filled_deepspeed_config(cfg, world_size, dtype, spec.hidden_size).problems
+            if dtype != "auto" or "bf16" not in p.what
+        ]
+    problems += quantized_or_peft_run_problems(cfg, folder)
+    return problems
+
+
+def adapter_target_and_folder_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
+    """Targets that match nothing; an adapter folder that is none (what is in it, the bridge reads)."""
+    lora, problems = cfg.lora, []
+    if lora.adapters is not None:
+        return missing_adapter_file_problems(lora.adapters) + adapter_task_type_problems(cfg)
+    family = family_of(spec.hf_config)
+    targets: list[Projection] = []
+    try:
+        targets = select_projections(family, spec, lora.target_modules, lora.target_parameters)
+    except UserError as error:
+        problems += error.problems
+    try:
+        whole = modules_to_save_tensor_names(family, spec, lora.modules_to_save)
+        problems += qlora.four_bit_trainable_problems(family, whole) if cfg.model.train_type == "qlora" else []
+    except UserError as error:
+        problems += error.problems
+    if lora.use_dora:
+        problems += dora_problems(targets, "--use_dora true")
+    if lora.use_dora and cfg.model.train_type == "qlora":
+        problems.append(qlora.NO_DORA)
+    return problems
+
+
+def rope_length_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
+    """Sequences for which the model would have other rotary frequencies than it is built with."""
+    longest = spec.features.longest
+    if longest is None or cfg.data.max_length <= longest:
+        return []
+    kind = (spec.rope.scaling or {}).get("rope_type")
+    return [
+        Problem(
+            f"--max_length {cfg.data.max_length}",
+            f"exceeds {longest}, above which this model's {kind} RoPE changes its frequencies for the whole batch",
+            f"--max_length {longest}",
+        )
+    ]
+
+
+def expert_option_problems(cfg: SwiftConfig) -> list[Problem]:
+    """Options for experts, given for a dense model: they would be ignored."""
+    rule = "applies only to MoE models; this model is dense"
+    given = [
+        Problem(f"--{name} {option_value_text(getattr(cfg.model, name))}", rule, "leave it out")
+        for name in EXPERT_OPTIONS
+        if set_to_non_default(cfg, name)
+    ]
+    parts = [part for part in cfg.model.recompute_modules if part in ("moe", "moe_act")]
+    given += [Problem(f"--recompute_modules {part}", rule, "--recompute_modules mlp") for part in parts]
+    if "layernorm" in cfg.model.recompute_modules:  # Megatron-Core would recompute none, without a word
+        fused = (
+            "Transformer Engine fuses the norms of a dense model with the projections that follow, so there is "
+            "none to recompute"
+        )
+        given.append(Problem("--recompute_modules layernorm", fused, "--recompute_modules mlp"))
+    return given
+
+
+def recompute_mlp_without_dense_layer_problems(cfg: SwiftConfig) -> list[Problem]:
+    """Recomputing dense MLPs, asked for a model that has none."""
+    idle = "mlp" in cfg.model.recompute_modules
+    return (
+        [
+            Problem(
+                "--recompute_modules mlp",
+                "applies to dense layers, but every layer of this model has experts",
+                "--recompute_modules moe",
+            )
+        ]
+        if idle
+        else []
+    )
+
+
+def tracker_problems(report_to: Sequence[str]) -> list[Problem]:
+    """Trackers that are requested and not installed."""
+    return [
+        Problem(
+            f"--report_to {name}",
+            f"the package {name} is not installed",
+            f"run pip install {name}, or leave it out of --report_to",
+        )
+        for name in report_to
+        if name in TRACKERS and importlib.util.find_spec(name) is None
+    ]
+
+
+def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
+    """Options that do not fit the model; what reading images needs."""
+    model = f"--model {cfg.model.model}"
+    if not has_vision_tower(spec.hf_config):
+        return [
+            Problem(
+                f"--{name} {str(cfg.value(name)).lower()}",
+                "applies only to vision-language models; this model accepts only text",
+                "leave it out",
+            )
+            for name in VISION_ONLY
+            if cfg.value(name) is not None
+        ]
+    if problems := vision_task_problems(spec.hf_config, str(cfg.model.model), cfg.task):
+        return problems
+    if cfg.data.packing and (cfg.task == "sft" or "packing" in cfg.given):  # other tasks pack by default
+        problems += vision_packing_problems(spec.hf_config, cfg.task)
+    if cfg.data.streaming and cfg.task != "sft":
+        problems.append(
+            Problem(
+                "--streaming true",
+                f"{cfg.task} does not stream rows with images; only sft does",
+                "use --streaming false: images are read on demand, and only tokens are cached",
+            )
+        )
+    problems += vision_rollout_problems(cfg) if cfg.task in RL else []
+    return problems + image_support_problems(locate_model(cfg.model, weights=False), model)

@@ -1,0 +1,1 @@
+"""Failures of a run: lost ranks, full memory."""

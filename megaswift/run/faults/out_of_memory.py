@@ -1,0 +1,114 @@
+"""The message after an out-of-memory error: what holds the memory, what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaswift.config.engine import ZERO
+from megaswift.config.engine_rules import capabilities_of, requested_engine
+from megaswift.errors import Problem, UserError
+from megaswift.run.faults.memory_holders import tensor_memory_holders
+from megaswift.trainers.memory_snapshot import GIB, peak_gib, write_memory_snapshot
+
+WHOLE_WEIGHTS = ("ddp", *(kind for kind in ZERO if "zero3" not in kind))
+"""Torch engines whose ranks each hold all weights."""
+HOLDERS, SMALLEST_HOLDER = 6, 10 * 2**20
+"""How many holders of memory the message names, and from which size, in bytes."""
+
+
+class OutOfMemory(UserError):
+    """The device or the machine has too little memory for this run."""
+
+    title = "out of memory"
+    rank0_may_print = False
+
+
+SAID = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",
+)
+"""How torch's CPU allocator, and the libraries that allocate beside torch's, say it in a RuntimeError."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for torch's own error on a GPU, for a failed allocation on a CPU, and for those of CUDA's libraries."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in SAID)
+
+
+def out_of_memory_error(cfg: Any, experts: int, error: BaseException, profile: Path | None = None) -> OutOfMemory:
+    """The error for the user: what to try, cheapest first; what holds memory is written into the folder `profile`."""
+    tries = "\n".join(f"         {i}. {text}" for i, text in enumerate(out_of_memory_advice(cfg, experts), 1))
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    holders, peak = tensor_memory_holders(device), peak_gib()
+    usage = f"peak of this rank: {peak:.1f} GiB{largest_holders_text(holders)}"
+    if profile is not None:
+        usage += "".join(f"; {file}" for file in write_memory_snapshot(profile, holders, peak, first))
+    return OutOfMemory(Problem("memory", f"{first} ({usage})", f"in this order\n{tries}"))
+
+
+def largest_holders_text(sizes: Mapping[str, int]) -> str:
+    """`; largest: weights 15.3 GiB, ...`; empty where nothing large is held."""
+    holders = [(name, size) for name, size in sizes.items() if size > SMALLEST_HOLDER]
+    named = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in holders[:HOLDERS])
+    return f"; largest: {named}" if named else ""
+
+
+def _recomputes_attention_alone(cfg: Any) -> bool:
+    m = cfg.model
+    return m.recompute_granularity == "selective" and tuple(m.recompute_modules) == ("core_attn",)
+
+
+def out_of_memory_advice(cfg: Any, experts: int) -> list[str]:
+    """Settings that lower the peak, in the order of what they cost; those already in use are left out."""
+    m, p, d, t, o = cfg.model, cfg.parallel, cfg.data, cfg.train, cfg.optim
+    gpu = torch.cuda.is_available()
+    native, kind = capabilities_of(cfg).model_parallel, requested_engine(cfg)
+    heads_tp = p.tensor_parallel_size * 2
+    rows: list[tuple[bool, str]] = [
+        (
+            t.per_device_train_batch_size > 1,
+            "--per_device_train_batch_size 1, with more gradient accumulation: same result",
+        ),
+        (
+            native and not p.distributed_optimizer,
+            "--distributed_optimizer true: optimizer state divided by data-parallel ranks, no cost",
+        ),
+        (
+            p.tensor_parallel_size > 1 and p.sequence_parallel is False,
+            "--sequence_parallel true: activations divided by TP, no cost",
+        ),
+        (gpu and m.torch_dtype == "float32", "--torch_dtype bfloat16: half the weights and activations"),
+        (
+            # core_attn saves nothing: fused attention keeps no scores
+            native and (m.recompute_granularity in (None, "none") or _recomputes_attention_alone(cfg)),
+            f"--recompute_granularity selective --recompute_modules {'moe' if experts > 1 else 'mlp'}: slower by the "
+            f"forward pass of the {'experts' if experts > 1 else 'MLPs'}",
+        ),
+        (
+            m.recompute_granularity != "full",
+            "--recompute_granularity full: every layer's activations are recomputed, about a third slower",
+        ),
+        (kind in WHOLE_WEIGHTS, "--engine fsdp2, on several devices: weights, gradients and optimizer state sharded"),
+        (native, f"--tp {heads_tp} (within one node): weights, activations and optimizer state divided by {heads_tp}"),
+        (native and experts > 1, f"--ep {p.expert_parallel_size * 2}: experts divided over more ranks"),
+        (native, f"--pp {p.pipeline_parallel_size * 2}: layers divided over more ranks"),
+        (
+            native
+            and gpu
+            and o.optimizer == "adam"
+            and not o.optimizer_cpu_offload
+            and not o.precision_aware_optimizer,
+            "--optimizer_cpu_offload true: Adam's moments in host memory, slower steps",
+        ),
+        (native and d.max_length > 4096, f"--cp {p.context_parallel_size * 2}: each sequence divided over more ranks"),
+        (d.max_length > 1024, f"--max_length {d.max_length // 2}: shorter sequences, which changes the data"),
+    ]
+    return [text for applies, text in rows if applies]

@@ -1,0 +1,139 @@
+"""loss.png: loss, learning rate and gradient norm of a run, from its metrics files."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaswift.atomic_disk_writes import atomic_file
+from megaswift.trainers.hooks.metrics import read_lines
+
+RAW, MEAN, EVAL, BAD, INK, GRID = "#9ec5f4", "#1f5fb4", "#d9730d", "#c0392b", "#333a45", "#e3e6ea"
+
+
+def median_smooth(values: Sequence[float], window: int) -> list[float]:
+    """Median of the `window` values around each, so that a spike stays a spike; as many on either side, hence fewer at
+    the ends.
+
+    NaN leaves a gap and counts nowhere."""
+    out = []
+    for i, value in enumerate(values):
+        half = min(window // 2, i, len(values) - 1 - i)
+        near = [v for v in values[i - half : i + half + 1] if math.isfinite(v)]
+        out.append(statistics.median(near) if math.isfinite(value) else math.nan)
+    return out
+
+
+def metric_column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """One field of all lines, NaN where it is null or missing."""
+    return [float(v) if isinstance(v := line.get(name), (int, float)) else math.nan for line in lines]
+
+
+def smoothing_window(count: int) -> int:
+    """Points in the median: about a thirtieth of the curve, 1 (none) for short ones; odd, as many on either side of
+    each."""
+    return max(1, count // 30) | 1
+
+
+def plot_limits(values: Sequence[float]) -> tuple[float, float] | None:
+    """The range to show: all of a tame curve, without the first spikes of a wild one; None when there is nothing."""
+    finite = sorted(v for v in values if math.isfinite(v))
+    if not finite:
+        return None
+    low, high = finite[0], finite[-1]
+    typical = finite[min(int(len(finite) * 0.98), len(finite) - 1)]
+    if len(finite) >= 50 and high - low > 4 * (typical - low) > 0:
+        high = typical + 0.5 * (typical - low)
+    room = 0.06 * (high - low) or abs(high) * 0.05 or 1.0  # a constant: around it; around 0 from -1 to 1
+    return low - room, high + room
+
+
+def draw_loss_png(metrics: Path, evaluation: Path, picture: Path, title: str) -> None:
+    """Draws the picture, whole or not at all; nothing without a line of metrics."""
+    lines, evals = read_lines(metrics), read_lines(evaluation)
+    if not lines:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(9, 6.4), dpi=150, layout="constrained")
+    axes = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [3.2, 1, 1]})
+    steps = metric_column(lines, "step")
+    watched = primary_metric(lines)
+    _main(axes[0], steps, lines, evals)
+    axes[0].set_title(title, loc="left", fontsize=12, color=INK, fontweight="bold", pad=10)
+    few = {"marker": "o", "markersize": 3} if len(lines) < 40 else {}
+    axes[1].plot(steps, metric_column(lines, "learning_rate"), color=MEAN, linewidth=1.4, **few)
+    axes[2].plot(steps, metric_column(lines, "grad_norm"), color=MEAN, linewidth=1.1, **few)
+    if bounds := plot_limits(metric_column(lines, "grad_norm")):
+        axes[2].set_ylim(*bounds)
+    axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
+    for axis, name in zip(axes, (watched, "learning rate", "gradient norm"), strict=True):
+        axis.set_ylabel(name, color=INK, fontsize=9)
+        axis.grid(color=GRID, linewidth=0.7)
+        axis.tick_params(colors=INK, labelsize=8, length=0)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.spines["bottom"].set_color(GRID)
+    axes[2].set_xlabel("optimizer step", color=INK, fontsize=9)
+    axes[2].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    figure.align_ylabels(axes)
+    with atomic_file(picture) as fresh:
+        figure.savefig(fresh, format="png")
+
+
+def primary_metric(lines: Sequence[Mapping[str, Any]]) -> str:
+    """What one watches: the loss, or the reward where there is one; the loss of a policy says nothing."""
+    return "reward" if any("reward" in line for line in lines) else "loss"
+
+
+def _main(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> None:
+    watched = primary_metric(lines)
+    losses = metric_column(lines, watched)
+    window = smoothing_window(len(lines))
+    if window > 1:
+        axis.plot(steps, losses, color=RAW, linewidth=0.9, label="each line")
+        axis.plot(steps, median_smooth(losses, window), color=MEAN, linewidth=1.8, label=f"median of {window} lines")
+    else:
+        axis.plot(
+            steps,
+            losses,
+            color=MEAN,
+            linewidth=1.6,
+            marker="o" if len(lines) < 40 else None,
+            markersize=3,
+            label="training",
+        )
+    shown = list(losses)
+    if evals:
+        values = metric_column(evals, watched)
+        shown += values
+        axis.plot(
+            metric_column(evals, "step"),
+            values,
+            color=EVAL,
+            linewidth=1.2,
+            marker="D",
+            markersize=4,
+            label="evaluation",
+        )
+    bad = [line["step"] for line in lines if line.get("skipped")]
+    for i, step in enumerate(bad):
+        axis.axvline(step, color=BAD, linewidth=0.8, alpha=0.5, label="skipped" if i == 0 else None)
+    if bounds := plot_limits(shown):
+        axis.set_ylim(*bounds)
+    if evals or window > 1 or bad:
+        axis.legend(
+            frameon=False, fontsize=8, labelcolor=INK, loc="upper right" if watched == "loss" else "lower right"
+        )
+    last = next(((s, v) for s, v in zip(reversed(steps), reversed(losses), strict=True) if math.isfinite(v)), None)
+    if last is not None:
+        axis.annotate(
+            f"{last[1]:.4g}", last, xytext=(6, 0), textcoords="offset points", fontsize=8, color=INK, va="center"
+        )
+    axis.margins(x=0.045)

@@ -1,0 +1,103 @@
+"""The Hugging Face files of the model that a run trains: what a checkpoint has of them, and the export at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megaswift import distributed, log
+from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
+from megaswift.engine.protocol import Engine
+from megaswift.folders.checkpoint import MODEL
+from megaswift.run.output import OutputFolder
+from megaswift.trainers.hook import Run
+from megaswift.trainers.hooks.best_model import best_checkpoint, copy_export, load_best_checkpoint
+
+TEMPLATE = "chat_template.jinja"
+HF, ADAPTER = "hf", "adapter"
+"""Folders within a checkpoint."""
+REFERENCE = "reference"
+"""Within a checkpoint: a reference that moves."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Writes them. Every rank calls the methods, but for `describe`."""
+
+    engine: Engine
+    folder: Path
+    """Of the model that the run starts from."""
+    base: str
+    """Name of the base model, for those who load the adapters."""
+    adapts: bool
+    """Whether adapters train."""
+    merges: bool
+    """Whether the export has them merged into the model too."""
+    template: str | None
+    """The chat template, where the options give one."""
+
+    def describe(self, step: Path) -> None:
+        """Writes beside the state what turns a checkpoint into a Hugging Face folder without the one it came from. On
+        one rank."""
+        target = step / MODEL
+        self.engine.describe(target, self.folder)
+        self._write_template(target)
+
+    def write_weights_of_step(self, step: Path) -> None:
+        """The Hugging Face folder of a checkpoint that holds weights only."""
+        self._export(step / HF)
+
+    def write_adapter_of_step(self, step: Path) -> None:
+        """The PEFT folder of a checkpoint."""
+        self.engine.write_adapter(step / ADAPTER, self.base)
+
+    def write_moved_reference(self, step: Path) -> None:
+        """A reference that has moved is part of the run's state: in float32, which loses nothing of it."""
+        with self.engine.reference():
+            self.engine.export(step / REFERENCE, self.folder, torch.float32)
+
+    def _export(self, target: Path) -> None:
+        self.engine.export(target, self.folder)
+        distributed.run_on_rank0(lambda: self._write_template(target))
+
+    def _merge_adapter(self, adapter: Path, target: Path) -> None:
+        merge_adapter_folder_into_base(self.folder, adapter, target, overwrite=True)
+        self._write_template(target)
+
+    def _write_template(self, target: Path) -> None:
+        if self.template is not None:
+            (target / TEMPLATE).write_text(self.template, encoding="utf-8")
+
+    def export(self, outputs: OutputFolder, best: Path | None) -> None:
+        """The weights of all ranks, or of the checkpoint `best`, each tensor in the dtype it was loaded with. An export
+        of an earlier start is replaced once it is whole."""
+        if best is not None and (best / HF).is_dir():  # of weights only
+            copy_export(best / HF, outputs.hf)
+        else:
+            self._export(outputs.hf)
+        log.print_result(f"exported {outputs.hf}")
+
+    def export_adapter(self, outputs: OutputFolder, best: Path | None) -> None:
+        """OUT/adapter, of the checkpoint `best` where there is one; with --merge_lora OUT/hf from it and the base
+        model's own files, so that nothing is rounded twice."""
+        if best is not None:
+            copy_export(best / ADAPTER, outputs.adapter)
+        else:
+            self.engine.write_adapter(outputs.adapter, self.base)
+        log.print_result(f"wrote {outputs.adapter}, which PEFT loads")
+        if self.merges:
+            distributed.run_on_rank0(lambda: self._merge_adapter(outputs.adapter, outputs.hf), hours=24)
+            log.print_result(f"exported {outputs.hf}, adapters merged in")
+
+
+def export_model(run: Run, files: ModelFiles, outputs: OutputFolder, takes_best: bool) -> None:
+    """The model or the adapters as they are, or `takes_best`: those of the best checkpoint. Collective."""
+    best = best_checkpoint(run, outputs.store.root) if takes_best else None
+    if files.adapts:
+        files.export_adapter(outputs, best)
+        return
+    if best is not None:
+        load_best_checkpoint(run, best)
+    files.export(outputs, best)

@@ -1,0 +1,337 @@
+"""Tasks of reinforcement learning: prompts, sampler, rewards, critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from megaswift.config import SwiftConfig
+from megaswift.config.agent_templates import AGENT_TEXTS
+from megaswift.config.byte_size_text import bytes_text
+from megaswift.config.evaluation_rules import evaluates
+from megaswift.config.generation_batch import generation_batch_plan
+from megaswift.config.rl_defaults import advantage_estimator_entry_of
+from megaswift.data import build_batch_sources as data_sources
+from megaswift.data import vocab_check
+from megaswift.data.collate_rollout_batches import RolloutCollator
+from megaswift.data.prompt_images import PromptImageReader
+from megaswift.data.read_template_and_system import thinking_variable
+from megaswift.data.rl_prompts import IndexedPrompts, Prompt, PromptSource, load_prompt_splits
+from megaswift.data.vision_batches import media_kinds
+from megaswift.data.vision_processor import Processor, tokenizer_of_tokenizer_or_processor
+from megaswift.engine.protocol import Engine
+from megaswift.errors import DataError
+from megaswift.log import count_text
+from megaswift.losses.value import ValueLoss
+from megaswift.rewards.load_built_in_and_user_reward_functions import load_reward_functions
+from megaswift.rewards.reward_interface_and_scoring import (
+    BuiltInRewardParameters,
+    RewardFunction,
+    missing_reward_column_problems,
+)
+from megaswift.rollout.sampler import Sampler
+from megaswift.rollout.write_weight_sync_folders import SyncRounds
+from megaswift.run.plan import RunPlan
+from megaswift.run.summary import SummaryFacts, trained_parameter_share_text
+from megaswift.run.task import Task, TaskData, TaskParts
+from megaswift.trainers.batch_fields import ReferenceLogprobs
+from megaswift.trainers.flops import step_flop_formula
+from megaswift.trainers.hook import Hook, unchanged
+from megaswift.trainers.interval import interval_of
+from megaswift.trainers.prefix_sharing import shares_prefixes
+from megaswift.trainers.rl.advantages import AdvantageEstimator
+from megaswift.trainers.rl.chat_turns import ChatTurns
+from megaswift.trainers.rl.completions_log import CompletionsLog
+from megaswift.trainers.rl.critic import CriticTrainer, critic_engine
+from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, load_environment_class
+from megaswift.trainers.rl.evaluation import RewardEvaluationHook
+from megaswift.trainers.rl.generation import CompletionGenerator
+from megaswift.trainers.rl.monitor import RolloutMonitor
+from megaswift.trainers.rl.multi_turn import MultiTurnRunner
+from megaswift.trainers.rl.sampler import (
+    build_sampler,
+    rollout_batch_size,
+    samples_on_every_rank,
+    sampling_params_of,
+    sync_folder,
+)
+from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
+from megaswift.trainers.rl.scorer import RewardScorer
+from megaswift.trainers.rl.settings import rl_settings
+from megaswift.trainers.rl.source import RolloutDependencies, RolloutSource
+from megaswift.trainers.rl.weight_sync import (
+    adapter_rank,
+    merged_sync_reason,
+    syncs_adapters_only,
+)
+from megaswift.trainers.schedule import count_steps
+
+CRITIC = "critic"
+"""Within a checkpoint."""
+LOOKED_AT = 20_000
+"""Prompts whose columns are compared with what rewards need, before training."""
+Rate = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class PolicyTask(Task):
+    """Batches are rollouts: completions of prompts, with rewards. PPO's other engine is the critic."""
+
+    def read(self, plan: RunPlan) -> tuple[RunPlan, TaskData]:
+        """The prompts to train on, and the held-out ones."""
+        cfg = plan.cfg
+        reader: Any = plan.reader()
+        tokenizer = tokenizer_of_tokenizer_or_processor(reader)
+        generation = generation_batch_plan(cfg, plan.layout.dp)
+        source, held_out = load_prompt_splits(
+            cfg.data, cfg.train, reader, cfg.task, cfg.rl.max_completion_length, generation.prompts, generation.steps
+        )
+        vocab_check.check_dataset_token_ids([source.prompts.docs], tokenizer, plan.geometry().vocabulary)
+        if problems := missing_reward_column_problems(reward_functions_of(cfg), common_columns(source.prompts)):
+            raise DataError(problems)
+        processor = reader if isinstance(reader, Processor) else None
+        total = count_steps(cfg, source)
+        return plan, TaskData(source, None, held_out or [], tokenizer, processor, total)
+
+    def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:
+        """Sampler, critic, rewards."""
+        cfg = plan.cfg
+        critic_of = partial(build_critic, plan, rate, data.total_steps)
+        dependencies = rollout_dependencies(plan, data, engine, critic_of)
+        settings, critic = rl_settings(cfg, plan.layout.dp), dependencies.critic
+        rollouts = RolloutSource(settings, dependencies)
+        # the critic's values, once a generation
+        flops = [] if critic is None else [step_flop_formula(critic.engine, plan.spec, 1 / settings.iterations)]
+
+        def describe(facts: SummaryFacts) -> SummaryFacts:
+            return add_rl_summary_rows(facts, plan, data.source, None if critic is None else critic.engine)
+
+        return TaskParts(
+            rollouts,
+            first_hooks=[*rollout_hooks(plan, rollouts)],
+            last_hooks=[*reward_evaluation_hooks(plan, rollouts, data.held_out)],
+            prepare=unchanged if critic is None else critic.prepare,
+            agree_before_batch=True,
+            step_extras=rollouts.step_extras,
+            mark=rollouts.mark,
+            engines={} if critic is None else {CRITIC: critic.engine},
+            flops=flops,
+            describe=describe,
+        )
+
+
+def common_columns(prompts: IndexedPrompts) -> frozenset[str]:
+    """Columns that every row has, as far as looked at."""
+    return frozenset.intersection(*(frozenset(prompts.read(i).columns) for i in range(min(len(prompts), LOOKED_AT))))
+
+
+def add_rl_summary_rows(
+    facts: SummaryFacts, plan: RunPlan, source: PromptSource, critic: Engine | None
+) -> SummaryFacts:
+    """The first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
+    cfg, generation = plan.cfg, generation_batch_plan(plan.cfg, plan.layout.dp)
+    samplers = plan.layout.world_size if samples_on_every_rank(cfg) else plan.layout.dp
+    shared = cfg.vllm.vllm_tensor_parallel_size
+    sampling = (
+        f"{count_text(generation.generations, 'completion')} for each of {count_text(generation.prompts, 'prompt')} "
+        "at a time, up to "
+        f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {count_text(samplers, 'rank')}"
+        f"{f', {shared} per engine' if shared > 1 else ''}, {rollout_batch_size(cfg, plan.spec)} at once, "
+        f"for {count_text(generation.steps, 'step')}"
+    )
+    rows = source.rows * generation.generations * generation.iterations
+    more = (
+        ("sampling", sampling),
+        *facts.more,
+        *weight_sync_summary_rows(plan),
+        ("rewards", rewards_text(cfg)),
+        *(() if critic is None else critic_summary_row(cfg, critic)),
+    )
+    return replace(facts, rows_per_epoch=rows, more=more)
+
+
+def rewards_text(cfg: SwiftConfig) -> str:
+    """What gives rewards, each with its weight."""
+    names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
+    weighted = [f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg), strict=True)]
+    return ", ".join([*weighted, *([f"turns of {cfg.rl.environment}"] if cfg.rl.environment else [])])
+
+
+def weight_sync_summary_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    """Of a run with adapters: what its samplers get."""
+    if plan.adapts:
+        cfg, alone = plan.cfg, syncs_adapters_only(plan.cfg, plan.spec, plan.folder)
+        why = (
+            merged_sync_reason(cfg, plan.spec, plan.folder) if cfg.rl.rollout_lora is None else "rollout_lora is false"
+        )
+        yield (
+            "weight sync",
+            f"adapters alone, of rank {adapter_rank(cfg)}" if alone else f"all weights, adapters merged in: {why}",
+        )
+
+
+def critic_summary_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
+    """What PPO's second model is and costs. Collective."""
+    sizes, start = critic.report(), cfg.rl.critic_model or "the initial model"
+    memory = bytes_text(sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes)
+    rate = cfg.rl.critic_learning_rate or cfg.optim.learning_rate
+    yield (
+        "critic",
+        (
+            f"{start}, with a scalar head: {sizes.parameters_total:,} parameters"
+            f"{trained_parameter_share_text(sizes)}, {memory} more on the largest rank, learning rate {rate:g}"
+        ),
+    )
+
+
+class SamplerCloser(Hook):
+    """Ends what samples."""
+
+    def __init__(self, scheduler: CompletionSamplingScheduler) -> None:
+        self.scheduler = scheduler
+
+    def close(self) -> None:
+        """The draw under way first."""
+        self.scheduler.close()
+        self.scheduler.generation.close()
+
+
+def build_critic(plan: RunPlan, rate: Rate, total_steps: int) -> CriticTrainer | None:
+    """The critic of a run that has one."""
+    cfg = plan.scheduled(total_steps)
+    if not advantage_estimator_entry_of(cfg).critic:
+        return None
+    engine = critic_engine(cfg, plan.spec, plan.folder, plan.context, fresh=plan.resumed is None)
+    share = (cfg.rl.critic_learning_rate or cfg.optim.learning_rate) / cfg.optim.learning_rate
+    return CriticTrainer(engine, ValueLoss(cfg.rl.cliprange_value, cfg.rl.vf_coef), lambda step: share * rate(step))
+
+
+def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None:
+    """How conversations go, where the run has an environment."""
+    text = cfg.rl.environment
+    if text is None:
+        return None
+    environment = load_environment_class(text)
+    agent_text = cfg.data.agent_template if cfg.data.agent_template in AGENT_TEXTS else ""
+    variables = thinking_variable(cfg.data.enable_thinking, tokenizer.chat_template)
+    return MultiTurnRunner(
+        lambda: EnvironmentWithNamedErrors.make(f"--environment {text}", environment),
+        ChatTurns(tokenizer, variables, agent_text or ""),
+        cfg.rl.max_turns,
+        cfg.data.max_length,
+    )
+
+
+def rollout_dependencies(
+    plan: RunPlan, data: TaskData, engine: Engine, critic_of: Callable[[], CriticTrainer | None]
+) -> RolloutDependencies:
+    """What rollouts are made by: the sampler, the reward functions, the estimator."""
+    cfg, context, tokenizer, prompts = plan.cfg, plan.context, data.tokenizer, data.source
+    settings, geometry = rl_settings(cfg, plan.layout.dp), plan.geometry()
+    images = None
+    if data.processor is not None:
+        images = PromptImageReader(data.processor, media_kinds(prompts.prompts.docs.stores))
+    packs = cfg.data.packing is not False and images is None
+    adapters_only = plan.adapts and syncs_adapters_only(cfg, plan.spec, plan.folder)
+    offloaded = {"optimizer": cfg.rl.offload_optimizer, "model": cfg.rl.offload_model}
+    leaves = frozenset(part for part, moves in offloaded.items() if moves)
+    generation = CompletionGenerator(
+        engine,
+        context.coordinates,
+        build_sampler_in_freed_memory(plan, engine, leaves, adapter_rank(cfg) if adapters_only else 0),
+        sampling_params_of(cfg, tokenizer, plan.folder),
+        cfg.train.seed,
+        build_multi_turn(cfg, tokenizer),
+        SyncRounds(sync_folder(cfg, plan.folder), "adapter") if adapters_only else None,
+        plan.base,
+        samples_on_every_rank(cfg),
+        cfg.vllm.vllm_tensor_parallel_size,
+        images,
+    )
+    critic = critic_of()  # after the sampler, which reserves its share of the memory first
+    scheduler = CompletionSamplingScheduler(
+        prompts,
+        generation,
+        settings.draws,
+        advantage_estimator_entry_of(cfg).greedy_baseline,
+        cfg.rl.async_generation,
+        cfg.rl.rollout_sleep,
+        leaves,
+        None if critic is None else critic.engine,
+    )
+    return RolloutDependencies(
+        scheduler,
+        RewardScorer(
+            reward_functions_of(cfg),
+            reward_weights_of(cfg),
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        ),
+        AdvantageEstimator(cfg, settings, settings.beta),
+        RolloutCollator(
+            data_sources.padding_shape_of(tokenizer, geometry),
+            packs,
+            geometry.uniform,
+            images,
+            shares_prefixes(cfg, plan.spec, plan.layout),
+        ),
+        geometry,
+        critic,
+    )
+
+
+def build_sampler_in_freed_memory(plan: RunPlan, engine: Engine, leaves: frozenset[str], rank: int) -> Sampler | None:
+    """This rank's sampler, built while `leaves` of the engine are off the device: vLLM refuses to start where less than
+    its share of the memory is free. `rank`: of adapters that come alone."""
+    if leaves:
+        engine.offload(leaves)
+    dtype = str(engine.dtype).removeprefix("torch.")
+    sampler = build_sampler(plan.cfg, plan.spec, plan.folder, plan.context, dtype, rank)
+    if leaves:
+        engine.onload()
+    return sampler
+
+
+def rollout_hooks(plan: RunPlan, rollouts: RolloutSource) -> Iterator[Hook]:
+    """The hooks of a policy's run that come before those of every run."""
+    cfg, parts = plan.cfg, rollouts.parts
+    yield SamplerCloser(parts.scheduler)
+    yield RolloutMonitor(rollouts)
+    if parts.critic is not None:
+        yield parts.critic
+    if cfg.rl.log_completions:
+        yield CompletionsLog(plan.outputs.completions, rollouts, cfg.rl.num_completions_to_print)
+    if cfg.preference.sync_ref_model and rollouts.settings.beta:
+        yield ReferenceLogprobs(cfg.preference.ref_model_sync_steps, cfg.preference.ref_model_mixup_alpha)
+
+
+def reward_evaluation_hooks(plan: RunPlan, rollouts: RolloutSource, held_out: Sequence[Prompt]) -> Iterator[Hook]:
+    """Evaluation on the held-out prompts, where there are any."""
+    if held_out and evaluates(plan.cfg):
+        work, train = (rollouts.parts.scheduler, rollouts.parts.scorer), plan.cfg.train
+        every = interval_of(train.eval_strategy, train.eval_steps)
+        yield RewardEvaluationHook(plan.outputs.evaluation, held_out, work, every)
+
+
+def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
+    """In the order of `reward_weights`; ConfigError with all that is wrong."""
+    rl = cfg.rl
+    functions = load_reward_functions(
+        rl.reward_funcs,
+        BuiltInRewardParameters(**{f.name: getattr(rl, f.name) for f in fields(BuiltInRewardParameters)}),
+        cfg.train.external_plugins,
+    )
+    if not rl.reward_model:
+        return functions
+    from megaswift.config.inference import ModelLoadingOptions
+    from megaswift.rewards.reward_model import load_reward_models  # loads transformers
+
+    options = ModelLoadingOptions(trust_remote_code=cfg.model.trust_remote_code)
+    return [*functions, *load_reward_models(rl.reward_model, options, {f.name for f in functions})]
+
+
+def reward_weights_of(cfg: SwiftConfig) -> list[float]:
+    """One for each reward."""
+    rl = cfg.rl
+    return [*rl.reward_weights] or [1.0] * (len(rl.reward_funcs) + len(rl.reward_model))

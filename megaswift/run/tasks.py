@@ -1,0 +1,111 @@
+"""The table of tasks: data, loss and unit of each. A new task is a row here, a loss and an entry point."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from megaswift.config import SwiftConfig
+from megaswift.config.preference import beta_of, cpo_alpha_of, loss_types_of
+from megaswift.config.rl_defaults import (
+    corrects_sampler_mismatch,
+    kl_estimator_of,
+    kl_in_reward_of,
+    policy_loss_of,
+    weighs_kl_by_ratio,
+)
+from megaswift.losses.contract import Loss
+from megaswift.losses.cpo import CPO
+from megaswift.losses.dpo import DPO
+from megaswift.losses.dpo_loss_types import DpoSettings
+from megaswift.losses.kto import KTO
+from megaswift.losses.orpo import ORPO
+from megaswift.losses.policy import PolicyLoss
+from megaswift.losses.policy_loss_types import PolicySettings as Formulas
+from megaswift.losses.reward import RewardLoss
+from megaswift.losses.sft import CrossEntropy
+from megaswift.registry import Registry
+from megaswift.run.dataset_task import DatasetTask
+from megaswift.run.policy_task import PolicyTask
+from megaswift.run.task import Task
+from megaswift.trainers.rl.settings import correction_of
+
+
+def _cross_entropy(cfg: SwiftConfig) -> Loss:
+    return CrossEntropy(cfg.train.label_smoothing_factor)
+
+
+def _dpo(cfg: SwiftConfig) -> Loss:
+    p = cfg.preference
+    settings = DpoSettings(beta=beta_of(cfg), label_smoothing=p.label_smoothing, discopop_tau=p.discopop_tau)
+    return DPO(
+        loss_types_of(cfg),
+        p.loss_weights,
+        settings,
+        p.f_divergence_type,
+        p.f_alpha_divergence_coef,
+        p.ld_alpha,
+        p.use_weighting,
+        p.rpo_alpha,
+        p.reference_free,
+    )
+
+
+def _kto(cfg: SwiftConfig) -> Loss:
+    p = cfg.preference
+    return KTO(loss_types_of(cfg)[0], beta_of(cfg), p.desirable_weight, p.undesirable_weight)
+
+
+def _cpo(cfg: SwiftConfig) -> Loss:
+    p = cfg.preference
+    return CPO(loss_types_of(cfg)[0], beta_of(cfg), p.label_smoothing, cpo_alpha_of(cfg), p.simpo_gamma, p.alpha)
+
+
+def _policy(cfg: SwiftConfig) -> Loss:
+    rl = cfg.rl
+    formulas = Formulas(**{f.name: getattr(rl, f.name) for f in fields(Formulas)})
+    return PolicyLoss(
+        loss_type=policy_loss_of(cfg),
+        settings=formulas,
+        importance_sampling_level=rl.importance_sampling_level,
+        beta=beta_of(cfg),
+        kl_in_reward=kl_in_reward_of(cfg),
+        kl_estimator=kl_estimator_of(cfg),
+        use_bias_correction_kl=weighs_kl_by_ratio(cfg),
+        off_policy_mask_threshold=rl.off_policy_mask_threshold,
+        entropy_coef=rl.entropy_coef,
+        max_completion_length=rl.max_completion_length,
+        temperature=rl.temperature,
+        ratio_level=correction_of(cfg).level,
+        corrects=corrects_sampler_mismatch(cfg),
+        loss_agg_mode=rl.loss_agg_mode,
+    )
+
+
+TASKS: Registry[Task] = Registry("task")
+for _task in (
+    DatasetTask("sft", "supervised fine-tuning", _cross_entropy, "label_weight", "rows"),
+    DatasetTask("pt", "pretraining", _cross_entropy, "label_weight", "rows"),
+    DatasetTask("dpo", "direct preference optimization", _dpo, "pairs", "pairs"),
+    DatasetTask("kto", "Kahneman-Tversky optimization", _kto, "examples", "examples"),
+    DatasetTask(
+        "orpo",
+        "odds-ratio preference optimization",
+        lambda cfg: ORPO(beta_of(cfg), loss_types_of(cfg)[0]),
+        "pairs",
+        "pairs",
+        prompt_labels=True,
+    ),
+    DatasetTask("cpo", "contrastive preference optimization", _cpo, "pairs", "pairs"),
+    DatasetTask("simpo", "simple preference optimization", _cpo, "pairs", "pairs"),
+    DatasetTask(
+        "rm",
+        "reward model",
+        lambda cfg: RewardLoss(cfg.preference.center_rewards_coefficient, loss_type=loss_types_of(cfg)[0]),
+        "pairs",
+        "pairs",
+        scored=True,
+    ),
+    PolicyTask("grpo", "group relative policy optimization", _policy, "completions", "completions"),
+    PolicyTask("ppo", "proximal policy optimization", _policy, "completions", "completions"),
+):
+    TASKS.register(_task.name, _task)

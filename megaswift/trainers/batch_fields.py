@@ -1,0 +1,181 @@
+"""Inputs of preference losses computed before a step: reference log-probabilities, KTO's and BCO's reference points.
+
+Owns when the reference runs and what is added to a batch's `fields`. The formulas are in `megaswift.losses`, the
+reference's weights are the engine's. As hooks they move the reference (TR-DPO) and keep what must outlive a restart.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from megaswift.config import SwiftConfig
+from megaswift.config.data import RL
+from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_pairs_over_global_batch
+from megaswift.config.preference import beta_of, loss_types_of, needs_reference
+from megaswift.engine.global_batch_loss_and_metrics import all_sum_on_device
+from megaswift.engine.protocol import Engine
+from megaswift.losses.contract import Batch, RequestedModelOutputs
+from megaswift.losses.kto import log_ratios, uses_delta, uses_kl
+from megaswift.losses.reward import weight_last_tokens_only
+from megaswift.trainers.hook import Hook, Run, StepRecord
+from megaswift.trainers.reference_logprobs import PrecomputedReferenceLogprobs
+from megaswift.trainers.rl.settings import rl_settings
+
+Mismatched = Callable[[Sequence[Batch], bool], list[Batch]]
+"""(micro-batches of examples, whether completions are taken from the whole global batch) -> those with other
+completions."""
+
+
+def batch_logprobs(engine: Engine, batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """Log-probabilities [b, s] of each micro-batch under the weights that the engine has."""
+    scored = [outputs.logprobs for outputs in engine.score(batches, RequestedModelOutputs())]
+    return [logprobs for logprobs in scored if logprobs is not None]
+
+
+def with_field(batches: Sequence[Batch], name: str, values: Sequence[torch.Tensor]) -> list[Batch]:
+    """The micro-batches with one more field."""
+    return [replace(b, fields={**b.fields, name: v}) for b, v in zip(batches, values, strict=True)]
+
+
+class BatchTransform(Hook, ABC):
+    """Adds to micro-batches what a loss reads."""
+
+    @abstractmethod
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches of one step; `training` False in evaluation, which changes no state."""
+
+
+class ReferenceLogprobs(BatchTransform):
+    """Adds `fields["reference"]`."""
+
+    def __init__(self, move_every: int | None = None, share: float = 0.0) -> None:
+        self.move_every, self.share = move_every, share
+        self.known: Mapping[bool, PrecomputedReferenceLogprobs] = {}
+        """Numbers scored before training, by whether they are of the data to train on; empty where the engine is
+        asked."""
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches with what the loss reads."""
+        if self.known:
+            return with_field(batches, "reference", [self.known[training].of(b) for b in batches])
+        with engine.reference():
+            return with_field(batches, "reference", batch_logprobs(engine, batches))
+
+    def on_step(self, run: Run, step: StepRecord) -> None:
+        """Moves the reference towards the model."""
+        if self.move_every and step.number % self.move_every == 0:
+            run.engine.move_reference(self.share)
+
+
+class KtoBaseline(ReferenceLogprobs):
+    """Adds KTO's `fields["kl"]` too: the mean log-ratio of mismatched answers, not below 0 (arXiv:2402.01306, section
+    4).
+
+    One number for each micro-batch index, averaged over data-parallel ranks, as in TRL; of micro-batches of one row,
+    one number for the global batch, whose order and mean no layout changes.
+    """
+
+    def __init__(
+        self,
+        mismatched: Mismatched,
+        over_global_batch: Callable[[bool], bool],
+        move_every: int | None = None,
+        share: float = 0.0,
+    ) -> None:
+        super().__init__(move_every, share)
+        self.mismatched, self.over_global_batch = mismatched, over_global_batch
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches with both fields."""
+        whole = self.over_global_batch(training)
+        others = self.mismatched(batches, whole)
+        with engine.reference():
+            own, rest = batch_logprobs(engine, batches), with_field(others, "reference", batch_logprobs(engine, others))
+        policy = batch_logprobs(engine, rest)
+        totals = _sums_and_counts(policy, rest)
+        if whole:
+            totals = totals.sum(0, keepdim=True).expand(len(batches), 2)
+        zeros = (totals[:, 0] / totals[:, 1].clamp(min=1)).clamp(min=0).float()
+        return with_field(with_field(batches, "reference", own), "kl", zeros.unbind())
+
+
+class BcoReferencePoint(ReferenceLogprobs):
+    """Adds BCO's `fields["delta"]` too: the mean reward of all examples so far, this step's included (arXiv:2404.04656,
+    section 4.1)."""
+
+    def __init__(self, beta: float, move_every: int | None = None, share: float = 0.0) -> None:
+        super().__init__(move_every, share)
+        self.beta = beta
+        self.sum: torch.Tensor | float = 0.0
+        self.count: torch.Tensor | float = 0.0
+        """On the device, [] in float64, once they have grown."""
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches with both fields; evaluation leaves the mean as it is."""
+        prepared = super().prepare(engine, batches, training)
+        if training:
+            total, count = _sums_and_counts(batch_logprobs(engine, prepared), prepared).sum(0).unbind()
+            self.sum, self.count = self.sum + self.beta * total, self.count + count
+        delta = torch.as_tensor(self.sum).float() / torch.as_tensor(self.count).float().clamp(min=1)
+        return with_field(prepared, "delta", [delta] * len(prepared))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums."""
+        return {"sum": float(self.sum), "count": float(self.count)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.sum, self.count = float(state["sum"]), float(state["count"])
+
+
+def _sums_and_counts(policy: Sequence[torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
+    """float64 [micro-batches, 2]: of each one's log-ratios the sum and the number, over all ranks, on the device: the
+    host does not wait. Replicas of a model-parallel grid count alike, in sum and number. Collective."""
+    ratios = [log_ratios(p, b.to(p.device)).double() for p, b in zip(policy, batches, strict=True)]
+    sums = torch.stack([torch.stack([r.sum(), torch.full_like(r.sum(), r.numel())]) for r in ratios])
+    return all_sum_on_device(sums)
+
+
+class LastTokens(BatchTransform):
+    """For reward models: the head looks at the last token of each conversation, and nowhere else."""
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches with those positions marked."""
+        return [weight_last_tokens_only(b) for b in batches]
+
+
+def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:
+    """How often a step goes through the model before it trains: by the reference, for KTO's point, for BCO's mean, for
+    a policy's numbers.
+
+    KTO's other answers have the tokens of its own.
+    """
+    if cfg.task in RL:
+        return rl_settings(cfg, dp).forward_passes
+    if not needs_reference(cfg):
+        return 0
+    kind, once = loss_types_of(cfg)[0], cfg.preference.precompute_ref_log_probs
+    return 3 if uses_kl(kind) else (not once) + uses_delta(kind)
+
+
+def make_batch_transform(
+    cfg: SwiftConfig, mismatched: Mismatched, known: Mapping[bool, PrecomputedReferenceLogprobs]
+) -> BatchTransform | None:
+    """What this run's loss needs; None where a batch says it all."""
+    if cfg.task == "rm":
+        return LastTokens()
+    if not needs_reference(cfg):
+        return None
+    p, kind = cfg.preference, loss_types_of(cfg)[0]
+    moves = (p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
+    if uses_kl(kind):
+        return KtoBaseline(mismatched, partial(kto_pairs_over_global_batch, cfg), *moves)
+    transform = BcoReferencePoint(beta_of(cfg), *moves) if uses_delta(kind) else ReferenceLogprobs(*moves)
+    transform.known = known
+    return transform

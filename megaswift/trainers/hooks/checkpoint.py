@@ -1,0 +1,271 @@
+"""The checkpoint hook: saves every `save_steps` or epoch, at the end and on a signal; restores a run from a checkpoint.
+
+Owns which rank does what and what the trainer itself must remember. How a folder becomes a checkpoint is `commit`'s,
+what the engine writes is the engine's.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megaswift import distributed
+from megaswift.config.batch_arithmetic import BatchPlan
+from megaswift.config.byte_size_text import bytes_text
+from megaswift.engine.protocol import FileEntries
+from megaswift.errors import CheckpointError, Problem
+from megaswift.folders import saved_steps
+from megaswift.folders.checkpoint import ENGINE
+from megaswift.trainers import checkpoints
+from megaswift.trainers.file_hashes import damaged_file_problems_all_ranks
+from megaswift.trainers.hook import Hook, Run, StepRecord
+from megaswift.trainers.hooks.background_save import BackgroundWriter, PendingCheckpoint
+from megaswift.trainers.hooks.best_model import BestModelHook
+from megaswift.trainers.hooks.progress import print_line, print_warning
+from megaswift.trainers.interval import BEST, NO, Every, StepInterval
+
+
+class CheckpointHook(Hook):
+    """Writes checkpoints. Stands last in the list: the lines of the step are on disk before it."""
+
+    part = "checkpoints"
+
+    def __init__(
+        self, store: checkpoints.CheckpointStore, every: Every, limit: int | None, facts: Mapping[str, Any]
+    ) -> None:
+        self.store, self.limit, self.facts = store, limit, facts
+        self.interval = StepInterval(every)
+        self.best: BestModelHook | None = None
+        """Of a run that compares its evaluations: the best step is not deleted."""
+        self.attach: Callable[[Path], None] = lambda folder: None
+        """Writes what makes the folder usable by itself (config.json, tokenizer); rank 0."""
+        self.beside: Callable[[Path], None] = lambda folder: None
+        """Writes what of the engine others read (a PEFT folder); every rank."""
+        self.write_weights_only: Callable[[Path], None] | None = None
+        """Writes the model alone, in place of all states (--save_only_model); every rank."""
+        self.before_save: Callable[[Run], None] = lambda run: None
+        """What has to hold of a state that is saved; every rank."""
+        self.after_save: Callable[[Path, int], None] = lambda folder, step: None
+        """What is done with a complete checkpoint; every rank."""
+        self.background = False
+        """Checkpoints are written while training goes on (--async_save)."""
+        self.pending: PendingCheckpoint | None = None
+        self.exit_interval: int | None = None
+        """The run ends after a step that is divisible by it, and is saved then."""
+        self.size = 0
+        """Bytes of the last checkpoint, on rank 0; before the first one, what it holds at least."""
+        self.saved = -1
+        """The step of the last checkpoint, or of the one the run went on from."""
+
+    def on_start(self, run: Run) -> None:
+        """What was restored needs no saving."""
+        self.saved = run.step
+        self.interval.start(run)
+
+    def on_step(self, run: Run, step: StepRecord) -> None:
+        """Saves when it is due; a checkpoint that all ranks have written in the background counts from now on."""
+        if self.pending is not None and self.pending.step <= run.busy_after and not run.busy_ranks:
+            self.finish_pending()
+        improved = self.interval.every == BEST and self.best is not None and self.best.improved_at(step.number)
+        exits = self.exit_interval is not None and step.number % self.exit_interval == 0
+        if self.interval.due(step) or improved or exits:
+            self.save(run, self.background)
+        if exits and step.number < run.total_steps and not run.stopping:
+            run.stopping = f"exit_interval {self.exit_interval}; --resume_from_checkpoint latest goes on"
+
+    def on_end(self, run: Run) -> None:
+        """Saves the last step. Of a run that saves nothing, only one that ended early. Nothing is left in the
+        background."""
+        self.finish_pending()
+        early = run.interrupted or run.mistake is not None
+        if self.saved != run.step and (early or self.interval.every != NO):
+            self.save(run)
+
+    def close(self) -> None:
+        """After an error, a checkpoint that is still being written is given up: other ranks may have ended."""
+        if self.pending is not None:
+            print_warning(f"the checkpoint of step {self.pending.step} was still being written, and is not used")
+            self.pending = None
+
+    @property
+    def busy(self) -> bool:  # type: ignore[override]
+        """Whether this rank writes a checkpoint in the background."""
+        return self.pending is not None and self.pending.writer.busy
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the interval stands."""
+        return self.interval.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.interval.load_state_dict(state)
+
+    def save(self, run: Run, background: bool = False) -> None:
+        """One checkpoint, on every rank together, complete when this returns unless it is written in the
+        `background`."""
+        self.finish_pending()
+        began = time.perf_counter()
+        self.before_save(run)
+        if self.best is not None:
+            self.best.before_save(run.step)
+        hooks = {type(h).__name__: state for h in run.hooks if (state := h.state_dict())}
+        steps = {"total_steps": run.total_steps, "skipped_steps": run.skipped}
+        state = {**self.facts, **steps, "data": run.position, "hooks": copy.deepcopy(hooks)}
+        engines = {} if self.write_weights_only else {ENGINE: run.engine, **run.engines}
+        if self.write_weights_only:
+            state[saved_steps.WEIGHTS_ONLY] = True
+        folder = distributed.run_on_rank0(lambda: self._open(run.step, [*engines]))
+        best = self.best.saved[0] if self.best is not None and self.best.saved is not None else None
+        self.saved = run.step
+        if background:
+            saves = {name: engine.start_save(folder / name) for name, engine in engines.items()}
+            self.beside(folder)
+            writer, blocked = BackgroundWriter(saves), time.perf_counter() - began
+            self.pending = PendingCheckpoint(run.step, folder, state, best, writer, began, blocked)
+            return
+        files = {f"{part}/{file}": e for part, one in engines.items() for file, e in one.save(folder / part).items()}
+        (self.write_weights_only or self.beside)(folder)
+        self._publish(run.step, files, (state, best), lambda: f"{time.perf_counter() - began:.1f} s")
+
+    def finish_pending(self) -> None:
+        """Waits for the checkpoint that is written in the background, if any, and publishes it. Collective."""
+        if self.pending is None:
+            return
+        done, self.pending = self.pending, None
+        began = time.perf_counter()
+        files = done.writer.finish(f"checkpoint of step {done.step}")
+
+        def seconds() -> str:
+            now = time.perf_counter()
+            waited = done.blocked + now - began
+            return f"complete after {now - done.began:.2f} s; training waited {waited:.2f} s"
+
+        self._publish(done.step, files, (done.state, done.best), seconds)
+
+    def _publish(
+        self, step: int, own: FileEntries, kept: tuple[Mapping[str, Any], int | None], seconds: Callable[[], str]
+    ) -> None:
+        """Makes a written step a checkpoint: files without an entry are hashed by all ranks together, then rank 0 marks
+        and renames the folder and deletes older ones. `seconds` is what the line says then of the time. Collective."""
+        rank, ranks, folder = distributed.global_rank(), distributed.global_world_size(), self.store.saving(step)
+        (state, best), files = kept, FileEntries()
+        for part in distributed.gather_on_rank0(own) or ():
+            files |= part
+        rest = distributed.run_on_rank0(lambda: checkpoints.unhashed_files(folder, files))
+        for part in distributed.gather_on_rank0(checkpoints.hash_files(folder, rest[rank::ranks])) or ():
+            files |= part
+        done = distributed.run_on_rank0(lambda: self.store.finish(step, files, state))
+        distributed.run_on_rank0(lambda: self.store.rotate(self.limit, best))
+        self.size = sum(entry["bytes"] for entry in files.values())
+        print_line(f"step {step}: checkpoint {done} ({self.size / 2**20:,.1f} MiB, {seconds()})")
+        self.after_save(done, step)
+
+    def _open(self, step: int, names: Sequence[str]) -> Path:
+        check_space(self.store.root, self.size, step)
+        folder = self.store.begin(step)
+        for name in names:
+            (folder / name).mkdir()
+        if names:
+            self.attach(folder)
+        return folder
+
+
+def check_space(root: Path, size: int, step: int) -> None:
+    """CheckpointError where the file system has no room for another checkpoint of `size` bytes."""
+    there = next(path for path in (root, *root.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < size:
+        raise CheckpointError(
+            Problem(
+                f"checkpoint of step {step}",
+                f"needs about {bytes_text(size)}, but {there} has only {bytes_text(free)} free; older checkpoints "
+                "are deleted only after the new one is complete",
+                "free space, or use a smaller --save_total_limit for the next run or another --output_dir",
+            )
+        )
+
+
+def restore_run(
+    run: Run,
+    folder: Path,
+    model: Mapping[str, Any],
+    on_manifest: Callable[[Mapping[str, Any]], object] = lambda manifest: None,
+    data: bool = True,
+) -> dict[str, Any]:
+    """Everything back to where `folder` was saved, on this or another layout; returns its manifest. `data` False: the
+    data begin with their first row (ignore_data_skip).
+
+    `on_manifest` is called with the manifest before anything is loaded, so that a notice of changed options comes
+    before a refusal that they cause.
+    """
+    manifest = distributed.run_on_rank0(lambda: saved_steps.load_manifest_or_problem(folder))
+    if isinstance(manifest, Problem):
+        raise CheckpointError(manifest)
+    if manifest.get(saved_steps.WEIGHTS_ONLY):
+        rule = "contains weights only (--save_only_model): a run needs the optimizer's states to resume"
+        part = f"--adapters {folder / 'adapter'}" if (folder / "adapter").is_dir() else f"--model {folder / 'hf'}"
+        raise CheckpointError(Problem(str(folder), rule, f"{part} starts from these weights"))
+    if absent := [name for name in ("data", "hooks") if name not in manifest]:
+        rule = f"lacks the state of {' and '.join(absent)}, which a run needs to resume"
+        raise CheckpointError(Problem(str(folder / checkpoints.MARKER), rule, "use another step of the run"))
+    problems = [*resume_format_and_model_mismatch_problems(manifest, model), *damaged_file_problems_all_ranks(folder)]
+    if problems:
+        raise CheckpointError(problems)
+    on_manifest(manifest)
+    if data:
+        _load_states(folder, [("data", run.data, manifest["data"])])
+    for name, engine in {ENGINE: run.engine, **run.engines}.items():
+        engine.load(folder / name)
+    named = {type(hook).__name__: hook for hook in run.hooks}
+    hooks = manifest["hooks"]
+    _load_states(folder, [(f"hooks, {name}", hook, hooks[name]) for name, hook in named.items() if name in hooks])
+    run.step, run.skipped = manifest["step"], manifest.get("skipped_steps", 0)
+    return manifest
+
+
+class _Stateful(Protocol):
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def _load_states(folder: Path, states: Sequence[tuple[str, _Stateful, Any]]) -> None:
+    """Loads states of the manifest into their owners; CheckpointError for one that cannot be read."""
+    for name, owner, state in states:
+        try:
+            owner.load_state_dict(state)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            rule = f"has a value for {name} that cannot be read ({type(error).__name__}: {error})"
+            raise CheckpointError(
+                Problem(str(folder / checkpoints.MARKER), rule, "use another step of the run")
+            ) from error
+
+
+def global_batch_size_change_notice(manifest: Mapping[str, Any], plan: BatchPlan) -> str:
+    """What is said of steps that are larger or smaller now, as on other data-parallel ranks where no global batch is
+    given."""
+    size = plan.global_batch_size
+    was = manifest.get("global_batch_size", size)  # absent from older checkpoints
+    fix = "fewer data-parallel ranks keep" if was % (size // plan.accumulation) else f"--global_batch_size {was} keeps"
+    return "" if was == size else f"the global batch size is {size}; it was {was} in the checkpoint's run: {fix} it"
+
+
+def resume_format_and_model_mismatch_problems(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[Problem]:
+    """What makes a checkpoint unfit for this run: another format, another model."""
+    problems = []
+    if manifest["format"] != checkpoints.FORMAT:
+        rule = f"has format {manifest['format']}; this version reads {checkpoints.FORMAT}"
+        problems.append(Problem("checkpoint", rule, "use the version that wrote it"))
+    saved = manifest.get("model", {})
+    problems += [
+        Problem(
+            f"model's {name}",
+            f"is {saved[name]} in the checkpoint and {model[name]} in --model",
+            "use the checkpoint's model",
+        )
+        for name in model
+        if name in saved and saved[name] != model[name]
+    ]
+    return problems

@@ -1,0 +1,117 @@
+"""The evaluation hook: every `eval_steps` or epoch and after the last step, written to eval.jsonl.
+
+The loss is the objective over the whole validation set, or the part of it that the batches hold: sums and counts of
+each term and mean are added up and divided once, so that it does not matter how rows are cut into batches and spread
+over ranks. Touches no state.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from megaswift.config import SwiftConfig
+from megaswift.config.batch_arithmetic import batch_plan
+from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_pairs_over_global_batch
+from megaswift.engine.protocol import Addends
+from megaswift.engine.reported_numbers import differences, ratios
+from megaswift.losses.contract import Batch
+from megaswift.parallel.layout import Layout
+from megaswift.trainers.hook import Run, StepRecord
+from megaswift.trainers.hooks.metrics import IntervalLinesHook, MetricsWindow, step_mean_weight
+from megaswift.trainers.interval import Every
+
+
+def eval_accumulation(cfg: SwiftConfig, layout: Layout) -> int:
+    """Micro-batches that evaluation passes at a time: as many as a pipeline has stages; where KTO takes completions
+    from the whole global batch, as many as hold the rows of a step."""
+    if kto_pairs_over_global_batch(cfg, training=False):
+        plan = batch_plan(cfg.train, layout.dp)
+        return plan.per_device * plan.accumulation
+    return layout.pp
+
+
+class AddendsOfBatches:
+    """Sums and counts of several batches, divided once."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[str, tuple[float, float]]] = {"terms": {}, "means": {}}
+        self.differences: dict[str, tuple[str, str]] = {}
+
+    def add(self, batch: Addends) -> None:
+        """One batch more."""
+        for kind, sums in self.sums.items():
+            for name, (total, count) in getattr(batch, kind).items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = before[0] + total, before[1] + count
+        self.differences |= batch.differences
+
+    @property
+    def loss(self) -> float:
+        """The objective."""
+        return sum(ratios(self.sums["terms"]).values())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Terms where there are several, means and differences of means."""
+        terms, means = (ratios(self.sums[kind]) for kind in ("terms", "means"))
+        found = means | (terms if len(self.sums["terms"]) > 1 else {})
+        return found | differences(Addends(differences=self.differences), found)
+
+
+class EvaluationHook(IntervalLinesHook):
+    """Runs the validation batches through the engine."""
+
+    part = "evaluation"
+
+    def __init__(
+        self,
+        path: Path,
+        batches: Callable[[], Iterable[list[Batch]]],
+        every: Every,
+        count: str,
+        on_start: bool = False,
+    ) -> None:
+        super().__init__(path, every)
+        self.batches, self.count, self.before_first_step = batches, count, on_start
+        self.last = 0
+        """The step of the last evaluation."""
+
+    def on_step_begin(self, run: Run) -> None:
+        """Evaluates before the first step, where that is asked for."""
+        if self.before_first_step and run.step == 0:
+            self.before_first_step = False
+            self.evaluate(run, 0.0)
+
+    def on_step(self, run: Run, step: StepRecord) -> None:
+        """Evaluates when it is due."""
+        if self.interval.due(step) or step.number == run.total_steps:
+            self.evaluate(run, step.epoch)
+
+    def evaluate(self, run: Run, epoch: float) -> dict[str, Any]:
+        """One pass over the validation set, one line."""
+        began = time.perf_counter()
+        window, added = MetricsWindow(), AddendsOfBatches()
+        for microbatches in self.batches():
+            result = run.engine.evaluate(run.prepare(run.engine, microbatches, False), run.loss)
+            step = StepRecord(run.step, epoch, 0.0, result)
+            window.add(step, step_mean_weight(step, self.count))
+            added.add(result.addends)
+        self.last = run.step
+        line: dict[str, Any] = {
+            "step": run.step,
+            "epoch": epoch,
+            "loss": added.loss if window.weight else math.nan,
+            "tokens": window.tokens,
+            "label_tokens": window.label_tokens,
+            "batches": window.steps,
+            "seconds": time.perf_counter() - began,
+        }
+        metrics = {k: v / window.weights[k] for k, v in window.metrics.items()} | added.metrics
+        line |= {k: v for k, v in metrics.items() if k not in line}
+        self.write(line)
+        run.emit("on_evaluate", line)
+        return line

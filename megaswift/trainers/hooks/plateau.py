@@ -1,0 +1,100 @@
+"""Learning rates that fall when evaluations stop improving (`lr_scheduler_type reduce_lr_on_plateau`).
+
+Owns when the rate falls, as in torch's ReduceLROnPlateau; its state travels in checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megaswift.config import SwiftConfig
+from megaswift.config.evaluation_rules import best_model_metric
+from megaswift.config.optim import PLATEAU, OptimConfig
+from megaswift.trainers.hook import Hook, Line, Run
+from megaswift.trainers.hooks.best_model import unknown_metric_error
+from megaswift.trainers.hooks.progress import print_line
+from megaswift.trainers.schedule import final_rate
+
+SMALLEST_CHANGE = 1e-8
+"""torch's `eps`: a rate that would change by less stays."""
+
+
+class ReduceOnPlateauHook(Hook):
+    """Compares evaluations, and reduces the rate after more than `patience` without improvement."""
+
+    part = "evaluation"
+
+    def __init__(self, optim: OptimConfig, metric: str, greater_is_better: bool) -> None:
+        self.optim, self.metric, self.greater_is_better = optim, metric, greater_is_better
+        self.share = 1.0
+        """Of the learning rate that is left."""
+        self.best = -math.inf if greater_is_better else math.inf
+        self.waited, self.cooldown = 0, 0
+
+    @property
+    def rate(self) -> float:
+        """The learning rate that evaluations so far allow."""
+        return self.share * self.optim.learning_rate
+
+    def on_evaluate(self, run: Run, line: Line) -> None:
+        """Compares one; the model before the first step is no candidate."""
+        if line["step"] == 0:
+            return
+        if self.metric not in line:
+            run.mistake = unknown_metric_error(self.metric, line)
+            return
+        value = math.nan if line[self.metric] is None else float(line[self.metric])
+        before = self.rate
+        self.take(value)
+        if self.rate < before:
+            print_line(f"learning rate {before:g} -> {self.rate:g}: no better {self.metric} than {self.best:.6g}")
+
+    def take(self, value: float) -> None:
+        """One evaluation."""
+        optim = self.optim
+        if self._improves(value):
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        if self.cooldown:
+            self.cooldown, self.waited = self.cooldown - 1, 0
+        if self.waited <= optim.plateau_patience:
+            return
+        rate = max(self.rate * optim.plateau_factor, final_rate(optim))
+        if self.rate - rate > SMALLEST_CHANGE:
+            self.share = rate / optim.learning_rate
+        self.cooldown, self.waited = optim.plateau_cooldown, 0
+
+    def _improves(self, value: float) -> bool:
+        threshold = self.optim.plateau_threshold
+        sign = 1 if self.greater_is_better else -1
+        if self.optim.plateau_threshold_mode == "abs":
+            limit = self.best + sign * threshold
+        else:
+            limit = self.best * (1 + sign * threshold)
+        return value > limit if self.greater_is_better else value < limit
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers as text where JSON has none for them."""
+        return {"share": self.share, "best": str(self.best), "waited": self.waited, "cooldown": self.cooldown}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.share, self.best = float(state["share"]), float(state["best"])
+        self.waited, self.cooldown = int(state["waited"]), int(state["cooldown"])
+
+
+def plateau_hooks(cfg: SwiftConfig) -> list[Hook]:
+    """The hook of a run with this schedule."""
+    if cfg.optim.lr_scheduler_type != PLATEAU:
+        return []
+    metric = best_model_metric(cfg)
+    greater = cfg.train.greater_is_better
+    return [ReduceOnPlateauHook(cfg.optim, metric, not metric.endswith("loss") if greater is None else greater)]
+
+
+def allowed_rate(rate: float, hooks: Iterable[Hook]) -> float:
+    """The schedule's rate, lower where evaluations have reduced it."""
+    return min([rate, *(hook.rate for hook in hooks if isinstance(hook, ReduceOnPlateauHook))])

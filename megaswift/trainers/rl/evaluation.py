@@ -1,0 +1,64 @@
+"""The evaluation hook of reinforcement learning: mean rewards on held-out prompts, written to eval.jsonl. It changes
+no state of the run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from megaswift.data.rl_prompts import Prompt
+from megaswift.trainers.hook import Run, StepRecord
+from megaswift.trainers.hooks.metrics import IntervalLinesHook
+from megaswift.trainers.interval import Every
+from megaswift.trainers.rl.metrics import rollout_statistics
+from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
+from megaswift.trainers.rl.scorer import RewardScorer
+
+APART = 2**40
+"""Added to the step, it numbers an evaluation's draws apart from those of any generation."""
+
+
+class RewardEvaluationHook(IntervalLinesHook):
+    """One completion of each held-out prompt every `eval_steps` or epoch and after the last step."""
+
+    part = "evaluation"
+
+    def __init__(
+        self,
+        path: Path,
+        prompts: Sequence[Prompt],
+        work: tuple[CompletionSamplingScheduler, RewardScorer],
+        every: Every,
+    ) -> None:
+        super().__init__(path, every)
+        self.prompts = prompts
+        self.scheduler, self.scorer = work
+
+    def on_step(self, run: Run, step: StepRecord) -> None:
+        """Evaluates when it is due."""
+        if self.interval.due(step) or step.number == run.total_steps:
+            self.evaluate(run, step)
+
+    def evaluate(self, run: Run, step: StepRecord) -> dict[str, Any]:
+        """One pass over the prompts, one line."""
+        began = time.perf_counter()
+        self.scheduler.settle()
+        with self.scheduler.room(lambda _: nullcontext(), again=False):
+            completions = self.scheduler.generation.write(self.prompts, APART + step.number)
+        rollouts = self.scorer(
+            self.prompts, completions, self.scheduler.generation.scored_completions(len(self.prompts))
+        )
+        line: dict[str, Any] = {
+            "step": step.number,
+            "epoch": step.epoch,
+            "loss": math.nan,
+            **rollout_statistics(rollouts, 1),
+        }
+        line |= {"prompts": len(self.prompts), "seconds": time.perf_counter() - began}
+        self.write(line)
+        run.emit("on_evaluate", line)
+        return line

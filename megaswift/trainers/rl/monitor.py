@@ -1,0 +1,124 @@
+"""Warns about generations from which nothing can be learned, and ends a run in which no completion had a reward with
+exit code 3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megaswift.errors import EXIT_NO_PROGRESS, Problem, UserError
+from megaswift.log import count_text
+from megaswift.rewards.reward_interface_and_scoring import reward_function_flag
+from megaswift.trainers.hook import Hook, Run, StepRecord
+from megaswift.trainers.hooks.progress import print_warning
+from megaswift.trainers.rl.source import RolloutSource
+
+PATIENCE = 3
+"""So many generations in a row before anything is said."""
+APART = 1.05
+"""Mean of exp |sampler's - trainer's log-probability| from which the two are not the same policy: bfloat16 alone stays
+well below."""
+
+
+class NoRewardsError(UserError):
+    """No reward function applied to any completion."""
+
+    title = "training failed: no completion had a reward"
+    exit_code = EXIT_NO_PROGRESS
+
+
+class RolloutMonitor(Hook):
+    """Looks at each generation when a step has used it for the first time; tells each kind of trouble once, and again
+    after it was gone."""
+
+    def __init__(self, source: RolloutSource) -> None:
+        self.source = source
+        self.in_a_row: dict[str, int] = {}
+        self.completions = self.rewarded = 0
+        """Of the whole run, and those of them that a reward function applied to."""
+        self.silent = False
+        """Whether no completion of the last generation had a reward."""
+
+    def on_start(self, run: Run) -> None:
+        """A checkpoint without these counts is taken as one of a run that had rewards."""
+        if run.step and not self.completions:
+            self.completions = self.rewarded = 1
+
+    def on_step(self, run: Run, step: StepRecord) -> None:
+        """Counts."""
+        if self.source.fresh:
+            self.count(step.number)
+            for kind, text in self.troubles(step).items():
+                self.in_a_row[kind] = self.in_a_row.get(kind, 0) + 1 if text else 0
+                if self.in_a_row[kind] == PATIENCE:
+                    print_warning(f"the last {PATIENCE} generations, up to step {step.number}: {text}")
+
+    def count(self, number: int) -> None:
+        """Adds a generation; warns at the first of those in a row that have no reward at all."""
+        given = sum(not math.isnan(rollout.total) for rollout, _ in self.source.fresh)
+        if not given and not self.silent:
+            print_warning(
+                f"step {number}: {self.flags()} returned None for all {len(self.source.fresh)} completions: their "
+                "advantages are 0"
+            )
+        self.completions, self.rewarded = self.completions + len(self.source.fresh), self.rewarded + given
+        self.silent = not given
+
+    def flags(self) -> str:
+        """The reward functions as typed."""
+        return ", ".join(reward_function_flag(function) for function in self.source.parts.scorer.functions)
+
+    def on_end(self, run: Run) -> None:
+        """Before the last checkpoint, as for skipped steps."""
+        if not run.interrupted and run.step >= run.total_steps:
+            self.check_progress(run)
+
+    def check_progress(self, run: Run) -> None:
+        """`NoRewardsError` where no completion of the whole run had a reward."""
+        if self.completions and not self.rewarded:
+            raise NoRewardsError(
+                Problem(
+                    self.flags(),
+                    f"returned None for every completion of all {count_text(run.step, 'step')}: every advantage was "
+                    "0, so nothing was learned. Nothing was exported",
+                    "return a number for each completion that the function applies to, and None only for the others",
+                )
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts."""
+        return {"completions": self.completions, "rewarded": self.rewarded}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.completions, self.rewarded = int(state["completions"]), int(state["rewarded"])
+
+    def troubles(self, step: StepRecord) -> dict[str, str]:
+        """By kind what is wrong with the generation; empty where nothing is."""
+        metrics, settings = self.source.metrics, self.source.settings
+        spread = metrics.get("reward_std", math.inf)
+        same = spread < 1e-8 if settings.group == 1 else metrics["frac_reward_zero_std"] == 1 and math.isfinite(spread)
+        unscored = sum(math.isnan(rollout.total) for rollout, _ in self.source.fresh)
+        whose = "all completions have" if settings.group == 1 else "all completions of a prompt have"
+        apart = step.result.metrics.get("sampling/token_mult_prob_error", 1.0)
+        return {
+            "spread": f"{whose} the same reward (mean {metrics.get('reward', math.nan):.4g}), so their advantages are "
+            "0. Check the rewards in completions.jsonl, and whether the prompts are too hard or too easy"
+            if same
+            else "",
+            "unscored": f"every reward function returned None for {unscored} of {len(self.source.fresh)} completions, "
+            "which have no effect on the loss"
+            if 0 < unscored < len(self.source.fresh)
+            else "",
+            "length": "every completion was cut off at --max_completion_length: the model may need more tokens, or "
+            "does not generate the token that ends an answer (its tokenizer's eos_token, eos_token_id of "
+            "generation_config.json)"
+            if metrics["completions/clipped_ratio"] == 1
+            else "",
+            "sampler": "the sampler's log-probabilities differ from the trainer's (sampling/token_mult_prob_error "
+            f"{apart:.3g}; 1: equal). Check that both use the same dtype; --importance_sampling_correction true limits "
+            "the effect"
+            if apart > APART and "sampling/staleness" not in metrics
+            else "",
+        }

@@ -1,0 +1,351 @@
+"""The batch source of reinforcement learning: prompts, completions, rewards, advantages, micro-batches.
+
+Owns the order of a generation and what of it outlives a restart. Sampling is
+`completion_generation_and_weight_sync.py`, rewards are `reward_scorer.py`, advantages `advantage_estimator.py`, where
+numbers stand in a micro-batch `data/collate_rollout_batches.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megaswift import distributed
+from megaswift.config.advantage_estimator_table import advantage_estimator_entry
+from megaswift.data.collate_rollout_batches import (
+    RolloutCollator,
+    RolloutMicrobatch,
+    RolloutTokens,
+    gather_completion_values,
+)
+from megaswift.data.numbered_rows_batch_source import LoaderGeometry
+from megaswift.data.prompt_images import PromptImages
+from megaswift.engine.protocol import Engine
+from megaswift.losses.advantages import entropy_threshold
+from megaswift.losses.contract import Batch, RequestedModelOutputs
+from megaswift.trainers.hook import StepExtras
+from megaswift.trainers.rl.advantages import AdvantageEstimator
+from megaswift.trainers.rl.critic import CriticTrainer
+from megaswift.trainers.rl.metrics import group_rewards_differ, rollout_statistics
+from megaswift.trainers.rl.multi_turn import model_token_mask
+from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
+from megaswift.trainers.rl.scorer import RewardScorer, ScoredCompletion
+from megaswift.trainers.rl.settings import RlSettings
+from megaswift.trainers.timing import timed
+
+NOTHING = np.zeros(0, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class RolloutDependencies:
+    """What a source works with."""
+
+    scheduler: CompletionSamplingScheduler
+    scorer: RewardScorer
+    estimator: AdvantageEstimator
+    layout: RolloutCollator
+    geometry: LoaderGeometry
+    critic: CriticTrainer | None = None
+
+
+class RolloutSource:
+    """Gives this rank's micro-batches of one optimizer step after the other; samples anew when a generation is used
+    up."""
+
+    def __init__(self, settings: RlSettings, parts: RolloutDependencies) -> None:
+        self.settings, self.parts = settings, parts
+        self.generations = 0
+        """Those that were begun."""
+        self.completed: list[RolloutTokens] = []
+        """Of the present generation, in the order of their numbers; the same on every rank."""
+        self.used = settings.steps
+        """Optimizer steps taken on it."""
+        self.fresh: list[tuple[ScoredCompletion, float]] = []
+        """What the last step was the first to use, each with its mean advantage."""
+        self.metrics: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the prompts so far."""
+        return self.parts.scheduler.prompts.epoch
+
+    @property
+    def data_fingerprint(self) -> str:
+        """That of the prompts."""
+        return self.parts.scheduler.prompts.prompts.fingerprint
+
+    def next(self) -> list[Batch]:
+        """The micro-batches of the next optimizer step. Collective."""
+        self.seconds, self.fresh = {}, []
+        if self.used >= self.settings.steps:
+            self.generate()
+        micros = self.micros(self.used % self.settings.slices)
+        self.used += 1
+        if self.settings.top_entropy_quantile < 1.0:
+            with self.timed("scoring"):
+                micros = self.with_uncertain_ones(micros)
+        if self.settings.needs_covariances:
+            with self.timed("scoring"):
+                micros = self.with_selected(micros)
+        return self.parts.layout.batches(micros)
+
+    def step_extras(self) -> StepExtras:
+        """Metrics of the generation that the last step was on, and where the time went."""
+        metrics, seconds, critic = self.metrics, dict(self.seconds), self.parts.critic
+        if critic is not None:
+            metrics, seconds["critic"] = metrics | critic.metrics, critic.seconds
+        times = {f"time/{part.replace(' ', '_')}": spent for part, spent in seconds.items()}
+        return StepExtras(metrics | times, seconds, sum(self.seconds.values()), "time/training")
+
+    def generate(self) -> None:
+        """A new generation, ready for its first step."""
+        late = self.settings.steps if self.parts.scheduler.ahead is not None else 0
+        rollouts = self.sample()
+        self.completed = [scored_completion_to_rollout_tokens(i, r, self.settings) for i, r in enumerate(rollouts)]
+        self.used = 0
+        with self.timed("scoring"):
+            self.score()
+        fields = self.parts.estimator(rollouts, self.completed)
+        for name, values in fields.items():
+            self.put(name, dict(enumerate(values)))
+        if self.parts.scheduler.asynchronous:
+            self.parts.scheduler.begin(self.generations, self.timed)
+        self.metrics = rollout_statistics(rollouts, self.settings.group) | self.parts.estimator.metrics
+        own = np.concatenate(fields["advantages"]) if any(map(len, fields["advantages"])) else np.zeros(1)
+        self.metrics |= {"advantages/mean": float(own.mean()), "advantages/std": float(own.std())}
+        if self.parts.scheduler.asynchronous:
+            self.metrics["sampling/staleness"] = float(late)
+        self.fresh = [
+            (r, float(a.mean()) if len(a) else 0.0) for r, a in zip(rollouts, fields["advantages"], strict=True)
+        ]
+
+    def sample(self) -> list[ScoredCompletion]:
+        """Prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for
+        it."""
+        settings, selected = self.settings, list[ScoredCompletion]()
+        spare: list[ScoredCompletion] = []
+        for tried in range(settings.tries):
+            prompts, completions = self.parts.scheduler.draw(self.generations, tried > 0, self.timed)
+            self.generations += 1
+            with self.timed("rewards"):
+                rollouts = self.parts.scorer(
+                    prompts,
+                    completions,
+                    self.parts.scheduler.generation.scored_completions(len(prompts), settings.draws),
+                )
+            for start in range(0, len(rollouts), settings.draws):
+                group = split_off_greedy_baseline(rollouts[start : start + settings.draws], settings.group)
+                (
+                    selected if settings.tries == 1 or group_rewards_differ(group, settings.each_reward) else spare
+                ).extend(group)
+            if len(selected) >= settings.generation:
+                break
+        return (selected + spare)[: settings.generation]
+
+    def score(self) -> None:
+        """Log-probabilities of the policy as it is and of the reference, values of the critic: where the run needs
+        them."""
+        settings, engine, critic = self.settings, self.parts.scheduler.generation.engine, self.parts.critic
+        needs = RequestedModelOutputs(temperature=settings.temperature)
+        if settings.needs_old:
+            self.put("old", self.rollout_logprobs() or self.numbers(engine, needs))
+        if settings.beta:
+            with engine.reference():
+                self.put("reference", self.numbers(engine, needs))
+        if critic is not None:
+            self.put("values", self.numbers(critic.engine, critic.loss.needs))
+
+    def rollout_logprobs(self) -> CompletionScores:
+        """The sampler's log-probabilities, where the run takes them as the old policy's and it knows them all."""
+        sampled = {c.number: c.values["sampled"] for c in self.completed if not c.silent}
+        known = self.settings.use_rollout_logprobs and not any(np.isnan(v).any() for v in sampled.values())
+        return sampled if known else {}
+
+    def numbers(self, engine: Engine, needs: RequestedModelOutputs) -> CompletionScores:
+        """Of all completions. Collective."""
+        micros = [micro for k in range(self.settings.slices) for micro in self.micros(k)]
+        return compute_rollout_token_outputs(
+            engine, micros, self.parts.layout, needs, self.parts.scheduler.generation.first
+        )
+
+    def put(self, name: str, numbers: CompletionScores) -> None:
+        """One more field of every completion; of silent ones without numbers."""
+        self.completed = [
+            replace(c, values={**c.values, name: NOTHING if c.silent else numbers[c.number]}) for c in self.completed
+        ]
+
+    def micros(self, part: int) -> list[RolloutMicrobatch]:
+        """This rank's micro-batches of one of the generation's optimizer steps, as completions."""
+        order = np.random.default_rng([self.settings.seed, self.generations]).permutation(len(self.completed))
+        which = order[part * self.settings.batch : (part + 1) * self.settings.batch].tolist()
+        if self.parts.layout.shares_prefixes:  # those of a prompt side by side; the first of a prompt keeps its place
+            prompts = [tuple(self.completed[i].prompt) for i in which]
+            first = {prompt: place for place, prompt in reversed([*enumerate(prompts)])}
+            which = [i for _, i in sorted(zip((first[p] for p in prompts), which, strict=True), key=lambda e: e[0])]
+        return [[self.completed[i] for i in micro] for micro in self.parts.geometry.own(which)]
+
+    def with_uncertain_ones(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
+        """`keep`: the tokens whose entropy is in the upper part, over all ranks (arXiv:2506.01939)."""
+        needs = RequestedModelOutputs(fields=frozenset({"entropy"}), temperature=self.settings.temperature)
+        entropies = compute_rollout_token_outputs(
+            self.parts.scheduler.generation.engine,
+            micros,
+            self.parts.layout,
+            needs,
+            self.parts.scheduler.generation.first,
+        )
+        every = np.concatenate([*entropies.values()]) if entropies else NOTHING
+        least = (
+            float(entropy_threshold(torch.from_numpy(every), self.settings.top_entropy_quantile)) if len(every) else 0
+        )
+        return [
+            [
+                None
+                if c is None
+                else replace(c, values={**c.values, "keep": entropies.get(c.number, NOTHING) >= least})
+                for c in micro
+            ]
+            for micro in micros
+        ]
+
+    def with_selected(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
+        """`selected`: the tokens of high covariance, over all ranks (arXiv:2505.22617)."""
+        engine, first = self.parts.scheduler.generation.engine, self.parts.scheduler.generation.first
+        needs = RequestedModelOutputs(temperature=self.settings.temperature)
+        logprobs = compute_rollout_token_outputs(engine, micros, self.parts.layout, needs, first)
+        numbers = sorted(n for n, v in logprobs.items() if len(v))
+        seed = [self.settings.seed, self.generations, self.used]
+        values = [self.completed[n].values for n in numbers]
+        chosen = self.parts.estimator.select_tokens(
+            [logprobs[n] for n in numbers],
+            [v["advantages"] for v in values],
+            [v.get("old", logprobs[n]) for n, v in zip(numbers, values, strict=True)],
+            seed,
+        )
+        selected = dict(zip(numbers, chosen, strict=True))
+        nothing = NOTHING.astype(bool)
+        return [
+            [
+                None if c is None else replace(c, values={**c.values, "selected": selected.get(c.number, nothing)})
+                for c in micro
+            ]
+            for micro in micros
+        ]
+
+    def timed(self, part: str) -> AbstractContextManager[None]:
+        """Adds the block's time to a part of the step."""
+        return timed(self.seconds, part)
+
+    def mark(self) -> Callable[[], None]:
+        """What takes it back to where it is now, in this process. Cheap: a draw that is under way stays under way."""
+        attributes, (scheduler, estimator) = dict(vars(self)), (self.parts.scheduler, self.parts.estimator)
+        ahead, prompts, weights = scheduler.ahead, scheduler.prompts.state_dict(), estimator.state_dict()
+
+        def back() -> None:
+            vars(self).update(attributes)
+            if scheduler.ahead is not ahead:
+                scheduler.settle()
+            scheduler.ahead = ahead
+            scheduler.prompts.load_state_dict(prompts)
+            estimator.load_state_dict(weights)
+
+        return back
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position; a generation that is not used up goes along."""
+        unused = self.completed if self.used < self.settings.steps else []
+        scheduler = self.parts.scheduler
+        return {
+            "ahead": scheduler.state_dict(),
+            "prompts": scheduler.prompts.state_dict(),
+            "generations": self.generations,
+            "used": self.used,
+            "estimator": self.parts.estimator.state_dict(),
+            "metrics": dict(self.metrics),
+            "completed": [rollout_tokens_to_dict(c) for c in unused],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.parts.scheduler.load_state_dict(state["ahead"])
+        self.parts.scheduler.prompts.load_state_dict(state["prompts"])
+        self.generations, self.used, self.metrics = (
+            int(state["generations"]),
+            int(state["used"]),
+            dict(state["metrics"]),
+        )
+        self.completed = [rollout_tokens_from_dict(c) for c in state["completed"]]
+        if len(self.completed) != self.settings.generation:  # used up, or a run whose generations had another size
+            self.used, self.completed = self.settings.steps, []
+        self.parts.estimator.load_state_dict(state["estimator"])
+
+
+def split_off_greedy_baseline(draws: list[ScoredCompletion], group: int) -> list[ScoredCompletion]:
+    """The first `group` rollouts of a prompt; with one more, the greedy one, its total is their baseline."""
+    return draws if len(draws) == group else [replace(r, baseline=draws[group].total) for r in draws[:group]]
+
+
+def scored_completion_to_rollout_tokens(number: int, rollout: ScoredCompletion, settings: RlSettings) -> RolloutTokens:
+    """A rollout as the loss sees it. A critic learns nothing from a completion that no reward function applies to."""
+    completion = rollout.completion
+    silent = settings.mask_truncated and not completion.finished
+    silent = silent or advantage_estimator_entry(settings.estimator).critic and math.isnan(rollout.total)
+    values = {"sampled": NOTHING if silent else np.asarray(completion.logprobs, dtype=np.float32)}
+    return RolloutTokens(
+        number,
+        rollout.prompt.token_ids,
+        completion.token_ids,
+        model_token_mask(completion),
+        values,
+        silent,
+        rollout.prompt.images,
+    )
+
+
+def rollout_tokens_to_dict(c: RolloutTokens) -> dict[str, Any]:
+    """A completion as plain values; float32 survives."""
+    values = {name: [str(v.dtype), v.tolist()] for name, v in c.values.items()}
+    return {
+        "number": c.number,
+        "prompt": [*c.prompt],
+        "written": [*c.written],
+        "own": [*map(int, c.own)],
+        "values": values,
+        "silent": c.silent,
+        **({} if c.images is None else {"images": c.images.to_dict()}),
+    }
+
+
+def rollout_tokens_from_dict(state: Mapping[str, Any]) -> RolloutTokens:
+    """The inverse."""
+    values = {name: np.asarray(v, dtype=dtype) for name, (dtype, v) in state["values"].items()}
+    own, images = [*map(bool, state["own"])], PromptImages.from_dict(state.get("images"))
+    return RolloutTokens(state["number"], state["prompt"], state["written"], own, values, state["silent"], images)
+
+
+CompletionScores = dict[int, np.ndarray]
+"""float32 [own tokens] of each completion, by its number."""
+
+
+def compute_rollout_token_outputs(
+    engine: Engine,
+    micros: Sequence[RolloutMicrobatch],
+    layout: RolloutCollator,
+    needs: RequestedModelOutputs,
+    first: bool,
+) -> CompletionScores:
+    """The one output that `needs` names, of all ranks' completions. `first`: this rank speaks for its data-parallel
+    replica. Collective."""
+    (name,) = needs.names
+    batches = layout.batches(micros)
+    scores: CompletionScores = {}
+    for batch, outputs, micro in zip(batches, engine.score(batches, needs), micros, strict=True):
+        scores |= gather_completion_values(batch, getattr(outputs, name), micro)
+    return distributed.all_gather_merged_dict(scores if first else {})

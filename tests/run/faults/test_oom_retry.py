@@ -1,0 +1,67 @@
+"""The smaller micro-batch, and when there is another attempt. Whole runs: test_fault_tolerance_run.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megaswift.config import SwiftConfig
+from megaswift.config.variables_set_by_launcher import OOM_RETRY, RESTARTS
+from megaswift.errors import EXIT_OOM_RETRY, UserError
+from megaswift.run.faults import oom_retry
+
+
+@pytest.mark.parametrize(
+    ("given", "dp", "expected"),
+    [
+        ({"per_device_train_batch_size": 4, "global_batch_size": 16}, 2, (2, 16)),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}, 2, (2, 24)),
+        ({"per_device_train_batch_size": 6}, 2, (3, 12)),
+        ({"per_device_train_batch_size": 5, "global_batch_size": 10}, 1, (2, 10)),
+        ({"per_device_train_batch_size": 9}, 1, (3, 9)),
+        ({"per_device_train_batch_size": 7}, 1, (1, 7)),
+        ({"per_device_train_batch_size": 1, "global_batch_size": 8}, 1, None),
+    ],
+)
+def test_the_global_batch_stays(given: dict[str, int], dp: int, expected: tuple[int, int] | None) -> None:
+    smaller = oom_retry.smaller_microbatch(SwiftConfig(task="sft", model="m", dataset=["d"], **given), dp)
+    found = smaller and (smaller.train.per_device_train_batch_size, smaller.train.global_batch_size)
+    assert found == expected
+
+
+def test_the_next_attempt_reads_what_this_one_wrote(tmp_path: Path) -> None:
+    cfg = SwiftConfig(task="sft", model="m", dataset=["d"], output_dir=str(tmp_path), per_device_train_batch_size=4)
+    error = UserError("out of memory", "try")
+    assert oom_retry.retry_after(error, cfg, 2, {}) is error, "nothing starts the processes again"
+    assert oom_retry.retry_after(error, cfg.replace(oom_retry=False), 2, {OOM_RETRY: "1"}) is error
+    retry = oom_retry.retry_after(error, cfg, 2, {OOM_RETRY: "1"})
+    assert retry.exit_code == EXIT_OOM_RETRY
+    assert json.loads((tmp_path / oom_retry.FILE).read_text()) == {
+        "per_device_train_batch_size": 2,
+        "global_batch_size": 8,
+        "attempt": 0,
+    }
+    assert oom_retry.retry_after(error, cfg, 2, {OOM_RETRY: "1"}).exit_code == EXIT_OOM_RETRY, "of another rank"
+    assert oom_retry.retry_after(error, cfg, 2, {OOM_RETRY: "1", RESTARTS: "1"}) is error, "once"
+    assert oom_retry.config_of_retry(cfg, {}) == cfg
+    again = oom_retry.config_of_retry(cfg, {RESTARTS: "1"})
+    assert (again.train.per_device_train_batch_size, again.train.global_batch_size) == (2, 8)
+    oom_retry.forget_earlier_retry(tmp_path, {RESTARTS: "1"})
+    assert (tmp_path / oom_retry.FILE).is_file()
+    oom_retry.forget_earlier_retry(tmp_path, {})
+    assert oom_retry.config_of_retry(cfg, {RESTARTS: "1"}) == cfg
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+        ({"TORCHELASTIC_RESTART_COUNT": "3", "TORCHELASTIC_MAX_RESTARTS": "3"}, False),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, False),
+        ({OOM_RETRY: "1"}, True),
+    ],
+)
+def test_who_starts_the_processes_again(environ: dict[str, str], expected: bool) -> None:
+    assert oom_retry.is_started_again(environ) == expected

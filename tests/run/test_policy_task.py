@@ -1,0 +1,50 @@
+"""What the first screen says of rewards and of a policy's second model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megaswift.engine.protocol import EngineSizeReport
+from megaswift.run.policy_task import critic_summary_row, rewards_text
+from tests.trainers.rl.makers import config
+
+
+def test_rewards_on_the_screen() -> None:
+    """An environment's turns too, alone or beside functions."""
+    both = {"reward_funcs": ["accuracy", "format"], "reward_weights": [1.0, 0.2]}
+    assert rewards_text(config(**both)) == "accuracy x 1, format x 0.2"
+    talks: dict[str, Any] = {"environment": "env.py:Guess", "max_turns": 2}
+    assert rewards_text(config(**both, **talks)) == "accuracy x 1, format x 0.2, turns of env.py:Guess"
+    assert rewards_text(config(reward_funcs=[], **talks)) == "turns of env.py:Guess"
+
+
+@pytest.mark.parametrize(
+    ("options", "trained", "text"),
+    [
+        (
+            {},
+            None,
+            (
+                "the initial model, with a scalar head: 5,000 parameters, 8.0 KiB more on the largest rank, "
+                "learning rate 0.001"
+            ),
+        ),
+        (
+            {"critic_model": "judge", "critic_learning_rate": 0.01},
+            50,
+            (
+                "judge, with a scalar head: 5,000 parameters; 50 trained (1.00%), 8.0 KiB more on the largest "
+                "rank, learning rate 0.01"
+            ),
+        ),
+    ],
+)
+def test_the_critic_on_the_screen(options: dict[str, Any], trained: int | None, text: str) -> None:
+    """1024 + 3072 + 4096 bytes."""
+    sizes = EngineSizeReport(5000, 5000, 1024, 3072, 4096, 4000, parameters_trained=trained)
+    critic: Any = SimpleNamespace(report=lambda: sizes)
+    found = critic_summary_row(config(task="ppo", num_generations=1, learning_rate=0.001, **options), critic)
+    assert list(found) == [("critic", text)]

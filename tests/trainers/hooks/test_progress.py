@@ -1,0 +1,106 @@
+"""The bar and the plain lines: what is shown where, and how often."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+
+from megaswift import log
+from megaswift.log import LogFile
+from megaswift.trainers.flops import StepFlopFormula
+from megaswift.trainers.hooks.metrics import MetricsJsonlHook, ThroughputFormula
+from megaswift.trainers.hooks.progress import Progress, duration_text, print_line, progress_figures
+from megaswift.trainers.loop import train
+from tests.trainers.tiny import tiny_loop
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(stream: io.StringIO, path, steps: int = 5, every: float = 0.0) -> str:  # noqa: ANN001
+    lines = MetricsJsonlHook(path, 1, ThroughputFormula([StepFlopFormula(1, 1)], 1), "label_weight")
+    train(tiny_loop(steps, lines, Progress(stream, every)))
+    return stream.getvalue()
+
+
+def test_a_terminal_gets_a_bar_with_loss_rate_speed_and_time_left(tmp_path, monkeypatch) -> None:  # noqa: ANN001
+    monkeypatch.setattr(log, "LOG_FILE", LogFile())
+    log.LOG_FILE.open(tmp_path / "train.log")
+    text = shown(Terminal(), tmp_path / "m.jsonl")
+    last = text.split("\r")[-1]
+    assert "step 5/5  loss " in (tmp_path / "train.log").read_text()  # in plain lines there too
+    assert "5/5" in last and "loss " in last and "lr 2.00e-03" in last and "tokens/s" in last and "<" in last
+    assert "\nstep" not in text
+
+
+def test_elsewhere_there_are_plain_lines_now_and_then(tmp_path) -> None:  # noqa: ANN001
+    lines = shown(io.StringIO(), tmp_path / "a.jsonl").splitlines()
+    assert (
+        len(lines) == 5
+        and lines[0].startswith("step 1/5  loss ")
+        and "ETA 0:0" in lines[0]
+        and "\r" not in "".join(lines)
+    )
+    lines = shown(io.StringIO(), tmp_path / "b.jsonl", every=60).splitlines()
+    assert [line.split()[1] for line in lines] == ["1/5", "5/5"]  # the first and the last, whatever the interval
+
+
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError("nobody reads")
+
+
+def test_a_reader_that_leaves_does_not_end_a_run(tmp_path) -> None:  # noqa: ANN001
+    """As in `megaswift sft run.yaml 2>&1 | head -3`, which ended with exit code 0 and no export."""
+    shown(Closed(), tmp_path / "m.jsonl")
+    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (425, "7:05"), (7424, "2:03:44"), (273_900, "3d 04:05"), (-1, "0:00")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_a_loss_that_is_not_finite_is_shown() -> None:
+    assert (
+        progress_figures({"loss": None, "learning_rate": 1e-5, "tokens_per_second": 1234.5})
+        == "loss nan  lr 1.00e-05  1,234 tokens/s"
+    )
+
+
+def test_pairs_say_how_often_the_chosen_answer_is_first(capsys: pytest.CaptureFixture[str]) -> None:
+    loop: Any = None
+    line = {"step": 4, "loss": 0.5, "label_tokens": 400}
+    Progress(io.StringIO()).on_evaluate(loop, {**line, "rewards/accuracies": 0.97})
+    Progress(io.StringIO()).on_evaluate(loop, line)
+    assert capsys.readouterr().err == (
+        "megaswift: step 4: evaluation loss 0.5000  reward accuracy 97% over 400 label tokens\n"
+        "megaswift: step 4: evaluation loss 0.5000 over 400 label tokens\n"
+    )
+
+
+def test_an_evaluation_of_prompts_with_and_without_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every function may have returned None: there is no reward then, and no label tokens either."""
+    line = {"step": 4, "epoch": 1.0, "loss": math.nan, "prompts": 10, "seconds": 1.0}
+    loop: Any = None
+    Progress(io.StringIO()).on_evaluate(loop, line)
+    Progress(io.StringIO()).on_evaluate(loop, {**line, "reward": 0.5})
+    assert capsys.readouterr().err == (
+        "megaswift: step 4: evaluation reward none over 10 prompts\n"
+        "megaswift: step 4: evaluation reward 0.5000 over 10 prompts\n"
+    )
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    print_line("hello")
+    monkeypatch.setenv("RANK", "1")
+    print_line("not me")
+    assert capsys.readouterr().err == "megaswift: hello\n"

@@ -1,0 +1,302 @@
+"""The steps of a policy without an engine: what a generation is, how long it lasts, what of it goes into a
+checkpoint.
+
+Covers: megaswift/trainers/rl/scheduler.py.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megaswift.trainers.rl.generation import completion_seeds
+from megaswift.trainers.rl.source import RolloutSource
+from tests.losses import trainers
+from tests.trainers.rl.makers import source, told
+
+FOUR = {"generation_batch_size": 16, "num_iterations": 2}
+"""Two batches of a generation, each twice."""
+
+
+def asked(made: RolloutSource) -> list[int]:
+    """Generations that were sampled, and weights that were brought for them."""
+    samples: Any = made.parts.scheduler.generation
+    return [*samples.asked, samples.synchronized]
+
+
+def test_every_completion_is_trained_on_once_a_pass() -> None:
+    made = source(**FOUR)
+    steps = [made.next() for _ in range(5)]
+    assert asked(made) == [0, 1, 2]
+    numbers = [[n for b in step for n in b.sample_ids.tolist()] for step in steps]
+    assert sorted(numbers[0] + numbers[1]) == [*range(16)] and [len(n) for n in numbers] == [8] * 5
+    assert [told(s) for s in steps[2:4]] == [told(s) for s in steps[:2]] and told(steps[4]) != told(steps[0])
+    assert numbers[0] + numbers[1] != [*range(16)], "mixed, so that prompts do not stay together"
+    assert [len(step) for step in steps] == [4] * 5
+
+
+def test_fields_are_those_that_the_loss_reads() -> None:
+    on_policy, off, pulled = source(), source(**FOUR), source(beta=0.1, **FOUR)
+    names = [{n for b in made.next() for n in b.fields} for made in (on_policy, off, pulled)]
+    assert names == [
+        {"completions", "sampled", "advantages"},
+        {"completions", "sampled", "advantages", "old"},
+        {"completions", "sampled", "advantages", "old", "reference"},
+    ]
+    for batch in pulled.next():
+        at = batch.loss_weights != 0
+        for name, factor in (("old", -0.01), ("reference", -0.02)):
+            torch.testing.assert_close(batch.fields[name], torch.where(at, factor * batch.labels, 0.0))
+
+
+def test_fresh_completions_are_told_once() -> None:
+    made = source(**FOUR)
+    fresh = []
+    for _ in range(5):
+        made.next()
+        fresh.append(len(made.fresh))
+    assert fresh == [16, 0, 0, 0, 16]
+    assert made.step_extras().metrics["completions/mean_length"] == pytest.approx(
+        sum(2 + i % 3 for i in range(16)) / 16
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"beta": 0.1},
+        {"mask_truncated_completions": True},
+        {"top_entropy_quantile": 0.5},
+        {"loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0},
+        {"loss_type": "kl_cov", "use_rollout_logprobs": True, "beta": 0.1},
+        {"advantage_estimator": "rloo", "beta": 0.1, "kl_controller": "adaptive"},
+        {"advantage_estimator": "remax"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("taken", [0, 1, 3, 4, 5])
+def test_a_source_goes_on_where_it_was(taken: int, options: dict[str, Any]) -> None:
+    """Through JSON, at the end of a generation and within one."""
+    first, second = source(**FOUR, **options), source(**FOUR, **options)
+    for _ in range(taken):
+        first.next()
+    state = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(state)
+    assert json.loads(json.dumps(second.state_dict())) == state
+    for _ in range(4):
+        assert told(first.next()) == told(second.next()) and timeless(first) == timeless(second)
+    assert (len(state["completed"]) == 0) == (taken in (0, 4))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_generation": True},
+        {"beta": 0.1, "kl_in_reward": True, "kl_controller": "adaptive"},
+        {"advantage_estimator": "remax", "async_generation": True},
+    ],
+)
+@pytest.mark.parametrize("taken", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("further", [1, 4])
+def test_a_source_goes_back(further: int, taken: int, options: dict[str, Any]) -> None:
+    """As after a row that another rank cannot use."""
+    whole, made = source(**FOUR, **options), source(**FOUR, **options)
+    for _ in range(taken):
+        assert told(whole.next()) == told(made.next())
+    back = made.mark()
+    for _ in range(further):
+        made.next()
+    back()
+    assert json.dumps(made.state_dict()) == json.dumps(whole.state_dict())
+    for _ in range(6):
+        assert told(whole.next()) == told(made.next())
+
+
+def test_a_draw_that_is_under_way_stays_so() -> None:
+    """A step takes no longer because the next generation is being sampled."""
+    made, free = source(async_generation=True, **FOUR), threading.Event()
+    samples: Any = made.parts.scheduler.generation
+    samples.until = lambda: free.wait(30)
+    for _ in range(4):
+        made.mark()
+        made.next()
+    ahead = made.parts.scheduler.ahead
+    assert ahead is not None and ahead.future is not None and not ahead.future.done()
+    free.set()
+    made.next()
+    assert samples.asked[:2] == [0, 1] and made.step_extras().metrics["sampling/staleness"] == 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"generation_batch_size": 8, "num_iterations": 2},
+        {"generation_batch_size": 16, "num_iterations": 1},
+        {"generation_batch_size": 16, "num_iterations": 3},
+    ],
+)
+def test_a_run_may_go_on_with_other_generations(other: dict[str, int]) -> None:
+    for taken in (3, 4):
+        first, second = source(**FOUR), source(**other)
+        for _ in range(taken):
+            first.next()
+        second.load_state_dict(first.state_dict())
+        assert all(len(b.sample_ids) == 2 for _ in range(4) for b in second.next())
+        assert asked(second)[0] == 1, "the generation after the first one is the second"
+
+
+def test_silent_completions_reach_the_loss_without_labels() -> None:
+    made = source(
+        mask_truncated_completions=True,
+        num_iterations=2,
+        beta=0.1,
+        top_entropy_quantile=0.5,
+        per_device_train_batch_size=1,
+    )
+    silent, names = 0, ("sampled", "advantages", "old", "reference", "keep")
+    for batch in made.next():
+        assert {*batch.fields} == {"completions", *names} and len(batch.fields["completions"]) == 1
+        assert batch.fields["keep"].dtype == torch.bool
+        silent += not batch.loss_weights.any()
+        assert batch.loss_weights.any() or not any(batch.fields[n].any() for n in names)
+    assert silent == 3, "of eight those numbered 0, 3 and 6"
+
+
+def test_uncertain_tokens_are_trl_s(tmp_path: Path) -> None:
+    """The threshold is over all micro-batches of a step."""
+    trl: Any = trainers.grpo(tmp_path)
+    batches = source(top_entropy_quantile=0.3).next()
+    width = max(b.labels.shape[1] for b in batches)
+
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (0, width - x.shape[1]))
+
+    entropies, mask, kept = (
+        torch.cat([wide(x) for x in some])
+        for some in (
+            [b.labels / 10 for b in batches],
+            [b.loss_weights != 0 for b in batches],
+            [b.fields["keep"] for b in batches],
+        )
+    )
+    assert torch.equal(kept, trl.get_high_entropy_mask(entropies, mask, 0.7))
+    assert 0.2 < float(kept.sum() / mask.sum()) < 0.5
+
+
+def test_the_sampler_s_log_probabilities_are_those_of_the_old_policy() -> None:
+    """-0.5 of every token, as `Samples` has it, also in the first step on a generation, without a pass for them."""
+    made = source(use_rollout_logprobs=True)
+    scored: list[Any] = []
+    made.numbers = lambda *a: scored.append(a)  # type: ignore[method-assign, assignment, func-returns-value]
+    for batch in made.next():
+        assert torch.equal(batch.fields["old"], -0.5 * (batch.loss_weights != 0)) and not scored
+    assert all("old" not in b.fields for b in source().next())
+
+
+def test_tokens_of_high_covariance_are_selected_over_the_whole_step() -> None:
+    """By hand: log-probabilities are -token / 100, advantages those of the batch; the largest 4 of all tokens."""
+    batches = source(loss_type="kl_cov", kl_cov_ratio=0.17).next()
+    labeled = [b.loss_weights != 0 for b in batches]
+    tokens = [float(t) for b, m in zip(batches, labeled, strict=True) for t in b.labels[m]]
+    advantages = [float(a) for b, m in zip(batches, labeled, strict=True) for a in b.fields["advantages"][m]]
+    selected = [bool(s) for b, m in zip(batches, labeled, strict=True) for s in b.fields["selected"][m]]
+    n = len(tokens)
+    means = sum(tokens) / n, sum(advantages) / n
+    covariances = [-(t - means[0]) * (a - means[1]) for t, a in zip(tokens, advantages, strict=True)]
+    assert sum(selected) == int(0.17 * n) > 1
+    assert min(c for c, s in zip(covariances, selected, strict=True) if s) >= max(
+        c for c, s in zip(covariances, selected, strict=True) if not s
+    )
+    assert all(not b.fields["selected"][~m].any() for b, m in zip(batches, labeled, strict=True))
+
+
+REMAX = {"advantage_estimator": "remax"}
+
+
+def test_each_prompt_has_a_greedy_completion_as_its_baseline() -> None:
+    """It is rewarded, and neither trained on nor counted; `Samples` gives it one token, so its reward is 1."""
+    made = source(**REMAX, **FOUR)
+    steps = [made.next() for _ in range(2)]
+    fresh = [r for r, _ in made.fresh]
+    assert sorted(n for step in steps for b in step for n in b.sample_ids.tolist()) == [*range(16)]
+    assert all(r.baseline == 1 for r in fresh) and made.metrics["reward_baseline"] == 1
+    assert made.metrics["completions/min_length"] == 2, "greedy ones are left out"
+    assert all((c.values["advantages"] == len(c.written) - 1).all() for c in made.completed)
+    plain = source(**FOUR)
+    plain.next()
+    assert "reward_baseline" not in plain.metrics
+
+
+def test_groups_without_spread_are_drawn_again() -> None:
+    """Prompts 1 and 4 teach nothing: later prompts come in their place, and the first tries fill what is left."""
+
+    def worth(same: set[str]) -> Any:
+        return lambda s: 1.0 if s.prompt in same else float(len(s.token_ids))
+
+    made = source(worth({"Q1", "Q4"}), dynamic_sample=True)
+    made.next()
+    assert [r.prompt.content for r, _ in made.fresh] == ["Q0", "Q0", "Q2", "Q2", "Q3", "Q3", "Q5", "Q5"]
+    assert asked(made) == [0, 1, 1] and made.metrics["frac_reward_zero_std"] == 0
+    hopeless = source(worth({f"Q{i}" for i in range(99)} - {"Q6"}), dynamic_sample=True, max_resample_times=2)
+    hopeless.next()
+    assert [r.prompt.content for r, _ in hopeless.fresh[::2]] == ["Q6", "Q0", "Q1", "Q2"] and asked(hopeless) == [
+        0,
+        1,
+        2,
+        1,
+    ]
+    assert hopeless.metrics["frac_reward_zero_std"] == 0.75
+    numbers = [c.number for c in hopeless.completed]
+    assert numbers == [*range(8)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("taken", [1, 2, 3, 5])
+def test_sampling_anew_goes_on_where_it_was(taken: int, ahead: bool) -> None:
+    """Generations that took one draw, two and three; what was drawn ahead is looked at like any other."""
+
+    def made() -> RolloutSource:
+        same = {"Q1", "Q4", "Q9", "Q10", "Q11", "Q12", "Q13"}
+        return source(
+            lambda s: 1.0 if s.prompt in same else float(len(s.token_ids)), dynamic_sample=True, async_generation=ahead
+        )
+
+    first, second = made(), made()
+    for _ in range(taken):
+        first.next()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for _ in range(4):
+        assert told(first.next()) == told(second.next()) and timeless(first) == timeless(second)
+        assert [r for r, _ in first.fresh] == [r for r, _ in second.fresh] and first.metrics[
+            "frac_reward_zero_std"
+        ] == 0
+    assert first.generations == second.generations > taken + 4
+
+
+def test_without_it_groups_stay() -> None:
+    made = source(lambda s: 1.0)
+    made.next()
+    assert [r.prompt.content for r, _ in made.fresh[::2]] == ["Q0", "Q1", "Q2", "Q3"] and asked(made) == [0, 1]
+    assert all(advantage == 0 for _, advantage in made.fresh)
+
+
+def test_seeds_are_of_run_generation_and_number_alone() -> None:
+    """Different everywhere, the same whenever asked, and known: a change of them changes every run that goes on."""
+    drawn = [completion_seeds(run, generation, 8) for run in (0, 42) for generation in (0, 1)]
+    flat = [s for some in drawn for s in some]
+    assert len(set(flat)) == 32 and all(0 <= s < 2**63 for s in flat)
+    assert completion_seeds(42, 1, 3) == drawn[3][:3]
+    assert completion_seeds(42, 0, 1) == [int(np.random.SeedSequence([42, 0, 0]).generate_state(1, np.uint64)[0]) >> 1]
+
+
+def timeless(source: RolloutSource) -> dict[str, float]:
+    """Its metrics without seconds."""
+    return {name: value for name, value in source.step_extras().metrics.items() if not name.startswith("time/")}
