@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tests.net.front import ACCEPTED, PARSED, outcome
-from tests.net.record import FOLDER, write_record
+from tests.net.record import FOLDER, read_record, write_record
 
 TASKS = ("sft", "pt", "dpo", "kto", "orpo", "cpo", "simpo", "rm", "grpo", "ppo")
 SELECTORS = {
@@ -166,6 +166,12 @@ def sampled_pairs(count: int) -> list[Case]:
 def outcomes(cases: Iterable[Case]) -> dict[str, str]:
     """Return what the code does now, by case."""
     return {str(case): case.outcome() for case in cases}
+
+
+def recorded_pairs(cases: Iterable[Case]) -> dict[str, str]:
+    """Return the recorded outcomes of pairs: those without a line are accepted."""
+    refused_ones = read_record("pairs.txt")
+    return {str(case): refused_ones.get(str(case), ACCEPTED) for case in cases}
 
 
 def refused(found: dict[str, str]) -> dict[str, str]:

@@ -69,3 +69,14 @@ def unlisted(recorded: Mapping[str, str], now: Mapping[str, str], intended: Iter
         if not listed:
             lines.append(f"{case}: {before} -> {after}")
     return lines
+
+
+def not_seen(intended: Iterable[Difference], left_out: Iterable[str]) -> list[str]:
+    """Return a line for every intended change that no comparison has met, unless it is about a case that was left
+    out."""
+    cases = list(left_out)
+    return [
+        f"{change.cases} | {change.now}: no such difference"
+        for change in intended
+        if not change.seen and not any(map(change.is_about, cases))
+    ]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.net.clusters import cases, outcomes, sample
+from tests.net.clusters import outcomes, sample
 from tests.net.record import DIFFERENCES, read_differences, read_record, unlisted
 
 SOME = 90
@@ -19,9 +17,3 @@ def test_some_options_of_clusters(tmp_path: Path) -> None:
     chosen = sample(SOME)
     expected = {str(case): recorded[str(case)] for case in chosen}
     assert not unlisted(expected, outcomes(chosen, tmp_path), read_differences(DIFFERENCES.read_text()))
-
-
-@pytest.mark.slow
-def test_every_option_of_clusters(tmp_path: Path) -> None:
-    intended = read_differences(DIFFERENCES.read_text())
-    assert not unlisted(read_record("submitted.txt"), outcomes(cases(), tmp_path), intended)

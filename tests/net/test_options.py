@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.net.options import ACCEPTED, Case, alone_cases, listed_options, outcomes, paired_cases, sampled_pairs
-from tests.net.record import DIFFERENCES, Difference, read_differences, read_record, unlisted
+from tests.net.options import alone_cases, listed_options, outcomes, paired_cases, recorded_pairs, sampled_pairs
+from tests.net.record import DIFFERENCES, Difference, not_seen, read_differences, read_record, unlisted
 
 PAIRS = 1500
 """Of the default tier."""
 LISTED = 300
 """Cases of intended differences that the default tier looks at."""
 SURFACE = DIFFERENCES.parents[1] / "config" / "surface.txt"
-
-
-def recorded_pairs(cases: list[Case]) -> dict[str, str]:
-    refused = read_record("pairs.txt")
-    return {str(case): refused.get(str(case), ACCEPTED) for case in cases}
 
 
 def test_every_option_is_listed() -> None:
@@ -38,16 +31,6 @@ def test_some_pairs() -> None:
     assert not unlisted(recorded_pairs(cases), outcomes(cases), intended)
 
 
-@pytest.mark.slow
-def test_every_pair_and_every_difference() -> None:
-    intended = read_differences(DIFFERENCES.read_text())
-    pairs = paired_cases()
-    assert read_record("pairs.txt").keys() <= {str(case) for case in pairs}
-    recorded = read_record("alone.txt") | recorded_pairs(pairs)
-    assert not unlisted(recorded, outcomes([*alone_cases(), *pairs]), intended)
-    assert not [f"{d.cases} | {d.now}: no such difference" for d in intended if not d.seen]
-
-
 def test_a_difference_is_listed_or_reported() -> None:
     recorded = {"sft --a 1": "refused a", "sft --b 1": "accepted", "sft --c 1": "accepted"}
     now = {"sft --a 1": "refused a / engine", "sft --b 1": "refused b", "sft --d 1": "accepted"}
@@ -58,4 +41,6 @@ def test_a_difference_is_listed_or_reported() -> None:
         "sft --d 1: no such case -> accepted",
     ]
     assert [d.seen for d in intended] == [1, 0]
+    assert not_seen(intended, ["sft --f 1"]) == ["sft --e * | accepted: no such difference"]
+    assert not not_seen(intended, ["sft --e 1"])
     assert intended[0] == Difference("sft --a *", "= / engine", "names the engine")
