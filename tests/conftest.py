@@ -18,6 +18,7 @@ TE = (
     "engine/megatron/test_clip_and_skip_in_update.py",
     "memory/test_activation_bytes.py",
     "memory/test_weight_gradient_optimizer_bytes.py",
+    "net/test_layouts.py",
     "parity/test_capacity.py",
     "parity/test_cuda_graphs.py",
     "parity/test_fp8.py",
