@@ -18,6 +18,7 @@ PAGES = {
 }
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+GENERATED = re.compile(r"<!-- [\w -]+ -->\n.*?<!-- end -->", re.DOTALL)
 NAMES_OF_PRODUCTS = {"megaswift", "ms-swift", "TRL", "transformers", "Megatron-LM", "LLaMA-Factory"}
 """Headings that are the same in both languages."""
 
@@ -61,7 +62,8 @@ def code(text: str) -> list[str]:
 
 
 def read(page: str) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
+    """A page without its generated tables of other toolkits, for which the Chinese one links to the English one."""
+    return GENERATED.sub("", (ROOT / page).read_text(encoding="utf-8"))
 
 
 def differences(english: str, chinese: str) -> list[str]:

@@ -1,5 +1,4 @@
-"""The tables of docs/migrating.md and its Chinese page as the code has them. `python -m tests.compat.migrating_page`
-writes them."""
+"""The tables of docs/migrating.md as the code has them. `python -m tests.compat.migrating_page` writes them."""
 
 from __future__ import annotations
 
@@ -19,16 +18,7 @@ from megaswift.compat.names.answers import NAMES_ELSEWHERE, VALUES_ELSEWHERE
 from megaswift.compat.names.inference import VALUES_ELSEWHERE_OF_INFERENCE
 from tests.sources import ROOT
 
-CHINESE_PAGE = PAGE.replace(".md", ".zh-CN.md")
 TOOLKITS = (SWIFT, MEGATRON_SWIFT, TRL, TRANSFORMERS, MEGATRON_LM, LLAMA_FACTORY)
-CHINESE = {
-    "option": "选项",
-    "there": "原工具",
-    "here": "megaswift",
-    "where": "适用范围",
-    "name or value there": "原名称或取值",
-}
-"""Heads of columns. The cells are the program's own words and stay as it prints them."""
 DEFAULTS = ("option", "there", "here", "where")
 NOT_HERE = (
     "device_map",
@@ -74,26 +64,17 @@ def tables() -> dict[str, str]:
     return found | {"not here": rows(("name or value there", "here"), not_here)}
 
 
-def in_chinese(table: str) -> str:
-    """A table with the heads of its columns in Chinese."""
-    head, rest = table.split("\n", 1)
-    names = [CHINESE[name.strip()] for name in head.strip("|").split("|")]
-    return "| " + " | ".join(names) + " |\n" + rest
-
-
-def written(text: str, chinese: bool = False) -> str:
+def written(text: str) -> str:
     """The page with its tables as the code has them."""
     for name, body in tables().items():
         mark = re.escape(f"<!-- {name} -->")
-        table = in_chinese(body) if chinese else body
         text, count = re.subn(
-            rf"({mark}\n).*?(\n<!-- end -->)", lambda m, t=table: m[1] + t + m[2], text, flags=re.DOTALL
+            rf"({mark}\n).*?(\n<!-- end -->)", lambda m, t=body: m[1] + t + m[2], text, flags=re.DOTALL
         )
         assert count == 1, f"the page has no place for {name}"
     return text
 
 
 if __name__ == "__main__":
-    for page in (PAGE, CHINESE_PAGE):
-        path = ROOT / page
-        path.write_text(written(path.read_text(encoding="utf-8"), page == CHINESE_PAGE), encoding="utf-8")
+    path = ROOT / PAGE
+    path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
