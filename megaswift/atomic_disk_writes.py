@@ -45,10 +45,12 @@ class HashedFile:
     """A new file whose SHA-256 is computed from what is written, so that nobody has to read it for that."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size = path, 0
+        self.path = path
+        self.size = 0
         self.error: OSError | None = None
         """Of a write that failed: some callers hide it behind an error of their own."""
-        self._digest, self._file = hashlib.sha256(), path.open("wb")
+        self._digest = hashlib.sha256()
+        self._file = path.open("wb")
 
     def write(self, data: Any) -> int:
         """Appends bytes."""

@@ -76,7 +76,8 @@ class BenchReport:
 
     def table(self) -> str:
         """The figures as text, one block for each group and operation."""
-        groups, operations = list(self.groups), list(COLORS)
+        groups = list(self.groups)
+        operations = list(COLORS)
         rows = sorted(self.rows(), key=lambda r: (groups.index(r["group"]), operations.index(r["operation"])))
         lines = [COLUMNS, *(self._cells(row) for row in rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]

@@ -220,7 +220,8 @@ def _progress(measurements: int, seconds: float) -> Callable[[CommunicationTimin
 def _backend_and_device(requested: str | None) -> tuple[str, torch.device]:
     import torch
 
-    gpus, local = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
+    gpus = torch.cuda.device_count()
+    local = int(os.environ["LOCAL_RANK"])
     backend = requested or ("nccl" if gpus else "gloo")
     if backend == "gloo":
         return backend, torch.device("cpu")

@@ -40,7 +40,8 @@ TOLD = {
 def verify_weights(options: argparse.Namespace) -> int:
     """Compare, print, report; `options` as `megaswift convert verify` reads them, the dtype by torch's name."""
     _check(options)
-    a, b = WeightComparisonSide.open(options.a), WeightComparisonSide.open(options.b)
+    a = WeightComparisonSide.open(options.a)
+    b = WeightComparisonSide.open(options.b)
     tensors.check_same_architecture(a, b)
     facts: dict[str, Any] = {
         "megaswift": __version__,

@@ -29,8 +29,10 @@ megaswift deploy: serve an OpenAI-compatible API (chat, completions, models) wit
   megaswift deploy --model DIR                                    http://127.0.0.1:8000/v1, local requests only
   MEGASWIFT_API_KEY=... megaswift deploy --model DIR --host 0.0.0.0
   megaswift deploy --adapters law=OUT1/adapter code=OUT2/adapter  requests select adapters by model name"""
-TEXT_BODY, IMAGES_BODY = 8 << 20, 32 << 20
-"""Most bytes of a request, by what the model reads; --max_body_size says otherwise."""
+TEXT_BODY = 8 << 20
+"""Maximum bytes of a request to a text model, unless --max_body_size is given."""
+IMAGES_BODY = 32 << 20
+"""Maximum bytes of a request to a model that reads images, unless --max_body_size is given."""
 
 
 def _complete(parsed: ParsedCommand) -> ParsedCommand:
@@ -125,10 +127,13 @@ def _transformers(cfg: DeployConfig) -> int:
     from megaswift.serve.request_queue import RequestQueue
 
     line = RequestQueue.before(generator, cfg.server.max_batch_size, cfg.server.max_waiting)
-    prompts, name = ChatInputRenderer(prepared, cfg.conversation), resolve_served_model_name(cfg)
+    prompts = ChatInputRenderer(prepared, cfg.conversation)
+    name = resolve_served_model_name(cfg)
     writer = copy.deepcopy(prepared.tokenizer)
     served = ServerState(name, prompts, line, cfg.generation, prepared.generation, int(time.time()), writer, _also(cfg))
-    served.adapters, served.max_logprobs, served.owned_by = (*adapters,), cfg.server.max_logprobs, cfg.server.owned_by
+    served.adapters = (*adapters,)
+    served.max_logprobs = cfg.server.max_logprobs
+    served.owned_by = cfg.server.owned_by
     secret = server_auth_token(cfg.server)
     application = RequestGuardMiddleware(build_app(served), _rules(cfg, secret, bool(prompts.blind)))
     host, port = listener.getsockname()[:2]

@@ -71,7 +71,8 @@ class HostCopy:
     given to do after this copy."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._values, self._arrived = numbers, None
+        self._values = numbers
+        self._arrived = None
         if numbers.is_cuda:
             self._values = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._values.copy_(numbers, non_blocking=True)

@@ -192,7 +192,8 @@ def raise_on_all_ranks(
 def _wait_for_rank0(hours: float) -> None:
     """Returns on every rank once rank 0 has called it. Uses the store of the default group, so that no collective is
     pending meanwhile and none times out."""
-    store, name = dist.distributed_c10d._get_default_store(), f"megaswift/{next(_WAIT_NUMBERS)}"
+    store = dist.distributed_c10d._get_default_store()
+    name = f"megaswift/{next(_WAIT_NUMBERS)}"
     if global_rank() == 0:
         store.set(name, "done")
     else:
@@ -205,7 +206,8 @@ def untimed_barrier(hours: float) -> None:
     meanwhile."""
     if not _several():
         return
-    store, name = dist.distributed_c10d._get_default_store(), f"megaswift/{next(_WAIT_NUMBERS)}"
+    store = dist.distributed_c10d._get_default_store()
+    name = f"megaswift/{next(_WAIT_NUMBERS)}"
     store.set(f"{name}/arrived/{global_rank()}", "")
     if store.add(f"{name}/arrived", 1) == global_world_size():
         store.set(name, "done")
@@ -274,6 +276,7 @@ def run_and_gather_on_all_ranks(work: Callable[[], T]) -> list[T]:
 def map_over_ranks(rows: Sequence[Any], work: Callable[[Sequence[Any]], list[T]]) -> list[T]:
     """`work` on consecutive shares of `rows`, one per rank; all results, in order, on every rank. A UserError is raised
     on all ranks."""
-    rank, ranks = global_rank(), global_world_size()
+    rank = global_rank()
+    ranks = global_world_size()
     share = rows[len(rows) * rank // ranks : len(rows) * (rank + 1) // ranks]
     return [result for results in run_and_gather_on_all_ranks(lambda: work(share)) for result in results]

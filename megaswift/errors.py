@@ -202,7 +202,8 @@ def _folded(name: str) -> str:
 def edit_distance(a: str, b: str) -> int:
     """Letters left out, added, replaced or exchanged with their neighbour between two words (Damerau-Levenshtein
     distance, optimal string alignment)."""
-    before, last = [0] * (len(b) + 1), list(range(len(b) + 1))
+    before = [0] * (len(b) + 1)
+    last = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         row = [i]
         for j, y in enumerate(b, 1):
@@ -210,7 +211,8 @@ def edit_distance(a: str, b: str) -> int:
             if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
                 cost = min(cost, before[j - 2] + 1)
             row.append(cost)
-        before, last = last, row
+        before = last
+        last = row
     return last[-1]
 
 

@@ -113,7 +113,8 @@ def _folder_to_upload(source: ModelPathOptions) -> Path:
 
 def _open_repository(cfg: ExportConfig, folder: Path) -> HubRepository:
     """Created before anything is written, so that a wrong token or name shows then."""
-    upload, use_hf = cfg.upload, cfg.source.use_hf
+    upload = cfg.upload
+    use_hf = cfg.source.use_hf
     if problems := hub_client_problems(upload.push_to_hub, use_hf):
         raise ConfigError(problems)
     name = upload.hub_model_id or short_folder_name(str(folder))
@@ -197,7 +198,8 @@ def _model_problems(cfg: ExportConfig, folder: Path) -> list[Problem]:
     """An expected model type or dtype that config.json does not have; merging keeps the dtype of each tensor."""
     from megaswift.models.family import read_config_json
 
-    config, wanted = read_config_json(folder), cfg.export.torch_dtype
+    config = read_config_json(folder)
+    wanted = cfg.export.torch_dtype
     own = config.get("dtype") or config.get("torch_dtype")
     problems = model_type_option_mismatch_problems(cfg.source.model_type, config)
     if wanted is not None and not cfg.export.to_mcore and own not in (None, wanted):

@@ -98,7 +98,8 @@ def _run(cfg: InferConfig) -> int:
 
     prompts = ChatInputRenderer(prepared, cfg.conversation, RowImageFolders(Path.cwd()))
     prompts.need_template()
-    generator, generation = _loader(cfg, prepared)(), cfg.generation
+    generator = _loader(cfg, prepared)()
+    generation = cfg.generation
     Terminal(generator, prompts, sampling, generation.max_new_tokens, generation.stop, cfg.terminal.stream).run()
     return 0
 

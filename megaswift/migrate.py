@@ -152,7 +152,8 @@ def _write(migrated: list[_Migrated], given: argparse.Namespace) -> None:
 def _targets(migrated: list[_Migrated], given: argparse.Namespace) -> Iterator[tuple[Path | None, _Migrated]]:
     names: set[str] = set()
     for one in migrated:
-        name, number = one.name, 1
+        name = one.name
+        number = 1
         while name in names:
             number += 1
             name = f"{Path(one.name).stem}_{number}{Path(one.name).suffix}"

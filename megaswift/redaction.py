@@ -169,7 +169,8 @@ def _is_named(name: str, value: str) -> bool:
 
 def _is_assigned(found: re.Match[str]) -> bool:
     """Whether `NAME=VALUE` or `NAME: VALUE` gives a secret. Written in capitals any such name is a variable's."""
-    name, value = found["name"], found["value"]
+    name = found["name"]
+    value = found["value"]
     if not is_secret(name) or _HARMLESS.match(value):
         return False
     by_colon = ":" in found["sign"]
@@ -180,7 +181,8 @@ def _is_assigned(found: re.Match[str]) -> bool:
 
 
 def _masked(text: str, spans: Iterable[_Span]) -> str:
-    at, parts = 0, []
+    at = 0
+    parts = []
     for start, end in sorted(spans):
         if start >= at:
             parts += [text[at:start], MASK]

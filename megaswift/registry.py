@@ -20,7 +20,8 @@ class Registry(Generic[T]):
     """Names to things, filled by the modules of one package when they are first needed."""
 
     def __init__(self, kind: str, package: str | None = None) -> None:
-        self.kind, self.package = kind, package
+        self.kind = kind
+        self.package = package
         self._items: dict[str, T] = {}
         self._loaded = package is None
 

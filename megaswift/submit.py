@@ -285,7 +285,8 @@ def _paths_outside_mounts(files: Mapping[str, Sequence[str]], output_dir: str, j
     Args:
         files: The paths that the run reads, by option.
     """
-    to, workdir = job.cluster.get("submit_to"), job.cluster.get("workdir")
+    to = job.cluster.get("submit_to")
+    workdir = job.cluster.get("workdir")
     if job.cluster.launcher == RAY and to not in KUBERAY and not workdir and not Path(output_dir).is_absolute():
         yield f"--output_dir {output_dir} is below Ray's copy of the job's files: give an absolute path"
     if job.cluster.launcher != KUBERNETES and to not in KUBERAY:

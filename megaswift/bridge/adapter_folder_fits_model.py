@@ -41,7 +41,8 @@ def check_adapter_sizes(skeleton: Any, folder: Path, model: str) -> None:
         match = LORA.fullmatch(name)
         if match is None:
             continue
-        module, half = modules.get(match["module"]), match["half"]
+        module = modules.get(match["module"])
+        half = match["half"]
         layer = LAYER.match(match["module"])
         wrong = ""
         if isinstance(module, torch.nn.Linear):

@@ -32,8 +32,10 @@ PREFIX = "base_model.model."
 """What PEFT puts before the module's name in its files."""
 MAGNITUDE = ".lora_magnitude_vector"
 """What PEFT puts after it for DoRA's magnitudes."""
-ADAPTER, SAVED = "adapter.", "saved."
-"""Before the names of adapters and of fully trained tensors in a run's checkpoint."""
+ADAPTER = "adapter."
+"""Prefix of the names of adapters in a run's checkpoint."""
+SAVED = "saved."
+"""Prefix of the names of fully trained tensors in a run's checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class AdapterHyperparameters:
 
     def scale_of(self, module: str) -> float:
         """alpha / r, with rslora alpha / sqrt(r)."""
-        alpha, rank = pattern_value_for_module(self.alphas, module, self.alpha), self.rank_of(module)
+        alpha = pattern_value_for_module(self.alphas, module, self.alpha)
+        rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
@@ -129,7 +132,8 @@ class ModuleAdapterSpec:
         """The whole tensor from the parts of all ranks in order; of a replicated one the first counts."""
         if not self.sharded(half):
             return parts[0]
-        dim, joined = tp_dim_of_adapter_half(half), parts[0].new_empty(self.shape(half))
+        dim = tp_dim_of_adapter_half(half)
+        joined = parts[0].new_empty(self.shape(half))
         for rank, part in enumerate(parts):
             offset = 0
             for start, stop in self.ranges(half, len(parts), rank):
@@ -206,7 +210,8 @@ class PeftFolderTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """A stack's are A [experts x r, in] and B [out, r x experts]."""
-        shape, dim = list(self.adapters[0].shape(self.half)), 1 - tp_dim_of_adapter_half(self.half)
+        shape = list(self.adapters[0].shape(self.half))
+        dim = 1 - tp_dim_of_adapter_half(self.half)
         if len(self.adapters) > 1:
             shape[dim] *= len(self.adapters)
         return tuple(shape)
@@ -246,7 +251,8 @@ class AdapterPlan:
         settings: AdapterHyperparameters,
         saved: Iterable[str] = (),
     ) -> None:
-        self.plan, self.settings = plan, settings
+        self.plan = plan
+        self.settings = settings
         self.saved: tuple[str, ...] = tuple(saved)
         """Hugging Face tensors that train fully beside them."""
         self.adapters: tuple[ModuleAdapterSpec, ...] = tuple(

@@ -119,7 +119,8 @@ def load_float32_model(side: WeightComparisonSide, trust: bool) -> Any:
             loaded = kind.from_pretrained(None, config=config, state_dict=weights, **how)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise WeightsError(Problem(str(side.path), f"transformers cannot load it: {first_line(error)}")) from None
-    model, loading = disable_4bit_cpu_repacking(loaded[0]), loaded[1]
+    model = disable_4bit_cpu_repacking(loaded[0])
+    loading = loaded[1]
     check_all_weights_loaded(str(side.path), loading)
     return model.eval()
 
@@ -154,18 +155,14 @@ def logits_numerical_noise(
     other = "eager" if model.config._attn_implementation == "sdpa" else "sdpa"
     try:
         model.set_attn_implementation(other)
-        second, between = (
-            logits_per_prompt(model, prompts),
-            f"{'sdpa' if other == 'eager' else 'eager'} and {other} attention",
-        )
+        second = logits_per_prompt(model, prompts)
+        between = f"{'sdpa' if other == 'eager' else 'eager'} and {other} attention"
     except (ValueError, NotImplementedError):
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # torch's grouped product knows no float64
         model.double()
-        second, between = (
-            logits_per_prompt(model, prompts),
-            "float32 and float64 (it has only one attention implementation)",
-        )
+        second = logits_per_prompt(model, prompts)
+        between = "float32 and float64 (it has only one attention implementation)"
     return [float((x - y).abs().max()) for x, y in zip(first, second, strict=True)], between
 
 

@@ -46,7 +46,8 @@ class WeightComparisonSide:
     def open(cls, path: Path | str) -> WeightComparisonSide:
         """A Hugging Face folder or a checkpoint. Headers only are read."""
         folder = Path(path)
-        weights, checkpoint = open_weights(folder), find_intact_checkpoint(folder)
+        weights = open_weights(folder)
+        checkpoint = find_intact_checkpoint(folder)
         model = checkpoint.model if checkpoint is not None else folder
         return cls(
             folder,
@@ -140,8 +141,10 @@ def compare_weights(
 ) -> Iterator[TensorVerdict]:
     """A verdict on each tensor, those of A first, in its order. `dtype`: both are cast before; `done` hears of bytes
     read."""
-    names_a, names_b = a.weights.names(), b.weights.names()
-    known_a, known_b = set(names_a), set(names_b)
+    names_a = a.weights.names()
+    names_b = b.weights.names()
+    known_a = set(names_a)
+    known_b = set(names_b)
     for name in names_a:
         yield _both(a, b, name, dtype, done) if name in known_b else _one(a, name, "missing", dtype, done)
     for name in names_b:
@@ -160,7 +163,9 @@ def _one(
     side: WeightComparisonSide, name: str, status: str, dtype: torch.dtype | None, done: Callable[[int], None]
 ) -> TensorVerdict:
     """A tensor that the other side lacks."""
-    digest, end, why = hashlib.sha256(), "a" if status == "missing" else "b", extra_tensor_ignore_reason(side, name)
+    digest = hashlib.sha256()
+    end = "a" if status == "missing" else "b"
+    why = extra_tensor_ignore_reason(side, name)
     for part in read_tensor_blocks(side.weights, name):
         digest.update(bytes_view(_cast(part, dtype)))
     done(_nbytes(side, name))
@@ -201,10 +206,13 @@ def _both(
     """A tensor of both sides. While the bits are the same, one digest serves both."""
     facts = {**_facts(a, name, "a"), **_facts(b, name, "b")}
     if facts["shape_a"] != facts["shape_b"]:
-        row_a, row_b = _one(a, name, "missing", dtype, done), _one(b, name, "extra", dtype, lambda _: None)
+        row_a = _one(a, name, "missing", dtype, done)
+        row_b = _one(b, name, "extra", dtype, lambda _: None)
         return TensorVerdict(name, "shape", sha256_a=row_a.sha256_a, sha256_b=row_b.sha256_b, **facts)
     same_dtype = dtype is not None or facts["dtype_a"] == facts["dtype_b"]
-    digests, different, worst = [hashlib.sha256()], 0, 0.0
+    digests = [hashlib.sha256()]
+    different = 0
+    worst = 0.0
     width = max(side.weights.dtype(name).itemsize for side in (a, b))
     spans = [(0, n) for n in a.weights.shape(name)]
     for where in split_region_into_blocks(spans, width):
@@ -216,7 +224,8 @@ def _both(
             digest.update(bytes_view(part))
         if not same:
             count, gap = differing_count_and_max_abs_diff(x, y)
-            different, worst = different + count, math.nan if math.isnan(worst + gap) else max(worst, gap)
+            different = different + count
+            worst = math.nan if math.isnan(worst + gap) else max(worst, gap)
         done(x.numel() * a.weights.dtype(name).itemsize)
     status = "dtype" if not same_dtype else "different" if different else "equal"
     return TensorVerdict(
@@ -240,7 +249,8 @@ def differing_count_and_max_abs_diff(x: Tensor, y: Tensor) -> tuple[int, float]:
         unequal = x.view(BITS[x.element_size()]) != y.view(BITS[y.element_size()])
     else:
         unequal = (x.double() != y.double()) & ~(x.double().isnan() & y.double().isnan())
-    p, q = x[unequal].double(), y[unequal].double()
+    p = x[unequal].double()
+    q = y[unequal].double()
     gap = torch.where((p == q) | (p.isnan() & q.isnan()), 0.0, (p - q).abs())
     return int(unequal.sum()), float(gap.max()) if gap.numel() else 0.0
 

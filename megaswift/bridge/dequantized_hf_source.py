@@ -88,10 +88,12 @@ class Fp8Weight:
         for index in itertools.product(*(range(a, b) for a, b in lead)):
             first = tuple(slice(i, i + 1) for i in index)
             target = out[tuple(i - a for i, (a, _) in zip(index, lead, strict=True))]
-            near, far = left // columns, -(-right // columns)
+            near = left // columns
+            far = -(-right // columns)
             block_of = torch.arange(left, right) // columns - near
             for start, stop in _bands(top, bottom, right - left):
-                up, down = start // rows, -(-stop // rows)
+                up = start // rows
+                down = -(-stop // rows)
                 scale = (
                     single_scale
                     if single_scale is not None
@@ -128,7 +130,8 @@ class Mxfp4Weight:
     def fill(self, read: _SliceReader, ranges: Sequence[Span], out: Tensor) -> None:
         """W = value x 2^exponent, exact in bfloat16 but for what overflows."""
         (first, last), (left, right), (top, bottom) = ranges
-        near, far = left // GROUP, -(-right // GROUP)
+        near = left // GROUP
+        far = -(-right // GROUP)
         trim = slice(left - near * GROUP, right - near * GROUP)
         for expert in range(first, last):
             for start, stop in _bands(top, bottom, (far - near) * GROUP):
@@ -164,7 +167,8 @@ def find_fp8_weights(
     for name in stored.names():
         if stored.dtype_name(name) != "F8_E4M3":
             continue
-        scale, shape = f"{name}_scale_inv", stored.shape(name)
+        scale = f"{name}_scale_inv"
+        shape = stored.shape(name)
         if scale not in names or len(shape) < 2:
             rule = (
                 f"is FP8, and its scale {scale} is not in any file"
@@ -176,7 +180,8 @@ def find_fp8_weights(
         rows, columns = scheme.block or (max(1, shape[-2]), max(1, shape[-1]))
         # the last block of a dimension may be partial, as in DeepSeek-V3's 576 rows by 128; transformers 5.23 divides
         # the shapes instead, and so refuses that projection or takes other blocks
-        grid, scale_shape = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)), stored.shape(scale)
+        grid = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+        scale_shape = stored.shape(scale)
         scalar = scheme.block is None and math.prod(scale_shape) == math.prod(shape[:-2]) == 1
         if scale_shape != grid and not scalar:
             blocks = f"{name} {list(shape)} in blocks of [{rows}, {columns}]"
@@ -201,7 +206,8 @@ def find_mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tu
     for blocks in stored.names():
         if not blocks.endswith("_blocks"):
             continue
-        name, shape = blocks.removesuffix("_blocks"), stored.shape(blocks)
+        name = blocks.removesuffix("_blocks")
+        shape = stored.shape(blocks)
         scales = f"{name}_scales"
         if scales not in names or name in names:
             rule = (
@@ -229,7 +235,9 @@ class DequantizedSource:
     """
 
     def __init__(self, stored: HfSource, scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.stored, self.directory, self.target = stored, stored.directory, dtype
+        self.stored = stored
+        self.directory = stored.directory
+        self.target = dtype
         problems: list[Problem] = []
         weights = (
             find_fp8_weights(stored, scheme, problems)

@@ -97,7 +97,8 @@ class OpenFileReader:
 
     def bytes_into(self, path: Path, offset: int, target: memoryview) -> None:
         """Fill `target`; an OSError when the file is shorter."""
-        filled, descriptor = 0, self.descriptor(path)
+        filled = 0
+        descriptor = self.descriptor(path)
         while filled < len(target):
             count = os.preadv(descriptor, [target[filled : filled + READ]], offset + filled)
             if not count:
@@ -107,7 +108,8 @@ class OpenFileReader:
 
     def fill(self, stored: FileTensor, corner: Sequence[int], out: Tensor) -> None:
         """Copy the region of `out`'s shape at `corner` of the stored tensor into `out`, which has its dtype."""
-        shape, extent = stored.shape, tuple(out.shape)
+        shape = stored.shape
+        extent = tuple(out.shape)
         if not out.numel():
             return
         runs = all(n == whole for n, whole in zip(extent[1:], shape[1:], strict=True))

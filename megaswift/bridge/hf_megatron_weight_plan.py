@@ -89,10 +89,13 @@ class PlanEntry:
     def read(self, source: TensorSource, tp: int = 1, rank: int = 0, padded_vocab: int | None = None) -> Tensor:
         """The shard of `rank` (for experts: of the expert-tensor-parallel group), reading no more than that. Padding is
         zero."""
-        dim, names, shapes = shard_dim(self.rule), self.hf, self.hf_shapes
+        dim = shard_dim(self.rule)
+        names = self.hf
+        shapes = self.hf_shapes
         parts = []
         for piece in self.pieces(TensorParallelShard(tp, rank, padded_vocab)):
-            shape, along = shapes[piece.source], piece.hf_dim(dim)
+            shape = shapes[piece.source]
+            along = piece.hf_dim(dim)
             start, stop = (min(x, shape[along]) for x in (piece.start, piece.stop))
             if stop > start:
                 lead = [slice(i, i + 1) for i in piece.at] + [slice(0, n) for n in shape[len(piece.at) : along]]
@@ -113,7 +116,9 @@ class PlanEntry:
 
         Of a replicated parameter the first shard counts.
         """
-        dim, shapes, covered = shard_dim(self.rule), self.hf_shapes, 0
+        dim = shard_dim(self.rule)
+        shapes = self.hf_shapes
+        covered = 0
         shards = list(shards[:1] if self.shard == "replicated" else shards)
         if (
             len(shapes) == len(shards) == 1
@@ -133,11 +138,13 @@ class PlanEntry:
             )
             offset = 0
             for piece in self.pieces(TensorParallelShard(len(shards), rank, padded)):
-                into, along = tensors[self.hf[piece.source]][piece.at], piece.hf_dim(dim) - len(piece.at)
+                into = tensors[self.hf[piece.source]][piece.at]
+                along = piece.hf_dim(dim) - len(piece.at)
                 start, stop = (min(x, into.shape[along]) for x in (piece.start, piece.stop))
                 target = _of_shard(into.narrow(along, start, stop - start), piece, dim)
                 target.copy_(shard.narrow(dim, offset, target.shape[dim]))
-                offset, covered = offset + piece.length, covered + target.numel()
+                offset = offset + piece.length
+                covered = covered + target.numel()
         return covered
 
 
@@ -178,7 +185,8 @@ class WeightPlan:
     entry."""
 
     def __init__(self, family: Family, spec: ModelSpec) -> None:
-        self.family, self.spec = family, spec
+        self.family = family
+        self.spec = spec
         self.entries: tuple[PlanEntry, ...] = tuple(
             PlanEntry(rule, spec, layer, expert) for rule, layer, expert in expand_weight_table(family.weights, spec)
         )
@@ -265,7 +273,8 @@ class WeightPlan:
         )
 
     def _wrong(self, source: WeightSource, name: str) -> Iterator[Problem]:
-        what, shape = f"{source.file(name)}, tensor {name}", source.shape(name)
+        what = f"{source.file(name)}, tensor {name}"
+        shape = source.shape(name)
         if shape != self.hf_shapes[name]:
             yield Problem(what, f"has shape {list(shape)}, but config.json requires {list(self.hf_shapes[name])}")
         if source.dtype_name(name) not in FLOATS:

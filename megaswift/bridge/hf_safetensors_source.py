@@ -25,7 +25,8 @@ from megaswift.bridge.read_safetensors_header import (
 from megaswift.errors import Problem, WeightsError
 from megaswift.plain_files import outside_link_rule, read_plain_file
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 Slices = Sequence[slice]
 Span = tuple[int, int]

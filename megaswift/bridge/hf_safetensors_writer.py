@@ -53,7 +53,8 @@ class PlannedSafetensorsFile:
 def plan_safetensors_file(name: str, metas: Mapping[str, TensorMeta]) -> PlannedSafetensorsFile:
     """A file that holds these tensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end, offsets = 0, {}
+    end = 0
+    offsets = {}
     for tensor, meta in sorted(metas.items(), key=lambda item: -item[1].dtype.itemsize):  # wide ones first: all aligned
         header[tensor] = {
             "dtype": DTYPE_NAMES[meta.dtype],
@@ -95,7 +96,8 @@ def safetensors_index_json(
 
 def exported_config_json(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
     """config.json of an export: its dtype is the tensors' where all have the same, and nothing is quantized."""
-    changed, written_dtypes = config_without_quantization(config), set(dtypes)
+    changed = config_without_quantization(config)
+    written_dtypes = set(dtypes)
     if len(written_dtypes) == 1:
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
         changed[key] = str(next(iter(written_dtypes))).removeprefix("torch.")
@@ -155,7 +157,8 @@ class HfPartialFolderWriter:
     def __init__(
         self, directory: Path, files: Iterable[PlannedSafetensorsFile], tensors: Mapping[str, TensorMeta]
     ) -> None:
-        self.directory, self.tensors = directory, tensors
+        self.directory = directory
+        self.tensors = tensors
         self._file_of = {name: file for file in files for name in file.places}
         self._open: dict[str, int] = {}
 
@@ -189,7 +192,8 @@ class HfWriter:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         overwrite: bool = False,
     ) -> None:
-        self.directory, self.overwrite = Path(directory), overwrite
+        self.directory = Path(directory)
+        self.overwrite = overwrite
         self.tensors = dict(tensors)
         self.total_bytes = sum(tensor_nbytes(meta) for meta in self.tensors.values())
         self._temporary = unfinished_folder_path(self.directory)

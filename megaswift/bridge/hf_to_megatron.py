@@ -63,7 +63,8 @@ def hf_to_megatron(
     source: Path | str, target: Path | str, options: HfToMegatronOptions = HfToMegatronOptions()
 ) -> Path:  # noqa: B008
     """Convert `source`; `target` appears whole or not at all."""
-    folder, target = Path(source), Path(target)
+    folder = Path(source)
+    target = Path(target)
     if find_checkpoint(folder) is not None:
         raise CheckpointError(
             Problem(
@@ -139,9 +140,11 @@ def _arrange(
     for name, (key, whole, offset, shape, dtype, blocks) in parts:
         if files[[*files][-1]] >= file_bytes:
             files[f"__0_{len(files)}.distcp"] = 0
-        file, nbytes = [*files][-1], math.prod(shape) * dtype.itemsize
+        file = [*files][-1]
+        nbytes = math.prod(shape) * dtype.itemsize
         frame = torch_save_tensor_file_format.torch_save_zip_frame(dtype, shape)
-        start, length = files[file], len(frame.head) + nbytes + len(frame.tail)
+        start = files[file]
+        length = len(frame.head) + nbytes + len(frame.tail)
         items.append(
             TensorJob(file, start, nbytes, functools.partial(_cast, blocks, dtype), frame.head, frame.tail, name)
         )
@@ -167,14 +170,17 @@ def read_megatron_parameter_in_blocks(
 ) -> Iterator[Tensor]:
     """A whole parameter in row-major order, in parts; at once where it is no row of ranges of rows (an expert's
     transposed matrix)."""
-    pieces, dim = entry.pieces(TensorParallelShard(1, 0, padded_vocab)), shard_dim(entry.rule)
+    pieces = entry.pieces(TensorParallelShard(1, 0, padded_vocab))
+    dim = shard_dim(entry.rule)
     whole = len(pieces) == 1
     if any(p.transposed or p.stride != 1 or (dim and not whole) for p in pieces):
         yield entry.read(weights, 1, 0, padded_vocab)
         return
     for piece in pieces:
-        name, shape = entry.hf[piece.source], entry.hf_shapes[piece.source]
-        along, dtype = piece.hf_dim(dim), weights.dtype(name)
+        name = entry.hf[piece.source]
+        shape = entry.hf_shapes[piece.source]
+        along = piece.hf_dim(dim)
+        dtype = weights.dtype(name)
         spans = [(i, i + 1) for i in piece.at] + [(0, n) for n in shape[len(piece.at) :]]
         spans[along] = (min(piece.start, shape[along]), min(piece.stop, shape[along]))
         if spans[along][0] < spans[along][1]:

@@ -36,9 +36,11 @@ class MegatronSource:
         config = read_config_json(checkpoint.model)
         family = family_of(config)
         self.plan = WeightPlan(family, family.spec(config))
-        self.directory, self.tensors = checkpoint.tensors, TorchDistSource(checkpoint.tensors)
+        self.directory = checkpoint.tensors
+        self.tensors = TorchDistSource(checkpoint.tensors)
         self._places = sharded_state_dict_entries.sharded_state_dict_entries(self.plan.entries)
-        self._had, self._wanted = read_original_tensor_dtypes(checkpoint.model), dtype
+        self._had = read_original_tensor_dtypes(checkpoint.model)
+        self._wanted = dtype
         self._kept = [key.removeprefix(KEPT) for key in self.tensors.keys() if key.startswith(KEPT)]  # noqa: SIM118 (a method)
         self._check()
 
@@ -54,7 +56,8 @@ class MegatronSource:
                     f"use the base model's folder with --adapters {adapter}",
                 )
             )
-        problems, seen = [], set()
+        problems = []
+        seen = set()
         for entry in self.plan.entries:
             place = self._places[entry.megatron]
             if place.key in seen:
@@ -63,7 +66,8 @@ class MegatronSource:
             if place.key not in stored:
                 problems.append(Problem(f"{self.directory}, tensor {place.key}", "is missing from the checkpoint"))
                 continue
-            shape, what = self.tensors.shape(place.key), f"{self.tensors.file(place.key)}, tensor {place.key}"
+            shape = self.tensors.shape(place.key)
+            what = f"{self.tensors.file(place.key)}, tensor {place.key}"
             padded = entry.shard == "vocab" and shape[1:] == place.whole[1:] and shape[0] >= place.whole[0]
             if shape != place.whole and not padded:
                 problems.append(Problem(what, f"has shape {list(shape)}, but config.json requires {list(place.whole)}"))
@@ -129,7 +133,8 @@ class MegatronSource:
     def _pieces(self, name: str, spans: Sequence[Span]) -> Iterator[tuple[PlanEntry, SliceMap, int]]:
         """Every piece of the tensor, with its first row or column in its parameter."""
         for entry in self.plan.by_hf[name].entries:
-            begin, source = 0, entry.hf.index(name)
+            begin = 0
+            source = entry.hf.index(name)
             for piece in entry.pieces(TensorParallelShard()):
                 if piece.source == source and all(
                     start <= i < stop for i, (start, stop) in zip(piece.at, spans, strict=False)
@@ -139,23 +144,29 @@ class MegatronSource:
 
     def _fill(self, out: Tensor, spans: Sequence[Span], entry: PlanEntry, piece: SliceMap, begin: int) -> int:
         """Copy what a piece has of the region `spans` of its HF tensor into `out`; how many elements that is."""
-        dim, lead = shard_dim(entry.rule), len(piece.at)
-        target, inner = out[tuple(i - start for i, (start, _) in zip(piece.at, spans, strict=False))], spans[lead:]
+        dim = shard_dim(entry.rule)
+        lead = len(piece.at)
+        target = out[tuple(i - start for i, (start, _) in zip(piece.at, spans, strict=False))]
+        inner = spans[lead:]
         along = piece.hf_dim(dim) - lead
-        low, high = max(inner[along][0], piece.start), min(inner[along][1], piece.stop)
+        low = max(inner[along][0], piece.start)
+        high = min(inner[along][1], piece.stop)
         low += -(low - piece.start) % piece.stride
         if low >= high:
             return 0
         steps = (slice(None),) * along + (slice(low - inner[along][0], high - inner[along][0], piece.stride),)
         target = target[steps]
-        corner, extent = [start for start, _ in inner], list(target.shape)
+        corner = [start for start, _ in inner]
+        extent = list(target.shape)
         corner[along] = begin + (low - piece.start) // piece.stride
         if piece.transposed:
             corner.reverse()
             extent.reverse()
         place = self._places[entry.megatron]
         expert = place.offset[: len(place.whole) - len(corner)]
-        key, where, shape = self._key(place.key, out.dtype), (*expert, *corner), (*(1 for _ in expert), *extent)
+        key = self._key(place.key, out.dtype)
+        where = (*expert, *corner)
+        shape = (*(1 for _ in expert), *extent)
         if target.is_contiguous() and not piece.transposed and self.tensors.dtype(key) == out.dtype:
             self.tensors.fill(key, where, target.view(shape))
         else:

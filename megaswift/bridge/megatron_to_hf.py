@@ -39,7 +39,8 @@ def megatron_to_hf(
 ) -> Path:  # noqa: B008
     """Convert `source`: a converted checkpoint, `step-N`, or a run's output directory. `target` appears whole or not at
     all."""
-    folder, target = Path(source), Path(target)
+    folder = Path(source)
+    target = Path(target)
     checkpoint = find_intact_checkpoint(folder)
     if checkpoint is None:
         hf = (

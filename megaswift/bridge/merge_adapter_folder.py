@@ -36,7 +36,8 @@ def merged_tensor_blocks(
     source: WeightSource, name: str, plan: AdapterPlan, tensors: Mapping[str, Tensor]
 ) -> Iterator[Tensor]:
     """The merged tensor of this name in row-major order, in the dtype it has in `source`."""
-    shape, dtype = source.shape(name), source.dtype(name)
+    shape = source.shape(name)
+    dtype = source.dtype(name)
     adapter = next(iter(plan.by_weight.get(name, ())), None)
     if adapter is not None and adapter.projection.stack:
         yield from _stack(source, name, plan.by_weight[name], tensors)
@@ -93,7 +94,9 @@ def merge_adapter_folder_into_base(
 
     `target` appears whole or not at all; an interrupted merge goes on when it is asked for again.
     """
-    base, adapter, target = Path(base), Path(adapter), Path(target)
+    base = Path(base)
+    adapter = Path(adapter)
+    target = Path(target)
     checkpoint = find_intact_checkpoint(base)
     home = checkpoint.model if checkpoint is not None else base
     if not (home / "config.json").is_file():
@@ -102,7 +105,8 @@ def merge_adapter_folder_into_base(
         raise WeightsError(Problem(str(base), "has no config.json", "give the folder of the base model"))
     if merge_by_peft.streaming_merge_unsupported(home, adapter):
         return _merged_by_peft(base, adapter, target, max_shard_bytes, overwrite, checkpoint is not None)
-    scored, spec = is_reward_model_adapter(adapter), load_spec(home)
+    scored = is_reward_model_adapter(adapter)
+    spec = load_spec(home)
     spec = with_scalar_head(spec) if scored else spec
     weights = WeightPlan(family_of(spec.hf_config), spec)
     source = open_weights(base)

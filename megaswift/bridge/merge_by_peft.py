@@ -45,7 +45,8 @@ def streaming_merge_unsupported(home: Path, adapter: Path) -> bool:
 def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwrite: bool) -> Path:
     """`target`: the model in `base`, a Hugging Face folder, with the adapters merged in. It appears whole or not at
     all."""
-    kind, quantized = adapter_peft_type_or_lora(adapter), quant_method(read_config_json(base))
+    kind = adapter_peft_type_or_lora(adapter)
+    quantized = quant_method(read_config_json(base))
     if not train_type_for_peft_type(kind):
         raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not supported"))
     if quantized is not None:

@@ -27,7 +27,9 @@ class NewScalarHeadSource:
     """`base` and, under the name `NEW`, `head`. A WeightSource."""
 
     def __init__(self, base: WeightSource, head: Tensor) -> None:
-        self.base, self.head, self.directory = base, head, base.directory
+        self.base = base
+        self.head = head
+        self.directory = base.directory
 
     @property
     def bytes_read(self) -> int:

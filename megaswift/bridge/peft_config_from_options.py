@@ -41,7 +41,8 @@ def build_peft_config(
             target_parameters=list(lora.target_parameters) or None,
             **_where(lora, task),
         )
-    kind, label = getattr(peft, method.config, None), f"--train_type {train_type}"
+    kind = getattr(peft, method.config, None)
+    label = f"--train_type {train_type}"
     if kind is None:
         raise ConfigError(Problem(label, f"the installed PEFT has no {method.config}", "run pip install -U peft"))
     fields = {**_taken(lora, other, max_steps, method), **_further(other.peft_config, kind, method)}
@@ -80,7 +81,8 @@ def _further(given: Mapping[str, str], kind: Any, method: PeftMethod) -> dict[st
     """The fields of `--peft_config`: JSON values, other text as it is."""
     fields = {f.name for f in dataclasses.fields(kind) if f.init} - set(MAPPED)
     options = {field: option for option, field in method.takes.items()}
-    problems, accepted = [], {}
+    problems = []
+    accepted = {}
     for name, text in given.items():
         label = f"--peft_config {name}={text}"
         if name in options:

@@ -33,7 +33,8 @@ def per_expert_lora_readers(
     The module's name does not say which of its parameters a stack is for; shapes do: [2 f, h] is never [h, f]. Where
     gate and up are two modules here, both get a copy of the A that they share in this form.
     """
-    (rows_a, width), (out, columns_b) = a().shape, b().shape
+    rows_a, width = a().shape
+    out, columns_b = b().shape
     layers: dict[str, list[Projection]] = {}
     for module, projection in known.items():
         if module.startswith(_on_disk(stack.removesuffix(".base_layer"), known) + "."):

@@ -127,7 +127,9 @@ class PeftFolder:
         """Rank and scale; ranks of single modules come with `plan`."""
         c = self.config
         alphas = {k: float(v) for k, v in (c.get("alpha_pattern") or {}).items()}
-        rank, alpha, dropout = int(c.get("r", 8)), float(c.get("lora_alpha", 8)), float(c.get("lora_dropout", 0.0))
+        rank = int(c.get("r", 8))
+        alpha = float(c.get("lora_alpha", 8))
+        dropout = float(c.get("lora_dropout", 0.0))
         return AdapterHyperparameters(
             rank, alpha, bool(c.get("use_rslora")), dropout, bool(c.get("use_dora")), alphas=alphas
         )
@@ -260,7 +262,8 @@ class PeftFolder:
     def _read(self, name: str) -> Tensor:
         """The tensor over a mapping of its own: one of the whole file would count as this process's memory until the
         end."""
-        stored, what = self._stored[name], f"{self.directory / TENSORS}, tensor {name}"
+        stored = self._stored[name]
+        what = f"{self.directory / TENSORS}, tensor {name}"
         if stored.dtype not in DTYPES:
             raise WeightsError(Problem(what, f"has dtype {stored.dtype}, which cannot be read"))
         try:
@@ -342,7 +345,8 @@ def peft_adapter_config_json(plan: AdapterPlan, base: str) -> dict[str, Any]:
     Where experts have adapters, dropout is left out: PEFT has none for parameters, and does not load a folder that asks
     for it.
     """
-    s, parameters = plan.settings, _parameters(plan)
+    s = plan.settings
+    parameters = _parameters(plan)
     name = {a.module: a.projection.stack or a.module for a in plan.adapters}
     dropout = 0.0 if any(a.entry.expert is not None for a in plan.adapters) else s.dropout
     modules = [name.removesuffix(WEIGHT) for name in plan.saved if name.endswith(WEIGHT)]

@@ -40,10 +40,14 @@ _COUNTED = {ord("\x8c"): "<B", ord("U"): "<B", ord("C"): "<B", ord("\x8a"): "<B"
 """Opcode -> how the length of its argument is written."""
 _TEXTS = frozenset(map(ord, "\x8cUX"))
 """Of these the ones that make a text."""
-_LONG_PUT, _GLOBAL, _FRAME, _STOP = ord("r"), ord("c"), 0x95, ord(".")
+_LONG_PUT = ord("r")
+_GLOBAL = ord("c")
+_FRAME = 0x95
+_STOP = ord(".")
 LONGEST_NAME = 100
 """Bytes of a text that may be part of a class's name."""
-_PLAIN, _CONTAINER = "plain", ""
+_PLAIN = "plain"
+_CONTAINER = ""
 
 
 def check_pickle_opcode_limits(data: bytes, keys: Container[str] = ()) -> None:
@@ -62,9 +66,13 @@ def check_pickle_opcode_limits(data: bytes, keys: Container[str] = ()) -> None:
             a container as a key, or a class that is changed.
     """
     values = _Kinds(keys)
-    position, end, count = 0, len(data), 0
+    position = 0
+    end = len(data)
+    count = 0
     while position < end:
-        code, position, count = data[position], position + 1, count + 1
+        code = data[position]
+        position += 1
+        count += 1
         start = position
         if code == _STOP:
             return
@@ -153,7 +161,8 @@ class _Kinds:
             module, name, _ = argument.decode("utf-8", "replace").split("\n")
             stack.append(f"{module} {name}")
         elif code == 0x93:
-            name, module = stack.pop(), stack.pop()
+            name = stack.pop()
+            module = stack.pop()
             stack.append(f"{module[1:]} {name[1:]}")
         elif code in b"R\x81":
             stack.pop()

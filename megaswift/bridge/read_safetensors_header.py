@@ -93,7 +93,9 @@ def read_safetensors_header(path: Path) -> dict[str, HeaderEntry]:
 def _tensor(name: str, entry: Any, base: int) -> HeaderEntry:
     """One entry; `base` is where the tensors' bytes begin."""
     try:
-        dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        dtype = entry["dtype"]
+        shape = tuple(entry["shape"])
+        first, last = entry["data_offsets"]
         name.encode("utf-8")
     except (KeyError, TypeError, ValueError):
         raise DamagedHeader(f"has a damaged header at tensor {ascii(name)[1:-1]}") from None
@@ -110,14 +112,16 @@ def _tensor(name: str, entry: Any, base: int) -> HeaderEntry:
 
 def _without_gaps(entries: dict[str, HeaderEntry], base: int, size: int) -> None:
     """Tensors follow each other from `base` to the end of the file."""
-    end, before = base, "the header"
+    end = base
+    before = "the header"
     for name, stored in sorted(entries.items(), key=lambda item: item[1][2:]):
         if stored.start != end or stored.stop < stored.start:
             what = "overlaps" if stored.start < end else "leaves a gap after"
             raise DamagedHeader(
                 f"has a damaged header: tensor {name}, bytes {stored.start} to {stored.stop}, {what} {before}"
             )
-        end, before = stored.stop, f"tensor {name}"
+        end = stored.stop
+        before = f"tensor {name}"
     if size != end:
         last = f" for {before}" if entries else ""
         raise DamagedHeader(f"has {size} bytes, but its header requires {end}{last}: it is truncated or damaged")

@@ -175,7 +175,8 @@ def _wrong_tensor(key: str, table: TensorStorageMetadata, places: dict[MetadataI
 
 
 def _lies_within(chunk: ChunkStorageMetadata, whole: torch.Size) -> bool:
-    offsets, sizes = chunk.offsets, chunk.sizes
+    offsets = chunk.offsets
+    sizes = chunk.sizes
     if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size):
         return False
     if len(offsets) != len(whole) or len(sizes) != len(whole):

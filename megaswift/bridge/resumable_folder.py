@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 from megaswift.atomic_disk_writes import fsync_tree, replace_folder, restore_replaced_folder
 from megaswift.errors import CheckpointError, Problem
 
-WAITING, FEW = 1 << 27, 1 << 25
-"""Bytes that may wait to be written; once there are so many, reading goes on when few are left: threads that wake each
-other for every block spend their time waiting for a processor where others want it too."""
+WAITING = 1 << 27
+"""Bytes that may wait to be written before reading pauses."""
+FEW = 1 << 25
+"""Bytes left to write at which a paused reader resumes. It is far below WAITING because threads that wake each
+other for every block spend their time waiting for a busy processor."""
 SYNC_BYTES = 1 << 30
 """At least so much is written between two entries of the journal."""
 WRITE = 1 << 28
@@ -70,7 +72,8 @@ class ResumableFolder:
     def __init__(
         self, target: Path, files: Mapping[str, int], made_from: Mapping[str, Any], overwrite: bool = False
     ) -> None:
-        self.target, self.files = target, dict(files)
+        self.target = target
+        self.files = dict(files)
         self.folder = target.with_name(f".{target.name}.converting")
         self.journal = target.with_name(f".{target.name}.converting.journal")
         self.done: set[int] = set()
@@ -78,7 +81,8 @@ class ResumableFolder:
         """Whether an interrupted conversion of something else was thrown away."""
         self._header = json.dumps(made_from, sort_keys=True)
         self._blocks: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
-        self._waiting, self._room = 0, threading.Condition()
+        self._waiting = 0
+        self._room = threading.Condition()
         self._finished: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._failure: OSError | None = None
         self._open: dict[str, int] = {}
@@ -169,12 +173,14 @@ class ResumableFolder:
 
     def _settle(self) -> None:
         """Waits for the disk beside the writing, and then enters in the journal what is there."""
-        settled, more = 0, True
+        settled = 0
+        more = True
         while more:
             items = [self._finished.get()]
             while items[-1] is not None and (self.written - settled < SYNC_BYTES or not self._finished.empty()):
                 items.append(self._finished.get())
-            more, settled = items[-1] is not None, self.written
+            more = items[-1] is not None
+            settled = self.written
             try:
                 for descriptor in self._open.values():
                     os.fdatasync(descriptor)

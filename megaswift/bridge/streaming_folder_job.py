@@ -75,7 +75,8 @@ def split_region_into_blocks(spans: Sequence[Span], width: int, limit: int = BLO
     if not spans or row * (spans[0][1] - spans[0][0]) <= limit:
         yield tuple(slice(*span) for span in spans)
         return
-    (start, stop), inner = spans[0], spans[1:]
+    start, stop = spans[0]
+    inner = spans[1:]
     if row > limit and inner:
         yield from (
             (slice(i, i + 1), *rest)
@@ -104,7 +105,9 @@ class ProgressMeter:
     """Bytes done, GB/s and the time left: a bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
-        self.total, self.first, self.done = total, done, done
+        self.total = total
+        self.first = done
+        self.done = done
         self.stream = stream or sys.stderr
         self.began = self.last = time.monotonic()
         self.bar: tqdm | None = None

@@ -88,7 +88,8 @@ def copy_chunks_to_host(boxes: Iterable[RankTensorChunk]) -> list[RankTensorChun
     allocator would round the memory of each tensor up to a power of two, and keep it.
     """
     copies: list[RankTensorChunk] = []
-    buffers, waits = HostBuffers(), False
+    buffers = HostBuffers()
+    waits = False
     for box in boxes:
         if box.key.startswith(KEPT):
             copies.append(box)
@@ -117,7 +118,8 @@ def write_rank_chunks(directory: Path, rank: int, boxes: Iterable[RankTensorChun
     boxes = list(boxes)
     if not boxes:
         return [], {}
-    name, saved = f"__{rank}_0.distcp", []
+    name = f"__{rank}_0.distcp"
+    saved = []
     with HashedFile(directory / name) as file:
         for box in boxes:
             data = (box.data.detach() if box.read is None else box.read()).cpu()
@@ -250,7 +252,8 @@ class _Filler(dcp.DefaultLoadPlanner):
 
 
 def _fits(box: RankTensorChunk, saved: TensorStorageMetadata) -> bool:
-    shape, size = tuple(box.whole), tuple(saved.size)
+    shape = tuple(box.whole)
+    size = tuple(saved.size)
     return shape[1:] == size[1:] and len(shape) == len(size) if box.padded else shape == size
 
 
@@ -293,7 +296,8 @@ def damaged_item_problems(directory: Path, index: Metadata, items: Iterable[plan
         if place in seen:
             continue
         seen.add(place)
-        info, saved = index.storage_data[place], index.state_dict_metadata[place.fqn]
+        info = index.storage_data[place]
+        saved = index.state_dict_metadata[place.fqn]
         assert isinstance(saved, TensorStorageMetadata), "planned as a tensor"
         path = directory / info.relative_path
         try:

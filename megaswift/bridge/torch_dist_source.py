@@ -94,7 +94,8 @@ class TorchDistSource:
 
     def fill(self, key: str, offset: Sequence[int], out: Tensor) -> None:
         """Read the part at `offset` of a tensor into `out`, which has its shape and the stored dtype."""
-        filled, shape = 0, tuple(out.shape)
+        filled = 0
+        shape = tuple(out.shape)
         rows = (offset[0], offset[0] + shape[0]) if shape else (0, 1)
         for box in self._of(key).near(*rows):
             low = [max(a, b) for a, b in zip(offset, box.offset, strict=True)]

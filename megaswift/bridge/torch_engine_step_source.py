@@ -28,7 +28,8 @@ class TorchStepSource:
     def __init__(self, checkpoint: CheckpointTensorAndModelPaths, dtype: torch.dtype | None = None) -> None:
         self.directory = checkpoint.tensors
         self._check()
-        self._stored, self._wanted = HfSource(self.directory / WHOLE), dtype
+        self._stored = HfSource(self.directory / WHOLE)
+        self._wanted = dtype
         self._had = read_original_tensor_dtypes(checkpoint.model) if dtype is None else None
 
     def _check(self) -> None:

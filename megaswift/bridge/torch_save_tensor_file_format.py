@@ -52,7 +52,8 @@ class _Described:
     """Pickles as torch's own call that makes a tensor from a storage."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.dtype, self.shape = dtype, shape
+        self.dtype = dtype
+        self.shape = shape
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
@@ -85,21 +86,25 @@ class ZipBytesAroundTensor(NamedTuple):
 def torch_save_zip_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> ZipBytesAroundTensor:
     """The archive without the tensor's bytes."""
     nbytes = math.prod(shape) * dtype.itemsize
-    head, central = bytearray(), bytearray()
+    head = bytearray()
+    central = bytearray()
     for name, content in (
         ("data.pkl", _description(dtype, shape)),
         ("byteorder", b"little"),
         ("version", b"3\n"),
         ("data/0", None),
     ):
-        full, size = f"archive/{name}".encode(), nbytes if content is None else len(content)
+        full = f"archive/{name}".encode()
+        size = nbytes if content is None else len(content)
         wide = size >= _LARGE
         extra = struct.pack("<HHQQ", 1, 16, size, size) if wide else b""
         if content is None:  # an extra field of zeros moves the bytes to the alignment
             start = len(head) + 30 + len(full) + len(extra) + 4
             extra += struct.pack("<HH", 0x4246, -start % ALIGNMENT) + bytes(-start % ALIGNMENT)
-        position, visible = len(head), min(size, _LARGE)
-        needs, checksum = 45 if wide else 20, zlib.crc32(content or b"")
+        position = len(head)
+        visible = min(size, _LARGE)
+        needs = 45 if wide else 20
+        checksum = zlib.crc32(content or b"")
         common = struct.pack("<HHHHHIIIHH", needs, 0x800, 0, 0, 0, checksum, visible, visible, len(full), len(extra))
         head += b"PK\3\4" + common + full + extra + (content or b"")
         extra = struct.pack("<HHQQ", 1, 16, size, size) if wide else b""
@@ -107,7 +112,8 @@ def torch_save_zip_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> ZipBytes
         central += (
             b"PK\1\2" + struct.pack("<H", 45) + common + struct.pack("<HHHII", 0, 0, 0, 0, position) + full + extra
         )
-    begin, records = len(head) + nbytes, 4
+    begin = len(head) + nbytes
+    records = 4
     end64 = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, records, records, len(central), begin)
     locator = b"PK\6\7" + struct.pack("<IQI", 0, begin + len(central), 1)
     end = b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, records, records, len(central), min(begin, _LARGE), 0)
@@ -118,7 +124,10 @@ class _Part(io.RawIOBase):
     """Bytes [start, start + length) of a file as a file."""
 
     def __init__(self, file: Any, start: int, length: int) -> None:
-        self.file, self.start, self.length, self.at = file, start, length, 0
+        self.file = file
+        self.start = start
+        self.length = length
+        self.at = 0
 
     def readable(self) -> bool:
         return True

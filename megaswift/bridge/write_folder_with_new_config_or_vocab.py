@@ -24,7 +24,8 @@ from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.errors import Problem, WeightsError
 from megaswift.plain_files import refuse_links_outside
 
-CONFIG, MARK = "config.json", "changed.json"
+CONFIG = "config.json"
+MARK = "changed.json"
 VOCABULARY = "vocab_size"
 PER_TOKEN = (
     "embed_tokens.weight",

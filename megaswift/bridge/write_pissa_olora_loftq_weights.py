@@ -99,7 +99,8 @@ def write_initial_adapter(
     base = residual if lora.init_weights.startswith(("pissa", "olora")) else folder
     if (adapter / MARK).is_file() and (adapter / MARK).read_text(encoding="utf-8") == _mark(lora, seed, folder):
         return base
-    plan, source = adapter_plan_of(lora, expert_adapters, folder), open_weights(folder)
+    plan = adapter_plan_of(lora, expert_adapters, folder)
+    source = open_weights(folder)
     tensors: dict[str, Tensor] = {}
     for one in plan.adapters:
         own_seed = seed_by_name(seed, one.name("A"))
@@ -141,8 +142,10 @@ def _write_residual(folder: Path, residual: Path, plan: AdapterPlan, tensors: Ma
             held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata()
         for name in adapters.keys() & held.keys():
-            one, weight = adapters[name], held[name]
-            a, b = tensors[one.name("A")], tensors[one.name("B")]
+            one = adapters[name]
+            weight = held[name]
+            a = tensors[one.name("A")]
+            b = tensors[one.name("B")]
             held[name] = (weight.float() - one.scale * (b @ a)).to(weight.dtype).contiguous()
         (residual / path.name).unlink()
         with safetensors_errors_as_oserror(residual / path.name):

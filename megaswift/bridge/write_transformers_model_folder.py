@@ -65,7 +65,8 @@ def folder_config_dtype(folder: Path) -> torch.dtype:
 
 def tensor_metas_with_source_dtypes(tensors: Mapping[str, Tensor], source: Path) -> dict[str, TensorMeta]:
     """Shape of each tensor by disk name, and the dtype that it has in `source`."""
-    stored, default = folder_tensor_dtypes(source), folder_config_dtype(source)
+    stored = folder_tensor_dtypes(source)
+    default = folder_config_dtype(source)
     return {
         name: TensorMeta(tuple(t.shape), stored.get(name, default if t.is_floating_point() else t.dtype))
         for name, t in tensors.items()

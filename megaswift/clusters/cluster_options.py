@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SLURM, KUBERNETES, RAY, DLC, SSH, LOCAL = "slurm", "kubernetes", "ray", "dlc", "ssh", "local"
+SLURM = "slurm"
+KUBERNETES = "kubernetes"
+RAY = "ray"
+DLC = "dlc"
+SSH = "ssh"
+LOCAL = "local"
 IN_IMAGES = (KUBERNETES, RAY, DLC)
 SAFE = re.compile(r"(?!-)[A-Za-z0-9_.,:@/+=\[\]*%-]+")
 """Of names that stand in a scheduler's options: nothing that a shell or a YAML file reads as more than text, and
@@ -131,7 +136,8 @@ def _ssh_words(value: Any) -> bool:
         word = words.pop(0)
         if word in SSH_SWITCHES:
             continue
-        flag, given = word[:2], word[2:]
+        flag = word[:2]
+        given = word[2:]
         given = given or (words.pop(0) if words else "")
         if not SAFE.fullmatch(given):
             return False

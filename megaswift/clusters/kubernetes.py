@@ -124,7 +124,8 @@ class KubernetesScheduler:
 
 def pod_warnings(job: Job, starts_together: bool = False) -> list[str]:
     """Of every manifest. `starts_together`: the kind of resource sees to it."""
-    cluster, found = job.cluster, []
+    cluster = job.cluster
+    found = []
     if job.nodes > 1 and not starts_together and not cluster.get("queue"):
         found.append(
             f"cluster {cluster.name}: the {job.nodes} pods may start one by one, and hold their GPUs while they wait "
@@ -145,8 +146,10 @@ def pod_warnings(job: Job, starts_together: bool = False) -> list[str]:
 
 def _train_job_problems(job: Job) -> Iterator[Problem]:
     """Options for which a TrainJob has no field: its runtime describes the pods, and what follows a failure."""
-    cluster, version = job.cluster, str(job.cluster.get("trainer_version"))
-    where, runtime = f"cluster {cluster.name}", f"the ClusterTrainingRuntime {cluster.get('runtime')}"
+    cluster = job.cluster
+    version = str(job.cluster.get("trainer_version"))
+    where = f"cluster {cluster.name}"
+    runtime = f"the ClusterTrainingRuntime {cluster.get('runtime')}"
     if cluster.get("host_network"):
         rule = "has no place in a TrainJob: its runtime describes the pods"
         fix = f"set hostNetwork in {runtime} and leave it out here, or use kind: pytorchjob"

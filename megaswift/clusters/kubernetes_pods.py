@@ -16,9 +16,11 @@ from megaswift.clusters.node_setup_shell_lines import shell_words
 
 RUN_FOLDER = "/etc/megaswift"
 """Where the configuration is mounted."""
-RUN_VOLUME, SHARED_MEMORY = "megaswift-run", "megaswift-shm"
+RUN_VOLUME = "megaswift-run"
+SHARED_MEMORY = "megaswift-shm"
 RDMA_NETWORKS = ("infiniband", "roce")
-RDMA_DEVICE, IPC_LOCK = "rdma/ib", "IPC_LOCK"
+RDMA_DEVICE = "rdma/ib"
+IPC_LOCK = "IPC_LOCK"
 MERGED_BY = {
     "containers": "name",
     "initContainers": "name",
@@ -36,10 +38,11 @@ SAVE_SECONDS = 600
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 NODE_NAME = {"name": "MEGASWIFT_NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
 """A variable with the name of the node on which a pod runs: a GPU with errors is reported with it."""
-NAME_LABEL, MEGASWIFT = "app.kubernetes.io/name", "megaswift"
-"""Of everything that `megaswift submit` creates."""
+NAME_LABEL = "app.kubernetes.io/name"
+MEGASWIFT = "megaswift"
+"""The value of NAME_LABEL on everything that `megaswift submit` creates."""
 INSTANCE_LABEL = "app.kubernetes.io/instance"
-"""Of a job's resources and pods: its name."""
+"""The label that holds the job's name on its resources and pods."""
 
 
 class _ManifestDumper(yaml.SafeDumper):
@@ -208,7 +211,8 @@ def placement(job: Job) -> dict[str, Any]:
 
 def pod_spec(job: Job, container: str, command: Sequence[str], more: Mapping[str, str] | None = None) -> dict[str, Any]:
     """A pod with one container."""
-    needed, security = resources(job), security_context(job)
+    needed = resources(job)
+    security = security_context(job)
     made: dict[str, Any] = {
         "restartPolicy": "Never",
         **placement(job),

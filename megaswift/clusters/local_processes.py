@@ -13,7 +13,9 @@ from megaswift.errors import ConfigError, Problem
 IS_OWN = '[[ "$1" =~ ^[0-9]+$ ]] && ps -ww -o args= -p "$1" | grep -qF -- "$2"'
 """Whether process $1 runs a file of the folder $2: a process id is given again after the end of its process."""
 ENDED = '{ echo "process $1 of the job has ended"; exit 1; }'
-SCRIPT, START, LOG = "job.sh", "start.sh", "job.log"
+SCRIPT = "job.sh"
+START = "start.sh"
+LOG = "job.log"
 
 
 class LocalScheduler:
@@ -38,7 +40,8 @@ class LocalScheduler:
         if port := job.cluster.get("master_port"):
             variables.append(f"export MASTER_PORT={port}")
         run = [HEADER, *preparation_lines(job), *variables, f"exec {shell_words(job.command(str(job.run_file)))}"]
-        log, script = shell_words([str(job.folder / LOG)]), shell_words([str(job.folder / SCRIPT)])
+        log = shell_words([str(job.folder / LOG)])
+        script = shell_words([str(job.folder / SCRIPT)])
         start = [HEADER, f"setsid bash {script} > {log} 2>&1 < /dev/null &", 'echo "$!"']
         files = {SCRIPT: "\n".join(run) + "\n", START: "\n".join(start) + "\n"}
         return RenderedJob(files, [["bash", str(job.folder / START)]])

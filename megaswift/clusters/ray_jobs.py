@@ -35,7 +35,8 @@ from megaswift.clusters.kubernetes_pods import (
 )
 from megaswift.errors import Problem
 
-MANIFEST, RUNTIME = "job.yaml", "runtime_env.yaml"
+MANIFEST = "job.yaml"
+RUNTIME = "runtime_env.yaml"
 KUBERAY = ("rayjob", "raycluster")
 """Values of submit_to for which there is a manifest."""
 RESOURCES = ("rayjobs.ray.io", "rayclusters.ray.io")

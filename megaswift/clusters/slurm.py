@@ -13,7 +13,8 @@ from megaswift.errors import EXIT_HARDWARE, EXIT_MACHINE_TAKEN, EXPLAINED, Confi
 
 SCRIPT = "job.sh"
 LOG = "slurm-%j.log"
-FIRST_PORT, PORTS = 20_000, 10_000
+FIRST_PORT = 20_000
+PORTS = 10_000
 SICK_NODES = "sick-nodes"
 """File of the job's folder: nodes whose GPUs had errors, one a line (`trainers/hooks/gpu_health.py` writes it)."""
 RESOLVED = 'getent hosts "$MASTER_ADDR" >/dev/null || MASTER_ADDR="$SLURM_LAUNCH_NODE_IPADDR"'

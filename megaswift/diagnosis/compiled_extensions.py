@@ -11,7 +11,8 @@ from pathlib import Path
 from megaswift.diagnosis.finding import Finding
 from megaswift.diagnosis.installed_versions_and_import_probe import Software, has_module, installed_version
 
-TE, TE_MODULE = "transformer-engine", "transformer_engine.pytorch"
+TE = "transformer-engine"
+TE_MODULE = "transformer_engine.pytorch"
 APEX = "https://github.com/NVIDIA/apex"
 BUILT = {
     TE_MODULE: (TE, "run pip install --no-build-isolation --force-reinstall 'transformer-engine[pytorch]'"),
@@ -83,7 +84,8 @@ def wheel_tag_findings(version: str, software: Software) -> Iterator[Finding]:
     tag = re.search(r"\+cu(\d+)torch(\d+\.\d+)cxx11abi(TRUE|FALSE)", version)
     if tag is None or not software.torch:
         return
-    torch, cuda = str(software.torch["version"]), str(software.torch["cuda"] or "none")
+    torch = str(software.torch["version"])
+    cuda = str(software.torch["cuda"] or "none")
     wrong = []
     if ".".join(torch.split(".")[:2]) != tag[2]:
         wrong.append(f"torch {tag[2]}, {torch} is installed")

@@ -73,7 +73,9 @@ def memory_limit(machine: Machine) -> int | None:
 
 def cpu_finding(machine: Machine, processes: int) -> Finding:
     """Cores that this process may use, beside those of the machine and the processes of a run."""
-    cores, affinity, quota = os.cpu_count() or 1, len(os.sched_getaffinity(0)), cpu_quota(machine)
+    cores = os.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(0))
+    quota = cpu_quota(machine)
     usable = min(affinity, quota or affinity)
     found = f"{usable:g} of {cores}" + (f" (cgroup quota {quota:g})" if quota and quota < affinity else "")
     if usable < processes:

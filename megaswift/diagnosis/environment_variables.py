@@ -125,7 +125,8 @@ HARMFUL = (
 
 def nccl_interfaces(value: str, names: tuple[str, ...]) -> list[str]:
     """Interfaces that NCCL_SOCKET_IFNAME selects: names begin with an entry, `=` means exactly, `^` not."""
-    excluded, exact = value.startswith("^"), value.lstrip("^").startswith("=")
+    excluded = value.startswith("^")
+    exact = value.lstrip("^").startswith("=")
     entries = [entry for entry in value.lstrip("^").lstrip("=").split(",") if entry]
     matching = [n for n in names if any(n == e if exact else n.startswith(e) for e in entries)]
     return [n for n in names if n not in matching] if excluded else matching

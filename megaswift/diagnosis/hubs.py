@@ -16,7 +16,8 @@ LIMIT_S = 2.0
 TRUE = ("1", "true", "yes", "on")
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 LOCAL = "use folders as --model and --dataset"
-HUGGING_FACE, MODELSCOPE = "Hugging Face hub", "ModelScope hub"
+HUGGING_FACE = "Hugging Face hub"
+MODELSCOPE = "ModelScope hub"
 
 
 def is_set(value: str) -> bool:

@@ -102,10 +102,12 @@ def _run_probe(words: list[str], environ: Mapping[str, str], limit_s: float) -> 
     own = dict(environ) | {"PYTHONPATH": f"{package}:{path}" if path else package}
     try:
         done = subprocess.run(program, env=own, capture_output=True, text=True, timeout=limit_s, check=False)
-        text, code = done.stdout, done.returncode
+        text = done.stdout
+        code = done.returncode
         last = done.stderr.strip().splitlines()[-1:] or [""]
         ending = f"ended with {signal.Signals(-code).name}" if code < 0 else f"exit code {code} {last[0]}".strip()
     except subprocess.TimeoutExpired as error:
-        text, ending = (error.stdout or b"").decode(), f"not imported within {limit_s:.0f} s"
+        text = (error.stdout or b"").decode()
+        ending = f"not imported within {limit_s:.0f} s"
     rows = [json.loads(line) for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
     return {row["module"]: row for row in rows}, ending

@@ -17,8 +17,11 @@ from megaswift.errors import ConfigError, Problem
 
 SSH_PORT = 22
 LIMIT_S = 3.0
-CLOCK_NOTE_S, CLOCK_PROBLEM_S = 1.0, 10.0
-"""torchrun's c10d rendezvous drops a node whose heartbeats, every 5 s, look older than 15 s."""
+CLOCK_NOTE_S = 1.0
+"""Seconds between the clocks of two nodes that are reported as a note."""
+CLOCK_PROBLEM_S = 10.0
+"""Seconds between the clocks of two nodes that are reported as a problem: torchrun's c10d rendezvous drops a node
+whose heartbeats, every 5 s, look older than 15 s."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ def parse_nodes(text: str) -> list[NodeAddress]:
     """`node0:29500,node1` and `[fe80::1]:29500`; ConfigError for what is neither."""
     found = []
     for entry in text.split(","):
-        host, port = entry.strip(), ""
+        host = entry.strip()
+        port = ""
         if host.startswith("["):
             host, _, port = host[1:].partition("]")
             port = port.removeprefix(":")
@@ -104,7 +108,8 @@ def one_node_findings(node: NodeAddress, machine: Machine) -> Iterator[Finding]:
 
 def reach(node: NodeAddress) -> tuple[Finding, bool]:
     """A TCP connection, and whether the machine answered at all."""
-    name, port = f"node {node.host}", node.port or SSH_PORT
+    name = f"node {node.host}"
+    port = node.port or SSH_PORT
     start = time.perf_counter()
     try:
         socket.create_connection((node.host, port), LIMIT_S).close()
@@ -137,7 +142,8 @@ def clock_finding(host: str, machine: Machine) -> Finding:
     except ValueError:
         error = done.error.strip().splitlines()[-1:] or [f"exit code {done.code}"]
         return Finding(name, "note", f"not checked: ssh without a password: {error[0]}", fix)
-    offset, uncertain = remote - (before + after) / 2, (after - before) / 2
+    offset = remote - (before + after) / 2
+    uncertain = (after - before) / 2
     found = f"{offset:+.2f} s (within {uncertain:.2f} s)"
     sure = abs(offset) - uncertain
     sync = "synchronize the clocks (chrony or systemd-timesyncd on all nodes)"

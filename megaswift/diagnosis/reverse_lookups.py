@@ -17,8 +17,11 @@ from megaswift.diagnosis.answers_within_time import answers_within
 from megaswift.diagnosis.finding import Finding
 
 LOOPBACK = "127.0.0.1"
-SLOW_S, LIMIT_S = 1.0, 6.0
-"""glibc repeats an unanswered question after 5 s and gives up after 10 s, unless resolv.conf says otherwise."""
+SLOW_S = 1.0
+"""Seconds from which a lookup is reported as slow."""
+LIMIT_S = 6.0
+"""Seconds that a lookup may take: glibc repeats an unanswered question after 5 s and gives up after 10 s, unless
+resolv.conf says otherwise."""
 MOST_SHOWN = 3
 
 

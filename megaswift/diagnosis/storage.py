@@ -68,7 +68,8 @@ def folder_finding(name: str, path: Path) -> Finding:
 
 def writing_speed(folder: Path) -> float:
     """Bytes per second, with fsync. The file is removed."""
-    chunk, written = os.urandom(CHUNK), 0
+    chunk = os.urandom(CHUNK)
+    written = 0
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".megaswift-doctor-") as file:
         start = time.perf_counter()
         while written < SAMPLE and time.perf_counter() - start < SECONDS:

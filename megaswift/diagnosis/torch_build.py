@@ -28,7 +28,8 @@ def torch_findings(software: Software, listing: GpuListing) -> Iterator[Finding]
 
 def cuda_finding(software: Software, listing: GpuListing) -> Finding:
     """torch's CUDA version and the newest that the driver supports."""
-    version, cuda = software.torch["version"], software.torch["cuda"]
+    version = software.torch["version"]
+    cuda = software.torch["cuda"]
     named = f"torch {version}" + (f", CUDA {cuda}" if cuda else ", without CUDA")
     if not listing.devices:
         return Finding("torch", "ok", f"{named}; no NVIDIA GPU: runs use gloo on the CPU")
@@ -78,7 +79,8 @@ def runs_on(architectures: list[str], major: int, minor: int) -> bool:
 
 def nccl_findings(software: Software) -> Iterator[Finding]:
     """The NCCL that torch loads, and the NCCL package for its CUDA."""
-    loaded, cuda = software.torch["nccl"], software.torch["cuda"]
+    loaded = software.torch["nccl"]
+    cuda = software.torch["cuda"]
     if not loaded:
         return
     package = f"nvidia-nccl-cu{_major(cuda)}"

@@ -19,7 +19,8 @@ def _gemma3_layers(reading: ConfigReading) -> None:
 
     transformers notes the number it took as `_sliding_window_pattern`, and never reads that back.
     """
-    raw, every = reading.raw, None
+    raw = reading.raw
+    every = None
     if raw.get("layer_types") is None:
         if "sliding_window_pattern" in raw and raw["sliding_window_pattern"] is None:
             reading.problem("sliding_window_pattern", "must be a number, unless layer_types is given")

@@ -28,7 +28,8 @@ ROPE = rope_row(5e6, partial=1.0)
 
 def _rope(reading: ConfigReading) -> None:
     """The shared row; the released folders give the rotated width in place of its share."""
-    width, head = reading.get("rotary_dim", int, 0), reading.get("head_dim", int, 128, 1)
+    width = reading.get("rotary_dim", int, 0)
+    head = reading.get("head_dim", int, 128, 1)
     raw = dict(reading.raw)
     if width and head and "partial_rotary_factor" not in raw:
         raw["partial_rotary_factor"] = width / head

@@ -12,7 +12,8 @@ from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_ml
 def _without_rotation(reading: ConfigReading) -> None:
     """`no_rope_layers` (1 for a layer with rotary embedding, as transformers has it), else every
     `no_rope_layer_interval`-th without."""
-    layers, every = reading.layers(), reading.get("no_rope_layer_interval", int, 4, 1)
+    layers = reading.layers()
+    every = reading.get("no_rope_layer_interval", int, 4, 1)
     if layers is None or every is None:
         return
     no_rope = reading.raw.get("no_rope_layers")

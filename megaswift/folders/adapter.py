@@ -14,8 +14,10 @@ from megaswift.plain_files import read_plain_file
 CONFIG = "adapter_config.json"
 """What makes a folder one."""
 TENSORS = "adapter_model.safetensors"
-CLASSIFIER_TASK, LANGUAGE_TASK = "SEQ_CLS", "CAUSAL_LM"
-"""PEFT's names of what a model is for."""
+CLASSIFIER_TASK = "SEQ_CLS"
+"""PEFT's task type of a classifier or reward model."""
+LANGUAGE_TASK = "CAUSAL_LM"
+"""PEFT's task type of a language model."""
 
 
 def _said(adapter: Path, name: str) -> str:

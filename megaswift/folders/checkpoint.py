@@ -31,7 +31,8 @@ from megaswift.folders.saved_steps import (
 
 TABLES = ".metadata"
 """Which boxes of which tensors lie in which file: torch.distributed.checkpoint's name."""
-MODEL, ENGINE = "model", "engine"
+MODEL = "model"
+ENGINE = "engine"
 WEIGHTS = (ENGINE, MODEL)
 """The folders of a step that its weights are read from."""
 WHOLE = "state"

@@ -23,7 +23,8 @@ from megaswift import log
 from megaswift.errors import CheckpointError, Problem
 from megaswift.plain_files import read_plain_file
 
-MARKER, POINTER = "manifest.json", "latest.json"
+MARKER = "manifest.json"
+POINTER = "latest.json"
 WEIGHTS_ONLY = "weights_only"
 """Key of a manifest: the step has neither optimizer nor random states, so that no run resumes from it."""
 STEP = re.compile(r"step-([0-9]+)")
@@ -88,7 +89,8 @@ def _wrong_types(manifest: Mapping[str, Any]) -> str:
     counts = {name: manifest.get(name, 0) for name in ("total_steps", "global_batch_size", "skipped_steps")}
     counts |= {name: manifest.get(name) for name in ("format", "step")}
     parts = {name: manifest.get(name, {}) for name in ("data", "hooks", "config", "model", "layout")}
-    saved_at, files = manifest.get("saved_at"), manifest.get("files")
+    saved_at = manifest.get("saved_at")
+    files = manifest.get("files")
     a_time = isinstance(saved_at, int | float) and not isinstance(saved_at, bool) and abs(saved_at) < 2**53
     wrong = [name for name, value in counts.items() if not _count(value)]
     wrong += [name for name, value in parts.items() if not isinstance(value, dict)]
@@ -250,7 +252,8 @@ def damaged_file_problems(step: Path, parts: Iterable[str] = ()) -> list[Problem
     manifest = load_manifest_or_problem(step)
     if isinstance(manifest, Problem):
         return [manifest]
-    files, began = manifest_file_entries(manifest, parts), time.perf_counter()
+    files = manifest_file_entries(manifest, parts)
+    began = time.perf_counter()
     problems = [p for name, entry in files.items() if (p := file_problem(step / name, entry)) is not None]
     log_check_duration(step, files.values(), time.perf_counter() - began)
     return problems

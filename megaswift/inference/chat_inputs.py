@@ -60,10 +60,14 @@ class ChatInputRenderer:
     def __init__(
         self, prepared: ModelConfigAndTokenizer, options: ChatTemplateOptions, home: RowImageFolders = STRANGERS
     ) -> None:
-        self.tokenizer, self.context, self.home = prepared.tokenizer, prepared.context, home
-        self.system, self._longest = read_system_message(options.system), options.max_length
+        self.tokenizer = prepared.tokenizer
+        self.context = prepared.context
+        self.home = home
+        self.system = read_system_message(options.system)
+        self._longest = options.max_length
         self._variables = thinking_variable(options.enable_thinking, prepared.tokenizer.chat_template)
-        self._reader, self._name = prepared.reader, str(prepared.options.model)
+        self._reader = prepared.reader
+        self._name = str(prepared.options.model)
         self._agent = options.agent_template
         if self._agent is not None and prepared.tokenizer.chat_template:
             self._templates()  # an error of the option before the model is loaded
@@ -197,7 +201,8 @@ class ChatInputRenderer:
         """Tokens of a text, or tokens as they are. `room`: whether the context must have room for an answer."""
         if isinstance(prompt, str):
             return TokenizedChat(self._checked(self.tokenizer(prompt)["input_ids"], room))
-        ids, count = self._checked(prompt, room), len(self.tokenizer)
+        ids = self._checked(prompt, room)
+        count = len(self.tokenizer)
         wrong = next((t for t in ids if not 0 <= t < count), None)
         if wrong is not None:
             raise ChatInputError(f"{wrong} is not a token id of this model (0 to {count - 1})")

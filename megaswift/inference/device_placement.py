@@ -202,7 +202,8 @@ class _Row:
         """`model.layers.0-11`."""
         if not self.first:
             return "(the whole model)"
-        a, b = _NUMBERED.fullmatch(self.first), _NUMBERED.fullmatch(self.last)
+        a = _NUMBERED.fullmatch(self.first)
+        b = _NUMBERED.fullmatch(self.last)
         return self.first if self.first == self.last or a is None or b is None else f"{self.first}-{b[2]}"
 
 
@@ -216,7 +217,9 @@ def placement_table(sizes: ModuleSizes, placed: Mapping[str, Device]) -> str:
         row = _Row(name, name, device, sum(n for n, _ in own), sum(b for _, b in own))
         last = rows[-1] if rows else None
         if last is not None and last.device == device and _follows(last.last, name):
-            last.last, last.elements, last.bytes = name, last.elements + row.elements, last.bytes + row.bytes
+            last.last = name
+            last.elements = last.elements + row.elements
+            last.bytes = last.bytes + row.bytes
         else:
             rows.append(row)
     lines = [("module", "device", "parameters", "bytes")]
@@ -237,7 +240,8 @@ def placement_table(sizes: ModuleSizes, placed: Mapping[str, Device]) -> str:
 
 
 def _follows(last: str, name: str) -> bool:
-    a, b = _NUMBERED.fullmatch(last), _NUMBERED.fullmatch(name)
+    a = _NUMBERED.fullmatch(last)
+    b = _NUMBERED.fullmatch(name)
     return a is not None and b is not None and a[1] == b[1] and int(a[2]) + 1 == int(b[2])
 
 

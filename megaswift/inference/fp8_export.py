@@ -76,7 +76,9 @@ def export_fp8_folder(weights: ModelLoadingOptions, target: Path, max_shard_byte
 
 def choose_fp8_weights(model: nn.Module, source: WeightSource) -> tuple[set[str], list[str]]:
     """(names of the tensors on disk that are quantized, transformers' modules with weights that are not)."""
-    names, chosen, skipped = {*source.names()}, {}, []
+    names = {*source.names()}
+    chosen = {}
+    skipped = []
     for name, tensors in _candidates(model):
         parts = tensors_by_disk_name(model, tensors)
         if any(part in names and len(source.shape(part)) > 2 for part in parts):

@@ -217,7 +217,8 @@ class _Watch:
     """A stopping criterion of transformers: it sees every token as soon as it is chosen."""
 
     def __init__(self, rows: Sequence[_Row], ends: frozenset[int]) -> None:
-        self.rows, self.ends = rows, ends
+        self.rows = rows
+        self.ends = ends
         self.logits: Tensor | None = None
         """[b, vocabulary] of the last position, as the model gave them."""
 
@@ -276,7 +277,10 @@ class Generator:
     def __init__(
         self, model: Any, tokenizer: Any, device: torch.device, adapters: Mapping[str, str] = NO_ADAPTERS
     ) -> None:
-        self.model, self.tokenizer, self.device, self.adapters = model, tokenizer, device, adapters
+        self.model = model
+        self.tokenizer = tokenizer
+        self.device = device
+        self.adapters = adapters
         self.own = model.generation_config
         ends = self.own.eos_token_id
         ends = tokenizer.eos_token_id if ends is None else ends
@@ -359,7 +363,8 @@ class Generator:
         ids = torch.tensor([request.prompt], device=self.device)
         with torch.inference_mode():
             out = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        logits, following = out.logits[0, :-1], ids[0, 1:]
+        logits = out.logits[0, :-1]
+        following = ids[0, 1:]
         entries: list[TokenLogprob | None] = [TokenLogprob(request.prompt[0], None)]
         for begin in range(0, len(following), SCORED_POSITIONS):
             chosen = following[begin : begin + SCORED_POSITIONS]
@@ -442,10 +447,16 @@ def _model_errors_as_ours(requests: Sequence[AnswerRequest]) -> Iterator[None]:
         ) from None
 
 
-LONG, SHORT, NEW = 12, 5, 2
-"""Tokens of the two prompts that are tried, and of the answers that are looked at."""
-EXACT, ROUNDED = 1e-3, 0.1
-"""The share of what tells two prompts apart that counts as rounding, in float32 and in half precision."""
+LONG = 12
+"""Tokens of the longer prompt that is tried."""
+SHORT = 5
+"""Tokens of the shorter prompt that is tried."""
+NEW = 2
+"""Tokens of each answer that are compared."""
+EXACT = 1e-3
+"""The share of the difference between two prompts that counts as rounding in float32."""
+ROUNDED = 0.1
+"""The share of the difference between two prompts that counts as rounding in half precision."""
 Inputs = Mapping[str, Tensor]
 """Of transformers' `generate`: a batch."""
 

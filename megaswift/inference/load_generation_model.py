@@ -253,7 +253,9 @@ class _Lazy:
     """A tensor of a checkpoint, read when transformers takes it. One at a time: the files' position is shared."""
 
     def __init__(self, source: WeightSource, name: str, lock: threading.Lock) -> None:
-        self.source, self.name, self.lock = source, name, lock
+        self.source = source
+        self.name = name
+        self.lock = lock
 
     def __getitem__(self, where: Any) -> Tensor:
         assert where is ..., "transformers takes whole tensors"
@@ -299,12 +301,14 @@ def load_model_and_prompt_device(
         if checkpoint is None:
             loaded: Any = _auto(prepared).from_pretrained(prepared.folder, **how)
         else:
-            source, lock = open_checkpoint_weight_source(checkpoint), threading.Lock()
+            source = open_checkpoint_weight_source(checkpoint)
+            lock = threading.Lock()
             weights = {name: _Lazy(source, name, lock) for name in source.names()}
             loaded = type(skeleton).from_pretrained(None, config=prepared.config, state_dict=weights, **how)
             # from_pretrained looks for it beside files of weights only
             loaded[0].generation_config = prepared.generation
-    model, loading_info = disable_4bit_cpu_repacking(loaded[0]), loaded[1]
+    model = disable_4bit_cpu_repacking(loaded[0])
+    loading_info = loaded[1]
     model.config.return_dict = True
     check_all_weights_loaded(str(prepared.options.model), loading_info)
     check_finite_weights.check_weights_finite(model.named_parameters())

@@ -55,7 +55,8 @@ def locate_generation_model(options: ModelLoadingOptions) -> Path:
 
 def _judges(folder: Path, options: ModelLoadingOptions) -> list[Problem]:
     """Reward models, which transformers would give an untrained or the base model's vocabulary head, and let write."""
-    rule, fix = "is a reward model, which does not generate text", "use it as --reward_model of megaswift grpo"
+    rule = "is a reward model, which does not generate text"
+    fix = "use it as --reward_model of megaswift grpo"
     problems = [Problem(f"--model {options.model}", rule, fix)] if has_scalar_head(read_config_json(folder)) else []
     judging = rule.replace("is", "is of", 1)
     problems += [

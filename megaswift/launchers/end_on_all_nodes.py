@@ -21,7 +21,8 @@ from typing import Any
 from megaswift.errors import EXIT_OOM_RETRY, NOT_RESTARTED
 from megaswift.launchers.worker_failure import first_failure, worker_failures
 
-END, SEEN = "megaswift/end", "megaswift/end-seen/"
+END = "megaswift/end"
+SEEN = "megaswift/end-seen/"
 GRACE_SECONDS = 2.0
 """How long a node whose processes failed otherwise (they lost a peer) waits for the exit code of another node."""
 LEAVE_SECONDS = 10.0
@@ -65,7 +66,9 @@ class NodesEnd:
     node 0, there is none."""
 
     def __init__(self, store: Any, node: int, nodes: int) -> None:
-        self._store, self.node, self._nodes = store, node, nodes
+        self._store = store
+        self.node = node
+        self._nodes = nodes
 
     def publish(self, end: RunEnd) -> None:
         """Writes this node's exit code, unless another node was first."""

@@ -16,7 +16,9 @@ from megaswift.diagnosis.infiniband import list_ports
 from megaswift.diagnosis.read_machine_files_and_programs import Machine
 from megaswift.errors import ConfigError, Problem
 
-NONE, AUTO, ONE_NODE = "none", "auto", "nvlink_node"
+NONE = "none"
+AUTO = "auto"
+ONE_NODE = "nvlink_node"
 OPTION = "--nccl_preset"
 
 
@@ -30,7 +32,8 @@ def apply_nccl_preset(preset: str, environ: MutableMapping[str, str], gpu: bool,
     """
     nodes = node_count(environ)
     if preset == ONE_NODE and nodes > 1:
-        rule, fix = f"is for a single node, and the launcher started {nodes}", f"{OPTION} auto"
+        rule = f"is for a single node, and the launcher started {nodes}"
+        fix = f"{OPTION} auto"
         raise ConfigError(Problem(f"{OPTION} {preset}", rule, fix))
     if not gpu:
         return f"{OPTION} {preset} has no effect: without a GPU, processes do not communicate through NCCL"
@@ -41,7 +44,8 @@ def apply_nccl_preset(preset: str, environ: MutableMapping[str, str], gpu: bool,
         found, why = preset_by_devices(machine or Machine(dict(environ)), nodes)
         if found is None:
             return f"{OPTION} auto: {why}; nothing is set, NCCL chooses"
-        preset, why = found, f" (auto: {why})"
+        preset = found
+        why = f" (auto: {why})"
     wanted = network_variables(preset)
     own = {name: environ[name] for name in wanted if name in environ}
     made = {name: value for name, value in wanted.items() if name not in environ}
@@ -55,7 +59,8 @@ def node_count(environ: Mapping[str, str]) -> int:
     given = nproc_or_nnodes_started_by_launcher("nnodes", environ)
     if given is not None:
         return given
-    world, local = int(environ.get("WORLD_SIZE", "1")), int(environ.get("LOCAL_WORLD_SIZE", "0"))
+    world = int(environ.get("WORLD_SIZE", "1"))
+    local = int(environ.get("LOCAL_WORLD_SIZE", "0"))
     return -(-world // local) if local else 1
 
 

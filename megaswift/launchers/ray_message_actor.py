@@ -62,5 +62,6 @@ class RunMessageActor:
 
     def news(self) -> WorkerEventsSinceLastPoll:
         """For the command; each line once."""
-        lines, self.lines = self.lines, []
+        lines = self.lines
+        self.lines = []
         return WorkerEventsSinceLastPoll(lines, len(self.ranks), dict(self.failed))

@@ -140,8 +140,10 @@ def _reserves_gpu(launch: LaunchConfig) -> bool:
     """Whether each worker has a GPU. ConfigError when the cluster is smaller than the run."""
     import ray
 
-    there, world = ray.cluster_resources(), torchrun_launcher.world_size_of_launch_options(launch)
-    gpus, cores = int(there.get("GPU", 0)), int(there.get("CPU", 0))
+    there = ray.cluster_resources()
+    world = torchrun_launcher.world_size_of_launch_options(launch)
+    gpus = int(there.get("GPU", 0))
+    cores = int(there.get("CPU", 0))
     gpu = gpus > 0 if launch.use_gpu is None else launch.use_gpu
     problems = []
     if gpu and gpus < world:
@@ -208,7 +210,8 @@ class _Run:
     """A trainer at work in a thread; the main thread shows what the processes say and passes signals on."""
 
     def __init__(self, trainer: Any, exchange: Any) -> None:
-        self.trainer, self.exchange = trainer, exchange
+        self.trainer = trainer
+        self.exchange = exchange
         self.signals: list[int] = []
         self.error: BaseException | None = None
 
@@ -217,7 +220,9 @@ class _Run:
         import ray
 
         thread = threading.Thread(target=self._fit, daemon=True)
-        began, reported, passed = time.monotonic(), False, 0
+        began = time.monotonic()
+        reported = False
+        passed = 0
         failed: dict[int, int] = {}
         with self._listening():
             thread.start()
@@ -289,7 +294,8 @@ def _free() -> str:
     import ray
 
     resources = ray.available_resources()
-    cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+    cores = int(resources.get("CPU", 0))
+    gpus = int(resources.get("GPU", 0))
     return f"{log.count_text(cores, 'core')} and {log.count_text(gpus, 'GPU')}"
 
 

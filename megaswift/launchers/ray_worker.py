@@ -33,7 +33,8 @@ def run_worker(plan: dict[str, Any]) -> None:
     import ray
     from ray import train
 
-    context, exchange = train.get_context(), plan["exchange"]
+    context = train.get_context()
+    exchange = plan["exchange"]
     rank = context.get_world_rank()
     if rank == 0:
         ray.get(exchange.meet.remote(ray.util.get_node_ip_address(), unused_port()))

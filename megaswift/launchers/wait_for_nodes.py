@@ -20,7 +20,8 @@ from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, JOB_ID, NOD
 from megaswift.errors import Problem, UserError
 from megaswift.log import count_text
 
-PREFIX, JOB = "megaswift/node/", "megaswift/job"
+PREFIX = "megaswift/node/"
+JOB = "megaswift/job"
 PATIENCE_SECONDS = 20.0
 """After this time the missing nodes are named, while the wait goes on."""
 LOOK_SECONDS = 0.2

@@ -18,7 +18,9 @@ from megaswift import log
 from megaswift.config.nodes_of_single_process_commands import NodePlace
 from megaswift.errors import Problem, UserError, storage_error
 
-ARRIVED, CODE, TAKEN = "megaswift/arrived/", "megaswift/exit-code", "megaswift/code-taken/"
+ARRIVED = "megaswift/arrived/"
+CODE = "megaswift/exit-code"
+TAKEN = "megaswift/code-taken/"
 CONNECT_SECONDS = 600.0
 """That other nodes look for node 0, as `--rdzv_timeout` of training."""
 LATE_SECONDS = 60.0
@@ -71,7 +73,8 @@ def _store(place: NodePlace) -> Any:
         return dist.TCPStore(place.address, place.port, None, serves, limit, wait_for_workers=False, multi_tenant=True)
     except dist.DistError:
         if serves:
-            rule, fix = "cannot be used on this machine: another process listens there", "use another --master_port"
+            rule = "cannot be used on this machine: another process listens there"
+            fix = "use another --master_port"
             raise UserError(Problem(f"--master_port {place.port}", rule, fix)) from None
         rule = f"does not answer within {CONNECT_SECONDS:.0f} s"
         fix = "start the same command on node 0, and check that the port is open between the nodes"

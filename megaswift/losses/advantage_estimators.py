@@ -85,7 +85,8 @@ def _reinforce_plus_plus(x: EstimatorInput) -> Tensor:
 @ESTIMATORS.add("opo")
 def _opo(x: EstimatorInput) -> Tensor:
     """Rewards less the optimal baseline, the mean reward of the group weighted by length (arXiv 2505.23585)."""
-    rewards, lengths = x.rewards.view(-1, x.group), x.lengths.view(-1, x.group)
+    rewards = x.rewards.view(-1, x.group)
+    lengths = x.lengths.view(-1, x.group)
     weights = (lengths * ~rewards.isnan()).to(rewards.dtype)
     baseline = (weights * rewards.nan_to_num(nan=0.0)).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)
     return (rewards - baseline).nan_to_num(nan=0.0).flatten()
@@ -105,12 +106,14 @@ def _remax(x: EstimatorInput) -> Tensor:
 def _pass_at_k(x: EstimatorInput) -> Tensor:
     """The mean advantage of a completion over all sets of k in its group that hold it, where a set is worth 1 if any of
     it passes (arXiv 2508.10751, analytical derivation). 0 where no set passes, or all do."""
-    k, advantages = x.options.pass_at_k, torch.zeros_like(x.totals)
+    k = x.options.pass_at_k
+    advantages = torch.zeros_like(x.totals)
     for start in range(0, len(x.totals), x.group):
         rewards = x.totals[start : start + x.group]
         given = ~rewards.isnan()
         passed = rewards > 0
-        n, failures = int(given.sum()), int((given & ~passed).sum())
+        n = int(given.sum())
+        failures = int((given & ~passed).sum())
         if n < k or not k <= failures < n:
             continue
         mean = 1 - math.comb(failures, k) / math.comb(n, k)

@@ -58,7 +58,8 @@ def rloo_advantages(rewards: Tensor, group: int, normalize: bool = False) -> Ten
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """[n, t]: at each token in `mask` the sum of its reward and of those of later tokens, each later token discounted
     once more."""
-    returns, after = torch.zeros_like(rewards), rewards.new_zeros(rewards.shape[0])
+    returns = torch.zeros_like(rewards)
+    after = rewards.new_zeros(rewards.shape[0])
     for t in reversed(range(rewards.shape[1])):
         after = torch.where(mask[:, t], rewards[:, t] + gamma * after, after)
         returns[:, t] = after * mask[:, t]
@@ -160,13 +161,16 @@ def gae(
     `documents`, int64 [b, s], numbers the documents of a row.
     """
     advantages = torch.zeros_like(values)
-    after, carried = values.new_zeros(values.shape[0]), values.new_zeros(values.shape[0])
+    after = values.new_zeros(values.shape[0])
+    carried = values.new_zeros(values.shape[0])
     for t in reversed(range(values.shape[1])):
         if documents is not None and t + 1 < values.shape[1]:
             goes_on = documents[:, t] == documents[:, t + 1]
-            after, carried = after * goes_on, carried * goes_on
+            after = after * goes_on
+            carried = carried * goes_on
         now = rewards[:, t] + gamma * after - values[:, t] + gamma * lam * carried
-        carried, after = torch.where(mask[:, t], now, carried), torch.where(mask[:, t], values[:, t], after)
+        carried = torch.where(mask[:, t], now, carried)
+        after = torch.where(mask[:, t], values[:, t], after)
         advantages[:, t] = now * mask[:, t]
     return advantages, (advantages + values) * mask
 
@@ -196,8 +200,10 @@ def entropy_threshold(entropies: Tensor, share: float) -> Tensor:
 
     The quantile 1 - share, linear between neighbours; `torch.quantile` takes 16 million numbers at most.
     """
-    ordered, place = entropies.float().sort().values, (1 - share) * (len(entropies) - 1)
-    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    ordered = entropies.float().sort().values
+    place = (1 - share) * (len(entropies) - 1)
+    low = ordered[math.floor(place)]
+    high = ordered[math.ceil(place)]
     return torch.lerp(low, high, place - math.floor(place))
 
 

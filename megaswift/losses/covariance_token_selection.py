@@ -12,7 +12,8 @@ from torch import Tensor
 
 def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """float64 [N]: (log p - mean log p) x (A - mean A) of each token."""
-    logprobs, advantages = logprobs.double(), advantages.double()
+    logprobs = logprobs.double()
+    advantages = advantages.double()
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 

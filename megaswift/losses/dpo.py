@@ -138,7 +138,8 @@ class DPO:
         """float32 [b, s]: 1 for tokens up to the shorter answer's length, `ld_alpha` beyond."""
         assert self.ld_alpha is not None
         mask = completion_mask(batch)
-        pairs, lengths = batch.fields["pairs"], masked_tokens_per_document(batch, mask)
+        pairs = batch.fields["pairs"]
+        lengths = masked_tokens_per_document(batch, mask)
         shared = lengths.index_put((pairs,), lengths[pairs].amin(1, keepdim=True).expand_as(pairs))
         within = masked_token_number_in_document(batch, mask) <= shared[document_index(batch)]
         return torch.where(within, 1.0, self.ld_alpha)

@@ -79,13 +79,15 @@ def _exo_pair(x: PairLogprobsAndRatios) -> Tensor:
     """EXO, arXiv 2402.00856 eq. 16: KL of the model's preference from the smoothed label (1 - e, e)."""
     smoothing = x.settings.label_smoothing
     assert 0 < smoothing < 1, "exo_pair needs label smoothing"
-    wins, loses = F.logsigmoid(x.margin), F.logsigmoid(-x.margin)
+    wins = F.logsigmoid(x.margin)
+    loses = F.logsigmoid(-x.margin)
     return wins.exp() * (wins - math.log1p(-smoothing)) + loses.exp() * (loses - math.log(smoothing))
 
 
 def _nca_pair(x: PairLogprobsAndRatios) -> Tensor:
     """NCA, arXiv 2402.05369."""
-    chosen, rejected = x.rewards.chosen, x.rewards.rejected
+    chosen = x.rewards.chosen
+    rejected = x.rewards.rejected
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 

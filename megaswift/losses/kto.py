@@ -128,7 +128,8 @@ class KTO:
 
     def _metrics(self, outputs: ModelOutputs, batch: Batch, rewards: Tensor, answers: Tensor) -> dict[str, Metric]:
         assert outputs.entropy is not None and outputs.mean_logit is not None
-        examples, mask = batch.fields["examples"], completion_mask(batch)
+        examples = batch.fields["examples"]
+        mask = completion_mask(batch)
         good = batch.fields["label"][examples]
         metrics: dict[str, Metric] = {"entropy": token_mean_metric(outputs.entropy, mask)}
         for side, of in (("chosen", good), ("rejected", ~good)):

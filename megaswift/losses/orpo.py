@@ -59,7 +59,8 @@ class ORPO:
         logps = split_pairs(batch, document_sums(batch, outputs.logprobs * completion_weights(batch))) / split_pairs(
             batch, completion_weight_per_document(batch)
         )
-        log_odds, chosen = _log_odds(logps), _chosen(batch)
+        log_odds = _log_odds(logps)
+        chosen = _chosen(batch)
         preference = LOSS_TYPES[self.loss_type](logps)
         terms = [
             LossTerm("loss/sft", -(outputs.logprobs * chosen).sum(), "chosen_tokens"),

@@ -154,7 +154,8 @@ class PolicyLoss:
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """Terms for the policy, the KL and the entropy, and TRL's metrics."""
         assert outputs.logprobs is not None and outputs.entropy is not None
-        mask, trained = batch.loss_weights != 0, _kept(batch)
+        mask = batch.loss_weights != 0
+        trained = _kept(batch)
         logprobs = outputs.logprobs
         old = batch.fields["old"].to(logprobs.dtype) if "old" in batch.fields else logprobs.detach()
         x = self.weigh(logprobs, old, batch)

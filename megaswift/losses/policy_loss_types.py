@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOWEST, HIGHEST = math.log(1e-8), 20.0
-"""Bounds of the logarithm of a weight in VESPO (its authors' code, after arXiv 2602.10693)."""
+LOWEST = math.log(1e-8)
+"""Lower bound of the logarithm of a weight in VESPO (its authors' code, after arXiv 2602.10693)."""
+HIGHEST = 20.0
+"""Upper bound of the logarithm of a weight in VESPO."""
 CISPO_CAP = 5.0
 """The cap that ScaleRL (arXiv 2510.13786) found good, and that TRL recommends for `epsilon_high` of CISPO."""
 
@@ -103,11 +105,10 @@ def _sapo(x: PolicyLossInputs) -> Tensor:
 def vespo_weights(x: PolicyLossInputs) -> Tensor:
     """[b, s], without a gradient: w^k exp(lambda (1 - w)) of the completion's weight w, which is 1 at w = 1 (arXiv
     2602.10693)."""
-    s, good = x.settings, x.advantages >= 0
-    k, rate = (
-        torch.where(good, s.vespo_k_pos, s.vespo_k_neg),
-        torch.where(good, s.vespo_lambda_pos, s.vespo_lambda_neg).clamp(min=1e-4),
-    )
+    s = x.settings
+    good = x.advantages >= 0
+    k = torch.where(good, s.vespo_k_pos, s.vespo_k_neg)
+    rate = torch.where(good, s.vespo_lambda_pos, s.vespo_lambda_neg).clamp(min=1e-4)
     log_w = x.completion_log_weights
     return torch.exp(rate + k * log_w - rate * log_w.exp()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 

@@ -51,7 +51,8 @@ VESPO_WEIGHTS = metrics_reported(("vespo/phi_seq_mean",))
 def clip_metrics(x: PolicyLossInputs, batch: Batch, by_completion: bool) -> dict[str, Metric]:
     """The share of weights that a bound holds back, below, above and both; the smallest and largest share of a
     completion."""
-    s, mask = x.settings, batch.loss_weights != 0
+    s = x.settings
+    mask = batch.loss_weights != 0
     low = ((x.bounded < 1 - s.epsilon) & (x.advantages < 0)).to(x.weights.dtype)
     high = ((x.bounded > 1 + s.high) & (x.advantages > 0)).to(x.weights.dtype)
     seen = masked_tokens_per_completion(batch, mask) >= (0 if by_completion else 1)

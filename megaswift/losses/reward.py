@@ -31,7 +31,8 @@ from megaswift.losses.preference_pairs import PairTensors, pair_count, pair_mean
 def weight_last_tokens_only(batch: Batch) -> Batch:
     """The batch with a weight of 1 at the last token of each document and none elsewhere; fillers and shared prefixes
     have none."""
-    documents, valid = document_index(batch).flatten(), batch.valid.flatten()
+    documents = document_index(batch).flatten()
+    valid = batch.valid.flatten()
     if batch.prefixes is not None:
         valid = valid & ~torch.isin(documents, batch.prefixes)
     goes_on = torch.zeros_like(valid)

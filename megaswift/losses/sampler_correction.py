@@ -106,12 +106,14 @@ def logprob_gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
 
 def correction_weight_metrics(batch: Batch, level: str) -> dict[str, Metric]:
     """Smallest, mean and largest of the weights that a loss was given."""
-    ratio, mask = batch.fields["ratio"], batch.loss_weights != 0
+    ratio = batch.fields["ratio"]
+    mask = batch.loss_weights != 0
     by_completion = level == "sequence"
     ratios = token_mean_per_completion(batch, ratio, mask, empty=1.0) if by_completion else ratio
     counted = torch.ones_like(ratios, dtype=torch.bool) if by_completion else mask
     mean: MeanMetric = token_or_completion_mean_metric(batch, ratio, by_completion, empty=1.0)
-    least, most = ratios.masked_fill(~counted, math.inf), ratios.masked_fill(~counted, 0.0)
+    least = ratios.masked_fill(~counted, math.inf)
+    most = ratios.masked_fill(~counted, 0.0)
     return {
         "sampling/importance_sampling_ratio/min": MinMetric(least.min() if ratios.numel() else math.inf),
         "sampling/importance_sampling_ratio/mean": mean,

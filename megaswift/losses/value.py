@@ -41,7 +41,8 @@ class ValueLoss:
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """One term; the loss, what was clipped, and the parts of `explained_variance`."""
         assert outputs.values is not None
-        values, mask = outputs.values, batch.loss_weights != 0
+        values = outputs.values
+        mask = batch.loss_weights != 0
         returns = batch.fields["returns"].to(values.dtype)
         squares = (values - returns) ** 2
         clipped = torch.zeros_like(mask)

@@ -67,7 +67,8 @@ def activation_bytes(
 
 def passes_in_flight(setup: MicrobatchSetup, stage: int, microbatches: int) -> int:
     """Forward passes of model chunks whose backward pass is to come, at most."""
-    pp, vpp = setup.layout.pp, setup.layout.vpp
+    pp = setup.layout.pp
+    vpp = setup.layout.vpp
     if vpp == 1:
         return min(microbatches, pp - stage)
     return min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1)
@@ -94,7 +95,8 @@ class ChunkKept:
 
 def kept_by_chunk(setup: MicrobatchSetup, chunk: ModelChunk) -> ChunkKept:
     """Of one model chunk."""
-    m, layers = setup.options.model, list(chunk.layers)
+    m = setup.options.model
+    layers = list(chunk.layers)
     angles = 4 * setup.positions * setup.spec.rotated_width
     final = final_norm_bytes(setup) if chunk.loss else 0
     if m.recompute_granularity != "full":
@@ -147,12 +149,18 @@ def _all_kept(setup: MicrobatchSetup, layer: int, modules: Sequence[str] = ()) -
 def _working(setup: MicrobatchSetup, layer: int) -> int:
     """Gradients within the backward pass of an MLP: of its inner activations and of input and output; of one weight in
     the dtype of the products. NF4 weights are dequantized one at a time."""
-    spec, layout = setup.spec, setup.layout
-    h, w = spec.hidden_size, setup.width
+    spec = setup.spec
+    layout = setup.layout
+    h = spec.hidden_size
+    w = setup.width
     if spec.moe_layers[layer]:
-        rows, inner, matrices = setup.expert_tokens, spec.expert_ffn // layout.etp, spec.experts // layout.ep
+        rows = setup.expert_tokens
+        inner = spec.expert_ffn // layout.etp
+        matrices = spec.experts // layout.ep
     else:
-        rows, inner, matrices = setup.tokens, spec.ffn // layout.tp, 1
+        rows = setup.tokens
+        inner = spec.ffn // layout.tp
+        matrices = 1
     first = first_width(setup, inner)
     weight = w * first * h
     if setup.parts.full and spec.moe_layers[layer] and setup.grouped_experts:

@@ -15,11 +15,14 @@ from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
 
 Kept = dict[str, int]
 """Bytes by tensor."""
-QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
+QKV = "self_attention.linear_qkv"
+PROJECTION = "self_attention.linear_proj"
 ATTENTION_BLOCK = 1024
 """Queries of a block under a window (`engine/document_attention.py`)."""
-FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
-EXPERT_FC1, EXPERT_FC2 = "mlp.experts.0.linear_fc1", "mlp.experts.0.linear_fc2"
+FC1 = "mlp.linear_fc1"
+FC2 = "mlp.linear_fc2"
+EXPERT_FC1 = "mlp.experts.0.linear_fc1"
+EXPERT_FC2 = "mlp.experts.0.linear_fc2"
 
 
 def layer_input_bytes(setup: MicrobatchSetup) -> int:
@@ -60,7 +63,8 @@ def _norm(setup: MicrobatchSetup, name: str, rows: int, width: int, trains: bool
 def _input(setup: MicrobatchSetup, layer: int, module: str, elements: int, shared: bool = False) -> Kept:
     """Of a linear layer: kept for the gradient of its weight or of its adapters, whose dropout keeps a mask and a copy
     of its own. `shared`: another operation keeps the same tensor."""
-    projections, full = setup.adapters(layer, module), setup.parts.full
+    projections = setup.adapters(layer, module)
+    full = setup.parts.full
     dropout = bool(projections) and setup.options.lora_dropout > 0
     kept: Kept = {}
     # Transformer Engine keeps the normed rows that it hands to an adapter
@@ -75,7 +79,8 @@ def _input(setup: MicrobatchSetup, layer: int, module: str, elements: int, share
 def _adapter_products(setup: MicrobatchSetup, layer: int, modules: Mapping[str, int]) -> Kept:
     """Outputs of A [t, r], of each adapter; the A's of a layer that joins several, one matrix. `modules`: rows of the
     product."""
-    rank, kept = setup.parts.rank, 0
+    rank = setup.parts.rank
+    kept = 0
     for module, rows in modules.items():
         projections = setup.adapters(layer, module)
         kept += len(projections) * rows * rank * setup.width
@@ -87,9 +92,13 @@ def _adapter_products(setup: MicrobatchSetup, layer: int, modules: Mapping[str, 
 def _attention(setup: MicrobatchSetup, layer: int) -> Kept:
     if setup.spec.transformer.get("multi_latent_attention"):
         return _latent_attention(setup, layer)
-    spec, t, w = setup.spec, setup.tokens, setup.width
-    a, k = setup.head_width, setup.kv_heads * spec.head_dim
-    full, torch_attention = setup.parts.full, setup.kernels.attention == TORCH
+    spec = setup.spec
+    t = setup.tokens
+    w = setup.width
+    a = setup.head_width
+    k = setup.kv_heads * spec.head_dim
+    full = setup.parts.full
+    torch_attention = setup.kernels.attention == TORCH
     kept = _norm(setup, "attention norm", setup.residual_tokens, spec.hidden_size, full)
     kept |= _input(setup, layer, QKV, setup.residual_tokens * spec.hidden_size)
     if spec.qk_norm:
@@ -114,7 +123,8 @@ def mask_bytes(setup: MicrobatchSetup, layers: Sequence[int]) -> int:
     """Of torch's attention, where it is not plain causal: [queries, keys] in the dtype of the scores, once for all
     layers. Under context parallelism a rank's two runs of a sequence see 2 cp + 1 runs of keys (on a GPU such a mask
     takes no memory)."""
-    cp, positions = setup.layout.cp, setup.positions
+    cp = setup.layout.cp
+    positions = setup.positions
     if setup.kernels.attention != TORCH or setup.spec.transformer.get("multi_latent_attention"):
         return 0
     if cp > 1:
@@ -129,15 +139,21 @@ def mask_bytes(setup: MicrobatchSetup, layers: Sequence[int]) -> int:
 def _recomputed_attention(setup: MicrobatchSetup) -> Kept:
     """Recomputing attention keeps its inputs: no scores are saved that flash attention would not keep, and torch's
     values are then a view of the joined projections."""
-    a, k = setup.head_width, setup.kv_heads * setup.spec.head_dim
+    a = setup.head_width
+    k = setup.kv_heads * setup.spec.head_dim
     unit = setup.width * setup.tokens
     return {"keys": unit * k, "values": unit * (a + 2 * k), "log-sum-exp": 0}
 
 
 def _latent_attention(setup: MicrobatchSetup, layer: int) -> Kept:
     """Compressed queries, keys and values lie whole on every tensor-parallel rank."""
-    spec, r, t, w, full = setup.spec, setup.residual_tokens, setup.tokens, setup.width, setup.parts.full
-    queries, values = spec.latent_queries // setup.layout.tp, setup.head_width
+    spec = setup.spec
+    r = setup.residual_tokens
+    t = setup.tokens
+    w = setup.width
+    full = setup.parts.full
+    queries = spec.latent_queries // setup.layout.tp
+    values = setup.head_width
     kept = _norm(setup, "attention norm", r, spec.hidden_size, full)
     kept |= {"down projections input": w * r * spec.hidden_size}
     if spec.q_rank:
@@ -154,7 +170,10 @@ def first_width(setup: MicrobatchSetup, inner: int) -> int:
 
 
 def _mlp(setup: MicrobatchSetup, layer: int) -> Kept:
-    spec, t, r, w = setup.spec, setup.tokens, setup.residual_tokens, setup.width
+    spec = setup.spec
+    t = setup.tokens
+    r = setup.residual_tokens
+    w = setup.width
     f = spec.ffn // setup.layout.tp
     kept = _norm(setup, "mlp norm", r, spec.hidden_size, setup.parts.full)
     kept |= _input(setup, layer, FC1, r * spec.hidden_size)
@@ -166,8 +185,12 @@ def _mlp(setup: MicrobatchSetup, layer: int) -> Kept:
 def _moe(setup: MicrobatchSetup, layer: int) -> Kept:
     """The router's input, and of each token its rows in the experts; small: the router's numbers and the order of
     tokens."""
-    spec, r, m, w = setup.spec, setup.residual_tokens, setup.expert_tokens, setup.width
-    e, torch_experts = spec.expert_ffn // setup.layout.etp, setup.kernels.linear == TORCH
+    spec = setup.spec
+    r = setup.residual_tokens
+    m = setup.expert_tokens
+    w = setup.width
+    e = spec.expert_ffn // setup.layout.etp
+    torch_experts = setup.kernels.linear == TORCH
     kept = _norm(setup, "mlp norm", r, spec.hidden_size, setup.parts.full)
     kept["router input"] = w * r * spec.hidden_size
     kept["router and order"] = r * (24 * spec.topk + 12 * spec.experts + 4)
@@ -192,7 +215,10 @@ def _grouped_adapters(setup: MicrobatchSetup, layer: int, modules: Mapping[str, 
     """Adapters of all experts in grouped products: the scaled outputs of A. A rank that is no multiple of 16 bytes is
     filled up, in copies of A and B. `modules`: (inputs on this rank, ranks that split the outputs) of an expert's
     layer."""
-    experts, unit, rank, kept = setup.spec.experts // setup.layout.ep, 16 // setup.width, setup.parts.rank, 0
+    experts = setup.spec.experts // setup.layout.ep
+    unit = 16 // setup.width
+    rank = setup.parts.rank
+    kept = 0
     width = -(-rank // unit) * unit
     for module, (inputs, ranks) in modules.items():
         for projection in setup.adapters(layer, module):

@@ -97,7 +97,8 @@ def uncovered_features(m: ModelConfig, spec: ModelSpec, adapters: str | None, tp
     Args:
         adapters: The folder of trained adapters that the run starts from.
     """
-    extras, transformer = spec.features, spec.transformer
+    extras = spec.features
+    transformer = spec.transformer
     model: dict[str, object] = {
         "latent attention": transformer.get("multi_latent_attention"),
         "norms after attention and MLP": extras.post_norm,

@@ -13,7 +13,8 @@ from megaswift.models.spec import ModelSpec
 from megaswift.models.targets import Projection
 from megaswift.parallel.layout import Layout
 
-TRANSFORMER_ENGINE, TORCH = "transformer_engine", "torch"
+TRANSFORMER_ENGINE = "transformer_engine"
+TORCH = "torch"
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class MicrobatchSetup:
     @property
     def grouped_experts(self) -> bool:
         """Whether all experts of a rank are multiplied in one product."""
-        model, dora = self.options.model, self.parts.dora
+        model = self.options.model
+        dora = self.parts.dora
         return groups_experts(model, dora, self.spec, self.layout.etp, self.width, self.kernels.linear == TORCH)
 
     def windowed(self, layer: int) -> bool:

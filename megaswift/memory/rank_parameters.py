@@ -169,7 +169,8 @@ class _ShardSizes:
     """Elements of a rank's shards; a rule's are the same in every layer and expert."""
 
     def __init__(self, spec: ModelSpec, layout: Layout) -> None:
-        self.spec, self.layout = spec, layout
+        self.spec = spec
+        self.layout = layout
         self.padded = padded_vocabulary_size(spec, layout.tp)
         self._known: dict[int, int] = {}
 

@@ -21,7 +21,9 @@ class HeadBytes:
 
 def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
     """Of a micro-batch in which every token has a label. `trains`: whether the head's weight has a gradient."""
-    spec, tokens, width = setup.spec, setup.tokens, setup.width
+    spec = setup.spec
+    tokens = setup.tokens
+    width = setup.width
     hidden = tokens * spec.hidden_size * width
     if spec.scored:
         return HeadBytes(hidden, hidden)

@@ -32,11 +32,14 @@ from megaswift.models.qlora import BLOCK
 from megaswift.parallel.layout import Layout
 
 HALF = ("bfloat16", "float16")
-ALIGNED, BUCKET = 64, 128
-"""Elements: where a parameter begins in a buffer, and what a buffer's size is a multiple of."""
-HOST_CHUNK, HOST_SLOTS = 2**23, 2
-"""Elements that the host optimizer moves at a time, and how many chunks it has room for
-(`engine/megatron/host_adam.py`)."""
+ALIGNED = 64
+"""Elements: a parameter begins at a multiple of it in a buffer."""
+BUCKET = 128
+"""Elements: a buffer's size is a multiple of it."""
+HOST_CHUNK = 2**23
+"""Elements that the host optimizer moves at a time (`engine/megatron/host_adam.py`)."""
+HOST_SLOTS = 2
+"""Chunks that the host optimizer has room for."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ def held_bytes(options: StepOptions, dtype: str, layout: Layout, chunks: Sequenc
     sharded = uses_distributed_optimizer(options.distributed_optimizer, o.optimizer)
     fraction = o.optimizer_offload_fraction if o.optimizer_cpu_offload else 0.0
     frozen = sum(_frozen_bytes(chunk, width) for chunk in chunks)
-    total, largest = HeldBytes(weights=frozen, fp8_copies=_fp8_copies(options.model, chunks)), 0
+    total = HeldBytes(weights=frozen, fp8_copies=_fp8_copies(options.model, chunks))
+    largest = 0
     for buffer in _gradient_buffers(layout, chunks):
         elements = buffer.padded if sharded else buffer.elements
         own = elements // buffer.replicas if sharded else elements

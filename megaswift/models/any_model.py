@@ -63,7 +63,8 @@ def spec_from_size_fields(config: Mapping[str, Any]) -> ModelSpec:
                 "use a language model that AutoModelForCausalLM loads",
             )
         )
-    hidden, heads = values["hidden_size"], values["heads"] or 1
+    hidden = values["hidden_size"]
+    heads = values["heads"] or 1
     width = (raw.get("head_dim") or hidden // heads) if values["heads"] else 0
     transformer = {
         "num_layers": values["num_layers"],

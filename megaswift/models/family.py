@@ -113,10 +113,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         raise WeightsError(vision_language_problem(hf_config, FAMILIES.names()))
     if not isinstance(name, str) or name not in FAMILIES:
         names = FAMILIES.names()
-        near, wide = (
-            did_you_mean_hint(str(name), names),
-            "use --engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads",
-        )
+        near = did_you_mean_hint(str(name), names)
+        wide = "use --engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads"
         raise WeightsError(
             Problem(
                 f"config.json, model_type {name!r}",

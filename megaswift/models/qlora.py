@@ -33,7 +33,8 @@ def is_four_bit_weight(rule: WeightRule) -> bool:
 
 def _inputs(rule: WeightRule, spec: ModelSpec) -> int:
     """Length of a row of Megatron's whole weight."""
-    dim, pieces = shard_dim(rule), rule.pieces(spec, TensorParallelShard(expert=0))
+    dim = shard_dim(rule)
+    pieces = rule.pieces(spec, TensorParallelShard(expert=0))
     return sum(p.length for p in pieces) if dim == 1 else pieces[0].shape(rule.shapes(spec)[pieces[0].source], dim)[1]
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from megaswift.errors import Problem, WeightsError
 from megaswift.models.spec import SCORE, ModelSpec
 
-LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+LANGUAGE = "ForCausalLM"
+CLASSIFIER = "ForSequenceClassification"
 
 
 def has_scalar_head(config: Mapping[str, Any]) -> bool:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-VOCABULARY, SCORE = "vocabulary", "score"
+VOCABULARY = "vocabulary"
+SCORE = "score"
 
 
 @dataclass(frozen=True)

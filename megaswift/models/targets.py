@@ -98,7 +98,8 @@ def projections(family: Family, spec: ModelSpec) -> Iterator[Projection]:
 def _of_stack(rule: WeightRule, spec: ModelSpec, stack: str, where: tuple[str, int | None]) -> Projection:
     """One expert's matrix in a parameter [experts, in, out]."""
     megatron, expert = where
-    [(_, width, out)], piece = rule.shapes(spec), rule.pieces(spec, TensorParallelShard(expert=expert))[0]
+    [(_, width, out)] = rule.shapes(spec)
+    piece = rule.pieces(spec, TensorParallelShard(expert=expert))[0]
     assert piece.transposed and expert is not None, f"{stack}: experts as [in, out] are what is known of stacks"
     home, _, leaf = stack.rpartition(".")
     return Projection(f"{home}.{expert}.{leaf}", megatron, 0, (out, width), stack, piece.stride)
@@ -121,7 +122,8 @@ def select_projections(
     are the same for experts that share one.
     """
     candidates = list(projections(family, spec))
-    modules, stacks = [p for p in candidates if not p.stack], [p for p in candidates if p.stack]
+    modules = [p for p in candidates if not p.stack]
+    stacks = [p for p in candidates if p.stack]
     chosen: dict[str, Projection] = {}
     problems = [] if names or parameters else [Problem("--target_modules none", "leaves nothing to adapt", ALL)]
     for option, name, among in [
@@ -155,10 +157,8 @@ def dora_problems(chosen: Sequence[Projection], label: str) -> list[Problem]:
 
 
 def _no_parameter(name: str, candidates: Sequence[Projection]) -> Problem:
-    what, ends = (
-        f"--target_parameters {name}",
-        list(dict.fromkeys(expert_stack_name_without_layer(p.stack) for p in candidates if p.stack)),
-    )
+    what = f"--target_parameters {name}"
+    ends = list(dict.fromkeys(expert_stack_name_without_layer(p.stack) for p in candidates if p.stack))
     if ends:
         close = did_you_mean_hint(name, [*ends, *(end.rsplit(".", 1)[-1] for end in ends)])
         return Problem(what, "matches no stacked expert parameter", f"{close or ends[0]}; there are {', '.join(ends)}")
@@ -255,7 +255,8 @@ def partial_fused_modules_to_save_problems(
     """Modules that Megatron joins with others which are not chosen: one parameter trains whole or not at all."""
     for rule, layer, expert in _expand(family, spec):
         names = [_name(hf, layer, expert) for hf in rule.hf]
-        inside, outside = [n for n in names if n in chosen], [n for n in names if n not in chosen]
+        inside = [n for n in names if n in chosen]
+        outside = [n for n in names if n not in chosen]
         if (inside and outside) or (inside and rule.stacked):
             other_names = ", ".join(n.removesuffix(WEIGHT).rsplit(".", 1)[-1] for n in outside) or "all experts"
             yield Problem(

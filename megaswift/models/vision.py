@@ -19,7 +19,8 @@ PACKED_TEXT = ("llama", "mistral", "qwen2", "qwen3")
 def vision_packing_problems(hf_config: Mapping[str, Any], task: str) -> list[Problem]:
     """Why documents with images cannot share a row (`--packing true`) of this vision-language model; none where they
     can."""
-    kind, text = hf_config.get("model_type"), hf_config.get("text_config")
+    kind = hf_config.get("model_type")
+    text = hf_config.get("text_config")
     language_model = text.get("model_type", f"{kind}_text") if isinstance(text, Mapping) else f"{kind}_text"
     if task != "sft":
         rule = f"{task} does not pack rows with images; only sft does"

@@ -127,7 +127,9 @@ class Layout(AxisSizes):
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """The rank at these dense coordinates: the inverse of `coordinates`."""
-        index, stride, coords = 0, 1, {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+        index = 0
+        stride = 1
+        coords = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
         for axis in GRIDS["dense"]:
             assert 0 <= coords[axis] < getattr(self, axis), f"{axis} index {coords[axis]} of {getattr(self, axis)}"
             index += coords[axis] * stride
@@ -182,7 +184,8 @@ def uses_sequence_parallel(tp: int, requested: bool | None) -> bool:
 
 def requested_axis_sizes(parallel: LayoutOptions) -> dict[str, int]:
     """The sizes that a configuration asks for, unchecked, by short name."""
-    pp, vpp = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size
+    pp = parallel.pipeline_parallel_size
+    vpp = parallel.virtual_pipeline_parallel_size
     if parallel.pipeline_layout is not None and vpp is None and pp > 0:
         vpp = max(1, len(parse_layout_string(parallel.pipeline_layout)) // pp)
     return {

@@ -86,7 +86,9 @@ def broken_rule_problems(shape: ModelShape, request: LayoutRequest) -> Iterator[
 
 
 def _heads(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
-    tp, heads, kv = request.tp, shape.heads, shape.kv_heads
+    tp = request.tp
+    heads = shape.heads
+    kv = shape.kv_heads
     if _heads_fit(shape, tp):
         return
     if heads % tp:
@@ -185,7 +187,8 @@ def _sequence_parallel(shape: ModelShape, request: LayoutRequest) -> Iterator[Pr
 
 
 def _context(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
-    cp, kind = request.cp, request.cp_comm_type
+    cp = request.cp
+    kind = request.cp_comm_type
     if cp == 1:
         return
     length = request.max_length
@@ -207,7 +210,8 @@ def _context(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
         return
     divided = {"a2a": cp, "a2a+p2p": levels[0] if levels else 1}.get(kind, 1)
     if _heads_fit(shape, request.tp):
-        local, local_kv = shape.heads // request.tp, max(1, shape.kv_heads // request.tp)
+        local = shape.heads // request.tp
+        local_kv = max(1, shape.kv_heads // request.tp)
         if local % divided or local_kv % divided:
             rule = (
                 f"{local} heads and {local_kv} key/value heads of a tensor-parallel rank must both be divisible by "
@@ -226,14 +230,18 @@ def _data(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
 
 
 def _batch(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
-    train, dp, pp = request.train, request.known_dp, request.pp
+    train = request.train
+    dp = request.known_dp
+    pp = request.pp
     if train is None or dp is None:
         return
     problems = list(batch_problems(train, dp, {}))
     yield from problems
     if problems or request.vpp == 1 or pp == 1:
         return
-    rows, total, passes = train.per_device_train_batch_size, train.global_batch_size, accumulation_steps(train, dp)
+    rows = train.per_device_train_batch_size
+    total = train.global_batch_size
+    passes = accumulation_steps(train, dp)
     if passes % pp:  # Megatron-Core: `microbatch_group_size_per_vp_stage`, which is pp unless set
         rule = f"the interleaved schedule needs micro-batches in multiples of --pp {pp}; a step has {passes}"
         near = [n for n in (passes // pp * pp, (passes // pp + 1) * pp) if n]

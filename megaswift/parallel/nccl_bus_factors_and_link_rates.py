@@ -89,7 +89,8 @@ def hardware_figure(
         return in_node
     if between_nodes is None:
         return None
-    ranks, together = len(nodes_of_ranks), max(counts.values())
+    ranks = len(nodes_of_ranks)
+    together = max(counts.values())
     if operation == "send_recv":
         return between_nodes
     if operation == "all_to_all":

@@ -68,11 +68,13 @@ def model_chunks_by_stage(
     A sample passes the stages of chunk 0, then those of chunk 1, and so on: chunk v of stage p is the (v x pp +
     p)-th."""
     split = split or PipelineSplit()
-    pp, vpp = layout.pp, layout.vpp
+    pp = layout.pp
+    vpp = layout.vpp
     problems = split_problems(num_layers, pp, vpp, split)
     if problems:
         raise LayoutError(problems)
-    chunks, start = [], 0
+    chunks = []
+    start = 0
     for letters in _letters(num_layers, pp, vpp, split):
         stop = start + letters.count("t")
         chunks.append(ModelChunk(range(start, stop), "E" in letters, "L" in letters))
@@ -144,7 +146,8 @@ def _ends_problems(num_layers: int, pp: int, vpp: int, end_layers: dict[str, int
         first = next(iter(end_layers))
         rule = "with --pp 2 one of them determines the other, and Megatron-Core's interleaved schedule fails with both"
         problems.append(Problem(what, rule, f"{first} {end_layers[first]} alone"))
-    middle_layers, stages = num_layers - sum(end_layers.values()), pp - len(end_layers)
+    middle_layers = num_layers - sum(end_layers.values())
+    stages = pp - len(end_layers)
     if middle_layers < 0 or (middle_layers > 0) != (stages > 0):
         rule = f"leaves {middle_layers} of {num_layers} layers for the other {stages} of {pp} stages"
         enough = num_layers >= pp * vpp

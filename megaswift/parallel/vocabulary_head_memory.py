@@ -13,9 +13,10 @@ TILE_ELEMENTS = 1 << 19
 TILE_ELEMENTS_WITHOUT_TRITON = 1 << 26
 """The same on a GPU whose torch comes without Triton (not run): 256 MiB, so that launching kernels is not what takes
 the time."""
-STATISTICS, COEFFICIENTS = 6, 9
-"""float32 numbers a row that `engine/vocabulary_logprobs_and_entropy.py` has in the forward and in the backward
-pass."""
+STATISTICS = 6
+"""float32 numbers per row that `engine/vocabulary_logprobs_and_entropy.py` holds in the forward pass."""
+COEFFICIENTS = 9
+"""float32 numbers per row that it holds in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ def megatron_engine_head_peak_bytes(shape: HeadShape, device: str, fused_gradien
     """Bytes at the peak of the native engine's head, forward and backward, beside hidden states, weight and main
     gradient; on a GPU with Triton. `fused_gradient`: the weight's gradient is added to the main gradient
     (`--gradient_accumulation_fusion`)."""
-    s, fused_passes = shape, device == "cuda"
+    s = shape
+    fused_passes = device == "cuda"
     chunks = head_chunks(s.rows, s.width * s.product_bytes, device)
     largest = max(c.stop - c.start for c in chunks)
     kept = sum(c.stop - c.start for c in chunks if c.kept)

@@ -199,12 +199,22 @@ WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400
 """O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND: the same on both architectures."""
 PROT_EXEC = 4
 
-ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000 | 1, 0x80000000
-"""SECCOMP_RET_ALLOW, _ERRNO with EPERM, _KILL_PROCESS."""
-_LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW = 0x7FFF0000
+"""SECCOMP_RET_ALLOW."""
+REFUSE = 0x00050000 | 1
+"""SECCOMP_RET_ERRNO with EPERM."""
+KILL = 0x80000000
+"""SECCOMP_RET_KILL_PROCESS."""
+_LOAD = 0x20
+_EQUAL = 0x15
+_ABOVE = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
 _X32 = 0x40000000
 """Numbers from here on are x86_64's second set of calls, which would pass the numbers below."""
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+_NUMBER = 0
+_ARCHITECTURE = 4
+_ARGUMENTS = 16
 
 Instruction = tuple[int, int, int, int]
 

@@ -77,7 +77,8 @@ class CodeReward:
                     passed[i] += self._right(tests[i][turn], outcome)
                     if outcome.how in ("ended", "failed"):
                         going.append((i, program))
-            alive, turn = going, turn + 1
+            alive = going
+            turn += 1
         return passed
 
     @staticmethod

@@ -48,7 +48,8 @@ def think_format(options: BuiltInRewardParameters) -> PerCompletionReward:
 def repetition(options: BuiltInRewardParameters) -> PerCompletionReward:
     """The share of n-grams of tokens that were there before, times the (negative) penalty: arXiv 2502.03373, appendix
     C.2."""
-    n, most = options.repetition_n_grams, options.repetition_max_penalty
+    n = options.repetition_n_grams
+    most = options.repetition_max_penalty
     if most > 0:
         raise ConfigError(
             Problem(f"--repetition_max_penalty {most}", "would reward repetition", "use a number of 0 or less")
@@ -65,7 +66,8 @@ def repetition(options: BuiltInRewardParameters) -> PerCompletionReward:
 
 def soft_overlong(options: BuiltInRewardParameters) -> PerCompletionReward:
     """0 up to soft_max_length - soft_cache_length tokens, then falling to -1: DAPO, arXiv 2503.14476, equation 13."""
-    longest, cache = options.soft_max_length or options.max_completion_length, options.soft_cache_length
+    longest = options.soft_max_length or options.max_completion_length
+    cache = options.soft_cache_length
     if cache is None:
         raise ConfigError(
             Problem(

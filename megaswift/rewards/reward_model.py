@@ -111,7 +111,8 @@ class RewardModel:
         """[rows]: transformers reads a row's score at its last token that is not the padding, so padding must be no
         text's last token."""
         model = self.load()
-        config, own = model.config.get_text_config(), model.config.get_text_config().pad_token_id
+        config = model.config.get_text_config()
+        own = model.config.get_text_config().pad_token_id
         ends = {row[-1] for row in rows}
         padding = own if own is not None else next(token for token in range(len(ends) + 1) if token not in ends)
         longest = max(map(len, rows))

@@ -87,7 +87,8 @@ def worker_count() -> int:
 
 def _file(name: str, content: bytes = b"") -> int:
     """The descriptor of a file in memory, at its start."""
-    file, written = os.memfd_create(name, os.MFD_CLOEXEC), 0
+    file = os.memfd_create(name, os.MFD_CLOEXEC)
+    written = 0
     while written < len(content):
         written += os.pwrite(file, memoryview(content)[written:], written)
     return file
@@ -111,7 +112,8 @@ def _read(file: int, most: int) -> bytes:
 
 def _outcome(files: Sequence[int], report: Mapping[str, Any], limits: JobLimits) -> JobOutcome:
     """What the files of a child that has ended hold, and what its end means."""
-    code, cpu = os.waitstatus_to_exitcode(report["status"]), limits.cpu
+    code = os.waitstatus_to_exitcode(report["status"])
+    cpu = limits.cpu
     largest = max(os.fstat(f).st_size for f in files[1:4])
     out, errors, result = (_read(file, limits.output).decode(errors="replace") for file in files[1:4])
     how = "ended" if code == 0 else "failed"
@@ -122,7 +124,9 @@ def _outcome(files: Sequence[int], report: Mapping[str, Any], limits: JobLimits)
     elif -code == signal.SIGSYS:
         how = "forbidden"
     elif largest >= limits.output:
-        how, out, result = "output", "", ""
+        how = "output"
+        out = ""
+        result = ""
     return JobOutcome(how, code, out, result, errors[-TAIL:])
 
 
@@ -199,7 +203,9 @@ class Sandbox:
         self, jobs: Sequence[Mapping[str, Any]], limits: JobLimits, files: dict[int, list[int]]
     ) -> dict[int, JobOutcome]:
         """By the number of the job. `files` of those that run, or wait for the runner while others run."""
-        control, sent, outcomes = self._start(), worker_count() + AHEAD, dict[int, JobOutcome]()
+        control = self._start()
+        sent = worker_count() + AHEAD
+        outcomes = dict[int, JobOutcome]()
         control.settimeout(limits.clock + SLACK)
         waiting = iter(range(len(jobs)))
         while len(outcomes) < len(jobs):

@@ -26,13 +26,22 @@ from typing import Any
 
 from megaswift.rewards import build_seccomp_filter
 
-RESULT, JOB, STATE = 3, 4, 5
-"""Descriptors of a child beside its standard streams: a function's result as JSON; its own job as JSON; whether it is
-locked. JOB and STATE are closed before the program runs."""
-LOCKED, REFUSED = b"locked", b"refused: "
-"""What a child writes to STATE once it is locked, or if the kernel refuses; it runs nothing then."""
+RESULT = 3
+"""A child's descriptor for a function's result, as JSON."""
+JOB = 4
+"""A child's descriptor of its own job, as JSON; closed before the program runs."""
+STATE = 5
+"""A child's descriptor for LOCKED or REFUSED; closed before the program runs."""
+LOCKED = b"locked"
+"""A child writes this to STATE once it is locked."""
+REFUSED = b"refused: "
+"""A child writes this to STATE when the kernel refuses to lock it; it then runs nothing."""
 NOBODY = 65534
-_PDEATHSIG, _NO_NEW_PRIVS, _DUMPABLE, _SECCOMP, _FILTER = 1, 38, 4, 22, 2
+_PDEATHSIG = 1
+_NO_NEW_PRIVS = 38
+_DUMPABLE = 4
+_SECCOMP = 22
+_FILTER = 2
 _IMPORT = re.compile(
     r"(?:^|;|:)[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+\(?([\w \t,]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
 )

@@ -150,7 +150,8 @@ def serve_jobs(control: socket.socket, kind: str, workers: int) -> None:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only signals with a handler reach the pipe
     signal.set_wakeup_fd(wake)
     running: dict[int, ChildDeadline] = {}
-    trainer, poll = os.getppid(), select.poll()
+    trainer = os.getppid()
+    poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(ended, select.POLLIN)
     while True:

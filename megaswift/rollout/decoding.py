@@ -33,7 +33,9 @@ class DecodingBatch:
         seeds: Sequence[int],
         images: BatchImages | None = None,
     ) -> None:
-        self.model, self.sampling, self.device = model, sampling, model.device
+        self.model = model
+        self.sampling = sampling
+        self.device = model.device
         self.draws = RowGenerators(seeds, self.device) if sampling.temperature else None
         asked = [*zip(prompts, [None] * len(prompts) if images is None else images.of, strict=True)]
         numbers = {one: number for number, one in enumerate(dict.fromkeys(asked))}
@@ -84,10 +86,12 @@ class DecodingBatch:
         """What the model reads beside the tokens of the different prompts; nothing where none has an image."""
         if self.images is None:
             return {}
-        reader, pieces = self.images.reader, []
+        reader = self.images.reader
+        pieces = []
         for row, (prompt, images) in enumerate(zip(self.unique, self.images.of, strict=True)):
             if images is not None:
-                start, size = self.width - len(prompt), len(prompt)
+                start = self.width - len(prompt)
+                size = len(prompt)
                 pieces.append(ImageInputs(row, start, size, reader.inputs(images, prompt)))
         if not pieces:
             return {}
@@ -145,7 +149,8 @@ def decode_batch(
 ) -> list[Completion]:
     """The completions of one batch, in the order of `prompts`."""
     batch = DecodingBatch(model, prompts, sampling, seeds, images)
-    steps, count = sampling.max_tokens, len(prompts)
+    steps = sampling.max_tokens
+    count = len(prompts)
     tokens: list[Tensor] = []
     logprobs: list[Tensor] = []
     rows: list[Tensor] = []
@@ -164,7 +169,8 @@ def decode_batch(
         if len(batch.stops):
             done = active & torch.isin(chosen, batch.stops)
             if bool(done.any()):
-                ends[live[done]], finished[live[done]] = step + 1, True
+                ends[live[done]] = step + 1
+                finished[live[done]] = True
                 active = active & ~done
                 remaining = int(active.sum())
                 if not remaining:
@@ -172,7 +178,9 @@ def decode_batch(
                 if 8 * remaining <= 7 * len(live):
                     unfinished = active.nonzero()[:, 0]
                     batch.keep(unfinished)
-                    chosen, live, active = chosen[unfinished], live[unfinished], active[unfinished]
+                    chosen = chosen[unfinished]
+                    live = live[unfinished]
+                    active = active[unfinished]
         if step + 1 < steps:
             logits = batch.feed(chosen, step)
     return _completions(tokens, logprobs, rows, (ends, finished))

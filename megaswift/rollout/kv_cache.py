@@ -23,14 +23,17 @@ class PreallocatedCacheLayer(DynamicLayer):
 
     def __init__(self, origin: Tensor, columns: int, window: int | None) -> None:
         super().__init__()
-        self.origin, self.columns, self.window = origin, columns, window
+        self.origin = origin
+        self.columns = columns
+        self.window = window
         self.is_sliding = window is not None
         self.length = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends columns. The first call has each prompt once [prompts, heads, width, dim]; later calls have one
         column per row."""
-        start, self.length = self.length, self.length + key_states.shape[-2]
+        start = self.length
+        self.length = self.length + key_states.shape[-2]
         if not start:
             self.keys = self._allocate(key_states, len(self.origin))
             self.values = self._allocate(value_states, len(self.origin))
@@ -70,7 +73,8 @@ class PreallocatedCacheLayer(DynamicLayer):
         assert self.keys is not None and self.values is not None
         for cached in (self.keys, self.values):
             cached[: len(rows), :, : self.length] = cached[rows, :, : self.length]
-        self.keys, self.values = self.keys[: len(rows)], self.values[: len(rows)]
+        self.keys = self.keys[: len(rows)]
+        self.values = self.values[: len(rows)]
 
 
 def build_preallocated_cache(config: Any, origin: Tensor, columns: int) -> Cache:

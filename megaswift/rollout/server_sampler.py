@@ -31,7 +31,8 @@ class ServerSampler(ABC):
     shared = True
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
-        self.folder, self.options = folder, options
+        self.folder = folder
+        self.options = options
         self.adapts = options.lora_rank > 0
         start = self.command()
         servers = [

@@ -20,9 +20,10 @@ BLOCK = 128
 length."""
 LARGEST = 1 - 2.0**-40
 """Upper bound of the uniform numbers, so that their product with a sum stays below the sum."""
-PART, FEW = 128, 1024
-"""Columns per part: the part is drawn first, which avoids cumulative sums over the whole vocabulary. Vocabularies of up
-to FEW tokens are one part."""
+PART = 128
+"""Columns per part: the part is drawn first, which avoids cumulative sums over the whole vocabulary."""
+FEW = 1024
+"""Vocabularies of up to this many tokens are one part."""
 
 
 class RowGenerators:
@@ -88,7 +89,8 @@ def inverse_transform_sample_tokens(weights: Tensor, sums: Tensor, uniform: Tens
     if sums.shape[-1] == 1:
         return _passed(weights, uniform)[:, 0]
     part = _passed(sums, uniform)
-    own, edge = sums.gather(1, part)[:, 0], sums.cumsum(-1)
+    own = sums.gather(1, part)[:, 0]
+    edge = sums.cumsum(-1)
     within = (uniform * edge[:, -1] - (edge.gather(1, part)[:, 0] - own)) / own
     columns = part * PART + torch.arange(PART, device=weights.device)  # [b, PART]
     inside = weights.gather(1, columns.clamp(max=weights.shape[-1] - 1)).masked_fill(columns >= weights.shape[-1], 0)

@@ -68,7 +68,8 @@ class InPlaceWeightLoader:
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies each tensor into the model; WeightsError for unknown, missing and mismatching tensors."""
-        targets, waiting = self._targets(), dict[str, dict[str, Tensor]]()
+        targets = self._targets()
+        waiting = dict[str, dict[str, Tensor]]()
         filled: set[str] = set()
         for name, tensor in weights:
             piece = self.of_name.get(name)

@@ -26,7 +26,8 @@ class SyncRounds:
     """One folder below `root` per sync; the previous one is removed once the next has been loaded."""
 
     def __init__(self, root: Path, kind: str) -> None:
-        self.root, self.kind = root, kind
+        self.root = root
+        self.kind = kind
         self.round = 0
         self.last: Path | None = None
         self._created_root = False
@@ -106,9 +107,11 @@ class WeightFolder(SyncRounds):
         for name, tensor in weights:
             if shard and size + tensor.nbytes > SHARD_BYTES:
                 close()
-                size, number = 0, number + 1
+                size = 0
+                number += 1
             shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            size, total = size + tensor.nbytes, total + tensor.nbytes
+            size = size + tensor.nbytes
+            total = total + tensor.nbytes
         close()
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")

@@ -111,7 +111,9 @@ def answer_journal_with_run_fingerprint(cfg: InferConfig, folder: Path) -> Answe
                 digest.update(hashlib.file_digest(file, "sha256").digest())
     data = digest.hexdigest()
     newest = max((p.stat().st_mtime_ns for p in folder.iterdir() if p.is_file()), default=0)
-    w, p, rank = cfg.weights, cfg.placement, distributed.global_rank()
+    w = cfg.weights
+    p = cfg.placement
+    rank = distributed.global_rank()
     run = {
         "model": [str(folder.resolve()), newest],
         "adapters": list(w.adapters),
@@ -156,7 +158,9 @@ class PromptFileRun:
         if done:
             log.info(f"{len(done)} of {len(self.rows)} rows are already answered in {self.journal.path}; resuming")
         if left:
-            generator, began, before = make(), time.monotonic(), len(done)
+            generator = make()
+            began = time.monotonic()
+            before = len(done)
             total = len(done) + sum(i not in done for b in left for i in b)
             with self.journal.open() as file:
                 for batch in left:

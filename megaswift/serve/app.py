@@ -58,7 +58,9 @@ class RequestRefused(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status = status
+        self.param = param
+        self.code = code
 
 
 @dataclass
@@ -162,7 +164,8 @@ def _chat(served: ServerState, body: bytes) -> ParsedRequest:
         raise RequestRefused(400, f"top_logprobs may be at most {served.max_logprobs} here", "top_logprobs")
     if parsed.top_logprobs is not None and not parsed.logprobs:
         raise RequestRefused(400, "top_logprobs requires logprobs: true", "top_logprobs")
-    agent, tools = served.prompts.agent, parsed.offered()
+    agent = served.prompts.agent
+    tools = parsed.offered()
     if agent is None:
         _refuse_tools(parsed)
     prompt = _prompt(served, lambda said: served.prompts.of_chat(*said), [parsed.messages, tools], "messages")
@@ -213,7 +216,8 @@ def _adapter(served: ServerState, name: str) -> str:
 
 
 def _prompt(served: ServerState, make: Callable[[Any], TokenizedChat], what: Any, param: str) -> TokenizedChat:
-    context, count = served.prompts.context, _characters(what)
+    context = served.prompts.context
+    count = _characters(what)
     most = MOST_CHARACTERS if context is None else context * CHARACTERS_A_TOKEN
     if count > most:
         why = "" if context is None else f" (context length {context} tokens)"
@@ -237,12 +241,15 @@ def _characters(value: Any) -> int:
 
 async def _answer(served: ServerState, request: Request, parsed: ParsedRequest) -> Any:
     """Waits for the answers of a request, or streams them."""
-    wish, prompts, form = parsed.request, parsed.prompts, parsed.form
+    wish = parsed.request
+    prompts = parsed.prompts
+    form = parsed.form
     try:
         sampling = replace(wish.sampling(served.defaults, served.own), adapter=parsed.adapter)
     except UserError as error:
         raise RequestRefused(400, "; ".join(p.rule for p in error.problems), "temperature") from None
-    most, stop = wish.wanted(served.defaults.max_new_tokens), (*served.defaults.stop, *wish.stops())
+    most = wish.wanted(served.defaults.max_new_tokens)
+    stop = (*served.defaults.stop, *wish.stops())
     wanted = [served.prompts.request(p, most, stop, parsed.told) for p in prompts for _ in range(wish.n or 1)]
     read = sum(len(p.ids) for p in prompts)
     ticket = QueuedRequest(wanted, sampling)

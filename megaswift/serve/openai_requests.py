@@ -18,7 +18,10 @@ from megaswift.data.row_media import IMAGE
 from megaswift.inference.chat_inputs import NO_TEXT
 from megaswift.inference.generator import GenerationParams, generation_params
 
-MOST_CHOICES, MOST_TOP, MOST_STOPS, MOST_IMAGES = 16, 20, 16, 16
+MOST_CHOICES = 16
+MOST_TOP = 20
+MOST_STOPS = 16
+MOST_IMAGES = 16
 MOST_STOP_CHARACTERS = 256
 """Of each stop text."""
 MOST_ANSWERS = 128
@@ -27,8 +30,10 @@ MOST_MESSAGES = 2048
 """Of one conversation."""
 MOST_TOOLS = 128
 MOST_NUMBER = 2**31 - 1
-SHOWN_ERRORS, SHOWN_CHARACTERS = 4, 200
-"""Maximum number of mistakes in an error response, and length of a quoted part of the request."""
+SHOWN_ERRORS = 4
+"""Maximum number of mistakes in an error response."""
+SHOWN_CHARACTERS = 200
+"""Maximum length of a quoted part of the request in an error response."""
 OFF: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),

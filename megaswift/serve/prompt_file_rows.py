@@ -69,7 +69,8 @@ def _prompt(
     if sample.text is not None:
         return prompts.of_text(sample.text), None
     prompts.need_template()
-    messages, answer = list(sample.messages), None
+    messages = list(sample.messages)
+    answer = None
     if messages[-1]["role"] == "assistant":
         content = messages.pop().get("content") or ""
         parts = [{"text": content}] if isinstance(content, str) else content

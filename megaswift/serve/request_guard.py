@@ -27,8 +27,10 @@ ARRIVAL_SECONDS = 30.0
 MOST_CONNECTIONS = 256
 """Open at a time. A further one takes the place of the one that has sent no request for longest; where all have, it is
 closed at once."""
-DRAINED_BYTES, DRAINED_SECONDS = 1 << 26, 2.0
-"""Most that is read of a request that is refused."""
+DRAINED_BYTES = 1 << 26
+"""Maximum bytes that are read of a refused request."""
+DRAINED_SECONDS = 2.0
+"""Maximum seconds spent on reading a refused request."""
 SHOWN_PATH = 100
 """Characters of a path in the log."""
 HEALTH = "/health"
@@ -56,7 +58,8 @@ class _Refused(Exception):
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 class _Left(Exception):
@@ -69,14 +72,16 @@ class RequestGuardMiddleware:
     which browsers do not let another site's page send."""
 
     def __init__(self, app: Any, rules: AccessRules) -> None:
-        self.app, self.rules = app, rules
+        self.app = app
+        self.rules = rules
 
     async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
         """One request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begun, status = time.monotonic(), [0]
+        begun = time.monotonic()
+        status = [0]
 
         async def noted(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -130,7 +135,8 @@ class RequestGuardMiddleware:
             raise _Refused(415, "send JSON with the header Content-Type: application/json (curl --json adds it)")
         declared = headers.get(b"content-length", b"0")
         most = self.rules.body + DRAINED_BYTES
-        body, size = bytearray(), 0
+        body = bytearray()
+        size = 0
         try:
             async with asyncio.timeout(self.rules.seconds):
                 more = not declared.isdigit() or int(declared) <= most

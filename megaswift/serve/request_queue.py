@@ -50,7 +50,9 @@ class RequestQueue:
     def __init__(
         self, generate: Callable[[Sequence[AnswerRequest], GenerationParams], list[Answer]], batch: int, waiting: int
     ) -> None:
-        self._generate, self.batch, self.waiting = generate, batch, waiting
+        self._generate = generate
+        self.batch = batch
+        self.waiting = waiting
         self._line: deque[QueuedRequest] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -101,7 +103,8 @@ class RequestQueue:
     def take(self) -> list[QueuedRequest]:
         """The next batch: the first in line and those behind it that may go with it."""
         first = self._line.popleft()
-        chosen, count = [first], len(first.requests)
+        chosen = [first]
+        count = len(first.requests)
         if first.sampling.seed is None:
             for ticket in list(self._line):
                 if ticket.sampling == first.sampling and count + len(ticket.requests) <= self.batch:

@@ -49,7 +49,8 @@ class ToolCallParser:
             begin = text.find(self.form.action, begin + 1)
         if begin < 0:
             return text, []
-        calls, at = [], begin
+        calls = []
+        at = begin
         while (found := self._call(text, at, cut, broken)) is not None:
             call, end = found
             calls.append(call)

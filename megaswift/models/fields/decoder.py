@@ -61,7 +61,8 @@ def head_dim_row(default: int | None = None) -> FieldGroupRow:
     """`head_dim_row`, else `default`, else hidden size / heads."""
 
     def read(reading: ConfigReading) -> None:
-        hidden, heads = reading.raw.get("hidden_size"), reading.raw.get("num_attention_heads")
+        hidden = reading.raw.get("hidden_size")
+        heads = reading.raw.get("num_attention_heads")
         width = reading.get("head_dim", int, default or 0)
         if width == 0 and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             if hidden % heads:
@@ -181,7 +182,8 @@ def _window_switched(reading: ConfigReading) -> None:
 
 
 def _biases(reading: ConfigReading) -> None:
-    attention, mlp = reading.get("attention_bias", bool, False), reading.get("mlp_bias", bool, False)
+    attention = reading.get("attention_bias", bool, False)
+    mlp = reading.get("mlp_bias", bool, False)
     if attention != mlp:
         reading.problem(
             "attention_bias" if attention else "mlp_bias",
@@ -235,7 +237,8 @@ def moe_layers_row(
     def read(reading: ConfigReading) -> None:
         layers = reading.get("num_hidden_layers", int, 0)
         experts_key = "num_experts" if reading.raw.get("num_experts") is not None else "num_local_experts"
-        experts, topk = reading.get(experts_key, int), reading.get("num_experts_per_tok", int, least=1)
+        experts = reading.get(experts_key, int)
+        topk = reading.get("num_experts_per_tok", int, least=1)
         freq = pattern(reading, layers or 0)
         if experts is None or topk is None or freq is None:
             return
@@ -269,7 +272,8 @@ def _auxiliary_if_asked(reading: ConfigReading) -> None:
 
 
 def _sparse_step(reading: ConfigReading, layers: int) -> list[int] | None:
-    step, dense = reading.get("decoder_sparse_step", int, 1, 1), reading.raw.get("mlp_only_layers") or []
+    step = reading.get("decoder_sparse_step", int, 1, 1)
+    dense = reading.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(i, int) and 0 <= i < layers for i in dense):
         reading.problem("mlp_only_layers", f"must be a list of layer numbers from 0 to {layers - 1}")
         return None
@@ -284,7 +288,8 @@ def _norm_topk(reading: ConfigReading) -> None:
 def _padding_token(reading: ConfigReading) -> None:
     """transformers makes it the `padding_idx` of torch's Embedding, which counts from the end below 0 and refuses what
     is beyond."""
-    token, size = reading.get("pad_token_id", int, None, least=-math.inf), reading.values.get("vocab_size")
+    token = reading.get("pad_token_id", int, None, least=-math.inf)
+    size = reading.values.get("vocab_size")
     if token is None or size is None:
         return
     if not -size <= token < size:

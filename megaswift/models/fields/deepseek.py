@@ -70,10 +70,8 @@ def routed_experts_row(family: RouterDefaults) -> FieldGroupRow:
     """Dense layers first, then layers of routed and shared experts; without any of these the model is dense."""
 
     def read(reading: ConfigReading) -> None:
-        layers, first = (
-            reading.get("num_hidden_layers", int, 0),
-            reading.get("first_k_dense_replace", int, family.first_dense),
-        )
+        layers = reading.get("num_hidden_layers", int, 0)
+        first = reading.get("first_k_dense_replace", int, family.first_dense)
         key = "n_routed_experts" if "n_routed_experts" in reading.raw else "num_local_experts"
         values = {
             "num_moe_experts": reading.get(key, int, least=1),
@@ -111,7 +109,8 @@ def _router(reading: ConfigReading, family: RouterDefaults, experts: int, topk: 
             "num_experts_per_tok",
             "with one expert per token, normalized weights are 1 and the router gets no gradient",
         )
-    groups, chosen = reading.get("n_group", int, family.groups, 1), reading.get("topk_group", int, family.topk_group, 1)
+    groups = reading.get("n_group", int, family.groups, 1)
+    chosen = reading.get("topk_group", int, family.topk_group, 1)
     greedy = reading.raw.get("topk_method", family.method) == "greedy"
     if groups is not None and chosen is not None and groups > 1 and not greedy:
         if experts % groups or experts // groups < family.best:

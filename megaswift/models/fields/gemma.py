@@ -31,7 +31,8 @@ def two_ropes_row(full_theta: float, local_theta: float) -> FieldGroupRow:
     def read(reading: ConfigReading) -> None:
         raw = reading.raw
         rope_parameters: Any = raw.get("rope_parameters") or {}
-        full, local = rope_parameters.get("full_attention") or {}, rope_parameters.get("sliding_attention") or {}
+        full = rope_parameters.get("full_attention") or {}
+        local = rope_parameters.get("sliding_attention") or {}
         for name in rope_parameters:
             if name not in ("full_attention", "sliding_attention"):
                 reading.problem(

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from megaswift.models.fields.rows import ConfigReading, FieldGroupRow
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 WindowedLayer = Callable[[ConfigReading, int], bool]
 """Whether a layer has a window where `layer_types` does not say it, as transformers' configuration class decides."""
 

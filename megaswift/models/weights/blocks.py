@@ -117,7 +117,8 @@ def post_norms(attention: str, mlp: str) -> tuple[WeightRule, ...]:
 def moe_block(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
     """Norm, router and experts of a MoE layer whose HF module is called `block`, its projections `gate`, `up`,
     `down`."""
-    b, e = f"{H}{block}.", f"{H}{block}.experts.{{E}}."
+    b = f"{H}{block}."
+    e = f"{H}{block}.experts.{{E}}."
     return (
         ReplicatedRule(
             M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), "moe"
@@ -137,7 +138,8 @@ def moe_block(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ..
 
 def shared_experts(name: str) -> tuple[WeightRule, ...]:
     """The MLP that every token of a MoE layer goes through; `name` is HF's, `shared_expert` or `shared_experts`."""
-    e, m = f"{H}mlp.{name}.", M + "mlp.shared_experts."
+    e = f"{H}mlp.{name}."
+    m = M + "mlp.shared_experts."
     return (
         GateUpRule(m + "linear_fc1.weight", (e + "gate_proj.weight", e + "up_proj.weight"), "shared_ffn", scope="moe"),
         RowParallelRule(m + "linear_fc2.weight", (e + "down_proj.weight",), ("hidden_size", "shared_ffn"), "moe"),

@@ -200,12 +200,15 @@ class FusedQKVRule:
 
     def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
         """Three ranges for each of this rank's groups, or the part of a group that falls to it."""
-        d, q = spec.head_dim, even_share(spec.heads, spec.kv_heads, "attention heads") * spec.head_dim
+        d = spec.head_dim
+        q = even_share(spec.heads, spec.kv_heads, "attention heads") * spec.head_dim
         first, end = shard_range(spec.kv_heads * (q + 2 * d), shard, "rows of queries, keys and values")
-        offset, slices = 0, []
+        offset = 0
+        slices = []
         for group in range(spec.kv_heads):
             for source, width in ((0, q), (1, d), (2, d)):
-                low, high = max(first - offset, 0), min(end - offset, width)
+                low = max(first - offset, 0)
+                high = min(end - offset, width)
                 if low < high:
                     slices.append(SliceMap(source, group * width + low, group * width + high))
                 offset += width

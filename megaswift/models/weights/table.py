@@ -37,7 +37,8 @@ def format_rule_name(pattern: str, layer: int | None, expert: int | None) -> str
 
 def shard_shape(rule: WeightRule, spec: ModelSpec, shard: TensorParallelShard) -> tuple[int, ...]:
     """Shape of a rank's shard of a parameter."""
-    dim, pieces = shard_dim(rule), rule.pieces(spec, shard)
+    dim = shard_dim(rule)
+    pieces = rule.pieces(spec, shard)
     shape = list(pieces[0].shape(rule.shapes(spec)[pieces[0].source], dim))
     shape[dim] = sum(p.length for p in pieces)
     return tuple(shape)

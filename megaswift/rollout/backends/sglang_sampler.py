@@ -44,7 +44,8 @@ def build(folder: Path, options: SamplerOptions) -> SglangServerSampler:
 class SglangServerSampler(ServerSampler):
     """Completions of one or more SGLang servers."""
 
-    kind, port = "SGLang", 30000
+    kind = "SGLang"
+    port = 30000
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         self.seeded: list[SamplingServer] = []
@@ -134,7 +135,8 @@ class SglangServerSampler(ServerSampler):
         try:
             entries = answer["meta_info"]["output_token_logprobs"]
             reason = answer["meta_info"]["finish_reason"]["type"]
-            tokens, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
+            tokens = [entry[1] for entry in entries]
+            logprobs = [entry[0] for entry in entries]
         except (KeyError, TypeError, IndexError):
             raise ServerError(
                 Problem(

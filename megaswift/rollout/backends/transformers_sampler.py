@@ -82,10 +82,13 @@ class TransformersSampler:
     shared = False
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
-        self.folder, self.options, self.device = folder, options, torch.device(options.device)
+        self.folder = folder
+        self.options = options
+        self.device = torch.device(options.device)
         self.model = _model(folder, options)
         check_kv_cache_layer_types(self.model.config)
-        self.incoming, self.adapters = InPlaceWeightLoader(self.model), InPlaceAdapterLoader(self.model)
+        self.incoming = InPlaceWeightLoader(self.model)
+        self.adapters = InPlaceAdapterLoader(self.model)
         self.ready = False
         """Whether all weights are loaded."""
 
@@ -154,7 +157,8 @@ class TransformersSampler:
                 for start in range(0, len(order), self.options.batch_size):
                     batch = order[start : start + self.options.batch_size]
                     some = None if images is None else replace(images, of=[images.of[i] for i in batch])
-                    rows, drawn = [unpadded[i] for i in batch], [seeds[i] for i in batch]
+                    rows = [unpadded[i] for i in batch]
+                    drawn = [seeds[i] for i in batch]
                     done = decode_batch(self.model, rows, sampling, drawn, some)
                     completions |= dict(zip(batch, done, strict=True))
         except torch.OutOfMemoryError as error:

@@ -60,7 +60,8 @@ class VllmSampler:
             os.environ.setdefault(name, "0")
         self.vllm: Any = importlib.import_module("vllm")
         self.sleeps = bool(importlib.import_module("vllm.platforms").current_platform.is_sleep_mode_available())
-        self.adapts, self.seeds_requests = options.lora_rank > 0, options.seed_requests
+        self.adapts = options.lora_rank > 0
+        self.seeds_requests = options.seed_requests
         adapted = {
             "enable_lora": True,
             "max_lora_rank": max_lora_rank_for(options.lora_rank),

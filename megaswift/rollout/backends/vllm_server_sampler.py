@@ -33,7 +33,8 @@ from megaswift.rollout.weight_transfer.weight_sender import WeightSender
 
 OLDEST = (0, 22)
 MODE = "processed_logprobs"
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+LOAD = "/v1/load_lora_adapter"
+UNLOAD = "/v1/unload_lora_adapter"
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
@@ -49,7 +50,8 @@ def build(folder: Path, options: SamplerOptions) -> VllmServerSampler:
 class VllmServerSampler(ServerSampler):
     """Completions of one or more vLLM servers."""
 
-    kind, port = "vLLM", 8000
+    kind = "vLLM"
+    port = 8000
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         self.extended: set[str] = set()
@@ -124,7 +126,8 @@ class VllmServerSampler(ServerSampler):
             if not server.takes(LOAD):
                 raise ConfigError(Problem(server.base_url, "does not allow runtime LoRA updates", server.start))
         card = ((server.get("/v1/models") or {}).get("data") or [{}])[0]
-        room, wanted = card.get("max_model_len"), self.options.max_length
+        room = card.get("max_model_len")
+        wanted = self.options.max_length
         if wanted is not None and room is not None and room < wanted:
             raise ConfigError(
                 Problem(
@@ -162,11 +165,9 @@ class VllmServerSampler(ServerSampler):
         """The single choice of a response, with its finish reason checked."""
         try:
             [choice] = answer["choices"]
-            tokens, logprobs, reason = (
-                choice["token_ids"],
-                choice["logprobs"]["token_logprobs"],
-                choice["finish_reason"],
-            )
+            tokens = choice["token_ids"]
+            logprobs = choice["logprobs"]["token_logprobs"]
+            reason = choice["finish_reason"]
         except (KeyError, TypeError, ValueError):
             raise ServerError(
                 Problem(

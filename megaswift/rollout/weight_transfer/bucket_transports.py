@@ -19,7 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SHARED_MEMORY, CUDA_IPC, GLOO, NCCL = "shared_memory", "cuda_ipc", "gloo", "nccl"
+SHARED_MEMORY = "shared_memory"
+CUDA_IPC = "cuda_ipc"
+GLOO = "gloo"
+NCCL = "nccl"
 TRANSPORTS = (SHARED_MEMORY, CUDA_IPC, GLOO, NCCL)
 CONNECTED = "connected"
 """Key of the store: how many workers have reached it."""
@@ -126,7 +129,8 @@ class CudaIpcSender:
     """
 
     def __init__(self, device: torch.device, receivers: int) -> None:
-        self.device, self.receivers = device, receivers
+        self.device = device
+        self.receivers = receivers
         self.slots: dict[int, Tensor] = {}
         self.handles: dict[int, list[list[Any]]] = {}
         """Of each slot that workers have been told of: one for each worker."""
@@ -164,7 +168,8 @@ class CudaIpcReceiver:
     """Opens device memory of another process, each slot once. Not run."""
 
     def __init__(self, device: torch.device, rank: int) -> None:
-        self.device, self.rank = device, rank
+        self.device = device
+        self.rank = rank
         self.mapped: dict[int, tuple[list[Any], Tensor]] = {}
         """The handle and the memory behind it, of each slot."""
 
@@ -177,7 +182,8 @@ class CudaIpcReceiver:
 
     def _map(self, location: dict[str, Any]) -> Tensor:
         """The sender's memory; opened where the slot is new or has another handle, because the sender's has grown."""
-        slot, handle = location["slot"], location["handles"][self.rank - 1]
+        slot = location["slot"]
+        handle = location["handles"][self.rank - 1]
         if slot not in self.mapped or self.mapped[slot][0] != handle:
             self.mapped.pop(slot, None)  # closes what was open
             device = gpu_uuids().index(location["gpu"])
@@ -213,8 +219,10 @@ class GroupMember:
     """A process group of the sender (rank 0) and all workers, apart from the program's own groups."""
 
     def __init__(self, backend: str, member: Membership, device: str) -> None:
-        self.device, self.slots = torch.device(device), dict[int, Tensor]()
-        limit, store = datetime.timedelta(seconds=member.timeout), dist.PrefixStore(backend, member.store)
+        self.device = torch.device(device)
+        self.slots = dict[int, Tensor]()
+        limit = datetime.timedelta(seconds=member.timeout)
+        store = dist.PrefixStore(backend, member.store)
         self.group: Any
         if backend == NCCL:
             options = dist.ProcessGroupNCCL.Options()

@@ -22,7 +22,8 @@ from megaswift.rollout.weight_transfer.weight_sender import TransferSettings, We
 
 EXTENSION = f"{WeightSyncExtension.__module__}.{WeightSyncExtension.__qualname__}"
 """vLLM's --worker-extension-cls."""
-AUTO, FOLDER = "auto", "folder"
+AUTO = "auto"
+FOLDER = "folder"
 
 
 def choose_transport(workers: Sequence[dict[str, Any]], device: str) -> str:

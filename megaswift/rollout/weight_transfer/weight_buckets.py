@@ -106,7 +106,10 @@ class BucketPacker:
         for entry, tensor in zip(self._entries, self._held, strict=True):
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             payload[entry.offset : entry.offset + entry.nbytes].copy_(data)
-        entries, self._entries, self._held, self._size = self._entries, [], [], 0
+        entries = self._entries
+        self._entries = []
+        self._held = []
+        self._size = 0
         return entries, payload
 
 

@@ -31,7 +31,9 @@ class WeightReceiver:
 
     def __init__(self, settings: dict[str, Any], rank: int, device: str) -> None:
         """`settings`: as `WeightSender` shares them; `rank`: this worker's, from 1 over all samplers."""
-        host, port, self.timeout = settings["host"], settings["port"], float(settings["timeout"])
+        host = settings["host"]
+        port = settings["port"]
+        self.timeout = float(settings["timeout"])
         limit = datetime.timedelta(seconds=self.timeout)
         self.store: dist.Store = dist.TCPStore(host, port, is_master=False, timeout=limit)
         self.store.add(CONNECTED, 1)

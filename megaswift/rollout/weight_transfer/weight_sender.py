@@ -150,7 +150,11 @@ class _Sync:
         receiving: Future[list[str]],
         asked: TransferSettings,
     ) -> None:
-        self.store, self.side, self.number, self.receiving, self.asked = store, side, number, receiving, asked
+        self.store = store
+        self.side = side
+        self.number = number
+        self.receiving = receiving
+        self.asked = asked
         self.bucket = 0
 
     def buffer(self, nbytes: int) -> Tensor:
