@@ -87,7 +87,7 @@ class BenchReport:
         ]
         nodes = len(set(self.placement.nodes))
         head = (
-            f"{self.layout.describe()} on {self.layout.world_size} ranks, {nodes} node{'s' * (nodes > 1)}, "
+            f"{self.layout.describe()} on {self.layout.world_size} ranks, {nodes} node{'s' if nodes > 1 else ''}, "
             f"{self.backend}, {self.placement.device}; the slowest group of each name"
         )
         sizes = sorted({size for size, _, _ in self.left_out})

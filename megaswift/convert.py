@@ -178,6 +178,7 @@ def verify_command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--all", action="store_true", help="print equal tensors too")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the full report as JSON")
+    # The module below imports torch, so it is loaded once the arguments are known to be good.
     args = parser.parse_args(argv)
     args.dtype = DTYPES[args.dtype] if args.dtype else None
     from megaswift.convert_verify import verify_weights as run

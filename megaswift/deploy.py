@@ -70,8 +70,10 @@ def _also(cfg: DeployConfig) -> tuple[str, ...]:
 def _rules(cfg: DeployConfig, secret: str | None, blind: bool) -> AccessRules:
     from megaswift.serve.request_guard import AccessRules
 
-    size = byte_size_or_none(cfg.server.max_body_size) if cfg.server.max_body_size is not None else None
-    body = size if size is not None else TEXT_BODY if blind else IMAGES_BODY
+    body = TEXT_BODY if blind else IMAGES_BODY
+    if cfg.server.max_body_size is not None:
+        given = byte_size_or_none(cfg.server.max_body_size)
+        body = given if given is not None else body
     return AccessRules(secret, body, cfg.server.host, log=cfg.server.log_requests)
 
 

@@ -73,7 +73,9 @@ class UserError(Exception):
         """The text for the terminal: a title line, then one entry a problem."""
         lines = []
         for p in self.problems:
-            text = str(p) if p.rule else p.what + (f"\n    try: {p.fix}" if p.fix else "")
+            text = str(p)
+            if not p.rule:
+                text = p.what + (f"\n    try: {p.fix}" if p.fix else "")
             lines.append("  - " + text)
         count = f" ({len(lines)} problems)" if len(lines) > 1 else ""
         # a message may have several lines, but no character that makes a terminal do something
@@ -186,7 +188,10 @@ def did_you_mean_hint(name: str, known: Iterable[str]) -> str:
     wanted = _folded(name)
     by_distance: dict[int, list[str]] = {}
     for one in dict.fromkeys(known):
-        allowed = 2 if min(len(one), len(wanted)) >= LONG_NAME else 1 if min(len(one), len(wanted)) > 2 else 0
+        shorter = min(len(one), len(wanted))
+        allowed = 1 if shorter > 2 else 0
+        if shorter >= LONG_NAME:
+            allowed = 2
         if abs(len(one) - len(wanted)) <= allowed and (far := edit_distance(wanted, _folded(one))) <= allowed:
             by_distance.setdefault(far, []).append(one)
     close = by_distance[min(by_distance)] if by_distance else []

@@ -129,8 +129,12 @@ def _write(cfg: ExportConfig, target: Path) -> int:
         return _with_merged(cfg, target, _to_megatron) if export.merge_lora else _to_megatron(cfg, target)
     if export.to_hf and not export.merge_lora:
         return _to_hf(cfg, target)
-    both = export.merge_lora and export.quantizes
-    written = _both(cfg, target) if both else (_merge if export.merge_lora else _quantize)(cfg, target)
+    if export.merge_lora and export.quantizes:
+        written = _both(cfg, target)
+    elif export.merge_lora:
+        written = _merge(cfg, target)
+    else:
+        written = _quantize(cfg, target)
     log.print_result(f"wrote {written}")
     return 0
 

@@ -114,4 +114,7 @@ def quiet_libraries() -> None:
 def count_text(count: float, noun: str, form: str = ",") -> str:
     """`1 row`, `2,000 rows`, `1 process`: a number and what it counts; `form` is the number's format."""
     text = format(count, form)
-    return f"{text} {noun}" if text == "1" else f"{text} {noun}{'es' if noun.endswith('s') else 's'}"
+    if text == "1":
+        return f"{text} {noun}"
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{text} {noun}{ending}"

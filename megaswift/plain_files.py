@@ -40,7 +40,8 @@ def outside_link_rule(folder: Path, path: Path) -> str:
     A hub's cache links its files to `blobs` beside the snapshots: these belong to the folder.
     """
     try:
-        home, target = folder.resolve(), path.resolve()
+        home = folder.resolve()
+        target = path.resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a ring of links, a name with a null byte
         return f"is not a file name ({error})"
     allowed = [home] + ([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])

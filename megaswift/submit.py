@@ -117,6 +117,7 @@ def _job(
     given: argparse.Namespace, rest: Sequence[str], cluster: Cluster, scheduler: Scheduler
 ) -> tuple[Job, SwiftConfig]:
     """The job, and its run with the number of processes that it will have."""
+    # Read the one configuration file; options that the job itself sets are refused.
     file = Path(given.file)
     try:
         text = file.read_text(encoding="utf-8")
@@ -129,9 +130,11 @@ def _job(
     taken = [Problem(g.label, "is set by the job", SET_BY_JOB[g.name]) for g in line.givens if g.name in SET_BY_JOB]
     if problems := [*taken, *_misspelt(line.givens)]:
         raise ConfigError(problems)
+    # Nothing secret may be written into the job's files.
     words = [str(file), *rest]
     if problems := [*_secret_problems(cluster, rest, file), *_secret_text_problems(cluster, text, rest, file)]:
         raise ConfigError(problems)
+    # Load twice: the first reading gives nodes and processes, with which the second resolves the run.
     first = load_config(None, words, complete=True, environ=FIRST_NODE)
     hosts = len(hosts_of(cluster)) if cluster.launcher == SSH else 1
     nodes = given.nodes or first.launch.nnodes or cluster.get("nodes") or hosts or 1
@@ -139,6 +142,7 @@ def _job(
     processes = gpus or first.launch.nproc_per_node or 1
     sizes = {"NNODES": str(nodes), "NPROC_PER_NODE": str(processes)}
     cfg = load_config(None, words, complete=True, environ={**sizes, **FIRST_NODE})
+    # Name the job and choose its folder, on this machine or in the image.
     name = job_name(given.name or file.stem)
     workdir = str(cluster.get("workdir") or (os.getcwd() if scheduler.shares_files else "/workspace"))
     output = Path(cfg.train.output_dir).expanduser()
@@ -181,7 +185,8 @@ def _secret_text_problems(cluster: Cluster, text: str, rest: Sequence[str], file
     """One problem that names all places with a secret in a URL, a header or a line of text; it is not printed."""
     named = {f"{file}:{number}" for number in _lines_of_secret_options(str(file))}
     places = [f"{file}, line {n}" for n in secret_lines(text) if f"{file}:{n}" not in named]
-    places += ["the command line"] * any(map(has_secret, rest))
+    if any(map(has_secret, rest)):
+        places.append("the command line")
     options = {name: value for name, value in cluster.options.items() if name not in SECRET_OPTIONS}
     places += [
         f"cluster {cluster.name}: {name}" for name, value in options.items() if any(map(has_secret, _texts(value)))
@@ -313,7 +318,9 @@ def _sizes_fix(job: Job, axes: Mapping[str, int]) -> str:
     each = unit // math.gcd(unit, job.nodes)
     nodes = unit // math.gcd(unit, job.processes_per_node)
     fewer = job.processes_per_node // each * each
-    choices = [f"--nodes {job.nodes} {option} {fewer}"] * bool(fewer)
+    choices = []
+    if fewer:
+        choices.append(f"--nodes {job.nodes} {option} {fewer}")
     choices.append(f"--nodes {-(-job.nodes // nodes) * nodes} {option} {job.processes_per_node}")
     return ", or ".join(choices)
 

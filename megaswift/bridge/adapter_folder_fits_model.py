@@ -53,7 +53,8 @@ def check_adapter_sizes(skeleton: Any, folder: Path, model: str) -> None:
             wrong = f"it has {match['module']}, but this model has {log.count_text(depth, 'layer')}"
         if wrong:
             base = base_model_name_or_empty(folder)
-            rule = f"was trained on another model{f' ({base})' * bool(base)}: {wrong}"
+            other = f"another model ({base})" if base else "another model"
+            rule = f"was trained on {other}: {wrong}"
             raise WeightsError(
                 Problem(f"--adapters {folder}", rule, f"use --model {base or 'BASE'}, or adapters of {model}")
             )

@@ -227,7 +227,9 @@ def _both(
             different = different + count
             worst = math.nan if math.isnan(worst + gap) else max(worst, gap)
         done(x.numel() * a.weights.dtype(name).itemsize)
-    status = "dtype" if not same_dtype else "different" if different else "equal"
+    status = "different" if different else "equal"
+    if not same_dtype:
+        status = "dtype"
     return TensorVerdict(
         name,
         status,

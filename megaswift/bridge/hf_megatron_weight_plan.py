@@ -204,8 +204,11 @@ class WeightPlan:
         assert len(self.by_hf) == sum(len(g.entries[0].hf) for g in self.groups), (
             f"family {family.name}: an HF name is used twice"
         )
-        heads = (TIED_HEAD,) if spec.tied else (OTHER_HEAD,) if spec.scored else ()
-        self.ignored: tuple[IgnoredTensors, ...] = (INV_FREQ, *heads)
+        self.ignored: tuple[IgnoredTensors, ...] = (INV_FREQ,)
+        if spec.tied:
+            self.ignored += (TIED_HEAD,)
+        elif spec.scored:
+            self.ignored += (OTHER_HEAD,)
         self._kept = family.kept(spec) if family.kept is not None else None
 
     @property
@@ -230,6 +233,7 @@ class WeightPlan:
         embedding.
         """
         problems: list[Problem] = []
+        # Missing tensors. A prefix before every name is one mistake, so it is reported alone.
         names = set(source.names())
         missing = [name for name in self.by_hf if name not in names]
         prefix = _foreign_prefix(missing, names)
@@ -240,6 +244,7 @@ class WeightPlan:
             Problem(f"{source.directory}, tensor {name}", "is missing: it is not in any file", self._fix_missing(name))
             for name in missing[:SHOWN]
         ]
+        # Tensors that the weight table neither uses nor ignores.
         extra = sorted(names - set(self.by_hf))
         ignored = [name for name in extra if any(i.matches(name) for i in self.ignored)]
         expected = {*ignored, *self.kept(extra)}
@@ -254,11 +259,14 @@ class WeightPlan:
             )
             for name in unmapped[:SHOWN]
         ]
+        # Tensors with the wrong shape or dtype.
         wrong = [p for name in self.by_hf if name in names for p in self._wrong(source, name)]
         problems += wrong[:SHOWN]
+        # Each kind shows a few; the rest are counted.
         unshown = sum(max(0, len(kind) - SHOWN) for kind in (missing, unmapped, wrong))
         if unshown:
             problems.append(Problem(str(source.directory), f"and {unshown} more tensors like these"))
+        # A stored output layer must equal the embedding it is tied to. This reads data, so it comes last.
         if not problems and contents and self.spec.tied:
             problems += [p for name in ignored if TIED_HEAD.matches(name) for p in self._unequal(source, name)]
         if problems:

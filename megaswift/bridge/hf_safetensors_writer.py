@@ -61,7 +61,8 @@ def plan_safetensors_file(name: str, metas: Mapping[str, TensorMeta]) -> Planned
             "shape": list(meta.shape),
             "data_offsets": [end, end + tensor_nbytes(meta)],
         }
-        offsets[tensor], end = end, end + tensor_nbytes(meta)
+        offsets[tensor] = end
+        end += tensor_nbytes(meta)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)

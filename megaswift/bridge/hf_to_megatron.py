@@ -73,11 +73,13 @@ def hf_to_megatron(
                 "run megaswift convert megatron-to-hf to convert it back",
             )
         )
+    # Check the source and the layout before anything is written.
     spec = load_spec(folder)
     plan = WeightPlan(family_of(spec.hf_config), spec)
     _check_layout(spec, options.layout)
     weights = open_hf_weights(folder)
     plan.check(weights)
+    # Decide the bytes of every file: the job below writes them block by block, in bounded memory.
     padded = padded_vocabulary_size(spec, options.layout.get("tp", 1))
     dtypes = {name: options.dtype or weights.dtype(name) for name in plan.hf_shapes}
     saved, items, files = _arrange(plan, weights, dtypes, padded, options.file_bytes)
@@ -93,6 +95,7 @@ def hf_to_megatron(
         }
         (stage / "conversion.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
+    # An interrupted conversion resumes only if all of this is unchanged.
     made_from = {
         "source": streaming_folder_job.file_change_stamps(
             [*{weights.file(n) for n in weights.names()}, folder / "config.json"], folder

@@ -46,6 +46,7 @@ class MegatronSource:
 
     def _check(self) -> None:
         """Every parameter of the model is there in full, and nothing else."""
+        # A LoRA run's checkpoint has adapters instead of a model.
         stored = set(self.tensors.keys())
         if any(key.startswith((ADAPTER, SAVED)) for key in stored):
             adapter = self.directory.parent / "adapter"
@@ -56,6 +57,7 @@ class MegatronSource:
                     f"use the base model's folder with --adapters {adapter}",
                 )
             )
+        # Every tensor of the plan is stored once, in its shape. The vocabulary may be padded.
         problems = []
         seen = set()
         for entry in self.plan.entries:
@@ -75,6 +77,7 @@ class MegatronSource:
                 problems.append(
                     Problem(what, f"is incomplete: {self.tensors.missing(place.key)} elements are not in any file")
                 )
+        # Nothing else is stored, apart from optimizer state and kept tensors.
         extra = sorted(key for key in stored if not key.startswith((STATES, KEPT)) and key not in seen)
         extra += [KEPT + name for name in set(self._kept) - set(self.plan.kept(self._kept))]
         rule = f"is not in the weight table of {self.plan.family.name} for this config.json"

@@ -41,6 +41,7 @@ def megatron_to_hf(
     all."""
     folder = Path(source)
     target = Path(target)
+    # Find the checkpoint; say what the folder is when it holds none.
     checkpoint = find_intact_checkpoint(folder)
     if checkpoint is None:
         hf = (
@@ -54,6 +55,7 @@ def megatron_to_hf(
         raise CheckpointError(
             Problem(str(folder), rule, "give a converted checkpoint, OUT/checkpoints/step-N, or OUT for the latest")
         )
+    # Plan the folder: names, shapes and dtypes of all tensors.
     weights = open_checkpoint_weight_source(checkpoint, options.dtype)
     tensors = {name: TensorMeta(weights.shape(name), weights.dtype(name)) for name in weights.names()}
     output = HfFolderPlan(
@@ -64,6 +66,7 @@ def megatron_to_hf(
         options.max_shard_bytes,
         options.overwrite,
     )
+    # An interrupted conversion resumes only if all of this is unchanged.
     source_files = [
         path for part in (checkpoint.tensors, checkpoint.model) for path in part.rglob("*") if path.is_file()
     ]

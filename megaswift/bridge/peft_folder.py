@@ -182,6 +182,7 @@ class PeftFolder:
             weights: The model's.
             training: Whether they go on training: whole tensors train then too.
         """
+        # What the folder stores, and which modules adapter_config.json leads one to expect.
         by_module = {p.module: p for p in projections(weights.family, weights.spec)}
         tensors = self._tensors(by_module)
         chosen: list[Projection] = []
@@ -192,8 +193,11 @@ class PeftFolder:
         stored = {name.rsplit(".lora_", 1)[0] for name in tensors} & by_module.keys()
         expected = set(targeted_modules(self.config, by_module, stored))
         missing: list[Problem] = []
+        # Take the adapters out of `tensors`, module by module, and check their shapes.
         for module, projection in by_module.items():
-            halves = [f"{module}.lora_{half}.weight" for half in HALVES] + [module + MAGNITUDE] * self.settings.dora
+            halves = [f"{module}.lora_{half}.weight" for half in HALVES]
+            if self.settings.dora:
+                halves.append(module + MAGNITUDE)
             if not any(name in tensors for name in halves):
                 if module in expected:
                     rule = "is missing: adapter_config.json names the module in target_modules or target_parameters"
@@ -205,6 +209,7 @@ class PeftFolder:
             out, width = projection.shape
             needed = [(ranks[module], width), (out, ranks[module]), (out,)][: len(halves)]
             problems += [self._wrong(name, s, w) for name, s, w in zip(halves, shapes, needed, strict=True) if s != w]
+        # What remains are whole tensors (modules_to_save). A tied output layer is the embedding.
         if weights.spec.tied and OUTPUT in tensors:
             head = tensors.pop(OUTPUT)
             tensors.setdefault(EMBEDDING, head)
@@ -223,6 +228,7 @@ class PeftFolder:
             elif (shape := tuple(read().shape)) != weights.hf_shapes[name]:
                 problems.append(self._wrong(name, shape, weights.hf_shapes[name]))
             saved.append(name)
+        # Checks that need all modules.
         problems += partial_fused_modules_to_save_problems(weights.family, weights.spec, saved)
         problems += dora_problems(chosen, f"{self.directory / CONFIG}, use_dora") if self.settings.dora else []
         if problems or missing:

@@ -70,12 +70,14 @@ def check_pickle_opcode_limits(data: bytes, keys: Container[str] = ()) -> None:
     end = len(data)
     count = 0
     while position < end:
+        # Read one opcode. `start` is where its argument begins.
         code = data[position]
         position += 1
         count += 1
         start = position
         if code == _STOP:
             return
+        # Step over the argument, by how its length is given.
         if code in _ARGUMENTS:
             position += _ARGUMENTS[code]
         elif code in _COUNTED:
@@ -98,6 +100,7 @@ def check_pickle_opcode_limits(data: bytes, keys: Container[str] = ()) -> None:
             raise ValueError(f"opcode {name} at byte {position - 1} is not allowed in a checkpoint")
         if position > end:
             break
+        # Follow what the opcode does to the stack.
         values.follow(code, data, start, position)
     raise ValueError("it is truncated")
 
@@ -116,6 +119,7 @@ class _Kinds:
     def follow(self, code: int, data: bytes, start: int, end: int) -> None:
         """One opcode, whose argument is data[start:end]."""
         stack = self.stack
+        # Texts, the memo and plain values.
         if code in _TEXTS:
             text = data[start:end].decode("utf-8", "replace") if end - start <= LONGEST_NAME else ""
             stack.append(f"'{text}")
@@ -125,6 +129,7 @@ class _Kinds:
             stack.append(self.memo[int.from_bytes(data[start:end], "little")])
         elif code in b"KMJGCBN\x88\x89\x8a":
             stack.append(_PLAIN)
+        # Marks, and containers built from what lies above a mark.
         elif code == ord("("):
             self.marks.append(len(stack))
         elif code in b")]}\x8f":
@@ -138,8 +143,12 @@ class _Kinds:
             stack.append(_CONTAINER)
         elif code in b"eu\x90":
             above = self._above_mark()
-            self._refuse_as_keys(above[::2] if code == ord("u") else above if code == 0x90 else ())
+            if code == ord("u"):
+                self._refuse_as_keys(above[::2])
+            elif code == 0x90:
+                self._refuse_as_keys(above)
             self._drop_to_mark()
+        # Single items, and moves of the stack itself.
         elif code == ord("s"):
             self._refuse_as_keys([stack[-2]])
             del stack[-2:]
@@ -152,6 +161,7 @@ class _Kinds:
         elif code == ord("Q"):
             stack[-1] = _CONTAINER
         else:
+            # Everything else names or calls a class.
             self._call(code, data[start:end])
 
     def _call(self, code: int, argument: bytes) -> None:

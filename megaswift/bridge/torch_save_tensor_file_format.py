@@ -136,7 +136,8 @@ class _Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = offset + (0 if whence == io.SEEK_SET else self.at if whence == io.SEEK_CUR else self.length)
+        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}
+        self.at = origins[whence] + offset
         return self.at
 
     def tell(self) -> int:
@@ -169,9 +170,11 @@ class _Facts(pickle.Unpickler):
             )
         if (module, name) == ("collections", "OrderedDict"):
             return _no_hooks
-        resolved = (
-            getattr(torch, name, None) if module == "torch" else UntypedStorage if name == "UntypedStorage" else None
-        )
+        resolved = None
+        if module == "torch":
+            resolved = getattr(torch, name, None)
+        elif name == "UntypedStorage":
+            resolved = UntypedStorage
         if isinstance(resolved, torch.dtype) or resolved is UntypedStorage or resolved in _TYPED.values():
             return resolved
         raise pickle.UnpicklingError(f"contains {module}.{name}, which is not part of a tensor")

@@ -61,10 +61,12 @@ def quantized_checkpoint_bits(config: Any) -> int | None:
     """Bits of the linear layers of a checkpoint that is quantized already; None: as its dtype says."""
     stored = getattr(config, "quantization_config", None) or {}
     quantization = stored if isinstance(stored, dict) else stored.to_dict()
-    bits = quantization.get("bits") or (
-        4 if quantization.get("load_in_4bit") else 8 if quantization.get("load_in_8bit") else None
-    )
-    return bits if bits in (4, 8) else None
+    bits = quantization.get("bits")
+    if bits:
+        return bits if bits in (4, 8) else None
+    if quantization.get("load_in_4bit"):
+        return 4
+    return 8 if quantization.get("load_in_8bit") else None
 
 
 def decide_device_map(sizes: ModuleSizes, how: str, limits: Mapping[Device, int] | None) -> DeviceMap:

@@ -109,8 +109,10 @@ class Answer:
 def generation_params(options: GenerationOptions, own: Any, seed: int | None = None) -> GenerationParams:
     """Options over the model's own generation configuration; what neither sets is off."""
     temperature = options.temperature
-    if temperature is None:
-        temperature = (own.temperature if own.temperature is not None else 1.0) if own.do_sample else 0.0
+    if temperature is None and own.do_sample:
+        temperature = own.temperature if own.temperature is not None else 1.0
+    elif temperature is None:
+        temperature = 0.0
     if temperature == 0:
         given = [n for n in ("top_p", "top_k") if getattr(options, n) is not None]
         if given:
@@ -284,7 +286,9 @@ class Generator:
         self.own = model.generation_config
         ends = self.own.eos_token_id
         ends = tokenizer.eos_token_id if ends is None else ends
-        self.ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        if not isinstance(ends, list):
+            ends = [] if ends is None else [ends]
+        self.ends = frozenset(ends)
         pads = (tokenizer.pad_token_id, self.own.pad_token_id, *sorted(self.ends), 0)
         self.pad = next(p for p in pads if p is not None)
         self._tried: dict[bool, bool] = {False: True} if getattr(model.config, "model_type", "") in FAMILIES else {}
@@ -305,9 +309,10 @@ class Generator:
             first, second = (self._inputs([r]) for r in pair)
             self._tried[shown] = batch_padding_keeps_logits(self.model, self._inputs(pair), (first, second), self.pad)
             if not self._tried[shown]:
+                prompts = "prompts with images" if shown else "prompts"
                 log.info(
-                    f"the answers of this model to prompts{' with images' * shown} of different lengths depend on "
-                    "the batch, so prompts run one at a time"
+                    f"the answers of this model to {prompts} of different lengths depend on the batch, so prompts run "
+                    "one at a time"
                 )
         return self._tried[shown]
 
@@ -472,7 +477,8 @@ def random_prompts_of_two_lengths(tokenizer: Any, pad: int) -> tuple[tuple[int, 
 def batch_padding_keeps_logits(model: Any, both: Inputs, alone: tuple[Inputs, Inputs], pad: int) -> bool:
     """Whether two prompts get the answers that each gets alone."""
     try:
-        together, single = _logits(model, both, pad), [_logits(model, inputs, pad)[:, 0] for inputs in alone]
+        together = _logits(model, both, pad)
+        single = [_logits(model, inputs, pad)[:, 0] for inputs in alone]
     except (RuntimeError, ValueError, IndexError):
         # of a model that takes no such batch at all; what is wrong with a prompt is told alone
         return False

@@ -177,6 +177,7 @@ def model_without_weights(prepared: ModelConfigAndTokenizer) -> Any:
 
 def choose_and_log_device_map(prepared: ModelConfigAndTokenizer, options: PlacementOptions, model: Any) -> DeviceMap:
     """Each module's device; the table of them goes to the user."""
+    # Place the modules: by the rule that --device_map names, or as the user's own map says.
     sizes = ModuleSizes(model, options.quantization_bit or device_placement.quantized_checkpoint_bits(prepared.config))
     requested = devices.parse_device_map(options.device_map)
     limits = devices.parse_max_memory(options.max_memory) if options.max_memory is not None else None
@@ -188,11 +189,13 @@ def choose_and_log_device_map(prepared: ModelConfigAndTokenizer, options: Placem
         else device_placement.expand_user_device_map(sizes, requested, flag)
     )
     log.info(f"device map\n{device_placement.placement_table(sizes, placed)}")
+    # Weights on disk need a folder, at least one computing device, and layers that are neither quantized nor merged.
     on_disk = [name or "the model" for name, device in placed.items() if device == DISK]
     if on_disk and options.offload_folder is None:
         count = log.count_text(len(on_disk), "module")
         what = f"no device has room for {count}" if isinstance(requested, str) else f"puts {count} on disk"
-        names = ", ".join([*on_disk[:3], *["..."] * (len(on_disk) > 3)])
+        shown = on_disk if len(on_disk) <= 3 else [*on_disk[:3], "..."]
+        names = ", ".join(shown)
         raise ConfigError(
             Problem(
                 flag,

@@ -36,6 +36,7 @@ def run_worker(plan: dict[str, Any]) -> None:
     context = train.get_context()
     exchange = plan["exchange"]
     rank = context.get_world_rank()
+    # Meet: rank 0 publishes an address and a port, and the other workers wait for them.
     if rank == 0:
         ray.get(exchange.meet.remote(ray.util.get_node_ip_address(), unused_port()))
     while (address := ray.get(exchange.where.remote())) is None:
@@ -50,6 +51,7 @@ def run_worker(plan: dict[str, Any]) -> None:
         raise FileNotFoundError(
             f"{plan['folder']} does not exist on {socket.gethostname()}: all nodes of a run must share its folders"
         )
+    # Start training in a process of its own that Ray's worker can signal.
     marks = tempfile.TemporaryDirectory(prefix="megaswift-unfinished-")
     process = start_training_process(
         [sys.executable, "-P", "-m", __name__, plan["task"], *plan["argv"]],
@@ -57,6 +59,7 @@ def run_worker(plan: dict[str, Any]) -> None:
         plan["folder"],
     )
     ray.get(exchange.begin.remote(rank))
+    # Pass its output and the signals on until it ends.
     reader = threading.Thread(target=lambda: [exchange.say.remote(line) for line in process.stdout or ()])
     reader.start()
     seen = 0
@@ -65,6 +68,7 @@ def run_worker(plan: dict[str, Any]) -> None:
         for number in ray.get(exchange.signalled.remote(seen)):
             seen += 1
             process.send_signal(number)
+    # Report how it ended. A run that exits with 0 but left its mark did not finish.
     reader.join()
     code = process.returncode
     if code == 0 and (line := unfinished_text(Path(marks.name))):

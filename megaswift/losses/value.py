@@ -51,7 +51,8 @@ class ValueLoss:
             clipped_error = (
                 before + (values - before).clamp(-self.cliprange_value, self.cliprange_value) - returns
             ) ** 2
-            squares, clipped = torch.maximum(squares, clipped_error), clipped_error > squares
+            clipped = clipped_error > squares
+            squares = torch.maximum(squares, clipped_error)
         error = (returns - values).detach()
         parts = (returns, returns**2, error, error**2)
         metrics: dict[str, Metric] = {

@@ -122,6 +122,7 @@ def rank_parameters(
     held: list[RankParameters] = [Counter() for _ in chunks]
     stacks: Counter[tuple[int, int | None, str, int]] = Counter()
     """Elements by chunk, layer, base weight and number of the adapter's matrix."""
+    # Walk the weights that the first rank of each stage holds; experts of other ranks are skipped.
     for rule, layer, expert in expand_weight_table(family.weights, spec):
         if rule.buffer or (expert is not None and expert >= spec.experts // layout.ep):
             continue
@@ -138,6 +139,7 @@ def rank_parameters(
             shared,
             restored=trains and not parts.full,
         )
+        # Add the weight to its chunk, and the adapters on it.
         module = format_rule_name(rule.megatron, layer, expert).removesuffix(WEIGHT)
         adapted = parts.adapters.get(module, ()) if rule.megatron.endswith(WEIGHT) else ()
         for i in _places(rule, layer, chunks, shared):
@@ -147,6 +149,7 @@ def rank_parameters(
                     stacks[i, layer, rule.megatron, number] += elements
                 else:
                     held[i][RankParameter(elements, expert=expert is not None, adapter=True)] += 1
+    # Adapters of grouped experts were summed over the experts, since they are one parameter.
     for (i, *_), elements in stacks.items():
         held[i][RankParameter(elements, expert=True, adapter=True)] += 1
     return held

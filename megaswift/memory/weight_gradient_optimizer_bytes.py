@@ -122,7 +122,9 @@ def _state_bytes_per_element(o: OptimConfig, dtype: str) -> tuple[int, int]:
     """(of main weights, of moments)."""
     aware = o.precision_aware_optimizer and not o.optimizer_cpu_offload
     remainders = aware and o.store_param_remainders and dtype == "bfloat16"
-    main = 0 if dtype not in HALF else 2 if remainders else 4
+    main = 0
+    if dtype in HALF:
+        main = 2 if remainders else 4
     if (plugin := PLUGIN_OPTIMIZERS.get(o.optimizer)) is not None:
         return main, 4 * len(plugin.states)
     if o.optimizer != "adam":

@@ -49,6 +49,7 @@ def spec_from_size_fields(config: Mapping[str, Any]) -> ModelSpec:
     """Sizes under any of their usual names, also below `text_config`; WeightsError where one is missing."""
     if (unsupported := unsupported_model_type_problem(config)) is not None:
         raise WeightsError(unsupported)
+    # Fields of `text_config` take precedence; the first spelling that is present gives the value.
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else {}
     raw = {**config, **(text or {})}
     values = {
@@ -63,6 +64,7 @@ def spec_from_size_fields(config: Mapping[str, Any]) -> ModelSpec:
                 "use a language model that AutoModelForCausalLM loads",
             )
         )
+    # Fill in what config.json may leave out with transformers' usual defaults.
     hidden = values["hidden_size"]
     heads = values["heads"] or 1
     width = (raw.get("head_dim") or hidden // heads) if values["heads"] else 0
@@ -76,6 +78,7 @@ def spec_from_size_fields(config: Mapping[str, Any]) -> ModelSpec:
         "add_bias_linear": False,
     }
     dtype = str(config.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    # Positions without a limit and RoPE are assumptions, good enough for sizes and FLOP counts.
     spec = ModelSpec(
         family=str(config.get("model_type")),
         transformer=transformer,

@@ -94,6 +94,6 @@ def _agrees(text: str, actual: Any) -> bool:
 
 
 def _text(actual: Any) -> str:
-    return (
-        str(actual).lower() if isinstance(actual, bool) else f"{actual:g}" if isinstance(actual, float) else str(actual)
-    )
+    if isinstance(actual, bool):
+        return str(actual).lower()
+    return f"{actual:g}" if isinstance(actual, float) else str(actual)

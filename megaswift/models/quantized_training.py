@@ -62,7 +62,7 @@ def missing_package_problems(packages: tuple[str, ...], what: str) -> list[Probl
     return [
         Problem(
             what,
-            f"needs the package{'s' * (len(lacking) > 1)} {' and '.join(lacking)}",
+            f"needs the package{'s' if len(lacking) > 1 else ''} {' and '.join(lacking)}",
             f"run pip install {' '.join(lacking)}",
         )
     ]

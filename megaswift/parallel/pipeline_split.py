@@ -55,9 +55,16 @@ class ModelChunk:
     """Holds the final norm, the output layer and the loss."""
 
     def __str__(self) -> str:
-        ids = self.layers
-        span = [] if not ids else [f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else f"{ids[0]}"]
-        return "+".join(["embed"] * self.embedding + span + ["head"] * self.loss)
+        parts = []
+        if self.embedding:
+            parts.append("embed")
+        if len(self.layers) > 1:
+            parts.append(f"{self.layers[0]}-{self.layers[-1]}")
+        elif self.layers:
+            parts.append(f"{self.layers[0]}")
+        if self.loss:
+            parts.append("head")
+        return "+".join(parts)
 
 
 def model_chunks_by_stage(
@@ -87,8 +94,10 @@ def _letters(num_layers: int, pp: int, vpp: int, split: PipelineSplit) -> list[s
     if split.custom is not None:
         return parse_layout_string(split.custom)
     counts = [count // vpp for count in layers_per_stage(num_layers, pp, split)] * vpp
-    last = len(counts) - 1
-    return ["E" * (i == 0) + "t" * count + "L" * (i == last) for i, count in enumerate(counts)]
+    stages = ["t" * count for count in counts]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "L"
+    return stages
 
 
 def layers_per_stage(num_layers: int, pp: int, split: PipelineSplit) -> list[int]:
@@ -137,6 +146,7 @@ def _even_problem(num_layers: int, pp: int, vpp: int) -> Problem:
 
 def _ends_problems(num_layers: int, pp: int, vpp: int, end_layers: dict[str, int]) -> list[Problem]:
     what = " ".join(f"{flag} {count}" for flag, count in end_layers.items())
+    # The ends only make sense in a pipeline, and each needs at least one layer.
     if pp == 1:
         return [Problem(what, "needs a pipeline, but --pp is 1", "--pp 2, or leave it out")]
     problems = [
@@ -146,6 +156,7 @@ def _ends_problems(num_layers: int, pp: int, vpp: int, end_layers: dict[str, int
         first = next(iter(end_layers))
         rule = "with --pp 2 one of them determines the other, and Megatron-Core's interleaved schedule fails with both"
         problems.append(Problem(what, rule, f"{first} {end_layers[first]} alone"))
+    # The layers between the ends must fill the other stages evenly.
     middle_layers = num_layers - sum(end_layers.values())
     stages = pp - len(end_layers)
     if middle_layers < 0 or (middle_layers > 0) != (stages > 0):
@@ -168,6 +179,7 @@ def _ends_problems(num_layers: int, pp: int, vpp: int, end_layers: dict[str, int
             if (num_layers - other_end - n) % (stages * vpp) == 0 and n % vpp == 0
         ]
         problems.append(Problem(what, rule, ", or ".join(f"{flag} {n}" for n in nearest_values(fits, count))))
+    # Each end must divide into the chunks of its stage.
     for flag, count in end_layers.items():
         if count > 0 and count % vpp:
             fits = [n for n in range(vpp, num_layers, vpp)]
@@ -217,7 +229,8 @@ def balanced_pipeline_layout_string(num_layers: int, stages: int) -> str:
     middle = sorted(range(stages), key=lambda i: (i in (0, stages - 1), i == 0, i))
     for i in middle[:extra]:
         counts[i] += 1
-    text = [("t" if n == 1 else f"t*{n}") if n else "" for n in counts]
+    text = ["t" if count == 1 else f"t*{count}" for count in counts]
+    text = [part if count else "" for part, count in zip(text, counts, strict=True)]
     text[0] = "E" + text[0]
     text[-1] += "L"
     return "|".join(text)

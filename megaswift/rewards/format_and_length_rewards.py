@@ -86,7 +86,10 @@ def soft_overlong(options: BuiltInRewardParameters) -> PerCompletionReward:
         )
 
     def reward(sample: RewardInput) -> float:
-        over = len(sample.token_ids) - (longest - cache)
-        return -1.0 if len(sample.token_ids) > longest else -over / cache if over > 0 else 0.0
+        length = len(sample.token_ids)
+        over = length - (longest - cache)
+        if length > longest:
+            return -1.0
+        return -over / cache if over > 0 else 0.0
 
     return PerCompletionReward("soft_overlong", reward)

@@ -110,8 +110,9 @@ def _kind(value: Any) -> str:
 def reward_error_from_trace_factory(flag: str, samples: Sequence[RewardInput]) -> Callable[[str], RewardError]:
     """The error of a function that raised: the function, the samples, and where in the user's code."""
     many = f"samples 0 to {len(samples) - 1}, the first" if len(samples) > 1 else "sample 0,"
-    messages = not isinstance(samples[0].completion, str)
-    form = " (completions are lists of messages, as prompts are: completion[-1]['content'] is the text)" * messages
+    form = ""
+    if not isinstance(samples[0].completion, str):
+        form = " (completions are lists of messages, as prompts are: completion[-1]['content'] is the text)"
     what = f"failed on {many} with the completion {_shown(samples[0])}"
     return lambda trace: RewardError(
         Problem(flag, f"{what}\n{trace}", f"call the function on such samples outside the run{form}")

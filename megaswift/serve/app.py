@@ -275,7 +275,8 @@ Piece = tuple[int, str, Sequence[TokenLogprob]]
 
 def _pieces(ticket: QueuedRequest) -> asyncio.Queue[Piece | None]:
     """A queue of the pieces that the generating thread emits, for this thread's event loop; None at the end."""
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Piece | None]()
+    loop = asyncio.get_running_loop()
+    queue = asyncio.Queue[Piece | None]()
 
     def listener_of(index: int) -> Any:
         return lambda text, told: loop.call_soon_threadsafe(queue.put_nowait, (index, text, tuple(told)))

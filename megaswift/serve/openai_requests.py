@@ -129,7 +129,9 @@ class CommonRequestFields(BaseModel):
     @field_validator("stop")
     @classmethod
     def _stops(cls, value: Any) -> Any:
-        texts = [value] if isinstance(value, str) else [] if value is None else value
+        if value is None:
+            return value
+        texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or len(texts) > MOST_STOPS:
             raise ValueError(f"must be a string or a list of at most {MOST_STOPS} strings")
         if not all(isinstance(text, str) and 0 < len(text) <= MOST_STOP_CHARACTERS for text in texts):

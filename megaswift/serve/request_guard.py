@@ -204,18 +204,21 @@ def http_protocol_with_limits(
 
         def connection_made(self, transport: Any) -> None:
             """A client connects."""
+            # Start the clock for the headers, then make room if there are too many connections.
             super().connection_made(transport)
             self._since = self.loop.time()
             self._late = self.loop.call_later(seconds, transport.close)
             open_now = [c for c in self.connections if not c.transport.is_closing()]
             if len(open_now) > connections:
                 idle = [c for c in open_now if c is not self and (c.cycle is None or c.cycle.response_complete)]
+                # Where no connection is idle, the new one itself is closed.
                 min(idle, key=lambda c: c._since, default=self).transport.close()
 
         def data_received(self, data: bytes) -> None:
             """Some of a request; from its first byte on the headers have their time."""
             super().data_received(data)
             self._since = self.loop.time() if self._late is None else self._since
+            # h11 leaves IDLE once the headers are complete.
             if self.conn.their_state is not h11.IDLE:
                 self._in_time()
             elif self._late is None:

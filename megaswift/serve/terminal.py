@@ -77,7 +77,8 @@ class Terminal:
         lines: list[str] = []
         while True:
             try:
-                line = input(ASK if not lines else "  ") if sys.stdin.isatty() else _line()
+                prompt = "  " if lines else ASK
+                line = input(prompt) if sys.stdin.isatty() else _line()
             except EOFError:
                 print(file=self.out)
                 return None

@@ -32,9 +32,9 @@ def windows_by_layer_row(
     def read(reading: ConfigReading) -> None:
         layers = reading.layers()
         off = switched and not reading.get("use_sliding_window", bool, False)
-        width = (
-            None if off else reading.get("sliding_window", int, None if "sliding_window" in reading.raw else default, 0)
-        )
+        width = None
+        if not off:
+            width = reading.get("sliding_window", int, None if "sliding_window" in reading.raw else default, 0)
         if layers is None:
             return
         kinds = reading.raw.get("layer_types")

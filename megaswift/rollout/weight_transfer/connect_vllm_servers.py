@@ -47,16 +47,19 @@ def connect_vllm_servers(
 ) -> WeightSender:
     """The sender for these servers, all of which have the extension; ConfigError for one of another release of
     megaswift. `transport`: one of `TRANSPORTS`, or `auto`."""
+    # Ask every worker for its protocol: both ends must come from the same release.
     described = [_call(server, "megaswift_describe") for server in servers]
     for server, workers in zip(servers, described, strict=True):
         if any(worker.get("protocol") != PROTOCOL for worker in workers) or not workers:
             rule = "its megaswift has another protocol of weight sync"
             raise ConfigError(Problem(server.base_url, rule, "install the same release of megaswift beside vLLM"))
+    # Number the receivers across all servers; the sender is rank 0.
     everyone = [worker for workers in described for worker in workers]
     first_ranks = [*accumulate((len(workers) for workers in described), initial=1)][:-1]
     parts = urlsplit(servers[0].base_url)
     local = all(worker["machine"] == this_machine() for worker in everyone)
 
+    # Calls to all servers run at the same time: each blocks until the transfer that it takes part in ends.
     def each(method: str, arguments: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
         with ThreadPoolExecutor(len(servers)) as pool:
             return list(pool.map(lambda server, given: _call(server, method, *given), servers, arguments))
@@ -67,6 +70,7 @@ def connect_vllm_servers(
     def digests(method: str, *arguments: str) -> list[str]:
         return [answer["digest"] for answers in each(method, [arguments] * len(servers)) for answer in answers]
 
+    # Build the sender. Servers on this machine are reached over the loopback address.
     settings = TransferSettings(
         transport=choose_transport(everyone, device) if transport == AUTO else transport,
         receivers=len(everyone),
