@@ -1,7 +1,8 @@
 """The weight plan of one model: every Megatron parameter and the Hugging Face tensors that it maps to.
 
 Owns both directions of a family's rules on real tensors, and the check that a folder holds the model. Which rank holds
-which layer or expert is the engine's affair; files are `hf_source` and `hf_safetensors_writer`.
+which layer or expert is the engine's affair; files are read and written by
+`hf_safetensors_source` and `hf_safetensors_writer`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A Hugging Face folder of safetensors, read slice by slice.
 
-Owns finding the shards, checking them before any weight is read, and reading parts of tensors. Which tensors a model
-needs is `weight_plan`'s.
+Owns finding the shards, checking them before any weight is read, and reading parts of tensors.
+`hf_megatron_weight_plan` decides which tensors a model needs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TensorMeta(NamedTuple):
 
 
 class TensorSource(Protocol):
-    """Where `Entry.read` takes its slices from."""
+    """A set of named tensors that is read slice by slice."""
 
     def slice(self, name: str, where: Slices) -> Tensor:
         """A part of a tensor; dimensions not named are whole."""

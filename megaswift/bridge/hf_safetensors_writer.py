@@ -1,10 +1,10 @@
 """A Hugging Face folder of safetensors, written tensor by tensor.
 
 Owns the layout of the files, what lies beside the tensors, and the commit of a folder whose tensors come whole, one at
-a time (`hf_folder_job` makes one from blocks). A safetensors file is the header's length in 8 bytes, a JSON header, and
-raw bytes; as all names, shapes and dtypes are known beforehand, headers are written first and each tensor goes straight
-to its place, in any order: no more than one tensor is held. The folder appears under its name by rename when all is on
-disk, or not at all. Several processes may write it, each its own files (`HfPartialFolderWriter`).
+a time (`resumable_hf_folder_writer` makes one from blocks). A safetensors file is the header's length in 8 bytes, a
+JSON header, and raw bytes; as all names, shapes and dtypes are known beforehand, headers are written first and each
+tensor goes straight to its place, in any order: no more than one tensor is held. The folder appears under its name by
+rename when all is on disk, or not at all. Several processes may write it, each its own files (`HfPartialFolderWriter`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A checkpoint (converted, or saved by a run of either engine) into a Hugging Face folder. Nothing but the checkpoint
 is needed.
 
-Owns which checkpoint a path means and the order of tensors. What each is made of is `megatron_checkpoint_source`'s, the
-folder is `hf_folder_job`'s.
+Owns which checkpoint a path means and the order of tensors. `megatron_checkpoint_as_hf_source` puts each tensor
+together, and `resumable_hf_folder_writer` writes the folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stacks of experts in PEFT's folders, taken apart: A [experts x r, in] and B [out, r x experts] for a parameter that
 holds all experts.
 
-Owns which experts' projections a stack is about and what part of it each one's A and B are. How a stack is put together
-is `adapters.Stored`'s affair.
+Owns which experts' projections a stack is about and what part of it each one's A and B are. `adapter_plan` puts a stack
+together.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns the two files' meaning: names with PEFT's prefix, ranks and scales by module, and what other kinds of adapters are
 refused. Experts stand in it as their weights do on disk: one by one, or stacked where they share a parameter (gpt_oss).
-The stacked form that PEFT writes for transformers' fused experts is taken apart when it is read (`expert_stacks`).
+The stacked form that PEFT writes for transformers' fused experts is taken apart when it is read (`peft_expert_stacks`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns writing (each rank its own boxes, one file a rank, flushed to disk), what a read needs, and reading. The format is
 that of Megatron-Core's `dist_checkpointing`, through `torch.distributed.checkpoint`: boxes may lie anywhere, so a flat
 shard of the distributed optimizer needs no gather and any layout reads what it needs. Which boxes there are is not
-here. The tables are read and checked by `dist_index`; tensors are read with `weights_only`.
+here. The tables are read and checked by `read_torch_dist_metadata`; tensors are read with `weights_only`.
 """
 
 from __future__ import annotations

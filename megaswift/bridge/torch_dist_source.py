@@ -1,7 +1,7 @@
 """A sharded checkpoint (torch_dist), read region by region whatever layout it was saved on.
 
-Owns finding the saved boxes that a region needs and reading no more than these, with memory for the region alone. The
-tables and their checks are `dist_index`'; which parameter a key is belongs to `dist_keys`.
+Owns finding the saved boxes that a region needs and reading no more than these, with memory for the region alone.
+`read_torch_dist_metadata` reads and checks the tables; `sharded_state_dict_entries` maps keys to parameters.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class RemainingRows:
 
 
 def packing_spans_from_state(state: Mapping[str, Any]) -> tuple[PackingSpan, ...]:
-    """The inverse of `Rest.state`."""
+    """The inverse of `RemainingRows.state`."""
     return tuple(PackingSpan(PackingParameters(**one["shape"]), int(one["taken"])) for one in state["stages"])
 
 

@@ -1,7 +1,7 @@
 """Splits the text of a shell script into simple commands, whose words are not yet expanded.
 
 Owns quoting, comments, joined lines, here-documents, redirections and arrays. Values of variables are
-`expand_shell_words.py`'s. Nothing is run, and the time is linear in the length of the text.
+`shell_words.py`'s. Nothing is run, and the time is linear in the length of the text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The variables of a shell script with their values, as far as these do not depend on what a run does.
 
 Owns what conditions, loops, functions and subshells leave of a value: one that not every path sets, or not to the same
-text, is left to the run. Expansion is `expand_shell_words.py`'s.
+text, is left to the run. Expansion is `shell_words.py`'s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Training commands of other toolkits: which toolkit a program belongs to, and the task that it trains.
 
-Owns the tables of programs. What their options mean is `config`'s; the launch is
-`split_launcher_options_from_program.py`'s.
+Owns the tables of programs. What their options mean is `config`'s; `launcher_words.py` reads the
+launch.
 """
 
 from __future__ import annotations
