@@ -1,7 +1,7 @@
 """`megaswift checkpoint ls | verify | rm`: the saved steps of a run, without loading torch.
 
-Owns the three commands. What a step is and whether it is intact is `folders.saved_steps`'s; how one is
-removed is `trainers.checkpoint_store`'s.
+Owns the three commands. `folders.saved_steps` decides what a step is and whether it is intact; `trainers.checkpoints`
+removes steps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The manifest of a saved step: which files the step has, and whether they are still what was saved. No torch.
 
 Owns reading manifest.json with a check of every type in it (a JSON file can hold anything), the order in which the
-steps of a run are tried, and the comparison of files with their SHA-256. Each file is read once per process. How a step
-comes to be is `trainers.checkpoint_store`'s; how ranks share the reading is
-`trainers.verify_checkpoint_hashes_split_over_ranks`'s.
+steps of a run are tried, and the comparison of files with their SHA-256. Each file is read once per process.
+`trainers.checkpoints` writes steps; `trainers.file_hashes` splits the reading over ranks.
 """
 
 from __future__ import annotations

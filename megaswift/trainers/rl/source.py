@@ -1,8 +1,7 @@
 """The batch source of reinforcement learning: prompts, completions, rewards, advantages, micro-batches.
 
-Owns the order of a generation and what of it outlives a restart. Sampling is
-`completion_generation_and_weight_sync.py`, rewards are `reward_scorer.py`, advantages `advantage_estimator.py`, where
-numbers stand in a micro-batch `data/collate_rollout_batches.py`.
+Owns the order of a generation and what of it outlives a restart. `generation.py` samples, `scorer.py` scores,
+`advantages.py` estimates advantages, and `data/collate_rollout_batches.py` places the numbers in micro-batches.
 """
 
 from __future__ import annotations
