@@ -131,11 +131,11 @@ def policy_loss(name: str, formula: Callable[[Any], Any], loss_agg_mode: str = "
 def _loss(
     task: str, name: str, formulas: Mapping[str, Any], mode: str | None = None, needs: frozenset[str] = frozenset()
 ) -> None:
-    from megaswift.config.loss_table import LOSS_OPTIONS, PLUGIN_LOSSES, LossEntry, loss_names
+    from megaswift.config.loss_table import PLUGIN_LOSSES, LossEntry, loss_names
     from megaswift.config.preference import LOSSES
 
     _take(f"{task} loss", name, (*formulas, *loss_names(task)))
-    PLUGIN_LOSSES[task, name] = LossEntry(name, task, "plugin", frozenset(LOSS_OPTIONS), needs, loss_agg_mode=mode)
+    PLUGIN_LOSSES[task, name] = LossEntry(name, task, "plugin", needs, loss_agg_mode=mode)
     LOSSES[task] = loss_names(task)
     _choice("loss_type", name)
 
@@ -151,7 +151,6 @@ def advantage_estimator(
     `per_token`. `compares`: it needs several completions of a prompt. `kl_in_reward`: default of that option."""
     from megaswift.config.advantage_estimator_table import (
         ESTIMATOR_NAMES,
-        ESTIMATOR_OPTIONS,
         PLUGIN_ESTIMATORS,
         AdvantageEstimatorEntry,
         advantage_estimator_names,
@@ -163,7 +162,6 @@ def advantage_estimator(
         name,
         "grpo",
         "plugin",
-        frozenset(ESTIMATOR_OPTIONS),
         kl_in_reward=kl_in_reward,
         compares=compares,
         per_token=per_token,

@@ -35,6 +35,14 @@ class Copy:
         file.write_text(content[:start] + text + content[start:], encoding="utf-8")
         self.touched.add(path)
 
+    def replace(self, path: str, old: str, new: str) -> None:
+        """Replaces the first occurrence of a text."""
+        file = self.root / "megaswift" / path
+        content = file.read_text(encoding="utf-8")
+        assert old in content
+        file.write_text(content.replace(old, new, 1), encoding="utf-8")
+        self.touched.add(path)
+
     def run(self, program: str, exit_code: int = 0) -> str:
         """What a program prints that sees only the copy."""
         environ = os.environ | {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
@@ -63,13 +71,14 @@ def refused(*words):
 
 
 @pytest.mark.wide
-def test_a_preference_loss_takes_two_source_files(package: Copy) -> None:
-    """And a line in docs/preference.md and a case in tests/losses/test_dpo.py: four files."""
+def test_a_preference_loss_takes_three_source_files(package: Copy) -> None:
+    """One of them declares the option that it reads. With docs/preference.md and a case in test_dpo.py: five files."""
     package.insert(
         "config/loss_table.py",
         '_entry("kto", "kto"',
-        '    _entry("dpo", "cubic", "arXiv:0000.00000", "label_smoothing", _BELOW_HALF),\n',
+        '    _entry("dpo", "cubic", "arXiv:0000.00000", _BELOW_HALF),\n',
     )
+    package.replace("config/preference.py", '"aot_unpaired", "simpo"', '"aot_unpaired", "cubic", "simpo"')
     package.insert(
         "losses/dpo_loss_types.py",
         "LOSS_TYPES: dict",
@@ -106,23 +115,25 @@ print(terms[0].name, round(float(terms[0].sum), 6))
 """
     ).splitlines()
     assert told[0] == "accepted"
-    assert "--discopop_tau 0.1" in told[1] and "applies only to loss_type discopop" in told[1]
-    assert "applies only to loss_type sigmoid, hinge, ipo" in told[2]
+    assert "--discopop_tau 0.1" in told[1] and "applies only to --loss_type discopop" in told[1]
+    assert "applies only to --loss_type sigmoid, hinge, ipo" in told[2]
     assert "must be < 0.5" in told[3]
     assert "--loss_type cubic" in told[4] and "another task" in told[4]
     assert told[5:7] == ["True True", "False"]
     assert told[7] == f"loss/cubic {round(0.75 * 0.7**3, 6)}"  # margin 0.1 x (-3 + 6)
-    assert len(package.touched) == 2
+    assert len(package.touched) == 3
 
 
 @pytest.mark.wide
-def test_an_estimator_takes_two_source_files(package: Copy) -> None:
-    """And a line in docs/rl.md: three files. The wiring is that of every estimator: tests/trainers/rl."""
+def test_an_estimator_takes_three_source_files(package: Copy) -> None:
+    """One of them declares the option that it reads. With docs/rl.md: four files. Wiring: tests/trainers/rl."""
     package.insert(
         "config/advantage_estimator_table.py",
         '        "gae",',
-        '        "median", "grpo", "arXiv:0000.00000", _reads("whiten_advantages"), kl_in_reward=False\n'
-        "    ),\n    AdvantageEstimatorEntry(\n",
+        '        "median", "grpo", "arXiv:0000.00000", kl_in_reward=False\n    ),\n    AdvantageEstimatorEntry(\n',
+    )
+    package.replace(
+        "config/rl.py", '"advantage_estimator": ("rloo", "gae")', '"advantage_estimator": ("rloo", "median", "gae")'
     )
     package.insert(
         "losses/advantage_estimators.py",
@@ -164,21 +175,25 @@ print([v.tolist() for v in found["advantages"]])
 """
     ).splitlines()
     assert told[0] == "accepted"
-    assert "applies only to advantage_estimator grpo" in told[1]
-    assert "applies only to advantage_estimator reinforce_plus_plus and gae" in told[2]
+    assert "applies only to --advantage_estimator grpo" in told[1]
+    assert "applies only to --advantage_estimator reinforce_plus_plus or gae" in told[2]
     assert "compares the completions of a prompt" in told[3] and "median" in told[4]
     assert told[5:7] == ["False dapo", "True True False"]
     assert told[7] == "[[-1.0, -1.0], [2.0, 2.0], [0.0, 0.0]]"
-    assert len(package.touched) == 2
+    assert len(package.touched) == 3
 
 
-def test_a_launcher_takes_two_source_files(package: Copy) -> None:
-    """And a line in docs: three files."""
+def test_a_launcher_takes_three_source_files(package: Copy) -> None:
+    """With the option that it reads, and a line in docs: four files."""
     package.insert(
         "config/launcher_table.py",
-        '        "ray",',
-        '        "echo", "megaswift.launchers.echo", ("max_restarts",), always_starts=True\n'
-        "    ),\n    LauncherEntry(\n",
+        'LauncherEntry("ray"',
+        '    LauncherEntry("echo", "megaswift.launchers.echo", always_starts=True),\n',
+    )
+    package.replace(
+        "config/launch.py",
+        'unit="restarts",\n        only_with={"launcher": "torchrun"}',
+        'unit="restarts",\n        only_with={"launcher": ("torchrun", "echo")}',
     )
     (package.root / "megaswift/launchers/echo.py").write_text(
         '''"""Prints what it would start."""
@@ -215,10 +230,10 @@ print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model",
         exit_code=2,
     ).splitlines()
     assert told[0] == "accepted"
-    assert "applies only to launcher ray" in told[1] and "applies only to launcher torchrun" in told[2]
+    assert "applies only to --launcher ray" in told[1] and "applies only to --launcher torchrun" in told[2]
     assert (
         told[3] == "True False"
         and told[4:6] == ["sft --launcher echo --max_restarts 2", told[5]]
         and told[5].startswith("True 7 --launcher echo: this process was already started")
     )
-    assert len(package.touched) == 1
+    assert len(package.touched) == 2

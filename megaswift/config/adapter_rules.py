@@ -8,10 +8,10 @@ from typing import Any
 from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import NATIVE, READS, requested_engine
-from megaswift.config.non_lora_peft_methods import LORA_ONLY, METHODS, OWNERS, SHARED, PeftMethod
+from megaswift.config.non_lora_peft_methods import METHODS, PeftMethod
 from megaswift.config.quantization import DEFAULT_BITS
-from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
-from megaswift.config.sections import OPTIONS, Sections
+from megaswift.config.rule_types import ONE_OF, ConflictingOptions
+from megaswift.config.sections import Sections
 
 SHARDED = ("fsdp2", "zero3", "zero3_offload")
 """Engines whose ranks hold a part of every weight."""
@@ -21,7 +21,6 @@ ADAPTER_LEARNING_RATE = 1e-4
 INIT_METHOD = re.compile(r"true|false|gaussian|pissa|pissa_niter_[1-9]\d*|olora|loftq")
 INIT_FROM_DATA = ("lora-ga", "lora_ga", "eva", "corda")
 """PEFT's and ms-swift's methods that run the model on data first."""
-_TYPE = ("train_type",)
 _BITS = ("quantization_bit", "train_type")
 
 
@@ -52,14 +51,6 @@ def train_type_defaults(train_type: Any) -> dict[str, Any]:
     return own if train_type in (None, "full") else {"learning_rate": ADAPTER_LEARNING_RATE, **own}
 
 
-def _takes(name: str) -> Test:
-    def unused(c: Sections) -> bool:
-        method = non_lora_peft_method_of(c)
-        return method is not None and name not in method.takes
-
-    return unused
-
-
 def _native(c: Sections) -> bool:
     return requested_engine(c) == NATIVE
 
@@ -73,90 +64,6 @@ def _split(c: Sections) -> bool:
     method = non_lora_peft_method_of(c)
     return method is not None and bool(method.whole) and requested_engine(c) in SHARDED
 
-
-def _owner(name: str) -> IgnoredOption:
-    owners = OWNERS[name]
-    return IgnoredOption(
-        name,
-        _TYPE,
-        lambda c: c.model.train_type not in owners,
-        f"applies only to train_type {' or '.join(owners)} (train_type is {{train_type}})",
-        f"--train_type {owners[0]}",
-        (None, OPTIONS[name].default),
-    )
-
-
-ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
-    *(
-        IgnoredOption(name, _TYPE, _takes(name), "PEFT's {train_type} does not have this setting", "--train_type lora")
-        for name in (*SHARED, *LORA_ONLY)
-    ),
-    *(_owner(name) for name in OWNERS),
-    IgnoredOption(
-        "peft_config",
-        _TYPE,
-        lambda c: non_lora_peft_method_of(c) is None,
-        "applies only to PEFT adapters other than LoRA (train_type is {train_type})",
-        f"--train_type {next(iter(METHODS))}",
-        ({},),
-    ),
-    IgnoredOption(
-        "init_weights",
-        _TYPE,
-        lambda c: c.model.train_type not in ("lora", "qlora"),
-        "applies only to LoRA (train_type is {train_type})",
-        "--train_type lora",
-        ("true",),
-    ),
-    IgnoredOption(
-        "init_weights",
-        ("adapters", "train_type"),
-        lambda c: c.model.train_type in ("lora", "qlora") and c.lora.adapters is not None,
-        "the adapter folder {adapters} determines it",
-        "omit --adapters to train new adapters",
-        ("true",),
-    ),
-    IgnoredOption(
-        "lorap_lr_ratio",
-        _TYPE,
-        lambda c: c.model.train_type not in ("lora", "qlora"),
-        "applies only to LoRA's A and B (train_type is {train_type})",
-        "--train_type lora",
-    ),
-    *(
-        IgnoredOption(
-            name,
-            ("adapters", "train_type"),
-            lambda c: non_lora_peft_method_of(c) is not None and c.lora.adapters is not None,
-            "the adapter folder {adapters} determines it",
-            "omit --adapters to train new adapters",
-            (None, {}, OPTIONS[name].default),
-        )
-        for name in (*OWNERS, "peft_config")
-    ),
-    *(
-        IgnoredOption(
-            name,
-            (*_BITS, *READS),
-            lambda c: _native(c),
-            "applies to bitsandbytes; the native engine has its own NF4 implementation",
-            "--engine ddp",
-            (OPTIONS[name].default,),
-        )
-        for name in FOUR_BITS
-    ),
-    *(
-        IgnoredOption(
-            name,
-            (*_BITS, *READS),
-            lambda c: not _native(c) and base_quantization_bits(c) != 4,
-            "applies only to 4-bit weights",
-            "--quantization_bit 4",
-            (OPTIONS[name].default,),
-        )
-        for name in FOUR_BITS
-    ),
-)
 
 ADAPTER_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(

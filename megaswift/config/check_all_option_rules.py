@@ -9,46 +9,34 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from megaswift.config import fsdp_json
-from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
+from megaswift.config.adapter_rules import ADAPTER_CLASHES
 from megaswift.config.batch_arithmetic import batch_problems
-from megaswift.config.cuda_graph_rules import CUDA_GRAPH_CLASHES, CUDA_GRAPH_IGNORED
+from megaswift.config.cuda_graph_rules import CUDA_GRAPH_CLASHES
 from megaswift.config.data import RL
 from megaswift.config.data_rules import DATA_CLASHES, DATA_IGNORED
-from megaswift.config.engine_rules import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, requested_engine
+from megaswift.config.engine_rules import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, engine_texts
 from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
 from megaswift.config.expert_capacity_rules import EXPERT_CAPACITY_CLASHES
-from megaswift.config.fault_tolerance_rules import FAULT_TOLERANCE_IGNORED
-from megaswift.config.float16_loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
-from megaswift.config.frozen_weight_rules import FROZEN_WEIGHT_IGNORED
+from megaswift.config.float16_loss_scale_rules import LOSS_SCALE_CLASHES
 from megaswift.config.generation_batch import generation_batch_problems
 from megaswift.config.hub_dataset_ids import names_hub_dataset
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.learning_rate_schedule_rules import SCHEDULE_CLASHES, SCHEDULE_IGNORED
 from megaswift.config.loss_scale import loss_scale_problems
-from megaswift.config.megatron_engine_rules import MODEL_CLASHES, MODEL_IGNORED
+from megaswift.config.megatron_engine_rules import MODEL_CLASHES
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
-from megaswift.config.profile_rules import PROFILE_CLASHES, PROFILE_IGNORED
-from megaswift.config.rl_conflict_rules import RL_CLASHES
-from megaswift.config.rl_ignored_option_rules import RL_IGNORED
+from megaswift.config.profile_rules import PROFILE_CLASHES
+from megaswift.config.rl_conflict_rules import RL_CLASHES, RL_IGNORED
 from megaswift.config.rl_vllm import vllm_sampler_problems
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test, join_names
 from megaswift.config.sections import OPTIONS, Sections
-from megaswift.config.torch_compile_liger_determinism_rules import SPEED_CLASHES, SPEED_IGNORED
-from megaswift.config.tracker_rules import TRACKER_IGNORED
+from megaswift.config.torch_compile_liger_determinism_rules import SPEED_CLASHES
+from megaswift.config.variants import variant_rules
 from megaswift.errors import Problem
 
 _is_folder: Test = lambda c: c.model.model is not None and Path(c.model.model).is_dir()  # noqa: E731
-_NO_LORA: Test = lambda c: c.model.train_type == "full"  # noqa: E731
-_FROM_ADAPTERS: Test = lambda c: c.model.train_type != "full" and c.lora.adapters is not None  # noqa: E731
-_LORA = ("train_type",)
-_OF_ADAPTERS = ("adapters", "train_type")
-_IS_LORA, _GIVEN = (
-    "applies only to train_type lora (train_type is {train_type})",
-    "the adapter folder {adapters} determines it",
-)
-_NEW = ("lora_rank", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
 _HUB = "applies only to hub IDs, but the model is a local folder"
 _HUB_DATA = "applies only to hub IDs, but model and data are local"
 _NO_HUB: Test = lambda c: (  # noqa: E731
@@ -59,11 +47,9 @@ _NO_HUB: Test = lambda c: (  # noqa: E731
 _NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_lora  # noqa: E731
 
 IGNORED: tuple[IgnoredOption, ...] = (
+    *variant_rules(),
     *SCHEDULE_IGNORED,
     *EVALUATION_IGNORED,
-    *PROFILE_IGNORED,
-    *FAULT_TOLERANCE_IGNORED,
-    *TRACKER_IGNORED,
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
     IgnoredOption(
         "use_hf", ("model", "push_to_hub", "dataset"), _NO_HUB, _HUB_DATA, "--model ORGANIZATION/NAME", (True,)
@@ -84,14 +70,6 @@ IGNORED: tuple[IgnoredOption, ...] = (
         "--save_steps 500",
         notice=True,
     ),
-    *(
-        IgnoredOption(name, _LORA, _NO_LORA, _IS_LORA, "--train_type lora")
-        for name in (*_NEW, "lora_dropout", "adapters", "merge_lora")
-    ),
-    *(
-        IgnoredOption(name, _OF_ADAPTERS, _FROM_ADAPTERS, _GIVEN, "omit --adapters to train new adapters")
-        for name in _NEW
-    ),
     IgnoredOption(
         "export_hf",
         ("train_type", "merge_lora"),
@@ -99,17 +77,22 @@ IGNORED: tuple[IgnoredOption, ...] = (
         "with train_type {train_type} the export is OUT/adapter; OUT/hf is written only with merge_lora",
         "--merge_lora true",
     ),
-    *FROZEN_WEIGHT_IGNORED,
-    *MODEL_IGNORED,
-    *CUDA_GRAPH_IGNORED,
+    IgnoredOption(
+        "trainable_parameters",
+        ("train_type", "freeze_parameters", "freeze_vit", "freeze_aligner", "freeze_llm"),
+        lambda c: (
+            c.model.train_type == "full"
+            and not c.model.freeze_parameters
+            and not (c.model.freeze_vit or c.model.freeze_aligner or c.model.freeze_llm)
+        ),
+        "no weights are frozen",
+        "--freeze_parameters . to train these weights only",
+    ),
     *LAUNCH_IGNORED,
     *ENGINE_IGNORED,
-    *ADAPTER_IGNORED,
     *PREFERENCE_IGNORED,
     *RL_IGNORED,
     *OPTIMIZER_IGNORED,
-    *SPEED_IGNORED,
-    *LOSS_SCALE_IGNORED,
     *DATA_IGNORED,
 )
 
@@ -308,5 +291,5 @@ def _way_out(fix: str, c: Sections) -> str:
 def _fill(text: str, c: Sections) -> str:
     if "{" not in text:
         return text
-    values = {name: option_value_text(c.value(name)) for name in OPTIONS}
-    return text.format_map(values | {"engine": requested_engine(c)})
+    values = {name: option_value_text(c.value(name)) or "not set" for name in OPTIONS}
+    return text.format_map(values | engine_texts(c))

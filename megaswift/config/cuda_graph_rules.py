@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaswift.config.megatron_engine_rules import has_frozen_weights
-from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
+from megaswift.config.rule_types import ConflictingOptions, Test
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem
 
@@ -65,16 +65,6 @@ _CLASHES: tuple[tuple[tuple[str, ...], Test, str, str], ...] = (
     ),
 )
 
-CUDA_GRAPH_IGNORED: tuple[IgnoredOption, ...] = (
-    IgnoredOption(
-        "cuda_graph_warmup_steps",
-        ("cuda_graph_impl",),
-        lambda c: not uses_cuda_graphs(c),
-        "needs cuda_graph_impl",
-        "--cuda_graph_impl local",
-        (3,),
-    ),
-)
 CUDA_GRAPH_CLASHES: tuple[ConflictingOptions, ...] = tuple(
     ConflictingOptions(("cuda_graph_impl", *reads), _graphs_and(when), why, fix) for reads, when, why, fix in _CLASHES
 )

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from megaswift.config.agent_templates import AGENT_TEMPLATES
-from megaswift.config.option import LARGEST_SEED, option
+from megaswift.config.option import LARGEST_SEED, but_not, is_set, one_of, option
 
 SFT = ("sft",)
 PAIRS = ("dpo", "orpo", "cpo", "simpo", "rm")
@@ -70,6 +70,7 @@ class DataConfig:
         "first_exhausted",
         "An epoch of mixed data ends with the end of the first, or of each data set",
         choices=("first_exhausted", "all_exhausted", "all_exhausted_without_replacement"),
+        only_with={"interleave_prob": is_set(notice=True)},
     )
     split_dataset_ratio: float = option(0.0, "Fraction of rows held out for evaluation", minimum=0, below=1)
     data_split: str | None = option(
@@ -78,6 +79,7 @@ class DataConfig:
         aliases=("split",),
         tasks=("pt",),
         metavar="969,30,1",
+        only_with={"indexed_data": True},
     )
     max_length: int = option(
         2048,
@@ -90,15 +92,22 @@ class DataConfig:
         "delete",
         "What to do with samples longer than max_length (split: pt only)",
         choices=("raise", "delete", "left", "right", "split"),
+        only_with={"rows_of_text": True},
+        neutral=("delete", "split"),
     )
     packing: bool | None = option(
-        None, "Pack short samples; attention stays within a sample. Unset: off for sft and pt"
+        None,
+        "Pack short samples; attention stays within a sample. Unset: off for sft and pt",
+        only_with={"rows_of_text": True},
+        neutral=(None, True),
     )
     prefix_sharing: bool | None = option(
         None, "Compute a prompt once for its answers in a micro-batch; unset: if exact", tasks=PROMPTED
     )
     padding_free: bool | None = option(
-        None, "Pack the samples of each step; batch sizes count samples. Unset: if short"
+        None,
+        "Pack the samples of each step; batch sizes count samples. Unset: if short",
+        only_with={"rows_of_text": True},
     )
     system: str | None = option(
         None, "System message for rows without one: text or a file", tasks=CHATS, metavar="TEXT|FILE", free_text=True
@@ -123,24 +132,40 @@ class DataConfig:
         tasks=SFT + LIKELIHOODS,
         metavar="TURNS+TABLE",
     )
-    columns: dict[str, str] = option({}, "Column renaming: instr=query out=response, or JSON", metavar="FROM=TO...")
+    columns: dict[str, str] = option(
+        {}, "Column renaming: instr=query out=response, or JSON", metavar="FROM=TO...", only_with={"rows_of_text": True}
+    )
     sample_by: str = option(
-        "line", "Unit of a document in .txt and .md files", choices=("line", "document"), tasks=("pt",)
+        "line",
+        "Unit of a document in .txt and .md files",
+        choices=("line", "document"),
+        tasks=("pt",),
+        only_with={"rows_of_text": True},
     )
     reset_attention_mask: bool | None = option(
         None,
         "Indexed data: attention stays within a document; unset: it crosses documents",
         tasks=("pt",),
         metavar="true|false",
+        only_with={"indexed_data": one_of(True, notice=True)},
+        neutral=(None, False),
     )
     reset_position_ids: bool | None = option(
-        None, "Indexed data: positions begin anew with a document", tasks=("pt",), metavar="true|false"
+        None,
+        "Indexed data: positions begin anew with a document",
+        tasks=("pt",),
+        metavar="true|false",
+        only_with={"indexed_data": one_of(True, notice=True)},
+        neutral=(None, False),
     )
     eod_mask_loss: bool = option(False, "Indexed data: no loss on a document's first token", tasks=("pt",))
     streaming: bool = option(False, "Read rows on demand instead of preparing the whole data set; needs max_steps")
     shuffle: bool = option(True, "Shuffle rows in each epoch", aliases=("dataset_shuffle", "train_dataloader_shuffle"))
     group_by_length: bool = option(
-        False, "Put rows of similar length into a global batch; less padding", tasks=("sft", "pt", *PREFERENCES)
+        False,
+        "Put rows of similar length into a global batch; less padding",
+        tasks=("sft", "pt", *PREFERENCES),
+        only_with={"packing": but_not(True, notice=True), "rows_of_text": True},
     )
     data_seed: int | None = option(
         None,
@@ -150,9 +175,20 @@ class DataConfig:
         metavar="SEED",
     )
     dataset_num_proc: int = option(
-        1, "Processes for tokenization", aliases=("preprocessing_num_workers",), minimum=1, unit="processes"
+        1,
+        "Processes for tokenization",
+        aliases=("preprocessing_num_workers",),
+        minimum=1,
+        unit="processes",
+        only_with={"rows_of_text": True},
     )
-    dataloader_num_workers: int = option(2, "Threads that prepare batches ahead; 0: none", minimum=0, unit="threads")
+    dataloader_num_workers: int = option(
+        2,
+        "Threads that prepare batches ahead; 0: none",
+        minimum=0,
+        unit="threads",
+        only_with={"streaming": but_not(True, notice=True)},
+    )
     chat_template: str | None = option(
         None,
         "Replaces the tokenizer's chat template: Jinja file or text, or a name (qwen3)",
@@ -182,6 +218,8 @@ class DataConfig:
         minimum=1,
         unit="pixels",
         tasks=VISION_TASKS,
+        only_with={"engine": but_not("megatron"), "vision_model": True},
+        neutral=(None,),
     )
     video_fps: float | None = option(
         None,
@@ -190,12 +228,26 @@ class DataConfig:
         minimum=1e-3,
         unit="frames/s",
         tasks=VISION_TASKS,
+        only_with={"engine": but_not("megatron"), "vision_model": True},
+        neutral=(None,),
     )
     video_min_frames: int | None = option(
-        None, "Fewest frames to read of a video", aliases=("fps_min_frames",), minimum=1, tasks=VISION_TASKS
+        None,
+        "Fewest frames to read of a video",
+        aliases=("fps_min_frames",),
+        minimum=1,
+        tasks=VISION_TASKS,
+        only_with={"engine": but_not("megatron"), "vision_model": True},
+        neutral=(None,),
     )
     video_max_frames: int | None = option(
-        None, "Most frames to read of a video", aliases=("fps_max_frames",), minimum=1, tasks=VISION_TASKS
+        None,
+        "Most frames to read of a video",
+        aliases=("fps_max_frames",),
+        minimum=1,
+        tasks=VISION_TASKS,
+        only_with={"engine": but_not("megatron"), "vision_model": True},
+        neutral=(None,),
     )
     video_max_pixels: int | None = option(
         None,
@@ -203,10 +255,18 @@ class DataConfig:
         minimum=1,
         unit="pixels",
         tasks=VISION_TASKS,
+        only_with={"engine": but_not("megatron"), "vision_model": True},
+        neutral=(None,),
     )
-    strict: bool = option(True, "Stop at a malformed row; false: skip and count it")
+    strict: bool = option(
+        True, "Stop at a malformed row; false: skip and count it", only_with={"rows_of_text": True}, neutral=(True,)
+    )
     use_dataset_cache: bool = option(
-        True, "Use cached tokens of the same rows; false: tokenize again", aliases=("load_from_cache_file",)
+        True,
+        "Use cached tokens of the same rows; false: tokenize again",
+        aliases=("load_from_cache_file",),
+        only_with={"rows_of_text": True},
+        neutral=(True,),
     )
     dataset_cache_dir: str | None = option(None, "Folder for tokenized data; unset: below ~/.cache", metavar="DIR")
 

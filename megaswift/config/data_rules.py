@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megaswift.config.indexed_data_rules import INDEXED_DATA_CLASHES, INDEXED_DATA_IGNORED, reads_indexed_data
+from megaswift.config.indexed_data_rules import INDEXED_DATA_CLASHES, reads_indexed_data
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
 
@@ -20,7 +20,6 @@ def _no_random_order(c: Sections) -> bool:
 
 _STREAM = ("streaming", "val_dataset")
 _ONLY_STREAMS: Test = lambda c: c.data.streaming and not c.data.val_dataset  # noqa: E731
-_MIXES = ("interleave_prob",)
 
 
 def _mixes(c: Sections) -> bool:
@@ -48,22 +47,6 @@ DATA_IGNORED: tuple[IgnoredOption, ...] = (
         notice=True,
     ),
     IgnoredOption(
-        "dataloader_num_workers",
-        ("streaming",),
-        lambda c: c.data.streaming,
-        "streaming reads rows in order in the training process",
-        "--streaming false",
-        notice=True,
-    ),
-    IgnoredOption(
-        "group_by_length",
-        ("packing",),
-        lambda c: c.data.packing,
-        "packing true leaves no padding",
-        "--packing false",
-        notice=True,
-    ),
-    IgnoredOption(
         "padding_free",
         ("packing",),
         lambda c: c.data.packing and c.task in ("sft", "pt"),
@@ -79,15 +62,6 @@ DATA_IGNORED: tuple[IgnoredOption, ...] = (
         "--packing true",
         notice=True,
     ),
-    IgnoredOption(
-        "stopping_strategy",
-        _MIXES,
-        lambda c: not _mixes(c),
-        "without interleave_prob data sets are concatenated",
-        "--interleave_prob 0.7 0.3",
-        notice=True,
-    ),
-    *INDEXED_DATA_IGNORED,
 )
 DATA_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(

@@ -53,13 +53,23 @@ class EngineBackendConfig:
     )
     use_fsdp: bool = option(False, "Same as --engine fsdp2")
     fsdp: tuple[str, ...] = option(
-        (), "FSDP2 sharding strategy and options; unset: full_shard", choices=FSDP_WORDS, metavar="WORD..."
+        (),
+        "FSDP2 sharding strategy and options; unset: full_shard",
+        choices=FSDP_WORDS,
+        metavar="WORD...",
+        only_with={"engine": "fsdp2"},
     )
     fsdp_config: str | None = option(
-        None, "FSDP settings of transformers or accelerate: JSON or YAML file, or JSON", metavar="FILE"
+        None,
+        "FSDP settings of transformers or accelerate: JSON or YAML file, or JSON",
+        metavar="FILE",
+        only_with={"engine": "fsdp2"},
     )
     fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] = option(
-        (), "Module classes that fsdp2 shards as units; unset: the decoder layers", metavar="CLASS..."
+        (),
+        "Module classes that fsdp2 shards as units; unset: the decoder layers",
+        metavar="CLASS...",
+        only_with={"engine": "fsdp2"},
     )
     fsdp_min_num_params: int | None = option(
         None,
@@ -68,6 +78,7 @@ class EngineBackendConfig:
         minimum=1,
         unset=("0",),
         unit="parameters",
+        only_with={"engine": "fsdp2"},
     )
     fsdp_backward_prefetch: str = option(
         "backward_pre",
@@ -75,7 +86,12 @@ class EngineBackendConfig:
         aliases=("backward_prefetch",),
         choices=("backward_pre", "no_prefetch"),
         spellings=PREFETCH_SPELLINGS,
+        only_with={"engine": "fsdp2"},
+        neutral=(None, False, 0, (), "backward_pre"),
     )
     fsdp_forward_prefetch: bool = option(
-        False, "Gather the next unit of fsdp2 before each unit's forward pass", aliases=("forward_prefetch",)
+        False,
+        "Gather the next unit of fsdp2 before each unit's forward pass",
+        aliases=("forward_prefetch",),
+        only_with={"engine": "fsdp2"},
     )

@@ -18,6 +18,7 @@ from megaswift.config.deepspeed_served_keys import READ_AHEAD_ON_A_DRIVE, offloa
 from megaswift.config.engine import FSDP_STRATEGIES, NOTHING_WRAPPED, ZERO
 from megaswift.config.non_lora_peft_methods import METHODS
 from megaswift.config.optim import EVERYWHERE, is_elementwise_plugin
+from megaswift.config.option import but_not, one_of
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.errors import ConfigError
@@ -30,78 +31,14 @@ AXES = (
     "expert_parallel_size",
     "expert_tensor_parallel_size",
 )
-NATIVE_ONLY = (
-    *AXES,
-    "virtual_pipeline_parallel_size",
-    "sequence_parallel",
-    "first_stage_layers",
-    "last_stage_layers",
-    "pipeline_layout",
-    "cp_comm_type",
-    "hierarchical_context_parallel_sizes",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "overlap_p2p_comm",
-    "tp_comm_overlap",
-    "tp_comm_overlap_cfg",
-    "tp_comm_bootstrap_backend",
-    "tp_comm_overlap_ag",
-    "tp_comm_overlap_rs",
-    "tp_comm_overlap_rs_dgrad",
-    "tp_comm_bulk_dgrad",
-    "tp_comm_bulk_wgrad",
-    "transformer_impl",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "fp8_format",
-    "fp8_recipe",
-    "fp8_param_gather",
-    "fp32_lm_head",
-    "gradient_accumulation_fusion",
-    "cuda_graph_impl",
-    "cuda_graph_warmup_steps",
-    "jit_fuser",
-    "megatron_extra_kwargs",
-    "moe_token_dispatcher_type",
-    "moe_grouped_gemm",
-    "moe_grouped_gemm_impl",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "moe_shared_expert_overlap",
-    "moe_expert_capacity_factor",
-    "moe_pad_expert_input_to_capacity",
-    "async_save",
-    "precision_aware_optimizer",
-    "main_grads_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "store_param_remainders",
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
+FSDP_ONLY = tuple(name for name, o in OPTIONS.items() if o.only_with.get("engine") == one_of("fsdp2"))
+TORCH_ONLY = tuple(
+    name
+    for name, o in OPTIONS.items()
+    if o.only_with.get("engine") == but_not("megatron") and o.section != "quantization"
 )
-FSDP_ONLY = (
-    "fsdp",
-    "fsdp_config",
-    "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_min_num_params",
-    "fsdp_backward_prefetch",
-    "fsdp_forward_prefetch",
-)
-TORCH_ONLY = ("use_liger", "torch_compile", "neftune_noise_alpha")
-VISION_ONLY = (
-    "freeze_vit",
-    "freeze_aligner",
-    "freeze_llm",
-    "vit_lr",
-    "aligner_lr",
-    "max_pixels",
-    "video_fps",
-    "video_min_frames",
-    "video_max_frames",
-    "video_max_pixels",
-    "vit_gradient_checkpointing",
-)
+"""Options that only torch engines have; giving one selects such an engine."""
+VISION_ONLY = tuple(name for name, o in OPTIONS.items() if "vision_model" in o.only_with)
 READS = ("engine", "deepspeed", "use_fsdp", "fsdp", "fsdp_config")
 """Options that name an engine, the last four by being given."""
 
@@ -127,8 +64,7 @@ def first_given_torch_only_option(c: Sections) -> str:
     if not is_engine_open(c):
         return ""
     values = {
-        **{name: c.value(name) for name in TORCH_ONLY},
-        **{name: c.value(name) is not None for name in VISION_ONLY},
+        **{name: c.value(name) not in OPTIONS[name].neutral for name in TORCH_ONLY},
         "train_type": c.model.train_type in METHODS,
         "quantization_bit": c.model.train_type == "lora" and c.quantization.quantization_bit is not None,
         "optimizer": c.optim.optimizer not in EVERYWHERE and not is_elementwise_plugin(c.optim.optimizer),
@@ -218,7 +154,6 @@ def uses_model_parallelism(c: Sections) -> bool:
 
 
 _TORCH: Test = lambda c: requested_engine(c) not in (NATIVE, AUTO)  # noqa: E731
-_NO_FSDP: Test = lambda c: requested_engine(c) != "fsdp2"  # noqa: E731
 
 
 def _fsdp_beside_deepspeed(c: Sections) -> bool:
@@ -257,21 +192,22 @@ def engine_notices(c: Sections) -> Iterator[str]:
         )
 
 
-_FSDP_MISSING: tuple[tuple[Test, str], ...] = (
-    (lambda c: _NO_FSDP(c) and c.engine.deepspeed is None, "--engine fsdp2"),
-    (
-        lambda c: _NO_FSDP(c) and c.engine.deepspeed is not None and not _fsdp_beside_deepspeed(c),
-        "use --engine fsdp2 instead of --deepspeed",
-    ),
-)
-_NATIVE_MISSING: tuple[tuple[Test, str], ...] = (
-    (lambda c: _TORCH(c) and not {*READS[1:]} & c.given, "--engine megatron"),
-    (lambda c: _TORCH(c) and "deepspeed" in c.given, "use --engine megatron without --deepspeed"),
-    (
-        lambda c: _TORCH(c) and "deepspeed" not in c.given and bool({*READS[1:]} & c.given),
-        "use --engine megatron without the options of FSDP",
-    ),
-)
+def engine_of_options(c: Sections) -> str:
+    """Returns the engine whose options a configuration may use. FSDP's options outweigh DeepSpeed's."""
+    return "fsdp2" if _fsdp_beside_deepspeed(c) else requested_engine(c)
+
+
+def engine_texts(c: Sections) -> dict[str, str]:
+    """Returns the texts that fill `{engine}`, `{to_megatron}` and `{to_fsdp2}` in a rule's reason or fix."""
+    to_megatron = "--engine megatron"
+    if "deepspeed" in c.given:
+        to_megatron = "use --engine megatron without --deepspeed"
+    elif {*READS[1:]} & c.given:
+        to_megatron = "use --engine megatron without the options of FSDP"
+    to_fsdp2 = "--engine fsdp2" if c.engine.deepspeed is None else "use --engine fsdp2 instead of --deepspeed"
+    return {"engine": requested_engine(c), "to_megatron": to_megatron, "to_fsdp2": to_fsdp2}
+
+
 ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "fsdp_transformer_layer_cls_to_wrap",
@@ -288,41 +224,6 @@ ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
         "the FSDP options select engine fsdp2, which shards weights, gradients and optimizer",
         "keep either DeepSpeed or FSDP",
         notice=True,
-    ),
-    *(
-        IgnoredOption(
-            name,
-            READS,
-            when,
-            "applies only to the native engine",
-            fix,
-            (None, False, 0, (), OPTIONS[name].default),
-        )
-        for when, fix in _NATIVE_MISSING
-        for name in NATIVE_ONLY
-    ),
-    *(
-        IgnoredOption(
-            name,
-            READS,
-            lambda c: not capabilities_of(c).vision,
-            "applies only to vision-language models, which the native engine does not support",
-            "--engine ddp",
-            (None,),
-        )
-        for name in VISION_ONLY
-    ),
-    *(
-        IgnoredOption(
-            name,
-            READS,
-            when,
-            "applies only to engine fsdp2 (engine is {engine})",
-            fix,
-            (None, False, 0, (), OPTIONS[name].default),
-        )
-        for when, fix in _FSDP_MISSING
-        for name in FSDP_ONLY
     ),
 )
 

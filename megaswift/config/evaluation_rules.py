@@ -10,15 +10,14 @@ from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOptio
 from megaswift.config.sections import Sections
 
 REWARD, LOSS = "reward", "loss"
-_DATA = ("val_dataset", "split_dataset_ratio", "data_split")
-_BEST = ("load_best_model_at_end", "save_strategy", "early_stopping_patience", "lr_scheduler_type")
+DATA_OPTIONS = ("val_dataset", "split_dataset_ratio", "data_split")
 _NO_DATA = "needs evaluation data"
 _DATA_FIX = "--val_dataset FILE or --split_dataset_ratio 0.01"
 
 
 def evaluates(c: Sections) -> bool:
     """Whether the run has evaluation data and looks at them."""
-    return not _no_evaluation_data(c) and c.train.eval_strategy != "no"
+    return has_evaluation_data(c) and c.train.eval_strategy != "no"
 
 
 def compares_evaluations(c: Sections) -> bool:
@@ -61,48 +60,21 @@ def _steps_without_interval(does: str) -> Test:
     return lambda c: c.value(f"{does}_strategy") == "steps" and c.value(f"{does}_steps") is None
 
 
-def _other_strategy(does: str) -> Test:
-    return lambda c: c.value(f"{does}_strategy") not in (None, "steps")
-
-
 def _epochs_of_a_stream(does: str) -> Test:
     return lambda c: c.data.streaming and c.value(f"{does}_strategy") == "epoch"
 
 
-def _no_evaluation_data(c: Sections) -> bool:
-    return not (c.data.val_dataset or c.data.split_dataset_ratio or c.data.evaluation_share)
+def has_evaluation_data(c: Sections) -> bool:
+    """Returns whether any rows are kept for evaluation."""
+    return bool(c.data.val_dataset or c.data.split_dataset_ratio or c.data.evaluation_share)
+
+
+def best_model_matters(c: Sections) -> bool:
+    """Returns whether anything depends on which evaluation is the best."""
+    return compares_evaluations(c) or c.optim.lr_scheduler_type == PLATEAU
 
 
 EVALUATION_IGNORED: tuple[IgnoredOption, ...] = (
-    IgnoredOption(
-        "eval_on_start",
-        (*_DATA, "eval_strategy"),
-        lambda c: not evaluates(c),
-        _NO_DATA,
-        _DATA_FIX,
-        notice=True,
-    ),
-    IgnoredOption(
-        "ignore_data_skip",
-        ("resume_from_checkpoint",),
-        lambda c: c.train.resume_from_checkpoint is None,
-        "no run is resumed",
-        "--resume_from_checkpoint latest",
-        notice=True,
-    ),
-    IgnoredOption(
-        "eval_strategy",
-        _DATA,
-        _no_evaluation_data,
-        _NO_DATA,
-        _DATA_FIX,
-        (None, "no"),
-        notice=True,
-    ),
-    *(
-        IgnoredOption(name, _DATA, _no_evaluation_data, _NO_DATA, _DATA_FIX, notice=True)
-        for name in ("eval_steps", "eval_iters", "per_device_eval_batch_size")
-    ),
     *(
         IgnoredOption(
             f"{does}_strategy",
@@ -113,47 +85,6 @@ EVALUATION_IGNORED: tuple[IgnoredOption, ...] = (
             notice=True,
         )
         for does in ("eval", "save")
-    ),
-    *(
-        IgnoredOption(
-            f"{does}_steps",
-            (f"{does}_strategy",),
-            _other_strategy(does),
-            f"{does}_strategy is {{{does}_strategy}}",
-            f"--{does}_strategy steps",
-            notice=True,
-        )
-        for does in ("eval", "save")
-    ),
-    *(
-        IgnoredOption(
-            name,
-            _BEST,
-            lambda c: not compares_evaluations(c) and c.optim.lr_scheduler_type != PLATEAU,
-            "nothing depends on the best evaluation",
-            "--load_best_model_at_end true",
-            notice=True,
-        )
-        for name in ("metric_for_best_model", "greater_is_better")
-    ),
-    IgnoredOption(
-        "early_stopping_threshold",
-        ("early_stopping_patience",),
-        lambda c: c.train.early_stopping_patience is None,
-        "there is no early stopping",
-        "--early_stopping_patience 3",
-    ),
-    *(
-        IgnoredOption(
-            name,
-            ("push_to_hub",),
-            lambda c: not c.train.push_to_hub,
-            "nothing is uploaded",
-            "--push_to_hub true",
-            (None, False, "end"),
-            notice=True,
-        )
-        for name in ("hub_model_id", "hub_token", "hub_private_repo", "hub_strategy", "hub_revision")
     ),
     IgnoredOption(
         "load_best_model_at_end",
@@ -182,25 +113,25 @@ EVALUATION_CLASHES: tuple[ConflictingOptions, ...] = (
         "--eval_steps 100 --save_steps 100, --eval_strategy epoch --save_strategy epoch, or --save_strategy best",
     ),
     ConflictingOptions(
-        ("load_best_model_at_end", *_DATA),
+        ("load_best_model_at_end", *DATA_OPTIONS),
         lambda c: c.train.load_best_model_at_end and not evaluates(c),
         _NO_DATA,
         _DATA_FIX,
     ),
     ConflictingOptions(
-        ("save_strategy", *_DATA, "eval_strategy", "eval_steps"),
+        ("save_strategy", *DATA_OPTIONS, "eval_strategy", "eval_steps"),
         lambda c: c.train.save_strategy == "best" and not (evaluates(c) and _evaluates_while_training(c)),
         "best saves when an evaluation improves, so the run must evaluate: evaluation data and an interval",
         "--val_dataset FILE --eval_strategy steps --eval_steps 100",
     ),
     ConflictingOptions(
-        ("early_stopping_patience", *_DATA, "eval_strategy", "eval_steps"),
+        ("early_stopping_patience", *DATA_OPTIONS, "eval_strategy", "eval_steps"),
         lambda c: c.train.early_stopping_patience is not None and not (evaluates(c) and _evaluates_while_training(c)),
         "counts evaluations, so the run must evaluate: evaluation data and an interval",
         "--val_dataset FILE --eval_strategy steps --eval_steps 100",
     ),
     ConflictingOptions(
-        ("lr_scheduler_type", *_DATA, "eval_strategy", "eval_steps"),
+        ("lr_scheduler_type", *DATA_OPTIONS, "eval_strategy", "eval_steps"),
         lambda c: c.optim.lr_scheduler_type == PLATEAU and not (evaluates(c) and _evaluates_while_training(c)),
         "follows evaluations, so the run must evaluate: evaluation data and an interval",
         "--val_dataset FILE --eval_strategy steps --eval_steps 100",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import option
+from megaswift.config.option import but_not, is_set, option
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,18 @@ class FaultToleranceConfig:
         minimum=1,
         unset=("-1", "0"),
         unit="steps",
+        only_with={"engine": but_not("fsdp2", "zero3", "zero3_offload")},
     )
     preemption_command: str | None = option(
         None, "Command polled on each node; exit code 0: the machine will be taken away", metavar="COMMAND"
     )
-    preemption_interval: float = option(10.0, "Time between two polls of it", above=0, unit="seconds")
+    preemption_interval: float = option(
+        10.0, "Time between two polls of it", above=0, unit="seconds", only_with={"preemption_command": is_set()}
+    )
     gpu_health_interval: int | None = option(
         None, "Steps between checks of the GPUs for hardware errors; unset: never", minimum=1, unit="steps"
     )
     log_straggler: bool = option(False, "Name ranks with slow passes or slow input at each log entry")
-    straggler_ratio: float = option(1.3, "A rank is slow from this multiple of the median time on", above=1)
+    straggler_ratio: float = option(
+        1.3, "A rank is slow from this multiple of the median time on", above=1, only_with={"log_straggler": True}
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.engine_rules import AUTO, NATIVE, READS, requested_engine
-from megaswift.config.rule_types import ConflictingOptions, IgnoredOption
+from megaswift.config.rule_types import ConflictingOptions
 
 FEWEST_BYTES = 1 << 16
 """A smaller number without a unit was meant in another unit."""
@@ -14,9 +14,6 @@ def _lacks_unit(size: str) -> bool:
     return size.strip()[-1:].isdecimal() and 0 < (byte_size_or_none(size) or 0) < FEWEST_BYTES
 
 
-FIT_IGNORED: tuple[IgnoredOption, ...] = (
-    IgnoredOption("device_memory", ("fit",), lambda c: not c.train.fit, "needs fit true", "--fit true", (None,)),
-)
 FIT_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("device_memory",),

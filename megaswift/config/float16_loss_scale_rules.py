@@ -4,21 +4,8 @@ from __future__ import annotations
 
 import math
 
-from megaswift.config.rule_types import ConflictingOptions, IgnoredOption
-from megaswift.config.sections import OPTIONS, Sections
-
-LOSS_SCALE_IGNORED: tuple[IgnoredOption, ...] = tuple(
-    IgnoredOption(
-        name,
-        ("torch_dtype",),
-        lambda c: c.model.torch_dtype in ("float32", "bfloat16"),
-        "{torch_dtype} needs no loss scale",
-        "--torch_dtype float16",
-        (OPTIONS[name].default,),
-        notice=True,
-    )
-    for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-)
+from megaswift.config.rule_types import ConflictingOptions
+from megaswift.config.sections import Sections
 
 _POWER = "must be a power of two, which multiplies and divides without rounding"
 

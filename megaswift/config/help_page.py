@@ -6,12 +6,13 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
-from megaswift.config.advantage_estimator_table import estimators_of_option_help_note
+from megaswift.config.advantage_estimator_table import advantage_estimator_names
 from megaswift.config.data import ALIGNMENT
-from megaswift.config.loss_table import losses_of_option_help_note
+from megaswift.config.loss_table import loss_names
 from megaswift.config.option import Option
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.sections import OPTIONS, SECTIONS, TASKS
+from megaswift.config.variants import variant_note
 
 USAGE = """\
 megaswift {task}: {what}
@@ -59,10 +60,10 @@ def option_lines(option: Option, width: int, task: str | None = None) -> Iterato
     choices = option.choices_in(task)
     if len(choices) > 1:
         text += f" [{' | '.join(choices)}]"
-    if task is not None and (
-        readers := losses_of_option_help_note(task, option.name) or estimators_of_option_help_note(task, option.name)
-    ):
-        text += f"; {readers}"
+    if task is not None:
+        variants = {"loss_type": loss_names(task), "advantage_estimator": advantage_estimator_names(task)}
+        note = variant_note(option, variants)
+        text += f"; {note}" if note else ""
     body = textwrap.wrap(text, width - column, break_on_hyphens=False)
     if len(head) >= column:
         yield head

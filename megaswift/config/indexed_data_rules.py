@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaswift.config.data import split_shares
-from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption
+from megaswift.config.rule_types import ONE_OF, ConflictingOptions
 from megaswift.config.sections import Sections
 
 SUFFIXES = (".idx", ".bin")
@@ -83,32 +83,6 @@ def _broken_blend(entries: Sequence[str]) -> str:
     return ""
 
 
-def _other(c: Sections) -> bool:
-    return not reads_indexed_data(c)
-
-
-_DATA = ("dataset",)
-_FULL = "indexed data are tokens already, cut into samples of max_length"
-INDEXED_DATA_IGNORED: tuple[IgnoredOption, ...] = (
-    *(
-        IgnoredOption(name, _DATA, reads_indexed_data, _FULL, "other data")
-        for name in ("columns", "sample_by", "dataset_num_proc", "group_by_length")
-    ),
-    *(
-        IgnoredOption(name, _DATA, reads_indexed_data, _FULL, "other data", neutral=(True,))
-        for name in ("strict", "use_dataset_cache")
-    ),
-    IgnoredOption("packing", _DATA, reads_indexed_data, _FULL, "leave it out", neutral=(None, True)),
-    IgnoredOption("truncation_strategy", _DATA, reads_indexed_data, _FULL, "other data", neutral=("delete", "split")),
-    IgnoredOption("padding_free", _DATA, reads_indexed_data, _FULL, "other data", neutral=(None, False, True)),
-    *(
-        IgnoredOption(
-            name, _DATA, _other, "attention and positions stay within a document", "leave it out", (None, False), True
-        )
-        for name in ("reset_attention_mask", "reset_position_ids")
-    ),
-    IgnoredOption("data_split", _DATA, _other, "there is no .idx file of {dataset}", "--split_dataset_ratio"),
-)
 INDEXED_DATA_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("dataset",), lambda c: c.task != "pt" and reads_indexed_data(c), "indexed data are for pt", "megaswift pt"

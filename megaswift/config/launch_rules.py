@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from megaswift.config.launcher_table import LAUNCHER_TABLE, launchers_reading
-from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test, join_names
+from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
 
 
 def _one_machine(c: Sections) -> bool:
     return c.launch.nnodes in (None, 1)
-
-
-def _ignored_by_launcher() -> Iterator[IgnoredOption]:
-    """A rule for each option that only some launchers read."""
-    for option in dict.fromkeys(name for entry in LAUNCHER_TABLE for name in entry.reads):
-        readers = launchers_reading(option)
-        why = f"applies only to launcher {join_names(readers)}"
-        yield IgnoredOption(option, ("launcher",), _unread(option), why, f"--launcher {readers[0]}")
-
-
-def _unread(option: str) -> Test:
-    return lambda c: c.launch.launcher not in launchers_reading(option)
 
 
 _RAY: Test = lambda c: c.launch.launcher == "ray"  # noqa: E731
@@ -31,15 +16,6 @@ _TORCHRUN_ALONE: Test = lambda c: _TORCHRUN(c) and _one_machine(c)  # noqa: E731
 _TORCHRUN_SEVERAL: Test = lambda c: _TORCHRUN(c) and not _one_machine(c)  # noqa: E731
 
 LAUNCH_IGNORED: tuple[IgnoredOption, ...] = (
-    IgnoredOption(
-        "node_rank", ("nnodes", "launcher"), _TORCHRUN_ALONE, "applies only to multi-node runs", "--nnodes 2"
-    ),
-    IgnoredOption(
-        "master_addr", ("nnodes", "launcher"), _TORCHRUN_ALONE, "applies only to multi-node runs", "--nnodes 2"
-    ),
-    IgnoredOption(
-        "rdzv_timeout", ("nnodes", "launcher"), _TORCHRUN_ALONE, "applies only to multi-node runs", "--nnodes 2"
-    ),
     IgnoredOption(
         "master_port",
         ("nnodes", "nproc_per_node", "launcher"),
@@ -54,7 +30,6 @@ LAUNCH_IGNORED: tuple[IgnoredOption, ...] = (
         "a single process without a launcher is not restarted",
         "--nproc_per_node 1; after torchrun: torchrun --max-restarts 3",
     ),
-    *_ignored_by_launcher(),
 )
 
 LAUNCH_CLASHES: tuple[ConflictingOptions, ...] = (

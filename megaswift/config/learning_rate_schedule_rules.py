@@ -4,30 +4,12 @@
 from __future__ import annotations
 
 from megaswift.config.optim import PLATEAU
-from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
+from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption
 
 _SCHEDULE = ("lr_scheduler_type",)
 
 
-def _other_schedule(kind: str) -> Test:
-    return lambda c: c.optim.lr_scheduler_type != kind
-
-
 SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
-    IgnoredOption(
-        "min_lr",
-        _SCHEDULE,
-        lambda c: c.optim.lr_scheduler_type == "constant",
-        "a constant schedule has no final learning rate",
-        "--lr_scheduler_type cosine",
-    ),
-    IgnoredOption(
-        "min_lr_ratio",
-        _SCHEDULE,
-        lambda c: c.optim.lr_scheduler_type == "constant",
-        "a constant schedule has no final learning rate",
-        "--lr_scheduler_type cosine",
-    ),
     IgnoredOption(  # warmup_ratio is a share of it
         "lr_decay_iters",
         (*_SCHEDULE, "warmup_ratio"),
@@ -41,55 +23,6 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
         lambda c: c.optim.wsd_decay_steps is not None,
         "wsd_decay_steps {wsd_decay_steps} already sets the length of the decay phase",
         ONE_OF,
-    ),
-    *(
-        IgnoredOption(
-            name,
-            _SCHEDULE,
-            _other_schedule("wsd"),
-            "only the wsd schedule has a decay phase (lr_scheduler_type is {lr_scheduler_type})",
-            "--lr_scheduler_type wsd",
-        )
-        for name in ("wsd_decay_ratio", "wsd_decay_steps", "wsd_stable_steps", "wsd_decay_style")
-    ),
-    *(
-        IgnoredOption(
-            name,
-            _SCHEDULE,
-            _other_schedule(kind),
-            f"applies only to {kind} (lr_scheduler_type is {{lr_scheduler_type}})",
-            f"--lr_scheduler_type {kind}",
-        )
-        for name, kind in (
-            ("lr_num_cycles", "cosine_with_restarts"),
-            ("lr_power", "polynomial"),
-            ("plateau_factor", PLATEAU),
-            ("plateau_patience", PLATEAU),
-            ("plateau_threshold", PLATEAU),
-            ("plateau_threshold_mode", PLATEAU),
-            ("plateau_cooldown", PLATEAU),
-        )
-    ),
-    *(
-        IgnoredOption(
-            name,
-            ("warmup_steps", "warmup_ratio"),
-            lambda c: not c.optim.warmup_steps and not c.optim.warmup_ratio,
-            "there is no warmup",
-            "--warmup_steps 100",
-            notice=True,
-        )
-        for name in ("lr_warmup_init", "lr_warmup_init_ratio")
-    ),
-    *(
-        IgnoredOption(
-            name,
-            ("weight_decay_incr_style",),
-            lambda c: c.optim.weight_decay_incr_style == "constant",
-            "the weight decay is constant (weight_decay_incr_style)",
-            "--weight_decay_incr_style linear",
-        )
-        for name in ("start_weight_decay", "end_weight_decay")
     ),
     IgnoredOption(
         "weight_decay",

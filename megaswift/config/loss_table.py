@@ -1,4 +1,4 @@
-"""Every value of `--loss_type`: its task, its paper, the options that it reads, and what it needs.
+"""Every value of `--loss_type`: its task, its paper, and what it needs. Options of a loss name it in `only_with`.
 
 One row a loss. The accepted values, `--help`, the rules about ignored and conflicting options, and what the trainer
 computes beforehand all derive from these rows; the formulas are in `megaswift.losses`, under the same names. Loads no
@@ -49,8 +49,6 @@ class LossEntry:
     name: str
     task: str
     paper: str
-    reads: frozenset[str] = frozenset()
-    """Of the options in `LOSS_OPTIONS`, those that the formula reads."""
     needs: frozenset[str] = frozenset()
     """`KL_PAIRS`, `RUNNING_MEAN`, `COVARIANCES`."""
     requires: tuple[LossOptionCondition, ...] = ()
@@ -58,45 +56,12 @@ class LossEntry:
     """Of a policy's loss: the default of `loss_agg_mode`."""
 
 
-LOSS_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "label_smoothing": (0.0,),
-    "f_divergence_type": ("reverse_kl",),
-    "discopop_tau": (None, False, 0, ()),
-    "simpo_gamma": (None, False, 0, ()),
-    "epsilon": (None,),
-    "epsilon_high": (None,),
-    "delta": (None, False, 0, ()),
-    "clip_cov_ratio": (None,),
-    "clip_cov_lb": (None,),
-    "clip_cov_ub": (None,),
-    "kl_cov_ratio": (None,),
-    "kl_cov_coef": (None,),
-    "sapo_temperature_pos": (None, False, 0, ()),
-    "sapo_temperature_neg": (None, False, 0, ()),
-    "vespo_k_pos": (None,),
-    "vespo_lambda_pos": (None,),
-    "vespo_k_neg": (None,),
-    "vespo_lambda_neg": (None,),
-}
-"""Options that only some losses read -> values that are accepted with the other losses too, because they change
-nothing."""
-READ_INSTEAD: dict[tuple[str, str, str], tuple[str, str]] = {
-    ("grpo", "cispo", "epsilon"): (
-        "cispo clips the ratio only from above, at epsilon_high",
-        "--epsilon_high 5",
-    )
-}
-"""(task, loss, option that it does not read) -> the rule and the fix, where another option has its place."""
+def _entry(task: str, name: str, paper: str, *requires: LossOptionCondition, needs: str = "") -> LossEntry:
+    return LossEntry(name, task, paper, frozenset(needs.split()), requires)
 
 
-def _entry(
-    task: str, name: str, paper: str, reads: str = "", *requires: LossOptionCondition, needs: str = ""
-) -> LossEntry:
-    return LossEntry(name, task, paper, frozenset(reads.split()), frozenset(needs.split()), requires)
-
-
-def _policy(name: str, paper: str, mode: str, reads: str, *requires: LossOptionCondition, needs: str = "") -> LossEntry:
-    return replace(_entry("grpo", name, paper, reads, *requires, needs=needs), loss_agg_mode=mode)
+def _policy(name: str, paper: str, mode: str, *requires: LossOptionCondition, needs: str = "") -> LossEntry:
+    return replace(_entry("grpo", name, paper, *requires, needs=needs), loss_agg_mode=mode)
 
 
 _UNSORTED = LossOptionCondition(
@@ -140,53 +105,49 @@ _WHOLE = LossOptionCondition(
     "weight",
     "--loss_type dapo, or leave out --loss_agg_mode",
 )
-_CLIP = "epsilon epsilon_high delta"
 
 LOSS_TABLE: tuple[LossEntry, ...] = (
-    _entry("dpo", "sigmoid", "arXiv:2305.18290", "f_divergence_type label_smoothing"),
-    _entry("dpo", "hinge", "arXiv:2305.10425", "f_divergence_type"),
-    _entry("dpo", "ipo", "arXiv:2310.12036", "f_divergence_type"),
-    _entry("dpo", "exo_pair", "arXiv:2402.00856", "f_divergence_type label_smoothing", _SMOOTHED),
+    _entry("dpo", "sigmoid", "arXiv:2305.18290"),
+    _entry("dpo", "hinge", "arXiv:2305.10425"),
+    _entry("dpo", "ipo", "arXiv:2310.12036"),
+    _entry("dpo", "exo_pair", "arXiv:2402.00856", _SMOOTHED),
     _entry("dpo", "nca_pair", "arXiv:2402.05369"),
-    _entry("dpo", "robust", "arXiv:2403.00409", "f_divergence_type label_smoothing", _BELOW_HALF),
+    _entry("dpo", "robust", "arXiv:2403.00409", _BELOW_HALF),
     _entry("dpo", "bco_pair", "arXiv:2404.04656"),
     _entry("dpo", "sppo_hard", "arXiv:2405.00675"),
-    _entry("dpo", "aot", "arXiv:2406.05882", "label_smoothing", _UNSORTED),
-    _entry("dpo", "aot_unpaired", "arXiv:2406.05882", "label_smoothing", _UNSORTED),
+    _entry("dpo", "aot", "arXiv:2406.05882", _UNSORTED),
+    _entry("dpo", "aot_unpaired", "arXiv:2406.05882", _UNSORTED),
     _entry("dpo", "apo_zero", "arXiv:2408.06266"),
     _entry("dpo", "apo_down", "arXiv:2408.06266"),
-    _entry("dpo", "discopop", "arXiv:2406.08414", "f_divergence_type discopop_tau"),
+    _entry("dpo", "discopop", "arXiv:2406.08414"),
     _entry("dpo", "sft", "arXiv:2404.19733"),
-    _entry("dpo", "sigmoid_norm", "arXiv:2411.15124", "f_divergence_type"),
+    _entry("dpo", "sigmoid_norm", "arXiv:2411.15124"),
     _entry("kto", "kto", "arXiv:2402.01306", needs=KL_PAIRS),
     _entry("kto", "apo_zero_unpaired", "arXiv:2408.06266"),
     _entry("kto", "bco", "arXiv:2404.04656", needs=RUNNING_MEAN),
-    _entry("cpo", "sigmoid", "arXiv:2401.08417", "label_smoothing"),
+    _entry("cpo", "sigmoid", "arXiv:2401.08417"),
     _entry("cpo", "hinge", "arXiv:2305.10425"),
     _entry("cpo", "ipo", "arXiv:2310.12036"),
-    _entry("cpo", "simpo", "arXiv:2405.14734", "label_smoothing simpo_gamma"),
-    _entry("cpo", ALPHAPO, "arXiv:2501.03884", "label_smoothing simpo_gamma"),
+    _entry("cpo", "simpo", "arXiv:2405.14734"),
+    _entry("cpo", ALPHAPO, "arXiv:2501.03884"),
     _entry("orpo", "odds_ratio", "arXiv:2403.07691"),
     _entry("rm", "bradley_terry", "arXiv:2203.02155"),
-    _policy("dapo", "arXiv:2503.14476", TOKEN_MEAN, _CLIP),
-    _policy("grpo", "arXiv:2402.03300", SEQ_MEAN_TOKEN_MEAN, _CLIP),
-    _policy("bnpo", "arXiv:2402.03300", TOKEN_MEAN, _CLIP),
-    _policy("dr_grpo", "arXiv:2503.20783", SEQ_MEAN_TOKEN_SUM_NORM, _CLIP),
-    _policy("cispo", "arXiv:2506.13585", TOKEN_MEAN, "epsilon_high", _CAP),
-    _policy("sapo", "arXiv:2511.20347", SEQ_MEAN_TOKEN_MEAN, "sapo_temperature_pos sapo_temperature_neg"),
-    _policy("luspo", "arXiv:2602.05261", SEQ_MEAN_TOKEN_SUM, _CLIP, _PER_COMPLETION),
-    _policy(
-        "vespo", "arXiv:2602.10693", TOKEN_MEAN, "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", _PER_TOKEN
-    ),
-    _policy("rloo", "arXiv:2402.14740", SEQ_MEAN_TOKEN_MEAN, _CLIP, _WHOLE),
+    _policy("dapo", "arXiv:2503.14476", TOKEN_MEAN),
+    _policy("grpo", "arXiv:2402.03300", SEQ_MEAN_TOKEN_MEAN),
+    _policy("bnpo", "arXiv:2402.03300", TOKEN_MEAN),
+    _policy("dr_grpo", "arXiv:2503.20783", SEQ_MEAN_TOKEN_SUM_NORM),
+    _policy("cispo", "arXiv:2506.13585", TOKEN_MEAN, _CAP),
+    _policy("sapo", "arXiv:2511.20347", SEQ_MEAN_TOKEN_MEAN),
+    _policy("luspo", "arXiv:2602.05261", SEQ_MEAN_TOKEN_SUM, _PER_COMPLETION),
+    _policy("vespo", "arXiv:2602.10693", TOKEN_MEAN, _PER_TOKEN),
+    _policy("rloo", "arXiv:2402.14740", SEQ_MEAN_TOKEN_MEAN, _WHOLE),
     _policy(
         "clip_cov",
         "arXiv:2505.22617",
         TOKEN_MEAN,
-        f"{_CLIP} clip_cov_ratio clip_cov_lb clip_cov_ub",
         needs=COVARIANCES,
     ),
-    _policy("kl_cov", "arXiv:2505.22617", TOKEN_MEAN, "kl_cov_ratio kl_cov_coef", needs=COVARIANCES),
+    _policy("kl_cov", "arXiv:2505.22617", TOKEN_MEAN, needs=COVARIANCES),
 )
 """The first loss of a task is its default."""
 
@@ -206,23 +167,6 @@ def loss_names(task: str) -> tuple[str, ...]:
     return tuple(e.name for e in loss_entries(task))
 
 
-def losses_reading(task: str, option: str) -> tuple[str, ...]:
-    """The losses of a task that read an option."""
-    return tuple(e.name for e in loss_entries(task) if option in e.reads)
-
-
 def losses_needing(task: str, need: str) -> frozenset[str]:
     """The losses of a task with a need."""
     return frozenset(e.name for e in loss_entries(task) if need in e.needs)
-
-
-def losses_of_option_help_note(task: str, option: str) -> str:
-    """For `--help`: which losses read an option that not every loss reads; empty for any other option."""
-    if option not in LOSS_OPTIONS:
-        return ""
-    readers, known = losses_reading(task, option), loss_names(task)
-    others = tuple(name for name in known if name not in readers)
-    if not readers or not others:
-        return ""
-    few = ", ".join(readers if len(readers) <= len(others) else others)
-    return f"loss_type {few}" if len(readers) <= len(others) else f"not for loss_type {few}"

@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
-from megaswift.config.fit_rules import FIT_CLASHES, FIT_IGNORED
-from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
+from megaswift.config.fit_rules import FIT_CLASHES
+from megaswift.config.rule_types import ONE_OF, ConflictingOptions, Test
 from megaswift.config.sections import Sections
-
-_GRANULARITY = ("recompute_granularity",)
-_FULL = "needs recompute_granularity full"
-TP_COMM_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "tp_comm_overlap_cfg": (None,),
-    "tp_comm_bootstrap_backend": ("nccl",),
-    "tp_comm_overlap_ag": (),
-    "tp_comm_overlap_rs": (),
-    "tp_comm_overlap_rs_dgrad": (False,),
-    "tp_comm_bulk_dgrad": (None, False),
-    "tp_comm_bulk_wgrad": (None, False),
-}
-"""Options that tp_comm_overlap reads, and the values that ask for nothing without it."""
-_ONE_STAGE = "needs pipeline_parallel_size > 1"
-_NO_FULL: Test = lambda c: c.model.recompute_granularity != "full"  # noqa: E731
-_NO_PP: Test = lambda c: c.parallel.pipeline_parallel_size == 1  # noqa: E731
 
 
 def has_frozen_weights(c: Sections) -> bool:
@@ -68,81 +51,6 @@ _FP8_WEIGHT_CONFLICTS: tuple[tuple[tuple[str, ...], Test, str, str], ...] = (
     ),
 )
 
-
-MODEL_IGNORED: tuple[IgnoredOption, ...] = (
-    *FIT_IGNORED,
-    IgnoredOption(
-        "fp8_recipe", ("fp8_format",), lambda c: c.model.fp8_format is None, "needs fp8_format", "--fp8_format hybrid"
-    ),
-    IgnoredOption(
-        "fp8_param_gather",
-        ("fp8_format",),
-        lambda c: c.model.fp8_format is None,
-        "needs fp8_format",
-        "--fp8_format hybrid",
-    ),
-    IgnoredOption("recompute_method", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
-    IgnoredOption("recompute_num_layers", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
-    IgnoredOption(
-        "recompute_modules",
-        _GRANULARITY,
-        lambda c: c.model.recompute_granularity != "selective",
-        "needs recompute_granularity selective",
-        "--recompute_granularity selective",
-    ),
-    IgnoredOption(
-        "cp_comm_type",
-        ("context_parallel_size",),
-        lambda c: c.parallel.context_parallel_size == 1,
-        "needs context_parallel_size > 1",
-        "--context_parallel_size 2",
-    ),
-    IgnoredOption(
-        "hierarchical_context_parallel_sizes",
-        ("cp_comm_type",),
-        lambda c: c.parallel.cp_comm_type != "a2a+p2p",
-        "needs cp_comm_type a2a+p2p",
-        "--cp_comm_type a2a+p2p",
-    ),
-    *(
-        IgnoredOption(
-            name,
-            ("tensor_parallel_size",),
-            lambda c: c.parallel.tensor_parallel_size == 1,
-            "needs tensor_parallel_size > 1",
-            "--tensor_parallel_size 2",
-            notice=True,
-        )
-        for name in ("sequence_parallel", "tp_comm_overlap")
-    ),
-    *(
-        IgnoredOption(
-            name,
-            ("tp_comm_overlap",),
-            lambda c: not c.parallel.tp_comm_overlap,
-            "needs tp_comm_overlap",
-            "--tp_comm_overlap true",
-            neutral,
-        )
-        for name, neutral in TP_COMM_OPTIONS.items()
-    ),
-    IgnoredOption(
-        "virtual_pipeline_parallel_size",
-        ("pipeline_parallel_size",),
-        _NO_PP,
-        _ONE_STAGE,
-        "--pipeline_parallel_size 2",
-        (None, 1),
-    ),
-    IgnoredOption(
-        "first_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)
-    ),
-    IgnoredOption(
-        "last_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)
-    ),
-    IgnoredOption("pipeline_layout", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2"),
-    IgnoredOption("overlap_p2p_comm", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2"),
-)
 
 MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
     *FIT_CLASHES,

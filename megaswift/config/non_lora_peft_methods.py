@@ -105,7 +105,15 @@ METHODS: dict[str, PeftMethod] = {
 VARIANTS: dict[str, str] = {"dora": "use_dora", "rslora": "use_rslora"}
 """Names of LoRA's variants -> the switch that `--train_type lora` has for them."""
 
-LORA_ONLY = ("use_rslora", "use_dora", "target_parameters")
+LORAS = ("lora", "qlora")
+"""Values of `train_type` that train LoRA, on every engine."""
+
+
+def adapters_with(option: str) -> tuple[str, ...]:
+    """Returns the values of `train_type` that have an option of LoRA."""
+    return (*LORAS, *(name for name, method in METHODS.items() if option in method.takes))
+
+
 SHARED = ("lora_rank", "lora_alpha", "lora_dropout")
 OWNERS: dict[str, tuple[str, ...]] = {
     option: tuple(name for name, method in METHODS.items() if option in method.takes)

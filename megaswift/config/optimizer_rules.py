@@ -5,11 +5,8 @@ from __future__ import annotations
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import AUTO, NATIVE, READS, drive_parts_of_option, requested_engine
 from megaswift.config.optim import (
-    BETAS,
-    EPSILON,
     EVERYWHERE,
     GALORE,
-    MUON,
     ON_PARTS,
     PAGED,
     PLUGIN_OPTIMIZERS,
@@ -17,17 +14,7 @@ from megaswift.config.optim import (
     is_elementwise_plugin,
 )
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
-from megaswift.config.sections import OPTIONS, Sections
-
-_NAME = ("optimizer",)
-_OPTIONS = {"adam_beta1": BETAS, "adam_beta2": BETAS, "adam_epsilon": EPSILON}
-_GALORE_OPTIONS = ("galore_rank", "galore_update_proj_gap", "galore_scale", "galore_proj_type", "galore_target_modules")
-_NOT_ADAM: Test = lambda c: c.optim.optimizer != "adam"  # noqa: E731
-_NOT_GALORE: Test = lambda c: c.optim.optimizer not in GALORE  # noqa: E731
-
-
-def _without(names: tuple[str, ...]) -> Test:
-    return lambda c: c.optim.optimizer not in names
+from megaswift.config.sections import Sections
 
 
 def uses_distributed_optimizer(requested: bool, optimizer: str) -> bool:
@@ -38,69 +25,11 @@ def uses_distributed_optimizer(requested: bool, optimizer: str) -> bool:
 
 OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
-        "sgd_momentum",
-        ("optimizer",),
-        lambda c: c.optim.optimizer != "sgd",
-        "applies only to optimizer sgd",
-        "--optimizer sgd",
-    ),
-    IgnoredOption(
-        "precision_aware_optimizer", ("optimizer",), _NOT_ADAM, "applies only to optimizer adam", "--optimizer adam"
-    ),
-    IgnoredOption(  # Megatron-LM wants both
-        "precision_aware_optimizer",
-        ("optimizer_cpu_offload",),
-        lambda c: c.optim.optimizer_cpu_offload,
-        "optimizer_cpu_offload keeps main weights and moments in float32",
-        "--optimizer_cpu_offload false",
-        notice=True,
-    ),
-    *(
-        IgnoredOption(
-            name,
-            ("precision_aware_optimizer", "optimizer_cpu_offload"),
-            lambda c: not c.optim.precision_aware_optimizer or c.optim.optimizer_cpu_offload,
-            "needs precision_aware_optimizer without optimizer_cpu_offload",
-            "--precision_aware_optimizer true",
-            (OPTIONS[name].default,),
-        )
-        for name in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
-    ),
-    IgnoredOption(
         "distributed_optimizer",
         ("optimizer",),
         lambda c: c.optim.optimizer == "sgd" or c.optim.optimizer in PLUGIN_OPTIMIZERS,
         "Megatron-Core shards only the state of adam",
         "--optimizer adam",
-    ),
-    IgnoredOption(
-        "optimizer_offload_fraction",
-        ("optimizer_cpu_offload",),
-        lambda c: not c.optim.optimizer_cpu_offload,
-        "needs optimizer_cpu_offload",
-        "--optimizer_cpu_offload true",
-        (1.0,),
-    ),
-    *(
-        IgnoredOption(name, _NAME, _without(readers), "optimizer {optimizer} does not use it", "--optimizer adam")
-        for name, readers in _OPTIONS.items()
-    ),
-    *(
-        IgnoredOption(
-            name,
-            _NAME,
-            lambda c: c.optim.optimizer != MUON,
-            "applies only to optimizer muon",
-            "--optimizer muon",
-            (OPTIONS[name].default,),
-        )
-        for name in ("muon_momentum", "muon_use_nesterov", "muon_num_ns_steps")
-    ),
-    *(
-        IgnoredOption(
-            name, _NAME, _NOT_GALORE, "applies only to GaLore (optimizer is {optimizer})", "--optimizer galore_adamw"
-        )
-        for name in _GALORE_OPTIONS
     ),
 )
 

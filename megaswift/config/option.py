@@ -12,8 +12,62 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
+
+@dataclass(frozen=True)
+class Wanted:
+    """Values of a selector with which an option exists."""
+
+    values: tuple[Any, ...] = ()
+    """One of these; empty: see the other fields."""
+    excluded: tuple[Any, ...] = ()
+    """Any value but these."""
+    least: int | None = None
+    """At least this number."""
+    notice: bool = False
+    """Elsewhere the option is left out with a notice, because the run is the same without it."""
+
+    def holds(self, actual: Any) -> bool:
+        """Returns whether the selector's value is a wanted one; of several values, any."""
+        present = actual if isinstance(actual, tuple) else (actual,)
+        if ANY in present:
+            return True
+        if self.values:
+            return any(value in self.values for value in present)
+        if self.least is not None:
+            return present[0] is not None and present[0] >= self.least
+        if self.excluded:
+            return any(value not in self.excluded for value in present)
+        return bool(actual)
+
+
+ANY = object()
+"""The value of a selector that allows every option, such as a plugin's loss."""
+
+
+def one_of(*values: Any, notice: bool = False) -> Wanted:
+    """The selector has one of these values."""
+    return Wanted(values=values, notice=notice)
+
+
+def but_not(*values: Any, notice: bool = False) -> Wanted:
+    """The selector has any value but these."""
+    return Wanted(excluded=values, notice=notice)
+
+
+def at_least(number: int, notice: bool = False) -> Wanted:
+    """The selector is this number or a larger one."""
+    return Wanted(least=number, notice=notice)
+
+
+def is_set(notice: bool = False) -> Wanted:
+    """The selector has a value."""
+    return Wanted(notice=notice)
+
+
 PLUGIN_CHOICES: dict[str, list[str]] = {}
 """By option, choices that `--external_plugins` have registered."""
+NEUTRAL: tuple[Any, ...] = (None, False, 0, ())
+"""Values that say by themselves that an option is not used."""
 LARGEST_SEED = 2**62
 """Room below 2^64, torch's limit, for what is added for ranks and steps."""
 
@@ -42,6 +96,11 @@ class OptionDetails(TypedDict, total=False):
     """Never shown or written."""
     free_text: bool
     """Words for a model or a reader, in which a URL is part of the text and no address of the run."""
+    only_with: Mapping[str, Any]
+    """Selectors and their values with which the option exists: `{"optimizer": "muon"}`, a tuple for several values, or
+    a `Wanted`. A selector is an option, or a fact of `variants.py`."""
+    neutral: tuple[Any, ...]
+    """Values that change nothing and are accepted where the option does not exist."""
     metavar: str
     """What `--help` shows in place of a default that is not set."""
 
@@ -101,9 +160,25 @@ class Option:
         """Unit of the value, empty for pure numbers and text."""
         return self.details.get("unit", "")
 
+    @property
+    def only_with(self) -> dict[str, Wanted]:
+        """The selectors that decide whether the option exists."""
+        return {name: _as_wanted(value) for name, value in self.details.get("only_with", {}).items()}
+
+    @property
+    def neutral(self) -> tuple[Any, ...]:
+        """Values that are accepted where the option does not exist."""
+        return self.details.get("neutral", NEUTRAL)
+
     def belongs_to(self, task: str) -> bool:
         """Whether `task` has this option."""
         return task in self.details.get("tasks", (task,))
+
+
+def _as_wanted(value: Any) -> Wanted:
+    if isinstance(value, Wanted):
+        return value
+    return Wanted(values=value if isinstance(value, tuple) else (value,))
 
 
 _KINDS: dict[Any, str] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import option
+from megaswift.config.option import at_least, option
 
 _SUPERVISED = ("sft", "pt")
 """Tasks whose micro-batches have one shape."""
@@ -21,9 +21,17 @@ class ParallelConfig:
         aliases=("tp", "tensor_model_parallel_size"),
         minimum=1,
         unit="ranks",
+        only_with={"engine": ("megatron", "auto")},
+        neutral=(None, False, 0, (), 1),
     )
     pipeline_parallel_size: int = option(
-        1, "Pipeline stages: split the layers", aliases=("pp", "pipeline_model_parallel_size"), minimum=1, unit="ranks"
+        1,
+        "Pipeline stages: split the layers",
+        aliases=("pp", "pipeline_model_parallel_size"),
+        minimum=1,
+        unit="ranks",
+        only_with={"engine": ("megatron", "auto")},
+        neutral=(None, False, 0, (), 1),
     )
     virtual_pipeline_parallel_size: int | None = option(
         None,
@@ -31,9 +39,17 @@ class ParallelConfig:
         aliases=("vpp", "virtual_pipeline_model_parallel_size"),
         minimum=1,
         unit="chunks",
+        only_with={"engine": ("megatron", "auto"), "pipeline_parallel_size": at_least(2)},
+        neutral=(None, 1),
     )
     context_parallel_size: int = option(
-        1, "Context-parallel ranks: split each sequence", aliases=("cp",), minimum=1, unit="ranks"
+        1,
+        "Context-parallel ranks: split each sequence",
+        aliases=("cp",),
+        minimum=1,
+        unit="ranks",
+        only_with={"engine": ("megatron", "auto")},
+        neutral=(None, False, 0, (), 1),
     )
     expert_parallel_size: int = option(
         1,
@@ -41,9 +57,17 @@ class ParallelConfig:
         aliases=("ep", "expert_model_parallel_size"),
         minimum=1,
         unit="ranks",
+        only_with={"engine": ("megatron", "auto")},
+        neutral=(None, False, 0, (), 1),
     )
     expert_tensor_parallel_size: int = option(
-        1, "Tensor-parallel ranks within each expert", aliases=("etp",), minimum=1, unit="ranks"
+        1,
+        "Tensor-parallel ranks within each expert",
+        aliases=("etp",),
+        minimum=1,
+        unit="ranks",
+        only_with={"engine": ("megatron", "auto")},
+        neutral=(None, False, 0, (), 1),
     )
     data_parallel_size: int | None = option(
         None,
@@ -53,7 +77,10 @@ class ParallelConfig:
         unit="ranks",
     )
     sequence_parallel: bool | None = option(
-        None, "Split norms and dropout over the tensor-parallel ranks; unset: on if tp > 1", aliases=("sp",)
+        None,
+        "Split norms and dropout over the tensor-parallel ranks; unset: on if tp > 1",
+        aliases=("sp",),
+        only_with={"engine": ("megatron", "auto"), "tensor_parallel_size": at_least(2, notice=True)},
     )
     first_stage_layers: int | None = option(
         None,
@@ -61,6 +88,8 @@ class ParallelConfig:
         minimum=0,
         unit="layers",
         aliases=("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage"),
+        only_with={"engine": ("megatron", "auto"), "pipeline_parallel_size": at_least(2)},
+        neutral=(None,),
     )
     last_stage_layers: int | None = option(
         None,
@@ -68,12 +97,15 @@ class ParallelConfig:
         minimum=0,
         unit="layers",
         aliases=("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage"),
+        only_with={"engine": ("megatron", "auto"), "pipeline_parallel_size": at_least(2)},
+        neutral=(None,),
     )
     pipeline_layout: str | None = option(
         None,
         "Custom pipeline layout in Megatron-Core's syntax: 'Et*3|(t|)*4tL'",
         aliases=("pipeline_model_parallel_layout",),
         metavar="LAYOUT",
+        only_with={"engine": ("megatron", "auto"), "pipeline_parallel_size": at_least(2)},
     )
     cp_comm_type: str | None = option(
         None,
@@ -81,26 +113,46 @@ class ParallelConfig:
         choices=("p2p", "a2a", "all_gather", "a2a+p2p"),
         spellings={"allgather": "all_gather"},
         metavar="TYPE",
+        only_with={"engine": ("megatron", "auto"), "context_parallel_size": at_least(2)},
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = option(
         (),
         "Sizes of the a2a and the p2p groups of cp_comm_type a2a+p2p; product: cp",
         minimum=2,
         unit="ranks",
+        only_with={"engine": ("megatron", "auto"), "cp_comm_type": "a2a+p2p"},
     )
     distributed_optimizer: bool = option(
         True, "Shard the optimizer state over the data-parallel ranks", aliases=("use_distributed_optimizer",)
     )
-    overlap_grad_reduce: bool | None = option(None, "Overlap gradient reduction with the backward pass; unset: on GPU")
-    overlap_param_gather: bool | None = option(
-        None, "Overlap parameter gather and forward (needs overlap_grad_reduce); unset: on GPU"
+    overlap_grad_reduce: bool | None = option(
+        None,
+        "Overlap gradient reduction with the backward pass; unset: on GPU",
+        only_with={"engine": ("megatron", "auto")},
     )
-    overlap_p2p_comm: bool | None = option(None, "Overlap pipeline communication with compute; unset: if vpp > 1")
+    overlap_param_gather: bool | None = option(
+        None,
+        "Overlap parameter gather and forward (needs overlap_grad_reduce); unset: on GPU",
+        only_with={"engine": ("megatron", "auto")},
+    )
+    overlap_p2p_comm: bool | None = option(
+        None,
+        "Overlap pipeline communication with compute; unset: if vpp > 1",
+        only_with={"engine": ("megatron", "auto"), "pipeline_parallel_size": at_least(2)},
+    )
     tp_comm_overlap: bool = option(
-        False, "Overlap tensor-parallel communication with products; pads rows to max_length", tasks=_SUPERVISED
+        False,
+        "Overlap tensor-parallel communication with products; pads rows to max_length",
+        tasks=_SUPERVISED,
+        only_with={"engine": ("megatron", "auto"), "tensor_parallel_size": at_least(2, notice=True)},
     )
     tp_comm_overlap_cfg: str | None = option(
-        None, "YAML file: Transformer Engine's settings of each product", metavar="FILE", tasks=_SUPERVISED
+        None,
+        "YAML file: Transformer Engine's settings of each product",
+        metavar="FILE",
+        tasks=_SUPERVISED,
+        only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
+        neutral=(None,),
     )
     tp_comm_bootstrap_backend: str = option(
         "nccl",
@@ -108,17 +160,43 @@ class ParallelConfig:
         choices=("nccl", "mpi", "gloo"),
         metavar="BACKEND",
         tasks=_SUPERVISED,
+        only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
+        neutral=("nccl",),
     )
-    tp_comm_overlap_ag: bool = option(True, "tp_comm_overlap of all-gathers", tasks=_SUPERVISED)
-    tp_comm_overlap_rs: bool = option(True, "tp_comm_overlap of forward reduce-scatters", tasks=_SUPERVISED)
+    tp_comm_overlap_ag: bool = option(
+        True,
+        "tp_comm_overlap of all-gathers",
+        tasks=_SUPERVISED,
+        only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
+        neutral=(),
+    )
+    tp_comm_overlap_rs: bool = option(
+        True,
+        "tp_comm_overlap of forward reduce-scatters",
+        tasks=_SUPERVISED,
+        only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
+        neutral=(),
+    )
     tp_comm_overlap_rs_dgrad: bool = option(
-        False, "Overlap reduce-scatters of input gradients with their own product", tasks=_SUPERVISED
+        False,
+        "Overlap reduce-scatters of input gradients with their own product",
+        tasks=_SUPERVISED,
+        only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
+        neutral=(False,),
     )
     tp_comm_bulk_dgrad: bool | None = option(
-        None, "Gather inputs beside input-gradient products; unset: no weight is frozen", tasks=_SUPERVISED
+        None,
+        "Gather inputs beside input-gradient products; unset: no weight is frozen",
+        tasks=_SUPERVISED,
+        only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
+        neutral=(None, False),
     )
     tp_comm_bulk_wgrad: bool | None = option(
-        None, "Scatter gradients beside weight-gradient products; unset: as above", tasks=_SUPERVISED
+        None,
+        "Scatter gradients beside weight-gradient products; unset: as above",
+        tasks=_SUPERVISED,
+        only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
+        neutral=(None, False),
     )
     ddp_timeout: int = option(600, "Timeout of a collective; the run ends when it expires", minimum=1, unit="seconds")
 

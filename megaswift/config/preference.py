@@ -11,7 +11,7 @@ from typing import Any
 
 from megaswift.config.data import RL
 from megaswift.config.loss_table import ALPHAPO, loss_names
-from megaswift.config.option import option
+from megaswift.config.option import but_not, option
 
 LOSSES = {task: loss_names(task) for task in ("dpo", "kto", "orpo", "cpo", "rm", "grpo")}
 """The values of `loss_type` by task, the default first."""
@@ -46,15 +46,29 @@ class PreferenceConfig:
         (), "Weight of each loss_type; unset: 1 each", tasks=("dpo",), metavar="NUMBER..."
     )
     label_smoothing: float = option(
-        0.0, "Probability that a preference label is wrong", minimum=0, below=1, tasks=("dpo", "cpo", "simpo")
+        0.0,
+        "Probability that a preference label is wrong",
+        minimum=0,
+        below=1,
+        tasks=("dpo", "cpo", "simpo"),
+        only_with={"loss_type": ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired", "simpo", "alphapo")},
+        neutral=(0.0,),
     )
     f_divergence_type: str = option(
         "reverse_kl",
         "Divergence from the reference model (f-DPO, arXiv:2309.16240)",
         choices=DIVERGENCES,
         tasks=("dpo",),
+        only_with={"loss_type": ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sigmoid_norm")},
+        neutral=("reverse_kl",),
     )
-    f_alpha_divergence_coef: float = option(0.5, "Alpha of alpha_divergence", aliases=("f_alpha_coef",), tasks=("dpo",))
+    f_alpha_divergence_coef: float = option(
+        0.5,
+        "Alpha of alpha_divergence",
+        aliases=("f_alpha_coef",),
+        tasks=("dpo",),
+        only_with={"f_divergence_type": "alpha_divergence"},
+    )
     ld_alpha: float | None = option(
         None,
         "Weight of tokens beyond the shorter completion (LD-DPO, arXiv:2409.06411)",
@@ -68,7 +82,9 @@ class PreferenceConfig:
     rpo_alpha: float | None = option(
         None, "Weight of an added NLL term on the chosen completion (RPO, arXiv:2404.19733)", above=0, tasks=("dpo",)
     )
-    discopop_tau: float = option(0.05, "Temperature of discopop", above=0, tasks=("dpo",))
+    discopop_tau: float = option(
+        0.05, "Temperature of discopop", above=0, tasks=("dpo",), only_with={"loss_type": "discopop"}
+    )
     reference_free: bool = option(False, "Set all reference log-probabilities to 0", tasks=("dpo",))
     ref_model: str | None = option(
         None,
@@ -76,28 +92,58 @@ class PreferenceConfig:
         aliases=("ref_model_name_or_path",),
         tasks=_REFERENCED,
         metavar="DIR",
+        only_with={"reference_free": False, "beta": but_not(0)},
     )
-    offload_reference: bool = option(False, "Offload reference weights to CPU memory when idle", tasks=_REFERENCED)
+    offload_reference: bool = option(
+        False,
+        "Offload reference weights to CPU memory when idle",
+        tasks=_REFERENCED,
+        only_with={"reference_free": False, "beta": but_not(0), "precompute_ref_log_probs": False},
+    )
     precompute_ref_log_probs: bool = option(
         False,
         "Precompute reference log-probabilities, then free the reference model",
         tasks=("dpo", "kto"),
+        only_with={"reference_free": False},
     )
     sync_ref_model: bool = option(
-        False, "Update the reference model towards the policy (TR-DPO, arXiv:2404.09656)", tasks=_REFERENCED
+        False,
+        "Update the reference model towards the policy (TR-DPO, arXiv:2404.09656)",
+        tasks=_REFERENCED,
+        only_with={"reference_free": False, "beta": but_not(0)},
     )
     ref_model_mixup_alpha: float = option(
-        0.6, "Share of the policy in each reference update", above=0, maximum=1, tasks=_REFERENCED
+        0.6,
+        "Share of the policy in each reference update",
+        above=0,
+        maximum=1,
+        tasks=_REFERENCED,
+        only_with={"sync_ref_model": True},
     )
     ref_model_sync_steps: int = option(
-        512, "Steps between reference updates", minimum=1, unit="steps", tasks=_REFERENCED
+        512,
+        "Steps between reference updates",
+        minimum=1,
+        unit="steps",
+        tasks=_REFERENCED,
+        only_with={"sync_ref_model": True},
     )
     desirable_weight: float = option(1.0, "Loss weight of desirable completions", minimum=0, tasks=("kto",))
     undesirable_weight: float = option(1.0, "Loss weight of undesirable completions", minimum=0, tasks=("kto",))
     cpo_alpha: float | None = option(
-        None, "Weight of the NLL term on the chosen completion; unset: 1, simpo 0", minimum=0, tasks=("cpo", "simpo")
+        None,
+        "Weight of the NLL term on the chosen completion; unset: 1, simpo 0",
+        minimum=0,
+        tasks=("cpo", "simpo"),
+        only_with={"loss_type": but_not(ALPHAPO)},
     )
-    simpo_gamma: float = option(1.0, "Target reward margin of SimPO", minimum=0, tasks=("cpo", "simpo"))
+    simpo_gamma: float = option(
+        1.0,
+        "Target reward margin of SimPO",
+        minimum=0,
+        tasks=("cpo", "simpo"),
+        only_with={"loss_type": ("simpo", "alphapo")},
+    )
     alpha: float = option(
         0.0, "Exponent of the AlphaPO reward; 0: log-probability (arXiv:2501.03884)", tasks=("cpo", "simpo")
     )

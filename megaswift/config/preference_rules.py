@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import drive_parts_of_option
-from megaswift.config.loss_option_rules import ignored_by_loss_rules, loss_entries_of, value_required_by_loss_rules
-from megaswift.config.loss_table import ALPHAPO, KL_PAIRS
-from megaswift.config.preference import LOSSES, beta_of, loss_types_of, needs_reference
-from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
+from megaswift.config.loss_option_rules import loss_entries_of, value_required_by_loss_rules
+from megaswift.config.loss_table import KL_PAIRS
+from megaswift.config.preference import LOSSES, loss_types_of, needs_reference
+from megaswift.config.rule_types import ConflictingOptions, IgnoredOption
 from megaswift.config.sections import Sections
 
 
@@ -34,54 +34,15 @@ def _reference_on_a_drive(c: Sections) -> bool:
     )
 
 
-_FREE: Test = lambda c: c.preference.reference_free  # noqa: E731
-_STILL: Test = lambda c: not c.preference.sync_ref_model  # noqa: E731
-_NO_PULL: Test = lambda c: c.task in RL and beta_of(c) == 0  # noqa: E731
-_REF = ("reference_free",)
-_NO_REF = "reference_free disables the reference model"
 _TYPE = ("loss_type",)
 
 PREFERENCE_IGNORED: tuple[IgnoredOption, ...] = (
-    *(
-        IgnoredOption(name, _REF, _FREE, _NO_REF, "--reference_free false")
-        for name in ("ref_model", "offload_reference", "sync_ref_model", "precompute_ref_log_probs")
-    ),
-    IgnoredOption(
-        "offload_reference",
-        ("precompute_ref_log_probs",),
-        lambda c: c.preference.precompute_ref_log_probs,
-        "there are no reference weights to offload",
-        "--offload_reference false",
-    ),
-    *(
-        IgnoredOption(name, ("beta",), _NO_PULL, "beta is 0, so no reference model is used", "--beta 0.01")
-        for name in ("ref_model", "offload_reference", "sync_ref_model")
-    ),
-    *(
-        IgnoredOption(name, ("sync_ref_model",), _STILL, "needs sync_ref_model", "--sync_ref_model true")
-        for name in ("ref_model_mixup_alpha", "ref_model_sync_steps")
-    ),
     IgnoredOption(
         "offload_reference",
         ("train_type", "adapters"),
         lambda c: c.model.train_type != "full" and c.lora.adapters is None,
         "with new adapters the reference is the base model, which needs no additional weights",
         "--offload_reference false",
-    ),
-    *ignored_by_loss_rules("dpo", "kto", "cpo"),
-    IgnoredOption(
-        "f_alpha_divergence_coef",
-        ("f_divergence_type",),
-        lambda c: c.preference.f_divergence_type != "alpha_divergence",
-        "applies only to f_divergence_type alpha_divergence",
-        "--f_divergence_type alpha_divergence",
-    ),
-    IgnoredOption(
-        "cpo_alpha",
-        _TYPE,
-        lambda c: c.preference.loss_type == (ALPHAPO,),
-        "loss_type alphapo has no NLL term",
-        "--loss_type simpo",
     ),
 )
 

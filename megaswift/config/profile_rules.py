@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from megaswift.config.rule_types import ConflictingOptions, IgnoredOption
+from megaswift.config.rule_types import ConflictingOptions
 from megaswift.config.train import TrainConfig
 from megaswift.errors import Problem
 
-PROFILE_IGNORED: tuple[IgnoredOption, ...] = tuple(
-    IgnoredOption(
-        name,
-        ("profile",),
-        lambda c: not c.train.profile,
-        "no step is profiled",
-        "--profile true",
-        (default,),
-        notice=True,
-    )
-    for name, default in (("profile_step_start", 2), ("profile_step_end", 4), ("profile_ranks", (0,)))
-)
 PROFILE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("profile_step_end", "profile_step_start"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.config.model import DTYPES
-from megaswift.config.option import option
+from megaswift.config.option import but_not, option
 
 DEFAULT_BITS = 4
 
@@ -25,11 +25,24 @@ class QuantizationConfig:
         maximum=8,
         metavar="BITS",
     )
-    bnb_4bit_quant_type: str = option("nf4", "4-bit data type", choices=("nf4", "fp4"))
-    bnb_4bit_use_double_quant: bool = option(False, "Also quantize the scales of 4-bit weights")
+    bnb_4bit_quant_type: str = option(
+        "nf4",
+        "4-bit data type",
+        choices=("nf4", "fp4"),
+        only_with={"engine": but_not("megatron"), "quantization_bit": 4},
+        neutral=("nf4",),
+    )
+    bnb_4bit_use_double_quant: bool = option(
+        False,
+        "Also quantize the scales of 4-bit weights",
+        only_with={"engine": but_not("megatron"), "quantization_bit": 4},
+        neutral=(False,),
+    )
     bnb_4bit_compute_dtype: str = option(
         "auto",
         "Compute dtype with 4-bit weights; auto: torch_dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         spellings=DTYPES,
+        only_with={"engine": but_not("megatron"), "quantization_bit": 4},
+        neutral=("auto",),
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megaswift.config.advantage_estimator_table import ESTIMATOR_NAMES, advantage_estimator_names
 from megaswift.config.data import GRPO, PPO, RL
 from megaswift.config.loss_table import AGG_MODES
-from megaswift.config.option import option
+from megaswift.config.option import but_not, is_set, option
 
 BACKENDS = ("transformers", "vllm", "vllm_server", "sglang")
 SERVERS = ("vllm_server", "sglang")
@@ -58,7 +58,12 @@ class RlConfig:
         False, "Resample prompt groups whose rewards are all equal (DAPO, arXiv:2503.14476)", tasks=GRPO
     )
     max_resample_times: int = option(
-        3, "Maximum number of resampling rounds of dynamic_sample", minimum=1, unit="rounds", tasks=GRPO
+        3,
+        "Maximum number of resampling rounds of dynamic_sample",
+        minimum=1,
+        unit="rounds",
+        tasks=GRPO,
+        only_with={"dynamic_sample": True},
     )
     async_generation: bool = option(
         False,
@@ -80,6 +85,7 @@ class RlConfig:
         minimum=1,
         unit="turns",
         tasks=RL,
+        only_with={"environment": is_set()},
     )
 
     max_completion_length: int = option(
@@ -109,7 +115,10 @@ class RlConfig:
         1.0, "Repetition penalty; above 1: repeated tokens become less likely", above=0, tasks=RL
     )
     allow_biased_sampling: bool = option(
-        False, "Allow top_p, top_k, min_p and repetition_penalty, which bias the gradient", tasks=RL
+        False,
+        "Allow top_p, top_k, min_p and repetition_penalty, which bias the gradient",
+        tasks=RL,
+        only_with={"biased_sampling": is_set()},
     )
     rollout_backend: str = option(
         "transformers",
@@ -127,7 +136,11 @@ class RlConfig:
         tasks=RL,
     )
     rollout_sleep: bool = option(
-        False, "Free the sampler's memory during training", aliases=("vllm_enable_sleep_mode",), tasks=RL
+        False,
+        "Free the sampler's memory during training",
+        aliases=("vllm_enable_sleep_mode",),
+        tasks=RL,
+        only_with={"rollout_backend": ("transformers", "vllm")},
     )
     rollout_server_url: tuple[str, ...] = option(
         (),
@@ -135,6 +148,7 @@ class RlConfig:
         aliases=("vllm_server_base_url", "sglang_server_base_url"),
         tasks=RL,
         metavar="URL...",
+        only_with={"rollout_backend": SERVERS},
     )
     rollout_server_timeout: float = option(
         600.0,
@@ -143,6 +157,7 @@ class RlConfig:
         above=0,
         unit="seconds",
         tasks=RL,
+        only_with={"rollout_backend": SERVERS},
     )
     rollout_sync_folder: str | None = option(
         None,
@@ -155,9 +170,15 @@ class RlConfig:
         "Send LoRA adapters to samplers instead of merged weights; unset: if supported",
         aliases=("vllm_enable_lora",),
         tasks=RL,
+        only_with={"train_type": but_not("full")},
     )
     vllm_gpu_memory_utilization: float = option(
-        0.3, "Fraction of each GPU's memory for vLLM in the training process", above=0, maximum=1, tasks=RL
+        0.3,
+        "Fraction of each GPU's memory for vLLM in the training process",
+        above=0,
+        maximum=1,
+        tasks=RL,
+        only_with={"rollout_backend": "vllm"},
     )
     offload_model: bool = option(False, "Offload model weights to CPU during sampling", tasks=RL)
     offload_optimizer: bool = option(False, "Offload gradients and optimizer state to CPU during sampling", tasks=RL)
@@ -172,20 +193,59 @@ class RlConfig:
     reward_weights: tuple[float, ...] = option(
         (), "Weight of each of reward_funcs, then of each reward_model; unset: 1 each", tasks=RL, metavar="NUMBER..."
     )
-    cosine_min_len_value_wrong: float = option(-0.5, "cosine reward: reward of a wrong answer of length 0", tasks=RL)
-    cosine_max_len_value_wrong: float = option(
-        0.0, "cosine reward: reward of a wrong answer of length cosine_max_len", tasks=RL
+    cosine_min_len_value_wrong: float = option(
+        -0.5,
+        "cosine reward: reward of a wrong answer of length 0",
+        tasks=RL,
+        only_with={"reward_funcs": "cosine"},
+        neutral=(None,),
     )
-    cosine_min_len_value_correct: float = option(1.0, "cosine reward: reward of a correct answer of length 0", tasks=RL)
+    cosine_max_len_value_wrong: float = option(
+        0.0,
+        "cosine reward: reward of a wrong answer of length cosine_max_len",
+        tasks=RL,
+        only_with={"reward_funcs": "cosine"},
+        neutral=(None,),
+    )
+    cosine_min_len_value_correct: float = option(
+        1.0,
+        "cosine reward: reward of a correct answer of length 0",
+        tasks=RL,
+        only_with={"reward_funcs": "cosine"},
+        neutral=(None,),
+    )
     cosine_max_len_value_correct: float = option(
-        0.5, "cosine reward: reward of a correct answer of length cosine_max_len", tasks=RL
+        0.5,
+        "cosine reward: reward of a correct answer of length cosine_max_len",
+        tasks=RL,
+        only_with={"reward_funcs": "cosine"},
+        neutral=(None,),
     )
     cosine_max_len: int | None = option(
-        None, "cosine reward: maximum length; unset: max_completion_length", minimum=1, unit="tokens", tasks=RL
+        None,
+        "cosine reward: maximum length; unset: max_completion_length",
+        minimum=1,
+        unit="tokens",
+        tasks=RL,
+        only_with={"reward_funcs": "cosine"},
+        neutral=(None,),
     )
-    repetition_n_grams: int = option(3, "repetition reward: n-gram size", minimum=1, unit="tokens", tasks=RL)
+    repetition_n_grams: int = option(
+        3,
+        "repetition reward: n-gram size",
+        minimum=1,
+        unit="tokens",
+        tasks=RL,
+        only_with={"reward_funcs": "repetition"},
+        neutral=(None,),
+    )
     repetition_max_penalty: float = option(
-        -1.0, "repetition reward: penalty if all n-grams repeat", maximum=0, tasks=RL
+        -1.0,
+        "repetition reward: penalty if all n-grams repeat",
+        maximum=0,
+        tasks=RL,
+        only_with={"reward_funcs": "repetition"},
+        neutral=(None,),
     )
     soft_max_length: int | None = option(
         None,
@@ -193,6 +253,7 @@ class RlConfig:
         minimum=1,
         unit="tokens",
         tasks=RL,
+        only_with={"reward_funcs": "soft_overlong"},
     )
     soft_cache_length: int | None = option(
         None,
@@ -200,11 +261,28 @@ class RlConfig:
         minimum=1,
         unit="tokens",
         tasks=RL,
+        only_with={"reward_funcs": "soft_overlong"},
     )
 
-    code_timeout: float = option(6.0, "code reward: time limit per test case", above=0, unit="seconds", tasks=RL)
-    code_memory: int = option(512, "code reward: memory limit per test case", minimum=16, unit="MiB", tasks=RL)
-    allow_unsafe_code: bool = option(False, "code reward: run programs even if no sandbox is available", tasks=RL)
+    code_timeout: float = option(
+        6.0,
+        "code reward: time limit per test case",
+        above=0,
+        unit="seconds",
+        tasks=RL,
+        only_with={"reward_funcs": "code"},
+    )
+    code_memory: int = option(
+        512,
+        "code reward: memory limit per test case",
+        minimum=16,
+        unit="MiB",
+        tasks=RL,
+        only_with={"reward_funcs": "code"},
+    )
+    allow_unsafe_code: bool = option(
+        False, "code reward: run programs even if no sandbox is available", tasks=RL, only_with={"reward_funcs": "code"}
+    )
 
     advantage_estimator: str | None = option(
         None,
@@ -214,22 +292,36 @@ class RlConfig:
         tasks=RL,
         metavar="NAME",
     )
-    pass_at_k: int = option(4, "The k of pass@k; a reward above 0 is a pass", minimum=1, unit="completions", tasks=GRPO)
+    pass_at_k: int = option(
+        4,
+        "The k of pass@k; a reward above 0 is a pass",
+        minimum=1,
+        unit="completions",
+        tasks=GRPO,
+        only_with={"advantage_estimator": "pass_at_k"},
+        neutral=(None,),
+    )
     scale_rewards: str = option(
         "group",
         "Divide advantages by the standard deviation of rewards in the group or batch",
         choices=("group", "batch", "none"),
         spellings={"true": "group", "false": "none"},
         tasks=GRPO,
+        only_with={"advantage_estimator": "grpo", "multi_objective_aggregation": but_not("normalize_then_sum")},
     )
     multi_objective_aggregation: str = option(
         "sum_then_normalize",
         "Order of summing and normalizing several rewards (GDPO, arXiv:2601.05242)",
         choices=("sum_then_normalize", "normalize_then_sum"),
         tasks=GRPO,
+        only_with={"advantage_estimator": "grpo"},
+        neutral=("sum_then_normalize",),
     )
     kl_in_reward: bool | None = option(
-        None, "Apply the KL penalty to rewards instead of the loss; unset: not for grpo", tasks=RL
+        None,
+        "Apply the KL penalty to rewards instead of the loss; unset: not for grpo",
+        tasks=RL,
+        only_with={"beta": but_not(0)},
     )
     kl_estimator: str | None = option(
         None,
@@ -237,20 +329,50 @@ class RlConfig:
         choices=("k1", "k2", "k3"),
         tasks=RL,
         metavar="NAME",
+        only_with={"beta": but_not(0)},
     )
     kl_controller: str = option(
-        "fixed", "Fixed or adaptive KL coefficient (arXiv:1909.08593)", choices=("fixed", "adaptive"), tasks=RL
+        "fixed",
+        "Fixed or adaptive KL coefficient (arXiv:1909.08593)",
+        choices=("fixed", "adaptive"),
+        tasks=RL,
+        only_with={"kl_in_reward": True},
+        neutral=("fixed",),
     )
     target_kl: float = option(
-        6.0, "Target KL per completion of the adaptive controller", above=0, unit="nats", tasks=RL
+        6.0,
+        "Target KL per completion of the adaptive controller",
+        above=0,
+        unit="nats",
+        tasks=RL,
+        only_with={"kl_controller": "adaptive"},
     )
-    kl_horizon: int = option(10000, "Horizon of the adaptive controller", minimum=1, unit="completions", tasks=RL)
+    kl_horizon: int = option(
+        10000,
+        "Horizon of the adaptive controller",
+        minimum=1,
+        unit="completions",
+        tasks=RL,
+        only_with={"kl_controller": "adaptive"},
+    )
 
     epsilon: float = option(
-        0.2, "Clip range of the probability ratio", aliases=("cliprange", "epsilon_low"), minimum=0, tasks=RL
+        0.2,
+        "Clip range of the probability ratio",
+        aliases=("cliprange", "epsilon_low"),
+        minimum=0,
+        tasks=RL,
+        only_with={"loss_type": ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "rloo", "clip_cov")},
+        neutral=(None,),
     )
     epsilon_high: float | None = option(
-        None, "Upper clip range; unset: epsilon (cispo: maximum ratio; unset: 5)", minimum=0, tasks=RL, metavar="X"
+        None,
+        "Upper clip range; unset: epsilon (cispo: maximum ratio; unset: 5)",
+        minimum=0,
+        tasks=RL,
+        metavar="X",
+        only_with={"loss_type": ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "luspo", "rloo", "clip_cov")},
+        neutral=(None,),
     )
     delta: float | None = option(
         None,
@@ -258,12 +380,15 @@ class RlConfig:
         above=1,
         tasks=RL,
         metavar="X",
+        only_with={"loss_type": ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "rloo", "clip_cov")},
     )
     importance_sampling_level: str = option(
         "token",
         "Level of the ratio: token, sequence (GSPO, arXiv:2507.18071) or GSPO-token",
         choices=("token", "sequence", "sequence_token"),
         tasks=GRPO,
+        only_with={"loss_type": but_not("rloo")},
+        neutral=(),
     )
     mask_truncated_completions: bool = option(
         False, "Exclude truncated completions from the loss", aliases=("overlong_filter",), tasks=RL
@@ -285,7 +410,11 @@ class RlConfig:
         metavar="X",
     )
     use_bias_correction_kl: bool | None = option(
-        None, "Weight the KL by the importance ratio (arXiv:2512.02556); unset: not for k2", tasks=RL
+        None,
+        "Weight the KL by the importance ratio (arXiv:2512.02556); unset: not for k2",
+        tasks=RL,
+        only_with={"beta": but_not(0), "kl_in_reward": False},
+        neutral=(False,),
     )
     loss_agg_mode: str | None = option(
         None,
@@ -301,24 +430,69 @@ class RlConfig:
         tasks=RL,
     )
     clip_cov_ratio: float = option(
-        0.0002, "Fraction of the tokens to exclude from the loss", above=0, maximum=1, tasks=GRPO
+        0.0002,
+        "Fraction of the tokens to exclude from the loss",
+        above=0,
+        maximum=1,
+        tasks=GRPO,
+        only_with={"loss_type": "clip_cov"},
+        neutral=(None,),
     )
-    clip_cov_lb: float = option(1.0, "Lower bound of the covariance of those tokens", tasks=GRPO)
-    clip_cov_ub: float = option(5.0, "Upper bound of the covariance of those tokens", tasks=GRPO)
+    clip_cov_lb: float = option(
+        1.0,
+        "Lower bound of the covariance of those tokens",
+        tasks=GRPO,
+        only_with={"loss_type": "clip_cov"},
+        neutral=(None,),
+    )
+    clip_cov_ub: float = option(
+        5.0,
+        "Upper bound of the covariance of those tokens",
+        tasks=GRPO,
+        only_with={"loss_type": "clip_cov"},
+        neutral=(None,),
+    )
     kl_cov_ratio: float = option(
         0.0002,
         "Fraction of the tokens that get a KL penalty, those of largest covariance",
         above=0,
         maximum=1,
         tasks=GRPO,
+        only_with={"loss_type": "kl_cov"},
+        neutral=(None,),
     )
-    kl_cov_coef: float = option(1.0, "Weight of that KL penalty", aliases=("ppo_kl_coef",), minimum=0, tasks=GRPO)
-    sapo_temperature_pos: float = option(1.0, "Temperature for positive advantages", above=0, tasks=GRPO)
-    sapo_temperature_neg: float = option(1.05, "Temperature for other advantages", above=0, tasks=GRPO)
-    vespo_k_pos: float = option(2.0, "Exponent for positive advantages", minimum=0, tasks=GRPO)
-    vespo_lambda_pos: float = option(3.0, "Decay for positive advantages", minimum=0, tasks=GRPO)
-    vespo_k_neg: float = option(3.0, "Exponent for other advantages", minimum=0, tasks=GRPO)
-    vespo_lambda_neg: float = option(2.0, "Decay for other advantages", minimum=0, tasks=GRPO)
+    kl_cov_coef: float = option(
+        1.0,
+        "Weight of that KL penalty",
+        aliases=("ppo_kl_coef",),
+        minimum=0,
+        tasks=GRPO,
+        only_with={"loss_type": "kl_cov"},
+        neutral=(None,),
+    )
+    sapo_temperature_pos: float = option(
+        1.0, "Temperature for positive advantages", above=0, tasks=GRPO, only_with={"loss_type": "sapo"}
+    )
+    sapo_temperature_neg: float = option(
+        1.05, "Temperature for other advantages", above=0, tasks=GRPO, only_with={"loss_type": "sapo"}
+    )
+    vespo_k_pos: float = option(
+        2.0,
+        "Exponent for positive advantages",
+        minimum=0,
+        tasks=GRPO,
+        only_with={"loss_type": "vespo"},
+        neutral=(None,),
+    )
+    vespo_lambda_pos: float = option(
+        3.0, "Decay for positive advantages", minimum=0, tasks=GRPO, only_with={"loss_type": "vespo"}, neutral=(None,)
+    )
+    vespo_k_neg: float = option(
+        3.0, "Exponent for other advantages", minimum=0, tasks=GRPO, only_with={"loss_type": "vespo"}, neutral=(None,)
+    )
+    vespo_lambda_neg: float = option(
+        2.0, "Decay for other advantages", minimum=0, tasks=GRPO, only_with={"loss_type": "vespo"}, neutral=(None,)
+    )
     importance_sampling_correction: bool | None = option(
         None,
         "Correct the trainer-sampler mismatch; unset: off for transformers unless async",
@@ -331,6 +505,8 @@ class RlConfig:
         aliases=("vllm_importance_sampling_mode", "rollout_importance_sampling_mode"),
         choices=MODES,
         tasks=RL,
+        only_with={"importance_sampling_correction": True},
+        neutral=(None,),
     )
     importance_sampling_clip_max: float | None = option(
         3.0,
@@ -342,6 +518,8 @@ class RlConfig:
         ),
         above=0,
         tasks=RL,
+        only_with={"importance_sampling_correction": True},
+        neutral=(None,),
     )
     importance_sampling_clip_min: float | None = option(
         None,
@@ -350,6 +528,8 @@ class RlConfig:
         minimum=0,
         tasks=RL,
         metavar="X",
+        only_with={"importance_sampling_correction": True},
+        neutral=(None,),
     )
     importance_sampling_filter_max: float | None = option(
         None,
@@ -357,6 +537,8 @@ class RlConfig:
         above=0,
         tasks=RL,
         metavar="X",
+        only_with={"importance_sampling_correction": True},
+        neutral=(None,),
     )
     importance_sampling_filter_min: float | None = option(
         None,
@@ -364,6 +546,8 @@ class RlConfig:
         minimum=0,
         tasks=RL,
         metavar="X",
+        only_with={"importance_sampling_correction": True},
+        neutral=(None,),
     )
 
     critic_model: str | None = option(
@@ -374,7 +558,15 @@ class RlConfig:
     )
     vf_coef: float = option(0.1, "Value loss coefficient", minimum=0, tasks=PPO)
     cliprange_value: float = option(0.2, "Value clip range", above=0, tasks=PPO)
-    gamma: float = option(1.0, "Discount factor per token", above=0, maximum=1, tasks=RL)
+    gamma: float = option(
+        1.0,
+        "Discount factor per token",
+        above=0,
+        maximum=1,
+        tasks=RL,
+        only_with={"advantage_estimator": ("reinforce_plus_plus", "gae")},
+        neutral=(1.0,),
+    )
     lam: float = option(
         0.95, "Lambda of GAE (arXiv:1506.02438)", aliases=("gae_lambda",), minimum=0, maximum=1, tasks=PPO
     )
@@ -384,9 +576,15 @@ class RlConfig:
         "Normalize batch advantages to mean 0 and variance 1; unset: only for gae",
         aliases=("normalize_advantages",),
         tasks=RL,
+        only_with={"advantage_estimator": ("rloo", "gae")},
     )
 
     log_completions: bool = option(True, "Write completions and rewards to completions.jsonl and the report", tasks=RL)
     num_completions_to_print: int | None = option(
-        None, "Number of completions per logged step; unset: all", minimum=1, unit="completions", tasks=RL
+        None,
+        "Number of completions per logged step; unset: all",
+        minimum=1,
+        unit="completions",
+        tasks=RL,
+        only_with={"log_completions": True},
     )

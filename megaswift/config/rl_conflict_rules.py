@@ -1,5 +1,4 @@
-"""Conflicting options of reinforcement learning, and missing requirements. Options without effect:
-`rl_ignored_option_rules.py`."""
+"""Rules of reinforcement learning: conflicting options, and missing requirements."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ from megaswift.config.data import GRPO, PPO, RL
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.config.loss_option_rules import value_required_by_loss_rules
 from megaswift.config.preference import beta_of
+from megaswift.config.rl import SERVERS
 from megaswift.config.rl_defaults import (
     advantage_estimator_entry_of,
     biasing_sampling_options,
@@ -20,7 +20,7 @@ from megaswift.config.rl_defaults import (
     policy_loss_of,
     weighs_kl_by_ratio,
 )
-from megaswift.config.rule_types import ConflictingOptions, Test
+from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem
 
@@ -73,9 +73,18 @@ def _biased(option: str) -> Test:
 
 
 _GAE = ("advantage_estimator",)
-_KL = ("use_bias_correction_kl", "kl_estimator", "beta", "kl_in_reward")
 _NEUTRAL = {"top_p": "1", "top_k": "0", "min_p": "0", "repetition_penalty": "1"}
 _ASYNC: Test = lambda c: c.rl.async_generation  # noqa: E731
+
+RL_IGNORED: tuple[IgnoredOption, ...] = (
+    IgnoredOption(
+        "rollout_sync_folder",
+        ("rollout_backend", "train_type", "rollout_lora"),
+        lambda c: c.rl.rollout_backend not in SERVERS and (c.model.train_type == "full" or c.rl.rollout_lora is False),
+        "rollout_backend {rollout_backend} is not a server, and adapters are not sent separately",
+        "--rollout_backend vllm_server, or --train_type lora",
+    ),
+)
 
 RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(

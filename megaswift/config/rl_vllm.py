@@ -43,38 +43,63 @@ class VllmSamplerConfig:
     """vLLM as a sampler: in the training process, or as servers"""
 
     vllm_tensor_parallel_size: int = option(
-        1, "Ranks of a node that share one engine, each with a part of the model", minimum=1, unit="ranks", tasks=RL
+        1,
+        "Ranks of a node that share one engine, each with a part of the model",
+        minimum=1,
+        unit="ranks",
+        tasks=RL,
+        only_with={"rollout_backend": "vllm"},
+        neutral=(None,),
     )
-    vllm_enforce_eager: bool = option(False, "Disable CUDA graphs", tasks=RL)
+    vllm_enforce_eager: bool = option(False, "Disable CUDA graphs", tasks=RL, only_with={"rollout_backend": "vllm"})
     vllm_seed_requests: bool | None = option(
         None,
         "A seed for each completion, repeatable; unset: not with vllm on a GPU",
         tasks=RL,
         metavar="true|false",
+        only_with={"rollout_backend": ("vllm", "vllm_server")},
+        neutral=(None,),
     )
     vllm_enable_prefix_caching: bool | None = option(
         None,
         "Reuse the KV cache of equal prompt beginnings; unset: vLLM's default",
         tasks=RL,
         metavar="true|false",
+        only_with={"rollout_backend": "vllm"},
+        neutral=(None,),
     )
     vllm_disable_cascade_attn: bool | None = option(
-        None, "Disable cascade attention; unset: vLLM's default", tasks=RL, metavar="true|false"
+        None,
+        "Disable cascade attention; unset: vLLM's default",
+        tasks=RL,
+        metavar="true|false",
+        only_with={"rollout_backend": "vllm"},
+        neutral=(None,),
     )
     vllm_limit_mm_per_prompt: str | None = option(
         None,
         'Maximum images and videos in a prompt, as JSON: {"image": 5}',
         tasks=RL,
         metavar="JSON",
+        only_with={"rollout_backend": "vllm"},
+        neutral=(None,),
     )
     vllm_mm_processor_cache_gb: float | None = option(
-        None, "Size of the cache of processed images and videos; 0: none", minimum=0, unit="GiB", tasks=RL
+        None,
+        "Size of the cache of processed images and videos; 0: none",
+        minimum=0,
+        unit="GiB",
+        tasks=RL,
+        only_with={"rollout_backend": "vllm"},
+        neutral=(None,),
     )
     vllm_engine_kwargs: str | None = option(
         None,
         "Other arguments of vLLM's engine, as a JSON object",
         tasks=RL,
         metavar="JSON",
+        only_with={"rollout_backend": "vllm"},
+        neutral=(None,),
     )
 
     rollout_weight_transport: str = option(
@@ -82,9 +107,13 @@ class VllmSamplerConfig:
         "How merged weights reach vLLM servers; auto: the fastest that they offer",
         choices=TRANSPORTS,
         tasks=RL,
+        only_with={"rollout_backend": "vllm_server"},
     )
     rollout_changed_weights_only: bool = option(
-        False, "Send vLLM servers only modules that changed, verified by checksums", tasks=RL
+        False,
+        "Send vLLM servers only modules that changed, verified by checksums",
+        tasks=RL,
+        only_with={"rollout_backend": "vllm_server"},
     )
 
     @property

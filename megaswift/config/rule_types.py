@@ -13,10 +13,10 @@ ONE_OF = "keep one of the two"
 """The fix where two options say the same thing: either may go."""
 
 
-def join_names(names: Iterable[str]) -> str:
-    """`a, b and c`."""
+def join_names(names: Iterable[str], word: str = "and") -> str:
+    """Returns the names as a list in words: `a, b and c`."""
     *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
+    return f"{', '.join(most)} {word} {last}" if most else last
 
 
 Test = Callable[[Sections], Any]

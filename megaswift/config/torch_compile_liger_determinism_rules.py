@@ -4,19 +4,12 @@ runs. No torch."""
 from __future__ import annotations
 
 from megaswift.config.data import RL
-from megaswift.config.engine_rules import AUTO, NATIVE, READS, TORCH_ONLY, requested_engine
-from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
+from megaswift.config.engine_rules import AUTO, NATIVE, READS, requested_engine
+from megaswift.config.rule_types import ConflictingOptions, Test
 
 _NATIVE: Test = lambda c: requested_engine(c) == NATIVE  # noqa: E731
 _TORCH: Test = lambda c: requested_engine(c) not in (NATIVE, AUTO)  # noqa: E731
-_PLAIN: Test = lambda c: not c.model.torch_compile  # noqa: E731
-_OTHER = "applies only to torch engines"
 
-SPEED_IGNORED: tuple[IgnoredOption, ...] = (
-    *(IgnoredOption(name, READS, _NATIVE, _OTHER, "--engine ddp") for name in TORCH_ONLY),
-    IgnoredOption("torch_compile_backend", ("torch_compile",), _PLAIN, "needs torch_compile", "--torch_compile true"),
-    IgnoredOption("torch_compile_mode", ("torch_compile",), _PLAIN, "needs torch_compile", "--torch_compile true"),
-)
 
 SPEED_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(

@@ -19,23 +19,36 @@ class TrackerConfig:
         "Folder of TensorBoard events; unset: output_dir/runs",
         aliases=("logging_dir", "tensorboard_log_dir"),
         metavar="DIR",
+        only_with={"report_to": "tensorboard"},
     )
-    wandb_project: str | None = option(None, "Weights & Biases: project", metavar="NAME")
-    wandb_entity: str | None = option(None, "Weights & Biases: user or team that owns the project", metavar="NAME")
-    swanlab_project: str | None = option(None, "SwanLab: project", metavar="NAME")
-    swanlab_workspace: str | None = option(None, "SwanLab: user or organization that owns the project", metavar="NAME")
+    wandb_project: str | None = option(
+        None, "Weights & Biases: project", metavar="NAME", only_with={"report_to": "wandb"}
+    )
+    wandb_entity: str | None = option(
+        None, "Weights & Biases: user or team that owns the project", metavar="NAME", only_with={"report_to": "wandb"}
+    )
+    swanlab_project: str | None = option(None, "SwanLab: project", metavar="NAME", only_with={"report_to": "swanlab"})
+    swanlab_workspace: str | None = option(
+        None, "SwanLab: user or organization that owns the project", metavar="NAME", only_with={"report_to": "swanlab"}
+    )
     swanlab_mode: str | None = option(
         None,
         "SwanLab: where the run is kept",
         choices=("online", "local", "offline", "disabled"),
         spellings={"cloud": "online"},
         metavar="MODE",
+        only_with={"report_to": "swanlab"},
     )
     swanlab_token: str | None = option(
         None,
         "SwanLab: API key; safer: the environment variable SWANLAB_API_KEY",
         aliases=("swanlab_api_key",),
         secret=True,
+        only_with={"report_to": "swanlab"},
     )
-    mlflow_tracking_uri: str | None = option(None, "MLflow: server, or folder with the runs", metavar="URI")
-    mlflow_experiment_name: str | None = option(None, "MLflow: experiment", metavar="NAME")
+    mlflow_tracking_uri: str | None = option(
+        None, "MLflow: server, or folder with the runs", metavar="URI", only_with={"report_to": "mlflow"}
+    )
+    mlflow_experiment_name: str | None = option(
+        None, "MLflow: experiment", metavar="NAME", only_with={"report_to": "mlflow"}
+    )

@@ -66,7 +66,7 @@ def test_what_the_file_says_beside_it_stays(tmp_path: Path) -> None:
             "--random_init true",
             "--random_init true: adapters on random weights",
         ),  # another run without it
-        ("engine: ddp\n", "--tp 2", "--tp 2: would be ignored: applies only to the native engine"),
+        ("engine: ddp\n", "--tp 2", "--tp 2: would be ignored: applies only to --engine megatron"),
         ("train_type: full\nlora_rank: 2\n", "--lr 1e-4", "lora_rank: 2: would be ignored"),  # both the file's
         ("gbs: 7\n", "--micro_batch_size 2", "gbs: 7: is not a multiple"),
         ("", "--train_type full --lora_rank 2", "--lora_rank 2: would be ignored"),

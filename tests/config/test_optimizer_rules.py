@@ -9,9 +9,8 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.optim import OPTIMIZERS, PLUGIN_OPTIMIZERS, SPELLINGS, PluginOptimizerParts
-from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED, uses_distributed_optimizer
+from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, uses_distributed_optimizer
 from megaswift.config.option import PLUGIN_CHOICES
-from megaswift.config.sections import OPTIONS
 from megaswift.run.checks.engine_choice import resolve_engine
 from tests.config.refusals import assert_idle, problems
 from tests.trainers.inputs import write_model
@@ -85,16 +84,11 @@ def test_contradictions(plugins: None, tmp_path: Path) -> None:
         found = problems(words.format(drive=tmp_path / "drive.json"))
         name = clash.options[0]
         assert len(found) == 1 and found[0].startswith("--optim" if name == "optimizer" else f"--{name}"), found
-    assert all({r.option, *r.reads} <= set(OPTIONS) for r in OPTIMIZER_IGNORED)
 
 
 @pytest.mark.parametrize("idle, used", IDLE)
 def test_an_option_that_would_be_ignored(idle: str, used: str) -> None:
     assert_idle(idle, used)
-
-
-def test_every_row_is_tried() -> None:
-    assert len(IDLE) == len(OPTIMIZER_IGNORED)
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *SPELLINGS])

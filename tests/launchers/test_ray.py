@@ -164,7 +164,7 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*RAY, "--num_workers", "2", "--lr", "x"], ["--lr x"]),
         (
             [*RAY, "--num_workers", "2", "--master_port", "1"],
-            ["--master_port 1: would be ignored: applies only to launcher torchrun"],
+            ["--master_port 1: would be ignored: applies only to --launcher torchrun (launcher is ray)"],
         ),
         (["--launcher", "rai", "--num_workers", "2"], ["--launcher rai", "ray"]),
     ],

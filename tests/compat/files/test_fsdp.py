@@ -69,7 +69,7 @@ def test_layers_that_no_shard_does_not_wrap(tmp_path: Path) -> None:
         assert "runs as --engine ddp: each process keeps all weights" in shards and "--fsdp full_shard" in shards
         assert "fsdp_transformer_layer_cls_to_wrap" in wraps and "which wraps the whole model" in wraps
     assert not load("--engine", "ddp").notices
-    with pytest.raises(ConfigError, match="applies only to engine fsdp2"):
+    with pytest.raises(ConfigError, match="applies only to --engine fsdp2"):
         load("--engine", "ddp", *layers)
 
 

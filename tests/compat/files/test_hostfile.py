@@ -116,7 +116,7 @@ def test_a_file_that_is_not_there_and_ray(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load_config("sft", ["--hostfile", str(tmp_path / "none")], environ={})
     (tmp_path / "hosts").write_text(TWO)
-    with pytest.raises(ConfigError, match="--hostfile [^ ]*: would be ignored: applies only to launcher torchrun"):
+    with pytest.raises(ConfigError, match="--hostfile [^ ]*: would be ignored: applies only to --launcher torchrun"):
         load_config(
             "sft", ["--hostfile", str(tmp_path / "hosts"), "--launcher", "ray", "--num_workers", "2"], environ={}
         )

@@ -14,7 +14,7 @@ import pytest
 
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.help_page import task_help
-from megaswift.config.loss_table import loss_names, losses_reading
+from megaswift.config.loss_table import loss_names
 from megaswift.config.preference import beta_of, needs_reference
 from megaswift.config.rl import BACKENDS, MODES, RlConfig
 from megaswift.config.rl_conflict_rules import RL_CLASHES
@@ -28,8 +28,7 @@ from megaswift.config.rl_defaults import (
     weighs_kl_by_ratio,
     whitens_advantages,
 )
-from megaswift.config.rl_ignored_option_rules import RL_IGNORED
-from megaswift.config.sections import NAMES
+from megaswift.config.variants import readers
 from megaswift.errors import ConfigError
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
@@ -173,7 +172,6 @@ def test_a_contradiction(name: str, words: str) -> None:
 
 
 def test_every_row_is_tried() -> None:
-    assert sorted(NAMES[i.split()[0][2:]] for i, _ in IDLE) == sorted(r.option for r in RL_IGNORED)
     assert [name for name, _ in CLASHING] == [r.options[0] for r in RL_CLASHES]
 
 
@@ -338,7 +336,7 @@ def test_the_rules_know_the_losses_samplers_and_rewards_that_there_are() -> None
     from megaswift.rollout.sampler import sampler_backend_names
 
     assert set(loss_names("grpo")) == set(LOSS_TYPES)
-    assert {n for n, t in LOSS_TYPES.items() if t.clips} == set(losses_reading("grpo", "delta"))
+    assert {n for n, t in LOSS_TYPES.items() if t.clips} == set(readers("delta", "loss_type"))
     assert set(sampler_backend_names()) <= set(BACKENDS)
     ours = {f.name: f.default for f in fields(RlConfig)}
     assert all(f.default in (MISSING, ours[f.name]) for f in fields(BuiltInRewardParameters))
@@ -358,10 +356,3 @@ def test_help_names_the_losses_of_the_task() -> None:
         and "dr_grpo" not in pages["dpo"]
     )
     assert "--vf_coef 0.1" in pages["ppo"] and "--vf_coef" not in pages["grpo"] and "--loss_type" not in pages["ppo"]
-
-
-def test_cispo_names_its_own_limit_where_epsilon_is_given() -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config("grpo", ["--reward_funcs", "format", "--loss_type", "cispo", "--epsilon", "0.3"], environ={})
-    (problem,) = error.value.problems
-    assert problem.what == "--epsilon 0.3" and problem.fix.startswith("--epsilon_high 5")
