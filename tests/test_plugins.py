@@ -36,7 +36,8 @@ from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings
 from megaswift.models.family import FAMILIES
 from megaswift.rewards.load_built_in_and_user_reward_functions import load_reward_functions
-from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput
+from megaswift.rewards.reward_input import RewardInput
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
 from megaswift.run.checks.data import data_problems
 from megaswift.trainers.hook import PLUGIN_HOOKS
 from megaswift.trainers.hooks.metrics import read_lines

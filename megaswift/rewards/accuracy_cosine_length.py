@@ -16,7 +16,8 @@ from itertools import groupby
 
 from megaswift import log
 from megaswift.errors import ConfigError, Problem, RewardError
-from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput, reward_function_flag
+from megaswift.rewards.reward_input import RewardInput
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, reward_function_flag
 from megaswift.rewards.sandbox import JobLimits, Sandbox
 
 SOLUTION = "solution"

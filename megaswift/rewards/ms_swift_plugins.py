@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.errors import ConfigError, Problem
-from megaswift.rewards.reward_interface_and_scoring import RewardInput
+from megaswift.rewards.reward_input import RewardInput
 from megaswift.rewards.user_reward_function import (
     AsyncUserFunction,
     UserFunction,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from megaswift.errors import Problem, RewardError, did_you_mean_hint, without_control_characters
+from megaswift.rewards.reward_input import RewardInput
 from megaswift.rewards.reward_value_validation import (
     USABLE,
     Value,
@@ -22,44 +23,6 @@ from megaswift.rewards.reward_value_validation import (
     reward_error_from_trace_factory,
 )
 from megaswift.user_code_errors import convert_user_code_errors
-
-_Message = Mapping[str, Any]
-PromptOrCompletion = str | Sequence[_Message]
-"""A text, or messages where the row's prompt was messages."""
-
-
-@dataclass(frozen=True)
-class RewardInput:
-    """A completion and all that a reward may know of it."""
-
-    prompt: PromptOrCompletion
-    completion: PromptOrCompletion
-    """Of the prompt's kind: a text, or `[{"role": "assistant", "content": ...}]`, with tools' turns between in a longer
-    one."""
-    token_ids: Sequence[int]
-    """The completion's, the stop token included."""
-    finished: bool
-    """False: cut off at the longest completion."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """The row's other columns."""
-    own: Sequence[bool] | None = None
-    """Which of `token_ids` the model wrote, as tools write too; None: all."""
-
-    @property
-    def written(self) -> int:
-        """Tokens that the model wrote."""
-        return len(self.token_ids) if self.own is None else sum(self.own)
-
-    @property
-    def text(self) -> str:
-        """The model's answer: the completion, or what it said last."""
-        if isinstance(self.completion, str):
-            return self.completion
-        replies = [m for m in self.completion if m.get("role", "assistant") == "assistant"]
-        content = replies[-1].get("content") if replies else ""
-        if isinstance(content, str) or content is None:
-            return content or ""
-        return "".join(part.get("text", "") for part in content)
 
 
 class RewardFunction(Protocol):

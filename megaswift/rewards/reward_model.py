@@ -26,7 +26,7 @@ from megaswift.inference.load_generation_model import quiet_transformers
 from megaswift.inference.transformers_load_errors import REFUSALS
 from megaswift.models.family import read_config_json
 from megaswift.models.scalar_head import scalar_head_problems
-from megaswift.rewards.reward_interface_and_scoring import RewardInput
+from megaswift.rewards.reward_input import RewardInput
 
 TOKENS = 16384
 """Of a batch, padding included."""

@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaswift.errors import Problem, RewardError
-
-if TYPE_CHECKING:
-    from megaswift.rewards.reward_interface_and_scoring import RewardInput
+from megaswift.rewards.reward_input import RewardInput
 
 LARGEST = 1e15
 """Of rewards, either sign. Advantages are computed in float32, whose largest number is 3.4e38: squares of such rewards,

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, missing_path_hint
-from megaswift.rewards.reward_interface_and_scoring import ALWAYS_PASSED, RewardInput
+from megaswift.rewards.reward_input import RewardInput
+from megaswift.rewards.reward_interface_and_scoring import ALWAYS_PASSED
 from megaswift.user_code_errors import import_user_file
 
 

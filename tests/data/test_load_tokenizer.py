@@ -17,7 +17,7 @@ from megaswift.config.inference import ModelLoadingOptions
 from megaswift.data.load_tokenizer import score_padding_token
 from megaswift.models.family import read_config_json
 from megaswift.models.scalar_head import config_with_scalar_head, with_pad_token_id
-from megaswift.rewards.reward_interface_and_scoring import RewardInput
+from megaswift.rewards.reward_input import RewardInput
 from megaswift.rewards.reward_model import load_reward_models
 from tests.trainers.inputs import write_model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaswift.rewards.reward_interface_and_scoring import RewardInput
+from megaswift.rewards.reward_input import RewardInput
 
 
 def judged(text: str, tokens: int | None = None, **columns: Any) -> RewardInput:

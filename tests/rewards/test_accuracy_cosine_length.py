@@ -16,7 +16,8 @@ from megaswift.errors import ConfigError, RewardError
 from megaswift.rewards import accuracy_cosine_length
 from megaswift.rewards.accuracy_cosine_length import CorrectnessCache
 from megaswift.rewards.load_built_in_and_user_reward_functions import load_reward_functions
-from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput
+from megaswift.rewards.reward_input import RewardInput
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
 from megaswift.rewards.sandbox import JobLimits, Sandbox
 from tests.rewards.samples import judged, said
 

@@ -21,7 +21,7 @@ from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import WeightsError
 from megaswift.families import load_spec
 from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
-from megaswift.rewards.reward_interface_and_scoring import RewardInput
+from megaswift.rewards.reward_input import RewardInput
 from megaswift.rewards.reward_model import load_reward_models
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.run.checks.test_preflight import problems
