@@ -82,16 +82,6 @@ AGENT = (
 """A program of its own around torchrun, its word to the other nodes and its wait for them, and the program that imports
 torch for `megaswift doctor`; all import torch when they are called."""
 
-KNOWN_CYCLES = [
-    [
-        "megaswift.engine.megatron.precision_aware_adam_update",
-        "megaswift.engine.megatron.precision_aware_adam_update_triton",
-    ],
-    ["megaswift.engine.vocabulary_logprobs_and_entropy", "megaswift.engine.vocabulary_logprobs_and_entropy_triton"],
-    ["megaswift.rewards.reward_interface_and_scoring", "megaswift.rewards.reward_value_validation"],
-]
-"""Modules that name each other's types; to shrink to none."""
-
 
 def layer(module: str) -> int:
     """0 is the lowest."""
@@ -99,19 +89,10 @@ def layer(module: str) -> int:
     return LAYERS.get(parts[1], TOP) if len(parts) > 1 else TOP
 
 
-def for_types_only(source: Source) -> set[ast.AST]:
-    """Nodes below `if TYPE_CHECKING:`."""
-    blocks = [n for n in source.nodes if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
-    return {node for block in blocks for statement in block.body for node in ast.walk(statement)}
-
-
-def imported(source: Source, known: set[str], types: bool = True) -> set[str]:
+def imported(source: Source, known: set[str]) -> set[str]:
     """Dotted names of what a file imports; `from package import module` is that module when we have it."""
     found: set[str] = set()
-    left_out = set() if types else for_types_only(source)
     for node in source.nodes:
-        if node in left_out:
-            continue
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -133,11 +114,11 @@ def imported(source: Source, known: set[str], types: bool = True) -> set[str]:
     return found - {source.module}
 
 
-def graph(root: Path = ROOT, types: bool = True) -> dict[str, set[str]]:
-    """Module -> what it imports, of the package; `types`: with the imports that only a type checker follows."""
+def graph(root: Path = ROOT) -> dict[str, set[str]]:
+    """Module -> what it imports, of the package: lazily and for types too."""
     files = list(sources(root, ("megaswift",)))
     known = {f.module for f in files}
-    return {f.module: imported(f, known, types) for f in files}
+    return {f.module: imported(f, known) for f in files}
 
 
 def upward(edges: dict[str, set[str]]) -> list[str]:
@@ -202,9 +183,8 @@ def test_imports_point_down() -> None:
 
 
 def test_no_cycles() -> None:
-    """Imports that run never form a cycle; those for types only the known ones."""
-    assert cycles(graph(types=False)) == []
-    assert sorted(cycles(graph())) == KNOWN_CYCLES
+    """Imports never form a cycle, those for types included."""
+    assert cycles(graph()) == []
 
 
 def test_megatron_deepspeed_and_torch_stay_where_they_belong() -> None:

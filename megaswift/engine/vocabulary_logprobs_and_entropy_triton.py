@@ -7,14 +7,11 @@ nothing imports this module without it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megaswift.engine.vocabulary_logprobs_and_entropy import VocabularyHeadShardSpec
+from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 
 STATISTICS_BLOCK, GRADIENT_BLOCK = 4096, 2048
 """Columns of a step of a program over its row, and of a program of the gradient."""

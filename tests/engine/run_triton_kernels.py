@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaswift.engine import vocabulary_logprobs_and_entropy, vocabulary_logprobs_and_entropy_triton
-from megaswift.engine.vocabulary_logprobs_and_entropy import VocabularyHeadShardSpec
+from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.losses.contract import FIELDS
 from tests.engine.megatron.layers.test_vocab_parallel_head_logprobs import reference
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaswift.engine.vocabulary_logprobs_and_entropy import (
-    VocabularyHeadShardSpec,
     gradient_coefficients,
     join_shards,
     row_statistics,
     write_gradient,
 )
+from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.losses.contract import FIELDS
 from megaswift.parallel import vocabulary_head_memory
 from tests.engine.megatron.layers.test_vocab_parallel_head_logprobs import reference

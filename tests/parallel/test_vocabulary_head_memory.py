@@ -14,7 +14,7 @@ from megaswift.engine.megatron.layers.vocab_parallel_head_logprobs import (
     VocabularyHeadOptions,
     compute_vocabulary_fields,
 )
-from megaswift.engine.vocabulary_logprobs_and_entropy import VocabularyHeadShardSpec
+from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.losses.dpo import DPO
 from megaswift.losses.sft import CrossEntropy
 from megaswift.parallel import vocabulary_head_memory

@@ -40,7 +40,7 @@ from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import gather_weights_now
 from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
 from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers
-from megaswift.engine.vocabulary_logprobs_and_entropy import VocabularyHeadShardSpec
+from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.losses.contract import RequestedModelOutputs
 from megaswift.models.spec import ArchitectureExtras, ModelSpec
 from megaswift.models.weights.table import padded_vocabulary_size

@@ -13,40 +13,16 @@ import ctypes
 import importlib
 import inspect
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from megaswift.engine.megatron.adam_tensors import AdamRule, AdamTensors, LaunchTables
 from megaswift.engine.megatron.bf16_remainders import REMAINDER_DTYPE, join_bf16_remainder, split_rounding_ties_up
 from megaswift.engine.triton_on_device import runs_triton_kernels
 
-
-class AdamTensors(NamedTuple):
-    """A parameter's, of one shape, each contiguous."""
-
-    gradient: Tensor
-    weight: Tensor
-    main: Tensor | None
-    """Main weights in float32, or what a bfloat16 weight lacks of them (int16); None where the weight is its own."""
-    first: Tensor
-    """Moments, float32 or bfloat16."""
-    second: Tensor
-
-
-class AdamRule(NamedTuple):
-    """Numbers of the host, each a float32."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-
-
-LaunchTables = dict[Any, Any]
-"""Of the parameters that are updated together: by kind their addresses and the kernel's table of them."""
 _LAUNCH_TABLES: WeakKeyDictionary[torch.optim.Optimizer, dict[int, LaunchTables]] = WeakKeyDictionary()
 """By the number of a group."""
 

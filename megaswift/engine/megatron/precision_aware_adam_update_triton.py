@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -16,10 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megaswift.device_copy import copy_to_device_async
+from megaswift.engine.megatron.adam_tensors import AdamRule, AdamTensors, LaunchTables
 from megaswift.engine.megatron.bf16_remainders import REMAINDER_DTYPE
-
-if TYPE_CHECKING:
-    from megaswift.engine.megatron.precision_aware_adam_update import AdamRule, AdamTensors, LaunchTables
 
 BLOCK, BLOCKS, WARPS = 2048, 16, 8
 """Elements that a program updates at a time, how many times (the kernel, which reads no variables of a module, has

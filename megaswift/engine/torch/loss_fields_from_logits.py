@@ -17,13 +17,13 @@ from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.engine.torch.vision_model_parts import model_has_tower
 from megaswift.engine.vocabulary_logprobs_and_entropy import (
-    VocabularyHeadShardSpec,
     VocabularyRows,
     gradient_coefficients,
     join_shards,
     row_statistics,
     write_gradient,
 )
+from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.losses.contract import Batch, RequestedModelOutputs
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megaswift.engine.megatron.adam_tensors import AdamRule, AdamTensors
 from megaswift.engine.megatron.bf16_remainders import split_rounding_ties_up
-from megaswift.engine.megatron.precision_aware_adam_update import AdamRule, AdamTensors
 
 
 class Kind(NamedTuple):

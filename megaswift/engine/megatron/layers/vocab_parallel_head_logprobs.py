@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from megaswift.engine.vocabulary_logprobs_and_entropy import (
-    VocabularyHeadShardSpec,
     VocabularyRows,
     gradient_coefficients,
     join_shards,
     row_statistics,
     write_gradient,
 )
+from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.parallel.vocabulary_head_memory import HeadChunk, float32_parts, head_chunks
 
 

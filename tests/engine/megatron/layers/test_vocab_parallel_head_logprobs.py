@@ -8,7 +8,7 @@ from megaswift.engine.megatron.layers.vocab_parallel_head_logprobs import (
     VocabularyHeadOptions,
     compute_vocabulary_fields,
 )
-from megaswift.engine.vocabulary_logprobs_and_entropy import VocabularyHeadShardSpec
+from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.losses.contract import FIELDS
 from megaswift.parallel import vocabulary_head_memory
 from megaswift.parallel.vocabulary_head_memory import HeadChunkSizes
