@@ -5,7 +5,7 @@ Owns rules that need nothing but the options. What depends on model, machine or 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from megaswift.config import fsdp_json
@@ -199,39 +199,7 @@ def _wrong_task(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:
             )
 
 
-BATCH = ("global_batch_size", ("gradient_accumulation_steps",))
-"""Where one is given, the other follows from it."""
-
-
-def options_contradicted_by_later_source(
-    c: Sections, weights: Mapping[str, int], wrong: Collection[str]
-) -> Iterator[tuple[str, str]]:
-    """Options of earlier sources that contradict one of a later source, or are idle because of one, each with that one.
-
-    `weights`: which source an option is from; `wrong`: options to leave out. An option of a later source that needs
-    another is no contradiction.
-    """
-
-    def pairs(option: str, others: Iterable[str], both: bool) -> Iterator[tuple[str, str]]:
-        for other in others:
-            if option == other or not {option, other} <= weights.keys() or {option, other} & set(wrong):
-                continue
-            if weights[option] < weights[other] and option in c.given:
-                yield option, other
-            elif both and weights[other] < weights[option] and other in c.given:
-                yield other, option
-
-    for r in IGNORED:
-        if _would_ignore(r, c):
-            yield from pairs(r.option, r.reads, r.fix == ONE_OF)
-    for rule in CLASHES:
-        if rule.when(c):
-            for option in rule.options:
-                yield from pairs(option, rule.options, False)
-    yield from pairs(*BATCH, True)
-
-
-def _would_ignore(rule: IgnoredOption, c: Sections) -> bool:
+def would_ignore(rule: IgnoredOption, c: Sections) -> bool:
     """Whether the user gave the rule's option a value that would have no effect."""
     mine = rule.option in c.given and OPTIONS[rule.option].belongs_to(c.task)
     return mine and c.value(rule.option) not in rule.neutral and bool(rule.when(c))
@@ -240,13 +208,13 @@ def _would_ignore(rule: IgnoredOption, c: Sections) -> bool:
 def options_dropped_with_notice(c: Sections, wrong: Collection[str]) -> Iterator[tuple[str, str]]:
     """Given options that a rule leaves out with a notice, each with the reason."""
     for r in IGNORED:
-        if r.notice and not {r.option, *r.reads} & set(wrong) and _would_ignore(r, c):
+        if r.notice and not {r.option, *r.reads} & set(wrong) and would_ignore(r, c):
             yield r.option, _fill(r.why, c)
 
 
 def _ignored(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
     for r in IGNORED:
-        if not wrong & {r.option, *r.reads} and _would_ignore(r, c):
+        if not wrong & {r.option, *r.reads} and would_ignore(r, c):
             yield Problem(
                 labels[r.option], f"would be ignored: {_fill(r.why, c)}", _way_out(r.fix, c) + ", or leave it out"
             )

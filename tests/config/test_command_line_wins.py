@@ -11,7 +11,8 @@ import pytest
 
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.engine_rules import filled_deepspeed_config
-from megaswift.config.sections import OPTIONS
+from megaswift.config.precedence import SAME_THING
+from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.errors import ConfigError
 
 
@@ -41,6 +42,32 @@ DROPPED = [
     ("gradient_accumulation_steps: 2\n", "--gbs 64", ["gradient_accumulation_steps"]),
     ("save_steps: 5\nsave_total_limit: 2\n", "--save_steps none", ["save_total_limit"]),
     ("merge_lora: true\ntrain_type: lora\n", "--export_hf false", ["merge_lora"]),
+    ("warmup_steps: 50\n", "--max_steps 3", ["warmup_steps"]),
+    ("lr_warmup_init: 1e-6\nwarmup_steps: 3\n", "--lr_warmup_init_ratio 0.1", ["lr_warmup_init"]),
+    ("min_lr_ratio: 0.1\n", "--min_lr 1e-6", ["min_lr_ratio"]),
+    ("lr_scheduler_type: wsd\nwsd_decay_steps: 2\n", "--wsd_decay_ratio 0.2", ["wsd_decay_steps"]),
+    ("val_dataset: v\neval_strategy: epoch\n", "--eval_steps 5", ["eval_strategy"]),
+    ("save_strategy: no\n", "--save_steps 5", ["save_strategy"]),
+    ("export_hf: false\n", "--push_to_hub true", ["export_hf"]),
+    ("add_version: true\n", "--overwrite_output_dir true", ["add_version"]),
+    ("group_by_length: true\n", "--shuffle false", ["group_by_length"]),
+    ("engine: ddp\n", "--fsdp full_shard", ["engine"]),
+    ("engine: fsdp2\nfsdp: auto_wrap\n", "--deepspeed zero3", ["engine", "fsdp"]),
+    ("use_fsdp: true\n", "--engine ddp", ["use_fsdp"]),
+    (
+        "engine: fsdp2\nfsdp_min_num_params: 9\n",
+        "--fsdp_transformer_layer_cls_to_wrap L",
+        ["fsdp_min_num_params"],
+    ),
+    ("nproc_per_node: 2\n", "--num_workers 2 --launcher ray", ["nproc_per_node"]),
+    ("pp: 2\nfirst_stage_layers: 1\n", "--pipeline_layout E|t*2|L", ["first_stage_layers"]),
+    ("moe_grouped_gemm: false\n", "--moe_grouped_gemm_impl transformer_engine", ["moe_grouped_gemm"]),
+    (
+        "engine: ddp\ntorch_compile: true\ntorch_compile_mode: reduce-overhead\n",
+        "--torch_compile_backend eager",
+        ["torch_compile_mode"],
+    ),
+    ("engine: ddp\ntrain_type: boft\nboft_block_size: 4\n", "--boft_block_num 2", ["boft_block_size"]),
 ]
 
 
@@ -50,7 +77,22 @@ def test_the_file_s_option_goes(tmp_path: Path, text: str, words: str, dropped: 
     told = [notice for notice in cfg.notices if "not used" in notice]
     assert not cfg.given & set(dropped) and len(told) == len(dropped)
     assert all("run.yaml:" in notice and "is not used because of --" in notice for notice in told), told
-    assert all(cfg.value(name) == OPTIONS[name].default for name in dropped)
+    derived = {"add_version"}  # from the other options
+    assert all(cfg.value(name) == OPTIONS[name].default for name in dropped if name not in derived)
+
+
+def test_every_group_of_options_that_state_one_thing_has_a_case(tmp_path: Path) -> None:
+    """The batch of a generation is of another task; it stands below."""
+    pairs = [
+        (NAMES[w.split()[0]], NAMES[line.split(":")[0]])
+        for text, words, _ in DROPPED
+        for w in words.split("--")[1:]
+        for line in text.splitlines()
+    ]
+    without = [group for group in SAME_THING if not any(a != b and {a, b} <= {*group} for a, b in pairs)]
+    assert without == [("generation_batch_size", "steps_per_generation")]
+    cfg = run(tmp_path, "num_generations: 2\ngeneration_batch_size: 8\n", "--steps_per_generation 2", "grpo")
+    assert cfg.rl.generation_batch_size is None and cfg.rl.steps_per_generation == 2
 
 
 def test_what_the_file_says_beside_it_stays(tmp_path: Path) -> None:
@@ -69,6 +111,8 @@ def test_what_the_file_says_beside_it_stays(tmp_path: Path) -> None:
         ("engine: ddp\n", "--tp 2", "--tp 2: would be ignored: applies only to --engine megatron"),
         ("train_type: full\nlora_rank: 2\n", "--lr 1e-4", "lora_rank: 2: would be ignored"),  # both the file's
         ("gbs: 7\n", "--micro_batch_size 2", "gbs: 7: is not a multiple"),
+        ("optimizer: muon\n", "--deepspeed zero3", "optimizer: muon: ZeRO supports only adam"),
+        ("packing: true\n", "--cuda_graph_impl local", "--cuda_graph_impl local"),  # neither says what the other does
         ("", "--train_type full --lora_rank 2", "--lora_rank 2: would be ignored"),
     ],
 )
