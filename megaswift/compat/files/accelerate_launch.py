@@ -17,6 +17,7 @@ from megaswift.compat.files.accelerate_parallel import (
     refused_model_parallelism,
     splits_model,
 )
+from megaswift.compat.names.translated import PRECISIONS
 from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED, PREFETCH_SPELLINGS
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.sections import Sections
@@ -29,7 +30,6 @@ _KINDS = {("2", "cpu", "none"): "zero2_offload", ("3", "cpu", "cpu"): "zero3_off
     (stage, "none", "none"): f"zero{stage}" for stage in "0123"
 }
 """Stage, and where optimizer and weights are kept, as one of our engines; others need a DeepSpeed file."""
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _WITHOUT_EFFECT = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
         "gradient_accumulation_steps",
@@ -128,8 +128,8 @@ def _value(environ: Mapping[str, str], name: str) -> str:
 
 def _precision(environ: Mapping[str, str]) -> Iterator[GivenOptionValue]:
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision in _DTYPES:
-        yield GivenOptionValue("torch_dtype", _DTYPES[precision], f"accelerate's mixed_precision {precision}")
+    if precision in PRECISIONS:
+        yield GivenOptionValue("torch_dtype", PRECISIONS[precision], f"accelerate's mixed_precision {precision}")
 
 
 def _zero_key(environ: Mapping[str, str]) -> tuple[str, str, str]:

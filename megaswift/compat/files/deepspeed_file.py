@@ -24,11 +24,9 @@ from megaswift.config.sections import NAMES
 from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.errors import ConfigError
 
-_BATCH = {
-    "train_batch_size": "global_batch_size",
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
+_BATCH = {"train_batch_size": "global_batch_size"} | {
+    key: RENAMED.get(key, key)
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 }
 _OPTIMIZER = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
 HOSTFILE = "hostfile"
@@ -109,9 +107,9 @@ def _options(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 def _schedule_numbers(schedule: Mapping[str, Any], rate: Any) -> Iterator[tuple[str, str, Any]]:
     """Warmup, and where the schedule ends; ratios are of the peak, of the file or else of the run."""
     if _is_number(schedule.get("warmup_num_steps")):
-        yield "warmup_num_steps", "warmup_steps", int(schedule["warmup_num_steps"])
+        yield "warmup_num_steps", RENAMED["warmup_num_steps"], int(schedule["warmup_num_steps"])
     if _is_number(schedule.get("warmup_min_lr")):
-        yield "warmup_min_lr", "lr_warmup_init", schedule["warmup_min_lr"]
+        yield "warmup_min_lr", RENAMED["warmup_min_lr"], schedule["warmup_min_lr"]
     for key, name in (("warmup_min_ratio", "lr_warmup_init"), ("cos_min_ratio", "min_lr")):
         if _is_number(schedule.get(key)) and _is_number(rate):
             yield key, name, schedule[key] * rate

@@ -12,7 +12,7 @@ from typing import Any
 
 from megaswift.compat.names.absent import OTHER_TASKS
 from megaswift.compat.names.neutral import NEUTRAL
-from megaswift.compat.names.translated import PRECISIONS
+from megaswift.compat.names.translated import PRECISIONS, RENAMED, SWITCHES
 from megaswift.config.optim import GALORE
 from megaswift.config.parse_option_values import FALSE, option_value_text
 
@@ -20,24 +20,18 @@ _GONE = "leave it out: "
 _NOT_SERVED = "leave it out: megaswift does not support "
 _OF_MODEL = "leave it out: the model's config.json (--model DIR) sets it"
 _CUT = "--max_length, the limit for prompt plus completion"
-_SERVER = "--rollout_server_url http://HOST:PORT"
 _SYNC = "--rollout_sync_folder DIR"
-_PACKS = "--packing true: packs short samples; attention stays within a sample"
-_ATTENTION = "--attn_impl flash"
 _STREAMS = "--streaming true"
 _TEACHER = (
     "distillation from a teacher (GKD) is not supported, and without this option the run trains on the rows alone; "
     "megaswift sft on answers that the teacher wrote (megaswift infer) is sequence-level distillation"
 )
-_MODELSCOPE = "--model ORGANIZATION/NAME with --use_hf false"
 _HUB = "--push_to_hub true with --hub_model_id, --hub_token, --hub_private_repo and --hub_strategy"
 _TRACKER = (
     "--run_name, --wandb_project, --swanlab_project and --mlflow_experiment_name name a run and its place; other "
     "settings of a tracker come from its own environment variables"
 )
 _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation harness on OUT/hf"
-_FUSED = _GONE + "fused kernels are selected by device and --transformer_impl"
-_STEPS = "--eval_steps N or --save_steps N; unset: only at the end"
 
 _MCORE = (
     "export it to a Hugging Face folder DST with the toolkit that wrote it (one of megaswift: megaswift convert "
@@ -53,11 +47,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "vocab_file": _GONE + "the tokenizer is loaded from the model folder (--model DIR)",
     "merge_file": _GONE + "the tokenizer is loaded from the model folder (--model DIR)",
     "lora_dtype": _GONE + "adapters have the precision of --torch_dtype",
-    "flash_attn": _ATTENTION,
-    "use_flash_attn": _ATTENTION,
-    "use_flash_attention": _ATTENTION,
-    "load_in_4bit": "--quantization_bit 4",
-    "load_in_8bit": "--quantization_bit 8",
     "kt_config": _NOT_SERVED + "KTransformers",
     "local_repo_path": "--trust_remote_code true with --model DIR",
     "init_strategy": "--random_init true, or a checkpoint with all weights",
@@ -71,87 +60,43 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "num_labels": OTHER_TASKS,
     "problem_type": OTHER_TASKS,
     # what trains
-    "sft_type": "--train_type",
-    "finetuning_type": "--train_type",
-    "use_peft": "--train_type lora",
-    "use_lora": "--train_type lora",
-    "lora_target": "--target_modules",
-    "lora_target_modules": "--target_modules",
     "ref_adapters": "merge the adapters: megaswift export --merge_lora true, then --ref_model DIR",
     "reward_adapters": "merge the adapters: megaswift export --merge_lora true, then --reward_model DIR",
-    "use_galore": "--optimizer galore_adamw",
     # batches, length, schedule
-    "batch_size": "--per_device_train_batch_size",
     "train_batch_size": "--global_batch_size over all ranks, or --per_device_train_batch_size on each",
-    "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
-    "epochs": "--num_train_epochs",
     "train_samples": "--max_steps N, or give --global_batch_size in the same place",
     "lr_warmup_samples": "--warmup_steps N, or give --global_batch_size in the same place",
     "lr_decay_samples": "--lr_decay_iters N, or give --global_batch_size in the same place",
     "lr_scheduler_kwargs": 'write a JSON object, such as {"num_cycles": 2}',
     "train_sampling_strategy": "use random, sequential or group_by_length",
-    "warmup_min_lr": _GONE + "warmup starts at 0",
     "optim_args": "--galore_rank and the other GaLore options",
-    "activation_checkpointing": "--gradient_checkpointing true",
-    "mlp_padding_free": _PACKS,
-    "sequence_packing": _PACKS,
     "packing_length": "--max_length",
-    "packing_num_proc": "--dataset_num_proc",
     "dataloader_type": "--shuffle, or --streaming true",
     # data
-    "dataset_name": "--dataset",
     "dataset_dir": _GONE
     + "--dataset names data files, not entries of LLaMA-Factory's dataset_info.json: give --dataset "
     "DIR/FILE_NAME; megaswift migrate FILE reads a LLaMA-Factory file with its dataset_info.json",
-    "eval_dataset": "--val_dataset",
-    "train_dataset": "--dataset FILE",
-    "train_data": "--dataset FILE",
-    "train_file": "--dataset FILE",
-    "validation_dataset": "--val_dataset FILE",
-    "validation_file": "--val_dataset FILE",
-    "eval_data": "--val_dataset FILE",
     "val_dataset_sample": "--val_dataset FILE#N",
     "train_dataset_sample": "--dataset FILE#N",
     "max_samples": "--dataset FILE#N",
     "dataset_test_split": "--val_dataset FILE",
     "total_episodes": "--max_steps N, in updates",
     "metric": "--val_dataset FILE and --eval_steps N, which measure the loss",
-    "num_workers_per_gpu": "--dataloader_num_workers",
     "stream": _STREAMS,
     # parallel layout and engines
-    "virtual_pipeline_size": "--virtual_pipeline_parallel_size",
     "num_virtual_stages_per_pipeline_rank": "--virtual_pipeline_parallel_size",
     "world_size": "--nproc_per_node",
     "num_processes": "--nproc_per_node on each node",
-    "num_gpus": "--nproc_per_node",
-    "gpus": "--nproc_per_node",
-    "num_nodes": "--nnodes",
-    "num_machines": "--nnodes",
-    "machine_rank": "--node_rank",
-    "main_process_ip": "--master_addr",
-    "main_process_port": "--master_port",
-    "deepspeed_config": "--deepspeed FILE.json",
-    "ds_config": "--deepspeed FILE.json",
     "deepspeed_autotp_size": "--engine megatron --tensor_parallel_size N",
-    "gradient_clipping": "--max_grad_norm",
-    "gradient_clip_val": "--max_grad_norm",
-    "clip_grad_norm": "--max_grad_norm",
-    "neftune_alpha": "--neftune_noise_alpha",
     "zero_stage": "--deepspeed zero1, zero2 or zero3",
     "data_parallel_sharding_strategy": "--fsdp full_shard or shard_grad_op",
-    "use_orig_params": _GONE + "FSDP2 always keeps the original parameters",
-    "use_ray": "--launcher ray",
     "host": _GONE + "it is an option of megaswift deploy",
-    "moe_enable_deepep": "--moe_token_dispatcher_type flex",
     # evaluation, logs, checkpoints
-    "eval_limit": "--eval_iters",
-    "resume": "--resume_from_checkpoint latest",
     # preference learning and reinforcement learning
     "lmbda": _TEACHER,
     "teacher_model": _TEACHER,
     "gkd_logits_topk": _TEACHER,
     "sft_alpha": "use --rpo_alpha for DPO with an SFT term",
-    "dpo_beta": "--beta",
     "reward_model_plugin": "--reward_funcs FILE.py:function",
     "reward_model_type": "--reward_model DIR",
     "ref_model_type": "--ref_model DIR",
@@ -162,7 +107,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "vllm_group_port": _SYNC,
     "vllm_server_group_port": _SYNC,
     "ds3_gather_for_generation": _GONE + "weights are gathered one tensor at a time",
-    "lambda": "--lam",
     "kl_penalty": "--kl_estimator k1, k2 or k3",
     "num_infer_workers": "--rollout_backend vllm_server with --rollout_server_url URL...",
     "infer_backend": "--rollout_backend for reinforcement learning; otherwise an option of megaswift infer and deploy",
@@ -308,7 +252,8 @@ def foreign_option_advice(name: str, value: Any, known: Collection[str]) -> str:
         )  # fmt: skip
     if name in NEUTRAL:
         return f"leave it out: {NEUTRAL[name].reason}"
-    advice = NAMES_ELSEWHERE.get(name) or next((text for rule, text in PATTERNS if re.fullmatch(rule, name)), "")
+    advice = _translation(name) or NAMES_ELSEWHERE.get(name)
+    advice = advice or next((text for rule, text in PATTERNS if re.fullmatch(rule, name)), "")
     options = re.findall(r"--(\w+)", advice)
     if any(option not in known for option in options):
         return ""
@@ -316,6 +261,14 @@ def foreign_option_advice(name: str, value: Any, known: Collection[str]) -> str:
         isinstance(value, str | int | float) and value is not True and re.fullmatch(r"--\w+", advice)
     )  # the same option by another name
     return f"{advice} {option_value_text(value)}" if plain else advice
+
+
+def _translation(name: str) -> str:
+    """How megaswift writes an option that is translated in training: other commands only name the translation."""
+    if name in SWITCHES:
+        option, value = SWITCHES[name]
+        return f"--{option} {option_value_text(value)}"
+    return f"--{RENAMED[name]}" if name in RENAMED and name not in NAMES_ELSEWHERE else ""
 
 
 def foreign_value_advice(option: str, value: str) -> str:

@@ -159,8 +159,6 @@ _HINTS: dict[str, str] = {
     "tuner_type": "leave it out: the adapter folder has its type",
     "train_type": "leave it out: the adapter folder has its type",
     "sft_type": "leave it out: the adapter folder has its type",
-    "load_in_4bit": "--quantization_bit 4",
-    "load_in_8bit": "--quantization_bit 8",
 }
 _GENERATION = {
     **_HINTS,

@@ -19,6 +19,8 @@ RENAMED = {
     "batch_size": "per_device_train_batch_size",
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "epochs": "num_train_epochs",
+    "warmup_min_lr": "lr_warmup_init",
+    "warmup_num_steps": "warmup_steps",
     "gradient_clipping": "max_grad_norm",
     "gradient_clip_val": "max_grad_norm",
     "clip_grad_norm": "max_grad_norm",
