@@ -23,7 +23,6 @@ from megaswift.config.data import ALIGNMENT
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.sections import NAMES, TASK_NAMES
 from megaswift.config.sources import ConfigSource
-from megaswift.config.unread_variables import unread_variables_notices
 from megaswift.config.user_spelling import errors_as_typed
 from megaswift.config.variables_set_by_launcher import (
     COUNTS,
@@ -127,7 +126,6 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
         alone = not worker and not torchrun_launcher.requests_worker_processes(cfg.launch)
         for notice in (
             *cfg.notices,
-            *unread_variables_notices(os.environ),
             *compat.environment_notices(os.environ, cfg, alone),
         ):
             log.info(notice)

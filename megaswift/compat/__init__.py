@@ -74,12 +74,20 @@ def environment(environ: Mapping[str, str]) -> ConfigSource:
     return options_from_accelerate_environment(environ)
 
 
+def unread_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each kind of variables of ms-swift that are set."""
+    from megaswift.compat.variables import unread_variables_notices
+
+    return unread_variables_notices(environ)
+
+
 def environment_notices(environ: Mapping[str, str], sections: Sections, alone: bool) -> Iterator[str]:
-    """Yield a line for each variable of `accelerate launch` that changes nothing in this run.
+    """Yield a line for each variable of ms-swift or `accelerate launch` that changes nothing in this run.
 
     Args:
         alone: The run starts no processes of its own.
     """
+    yield from unread_variables(environ)
     if not _has_variables(environ):
         return
     from megaswift.compat.files.accelerate_launch import accelerate_notices

@@ -12,6 +12,7 @@ from megaswift.compat.explanation import unknown_option_advice, variable_problem
 from megaswift.compat.names.answers import foreign_value_advice
 from megaswift.compat.names.inference import HINTS_OF, NEUTRAL_OF, PATTERNS, VALUES_ELSEWHERE_OF_INFERENCE
 from megaswift.compat.names.translated import JSON_TEXTS, PRECISIONS
+from megaswift.compat.variables import unread_variables_notices
 from megaswift.config.given_options import unknown_option_problem
 from megaswift.config.parse_option_values import FALSE, TRUE
 from megaswift.config.sources import AcceptedOption, ConfigSource, GivenOptionValue
@@ -44,6 +45,10 @@ class InferenceToolkits:
         """Return what to do in place of another toolkit's value of `option`; empty where no table has it."""
         text = str(value).strip().lower()
         return VALUES_ELSEWHERE_OF_INFERENCE.get((option, text)) or foreign_value_advice(option, text)
+
+    def unread_variables(self, environ: Mapping[str, str]) -> Iterator[str]:
+        """Yield a line for each kind of variables of ms-swift that are set."""
+        return unread_variables_notices(environ)
 
     def _translated(self, source: ConfigSource, known: Mapping[str, str]) -> ConfigSource:
         givens: list[GivenOptionValue] = []

@@ -25,7 +25,6 @@ from megaswift.config.hub_dataset_ids import dataset_hubs, hub_source_from_envir
 from megaswift.config.option import OptionTable, build_option_table
 from megaswift.config.sources import ConfigSource, GivenOptionValue, accepted_notice, secret_values_of
 from megaswift.config.toolkits import Toolkits
-from megaswift.config.unread_variables import unread_variables_notices
 from megaswift.config.user_spelling import TypedOption, errors_as_typed, problems_as_typed
 from megaswift.config.variables_set_by_launcher import CHECKED
 from megaswift.errors import ConfigError, Problem
@@ -94,7 +93,7 @@ class CommandParser(Generic[Config]):
             return 0 if argv else 2
         parsed = self.parse(argv)
         if CHECKED not in os.environ:  # the process that started this one has printed them
-            for notice in (*parsed.notices, *unread_variables_notices(os.environ)):
+            for notice in (*parsed.notices, *self.toolkits.unread_variables(os.environ)):
                 log.info(notice)
         with errors_as_typed(parsed.typed, self.table.names):
             return work(self.config(**parsed.sections))

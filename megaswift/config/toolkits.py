@@ -29,6 +29,9 @@ class Toolkits(Protocol):
     def instead(self, option: str, value: Any) -> str:
         """Return what to do in place of a value that `option` does not take; empty where that is not known."""
 
+    def unread_variables(self, environ: Mapping[str, str]) -> Iterable[str]:
+        """Return a line for variables of other toolkits that no command of megaswift reads."""
+
 
 class TrainingToolkits(Toolkits, Protocol):
     """The same for training, whose defaults differ from those of other toolkits."""

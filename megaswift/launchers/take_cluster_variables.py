@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 from megaswift import log
-from megaswift.config.cluster_environment import cluster_variables
+from megaswift.launchers.cluster_environment import cluster_variables
 
 
 def take_cluster_variables(environ: MutableMapping[str, str]) -> None:

@@ -71,5 +71,5 @@ def test_something_acts_on_each() -> None:
 def test_the_exceptions_are_read_where_they_say() -> None:
     assert all(name in names_in(PACKAGE / "config" / file) for name, file in IN_CONFIG.items())
     assert set(BY_PREFIX) <= names_in(PACKAGE / "config" / "rl_vllm.py")
-    checks = ("preflight.py", "device_dependent_options.py")
-    assert set(COMPARED) <= set().union(*(names_in(PACKAGE / "trainers" / file) for file in checks))
+    checks = ("preflight.py", "devices.py")
+    assert set(COMPARED) <= set().union(*(names_in(PACKAGE / "run/checks" / file) for file in checks))

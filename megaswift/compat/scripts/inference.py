@@ -15,8 +15,8 @@ from megaswift.compat.scripts.launch import PIXELS_HINT, launch_of_command, laun
 from megaswift.compat.scripts.migrated_run import NOT_SET, SECRET, MigratedRun
 from megaswift.compat.scripts.run_file import head_lines, remark_lines
 from megaswift.compat.scripts.toolkits import ForeignCommand
+from megaswift.compat.variables import OPTIONS
 from megaswift.config.infer_deploy_export_parser import CommandParser
-from megaswift.config.unread_variables import OPTIONS
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.redaction import is_secret
 

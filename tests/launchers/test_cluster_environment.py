@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.config.cluster_environment import cluster_variables, first_host
+from megaswift.launchers.cluster_environment import cluster_variables, first_host
 
 STEP = {"SLURM_JOB_ID": "70001", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_STEP_NUM_NODES": "2"}
 OMPI = {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from megaswift.cli import main
-from megaswift.config.unread_variables import unread_variables_notices
+from megaswift.compat.variables import unread_variables_notices
 
 NAMES = (
     "MAX_PIXELS MIN_PIXELS VIDEO_MAX_PIXELS VIDEO_MIN_PIXELS VIDEO_TOTAL_PIXELS IMAGE_MAX_TOKEN_NUM "
