@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaswift.compat.files.accelerate_launch import python_api_accelerate_engine_problems
+from megaswift import compat
 from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.launcher_table import launcher_entry
@@ -92,7 +92,7 @@ class Trainer:
 def python_api_launch_option_problems(launch: LaunchConfig) -> list[Problem]:
     """Launch options that this process does not follow: the Python API starts no other process."""
     if is_launched_worker(os.environ):
-        return [*python_api_accelerate_engine_problems(os.environ), *launch_option_mismatch_problems(launch)]
+        return [*compat.python_api_problems(os.environ), *launch_option_mismatch_problems(launch)]
     if launcher_entry(launch.launcher).always_starts:
         return [
             Problem(

@@ -37,8 +37,8 @@ def test_launch_options_that_are_not_followed_are_refused(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="--nproc_per_node 2: the Python API does not start processes"):
         trainer.train("d.jsonl")
     assert (
-        python_api_launch_option_problems(SwiftConfig())
-        == python_api_launch_option_problems(SwiftConfig(nproc_per_node=1))
+        python_api_launch_option_problems(SwiftConfig().launch)
+        == python_api_launch_option_problems(SwiftConfig(nproc_per_node=1).launch)
         == []
     )
     monkeypatch.setenv("RANK", "0")
@@ -46,8 +46,9 @@ def test_launch_options_that_are_not_followed_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert python_api_launch_option_problems(trainer.config) == []
-    assert [p.what for p in python_api_launch_option_problems(SwiftConfig(nproc_per_node=4))] == ["--nproc_per_node 4"]
+    assert python_api_launch_option_problems(trainer.config.launch) == []
+    refused = python_api_launch_option_problems(SwiftConfig(nproc_per_node=4).launch)
+    assert [p.what for p in refused] == ["--nproc_per_node 4"]
 
 
 @pytest.mark.process

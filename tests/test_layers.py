@@ -193,6 +193,17 @@ def test_megatron_deepspeed_and_torch_stay_where_they_belong() -> None:
     assert AGENT[0] in edges and not any(AGENT[0] in found for found in edges.values())
 
 
+def test_the_core_sees_other_toolkits_through_one_door() -> None:
+    """Only the top of `config/` hands the door to the loader; the other commands hand in a door of their own."""
+    found = {
+        (module, name)
+        for module, names in graph().items()
+        for name in names
+        if name.startswith("megaswift.compat") and module.startswith("megaswift.config")
+    }
+    assert found == {("megaswift.config.swift_config", "megaswift.compat")}
+
+
 def test_every_package_has_a_layer() -> None:
     packages = {p.name for p in (ROOT / "megaswift").iterdir() if p.is_dir() and list(p.glob("*.py"))}
     assert packages <= LAYERS.keys()

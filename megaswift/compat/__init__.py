@@ -95,6 +95,15 @@ def environment_notices(environ: Mapping[str, str], sections: Sections, alone: b
     yield from accelerate_notices(environ, sections, alone)
 
 
+def python_api_problems(environ: Mapping[str, str]) -> list[Problem]:
+    """Return what `accelerate launch` asks of a run whose configuration is made by the user's own code."""
+    if not _has_variables(environ):
+        return []
+    from megaswift.compat.files.accelerate_launch import python_api_accelerate_engine_problems
+
+    return python_api_accelerate_engine_problems(environ)
+
+
 def _has_variables(environ: Mapping[str, str]) -> bool:
     return any(name.startswith(_VARIABLES) for name in environ)
 
