@@ -112,6 +112,18 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "a result that is null": {"messages": [ASK, calling(None, TEXT), {**RESULT, "content": None}, TWO], "tools": TOOLS},
     "a call without tools": {"messages": [ASK, calling(None, TEXT), RESULT, TWO]},
+    "an answer without content": {"messages": [ASK, {"role": "assistant", "content": None}, AGAIN, TWO]},
+    "characters that mark places": {
+        "messages": [
+            {"role": "user", "content": "\U000f0000QUESTIONONE\U000f0001"},
+            {"role": "assistant", "content": "\U000f0004ANSWERONE \U000f0005."},
+            AGAIN,
+            calling(None, json.dumps({"cityparam": "\U000f000eARGVALUE\U000f000f"})),
+            RESULT,
+            TWO,
+        ],
+        "tools": TOOLS,
+    },
     "a call last": {"messages": [ASK, ONE, AGAIN, calling(None, TEXT)], "tools": TOOLS},
 }
 
