@@ -9,11 +9,11 @@ from typing import Any
 
 from megaswift import compat
 from megaswift.config import SwiftConfig
-from megaswift.config.launch import LaunchConfig
-from megaswift.config.launcher_table import launcher_entry
+from megaswift.config.facts.launch_variables import is_launched_worker
+from megaswift.config.parts.launch import LaunchConfig
+from megaswift.config.parts.launchers import launcher_entry
 from megaswift.config.sections import NAMES
-from megaswift.config.user_spelling import errors_as_typed
-from megaswift.config.variables_set_by_launcher import is_launched_worker
+from megaswift.config.spelling import errors_as_typed
 from megaswift.data.write_in_memory_rows import dataset_option_paths
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import torchrun_launcher

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.atomic_disk_writes import atomic_file, write_atomically
-from megaswift.config.byte_size_text import bytes_text
+from megaswift.config.facts.byte_size import bytes_text
 from megaswift.engine.communication_benchmark import CommunicationTiming
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.nccl_bus_factors_and_link_rates import bus_factor, hardware_figure

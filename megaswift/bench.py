@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from megaswift.command_line_common import HELP, UserErrorArgumentParser, unknown_command_error
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.byte_size_text import byte_size_or_none, bytes_text
 from megaswift.config.command_line import read_command_line
+from megaswift.config.facts.byte_size import byte_size_or_none, bytes_text
+from megaswift.config.facts.launch_variables import CHECKED, is_launched_worker
 from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.config.user_spelling import errors_as_typed
-from megaswift.config.variables_set_by_launcher import CHECKED, is_launched_worker
+from megaswift.config.spelling import errors_as_typed
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.parent_death import PARENT, end_with_parent

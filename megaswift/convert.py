@@ -15,22 +15,22 @@ from typing import Any
 from megaswift import log
 from megaswift.closed_stdout import ignore_closed_stdout
 from megaswift.command_line_common import HELP, UserErrorArgumentParser, unknown_command_error
-from megaswift.config.arguments_from_config_file import (
-    FileArgumentParser,
-    config_files_and_words,
-    entries_of_files,
-)
-from megaswift.config.byte_size_text import byte_size_or_none
-from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS, node_option_values, variables_as_typed
-from megaswift.config.inference import ExportProcessOptions
-from megaswift.config.nodes_of_single_process_commands import (
+from megaswift.config.facts.byte_size import byte_size_or_none
+from megaswift.config.facts.single_process import (
     NodePlace,
     node_problems,
     place_among_nodes,
     unused_processes_notice,
 )
+from megaswift.config.file_arguments import (
+    FileArgumentParser,
+    config_files_and_words,
+    entries_of_files,
+)
+from megaswift.config.inference.launch import LAUNCH_OPTIONS, node_option_values, variables_as_typed
+from megaswift.config.inference.options import ExportProcessOptions
 from megaswift.config.sources import GivenOptionValue
-from megaswift.config.user_spelling import TypedOption, problems_as_typed
+from megaswift.config.spelling import TypedOption, problems_as_typed
 from megaswift.error_exit import print_error_once
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.launchers.take_cluster_variables import take_cluster_variables

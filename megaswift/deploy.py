@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from megaswift import log
 from megaswift.compat.inference import InferenceToolkits
-from megaswift.config.byte_size_text import byte_size_or_none
-from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
-from megaswift.config.inference import DeployConfig
-from megaswift.config.inference_rules import deploy_option_problems, server_auth_token
-from megaswift.config.inference_run_files import complete_deploy_options
+from megaswift.config.facts.byte_size import byte_size_or_none
+from megaswift.config.inference.checks import deploy_option_problems, server_auth_token
+from megaswift.config.inference.options import DeployConfig
+from megaswift.config.inference.parser import CommandParser, ParsedCommand
+from megaswift.config.inference.run_files import complete_deploy_options
 from megaswift.errors import ConfigError, Problem
 from megaswift.folders.source import short_name, with_fetched_adapters
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megaswift.command_line_common import UserErrorArgumentParser
-from megaswift.config.byte_size_text import bytes_text
-from megaswift.config.transformer_engine_rules import has_transformer_engine
+from megaswift.config.checks.te import has_transformer_engine
+from megaswift.config.facts.byte_size import bytes_text
 from megaswift.diagnosis.c_compiler import compiler_findings
 from megaswift.diagnosis.compiled_extensions import extension_findings
 from megaswift.diagnosis.cpu_memory_and_open_file_limits import limit_findings

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.variables_set_by_launcher import launch_identity, restart_count
+from megaswift.config.facts.launch_variables import launch_identity, restart_count
 from megaswift.errors import Problem, UserError
 
 

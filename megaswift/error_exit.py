@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from megaswift.config.variables_set_by_launcher import RUN, is_launched_worker, restart_count
+from megaswift.config.facts.launch_variables import RUN, is_launched_worker, restart_count
 from megaswift.errors import UserError
 from megaswift.log import LOG_FILE
 

@@ -13,19 +13,19 @@ from typing import TypeVar
 from megaswift import log
 from megaswift.command_line_common import HELP
 from megaswift.compat.inference import InferenceToolkits
-from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.command_line import read_command_line
-from megaswift.config.export_rules import LAYOUT, conversion_notices, export_option_problems
+from megaswift.config.facts.byte_size import byte_size_or_none
+from megaswift.config.facts.single_process import place_among_nodes
 from megaswift.config.files import read_config_file
-from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
-from megaswift.config.infer_launch_rules import node_option_values
-from megaswift.config.inference import FP8, ExportConfig, ModelLoadingOptions, ModelPathOptions
-from megaswift.config.inference_run_files import (
+from megaswift.config.inference.export import LAYOUT, conversion_notices, export_option_problems
+from megaswift.config.inference.launch import node_option_values
+from megaswift.config.inference.options import FP8, ExportConfig, ModelLoadingOptions, ModelPathOptions
+from megaswift.config.inference.parser import CommandParser, ParsedCommand
+from megaswift.config.inference.run_files import (
     ADAPTER_CONFIG,
     complete_export_options,
     short_folder_name,
 )
-from megaswift.config.nodes_of_single_process_commands import place_among_nodes
 from megaswift.convert import hf_to_megatron_command, megatron_to_hf_command, verify_command
 from megaswift.data.model_tokenizer import tokenizer_or_processor_for
 from megaswift.data.write_cached_dataset import main as write_cached_datasets

@@ -17,11 +17,11 @@ if not __package__:  # run as a file: python has put megaswift/ itself on the pa
 
 from megaswift import log
 from megaswift.compat.inference import InferenceToolkits
-from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
-from megaswift.config.inference import InferConfig
-from megaswift.config.inference_rules import infer_option_problems
-from megaswift.config.inference_run_files import complete_infer_options, load_run_config, run_config_file
-from megaswift.config.variables_set_by_launcher import CHECKED, is_launched_worker
+from megaswift.config.facts.launch_variables import CHECKED, is_launched_worker
+from megaswift.config.inference.checks import infer_option_problems
+from megaswift.config.inference.options import InferConfig
+from megaswift.config.inference.parser import CommandParser, ParsedCommand
+from megaswift.config.inference.run_files import complete_infer_options, load_run_config, run_config_file
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.folders.source import with_fetched_adapters

@@ -25,7 +25,7 @@ from megaswift.compat.scripts.toolkits import (
     foreign_commands,
 )
 from megaswift.config.files import LARGEST_FILE, read_config_file
-from megaswift.config.infer_deploy_export_parser import CommandParser
+from megaswift.config.inference.parser import CommandParser
 from megaswift.errors import ConfigError, Problem, UserError
 
 EXIT_OPEN = 3

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megaswift.config.external_plugins import PLUGINS
 from megaswift.config.option import PLUGIN_CHOICES
+from megaswift.config.plugins import PLUGINS
 from megaswift.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def data_format(
 
 def loss_scale(name: str, table: Mapping[str, Any]) -> None:
     """A table of `--loss_scale`: {"REGULAR EXPRESSION": [weight]} or {"KEYWORD": [weight, weight of what follows]}."""
-    from megaswift.config.loss_scale import NAMED
+    from megaswift.config.facts.loss_scale import NAMED
 
     _take("loss scale", name, NAMED)
     NAMED[name] = dict(table)
@@ -84,7 +84,7 @@ def kto_loss(name: str, formula: Callable[[Any, Any, Any], Any], needs_kl: bool 
     """A value of `--loss_type` in kto: `formula(rewards, desirable, zero)` -> [n], a loss for each completion.
     `rewards` [n]: beta x log-ratios; `desirable` [n]: labels; `zero` []: with `needs_kl` beta x KL of mismatched pairs,
     else 0."""
-    from megaswift.config.loss_table import KL_PAIRS
+    from megaswift.config.parts.losses import KL_PAIRS
     from megaswift.losses.kto import LOSS_TYPES
 
     _loss("kto", name, LOSS_TYPES, needs=frozenset({KL_PAIRS} if needs_kl else ()))
@@ -131,8 +131,8 @@ def policy_loss(name: str, formula: Callable[[Any], Any], loss_agg_mode: str = "
 def _loss(
     task: str, name: str, formulas: Mapping[str, Any], mode: str | None = None, needs: frozenset[str] = frozenset()
 ) -> None:
-    from megaswift.config.loss_table import PLUGIN_LOSSES, LossEntry, loss_names
-    from megaswift.config.preference import LOSSES
+    from megaswift.config.parts.losses import PLUGIN_LOSSES, LossEntry, loss_names
+    from megaswift.config.parts.preference import LOSSES
 
     _take(f"{task} loss", name, (*formulas, *loss_names(task)))
     PLUGIN_LOSSES[task, name] = LossEntry(name, task, "plugin", needs, loss_agg_mode=mode)
@@ -149,7 +149,7 @@ def advantage_estimator(
 ) -> None:
     """A value of `--advantage_estimator` in grpo: `estimate(EstimatorInput)` -> advantages [n], or [n, t] with
     `per_token`. `compares`: it needs several completions of a prompt. `kl_in_reward`: default of that option."""
-    from megaswift.config.advantage_estimator_table import (
+    from megaswift.config.parts.estimators import (
         ESTIMATOR_NAMES,
         PLUGIN_ESTIMATORS,
         AdvantageEstimatorEntry,
@@ -189,7 +189,7 @@ def optimizer(
     `weight_decay` are set before each step; `options`: section `optim`. `states`: names of its states, each of the
     parameter's shape and float32; `step`: the name under which it counts steps, if it does. `elementwise`: it updates
     each number by itself; others run on engine ddp only, where tensors are whole."""
-    from megaswift.config.optim import OPTIMIZERS, PLUGIN_OPTIMIZERS, PluginOptimizerParts
+    from megaswift.config.parts.optimizer import OPTIMIZERS, PLUGIN_OPTIMIZERS, PluginOptimizerParts
 
     _take("optimizer", name, OPTIMIZERS)
     PLUGIN_OPTIMIZERS[name] = PluginOptimizerParts(make, tuple(states), step, elementwise)

@@ -15,7 +15,7 @@ if not __package__:  # run as a file: python has put megaswift/ itself on the pa
 from megaswift import training_command_entry  # noqa: E402
 from megaswift.command_line_common import HELP  # noqa: E402
 from megaswift.config import load_config  # noqa: E402
-from megaswift.config.variables_set_by_launcher import without_local_rank  # noqa: E402
+from megaswift.config.facts.launch_variables import without_local_rank  # noqa: E402
 from megaswift.error_exit import exit_worker, print_error_once  # noqa: E402
 from megaswift.errors import UserError  # noqa: E402
 

@@ -19,12 +19,7 @@ from megaswift.closed_stdout import ignore_closed_stdout
 from megaswift.command_line_common import HELP
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.command_line import read_command_line
-from megaswift.config.data import ALIGNMENT
-from megaswift.config.launch import LaunchConfig
-from megaswift.config.sections import NAMES, TASK_NAMES
-from megaswift.config.sources import ConfigSource
-from megaswift.config.user_spelling import errors_as_typed
-from megaswift.config.variables_set_by_launcher import (
+from megaswift.config.facts.launch_variables import (
     COUNTS,
     JOB_ID,
     OOM_RETRY,
@@ -35,6 +30,11 @@ from megaswift.config.variables_set_by_launcher import (
     restart_count,
     without_local_rank,
 )
+from megaswift.config.parts.data import ALIGNMENT
+from megaswift.config.parts.launch import LaunchConfig
+from megaswift.config.sections import NAMES, TASK_NAMES
+from megaswift.config.sources import ConfigSource
+from megaswift.config.spelling import errors_as_typed
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import EXIT_OOM_RETRY, ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import torchrun_launcher
@@ -57,7 +57,7 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
     nothing, 130 for Ctrl-C, else the launcher's."""
     words = list(sys.argv[1:] if argv is None else argv)
     if any(w in HELP for w in words):
-        from megaswift.config.help_page import RLHF_USAGE, task_help
+        from megaswift.config.help import RLHF_USAGE, task_help
 
         with ignore_closed_stdout():
             print(RLHF_USAGE if task == RLHF else task_help(task))

@@ -1,8 +1,8 @@
 """What it takes to add a loss, an estimator or a launcher: each is added to a copy of the package by its few lines, and
 then accepted, listed, refused with the wrong options and computed.
 
-Covers: megaswift/config/loss_table.py, megaswift/config/loss_option_rules.py,
-megaswift/config/advantage_estimator_table.py, megaswift/config/launcher_table.py.
+Covers: megaswift/config/parts/losses.py, megaswift/config/checks/losses.py,
+megaswift/config/parts/estimators.py, megaswift/config/parts/launchers.py.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def refused(*words):
 def test_a_preference_loss_takes_three_source_files(package: Copy) -> None:
     """One of them declares the option that it reads. With docs/preference.md and a case in test_dpo.py: five files."""
     package.insert(
-        "config/loss_table.py",
+        "config/parts/losses.py",
         '_entry("kto", "kto"',
         '    _entry("dpo", "cubic", "arXiv:0000.00000", _BELOW_HALF),\n',
     )
-    package.replace("config/preference.py", '"aot_unpaired", "simpo"', '"aot_unpaired", "cubic", "simpo"')
+    package.replace("config/parts/preference.py", '"aot_unpaired", "simpo"', '"aot_unpaired", "cubic", "simpo"')
     package.insert(
         "losses/dpo_loss_types.py",
         "LOSS_TYPES: dict",
@@ -91,7 +91,7 @@ def test_a_preference_loss_takes_three_source_files(package: Copy) -> None:
         REFUSED
         + """
 import sys
-from megaswift.config.help_page import task_help
+from megaswift.config.help import task_help
 print(refused("dpo", "--loss_type", "cubic", "--label_smoothing", "0.1"))
 print(refused("dpo", "--loss_type", "cubic", "--discopop_tau", "0.1"))
 print(refused("dpo", "--loss_type", "cubic", "--f_divergence_type", "forward_kl"))
@@ -128,12 +128,14 @@ print(terms[0].name, round(float(terms[0].sum), 6))
 def test_an_estimator_takes_three_source_files(package: Copy) -> None:
     """One of them declares the option that it reads. With docs/rl.md: four files. Wiring: tests/trainers/rl."""
     package.insert(
-        "config/advantage_estimator_table.py",
+        "config/parts/estimators.py",
         '        "gae",',
         '        "median", "grpo", "arXiv:0000.00000", kl_in_reward=False\n    ),\n    AdvantageEstimatorEntry(\n',
     )
     package.replace(
-        "config/rl.py", '"advantage_estimator": ("rloo", "gae")', '"advantage_estimator": ("rloo", "median", "gae")'
+        "config/parts/rl.py",
+        '"advantage_estimator": ("rloo", "gae")',
+        '"advantage_estimator": ("rloo", "median", "gae")',
     )
     package.insert(
         "losses/advantage_estimators.py",
@@ -147,8 +149,8 @@ def test_an_estimator_takes_three_source_files(package: Copy) -> None:
         + """
 import sys
 from megaswift.config import load_config
-from megaswift.config.help_page import task_help
-from megaswift.config.rl_defaults import kl_in_reward_of, policy_loss_of
+from megaswift.config.help import task_help
+from megaswift.config.facts.rl import kl_in_reward_of, policy_loss_of
 grpo = ("grpo", "--advantage_estimator", "median")
 print(refused(*grpo, "--whiten_advantages"))
 print(refused(*grpo, "--scale_rewards", "batch"))
@@ -186,12 +188,12 @@ print([v.tolist() for v in found["advantages"]])
 def test_a_launcher_takes_three_source_files(package: Copy) -> None:
     """With the option that it reads, and a line in docs: four files."""
     package.insert(
-        "config/launcher_table.py",
+        "config/parts/launchers.py",
         'LauncherEntry("ray"',
         '    LauncherEntry("echo", "megaswift.launchers.echo", always_starts=True),\n',
     )
     package.replace(
-        "config/launch.py",
+        "config/parts/launch.py",
         'unit="restarts",\n        only_with={"launcher": "torchrun"}',
         'unit="restarts",\n        only_with={"launcher": ("torchrun", "echo")}',
     )
@@ -212,8 +214,8 @@ LAUNCHER = EchoLauncher()
         + """
 import sys
 from megaswift.config import load_config
-from megaswift.config.help_page import task_help
-from megaswift.config.variables_set_by_launcher import nested_launcher_problems
+from megaswift.config.help import task_help
+from megaswift.config.facts.launch_variables import nested_launcher_problems
 from megaswift.launchers.launcher import TrainingCommand, launcher_of
 from megaswift.launchers.torchrun_launcher import requests_worker_processes
 words = ["--launcher", "echo", "--max_restarts", "2"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megaswift import bench
 from megaswift.bandwidth_table_and_plot import BenchReport, GroupPlacement
 from megaswift.cli import main
-from megaswift.config.variables_set_by_launcher import IDENTITY
+from megaswift.config.facts.launch_variables import IDENTITY
 from megaswift.engine.communication_benchmark import CommunicationPlan, CommunicationTiming, run_benchmark
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.nccl_bus_factors_and_link_rates import OPERATIONS, communication_groups

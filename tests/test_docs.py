@@ -16,10 +16,10 @@ from megaswift import deploy, export, infer
 from megaswift.compat.names.answers import NAMES_ELSEWHERE
 from megaswift.compat.names.translated import RENAMED, SWITCHES
 from megaswift.config import load_config
-from megaswift.config.non_lora_peft_methods import VARIANTS
 from megaswift.config.option import Option
-from megaswift.config.parse_option_values import FALSE, TRUE, InvalidValue, parse_option_value, resets_number_to_default
+from megaswift.config.parts.peft_methods import VARIANTS
 from megaswift.config.sections import NAMES, TASKS, TRAINING
+from megaswift.config.values import FALSE, TRUE, InvalidValue, parse_option_value, resets_number_to_default
 from megaswift.data.formats import FORMATS, recognize_format
 from tests.sources import FOLDERS, ROOT
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config.infer_deploy_export_parser import ParsedCommand
+from megaswift.config.inference.parser import ParsedCommand
 from megaswift.errors import UserError
 from megaswift.export import COMMAND, main
 from tests.inference.models import adapters, folder

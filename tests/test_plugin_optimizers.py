@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megaswift.config.optim import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
+from megaswift.config.parts.optimizer import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
 from megaswift.engine.torch.fsdp_bitsandbytes_32bit_optimizer import LocalShardOptimizer
 from megaswift.engine.torch.vision_model_parts import VIT
 from megaswift.trainers.hooks.metrics import read_lines

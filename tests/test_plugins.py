@@ -1,7 +1,7 @@
 """`--external_plugins`: every recipe of docs/plugins.md does what it says, against formulas by hand and runs without
 it; files that fail, names that are taken, files that are not named.
 
-Covers: megaswift/config/external_plugins.py, megaswift/user_code_errors.py.
+Covers: megaswift/config/plugins.py, megaswift/user_code_errors.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 
 from megaswift import plugins
 from megaswift.config import load_config
-from megaswift.config.advantage_estimator_table import ESTIMATOR_NAMES, PLUGIN_ESTIMATORS
-from megaswift.config.external_plugins import PLUGINS
-from megaswift.config.loss_scale import NAMED
-from megaswift.config.loss_table import PLUGIN_LOSSES
-from megaswift.config.optim import PLUGIN_OPTIMIZERS
+from megaswift.config.facts.loss_scale import NAMED
 from megaswift.config.option import PLUGIN_CHOICES
-from megaswift.config.preference import LOSSES
+from megaswift.config.parts.estimators import ESTIMATOR_NAMES, PLUGIN_ESTIMATORS
+from megaswift.config.parts.losses import PLUGIN_LOSSES
+from megaswift.config.parts.optimizer import PLUGIN_OPTIMIZERS
+from megaswift.config.parts.preference import LOSSES
+from megaswift.config.plugins import PLUGINS
 from megaswift.data import tokenization
 from megaswift.data.build_batch_sources import load_document_splits
 from megaswift.data.formats import FORMATS
@@ -259,7 +259,7 @@ def test_files_that_fail_and_names_that_are_taken(tmp_path: Path) -> None:
 
 def test_files_that_are_not_named_are_not_run(tmp_path: Path) -> None:
     """Not of a model folder, nor beside a file that is named; a named one is run once."""
-    for name in ("plugin.py", "external_plugins.py", "other.py"):
+    for name in ("plugin.py", "config/plugins.py", "other.py"):
         (tmp_path / name).write_text("raise RuntimeError('was run')")
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'count')!r}, 'a').write('x')")
     for _ in range(2):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megaswift import bench
 from megaswift.config import SwiftConfig
-from megaswift.config.launch import LaunchConfig
+from megaswift.config.parts.launch import LaunchConfig
 from megaswift.diagnosis.reverse_lookups import LOOPBACK, reverse_lookup_finding
 from megaswift.engine import start_default_process_group
 from megaswift.errors import ConfigError, UserError

@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megaswift.config.lora import LoraConfig
-from megaswift.config.non_lora_adapter_options import NonLoraPeftConfig
-from megaswift.config.non_lora_peft_methods import MAPPED, METHODS, PeftMethod
+from megaswift.config.parts.adapter import LoraConfig
+from megaswift.config.parts.peft_methods import MAPPED, METHODS, PeftMethod
+from megaswift.config.parts.peft_options import NonLoraPeftConfig
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line
 
 ENDLESS = 1 << 30

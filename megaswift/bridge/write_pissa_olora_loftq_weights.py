@@ -31,7 +31,7 @@ from megaswift.bridge.initial_weights_by_seed_and_name import seed_by_name
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import write_peft_folder
 from megaswift.bridge.write_folder_with_new_config_or_vocab import MARK, link_weights_copy_rest
-from megaswift.config.lora import LoraConfig
+from megaswift.config.parts.adapter import LoraConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.models.targets import modules_to_save_tensor_names, select_projections

@@ -44,7 +44,7 @@ def _config(argv: list[str]) -> int:
         print(CONFIG_USAGE)
         return 0 if argv else 2
     if argv == ["--schema"]:
-        from megaswift.config.config_json_schema import config_json_schema
+        from megaswift.config.schema import config_json_schema
 
         print(json.dumps(config_json_schema(), indent=2))
         return 0
@@ -54,7 +54,7 @@ def _config(argv: list[str]) -> int:
 
 def _with_engine(cfg: SwiftConfig) -> SwiftConfig:
     """The configuration with the engine that a run takes; `auto` where that depends on a model that is not here."""
-    from megaswift.config.engine_rules import requested_engine
+    from megaswift.config.checks.engine import requested_engine
 
     if cfg.model.model is not None and Path(cfg.model.model).is_dir():
         from megaswift.run.checks.engine_choice import resolve_engine

@@ -14,8 +14,8 @@ from megaswift import log
 from megaswift.clusters.cluster_and_job import Cluster
 from megaswift.clusters.cluster_options import ENVIRONMENT_NAME, RAY, options_of_launcher
 from megaswift.clusters.scheduler_table import SCHEDULERS
-from megaswift.config.bounded_yaml import TooManyValuesError, compose_yaml
 from megaswift.config.files import LARGEST_FILE
+from megaswift.config.yaml_limits import TooManyValuesError, compose_yaml
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line
 from megaswift.redaction import has_secret, is_secret
 

@@ -38,7 +38,7 @@ from megaswift.clusters.kubernetes_pods import (
     volume_mounts,
     volumes,
 )
-from megaswift.config.variables_set_by_launcher import DEFAULT_PORT
+from megaswift.config.facts.launch_variables import DEFAULT_PORT
 from megaswift.errors import EXPLAINED, Problem
 
 MANIFEST = "job.yaml"

@@ -16,7 +16,7 @@ from megaswift.clusters.cluster_options import HOST
 from megaswift.clusters.local_processes import IS_OWN, printed_file
 from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.compat.files.hostfile import read_hostfile
-from megaswift.config.variables_set_by_launcher import DEFAULT_PORT
+from megaswift.config.facts.launch_variables import DEFAULT_PORT
 from megaswift.errors import ConfigError, Problem
 
 START = "start.sh"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megaswift.config.engine import ZERO
-from megaswift.config.parse_option_values import FALSE, TRUE, InvalidValue, parse_option_value
+from megaswift.config.parts.engine import ZERO
 from megaswift.config.sections import NAMES, OPTIONS, TASK_NAMES, Sections
 from megaswift.config.sources import ConfigSource, GivenOptionValue
+from megaswift.config.values import FALSE, TRUE, InvalidValue, parse_option_value
 from megaswift.errors import Problem
 
 _VARIABLES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")

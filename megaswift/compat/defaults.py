@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from megaswift.config.data import CHATS, GRPO, PREFERENCES, RL
+from megaswift.config.parts.data import CHATS, GRPO, PREFERENCES, RL
 from megaswift.config.sections import TASKS, Sections
 
 SWIFT, MEGATRON_SWIFT, TRL = "ms-swift", "Megatron-SWIFT", "TRL"

@@ -9,11 +9,11 @@ from megaswift.compat.names.answers import NAMES_ELSEWHERE, foreign_option_advic
 from megaswift.compat.names.neutral import NeutralOption, neutral_option
 from megaswift.compat.names.transformer_config import transformer_config_option
 from megaswift.compat.names.translated import KNOWN_KEYS
-from megaswift.config.data import RL
 from megaswift.config.given_options import unknown_option_problem
-from megaswift.config.parse_option_values import FALSE, option_value_text
+from megaswift.config.parts.data import RL
 from megaswift.config.sections import NAMES
 from megaswift.config.sources import AcceptedOption, GivenOptionValue
+from megaswift.config.values import FALSE, option_value_text
 from megaswift.errors import Problem
 from megaswift.redaction import MASK, is_secret
 

@@ -14,8 +14,8 @@ from megaswift.compat.names.inference import HINTS_OF, NEUTRAL_OF, PATTERNS, VAL
 from megaswift.compat.names.translated import JSON_TEXTS, PRECISIONS
 from megaswift.compat.variables import unread_variables_notices
 from megaswift.config.given_options import unknown_option_problem
-from megaswift.config.parse_option_values import FALSE, TRUE
 from megaswift.config.sources import AcceptedOption, ConfigSource, GivenOptionValue
+from megaswift.config.values import FALSE, TRUE
 from megaswift.errors import Problem
 
 

@@ -35,12 +35,12 @@ from megaswift.compat.names.translated import (
     WEIGHTS_ONLY,
 )
 from megaswift.compat.swift_rollout import translate_rollout_correction_options
-from megaswift.config.deepspeed_json import deepspeed_json_text, read_deepspeed_json
-from megaswift.config.engine import ZERO
-from megaswift.config.non_lora_peft_methods import VARIANTS
-from megaswift.config.parse_option_values import FALSE, TRUE
+from megaswift.config.facts.zero_file import deepspeed_json_text, read_deepspeed_json
+from megaswift.config.parts.engine import ZERO
+from megaswift.config.parts.peft_methods import VARIANTS
 from megaswift.config.sections import NAMES, TASKS
 from megaswift.config.sources import AcceptedOption, ConfigSource, GivenOptionValue
+from megaswift.config.values import FALSE, TRUE
 from megaswift.errors import ConfigError
 
 _RESUME = "resume_from_checkpoint"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from megaswift.config.files import DATA_SUFFIXES
 from megaswift.config.option import OptionTable
-from megaswift.config.parse_option_values import FALSE, TRUE, example_flag_text
 from megaswift.config.sections import TRAINING
 from megaswift.config.sources import GivenOptionValue, normalize_name
+from megaswift.config.values import FALSE, TRUE, example_flag_text
 from megaswift.errors import Problem
 from megaswift.redaction import MASK, is_secret
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaswift.config.option import Option
-from megaswift.config.parse_option_values import (
+from megaswift.config.sections import NAMES, SECTIONS
+from megaswift.config.sources import AcceptedOption, GivenOptionValue
+from megaswift.config.spelling import TypedOption
+from megaswift.config.toolkits import Toolkits
+from megaswift.config.values import (
     InvalidValue,
     option_value_text,
     parse_option_value,
     resets_number_to_default,
 )
-from megaswift.config.sections import NAMES, SECTIONS
-from megaswift.config.sources import AcceptedOption, GivenOptionValue
-from megaswift.config.toolkits import Toolkits
-from megaswift.config.user_spelling import TypedOption
 from megaswift.errors import Problem, did_you_mean_hint
 from megaswift.redaction import has_url_credentials, redacted_urls
 

@@ -1,7 +1,7 @@
 """One configuration option: declared once, on the field itself, with all its spellings, its unit and its range.
 
 Owns `option(...)` and what can be read back from a section's fields. Turning text into values is
-`parse_option_values.py`.
+`values.py`.
 """
 
 from __future__ import annotations

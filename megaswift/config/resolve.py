@@ -8,20 +8,24 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megaswift.config.adapter_rules import train_type_defaults
-from megaswift.config.check_all_option_rules import broken_option_rules, ignored_option_names
-from megaswift.config.data import ALIGNMENT, RL
-from megaswift.config.engine_rules import engine_notices
-from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultGradientAccumulation, default_rl_accumulation_steps
+from megaswift.config.checks.adapter import train_type_defaults
+from megaswift.config.checks.engine import engine_notices
+from megaswift.config.checks.rl import missing_reward_problems
+from megaswift.config.facts.generation_batch import (
+    BATCH_OPTIONS,
+    DefaultGradientAccumulation,
+    default_rl_accumulation_steps,
+)
+from megaswift.config.facts.hub_ids import dataset_hubs
 from megaswift.config.given_options import LISTS_ALL, GivenOptions, unknown_option_problem
-from megaswift.config.hub_dataset_ids import dataset_hubs
-from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.parts.data import ALIGNMENT, RL
 from megaswift.config.precedence import drop_contradicted, drop_superfluous
-from megaswift.config.rl_conflict_rules import missing_reward_problems
+from megaswift.config.rules import broken_option_rules, ignored_option_names
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASK_NAMES, TASKS, Sections
 from megaswift.config.sources import ConfigSource, GivenOptionValue, accepted_notice, secret_values_of
+from megaswift.config.spelling import problems_as_typed
 from megaswift.config.toolkits import TrainingToolkits
-from megaswift.config.user_spelling import problems_as_typed
+from megaswift.config.values import option_value_text
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.redaction import redact_problems
 

@@ -6,23 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaswift.config.data import DataConfig
-from megaswift.config.engine import EngineBackendConfig
-from megaswift.config.fault_tolerance import FaultToleranceConfig
-from megaswift.config.launch import LaunchConfig
-from megaswift.config.lora import LoraConfig
-from megaswift.config.model import ModelConfig
-from megaswift.config.non_lora_adapter_options import NonLoraPeftConfig
-from megaswift.config.optim import OptimConfig
 from megaswift.config.option import Option, build_option_table
-from megaswift.config.parallel import ParallelConfig
-from megaswift.config.preference import PreferenceConfig
-from megaswift.config.quantization import QuantizationConfig
-from megaswift.config.rl import RlConfig
-from megaswift.config.rl_vllm import VllmSamplerConfig
-from megaswift.config.trackers import TrackerConfig
-from megaswift.config.train import TrainConfig
-from megaswift.config.user_spelling import TypedOption
+from megaswift.config.parts.adapter import LoraConfig
+from megaswift.config.parts.data import DataConfig
+from megaswift.config.parts.engine import EngineBackendConfig
+from megaswift.config.parts.faults import FaultToleranceConfig
+from megaswift.config.parts.launch import LaunchConfig
+from megaswift.config.parts.layout import ParallelConfig
+from megaswift.config.parts.model import ModelConfig
+from megaswift.config.parts.optimizer import OptimConfig
+from megaswift.config.parts.peft_options import NonLoraPeftConfig
+from megaswift.config.parts.preference import PreferenceConfig
+from megaswift.config.parts.quantization import QuantizationConfig
+from megaswift.config.parts.rl import RlConfig
+from megaswift.config.parts.sampler import VllmSamplerConfig
+from megaswift.config.parts.tracker import TrackerConfig
+from megaswift.config.parts.training import TrainConfig
+from megaswift.config.spelling import TypedOption
 
 TASKS = {
     "sft": "supervised fine-tuning on conversations",

@@ -9,16 +9,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megaswift import compat
-from megaswift.config.adapter_rules import train_type_defaults
-from megaswift.config.check_all_option_rules import ignored_option_names
+from megaswift.config.checks.adapter import train_type_defaults
 from megaswift.config.command_line import read_command_line
-from megaswift.config.external_plugins import plugins_of_sources
+from megaswift.config.facts.hub_ids import hub_source_from_environment
+from megaswift.config.facts.launch_variables import is_launched_worker
 from megaswift.config.files import read_config_file
-from megaswift.config.hub_dataset_ids import hub_source_from_environment
+from megaswift.config.plugins import plugins_of_sources
 from megaswift.config.resolve import Resolver
+from megaswift.config.rules import ignored_option_names
 from megaswift.config.sections import OPTIONS, SECTIONS, Sections
 from megaswift.config.sources import ConfigSource, launch_source_from_environment, source_from_mapping
-from megaswift.config.variables_set_by_launcher import is_launched_worker
 from megaswift.errors import Problem, storage_error
 
 

@@ -10,25 +10,25 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.config.adapter_rules import base_quantization_bits
-from megaswift.config.advantage_estimator_table import PLUGIN_ESTIMATORS
-from megaswift.config.data import RL
-from megaswift.config.engine_rules import NATIVE, READS, engine_of_options, requested_engine
-from megaswift.config.evaluation_rules import DATA_OPTIONS, best_model_matters, has_evaluation_data
-from megaswift.config.indexed_data_rules import reads_indexed_data
-from megaswift.config.loss_table import PLUGIN_LOSSES, loss_entries
-from megaswift.config.option import ANY, Option, Wanted
-from megaswift.config.parse_option_values import option_value_text
-from megaswift.config.preference import beta_of, loss_types_of
-from megaswift.config.rl_defaults import (
+from megaswift.config.checks.adapter import base_quantization_bits
+from megaswift.config.checks.engine import NATIVE, READS, engine_of_options, requested_engine
+from megaswift.config.checks.evaluation import DATA_OPTIONS, best_model_matters, has_evaluation_data
+from megaswift.config.checks.indexed_data import reads_indexed_data
+from megaswift.config.facts.rl import (
     advantage_estimator_of,
     biasing_sampling_options,
     corrects_sampler_mismatch,
     kl_in_reward_of,
     policy_loss_of,
 )
-from megaswift.config.rule_types import IgnoredOption, join_names
+from megaswift.config.option import ANY, Option, Wanted
+from megaswift.config.parts.data import RL
+from megaswift.config.parts.estimators import PLUGIN_ESTIMATORS
+from megaswift.config.parts.losses import PLUGIN_LOSSES, loss_entries
+from megaswift.config.parts.preference import beta_of, loss_types_of
+from megaswift.config.rule import IgnoredOption, join_names
 from megaswift.config.sections import OPTIONS, Sections
+from megaswift.config.values import option_value_text
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from megaswift import log
-from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES, RL
-from megaswift.config.indexed_data_rules import parse_indexed_blend
+from megaswift.config.checks.indexed_data import parse_indexed_blend
+from megaswift.config.parts.data import EXAMPLES, PAIRS, PREFERENCES, RL
 from megaswift.data import vocab_check
 from megaswift.data.collate import PaddingShape
 from megaswift.data.collate_preference_batches import PreferenceCollator, PreferenceDataset

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megaswift.config.data import PREFERENCES, RL
+from megaswift.config.parts.data import PREFERENCES, RL
 from megaswift.data import row_readers
 from megaswift.data.certify_loss_mask import FAULTS, NOTES, Findings, LossMaskCertifier, certify_first_rows
 from megaswift.data.coordinate_token_cache_build import data_cache_folder

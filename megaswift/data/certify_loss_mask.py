@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding
 
-from megaswift.config.data import RL
-from megaswift.config.loss_scale import LossScale
+from megaswift.config.facts.loss_scale import LossScale
+from megaswift.config.parts.data import RL
 from megaswift.data import search_answers_in_rendered_text as search
 from megaswift.data.encode_preferences import EncodedPreference, PreferenceEncoder, row_encoder_for_task
 from megaswift.data.encode_prompts import RenderedPrompt

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.config.data import PREFERENCES, RL
+from megaswift.config.parts.data import PREFERENCES, RL
 from megaswift.data.attach_row_media import reject_media, reject_media_beside_plain_text
 from megaswift.data.encode_prompts import PromptEncoder
 from megaswift.data.encode_rows import BATCH, SHOWN, EncodedRows, EncodeSpec, RowEncoder, malformed_row_problem

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
-from megaswift.config.agent_templates import AGENT_FORMATS, AGENT_TEXTS, REFUSED_AGENT_FORMATS
-from megaswift.config.external_plugins import files_with_data_formats
-from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
+from megaswift.config.facts.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
+from megaswift.config.parts.agent_templates import AGENT_FORMATS, AGENT_TEXTS, REFUSED_AGENT_FORMATS
+from megaswift.config.plugins import files_with_data_formats
 from megaswift.data.attach_row_media import reject_media
 from megaswift.data.columns import fill_self_cognition_name_placeholders, rename_columns
 from megaswift.data.coordinate_token_cache_build import data_cache_folder

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaswift.config.data import PREFERENCES, RL, DataConfig
-from megaswift.config.train import TrainConfig
+from megaswift.config.parts.data import PREFERENCES, RL, DataConfig
+from megaswift.config.parts.training import TrainConfig
 from megaswift.data.build_batch_sources import data_seed, load_document_splits, load_preference_splits
 from megaswift.data.gather_and_truncate_dataset_documents import (
     Documents,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megaswift.config.indexed_data_rules import IndexedBlend, parse_indexed_blend
+from megaswift.config.checks.indexed_data import IndexedBlend, parse_indexed_blend
 from megaswift.data.collate import PaddingShape, batch_of_arrays, empty_arrays, packed_batch
 from megaswift.data.coordinate_token_cache_build import (
     build_once,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.data import DataConfig
-from megaswift.config.model import ModelConfig
+from megaswift.config.parts.data import DataConfig
+from megaswift.config.parts.model import ModelConfig
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.data.named_chat_templates import named_templates, template_tokens
 from megaswift.data.open_media_files import VideoSampling

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale
+from megaswift.config.facts.loss_scale import ASSISTANT_TURNS, LossScale
 from megaswift.data.attach_row_media import TYPES
 from megaswift.data.jinja_sandbox_limits import REFUSED, TemplateLimitExceeded, install_template_limits
 from megaswift.data.locate_assistant_turns_in_rendered_text import AssistantTurnFinder, omits_call

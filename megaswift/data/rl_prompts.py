@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from megaswift import log
-from megaswift.config.data import DataConfig
-from megaswift.config.train import TrainConfig
+from megaswift.config.parts.data import DataConfig
+from megaswift.config.parts.training import TrainConfig
 from megaswift.data.build_batch_sources import data_seed
 from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.gather_and_truncate_dataset_documents import (

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config import load_config
+from megaswift.config.checks.indexed_data import IndexedBlend, parse_indexed_blend
 from megaswift.config.command_line import read_command_line
-from megaswift.config.data import DataConfig
-from megaswift.config.indexed_data_rules import IndexedBlend, parse_indexed_blend
-from megaswift.config.loss_scale import parse_loss_scale
-from megaswift.config.model import ModelConfig
+from megaswift.config.facts.loss_scale import parse_loss_scale
+from megaswift.config.parts.data import DataConfig
+from megaswift.config.parts.model import ModelConfig
+from megaswift.config.parts.training import TrainConfig
 from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.config.train import TrainConfig
 from megaswift.data.data_command_words import split_own_options
 from megaswift.data.row_count_names_and_texts import row_count_texts
 from megaswift.data.sample_report import (

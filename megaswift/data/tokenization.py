@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import log
-from megaswift.config.data import RL
-from megaswift.config.variables_set_by_launcher import launch_identity
+from megaswift.config.facts.launch_variables import launch_identity
+from megaswift.config.parts.data import RL
 from megaswift.data import columns, download_hub_datasets
 from megaswift.data.cached_dataset import read_cached_dataset
 from megaswift.data.certify_loss_mask import (

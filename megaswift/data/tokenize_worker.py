@@ -10,8 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from megaswift.config.external_plugins import load_external_plugins
-from megaswift.config.loss_scale import LossScale, LossWeightTable
+from megaswift.config.facts.loss_scale import LossScale, LossWeightTable
+from megaswift.config.plugins import load_external_plugins
 from megaswift.data.encode_preferences import row_encoder_for_task
 from megaswift.data.encode_rows import EncodeSpec
 from megaswift.data.render_chat_with_loss_spans import ChatTemplateTexts

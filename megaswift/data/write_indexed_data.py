@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import load_config
-from megaswift.config.data import DataConfig
-from megaswift.config.model import ModelConfig
+from megaswift.config.parts.data import DataConfig
+from megaswift.config.parts.model import ModelConfig
 from megaswift.data.data_command_words import split_own_options
 from megaswift.errors import DataError, Problem
 from megaswift.log import info

@@ -7,7 +7,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 
-from megaswift.config.byte_size_text import bytes_text
+from megaswift.config.facts.byte_size import bytes_text
 from megaswift.diagnosis.finding import Finding
 from megaswift.diagnosis.read_machine_files_and_programs import Machine
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shutil import disk_usage
 
-from megaswift.config.byte_size_text import bytes_text
+from megaswift.config.facts.byte_size import bytes_text
 from megaswift.diagnosis.finding import Finding
 from megaswift.errors import FULL
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from megaswift.config.infer_deploy_export_parser import ParsedCommand
-from megaswift.config.inference import ModelPathOptions
+from megaswift.config.inference.options import ModelPathOptions
+from megaswift.config.inference.parser import ParsedCommand
 from megaswift.config.versions import run_folder
 from megaswift.download_once_per_node import download_once_per_node
 from megaswift.errors import Problem, WeightsError, first_line, missing_path_hint

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megaswift.config.inference import ChatTemplateOptions
+from megaswift.config.inference.options import ChatTemplateOptions
 from megaswift.data.agent_text_instructions import AGENT_TEXT_FORMATS, AgentTextFormat
 from megaswift.data.attach_row_media import TYPES, RowImageFolders, attach_media
 from megaswift.data.encode_rows import with_agent_template

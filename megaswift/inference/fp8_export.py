@@ -26,7 +26,7 @@ from megaswift.bridge.open_weight_source import open_checkpoint_weight_source, o
 from megaswift.bridge.resumable_hf_folder_writer import HfFolderPlan
 from megaswift.bridge.streaming_folder_job import file_change_stamps
 from megaswift.bridge.write_transformers_model_folder import tensors_by_disk_name
-from megaswift.config.inference import ModelLoadingOptions
+from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.engine.torch.vision_model_parts import LLM, VisionModelPartNames, model_has_tower
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.folders.checkpoint import find_intact_checkpoint

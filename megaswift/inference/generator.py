@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megaswift import log
-from megaswift.config.inference import GenerationOptions
+from megaswift.config.inference.options import GenerationOptions
 from megaswift.data.vision_batches import ImageInputs, join_image_inputs
 from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.families import FAMILIES

@@ -16,7 +16,7 @@ import torch
 from megaswift.bridge import check_finite_weights
 from megaswift.bridge.adapter_folder_fits_model import check_adapter_is_whole, check_adapter_sizes
 from megaswift.bridge.untied_head import untie_adapted_modules
-from megaswift.config.inference import ModelLoadingOptions
+from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.errors import Problem, WeightsError
 from megaswift.inference import device_placement
 from megaswift.inference.device_placement import DeviceMap

@@ -25,9 +25,9 @@ from megaswift.bridge.bitsandbytes_load_config import bitsandbytes_config, disab
 from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
 from megaswift.bridge.transformers_loading_report import LOADING_INFO, check_all_weights_loaded
-from megaswift.config import parse_device_map_options as devices
-from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
-from megaswift.config.parse_device_map_options import DISK
+from megaswift.config.inference import placement as devices
+from megaswift.config.inference.options import ModelLoadingOptions, PlacementOptions
+from megaswift.config.inference.placement import DISK
 from megaswift.data.model_tokenizer import read_processor, read_tokenizer
 from megaswift.data.untokenized_sample import RowError
 from megaswift.data.vision_processor import Processor, image_support_problems

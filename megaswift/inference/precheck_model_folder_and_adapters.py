@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from megaswift.config.inference import CommonInferenceConfig, ModelLoadingOptions
+from megaswift.config.inference.options import CommonInferenceConfig, ModelLoadingOptions
 from megaswift.data.read_template_and_system import check_template, read_system_message
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.folders.adapter import is_reward_model_adapter

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.inference import ModelLoadingOptions
+from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.data.model_tokenizer import named_special_tokens
 from megaswift.errors import ConfigError, Problem
 from megaswift.models.family import read_config_json

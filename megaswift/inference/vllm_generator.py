@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from megaswift.config.inference_backend_options import BackendOptions
+from megaswift.config.inference.backends import BackendOptions
 from megaswift.errors import Problem, UserError
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams, TokenLogprob
 from megaswift.inference.incremental_detokenizer import special_token_texts

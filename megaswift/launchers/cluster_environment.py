@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaswift.config.variables_set_by_launcher import is_launched_worker
+from megaswift.config.facts.launch_variables import is_launched_worker
 
 FIRST_PORT, PORTS = 20_000, 10_000
 """A port for each Slurm job, so that two jobs on a node do not meet."""

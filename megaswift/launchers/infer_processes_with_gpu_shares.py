@@ -10,10 +10,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS
-from megaswift.config.inference import InferProcessOptions
-from megaswift.config.launch import LaunchConfig
-from megaswift.config.variables_set_by_launcher import CHECKED, is_launched_worker
+from megaswift.config.facts.launch_variables import CHECKED, is_launched_worker
+from megaswift.config.inference.launch import LAUNCH_OPTIONS
+from megaswift.config.inference.options import InferProcessOptions
+from megaswift.config.parts.launch import LaunchConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import torchrun_launcher
 

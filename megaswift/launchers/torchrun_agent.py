@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megaswift.config.variables_set_by_launcher import NODE
+from megaswift.config.facts.launch_variables import NODE
 from megaswift.errors import EXIT_USER_ERROR
 from megaswift.launchers.end_on_all_nodes import EndedElsewhere, NodesEnd, end_run_on_all_nodes
 from megaswift.launchers.finish_marks import FOLDER, unfinished_text

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 
 from megaswift import log
-from megaswift.config.launch import LaunchConfig
-from megaswift.config.launcher_table import launcher_entry
-from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, NODE, OOM_RETRY, RESTARTS, RUN
+from megaswift.config.facts.launch_variables import DEFAULT_PORT, NODE, OOM_RETRY, RESTARTS, RUN
+from megaswift.config.parts.launch import LaunchConfig
+from megaswift.config.parts.launchers import launcher_entry
 from megaswift.errors import EXIT_OOM_RETRY, EXIT_USER_ERROR, NOT_RESTARTED, ConfigError, Problem
 from megaswift.launchers.launcher import TrainingCommand
 from megaswift.launchers.local_address_and_interface import local_address

@@ -15,8 +15,8 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.config.launch import LaunchConfig
-from megaswift.config.variables_set_by_launcher import DEFAULT_PORT, JOB_ID, NODE, RESTARTS, RUN
+from megaswift.config.facts.launch_variables import DEFAULT_PORT, JOB_ID, NODE, RESTARTS, RUN
+from megaswift.config.parts.launch import LaunchConfig
 from megaswift.errors import Problem, UserError
 from megaswift.log import count_text
 

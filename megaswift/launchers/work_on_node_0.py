@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from megaswift import log
-from megaswift.config.nodes_of_single_process_commands import NodePlace
+from megaswift.config.facts.single_process import NodePlace
 from megaswift.errors import Problem, UserError, storage_error
 
 ARRIVED = "megaswift/arrived/"

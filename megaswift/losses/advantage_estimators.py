@@ -1,6 +1,6 @@
 """Advantage estimators by name: from the rewards of a generation to advantages and value targets.
 
-Owns which formula an estimator is, over tensors alone; the rows of `config/advantage_estimator_table.py` have the same
+Owns which formula an estimator is, over tensors alone; the rows of `config/parts/estimators.py` have the same
 names. The formulas that have other uses are in `advantages.py`. Completions of one prompt follow one another.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megaswift.config.advantage_estimator_table import PLUGIN_ESTIMATORS
-from megaswift.config.rl import RlConfig
+from megaswift.config.parts.estimators import PLUGIN_ESTIMATORS
+from megaswift.config.parts.rl import RlConfig
 from megaswift.errors import Problem, RewardError
 from megaswift.losses import advantages as formulas
 from megaswift.registry import Registry

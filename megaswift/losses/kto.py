@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift.config.loss_table import KL_PAIRS, RUNNING_MEAN, losses_needing
+from megaswift.config.parts.losses import KL_PAIRS, RUNNING_MEAN, losses_needing
 from megaswift.losses.contract import (
     Batch,
     LossTerm,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaswift.config.loss_table import (
+from megaswift.config.parts.losses import (
     AGG_MODES,
     SEQ_MEAN_TOKEN_MEAN,
     SEQ_MEAN_TOKEN_SUM_NORM,

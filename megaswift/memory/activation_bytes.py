@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megaswift.config.choose_selective_recompute_modules import selective_recompute_modules
+from megaswift.config.facts.recompute import selective_recompute_modules
 from megaswift.memory.layer_activations import first_width, kept_by_layer, layer_input_bytes, mask_bytes
 from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
 from megaswift.memory.vocabulary_head_bytes import HeadBytes, head_bytes

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megaswift.config.lora import LoraConfig
-from megaswift.config.model import ModelConfig
+from megaswift.config.parts.adapter import LoraConfig
+from megaswift.config.parts.model import ModelConfig
 from megaswift.memory.activation_bytes import ActivationBytes, activation_bytes
 from megaswift.memory.microbatch_setup import TORCH, ComputeKernels, MicrobatchSetup
 from megaswift.memory.rank_parameters import RankParameters, TrainedParts, rank_parameters

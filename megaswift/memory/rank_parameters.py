@@ -12,8 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megaswift.config.lora import LoraConfig
-from megaswift.config.model import ModelConfig
+from megaswift.config.parts.adapter import LoraConfig
+from megaswift.config.parts.model import ModelConfig
 from megaswift.models.family import Family, family_of
 from megaswift.models.qlora import is_four_bit_weight
 from megaswift.models.spec import ModelSpec

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megaswift.config.model import ModelConfig
-from megaswift.config.optim import OptimConfig
+from megaswift.config.parts.model import ModelConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.memory.memory_estimate import MemoryEstimate, RunParameters
 from megaswift.memory.microbatch_setup import TRANSFORMER_ENGINE, ComputeKernels
 from megaswift.memory.step_options import StepOptions

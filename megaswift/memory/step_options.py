@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.model import ModelConfig
-from megaswift.config.optim import OptimConfig
+from megaswift.config.parts.model import ModelConfig
+from megaswift.config.parts.optimizer import OptimConfig
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from megaswift.config.model import ModelConfig
-from megaswift.config.optim import PLUGIN_OPTIMIZERS, OptimConfig
-from megaswift.config.optimizer_rules import uses_distributed_optimizer
+from megaswift.config.checks.optimizer import uses_distributed_optimizer
+from megaswift.config.parts.model import ModelConfig
+from megaswift.config.parts.optimizer import PLUGIN_OPTIMIZERS, OptimConfig
 from megaswift.memory.rank_parameters import RankParameters
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.qlora import BLOCK

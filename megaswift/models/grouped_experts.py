@@ -6,7 +6,7 @@ launches as many as there are experts.
 
 from __future__ import annotations
 
-from megaswift.config.model import ModelConfig
+from megaswift.config.parts.model import ModelConfig
 from megaswift.errors import Problem
 from megaswift.models.spec import ModelSpec
 

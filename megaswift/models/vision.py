@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megaswift.config.data import VISION_TASKS
+from megaswift.config.parts.data import VISION_TASKS
 from megaswift.errors import Problem
 
 PACKED = ("idefics3", "internvl", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")

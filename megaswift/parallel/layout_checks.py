@@ -11,7 +11,7 @@ from itertools import combinations, product
 from math import log2
 from typing import Any
 
-from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.values import option_value_text
 from megaswift.errors import LayoutError, Problem
 from megaswift.log import count_text
 from megaswift.parallel.layout import FLAGS, Layout

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megaswift.config.batch_arithmetic import accumulation_steps, batch_problems
-from megaswift.config.parallel import ParallelConfig
-from megaswift.config.parse_option_values import option_value_text
-from megaswift.config.train import TrainConfig
+from megaswift.config.facts.batch_sizes import accumulation_steps, batch_problems
+from megaswift.config.parts.layout import ParallelConfig
+from megaswift.config.parts.training import TrainConfig
+from megaswift.config.values import option_value_text
 from megaswift.errors import Problem
 from megaswift.parallel.layout import (
     FLAGS,

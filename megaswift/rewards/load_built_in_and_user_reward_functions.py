@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.external_plugins import PLUGINS, load_external_plugins
+from megaswift.config.plugins import PLUGINS, load_external_plugins
 from megaswift.errors import ConfigError, Problem
 from megaswift.registry import Registry
 from megaswift.rewards import accuracy_cosine_length, code_reward, format_and_length_rewards

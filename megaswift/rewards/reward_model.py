@@ -17,7 +17,7 @@ from torch import Tensor
 from megaswift.bridge import check_finite_weights
 from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
 from megaswift.bridge.transformers_loading_report import LOADING_INFO, check_all_weights_loaded
-from megaswift.config.inference import ModelLoadingOptions
+from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.data.model_tokenizer import read_tokenizer
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.folders.checkpoint import find_checkpoint

@@ -15,7 +15,7 @@ from typing import Any
 
 from megaswift import distributed, log
 from megaswift.config import SwiftConfig
-from megaswift.config.batch_arithmetic import batch_plan
+from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.data.loader import TokenStoreBatchSource
 from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.engine.determinism import nondeterministic_op_error

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megaswift import distributed
-from megaswift.config.cuda_graph_rules import uses_cuda_graphs
-from megaswift.config.data import PROMPTED
+from megaswift.config.checks.cuda_graphs import uses_cuda_graphs
+from megaswift.config.parts.data import PROMPTED
 from megaswift.data import build_batch_sources as data_sources
 from megaswift.data.collate_preference_batches import kto_kl_batches, labeled_documents, previous_in_global_batch
 from megaswift.data.load_tokenizer import score_padding_token

@@ -16,12 +16,12 @@ from pathlib import Path
 from megaswift import log
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config import SwiftConfig
-from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
-from megaswift.config.engine_rules import capabilities_of
+from megaswift.config.checks.engine import capabilities_of
+from megaswift.config.facts.launch_variables import JOB_ID
 from megaswift.config.files import CONFIG_HEADER
+from megaswift.config.parts.training import TRACKERS, TrainConfig
+from megaswift.config.saved_paths import with_absolute_paths
 from megaswift.config.swift_config import config_yaml_text
-from megaswift.config.train import TRACKERS, TrainConfig
-from megaswift.config.variables_set_by_launcher import JOB_ID
 from megaswift.config.versions import versions
 from megaswift.errors import Problem, UserError
 from megaswift.folders.checkpoint import find_checkpoint

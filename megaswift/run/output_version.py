@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megaswift import distributed, log
 from megaswift.config import SwiftConfig
-from megaswift.config.variables_set_by_launcher import JOB_ID, RUN, process_start_time, restart_count
+from megaswift.config.facts.launch_variables import JOB_ID, RUN, process_start_time, restart_count
 from megaswift.config.versions import version_number, versions
 from megaswift.run.output import OutputFolder, resume_own_folder, resumed_version
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import SHARDED
-from megaswift.config.batch_arithmetic import batch_plan
+from megaswift.config.checks.adapter import SHARDED
+from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.data import build_batch_sources as data
 from megaswift.data.model_tokenizer import read_tokenizer, training_processor
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry

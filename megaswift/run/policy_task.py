@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.agent_templates import AGENT_TEXTS
-from megaswift.config.byte_size_text import bytes_text
-from megaswift.config.evaluation_rules import evaluates
-from megaswift.config.generation_batch import generation_batch_plan
-from megaswift.config.rl_defaults import advantage_estimator_entry_of
+from megaswift.config.checks.evaluation import evaluates
+from megaswift.config.facts.byte_size import bytes_text
+from megaswift.config.facts.generation_batch import generation_batch_plan
+from megaswift.config.facts.rl import advantage_estimator_entry_of
+from megaswift.config.parts.agent_templates import AGENT_TEXTS
 from megaswift.data import build_batch_sources as data_sources
 from megaswift.data import vocab_check
 from megaswift.data.collate_rollout_batches import RolloutCollator
@@ -324,7 +324,7 @@ def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
     )
     if not rl.reward_model:
         return functions
-    from megaswift.config.inference import ModelLoadingOptions
+    from megaswift.config.inference.options import ModelLoadingOptions
     from megaswift.rewards.reward_model import load_reward_models  # loads transformers
 
     options = ModelLoadingOptions(trust_remote_code=cfg.model.trust_remote_code)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.byte_size_text import bytes_text
-from megaswift.config.engine_rules import NATIVE, requested_engine
+from megaswift.config.checks.engine import NATIVE, requested_engine
+from megaswift.config.facts.byte_size import bytes_text
 from megaswift.data.row_count_names_and_texts import WORDS, row_count_texts
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text

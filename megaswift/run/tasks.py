@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 
 from megaswift.config import SwiftConfig
-from megaswift.config.preference import beta_of, cpo_alpha_of, loss_types_of
-from megaswift.config.rl_defaults import (
+from megaswift.config.facts.rl import (
     corrects_sampler_mismatch,
     kl_estimator_of,
     kl_in_reward_of,
     policy_loss_of,
     weighs_kl_by_ratio,
 )
+from megaswift.config.parts.preference import beta_of, cpo_alpha_of, loss_types_of
 from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO

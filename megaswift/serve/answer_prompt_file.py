@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from megaswift import distributed, log
 from megaswift.atomic_disk_writes import atomic_file
-from megaswift.config.inference import InferConfig
+from megaswift.config.inference.options import InferConfig
 from megaswift.errors import ConfigError, DataError, Problem
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams, Generator

@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from megaswift.config.inference import GenerationOptions
+from megaswift.config.inference.options import GenerationOptions
 from megaswift.data.attach_row_media import KEYS, TYPES
 from megaswift.errors import UserError
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import from_json
 
-from megaswift.config.inference import COLD, PENALTIES, GenerationOptions
+from megaswift.config.inference.options import COLD, PENALTIES, GenerationOptions
 from megaswift.data.attach_row_media import TYPES
 from megaswift.data.role_aliases_and_tool_call_turns import ROLES
 from megaswift.data.row_media import IMAGE

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.inference import CommonInferenceConfig, DeployConfig
+from megaswift.config.inference.options import CommonInferenceConfig, DeployConfig
 from megaswift.data.named_chat_templates import TOKENIZERS_OWN, read_named_template
 from megaswift.errors import Problem, WeightsError, first_line
 from megaswift.rollout.installed_vllm_version_and_support import (

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from megaswift.config import SwiftConfig
-from megaswift.config.data import RL
-from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_pairs_over_global_batch
-from megaswift.config.preference import beta_of, loss_types_of, needs_reference
+from megaswift.config.facts.kto_pairs import kto_pairs_over_global_batch
+from megaswift.config.parts.data import RL
+from megaswift.config.parts.preference import beta_of, loss_types_of, needs_reference
 from megaswift.engine.global_batch_loss_and_metrics import all_sum_on_device
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, RequestedModelOutputs

@@ -11,12 +11,12 @@ import torch
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import base_quantization_bits
-from megaswift.config.cuda_graph_rules import uses_cuda_graphs
-from megaswift.config.data import PROMPTED, RL
-from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import NATIVE, filled_deepspeed_config, requested_engine
-from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems
+from megaswift.config.checks.adapter import base_quantization_bits
+from megaswift.config.checks.cuda_graphs import uses_cuda_graphs
+from megaswift.config.checks.engine import NATIVE, filled_deepspeed_config, requested_engine
+from megaswift.config.checks.te import missing_transformer_engine_problems
+from megaswift.config.parts.data import PROMPTED, RL
+from megaswift.config.parts.engine import ZERO
 from megaswift.engine import start_default_process_group
 from megaswift.engine.cuda_max_connections import set_max_connections
 from megaswift.engine.protocol import Engine

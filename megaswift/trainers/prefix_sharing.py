@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.batch_arithmetic import batch_plan
-from megaswift.config.data import PROMPTED, RL
-from megaswift.config.engine_rules import NATIVE, requested_engine
-from megaswift.config.megatron_extra_kwargs import extra_kwargs_values
+from megaswift.config.checks.engine import NATIVE, requested_engine
+from megaswift.config.facts.batch_sizes import batch_plan
+from megaswift.config.facts.extra_kwargs import extra_kwargs_values
+from megaswift.config.parts.data import PROMPTED, RL
 from megaswift.errors import Problem
 from megaswift.models.any_model import dropout_fields, spec_from_family
 from megaswift.models.spec import ModelSpec

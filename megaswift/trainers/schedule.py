@@ -13,7 +13,7 @@ from math import ceil, cos, pi, sqrt
 from typing import Any, Protocol
 
 from megaswift.config import SwiftConfig
-from megaswift.config.optim import PLATEAU, OptimConfig
+from megaswift.config.parts.optimizer import PLATEAU, OptimConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.log import count_text
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from megaswift import distributed, log
 from megaswift.config import SwiftConfig
-from megaswift.config.batch_arithmetic import batch_plan
-from megaswift.config.engine_rules import NATIVE, requested_engine
+from megaswift.config.checks.engine import NATIVE, requested_engine
+from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.data.loader import BatchSource, DocumentRows, EvaluationSource, TokenStoreBatchSource
 from megaswift.data.pack_samples_of_step import StepPacking
 from megaswift.models.spec import ModelSpec

@@ -18,7 +18,7 @@ from megaswift.bridge import check_finite_weights
 from megaswift.bridge.hf_to_megatron import HfToMegatronOptions, hf_to_megatron
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
-from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
+from megaswift.config.inference.options import ModelLoadingOptions, PlacementOptions
 from megaswift.errors import WeightsError
 from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor, load_model_and_prompt_device
 from tests.inference.models import adapters

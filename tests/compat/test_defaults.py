@@ -17,9 +17,9 @@ from megaswift.compat.defaults import (
 )
 from megaswift.compat.names.neutral import NEUTRAL
 from megaswift.config import load_config
-from megaswift.config.parse_option_values import option_value_text, parse_option_value
-from megaswift.config.rl_defaults import policy_loss_of
+from megaswift.config.facts.rl import policy_loss_of
 from megaswift.config.sections import NAMES, OPTIONS, TASKS
+from megaswift.config.values import option_value_text, parse_option_value
 from tests.compat.migrating_page import written
 from tests.sources import ROOT
 

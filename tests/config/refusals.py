@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.config import load_config
-from megaswift.config.check_all_option_rules import IGNORED
+from megaswift.config.rules import IGNORED
 from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError
 

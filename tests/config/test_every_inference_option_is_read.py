@@ -1,6 +1,6 @@
 """Every option of infer, deploy and export is read by something that acts on it, for each command by itself.
 
-Covers: megaswift/config/inference.py, megaswift/config/inference_backend_options.py.
+Covers: megaswift/config/inference/options.py, megaswift/config/inference/backends.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from megaswift import deploy, export, infer
-from megaswift.config.export_rules import LAYOUT
-from megaswift.config.infer_deploy_export_parser import CommandParser
-from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS, OF_NODES, node_option_values
-from megaswift.config.inference import BitsandbytesOptions, InferProcessOptions, ServerOptions
-from megaswift.config.inference_backend_options import BackendOptions
-from megaswift.config.inference_rules import server_auth_token
-from megaswift.config.nodes_of_single_process_commands import place_among_nodes
+from megaswift.config.facts.single_process import place_among_nodes
+from megaswift.config.inference.backends import BackendOptions
+from megaswift.config.inference.checks import server_auth_token
+from megaswift.config.inference.export import LAYOUT
+from megaswift.config.inference.launch import LAUNCH_OPTIONS, OF_NODES, node_option_values
+from megaswift.config.inference.options import BitsandbytesOptions, InferProcessOptions, ServerOptions
+from megaswift.config.inference.parser import CommandParser
 from megaswift.errors import ConfigError
 from megaswift.launchers.infer_processes_with_gpu_shares import requested_launch
 from tests.sources import Source, sources

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.data import RL
-from megaswift.config.engine_rules import requested_engine
-from megaswift.config.generation_batch import generation_batch_plan
+from megaswift.config.checks.engine import requested_engine
+from megaswift.config.facts.generation_batch import generation_batch_plan
+from megaswift.config.parts.data import RL
 from megaswift.errors import ConfigError
 from megaswift.version import __version__
 

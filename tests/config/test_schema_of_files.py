@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from megaswift.config.config_json_schema import config_json_schema
+from megaswift.config.schema import config_json_schema
 from megaswift.config.sections import OPTIONS
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*/*.yaml"))

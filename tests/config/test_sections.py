@@ -1,6 +1,6 @@
 """The surface that users' scripts rely on: names, aliases and defaults, frozen in a file beside this test.
 
-Covers: megaswift/config/parse_option_values.py.
+Covers: megaswift/config/values.py.
 """
 
 from pathlib import Path
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import FOUR_BITS
-from megaswift.config.non_lora_peft_methods import OWNERS
-from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.checks.adapter import FOUR_BITS
+from megaswift.config.parts.peft_methods import OWNERS
 from megaswift.config.sections import NAMES, OPTIONS, SECTION_ALIASES, SECTIONS
+from megaswift.config.values import option_value_text
 
 GOLDEN = Path(__file__).with_name("surface.txt")
 

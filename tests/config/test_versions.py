@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.inference_run_files import adapter_folder
+from megaswift.config.inference.run_files import adapter_folder
 from megaswift.config.versions import run_folder, versions
 from megaswift.errors import ConfigError
 

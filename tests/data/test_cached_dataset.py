@@ -20,7 +20,7 @@ import torch
 
 from megaswift.cli import main
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.model import ModelConfig
+from megaswift.config.parts.model import ModelConfig
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.model_tokenizer import tokenizer_or_processor_for
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry

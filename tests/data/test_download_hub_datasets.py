@@ -1,7 +1,7 @@
 """Data sets by their ids: both hubs' own clients against a server on this machine, subsets, `USE_HF`, ids that differ
 between the hubs.
 
-Covers: megaswift/config/hub_dataset_ids.py.
+Covers: megaswift/config/facts/hub_ids.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.hub_dataset_ids import SAME_DATASETS, id_on_hub, names_hub_dataset, with_hub_of_ids
+from megaswift.config.facts.hub_ids import SAME_DATASETS, id_on_hub, names_hub_dataset, with_hub_of_ids
 from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_document_splits
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.errors import DataError

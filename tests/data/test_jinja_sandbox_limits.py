@@ -11,7 +11,7 @@ import pytest
 from jinja2.exceptions import TemplateError
 from transformers.utils import chat_template_utils
 
-from megaswift.config.loss_scale import LossScale
+from megaswift.config.facts.loss_scale import LossScale
 from megaswift.data import jinja_sandbox_limits
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, ChatTemplateTexts

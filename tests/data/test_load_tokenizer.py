@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megaswift.bridge.hf_safetensors_writer import write_non_tensor_files
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
-from megaswift.config.inference import ModelLoadingOptions
+from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.data.load_tokenizer import score_padding_token
 from megaswift.models.family import read_config_json
 from megaswift.models.scalar_head import config_with_scalar_head, with_pad_token_id

@@ -22,7 +22,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megaswift.config import SwiftConfig
-from megaswift.config.indexed_data_rules import IndexedBlend, parse_indexed_blend
+from megaswift.config.checks.indexed_data import IndexedBlend, parse_indexed_blend
 from megaswift.data import megatron_index_files
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.collate import PaddingShape

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES
+from megaswift.config.parts.data import EXAMPLES, PAIRS, PREFERENCES
 from megaswift.data.formats import FORMATS, recognize_format
 from megaswift.data.preference_rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, UnusablePreferenceError
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample

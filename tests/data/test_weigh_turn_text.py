@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaswift.config.loss_scale import parse_loss_scale
+from megaswift.config.facts.loss_scale import parse_loss_scale
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.certify_loss_mask import LossMaskCertifier
 from megaswift.data.encode_preferences import PreferenceEncoder

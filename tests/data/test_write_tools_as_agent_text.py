@@ -1,6 +1,6 @@
 """`--agent_template` formats that are text: system messages beside ms-swift's, hand-written renderings, loss, prompts.
 
-Covers: megaswift/config/agent_templates.py, megaswift/data/agent_text_instructions.py.
+Covers: megaswift/config/parts/agent_templates.py, megaswift/data/agent_text_instructions.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.config.agent_templates import AGENT_TEXTS
+from megaswift.config.parts.agent_templates import AGENT_TEXTS
 from megaswift.data.agent_text_instructions import AGENT_TEXT_FORMATS
 from megaswift.data.certify_loss_mask import PROMPT_TRAINED, LossMaskCertifier
 from megaswift.data.encode_preferences import PreferenceEncoder

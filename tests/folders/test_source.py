@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.inference import ModelLoadingOptions
+from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.data.model_tokenizer import read_tokenizer
 from megaswift.errors import UserError
 from megaswift.folders.source import locate_model, missing_model_file_problems, short_name

@@ -24,9 +24,9 @@ import yaml
 
 from megaswift import log
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.data import ALIGNMENT, RL
+from megaswift.config.parts.data import ALIGNMENT, RL
 from megaswift.config.sections import NAMES
-from megaswift.config.user_spelling import errors_as_typed
+from megaswift.config.spelling import errors_as_typed
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.run.checks import preflight
 from megaswift.run.checks.engine_choice import resolve_engine

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from megaswift import SwiftConfig, training_command_entry
-from megaswift.config.data import RL
-from megaswift.config.variables_set_by_launcher import without_local_rank
+from megaswift.config.facts.launch_variables import without_local_rank
+from megaswift.config.parts.data import RL
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.run.checks import preflight
 from megaswift.run.checks.engine_choice import resolve_engine

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
+from megaswift.config.inference.options import ModelLoadingOptions, PlacementOptions
 from megaswift.inference.generator import Generator
 from megaswift.inference.load_generation_model import (
     ModelConfigAndTokenizer,

@@ -1,6 +1,6 @@
 """`megaswift export --quant_method fp8`: transformers' own bits, read back by transformers and by megaswift.
 
-Covers: megaswift/bridge/fp8_block_quantization.py, megaswift/config/export_rules.py.
+Covers: megaswift/bridge/fp8_block_quantization.py, megaswift/config/inference/export.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megaswift.config.inference import GenerationOptions
+from megaswift.config.inference.options import GenerationOptions
 from megaswift.errors import ConfigError
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator, generation_params
 from tests.inference.models import PROMPTS, opened, plain

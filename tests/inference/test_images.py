@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from megaswift.config.inference import ChatTemplateOptions, GenerationOptions
+from megaswift.config.inference.options import ChatTemplateOptions, GenerationOptions
 from megaswift.data import open_media_files
 from megaswift.data.attach_row_media import RowImageFolders
 from megaswift.data.vision_processor import Processor

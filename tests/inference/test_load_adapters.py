@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
+from megaswift.config.inference.options import ModelLoadingOptions, PlacementOptions
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
 from megaswift.inference.load_adapters import selectable_adapters
 from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor, load_model_and_prompt_device

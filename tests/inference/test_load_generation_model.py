@@ -1,7 +1,7 @@
 """Models as `infer` opens them: on disk, in four bits, with adapters, from checkpoints; answers equal to transformers'
 and PEFT's own.
 
-Covers: megaswift/config/byte_size_text.py, megaswift/config/parse_device_map_options.py,
+Covers: megaswift/config/facts/byte_size.py, megaswift/config/inference/placement.py,
 megaswift/inference/rope_scaling_and_special_tokens.py, megaswift/data/model_tokenizer.py.
 """
 
@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.bridge.hf_to_megatron import hf_to_megatron
-from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
+from megaswift.config.inference.options import ModelLoadingOptions, PlacementOptions
 from megaswift.errors import ConfigError, UserError
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
 from megaswift.inference.load_generation_model import (

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megaswift.cli import main
-from megaswift.config.inference import ModelLoadingOptions
+from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.errors import UserError
 from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
 from megaswift.models import quantized_training

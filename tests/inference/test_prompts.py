@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaswift.config.agent_templates import AGENT_TEXTS
-from megaswift.config.inference import ChatTemplateOptions
+from megaswift.config.inference.options import ChatTemplateOptions
+from megaswift.config.parts.agent_templates import AGENT_TEXTS
 from megaswift.data.encode_rows import RowEncoder, encode_spec
 from megaswift.data.render_chat_with_loss_spans import load_chat_templates
 from megaswift.errors import ConfigError

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from megaswift.config.inference import InferConfig, ModelLoadingOptions
+from megaswift.config.inference.options import InferConfig, ModelLoadingOptions
 from megaswift.errors import UserError
 from megaswift.infer import COMMAND
 from megaswift.inference.generator import AnswerRequest, GenerationParams, ProcessedImageInputs, TokenLogprob
 from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
 from megaswift.inference.vllm_generator import VllmGenerator
 from megaswift.serve import vllm_server_command_and_checks
-from tests.config.test_inference_run_files import peft_folder
+from tests.config.inference.test_run_files import peft_folder
 
 
 def logprob(value: float) -> SimpleNamespace:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config.launch import LaunchConfig
+from megaswift.config.parts.launch import LaunchConfig
 from megaswift.launchers.end_on_all_nodes import NodesEnd, RunEnd
 from megaswift.launchers.torchrun_launcher import free_port, torchrun_command, torchrun_environment
 from tests.sources import ROOT

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.config.inference import InferProcessOptions
-from megaswift.config.launch import LaunchConfig
+from megaswift.config.inference.options import InferProcessOptions
+from megaswift.config.parts.launch import LaunchConfig
 from megaswift.errors import ConfigError
 from megaswift.launchers import infer_processes_with_gpu_shares
 from megaswift.launchers.infer_processes_with_gpu_shares import (

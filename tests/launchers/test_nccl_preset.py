@@ -10,7 +10,7 @@ import pytest
 from megaswift import training_command_entry
 from megaswift.clusters.network_presets import NETWORK_PRESETS, network_variables
 from megaswift.config import load_config
-from megaswift.config.launch import NCCL_PRESETS
+from megaswift.config.parts.launch import NCCL_PRESETS
 from megaswift.errors import ConfigError
 from megaswift.launchers.nccl_preset import AUTO, NONE, apply_nccl_preset, node_count, preset_by_devices
 from tests.diagnosis.fake_machine import machine, put_program

@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from megaswift.config.variables_set_by_launcher import COUNTS, IDENTITY
+from megaswift.config.facts.launch_variables import COUNTS, IDENTITY
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import write_inputs
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaswift import training_command_entry
-from megaswift.config.data import RL
+from megaswift.config.parts.data import RL
 from megaswift.config.sections import TASKS
 from megaswift.launchers import torchrun_launcher
 from scripts import run_distributed

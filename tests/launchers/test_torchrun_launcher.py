@@ -17,7 +17,7 @@ from torch.distributed.launcher import api as torch_launcher
 
 from megaswift import training_command_entry
 from megaswift.config import load_config
-from megaswift.config.variables_set_by_launcher import NODE, RESTARTS
+from megaswift.config.facts.launch_variables import NODE, RESTARTS
 from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.torchrun_launcher import (
     requests_worker_processes,

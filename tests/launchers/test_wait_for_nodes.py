@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megaswift.config.launch import LaunchConfig
-from megaswift.config.variables_set_by_launcher import JOB_ID, NODE
+from megaswift.config.facts.launch_variables import JOB_ID, NODE
+from megaswift.config.parts.launch import LaunchConfig
 from megaswift.launchers import wait_for_nodes
 from megaswift.launchers.wait_for_nodes import MissingNodesError, NodeOfAttempt, gather_nodes, job_of_running_nodes
 

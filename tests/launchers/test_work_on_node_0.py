@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config.nodes_of_single_process_commands import NodePlace
+from megaswift.config.facts.single_process import NodePlace
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import work_on_node_0
 from megaswift.launchers.torchrun_launcher import free_port

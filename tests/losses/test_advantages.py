@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
-from megaswift.config.rl_defaults import weighs_kl_by_ratio
+from megaswift.config.facts.rl import weighs_kl_by_ratio
 from megaswift.losses.advantages import (
     entropy_threshold,
     gae,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megaswift.config import load_config
-from megaswift.config.rl import MODES
+from megaswift.config.parts.rl import MODES
 from megaswift.losses.sampler_correction import SamplerCorrection, correction_weight_metrics, logprob_gap_metrics
 from tests.losses import trainers
 from tests.losses.bigram import reduced

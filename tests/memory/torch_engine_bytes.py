@@ -22,9 +22,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megaswift.config.deepspeed_json import KINDS
-from megaswift.config.engine import ZERO
-from megaswift.config.optim import GALORE, LIONS, MUON, OF_BITSANDBYTES, PLUGIN_OPTIMIZERS, OptimConfig
+from megaswift.config.facts.zero_file import KINDS
+from megaswift.config.parts.engine import ZERO
+from megaswift.config.parts.optimizer import GALORE, LIONS, MUON, OF_BITSANDBYTES, PLUGIN_OPTIMIZERS, OptimConfig
 from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.memory.weight_gradient_optimizer_bytes import HALF, HeldBytes
 from megaswift.models.family import family_of

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from megaswift.config.engine import ZERO
+from megaswift.config.parts.engine import ZERO
 from tests.parity.cases import Case, parse
 from tests.parity.compare import compare, table
 from tests.parity.measure import Task

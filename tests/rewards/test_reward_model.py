@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.config.inference import ModelLoadingOptions
+from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.errors import RewardError, WeightsError
 from megaswift.rewards import reward_model as rewards
 from megaswift.rewards.reward_input import RewardInput

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.variables_set_by_launcher import JOB_ID, RESTARTS, RUN
+from megaswift.config.facts.launch_variables import JOB_ID, RESTARTS, RUN
 from megaswift.config.versions import version_number, versions
 from megaswift.run import output_version
 from megaswift.run.output import OutputFolder, output_folder_problems, prepare_output_folder
@@ -173,7 +173,7 @@ def test_commands_and_python_without_a_folder_write_side_by_side(tmp_path: Path)
 
 FAULT = """\
 import os, signal
-from megaswift.config.variables_set_by_launcher import restart_count
+from megaswift.config.facts.launch_variables import restart_count
 from megaswift.trainers.hook import Run
 emit = Run.emit
 

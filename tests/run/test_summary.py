@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.byte_size_text import bytes_text
+from megaswift.config.facts.byte_size import bytes_text
 from megaswift.data.stream_batches import StreamBatchSource, StreamRowCountsAndWarnings
 from megaswift.data.stream_cursor import Cursor
 from megaswift.engine.protocol import EngineSizeReport

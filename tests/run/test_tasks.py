@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.data import RL
+from megaswift.config.parts.data import RL
 from megaswift.config.sections import TASKS as NAMES
 from megaswift.run import build, course
 from megaswift.run.dataset_task import DatasetTask

@@ -25,7 +25,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megaswift.config.inference import GenerationOptions
+from megaswift.config.inference.options import GenerationOptions
 from megaswift.deploy import COMMAND, _also
 from megaswift.deploy import main as deploy
 from megaswift.errors import ConfigError

@@ -16,7 +16,7 @@ import torch
 from fastapi.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megaswift.config.inference import ChatTemplateOptions, GenerationOptions
+from megaswift.config.inference.options import ChatTemplateOptions, GenerationOptions
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from megaswift.inference.generator import TokenLogprob
 from megaswift.inference.token_texts import TokenTexts

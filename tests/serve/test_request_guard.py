@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from megaswift.config.inference import ChatTemplateOptions, GenerationOptions, ModelLoadingOptions
+from megaswift.config.inference.options import ChatTemplateOptions, GenerationOptions, ModelLoadingOptions
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams
 from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor

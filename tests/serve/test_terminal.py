@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megaswift.config.inference import ChatTemplateOptions
+from megaswift.config.inference.options import ChatTemplateOptions
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from megaswift.inference.generator import GenerationParams, Generator
 from megaswift.inference.load_generation_model import ModelConfigAndTokenizer

@@ -17,7 +17,7 @@ import torch
 from fastapi.testclient import TestClient
 from transformers import GenerationConfig
 
-from megaswift.config.inference import GenerationOptions
+from megaswift.config.inference.options import GenerationOptions
 from megaswift.data.agent_text_instructions import AGENT_TEXT_FORMATS
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams
 from megaswift.serve.app import ServerState, build_app

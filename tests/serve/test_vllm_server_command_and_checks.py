@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaswift.config.inference import DeployConfig
+from megaswift.config.inference.options import DeployConfig
 from megaswift.deploy import COMMAND, resolve_served_model_name
 from megaswift.deploy import main as deploy
 from megaswift.errors import ConfigError, WeightsError

@@ -20,7 +20,7 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.cli import main
 from megaswift.config import load_config
-from megaswift.config.inference import ModelLoadingOptions
+from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.errors import CheckpointError
 from megaswift.folders import saved_steps
 from megaswift.folders.source import locate_model

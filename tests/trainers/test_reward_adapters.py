@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from megaswift.bridge.new_scalar_head import new_scalar_head_weight
 from megaswift.config import SwiftConfig
-from megaswift.config.inference import ModelLoadingOptions
+from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.errors import WeightsError
 from megaswift.families import load_spec
 from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor

@@ -2,7 +2,7 @@
 its keys as options of the run. Names and meanings: accelerate 1.15.
 
 Owns the keys of the file. What its settings mean is `accelerate_launch.py`, as under `accelerate launch`; the section
-`fsdp_config` is `fsdp_json.py`.
+`fsdp_config` is `facts/fsdp_file.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megaswift.compat.files.accelerate_parallel import (
     unknown_keys,
     variables_of_section,
 )
-from megaswift.config.read_option_json_file import read_option_object
+from megaswift.config.option_json import read_option_object
 from megaswift.config.sections import NAMES
 from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint

@@ -18,10 +18,10 @@ from megaswift.compat.files.accelerate_parallel import (
     splits_model,
 )
 from megaswift.compat.names.translated import PRECISIONS
-from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED, PREFETCH_SPELLINGS
-from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.parts.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED, PREFETCH_SPELLINGS
 from megaswift.config.sections import Sections
 from megaswift.config.sources import ConfigSource, GivenOptionValue
+from megaswift.config.values import option_value_text
 from megaswift.errors import Problem
 
 ZERO, FSDP = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"

@@ -1,7 +1,8 @@
 """Options that a DeepSpeed file sets: its optimizer, schedule, batch, precision and hosts count where the run says
 nothing.
 
-Owns the translation of values. Which keys are served at all, and comparing a file with its run, is `deepspeed_json.py`.
+Owns the translation of values. Which keys are served at all, and comparing a file with its run, is
+`facts/zero_file.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.compat.names.translated import RENAMED
-from megaswift.config.deepspeed_json import (
+from megaswift.config.facts.zero_file import (
     LOSS_SCALE_OPTIONS,
     PRECISIONS,
     SCHEDULES,
@@ -19,7 +20,7 @@ from megaswift.config.deepspeed_json import (
     deepspeed_label,
     read_deepspeed_json,
 )
-from megaswift.config.engine import ZERO
+from megaswift.config.parts.engine import ZERO
 from megaswift.config.sections import NAMES
 from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.errors import ConfigError

@@ -1,7 +1,7 @@
 """FSDP options as transformers, accelerate and ms-swift write them, in megaswift's terms, before names are looked up.
 
 Owns sharding strategies under their other names, files given to `--fsdp`, and switches that are words of `--fsdp` here.
-Keys of a file are `fsdp_json.py`.
+Keys of a file are `facts/fsdp_file.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD
-from megaswift.config.fsdp_json import ddp_options_of_no_shard
-from megaswift.config.parse_option_values import FALSE, TRUE
+from megaswift.config.facts.fsdp_file import ddp_options_of_no_shard
+from megaswift.config.parts.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD
 from megaswift.config.sources import GivenOptionValue
+from megaswift.config.values import FALSE, TRUE
 
 SHARDING = ("fsdp_sharding_strategy", "sharding_strategy")
 RESHARDED, KEPT = "reshard true", "reshard false"

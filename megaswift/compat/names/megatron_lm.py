@@ -1,7 +1,7 @@
 """Options of Megatron-LM and Megatron-SWIFT that training does not have, in the rows of
 `absent.py`.
 
-A field of Megatron-Core's TransformerConfig is listed only where `megatron_extra_kwargs.py`, which knows all of them,
+A field of Megatron-Core's TransformerConfig is listed only where `facts/extra_kwargs.py`, which knows all of them,
 would give another answer: what megaswift does not support is no value to set there.
 """
 

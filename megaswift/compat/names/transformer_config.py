@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 
 from megaswift.compat.names.neutral import NEWER, NeutralOption
-from megaswift.config.megatron_extra_kwargs import (
+from megaswift.config.facts.extra_kwargs import (
     ANOTHER_SCHEDULE,
     OPTION_OF_FIELD,
     OTHER_SCHEDULE,

@@ -25,15 +25,15 @@ from megaswift.compat.translation import RENAMED, SWITCHES, TASK_SPELLINGS, tran
 from megaswift.config.command_line import read_command_line
 from megaswift.config.files import read_config_file
 from megaswift.config.given_options import LISTS_ALL, unknown_option_problem
-from megaswift.config.parse_option_values import (
+from megaswift.config.sections import NAMES, OPTIONS, TASK_NAMES, TASKS
+from megaswift.config.sources import ConfigSource, GivenOptionValue, normalize_name
+from megaswift.config.values import (
     FALSE,
     InvalidValue,
     option_value_text,
     parse_option_value,
     resets_number_to_default,
 )
-from megaswift.config.sections import NAMES, OPTIONS, TASK_NAMES, TASKS
-from megaswift.config.sources import ConfigSource, GivenOptionValue, normalize_name
 from megaswift.errors import ConfigError
 from megaswift.redaction import is_secret
 

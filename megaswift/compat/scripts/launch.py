@@ -20,9 +20,9 @@ from megaswift.compat.scripts.migrated_run import NOT_SET, MigratedRun
 from megaswift.compat.scripts.shell_variables import ExpandedWord
 from megaswift.compat.scripts.toolkits import ForeignCommand, file_of_script
 from megaswift.compat.variables import OPTIONS
-from megaswift.config.parse_option_values import TRUE
 from megaswift.config.sections import NAMES
 from megaswift.config.sources import ConfigSource, GivenOptionValue
+from megaswift.config.values import TRUE
 from megaswift.errors import ConfigError
 from megaswift.redaction import is_secret
 

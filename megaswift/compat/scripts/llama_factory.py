@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.compat.scripts.migrated_run import MigratedRun
-from megaswift.config.read_option_json_file import read_option_json_file
+from megaswift.config.option_json import read_option_json_file
 from megaswift.config.sources import GivenOptionValue
 from megaswift.errors import ConfigError
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaswift.config.given_options import LISTS_ALL
-from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.sections import Sections
 from megaswift.config.sources import ConfigSource, GivenOptionValue
+from megaswift.config.values import option_value_text
 from megaswift.errors import Problem
 from megaswift.redaction import MASK, is_secret
 

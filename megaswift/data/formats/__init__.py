@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.config.data import RL, SFT
+from megaswift.config.parts.data import RL, SFT
 from megaswift.data.preference_rows import PreferenceExample
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.errors import CONTROL, DataError, Problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaswift.config.data import PAIRS
+from megaswift.config.parts.data import PAIRS
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.formats.alpaca import parse as parse_alpaca
 from megaswift.data.preference_rows import PreferenceExample, make_pair, number_in_column

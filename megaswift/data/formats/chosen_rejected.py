@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from os.path import commonprefix
 
-from megaswift.config.data import EXAMPLES, PAIRS
+from megaswift.config.parts.data import EXAMPLES, PAIRS
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.preference_rows import (
     PreferenceExample,

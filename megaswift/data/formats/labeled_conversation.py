@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaswift.config.data import EXAMPLES
+from megaswift.config.parts.data import EXAMPLES
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.formats.rejected_response import has_sft_conversation, read_sft_conversation
 from megaswift.data.preference_rows import PreferenceExample, label_in_column, make_labeled_example

@@ -3,7 +3,7 @@ As TRL has it."""
 
 from __future__ import annotations
 
-from megaswift.config.data import RL
+from megaswift.config.parts.data import RL
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.untokenized_sample import (
     RowError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megaswift.config.data import SFT
+from megaswift.config.parts.data import SFT
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.untokenized_sample import (
     RowError,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megaswift.config.data import PAIRS
+from megaswift.config.parts.data import PAIRS
 from megaswift.data.formats import FORMATS, Row, RowFormat, parse_sample
 from megaswift.data.message_loss import loss_flag
 from megaswift.data.preference_rows import (

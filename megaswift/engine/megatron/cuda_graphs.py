@@ -17,7 +17,7 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megaswift.config.model import ModelConfig
+from megaswift.config.parts.model import ModelConfig
 from megaswift.engine.megatron.cpu.megatron_cpu_patch_table import install_cuda_graph_patches
 from megaswift.engine.megatron.layers.layer_implementation import megatron_version_at_least
 

@@ -22,10 +22,10 @@ from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import write_peft_folder
-from megaswift.config.lora import LoraConfig
-from megaswift.config.model import ModelConfig
-from megaswift.config.optim import OptimConfig
-from megaswift.config.parallel import ParallelConfig
+from megaswift.config.parts.adapter import LoraConfig
+from megaswift.config.parts.layout import ParallelConfig
+from megaswift.config.parts.model import ModelConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.global_batch_loss_and_metrics import (
     GlobalBatchLossCallback,
     StepReport,

@@ -10,7 +10,7 @@ from torch import nn
 from megaswift import distributed
 from megaswift.bridge.adapter_plan import AdapterPlan
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
-from megaswift.config.optim import PLUGIN_OPTIMIZERS
+from megaswift.config.parts.optimizer import PLUGIN_OPTIMIZERS
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix

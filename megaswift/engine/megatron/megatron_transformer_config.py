@@ -18,12 +18,12 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megaswift.config.choose_selective_recompute_modules import selective_recompute_modules
-from megaswift.config.lora import LoraConfig
-from megaswift.config.megatron_extra_kwargs import extra_kwargs_values
-from megaswift.config.model import ModelConfig
-from megaswift.config.parallel import ParallelConfig
-from megaswift.config.tp_comm_overlap_file import read_tp_comm_overlap_cfg
+from megaswift.config.facts.extra_kwargs import extra_kwargs_values
+from megaswift.config.facts.recompute import selective_recompute_modules
+from megaswift.config.facts.tp_overlap import read_tp_comm_overlap_cfg
+from megaswift.config.parts.adapter import LoraConfig
+from megaswift.config.parts.layout import ParallelConfig
+from megaswift.config.parts.model import ModelConfig
 from megaswift.engine.megatron.cuda_graphs import cuda_graph_fields, cuda_graph_text
 from megaswift.engine.megatron.layers.gated_activations import gelu_tanh
 from megaswift.engine.megatron.layers.layer_implementation import (

@@ -19,9 +19,9 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megaswift.config.optim import OptimConfig
-from megaswift.config.optimizer_rules import uses_distributed_optimizer
-from megaswift.config.parallel import ParallelConfig
+from megaswift.config.checks.optimizer import uses_distributed_optimizer
+from megaswift.config.parts.layout import ParallelConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.cuda_graphs import tell_graphs_of_fused_gradients
 from megaswift.engine.megatron.layers.grouped_experts import GroupedExpertLinear

@@ -30,7 +30,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megaswift.config.optim import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
+from megaswift.config.parts.optimizer import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
 from megaswift.engine.global_batch_loss_and_metrics import StepNumbers
 from megaswift.engine.megatron.clip_and_skip_in_update import (
     clipping_by,

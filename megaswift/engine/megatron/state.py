@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.bridge.hf_safetensors_source import WeightSource
-from megaswift.config.optim import OptimConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.megatron.load_and_gather_rank_weights import RankWeights
 from megaswift.engine.megatron.lora.rank_adapters import RankAdapters
 from megaswift.engine.megatron.model import SwiftGPT

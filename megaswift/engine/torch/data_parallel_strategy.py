@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.hf_safetensors_source import TensorMeta
-from megaswift.config.optim import OptimConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
 from megaswift.engine.torch.loss_scale import DynamicLossScale
 from megaswift.engine.torch.vision_model_parts import ALIGNER, VIT

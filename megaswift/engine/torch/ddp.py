@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megaswift.bridge.hf_safetensors_source import TensorMeta
-from megaswift.config.optim import OptimConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.accurate_sum_of_squares import sum_of_squares
 from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
 from megaswift.engine.torch.data_parallel_strategy import (

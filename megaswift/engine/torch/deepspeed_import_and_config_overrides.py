@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megaswift.config.deepspeed_served_keys import READ_AHEAD_ON_A_DRIVE, offload_parts_on_a_drive
+from megaswift.config.facts.zero_keys import READ_AHEAD_ON_A_DRIVE, offload_parts_on_a_drive
 from megaswift.engine.torch.meta_init import allocate_storage
 
 _LOCAL_RANK = "LOCAL_RANK"
@@ -49,7 +49,7 @@ def half_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def deepspeed_config_with_engine_overrides(config: Mapping[str, Any], world: int, device_type: str) -> dict[str, Any]:
-    """The configuration that DeepSpeed gets for a resolved one (`megaswift.config.deepspeed_json.fill`).
+    """The configuration that DeepSpeed gets for a resolved one (`megaswift.config.facts.zero_file.fill`).
 
     - Batch sizes are one row a process: a loss comes divided by the global count, so DeepSpeed must not divide by
       micro-batches.

@@ -26,8 +26,8 @@ from megaswift.bridge.write_transformers_model_folder import (
     persistent_buffers,
     tensor_metas_with_source_dtypes,
 )
-from megaswift.config.engine import ZERO, EngineBackendConfig
-from megaswift.config.optim import OptimConfig
+from megaswift.config.parts.engine import ZERO, EngineBackendConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.device_copy import copy_to_device_async, pin_where_copied
 from megaswift.engine.global_batch_loss_and_metrics import (
     GlobalBatchLossCallback,
@@ -347,7 +347,7 @@ class TorchEngine(EngineState):
         return measure_torch_engine_sizes(self)
 
     def start_save(self, directory: Path) -> StartedSave:
-        """Not on this engine: `config.engine_rules` refuses `async_save`."""
+        """Not on this engine: `checks.engine` refuses `async_save`."""
         raise AssertionError("async_save is an option of the native engine")
 
     def save(self, directory: Path) -> FileEntries:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megaswift import log
-from megaswift.config.optim import OptimConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.accurate_sum_of_squares import sum_of_squares
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_scale import DynamicLossScale

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megaswift.config.optim import OptimConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.torch.optimizers_and_state_tensors import (
     Metas,
     NamedParameters,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaswift.bridge.hf_safetensors_source import TensorMeta
-from megaswift.config.optim import OptimConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.torch.optimizers_and_state_tensors import (
     Metas,
     NamedParameters,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megaswift.config.optim import GALORE, MUON, ON_PARTS, OptimConfig, is_elementwise_plugin
+from megaswift.config.parts.optimizer import GALORE, MUON, ON_PARTS, OptimConfig, is_elementwise_plugin
 from megaswift.engine.torch.fsdp_bitsandbytes_32bit_optimizer import LocalShardOptimizer
 from megaswift.engine.torch.galore import GaloreOptimizer
 from megaswift.engine.torch.muon import MuonOptimizer

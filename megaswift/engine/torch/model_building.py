@@ -24,8 +24,8 @@ from megaswift.bridge.initial_weights_by_seed_and_name import initial_lora_a
 from megaswift.bridge.new_scalar_head import NEW, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.transformers_loading_report import LOADING_INFO, check_all_weights_loaded, warn_of_unused_weights
-from megaswift.config.lora import LoraConfig
-from megaswift.config.model import ModelConfig
+from megaswift.config.parts.adapter import LoraConfig
+from megaswift.config.parts.model import ModelConfig
 from megaswift.engine.torch import (
     liger_layer_kernels,
     meta_init,

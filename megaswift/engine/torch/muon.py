@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.hf_safetensors_source import TensorMeta
-from megaswift.config.optim import OptimConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.torch.data_parallel_strategy import param_groups_of
 from megaswift.engine.torch.optimizers_and_state_tensors import Metas, NamedParameters, TorchEngineOptimizer
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.hf_safetensors_source import TensorMeta
-from megaswift.config.optim import LIONS, OF_BITSANDBYTES, PAGED, PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
+from megaswift.config.parts.optimizer import (
+    LIONS,
+    OF_BITSANDBYTES,
+    PAGED,
+    PLUGIN_OPTIMIZERS,
+    OptimConfig,
+    PluginOptimizerParts,
+)
 from megaswift.engine.torch.data_parallel_strategy import make_adamw_or_sgd, param_groups_of
 
 NamedParameters = list[tuple[str, nn.Parameter]]

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from megaswift.config.model import ModelConfig
+from megaswift.config.parts.model import ModelConfig
 from megaswift.engine.document_attention import JOINED, AttentionRule, RowDocuments, attend_documents
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.bitsandbytes_load_config import bitsandbytes_config
-from megaswift.config.quantization import QuantizationConfig
+from megaswift.config.parts.quantization import QuantizationConfig
 from megaswift.models.family import read_config_json
 from megaswift.models.quantized_training import DEQUANTIZED, quant_method, quantization_config_of
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.config.quantization import QuantizationConfig
+from megaswift.config.parts.quantization import QuantizationConfig
 
 
 @dataclass(frozen=True)

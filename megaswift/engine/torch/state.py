@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megaswift.config.optim import OptimConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.torch.adalora_rank_allocation import AdaLoraRankAllocator
 from megaswift.engine.torch.data_parallel_strategy import DataParallelStrategy
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel

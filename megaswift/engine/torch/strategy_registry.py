@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megaswift.config.engine import ZERO, EngineBackendConfig
-from megaswift.config.optim import OptimConfig
-from megaswift.config.variables_set_by_launcher import nproc_or_nnodes_started_by_launcher
+from megaswift.config.facts.launch_variables import nproc_or_nnodes_started_by_launcher
+from megaswift.config.parts.engine import ZERO, EngineBackendConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.torch.data_parallel_strategy import DataParallelStrategy
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.layer_classes import decoder_layer_class_names

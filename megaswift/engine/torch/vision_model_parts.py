@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from megaswift.config.model import ModelConfig
-from megaswift.config.optim import OptimConfig
+from megaswift.config.parts.model import ModelConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.errors import ConfigError, Problem
 
 VIT, ALIGNER, LLM = "vit", "aligner", "llm"

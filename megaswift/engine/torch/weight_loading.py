@@ -30,7 +30,7 @@ from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scala
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.transformers_loading_report import warn_of_unused_weights
 from megaswift.bridge.write_transformers_model_folder import persistent_buffers
-from megaswift.config.adapter_rules import SHARDED
+from megaswift.config.checks.adapter import SHARDED
 from megaswift.engine.torch import meta_init, model_building, quantized_weights
 from megaswift.engine.torch.data_parallel_strategy import WEIGHT
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel

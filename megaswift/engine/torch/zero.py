@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaswift.bridge.hf_safetensors_source import TensorMeta
-from megaswift.config.deepspeed_json import KINDS, matching_deepspeed_preset, offloads_optimizer_and_weights
-from megaswift.config.deepspeed_served_keys import offload_parts_on_a_drive
-from megaswift.config.optim import PLUGIN_OPTIMIZERS, OptimConfig
+from megaswift.config.facts.zero_file import KINDS, matching_deepspeed_preset, offloads_optimizer_and_weights
+from megaswift.config.facts.zero_keys import offload_parts_on_a_drive
+from megaswift.config.parts.optimizer import PLUGIN_OPTIMIZERS, OptimConfig
 from megaswift.engine.accurate_sum_of_squares import sum_of_squares
 from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
 from megaswift.engine.torch import deepspeed_import_and_config_overrides, zero_drive
@@ -69,7 +69,7 @@ class ZeroStrategy:
     """A module, its gradients and its optimizer under DeepSpeed. torch.distributed is initialized, over the world,
     before.
 
-    `config`: a DeepSpeed configuration without "auto" (`megaswift.config.deepspeed_json.fill`).
+    `config`: a DeepSpeed configuration without "auto" (`megaswift.config.facts.zero_file.fill`).
     """
 
     def __init__(

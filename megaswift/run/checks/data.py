@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.indexed_data_rules import parse_indexed_blend
+from megaswift.config.checks.indexed_data import parse_indexed_blend
 from megaswift.data.copy_remote_datasets import check_remote_dataset, is_remote_dataset
 from megaswift.data.megatron_index_files import open_indexed_tokens
 from megaswift.data.read_template_and_system import check_template, read_system_message

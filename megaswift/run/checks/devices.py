@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.config.cuda_graph_rules import cuda_graph_environment_problems, uses_cuda_graphs
-from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import requested_engine
+from megaswift.config.checks.cuda_graphs import cuda_graph_environment_problems, uses_cuda_graphs
+from megaswift.config.checks.engine import requested_engine
+from megaswift.config.parts.engine import ZERO
 from megaswift.errors import Problem
 
 

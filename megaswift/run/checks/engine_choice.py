@@ -10,9 +10,9 @@ import os
 from dataclasses import dataclass
 
 from megaswift import log
-from megaswift.config import SwiftConfig, fsdp_json
-from megaswift.config.adapter_rules import SHARDED, base_quantization_bits, non_lora_peft_method_of
-from megaswift.config.engine_rules import (
+from megaswift.config import SwiftConfig
+from megaswift.config.checks.adapter import SHARDED, base_quantization_bits, non_lora_peft_method_of
+from megaswift.config.checks.engine import (
     AUTO,
     NATIVE,
     first_given_torch_only_option,
@@ -20,7 +20,8 @@ from megaswift.config.engine_rules import (
     requested_engine,
     uses_model_parallelism,
 )
-from megaswift.config.optim import EVERYWHERE, ON_PARTS, is_elementwise_plugin
+from megaswift.config.facts import fsdp_file
+from megaswift.config.parts.optimizer import EVERYWHERE, ON_PARTS, is_elementwise_plugin
 from megaswift.errors import UserError
 from megaswift.families import FAMILIES
 from megaswift.folders.source import locate_model
@@ -81,7 +82,7 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
     if tell and (cfg.engine.fsdp or cfg.engine.fsdp_config):
         log.info("engine fsdp2: the FSDP options select torch's fully_shard (FSDP2); FSDP1 is not used")
     if cfg.engine.fsdp_config:
-        settings = fsdp_json.fsdp_file_options(cfg)
+        settings = fsdp_file.fsdp_file_options(cfg)
         for notice in settings.notices if tell else ():
             log.info(notice)
         cfg = cfg.replace(**settings.options)

@@ -7,9 +7,9 @@ look at a device.
 from __future__ import annotations
 
 from megaswift.config import SwiftConfig
-from megaswift.config.batch_arithmetic import batch_plan
-from megaswift.config.byte_size_text import byte_size_or_none, bytes_text
-from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.facts.batch_sizes import batch_plan
+from megaswift.config.facts.byte_size import byte_size_or_none, bytes_text
+from megaswift.config.values import option_value_text
 from megaswift.errors import ConfigError, Problem
 from megaswift.memory.memory_estimate import MemoryEstimate, RunParameters, uncovered_features, usable_bytes
 from megaswift.memory.settings_that_fit import ALL, FitChoice, NoFit, Settings, choose_settings_that_fit

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.engine_rules import capabilities_of
+from megaswift.config.checks.engine import capabilities_of
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families import FAMILIES, ModelSpec, load_spec
 from megaswift.models.any_model import spec_from_family_or_size_fields

@@ -15,24 +15,24 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.config.cuda_graph_rules import cuda_graph_model_problems
-from megaswift.config.data import RL
-from megaswift.config.deepspeed_json import missing_deepspeed_problems
-from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import (
+from megaswift.config.checks.capacity import expert_capacity_problems
+from megaswift.config.checks.cuda_graphs import cuda_graph_model_problems
+from megaswift.config.checks.engine import (
     NATIVE,
     VISION_ONLY,
     capabilities_of,
     filled_deepspeed_config,
     requested_engine,
 )
-from megaswift.config.expert_capacity_rules import expert_capacity_problems
-from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_batch_problems
-from megaswift.config.megatron_extra_kwargs import extra_kwargs_problems
-from megaswift.config.parse_option_values import option_value_text
-from megaswift.config.profile_rules import profile_rank_problems
-from megaswift.config.train import TRACKERS
-from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems, set_to_non_default
+from megaswift.config.checks.profiling import profile_rank_problems
+from megaswift.config.checks.te import missing_transformer_engine_problems, set_to_non_default
+from megaswift.config.facts.extra_kwargs import extra_kwargs_problems
+from megaswift.config.facts.kto_pairs import kto_batch_problems
+from megaswift.config.facts.zero_file import missing_deepspeed_problems
+from megaswift.config.parts.data import RL
+from megaswift.config.parts.engine import ZERO
+from megaswift.config.parts.training import TRACKERS
+from megaswift.config.values import option_value_text
 from megaswift.data.vision_processor import image_support_problems
 from megaswift.engine.determinism import determinism_environment_problems
 from megaswift.engine.tf32 import tf32_problems

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.batch_arithmetic import batch_problems
-from megaswift.config.external_plugins import PLUGINS, load_external_plugins
-from megaswift.config.generation_batch import generation_batch_plan
+from megaswift.config.facts.batch_sizes import batch_problems
+from megaswift.config.facts.generation_batch import generation_batch_plan
+from megaswift.config.plugins import PLUGINS, load_external_plugins
 from megaswift.errors import Problem, UserError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.models.family import read_config_json
 from megaswift.models.scalar_head import scalar_head_problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.config.data import RL
+from megaswift.config.parts.data import RL
 from megaswift.errors import ConfigError, UserError
 from megaswift.folders.source import locate_model
 from megaswift.models.family import read_config_json

@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.deepspeed_json import deepspeed_label, read_deepspeed_json
-from megaswift.config.deepspeed_served_keys import offload_parts_on_a_drive
-from megaswift.config.engine import ZERO
-from megaswift.config.optim import OF_BITSANDBYTES, PAGED
+from megaswift.config.facts.zero_file import deepspeed_label, read_deepspeed_json
+from megaswift.config.facts.zero_keys import offload_parts_on_a_drive
+from megaswift.config.parts.engine import ZERO
+from megaswift.config.parts.optimizer import OF_BITSANDBYTES, PAGED
 from megaswift.diagnosis.c_compiler import FIX, missing_for_triton
 from megaswift.errors import Problem
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from megaswift import log
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config import SwiftConfig
-from megaswift.config.batch_arithmetic import batch_plan
-from megaswift.config.variables_set_by_launcher import OOM_RETRY, restart_count
+from megaswift.config.facts.batch_sizes import batch_plan
+from megaswift.config.facts.launch_variables import OOM_RETRY, restart_count
 from megaswift.errors import EXIT_OOM_RETRY, ConfigError, Problem, UserError
 
 FILE = "oom_retry.json"

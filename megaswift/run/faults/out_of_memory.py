@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import capabilities_of, requested_engine
+from megaswift.config.checks.engine import capabilities_of, requested_engine
+from megaswift.config.parts.engine import ZERO
 from megaswift.errors import Problem, UserError
 from megaswift.run.faults.memory_holders import tensor_memory_holders
 from megaswift.trainers.memory_snapshot import GIB, peak_gib, write_memory_snapshot

@@ -15,7 +15,7 @@ from typing import Any
 
 from megaswift import distributed, log
 from megaswift.config import SwiftConfig
-from megaswift.config.evaluation_rules import best_model_metric, compares_evaluations
+from megaswift.config.checks.evaluation import best_model_metric, compares_evaluations
 from megaswift.errors import CheckpointError, ConfigError, Problem, did_you_mean_hint
 from megaswift.folders.checkpoint import ENGINE
 from megaswift.plain_files import files_below, refuse_links_outside

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.batch_arithmetic import batch_plan
-from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_pairs_over_global_batch
+from megaswift.config.facts.batch_sizes import batch_plan
+from megaswift.config.facts.kto_pairs import kto_pairs_over_global_batch
 from megaswift.engine.protocol import Addends
 from megaswift.engine.reported_numbers import differences, ratios
 from megaswift.losses.contract import Batch

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.evaluation_rules import best_model_metric
-from megaswift.config.optim import PLATEAU, OptimConfig
+from megaswift.config.checks.evaluation import best_model_metric
+from megaswift.config.parts.optimizer import PLATEAU, OptimConfig
 from megaswift.trainers.hook import Hook, Line, Run
 from megaswift.trainers.hooks.best_model import unknown_metric_error
 from megaswift.trainers.hooks.progress import print_line

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megaswift import distributed
 from megaswift.atomic_disk_writes import write_atomically
-from megaswift.config.train import TrainConfig
+from megaswift.config.parts.training import TrainConfig
 from megaswift.trainers.hook import Hook, Run, StepRecord
 from megaswift.trainers.hooks.progress import print_line, print_warning
 from megaswift.trainers.memory_snapshot import record_allocation_history

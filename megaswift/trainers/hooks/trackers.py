@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import distributed, log
-from megaswift.config.trackers import TrackerConfig
+from megaswift.config.parts.tracker import TrackerConfig
 from megaswift.error_exit import calls_left_behind
 from megaswift.errors import first_line
 from megaswift.trainers.hook import Hook, Line, Run

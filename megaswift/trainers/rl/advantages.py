@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
-from megaswift.config.advantage_estimator_table import advantage_estimator_entry
+from megaswift.config.parts.estimators import advantage_estimator_entry
 from megaswift.data.collate_rollout_batches import RolloutTokens
 from megaswift.losses import advantages as formulas
 from megaswift.losses.advantage_estimators import EstimatorInput, estimate_advantage_fields

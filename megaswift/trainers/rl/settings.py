@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.config import SwiftConfig
-from megaswift.config.advantage_estimator_table import advantage_estimator_entry
-from megaswift.config.generation_batch import generation_batch_plan
-from megaswift.config.loss_table import COVARIANCES, losses_needing
-from megaswift.config.preference import beta_of
-from megaswift.config.rl_defaults import (
+from megaswift.config.facts.generation_batch import generation_batch_plan
+from megaswift.config.facts.rl import (
     advantage_estimator_of,
     corrects_sampler_mismatch,
     kl_estimator_of,
@@ -17,6 +14,9 @@ from megaswift.config.rl_defaults import (
     policy_loss_of,
     whitens_advantages,
 )
+from megaswift.config.parts.estimators import advantage_estimator_entry
+from megaswift.config.parts.losses import COVARIANCES, losses_needing
+from megaswift.config.parts.preference import beta_of
 from megaswift.losses.sampler_correction import SamplerCorrection
 
 

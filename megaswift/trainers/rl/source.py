@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megaswift import distributed
-from megaswift.config.advantage_estimator_table import advantage_estimator_entry
+from megaswift.config.parts.estimators import advantage_estimator_entry
 from megaswift.data.collate_rollout_batches import (
     RolloutCollator,
     RolloutMicrobatch,

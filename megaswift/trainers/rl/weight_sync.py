@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import base_quantization_bits
-from megaswift.config.engine_rules import capabilities_of
+from megaswift.config.checks.adapter import base_quantization_bits
+from megaswift.config.checks.engine import capabilities_of
 from megaswift.errors import Problem
 from megaswift.families import family_of
 from megaswift.folders.checkpoint import find_checkpoint

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
-from megaswift.config.engine_rules import filled_deepspeed_config, requested_engine
-from megaswift.config.fsdp_json import fsdp_file_options
+from megaswift.config.checks.engine import filled_deepspeed_config, requested_engine
+from megaswift.config.facts.fsdp_file import fsdp_file_options
+from megaswift.config.saved_paths import with_absolute_paths
 from megaswift.errors import ConfigError
 
 COMMON: dict[str, Any] = {

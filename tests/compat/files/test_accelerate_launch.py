@@ -1,6 +1,6 @@
 """accelerate's settings, as `accelerate launch` (1.15) leaves them in the environment: taken, told, or refused.
 
-Covers: megaswift/config/read_option_json_file.py.
+Covers: megaswift/config/option_json.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import pytest
 
 from megaswift.compat.files.accelerate_launch import accelerate_notices, python_api_accelerate_engine_problems
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.engine_rules import requested_engine
+from megaswift.config.checks.engine import requested_engine
 from megaswift.errors import ConfigError
-from tests.config.test_variables_set_by_launcher import ACCELERATE, ALONE
+from tests.config.facts.test_launch_variables import ACCELERATE, ALONE
 
 ZERO2 = ACCELERATE | {
     "ACCELERATE_USE_DEEPSPEED": "true",

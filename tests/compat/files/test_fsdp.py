@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING as STRATEGIES
-from megaswift.config.engine_rules import requested_engine
-from megaswift.config.fsdp_json import fsdp_file_options
+from megaswift.config.checks.engine import requested_engine
+from megaswift.config.facts.fsdp_file import fsdp_file_options
+from megaswift.config.parts.engine import FSDP_STRATEGY_OF_SPELLING as STRATEGIES
 from megaswift.errors import ConfigError
 
 GIVEN = ["--model", "m", "--dataset", "d.jsonl"]

@@ -1,7 +1,7 @@
 """What an unknown option or value is answered with: what another toolkit means by it, a likely typo, or nothing.
 
-Covers: megaswift/config/infer_deploy_export_parser.py, megaswift/compat/names/answers.py,
-megaswift/config/inference_rules.py.
+Covers: megaswift/config/inference/parser.py, megaswift/compat/names/answers.py,
+megaswift/config/inference/checks.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Options of ms-swift and vLLM in infer, deploy and export: taken, taken without effect, or refused with the way out.
 
-Covers: megaswift/compat/names/inference.py, megaswift/config/infer_deploy_export_parser.py,
-megaswift/config/parse_device_map_options.py.
+Covers: megaswift/compat/names/inference.py, megaswift/config/inference/parser.py,
+megaswift/config/inference/placement.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megaswift import deploy, export, infer
 from megaswift.compat.inference import InferenceToolkits
 from megaswift.compat.names.inference import HINTS_OF, NEUTRAL_OF
 from megaswift.compat.names.neutral import ANY
-from megaswift.config.parse_device_map_options import parse_device_map
+from megaswift.config.inference.placement import parse_device_map
 from megaswift.config.sources import GivenOptionValue
 from megaswift.errors import ConfigError, Problem
 

@@ -15,10 +15,10 @@ import pytest
 from megaswift import cli
 from megaswift.compat.names.answers import VALUES_ELSEWHERE, foreign_value_advice
 from megaswift.config import load_config
-from megaswift.config.non_lora_peft_methods import VARIANTS
 from megaswift.config.option import Option
-from megaswift.config.parse_option_values import InvalidValue, parse_option_value
+from megaswift.config.parts.peft_methods import VARIANTS
 from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.config.values import InvalidValue, parse_option_value
 from megaswift.errors import ConfigError
 
 MS_SWIFT_TUNERS = (

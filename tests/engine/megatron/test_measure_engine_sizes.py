@@ -14,7 +14,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
-from megaswift.config.lora import LoraConfig
+from megaswift.config.parts.adapter import LoraConfig
 from megaswift.engine.megatron.lora.rank_adapters import adapter_plan_from_lora_config
 from megaswift.engine.megatron.measure_engine_sizes import active_adapter_parameter_count, flop_parameter_count
 from megaswift.engine.torch.measure_engine_sizes import flop_parameter_counts

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megaswift.config.optim import OptimConfig
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.torch import zero_drive
 from megaswift.engine.torch.meta_init import swap_parameters_for_expanded_zeros
 from megaswift.engine.torch.zero import ZeroStrategy

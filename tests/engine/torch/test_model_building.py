@@ -18,7 +18,7 @@ from torch import nn
 from megaswift.bridge.hf_safetensors_source import HfSource
 from megaswift.bridge.initial_weights_by_seed_and_name import initial_lora_a
 from megaswift.config import SwiftConfig
-from megaswift.config.model import ModelConfig
+from megaswift.config.parts.model import ModelConfig
 from megaswift.engine.torch.model_building import add_peft, attention_to_load_with, build_model, freeze_parts
 from megaswift.engine.torch.transformers_conversions import conversion_groups, unused_weights
 from megaswift.errors import ConfigError, WeightsError

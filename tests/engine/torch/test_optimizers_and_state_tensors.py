@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.config import SwiftConfig
-from megaswift.config.optim import OPTIMIZERS, OptimConfig
+from megaswift.config.parts.optimizer import OPTIMIZERS, OptimConfig
 from megaswift.engine.torch.data_parallel_strategy import set_param_groups_lr_and_weight_decay
 from megaswift.engine.torch.make_torch_engine_optimizer import make_torch_optimizer
 from megaswift.engine.torch.muon import muon_matrices

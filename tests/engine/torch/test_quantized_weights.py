@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.config.non_lora_peft_methods import METHODS
+from megaswift.config.parts.peft_methods import METHODS
 from tests.bridge.quantize import quantize_fp8
 from tests.engine.torch.adapter_ranks import Run, adapted, far, model_of, orthogonal, plain, saved
 from tests.engine.torch.test_peft_wrapped_names_and_adapter_folder import GO, SETTINGS, config_of, merged

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megaswift.config import load_config
-from megaswift.config.model import ModelConfig
+from megaswift.config.parts.model import ModelConfig
 from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
 from megaswift.engine.torch import vision_model_parts
 from megaswift.engine.torch.data_parallel_strategy import set_param_groups_lr_and_weight_decay

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaswift.config.deepspeed_json import DeepspeedAutoValues, deepspeed_preset, fill_deepspeed_auto
-from megaswift.config.optim import OptimConfig
+from megaswift.config.facts.zero_file import DeepspeedAutoValues, deepspeed_preset, fill_deepspeed_auto
+from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.torch.loss_scale import DynamicLossScale, make_loss_scale
 from megaswift.engine.torch.meta_init import swap_parameters_for_expanded_zeros
 from megaswift.engine.torch.zero import ZeroStrategy

@@ -1,6 +1,6 @@
 """`--fit`: what the run summary says, what is refused, and runs of one and two ranks that take the choice.
 
-Covers: megaswift/run/checks/fit.py, megaswift/config/fit_rules.py.
+Covers: megaswift/run/checks/fit.py, megaswift/config/checks/fit.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megaswift.config import SwiftConfig
-from megaswift.config.byte_size_text import bytes_text
+from megaswift.config.facts.byte_size import bytes_text
 from megaswift.errors import UserError
 from megaswift.families import load_spec
 from megaswift.memory.memory_estimate import usable_bytes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.variables_set_by_launcher import OOM_RETRY, RESTARTS
+from megaswift.config.facts.launch_variables import OOM_RETRY, RESTARTS
 from megaswift.errors import EXIT_OOM_RETRY, UserError
 from megaswift.run.faults import oom_retry
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.config.batch_arithmetic import BatchPlan
+from megaswift.config.facts.batch_sizes import BatchPlan
 from megaswift.errors import CheckpointError
 from megaswift.folders.saved_steps import manifest_seal
 from megaswift.trainers import checkpoints

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.config.train import TrainConfig
+from megaswift.config.parts.training import TrainConfig
 from megaswift.run import report
 from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.hooks.profiler import (

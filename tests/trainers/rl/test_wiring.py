@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from megaswift.config import SwiftConfig
-from megaswift.config.loss_table import loss_names
-from megaswift.config.rl import RlConfig
+from megaswift.config.parts.losses import loss_names
+from megaswift.config.parts.rl import RlConfig
 from megaswift.families import family_of
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings as Formulas

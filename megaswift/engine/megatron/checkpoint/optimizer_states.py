@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-from megaswift.config.optim import PluginOptimizerParts
+from megaswift.config.parts.optimizer import PluginOptimizerParts
 from megaswift.engine.megatron.bf16_remainders import REMAINDER_DTYPE, join_bf16_remainder, split_bf16_remainder
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.optimizer import optimizer_parts, plugin_of_part, uses_precision_aware_optimizer

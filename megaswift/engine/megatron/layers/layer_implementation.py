@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import megatron.core
 import torch
 
-from megaswift.config.model import ModelConfig
-from megaswift.config.transformer_engine_rules import ATTENTION, PRODUCTS
+from megaswift.config.checks.te import ATTENTION, PRODUCTS
+from megaswift.config.parts.model import ModelConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout

@@ -25,7 +25,7 @@ from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors, Wei
 from megaswift.bridge.initial_weights_by_seed_and_name import initial_lora_a
 from megaswift.bridge.new_scalar_head import NEW
 from megaswift.bridge.peft_folder import PeftFolder, adapter_half_getter
-from megaswift.config.lora import LoraConfig
+from megaswift.config.parts.adapter import LoraConfig
 from megaswift.engine.megatron.load_and_gather_rank_weights import TO_RANK0, GatherDestination, LocalParam, RankWeights
 from megaswift.engine.megatron.lora import layer_adapters
 from megaswift.engine.megatron.lora.grouped_expert_adapters import GroupedAdapters, attach_grouped_adapters_to_layer

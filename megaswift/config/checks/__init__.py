@@ -1,0 +1,1 @@
+"""Combinations of options that a part refuses, one module a part."""

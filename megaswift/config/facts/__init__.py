@@ -1,0 +1,1 @@
+"""What several options decide together, and the files that options name."""

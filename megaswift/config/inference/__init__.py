@@ -1,0 +1,1 @@
+"""Options of infer, deploy and export: declarations, parser and checks."""
