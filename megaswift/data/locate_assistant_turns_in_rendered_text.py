@@ -27,7 +27,8 @@ BASE = 0xF0000
 """First character of Unicode's supplementary private use area A."""
 MARKS = re.compile(f"[{chr(BASE)}-{chr(BASE + 0xFFFD)}]")
 STAND_IN = chr(0x10FFFD)
-"""Stands for each character of a row that could be taken for a mark, while the turns of that row are located."""
+"""Stands for each character of a row that could be taken for a mark, while the turns of that row are located. Like
+these it takes two units of UTF-16, so that places stay the same where a template escapes it."""
 MARKED_TEMPLATE = "a chat template with {% generation %} around the assistant's turns (--chat_template)"
 REASONS = "<think>"
 EMPTY_BLOCK = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
@@ -359,7 +360,10 @@ class AssistantTurnFinder:
         one where the template writes other messages within it (Gemma 4: a result between a call and its content), and
         none where the template leaves out all that the message says and calls."""
         if MARKS.search(text):
-            messages, tools, text = (_without_marks(part) for part in (messages, tools, text))
+            messages, tools = _without_marks(messages), _without_marks(tools)
+            # Rendered again, as a template may have escaped some of them (`tojson`)
+            rendered = self._render(messages, tools, False)
+            text = rendered if len(rendered) == len(text) else text
         edges = any(isinstance(c := m.get("content"), str) and c != c.strip() for m in messages)
         data = any(is_data(m.get("content")) for m in messages)
         ways = [replace(how, printed=printed) for how in _MARKINGS for printed in (True, False)] if data else _MARKINGS
