@@ -12,15 +12,17 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaswift.command_line_common import HELP, UserErrorArgumentParser, unknown_command_error
-from megaswift.config import SwiftConfig, load_config
+from megaswift.config import load_config
 from megaswift.config.command_line import read_command_line
 from megaswift.config.facts.byte_size import byte_size_or_none, bytes_text
 from megaswift.config.facts.launch_variables import CHECKED, is_launched_worker
+from megaswift.config.parts.launch import LaunchConfig
+from megaswift.config.parts.layout import ParallelConfig
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.config.spelling import errors_as_typed
 from megaswift.errors import ConfigError, Problem
@@ -75,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(problems)
     cfg = load_config(None, rest)
     with errors_as_typed(cfg.typed, NAMES):
-        return _start(given, list(argv), cfg)
+        return _start(given, list(argv), cfg.launch, cfg.parallel, cfg.given)
 
 
 def _parser() -> UserErrorArgumentParser:
@@ -147,28 +149,31 @@ def _options_without_effect(words: Sequence[str]) -> list[Problem]:
     ]
 
 
-def _start(given: argparse.Namespace, words: list[str], cfg: SwiftConfig) -> int:
+def _start(
+    given: argparse.Namespace, words: list[str], launch: LaunchConfig, parallel: ParallelConfig, named: Collection[str]
+) -> int:
+    """`named`: canonical names of the options that the user has given."""
     worker = is_launched_worker(os.environ)
-    world = process_count(cfg.launch)
-    problems = launch_option_mismatch_problems(cfg.launch) if worker else []
-    if cfg.launch.launcher != "torchrun":
+    world = process_count(launch)
+    problems = launch_option_mismatch_problems(launch) if worker else []
+    if launch.launcher != "torchrun":
         rule = "is not measured: the processes are torchrun's"
-        problems.append(Problem(f"--launcher {cfg.launch.launcher}", rule, "--launcher torchrun on each node"))
+        problems.append(Problem(f"--launcher {launch.launcher}", rule, "--launcher torchrun on each node"))
     elif world == 1:
         problems.append(Problem("1 process", "has no other to communicate with", "--nproc_per_node 2 or more"))
     if problems:
         raise ConfigError(problems)
-    layout = Layout.from_config(cfg.parallel, world)
+    layout = Layout.from_config(parallel, world)
     if worker:
         if {PARENT, "TORCHELASTIC_RUN_ID"} & os.environ.keys():
             end_with_parent(os.environ)
-        _measure(given, cfg.parallel.ddp_timeout, layout)
+        _measure(given, parallel.ddp_timeout, layout)
         return 0
-    if taken := torchrun_launcher.port_in_use_problems(cfg.launch):
+    if taken := torchrun_launcher.port_in_use_problems(launch):
         raise ConfigError(taken)
-    more = torchrun_launcher.environment_launch_arguments(cfg.launch, cfg.given)
-    command = torchrun_launcher.torchrun_command(cfg.launch, SCRIPT, ["bench", *words, *more])
-    environment = torchrun_launcher.torchrun_environment(cfg.launch, {**os.environ, CHECKED: "1"})
+    more = torchrun_launcher.environment_launch_arguments(launch, named)
+    command = torchrun_launcher.torchrun_command(launch, SCRIPT, ["bench", *words, *more])
+    environment = torchrun_launcher.torchrun_environment(launch, {**os.environ, CHECKED: "1"})
     return torchrun_launcher.run_torchrun_with_restarts(command, environment)
 
 

@@ -15,6 +15,7 @@ from megaswift.config.checks.adapter import base_quantization_bits
 from megaswift.config.checks.cuda_graphs import uses_cuda_graphs
 from megaswift.config.checks.engine import NATIVE, filled_deepspeed_config, requested_engine
 from megaswift.config.checks.te import missing_transformer_engine_problems
+from megaswift.config.facts.launch_variables import nproc_or_nnodes_started_by_launcher
 from megaswift.config.parts.data import PROMPTED, RL
 from megaswift.config.parts.engine import ZERO
 from megaswift.engine import start_default_process_group
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from megaswift.engine.megatron.layers.layer_implementation import LayerImplementationChoice
     from megaswift.engine.megatron.settings import EngineSettings
     from megaswift.engine.torch.model_building import ModelBuild
+    from megaswift.engine.torch.quantized_weights import BaseQuantization
 
 GATHERING = ("fsdp2", "zero3", "zero3_offload")
 """Engines that gather weights layer by layer."""
@@ -98,7 +100,14 @@ def _torch_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any)
         if filled.problems:
             raise ConfigError(filled.problems)
         deepspeed = filled.config
+    fsdp = None
+    if cfg.engine.engine == "fsdp2":
+        from megaswift.engine.torch.fsdp import FsdpOptions
+
+        machines = nproc_or_nnodes_started_by_launcher("nnodes", os.environ) or 1
+        fsdp = FsdpOptions.of(cfg.engine, machines)
     settings = EngineSettings(
+        kind=cfg.engine.engine,
         seed=cfg.train.seed,
         save_rng=cfg.train.save_rng,
         ddp_timeout=float(cfg.parallel.ddp_timeout),
@@ -107,11 +116,21 @@ def _torch_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any)
         shares_rows=cfg.data.shares_rows,
         shares_prefixes=bool(cfg.data.prefix_sharing) and cfg.task in PROMPTED,
         max_length=cfg.data.max_length,
-        base_bits=base_quantization_bits(cfg),
-        quantization=cfg.quantization,
+        quantization=base_quantization(cfg),
+        fsdp=fsdp,
         deepspeed=deepspeed,
     )
-    return TorchEngine(spec, context, folder, dtype, model_build(cfg, spec.scored), cfg.engine, cfg.optim, settings)
+    return TorchEngine(spec, context, folder, dtype, model_build(cfg, spec.scored), cfg.optim, settings)
+
+
+def base_quantization(cfg: SwiftConfig) -> BaseQuantization | None:
+    """How bitsandbytes quantizes the frozen weights of a run; None: it does not."""
+    from megaswift.engine.torch.quantized_weights import BaseQuantization
+
+    bits, q = base_quantization_bits(cfg), cfg.quantization
+    if bits is None:
+        return None
+    return BaseQuantization(bits, q.bnb_4bit_compute_dtype, q.bnb_4bit_quant_type, q.bnb_4bit_use_double_quant)
 
 
 def model_build(cfg: SwiftConfig, scored: bool) -> ModelBuild:

@@ -16,6 +16,7 @@ from megaswift.config import SwiftConfig
 from megaswift.engine.torch.model_building import build_model
 from megaswift.engine.torch.quantized_weights import dequantized_weight, quantized_from_pretrained_arguments
 from megaswift.models.any_model import spec_from_family_or_size_fields
+from megaswift.trainers.engines import base_quantization
 from tests.four_bits import cpu_with
 from tests.trainers.inputs import write_model
 
@@ -53,7 +54,7 @@ def test_the_torch_engine_evaluates_and_merges_from_the_stored_values(folder: Pa
     cfg, cpu = SwiftConfig(model=str(folder), **options), torch.device("cpu")
     ids = torch.arange(4, 40)[None]
     with cpu_with(avx512_bf16=True):
-        further = quantized_from_pretrained_arguments(folder, 4, cfg.quantization, cpu, torch.float32)
+        further = quantized_from_pretrained_arguments(folder, base_quantization(cfg), cpu, torch.float32)
         model = build_model(
             folder,
             cfg.model,

@@ -26,7 +26,7 @@ from megaswift.bridge.write_transformers_model_folder import (
     persistent_buffers,
     tensor_metas_with_source_dtypes,
 )
-from megaswift.config.parts.engine import ZERO, EngineBackendConfig
+from megaswift.config.parts.engine import ZERO
 from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.device_copy import copy_to_device_async, pin_where_copied
 from megaswift.engine.global_batch_loss_and_metrics import (
@@ -76,14 +76,13 @@ class TorchEngine(EngineState):
         folder: Path,
         dtype: torch.dtype,
         build: ModelBuild,
-        backend: EngineBackendConfig,
         optim: OptimConfig,
         settings: EngineSettings,
     ) -> None:
         self.spec, self.context, self.folder, self.dtype = spec, context, folder, dtype
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
-        self.build, self.backend, self.optim, self.settings = build, backend, optim, settings
-        self.kind = backend.engine
+        self.build, self.optim, self.settings = build, optim, settings
+        self.kind = settings.kind
         self.adapts = build.model.train_type != "full"
         self.remembered: ReferenceWeights | None = None
 
@@ -117,8 +116,7 @@ class TorchEngine(EngineState):
         self.noise = self._noise()
         self.routers = RouterLosses(bare, self.spec, model.moe_aux_loss_coeff, model.moe_z_loss_coeff)
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
-        deepspeed = self.settings.deepspeed
-        self.strategy = build_strategy(self.fields, self.backend, self.optim, deepspeed, self.context, self.dtype)
+        self.strategy = build_strategy(self.fields, self.optim, self.settings, self.context, self.dtype)
         if self.layout.world_size > 1:
             set_timeout_of_all_groups(self.settings.ddp_timeout)
         self.clock = OwnComputeClock([self.strategy.module], backward=self.kind not in ZERO)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megaswift import log
+from megaswift.config.parts.engine import EngineBackendConfig
 from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.accurate_sum_of_squares import sum_of_squares
 from megaswift.engine.torch.ddp import DdpStrategy
@@ -45,6 +46,20 @@ class FsdpOptions:
     """Gather the next unit's weights before a unit's forward pass, not when the CPU comes to it."""
     backward_prefetch: bool = True
     """Gather the weights of the unit that was before it in the forward pass before a unit's backward pass."""
+
+    @classmethod
+    def of(cls, options: EngineBackendConfig, machines: int) -> FsdpOptions:
+        """What the options ask for on so many machines; `layers` are the classes that they name."""
+        words = {*options.fsdp}
+        return cls(
+            frozenset(options.fsdp_transformer_layer_cls_to_wrap),
+            reshard=not {"shard_grad_op", "hybrid_shard_zero2"} & words,
+            replicas=machines if {"hybrid_shard", "hybrid_shard_zero2"} & words else 1,
+            offload="offload" in words,
+            min_num_params=options.fsdp_min_num_params,
+            forward_prefetch=options.fsdp_forward_prefetch,
+            backward_prefetch=options.fsdp_backward_prefetch != "no_prefetch",
+        )
 
 
 class FsdpStrategy(DdpStrategy):

@@ -8,6 +8,7 @@ Nothing of it is left to do.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,29 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.bitsandbytes_load_config import bitsandbytes_config
-from megaswift.config.parts.quantization import QuantizationConfig
 from megaswift.models.family import read_config_json
 from megaswift.models.quantized_training import DEQUANTIZED, quant_method, quantization_config_of
 
 
+@dataclass(frozen=True)
+class BaseQuantization:
+    """How bitsandbytes quantizes frozen weights."""
+
+    bits: int
+    compute_dtype: str
+    """`auto`: the run's."""
+    quant_type: str
+    double: bool
+    """Whether the scales are quantized too."""
+
+
 def quantized_from_pretrained_arguments(
-    folder: Path, bits: int | None, q: QuantizationConfig, device: torch.device, dtype: torch.dtype
+    folder: Path, asked: BaseQuantization | None, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Arguments of `from_pretrained` for quantized weights.
 
     Args:
-        bits: To quantize to; None: the weights stay as they are.
+        asked: None: the weights stay as they are.
         dtype: The run's compute precision.
     """
     config = read_config_json(folder)
@@ -39,9 +51,9 @@ def quantized_from_pretrained_arguments(
                 {**quantization_config_of(config), "dequantize": True}
             )
         }
-    if bits is not None:
-        products = dtype if q.bnb_4bit_compute_dtype == "auto" else getattr(torch, q.bnb_4bit_compute_dtype)
-        quantization = bitsandbytes_config(bits, products, q.bnb_4bit_quant_type, q.bnb_4bit_use_double_quant)
+    if asked is not None:
+        products = dtype if asked.compute_dtype == "auto" else getattr(torch, asked.compute_dtype)
+        quantization = bitsandbytes_config(asked.bits, products, asked.quant_type, asked.double)
         return {"quantization_config": quantization, "device_map": {"": device}}
     if method is None:
         return {}

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megaswift.config.parts.quantization import QuantizationConfig
+from megaswift.engine.torch.quantized_weights import BaseQuantization
+
+if TYPE_CHECKING:
+    from megaswift.engine.torch.fsdp import FsdpOptions
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     """Values that the builder of a run works out from several options."""
 
+    kind: str
+    """The strategy: `ddp`, `fsdp2` or a stage of ZeRO."""
     seed: int
     save_rng: bool
     """Whether checkpoints have the random states of every rank."""
@@ -27,8 +32,9 @@ class EngineSettings:
     """Whether documents of a row may share their beginning."""
     max_length: int
     """Tokens of a row, at most."""
-    base_bits: int | None
-    """Of frozen weights; None: as they are."""
-    quantization: QuantizationConfig
+    quantization: BaseQuantization | None
+    """Of frozen weights; None: they stay as they are."""
+    fsdp: FsdpOptions | None
+    """With the classes that the user names; None on other engines."""
     deepspeed: Mapping[str, Any] | None
     """DeepSpeed's configuration, complete; None on other engines."""

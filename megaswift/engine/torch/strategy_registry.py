@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from megaswift.config.facts.launch_variables import nproc_or_nnodes_started_by_launcher
-from megaswift.config.parts.engine import ZERO, EngineBackendConfig
+from megaswift.config.parts.engine import ZERO
 from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.torch.data_parallel_strategy import DataParallelStrategy
 from megaswift.engine.torch.ddp import DdpStrategy
@@ -18,46 +16,29 @@ from megaswift.engine.torch.layer_classes import decoder_layer_class_names
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
 from megaswift.engine.torch.loss_scale import make_loss_scale
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
+from megaswift.engine.torch.settings import EngineSettings
 from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
 from megaswift.errors import ConfigError, Problem
 
 
 def build_strategy(
-    module: LossFieldsModel,
-    backend: EngineBackendConfig,
-    optim: OptimConfig,
-    deepspeed: Mapping[str, Any] | None,
-    context: TorchContext,
-    dtype: torch.dtype,
+    module: LossFieldsModel, optim: OptimConfig, settings: EngineSettings, context: TorchContext, dtype: torch.dtype
 ) -> DataParallelStrategy:
-    """The wrapped model.
-
-    Args:
-        deepspeed: DeepSpeed's configuration, complete; None on other engines.
-        dtype: Of the products.
-    """
-    kind, scale = backend.engine, make_loss_scale(dtype, optim)
-    if kind == "ddp":
+    """The wrapped model; `dtype`: of the products."""
+    scale = make_loss_scale(dtype, optim)
+    if settings.kind == "ddp":
         return DdpStrategy(module, optim, context, scale)
-    if kind in ZERO:
+    if settings.kind in ZERO:
         from megaswift.engine.torch.zero import ZeroStrategy
 
-        assert deepspeed is not None, "the builder fills it in"
-        return ZeroStrategy(module, optim, dict(deepspeed), context.device, scale)
-    from megaswift.engine.torch.fsdp import FsdpOptions, FsdpStrategy
+        assert settings.deepspeed is not None, "the builder fills it in"
+        return ZeroStrategy(module, optim, dict(settings.deepspeed), context.device, scale)
+    from megaswift.engine.torch.fsdp import FsdpStrategy
 
-    layers = fsdp_unit_classes(backend.fsdp_transformer_layer_cls_to_wrap, unwrap_peft_model(module.model))
-    words, machines = backend.fsdp, nproc_or_nnodes_started_by_launcher("nnodes", os.environ) or 1
-    options = FsdpOptions(
-        layers,
-        reshard=not {"shard_grad_op", "hybrid_shard_zero2"} & {*words},
-        replicas=machines if {"hybrid_shard", "hybrid_shard_zero2"} & {*words} else 1,
-        offload="offload" in words,
-        param_dtype=None if dtype == torch.float32 else dtype,
-        min_num_params=backend.fsdp_min_num_params,
-        forward_prefetch=backend.fsdp_forward_prefetch,
-        backward_prefetch=backend.fsdp_backward_prefetch != "no_prefetch",
-    )
+    assert settings.fsdp is not None, "the builder fills it in"
+    layers = fsdp_unit_classes(sorted(settings.fsdp.layers), unwrap_peft_model(module.model))
+    param_dtype = None if dtype == torch.float32 else dtype
+    options = replace(settings.fsdp, layers=layers, param_dtype=param_dtype)
     return FsdpStrategy(module, optim, context, options, scale)
 
 

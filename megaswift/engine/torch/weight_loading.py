@@ -66,7 +66,7 @@ class ModelWithWeightFiller:
 def prepare_model_and_filler_from_files(directory: Path, engine: EngineState) -> ModelWithWeightFiller:
     """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
     checkpoint, name = find_checkpoint(directory), engine.build.model.model
-    meta_first = _stays_on_meta(directory, engine.build, engine.settings.base_bits)
+    meta_first = _stays_on_meta(directory, engine)
     shared = engine.kind in SHARDED or engine.layout.world_size > 1
     if checkpoint is None and not (shared and meta_first):
         return ModelWithWeightFiller(_prepare(directory, engine, weights=True))
@@ -100,33 +100,31 @@ def prepare_model_and_filler_from_files(directory: Path, engine: EngineState) ->
 
 def prepare_model_and_filler_with_random_weights(directory: Path, engine: EngineState) -> ModelWithWeightFiller:
     """Random weights."""
-    if engine.kind not in SHARDED or not _stays_on_meta(directory, engine.build, engine.settings.base_bits):
+    if engine.kind not in SHARDED or not _stays_on_meta(directory, engine):
         return ModelWithWeightFiller(_prepare(directory, engine, weights=False))
     return _from_first_rank(directory, engine, weights=False)
 
 
 def prepare_model_and_filler_without_weights(directory: Path, engine: EngineState) -> ModelWithWeightFiller:
     """No weights: a checkpoint brings them all."""
-    return ModelWithWeightFiller(
-        _prepare(
-            directory, engine, weights=False, empty=_stays_on_meta(directory, engine.build, engine.settings.base_bits)
-        )
-    )
+    empty = _stays_on_meta(directory, engine)
+    return ModelWithWeightFiller(_prepare(directory, engine, weights=False, empty=empty))
 
 
 def _prepare(directory: Path, engine: EngineState, weights: bool, empty: bool = False) -> LossFieldsModel:
     settings = engine.settings
     further = quantized_weights.quantized_from_pretrained_arguments(
-        directory, settings.base_bits, settings.quantization, engine.context.device, engine.dtype
+        directory, settings.quantization, engine.context.device, engine.dtype
     )
     return model_building.build_model_for_wrapping(directory, engine.build, weights, engine.spec, further, empty)
 
 
-def _stays_on_meta(directory: Path, build: model_building.ModelBuild, base_bits: int | None) -> bool:
+def _stays_on_meta(directory: Path, engine: EngineState) -> bool:
     """Whether a model can be built, and adapted, without its weights: adapters that start from weights (DoRA's
     magnitudes) need them."""
-    raw, model, lora = read_config_json(directory), build.model, build.lora
-    if (model.trust_remote_code and "auto_map" in raw) or "quantization_config" in raw or base_bits is not None:
+    raw, model, lora = read_config_json(directory), engine.build.model, engine.build.lora
+    quantizes = engine.settings.quantization is not None
+    if (model.trust_remote_code and "auto_map" in raw) or "quantization_config" in raw or quantizes:
         return False
     if model.train_type == "full":
         return True
