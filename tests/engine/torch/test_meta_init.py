@@ -25,7 +25,7 @@ from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_
 from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters, tied_name_map
 from megaswift.errors import WeightsError
 from megaswift.models.any_model import spec_from_family_or_size_fields
-from megaswift.trainers.engines import model_build
+from megaswift.trainers.engines import base_quantization, model_build
 from tests.bridge.folders import tensors_of
 from tests.parity.models import build
 
@@ -37,9 +37,8 @@ LORA = {"train_type": "lora", "target_modules": ["o_proj"], "modules_to_save": [
 def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
     """(a model that was hollow, how many elements each piece of files held)."""
     cfg = SwiftConfig(model=str(folder), engine="fsdp2", **options)
-    fields = model_building.build_model_for_wrapping(
-        folder, model_build(cfg, False), False, spec_from_family_or_size_fields(folder), {}, empty=True
-    )
+    how, spec = model_build(cfg, False), spec_from_family_or_size_fields(folder)
+    fields = model_building.build_model_for_wrapping(folder, how, False, spec, {}, empty=True)
     bare, source = unwrap_peft_model(fields.model), open_weights(folder)
     assert all(
         meta_init.is_unallocated(p)
@@ -54,7 +53,7 @@ def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
     def put(name: str, kind: str, tensor: Tensor) -> None:
         parameters[name].data.copy_(tensor)
 
-    engine: Any = SimpleNamespace(fields=fields, cfg=cfg, shapes=parameters, strategy=SimpleNamespace(put=put))
+    engine: Any = SimpleNamespace(fields=fields, build=how, shapes=parameters, strategy=SimpleNamespace(put=put))
     engine.context = SimpleNamespace(rank=0, device=torch.device("cpu"))
     weight_loading.fill_from_files(engine, found, source, first)
     return fields, [sum(torch.Size(source.shape(name)).numel() for _, name in piece.stored) for piece in found]
@@ -130,9 +129,11 @@ def test_adapters_initialized_from_weights_refuse_a_checkpoint(options: dict[str
     """DoRA's magnitudes would be those of an empty model."""
     hf_to_megatron(build("dense", tmp_path / "m"), tmp_path / "c")
     folder = tmp_path / "c" / "model"
+    cfg = SwiftConfig(model=str(tmp_path / "c"), engine="ddp", **options)
     engine: Any = SimpleNamespace(
         layout=SimpleNamespace(world_size=1),
-        cfg=SwiftConfig(model=str(tmp_path / "c"), engine="ddp", **options),
+        build=model_build(cfg, False),
+        settings=SimpleNamespace(quantization=base_quantization(cfg)),
         kind="ddp",
         spec=spec_from_family_or_size_fields(folder),
     )
