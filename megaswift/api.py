@@ -22,7 +22,7 @@ from megaswift.training_command_entry import launch_option_mismatch_problems
 
 @dataclass(frozen=True)
 class TrainOutput:
-    """What a run has left. The metrics are those of its files, so every rank that sees the folder has the same."""
+    """The result of a run. Metrics are read from its files, so every rank that sees the folder gets the same."""
 
     output_dir: Path
     global_step: int
@@ -45,11 +45,13 @@ class TrainOutput:
 
 
 class Trainer:
-    """Trains `model` as `config` says: `Trainer(model="DIR",
-    config=SwiftConfig(dtype="bf16")).train(dataset="d.jsonl")`.
+    """Train a model from Python: `Trainer(model="DIR", config=SwiftConfig(dtype="bf16")).train(dataset="d.jsonl")`.
 
-    Under torchrun every process makes one; without it the run has one process. Mistakes raise
-    `megaswift.errors.UserError`.
+    Under torchrun every process creates a trainer; without torchrun the run has one process.
+
+    Args:
+        model: A model folder or a hub id; overrides the configuration's.
+        config: The options of the run; the defaults of sft where it is left out.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, config: SwiftConfig | None = None) -> None:
@@ -57,10 +59,19 @@ class Trainer:
         self.config = base if model is None else base.replace(model=os.fspath(model))
 
     def train(self, dataset: Any = None, val_dataset: Any = None, **options: Any) -> TrainOutput:
-        """Trains to the end. `options` override the configuration.
+        """Train to the end of the run. Collective: under torchrun all processes call it with the same arguments.
 
-        `dataset` and `val_dataset`: a path (or a hub id), a list of them, a list of rows as dictionaries, or a
-        `datasets.Dataset`. Rows are written to a file in the cache folder first. Raises ConfigError for anything else.
+        Args:
+            dataset: A path or hub id, a list of these, a list of rows as dictionaries, or a `datasets.Dataset`. Rows
+                are first written to a file in the cache folder.
+            val_dataset: Data for evaluation, in the same forms.
+            options: Options that override the configuration.
+
+        Returns:
+            The run's output folder, its number of optimizer steps, and its metrics.
+
+        Raises:
+            UserError: A mistake in options, data or files, with what to do; ConfigError where it is in the options.
         """
         cache = options.get("dataset_cache_dir", self.config.data.dataset_cache_dir)
         for name, given in (("dataset", dataset), ("val_dataset", val_dataset)):

@@ -48,7 +48,7 @@ class HashedFile:
         self.path = path
         self.size = 0
         self.error: OSError | None = None
-        """Of a write that failed: some callers hide it behind an error of their own."""
+        """The error of a write that failed: some callers hide it behind an error of their own."""
         self._digest = hashlib.sha256()
         self._file = path.open("wb")
 

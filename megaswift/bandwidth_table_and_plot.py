@@ -33,7 +33,7 @@ class GroupPlacement:
     """Where the ranks are, and what their links carry."""
 
     nodes: Sequence[str]
-    """Of each rank."""
+    """The node of each rank."""
     device: str
     in_node: float | None
     """GB/s of one rank's link within a node; None: not known."""
@@ -109,7 +109,7 @@ class BenchReport:
         )
 
     def content(self) -> dict[str, Any]:
-        """Of the JSON file."""
+        """The content of the JSON file."""
         import torch
 
         return {

@@ -259,7 +259,8 @@ def convert_command(argv: Sequence[str]) -> int:
 
 
 def _place_and_other_words(words: Sequence[str]) -> tuple[NodePlace | None, list[str]]:
-    """Of the launch options, variables and files; the words without these options."""
+    """Returns the place among nodes that the launch options, variables and files give, and the words without these
+    options."""
     take_cluster_variables(os.environ)
     parser = UserErrorArgumentParser(prog="megaswift convert", add_help=False, allow_abbrev=False)
     for name in LAUNCH_OPTIONS:

@@ -41,7 +41,7 @@ from megaswift.rollout.installed_vllm_version_and_support import vllm_version_pr
 from megaswift.version import __version__
 
 MOST_CPU_PROCESSES = 2
-"""Of a smoke run without GPUs."""
+"""Maximum processes of a smoke run without GPUs."""
 
 
 def main(argv: list[str]) -> int:

@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ssh_options(job: SubmittedJob, clusters: str | None) -> dict[str, Any]:
-    """Of the cluster as clusters.yaml has it now: the record in the job's folder may come from someone else."""
+    """Returns the ssh options of the cluster as clusters.yaml has it now: the record in the job's folder may come from
+    someone else."""
     try:
         cluster = read_cluster(job.cluster, clusters)
     except ConfigError as error:

@@ -62,7 +62,7 @@ class LogFile:
 
 
 LOG_FILE = LogFile()
-"""Of the run that this process is part of."""
+"""The log file of the run that this process is part of."""
 
 
 def is_main() -> bool:

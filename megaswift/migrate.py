@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 class _Migrated:
     run: MigratedRun
     name: str
-    """Of the file to write; empty where there is nothing to write."""
+    """The name of the file to write; empty where there is nothing to write."""
     text: Callable[[str], str]
     """Its content, by the path that it will have."""
 
@@ -85,7 +85,8 @@ def _translated(command: ForeignCommand, folder: Path, stem: str) -> _Migrated:
 
 
 def _parser(command: str) -> CommandParser | None:
-    """Of a command that does not train; imported on demand, each has its own dependencies."""
+    """Returns the parser of a command that does not train; it is imported on demand, since each has its own
+    dependencies."""
     if command == "infer":
         from megaswift.infer import COMMAND as INFER
 

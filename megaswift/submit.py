@@ -56,7 +56,7 @@ READ_HERE = ("nodes", "gpus_per_node", "workdir", "hostfile", "secret_variables"
 CHOICES = ("kind", "submit_to")
 """Options that choose what is rendered."""
 PROCESSES_LINE = f"^.*{re.escape(PROCESSES)}$"
-"""Of a layout's fix."""
+"""The line of a layout's fix that asks for another number of processes."""
 FIRST_NODE = {"NODE_RANK": "0", "MASTER_ADDR": "node-0"}
 """What a run of several nodes needs beside their number."""
 
@@ -199,7 +199,7 @@ def _secret_text_problems(cluster: Cluster, text: str, rest: Sequence[str], file
 
 
 def _lines_of_secret_options(file: str) -> Iterator[int]:
-    """Of a YAML file, which `_secret_problems` names by their options."""
+    """Yields the lines of a YAML file with secret options, which `_secret_problems` names."""
     for given in read_config_file(file).givens:
         found = re.match(r":(\d+) ", given.spelling.removeprefix(file))
         if found and is_secret(given.name):
@@ -354,5 +354,6 @@ def _submit(job: Job, rendered: RenderedJob, scheduler: Scheduler) -> int:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Of the tool: without the launch variables of this shell, which Slurm would hand to every node."""
+    """Returns the tool's environment: without the launch variables of this shell, which Slurm would hand to every
+    node."""
     return {k: v for k, v in environ.items() if k.lower() not in OF_LAUNCH}

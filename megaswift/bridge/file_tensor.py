@@ -31,7 +31,7 @@ class FileTensor:
 
     file: Path
     offset: int
-    """Of its first byte."""
+    """The position of its first byte."""
     dtype: torch.dtype
     shape: tuple[int, ...]
 

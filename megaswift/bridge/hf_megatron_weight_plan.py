@@ -115,7 +115,7 @@ class PlanEntry:
         """Write the shards of all ranks, in order, into the full HF tensors of `whole` (made where missing); how many
         elements.
 
-        Of a replicated parameter the first shard counts.
+        The first shard of a replicated parameter counts.
         """
         dim = shard_dim(self.rule)
         shapes = self.hf_shapes

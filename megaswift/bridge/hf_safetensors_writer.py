@@ -47,7 +47,7 @@ class PlannedSafetensorsFile:
     places: Mapping[str, int]
     """Where each tensor's bytes begin."""
     size: int
-    """Of the whole file."""
+    """Bytes of the whole file."""
 
 
 def plan_safetensors_file(name: str, metas: Mapping[str, TensorMeta]) -> PlannedSafetensorsFile:

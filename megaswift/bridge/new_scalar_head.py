@@ -33,7 +33,7 @@ class NewScalarHeadSource:
 
     @property
     def bytes_read(self) -> int:
-        """Of the base."""
+        """The bytes read from the base."""
         return self.base.bytes_read
 
     def names(self) -> list[str]:

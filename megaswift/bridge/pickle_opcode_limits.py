@@ -39,7 +39,7 @@ _ARGUMENTS: dict[int, int] = {
 _COUNTED = {ord("\x8c"): "<B", ord("U"): "<B", ord("C"): "<B", ord("\x8a"): "<B", ord("X"): "<I", ord("B"): "<I"}
 """Opcode -> how the length of its argument is written."""
 _TEXTS = frozenset(map(ord, "\x8cUX"))
-"""Of these the ones that make a text."""
+"""The opcodes among them that make a text."""
 _LONG_PUT = ord("r")
 _GLOBAL = ord("c")
 _FRAME = 0x95

@@ -38,7 +38,7 @@ HEADER_LIMIT = 100_000_000
 """Bytes; the safetensors library's own limit."""
 MOST = 2**63 - 1
 MOST_DIMENSIONS = 64
-"""Of a tensor in a file: the product of more sizes would take longer than the file is long."""
+"""Maximum dimensions of a tensor in a file: the product of more sizes would take longer than the file is long."""
 
 
 class HeaderEntry(NamedTuple):
@@ -47,7 +47,7 @@ class HeaderEntry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Of its bytes, from the beginning of the file."""
+    """The position of its bytes, from the beginning of the file."""
     stop: int
 
 

@@ -31,7 +31,7 @@ class ShardedStateDictEntry:
     """Shape of the named tensor."""
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of the region; its leading 1 is the expert."""
+    """The shape of the region; its leading 1 is the expert."""
 
 
 def sharded_state_dict_entry(entry: PlanEntry, padded_vocab: int | None = None) -> ShardedStateDictEntry:

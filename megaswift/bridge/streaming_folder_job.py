@@ -44,7 +44,7 @@ class TensorJob:
     file: str
     offset: int
     nbytes: int
-    """Of the tensor alone."""
+    """Bytes of the tensor alone."""
     blocks: Callable[[], Iterator[Tensor]]
     """The tensor in row-major order, in contiguous parts."""
     head: bytes = b""

@@ -76,7 +76,7 @@ class SavedChunk:
     dtype: torch.dtype
     file: str
     start: int
-    """Of the item that holds it."""
+    """The position of the item that holds it."""
     length: int
 
 

@@ -26,7 +26,7 @@ from megaswift.bridge.pickle_opcode_limits import BROKEN, check_pickle_opcode_li
 from megaswift.bridge.read_safetensors_header import MOST_DIMENSIONS
 
 ALIGNMENT = 64
-"""Of the tensor's bytes within an item, as torch aligns them."""
+"""The alignment of the tensor's bytes within an item, as torch has it."""
 _TYPED: dict[torch.dtype, type] = {
     torch.float32: torch.FloatStorage,
     torch.bfloat16: torch.BFloat16Storage,

@@ -49,7 +49,7 @@ class UntiedSource:
 
     @property
     def bytes_read(self) -> int:
-        """Of the base."""
+        """The bytes read from the base."""
         return self.base.bytes_read
 
     def names(self) -> list[str]:

@@ -56,9 +56,9 @@ class Job:
     folder: Path
     """Where the job's files are kept, absolute."""
     python: str
-    """Of this process."""
+    """The interpreter of this process."""
     id: str = ""
-    """Of this submission; runs that the cluster starts again know by it that they are the same job."""
+    """Identifies this submission; a run that the cluster restarts recognizes its own job by it."""
 
     @property
     def run_file(self) -> Path:
@@ -107,7 +107,7 @@ class SubmittedJob:
     submitted: str
     """When, in UTC."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the cluster, what its tool needs to find the job."""
+    """The cluster's options that its tool needs to find the job."""
 
 
 def job_name(text: str) -> str:

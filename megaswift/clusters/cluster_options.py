@@ -15,10 +15,10 @@ SSH = "ssh"
 LOCAL = "local"
 IN_IMAGES = (KUBERNETES, RAY, DLC)
 SAFE = re.compile(r"(?!-)[A-Za-z0-9_.,:@/+=\[\]*%-]+")
-"""Of names that stand in a scheduler's options: nothing that a shell or a YAML file reads as more than text, and
-no dash first, which a program reads as an option."""
+"""Names allowed in a scheduler's options: nothing that a shell or a YAML file reads as more than text, and no leading
+dash, which a program reads as an option."""
 HOST = re.compile(r"(ssh://)?([A-Za-z0-9_][A-Za-z0-9_.+-]*@)?(?!-)[A-Za-z0-9_.:%\[\]-]+")
-"""Of names of hosts for ssh, also with a user: neither part begins with a dash."""
+"""Host names for ssh, with or without a user: neither part begins with a dash."""
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LAST_PORT = 65_535
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -51,8 +51,8 @@ SSH_SETTINGS = (
     "User",
     "UserKnownHostsFile",
 )
-"""Of `ssh -o NAME=VALUE`: those that start no program, load no library and send no variables. ProxyCommand,
-LocalCommand, Include and others stand in the user's own ~/.ssh/config."""
+"""The settings that `ssh -o NAME=VALUE` may take: they start no program, load no library and send no variables.
+ProxyCommand, LocalCommand, Include and others belong in the user's own ~/.ssh/config."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def write_record(job: Job, job_id: str, submitted: str) -> SubmittedJob:
 
 
 def read_record(folder: Path) -> SubmittedJob:
-    """Of a job's folder. ConfigError where job.json is no record.
+    """Reads the record in a job's folder. Raises ConfigError where job.json is no record.
 
     The file may come from someone else: nothing in it may be more than a name, an id or an address to the tools that
     get it.
@@ -127,8 +127,8 @@ def _check_values(record: SubmittedJob) -> None:
 
 
 def submitted_jobs(root: Path) -> tuple[list[SubmittedJob], list[Problem]]:
-    """Of an output directory, of a folder of output directories, or of one job's folder, the newest first; and what is
-    wrong with records that cannot be read."""
+    """Returns the jobs of an output directory, of a folder of output directories, or of one job's folder, the newest
+    first, and a problem for each record that cannot be read."""
     found = {
         f.parent.resolve()
         for pattern in (RECORD, f"{JOBS}/*/{RECORD}", f"*/{JOBS}/*/{RECORD}")

@@ -113,7 +113,7 @@ class KubernetesScheduler:
         return [*_kubectl_of(job), *resources_and_pods([RESOURCES[_kind(job)]], job.id)]
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
-        """Of all pods, each line with its pod."""
+        """Returns the command that prints the logs of all pods, each line with its pod."""
         return [*_kubectl_of(job), *pod_logs(f"{INSTANCE_LABEL}={job.id}", follow)]
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
@@ -123,7 +123,8 @@ class KubernetesScheduler:
 
 
 def pod_warnings(job: Job, starts_together: bool = False) -> list[str]:
-    """Of every manifest. `starts_together`: the kind of resource sees to it."""
+    """Returns the warnings that apply to every manifest. `starts_together`: the kind of resource starts all pods or
+    none."""
     cluster = job.cluster
     found = []
     if job.nodes > 1 and not starts_together and not cluster.get("queue"):
@@ -177,7 +178,7 @@ def _train_job_problems(job: Job) -> Iterator[Problem]:
 
 
 def pod_problems(job: Job) -> list[Problem]:
-    """Of options that every manifest reads."""
+    """Returns the problems of options that every manifest reads."""
     where = f"cluster {job.cluster.name}"
     problems = []
     if not job.cluster.get("image"):

@@ -140,7 +140,8 @@ def asks_for_default_device(job: Job) -> bool:
 
 
 def security_context(job: Job) -> dict[str, Any]:
-    """Of the run's container. RDMA locks the memory that it registers, which takes the capability IPC_LOCK."""
+    """Returns the security context of the run's container. RDMA locks the memory that it registers, which takes the
+    capability IPC_LOCK."""
     made = dict(job.cluster.get("security_context") or {})
     capabilities = dict(made.get("capabilities") or {})
     added = list(capabilities.get("add") or ())
@@ -175,7 +176,7 @@ def volumes(job: Job) -> list[dict[str, Any]]:
 
 
 def volume_mounts(job: Job) -> list[dict[str, Any]]:
-    """Of the container, in the order of `volumes`."""
+    """Returns the mounts of the container, in the order of `volumes`."""
     made: list[dict[str, Any]] = [
         {"name": RUN_VOLUME, "mountPath": RUN_FOLDER, "readOnly": True},
         {"name": SHARED_MEMORY, "mountPath": "/dev/shm"},

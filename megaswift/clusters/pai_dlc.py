@@ -17,7 +17,7 @@ COMMAND = "command.sh"
 RUN_PLACE = f"/tmp/megaswift-{RUN_FILE}"
 HIGHEST_PRIORITY = 9
 MOST_BYTES = 60_000
-"""Of the command, which holds the configuration: PAI takes 65,536 bytes for all parameters of a job."""
+"""Maximum bytes of the command, which holds the configuration: PAI takes 65,536 bytes for all parameters of a job."""
 SIMPLE = {
     "workspace_id": "workspace_id",
     "resource_id": "resource_id",
@@ -88,7 +88,7 @@ class DlcScheduler:
         return ["dlc", "get", "job", job.id]
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
-        """Of the first worker; the client ends by itself."""
+        """Returns the command that prints the first worker's log; the client ends by itself."""
         return ["dlc", "logs", job.id, f"{job.id}-worker-0"]
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:

@@ -40,7 +40,7 @@ RUNTIME = "runtime_env.yaml"
 KUBERAY = ("rayjob", "raycluster")
 """Values of submit_to for which there is a manifest."""
 RESOURCES = ("rayjobs.ray.io", "rayclusters.ray.io")
-"""Of a job: KubeRay copies a RayJob's labels to the RayCluster that it makes."""
+"""The resources of a job: KubeRay copies a RayJob's labels to the RayCluster that it makes."""
 COUNTED_BY_RAY = ("NNODES", "NPROC_PER_NODE")
 PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001}
 
@@ -69,7 +69,7 @@ class RayScheduler:
         return []
 
     def warnings(self, job: Job) -> list[str]:
-        """Of the pods of a manifest."""
+        """Returns the warnings about the pods of a manifest."""
         return pod_warnings(job) if job.cluster.get("submit_to") in KUBERAY else []
 
     def render(self, job: Job) -> RenderedJob:
@@ -115,7 +115,7 @@ def _on_kubernetes(job: SubmittedJob) -> bool:
 
 
 def _run_variables(job: Job) -> dict[str, str]:
-    """Of the driver. Ray counts processes itself, so the variables of torchrun's kind are left out."""
+    """Returns the driver's environment. Ray counts processes itself, so torchrun's variables are left out."""
     return {k: v for k, v in job.environment().items() if k not in COUNTED_BY_RAY}
 
 
@@ -125,8 +125,8 @@ def _run_words(job: Job, run_file: str) -> list[str]:
 
 
 def _entry(job: Job, run_file: str) -> str:
-    """Of the driver; workers start in its folder. Without workdir that is Ray's: its copy of the job's files, or the
-    image's."""
+    """Returns the driver's command; workers start in its folder. Without workdir that is Ray's folder: its copy of the
+    job's files, or the image's."""
     words = [shlex.quote(word) for word in _run_words(job, run_file)]
     lines = [str(line) for line in job.cluster.get("setup") or ()]
     if workdir := job.cluster.get("workdir"):

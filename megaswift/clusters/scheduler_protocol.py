@@ -18,7 +18,7 @@ class Scheduler(Protocol):
     shares_files: bool
     """Whether nodes see the files of this machine under the same paths."""
     id_pattern: re.Pattern[str]
-    """Of the ids of its jobs, which stand on the command lines of its tool."""
+    """The form of the ids of its jobs, which appear on the command lines of its tool."""
 
     def problems(self, job: Job) -> list[Problem]:
         """Options that are missing or do not go together."""

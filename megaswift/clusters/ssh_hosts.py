@@ -67,7 +67,7 @@ class SshScheduler:
         return _on_every_host(job, f'{IS_OWN} && echo "$h running" || echo "$h ended"')
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
-        """Of node 0, whose rank 0 prints."""
+        """Returns the command that prints the log of node 0, whose rank 0 prints."""
         return printed_file(Path(job.folder, "node-0.log"), follow)
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
@@ -76,7 +76,7 @@ class SshScheduler:
 
 
 def hosts_of(cluster: Cluster) -> list[str]:
-    """Of the cluster's list; none where it has none."""
+    """Returns the hosts in the cluster's list, which may be empty."""
     return [str(host) for host in cluster.get("hosts") or ()]
 
 

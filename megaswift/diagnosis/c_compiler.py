@@ -13,7 +13,7 @@ from megaswift.diagnosis.finding import Finding
 from megaswift.diagnosis.installed_versions_and_import_probe import Software, installed_version
 
 DISTRIBUTIONS = ("triton", "pytorch-triton")
-"""Of releases and of nightly builds."""
+"""Triton's distributions: of releases, and of nightly builds."""
 WITHOUT_COMPILER = (3, 9)
 """The first release of Triton that launches kernels without compiling anything."""
 FIX = "run apt-get install gcc python3-dev (or yum install gcc python3-devel)"

@@ -26,7 +26,7 @@ ABI = ("undefined symbol", "symbol not found", "version `GLIBCXX", "ended with S
 
 
 def extension_findings(software: Software) -> Iterator[Finding]:
-    """Of the libraries that are installed; that Transformer Engine is missing matters with a GPU only."""
+    """Yields a finding for each installed library; a missing Transformer Engine matters only with a GPU."""
     gpu = bool(software.torch.get("cuda_available"))
     if TE_MODULE not in software.imports and gpu:
         found = "not installed: layers use torch's modules, without FP8 and fused kernels"

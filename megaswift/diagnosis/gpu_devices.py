@@ -22,7 +22,7 @@ FIELDS = (
 )
 LIMIT_S = 20.0
 BUSY_SHARE = 0.1
-"""Of a GPU's memory, in use before a run: another process has it."""
+"""The share of a GPU's memory that, in use before a run, shows that another process has it."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _number(text: str) -> float:
 
 
 def gpu_findings(listing: GpuListing, machine: Machine) -> Iterator[Finding]:
-    """Of the listing as a whole, then of each GPU."""
+    """Yields findings about the listing as a whole, then about each GPU."""
     if listing.failure is None:
         if machine.folders("proc/driver/nvidia/gpus"):
             fix = "install the driver's tools (nvidia-utils), or give the container NVIDIA_DRIVER_CAPABILITIES=all"

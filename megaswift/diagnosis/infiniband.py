@@ -35,7 +35,7 @@ class Port:
 
 
 def list_ports(machine: Machine) -> list[Port]:
-    """Of all devices."""
+    """Returns the ports of all devices."""
     found = []
     for device in machine.folders(DEVICES):
         for number in machine.folders(f"{DEVICES}/{device}/ports"):

@@ -39,7 +39,7 @@ class Software:
 
     versions: Mapping[str, str]
     torch: Mapping[str, Any] = field(default_factory=dict)
-    """Of `import_probe.torch_facts`; empty where torch cannot be imported."""
+    """The facts of `import_probe.torch_facts`; empty where torch cannot be imported."""
     imports: Mapping[str, str] = field(default_factory=dict)
     """Module to the error of its import; empty text: it was imported."""
 
@@ -53,7 +53,7 @@ def installed_version(package: str) -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Of `PACKAGES`, `not installed` among them, and of those `OPTIONAL_PACKAGES` that are installed."""
+    """Returns the versions of `PACKAGES`, or `not installed`, and of those `OPTIONAL_PACKAGES` that are installed."""
     found = {name: installed_version(name) or "not installed" for name in PACKAGES}
     return found | {name: version for name in OPTIONAL_PACKAGES if (version := installed_version(name))}
 

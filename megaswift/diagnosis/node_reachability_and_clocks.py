@@ -53,7 +53,7 @@ def parse_nodes(text: str) -> list[NodeAddress]:
 
 
 def node_findings(nodes: Sequence[NodeAddress], machine: Machine) -> Iterator[Finding]:
-    """Of this machine's own name, then of each node in the order given."""
+    """Yields findings about this machine's own name, then about each node in the order given."""
     yield own_name_finding(bool(nodes))
     with ThreadPoolExecutor(max(1, min(32, len(nodes)))) as pool:
         for findings in pool.map(lambda node: list(one_node_findings(node, machine)), nodes):

@@ -31,7 +31,7 @@ OTHERS = (
 
 
 def requirement_findings() -> Iterator[Finding]:
-    """Of megaswift itself and of each installed package with a requirement that is not met."""
+    """Yields a finding for megaswift itself and for each installed package with a requirement that is not met."""
     if util.find_spec("packaging") is None:
         yield Finding("packages", "problem", "the package packaging is not installed", "run pip install packaging")
         return

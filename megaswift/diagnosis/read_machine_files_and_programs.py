@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ProgramOutput:
-    """Of a program that ended."""
+    """The exit code and the output of a program that ended."""
 
     code: int
     text: str

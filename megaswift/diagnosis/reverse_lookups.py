@@ -26,7 +26,7 @@ MOST_SHOWN = 3
 
 
 def reverse_lookup_finding(name: str, addresses: Sequence[str]) -> Finding:
-    """Of all addresses at once, in `LIMIT_S` seconds at most; `name`: the finding's."""
+    """Looks up all addresses at once, in `LIMIT_S` seconds at most; `name` is the finding's."""
     addresses = list(dict.fromkeys(addresses))
     seconds = answers_within(LIMIT_S, {a: functools.partial(seconds_for_name, a) for a in addresses})
     slow = [a for a in addresses if seconds.get(a, LIMIT_S) >= SLOW_S]
@@ -45,7 +45,7 @@ def _some(texts: Sequence[str]) -> str:
 
 
 def seconds_for_name(address: str) -> float:
-    """Of a lookup of the address as torch's sockets have it, whatever it ends with."""
+    """Times a lookup of the address as torch's sockets do it, whatever its result."""
     begun = time.perf_counter()
     with contextlib.suppress(OSError):
         socket.getnameinfo((mapped(address), 1, 0, 0), socket.NI_NUMERICSERV)

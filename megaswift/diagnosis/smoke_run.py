@@ -98,7 +98,7 @@ def _special(number: int, token: str) -> dict[str, Any]:
 
 
 def run_options(folder: Path, processes: int) -> list[str]:
-    """Of a run on what `write_inputs` wrote."""
+    """Returns the options of a run on the files of `write_inputs`."""
     options = {
         "model": folder / "model",
         "dataset": folder / "data.jsonl",
@@ -154,7 +154,7 @@ def kill_with_descendants(pid: int) -> None:
 
 
 def read_losses(path: Path) -> list[float]:
-    """Of the steps, in order."""
+    """Returns the losses of the steps, in order."""
     if not path.is_file():
         return []
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

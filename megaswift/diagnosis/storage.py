@@ -33,7 +33,8 @@ def hugging_face_cache(environ: Mapping[str, str]) -> Path:
 
 
 def storage_findings(output: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Of the output directory and, where it is on another file system, of the cache of downloaded models."""
+    """Yields findings about the output directory and, where it is on another file system, about the cache of downloaded
+    models."""
     yield folder_finding("output directory", output)
     cache = hugging_face_cache(environ)
     if existing_folder(cache).stat().st_dev != existing_folder(output).stat().st_dev:

@@ -44,7 +44,8 @@ def base_model_name_or_empty(adapter: Path) -> str:
 
 
 def adapter_folder_tensor_shapes(adapter: Path) -> Mapping[str, tuple[int, ...]]:
-    """Of its tensors, by name; none where they cannot be read, which whoever loads them says."""
+    """Returns the shapes of its tensors, by name; empty where they cannot be read, which the code that loads them
+    reports."""
     try:
         with safe_open(adapter / TENSORS, framework="np") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

@@ -44,7 +44,7 @@ class TokenizedChat:
 
     ids: tuple[int, ...]
     text: str = ""
-    """Of a conversation with images, as it was rendered."""
+    """The rendered text of a conversation with images."""
     media: RowMedia = RowMedia()
     pictures: ProcessedImageInputs | None = None
     """What the towers read of them; None: they are opened when the answer's turn comes."""

@@ -20,7 +20,8 @@ from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 
 DeviceMap = dict[str, Device]
 CPU_SHARE = 0.9
-"""Of the free memory of the machine when the user names no limit: loading needs some beside the weights."""
+"""The share of the machine's free memory that is used when the user names no limit: loading needs some in addition to
+the weights."""
 SHOWN = 4
 _NUMBERED = re.compile(r"(.+)\.(\d+)")
 
@@ -32,7 +33,7 @@ class ModuleSizes:
     model: nn.Module
     """On the device `meta`."""
     bits: int | None = None
-    """Of the weights of linear layers."""
+    """Bits per weight of linear layers."""
 
     def special(self) -> dict[str, Any]:
         """Weights that are quantized, and accelerate's name for what they become. bitsandbytes leaves the head as it

@@ -463,7 +463,7 @@ EXACT = 1e-3
 ROUNDED = 0.1
 """The share of the difference between two prompts that counts as rounding in half precision."""
 Inputs = Mapping[str, Tensor]
-"""Of transformers' `generate`: a batch."""
+"""A batch, as transformers' `generate` takes it."""
 
 
 def random_prompts_of_two_lengths(tokenizer: Any, pad: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -36,7 +36,7 @@ class RunEnd:
 
     code: int
     rank: int
-    """Of a signal to the command of a node: the node."""
+    """The node, where its command got a signal."""
     host: str
     signalled: bool = False
     """The ranks of all nodes save and end together then; a signal to those that have left their loop would kill

@@ -55,7 +55,7 @@ def apply_nccl_preset(preset: str, environ: MutableMapping[str, str], gpu: bool,
 
 
 def node_count(environ: Mapping[str, str]) -> int:
-    """Of the run whose worker this process is; 1 for a process on its own."""
+    """Returns the number of nodes of the run whose worker this process is; 1 for a process on its own."""
     given = nproc_or_nnodes_started_by_launcher("nnodes", environ)
     if given is not None:
         return given

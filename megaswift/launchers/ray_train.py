@@ -44,7 +44,7 @@ QUIET = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""Of Ray's variables, unless the user sets them: nothing is reported to its makers, and an end is noticed soon."""
+"""Defaults of Ray's variables: nothing is reported to its makers, and an end is noticed soon."""
 
 
 def missing_ray_problems(launch: LaunchConfig) -> list[Problem]:

@@ -70,7 +70,7 @@ class NodeOfAttempt:
     """A node of an attempt of the run."""
 
     address: str
-    """Of node 0."""
+    """The address of node 0."""
     port: int
     rank: int
     nodes: int

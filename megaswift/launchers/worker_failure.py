@@ -52,7 +52,7 @@ def exit_code(failure: WorkerFailure) -> int:
 
 
 def worker_failures(failures: Mapping[int, Any]) -> list[WorkerFailure]:
-    """Of torchrun's `ProcessFailure`s by global rank."""
+    """Converts torchrun's `ProcessFailure`s by global rank."""
     return [
         WorkerFailure(rank, f.pid, f.exitcode, f.timestamp, explained=Path(f.error_file).is_file())
         for rank, f in failures.items()

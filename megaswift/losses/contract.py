@@ -83,7 +83,7 @@ class RequestedModelOutputs:
 
     fields: frozenset[str] = frozenset({"logprobs"})
     without_gradient: frozenset[str] = frozenset()
-    """Of `fields`, those that the objective does not differentiate (metrics, weights). The engine leaves them out of
+    """The `fields` that the objective does not differentiate (metrics, weights). The engine leaves them out of
     the backward pass. `correct` has no gradient in any case."""
     temperature: float = 1.0
     head: str | None = None
@@ -121,7 +121,7 @@ class ModelOutputs:
     log_sum_sq: Tensor | None = None
     """log of the sum over the vocabulary of p^2."""
     values: Tensor | None = None
-    """Of the scalar head; differentiable in training."""
+    """The values of the scalar head; differentiable in training."""
 
 
 @dataclass(frozen=True)

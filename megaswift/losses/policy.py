@@ -1,10 +1,11 @@
 """Policy losses: GRPO and variants, RLOO, and PPO's policy loss, over completions with given advantages.
 
 Owns what goes into the formulas of `policy_loss_types.py`: weights of tokens or completions, masks, the KL to the
-reference, the bonus for entropy. Of `batch.fields` it reads `completions` (int64 [n], document numbers; fillers left
-out) and, [b, s] each, `advantages`; `old` (log-probabilities of the policy that counts as the old one; absent where
-that is this policy), `sampled` (the sampler's own), `ratio` (weights against the sampler's mismatch), `reference`,
-`keep` (bool: tokens that the policy learns from), `selected` (bool: tokens of high covariance), where they are.
+reference, the bonus for entropy. It reads these `batch.fields`: `completions` (int64 [n], document numbers; fillers
+left out) and, [b, s] each, `advantages`; `old` (log-probabilities of the policy that counts as the old one; absent
+where that is this policy), `sampled` (the sampler's own), `ratio` (weights against the sampler's mismatch),
+`reference`, `keep` (bool: tokens that the policy learns from), `selected` (bool: tokens of high covariance), where they
+are.
 """
 
 from __future__ import annotations

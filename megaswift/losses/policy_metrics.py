@@ -43,7 +43,7 @@ CLIPPED = metrics_reported(
     largest=("clip_ratio/high_max",),
     smallest=("clip_ratio/low_min",),
 )
-"""Of `clip_metrics`."""
+"""The names that `clip_metrics` reports."""
 CISPO_CLIPPED = metrics_reported(("cispo_clip_ratio",))
 VESPO_WEIGHTS = metrics_reported(("vespo/phi_seq_mean",))
 

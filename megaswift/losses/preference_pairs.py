@@ -55,7 +55,7 @@ def pair_count(batch: Batch) -> int:
 
 
 PAIR_COUNTS = ("pairs", "chosen_tokens")
-"""Of `pair_and_chosen_token_counts`."""
+"""The names that `pair_and_chosen_token_counts` reports."""
 
 
 def pair_and_chosen_token_counts(batch: Batch) -> dict[str, float]:
@@ -83,9 +83,9 @@ def token_mean_metric(values: Tensor, mask: Tensor) -> MeanMetric:
 IMPLICIT_REWARDS = metrics_reported(
     ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
 )
-"""Of `implicit_reward_metrics`."""
+"""The names that `implicit_reward_metrics` reports."""
 PREFERENCE_LOGPS = metrics_reported(("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected"))
-"""Of `preference_logp_metrics`."""
+"""The names that `preference_logp_metrics` reports."""
 
 
 def implicit_reward_metrics(rewards: PairTensors) -> dict[str, Metric]:

@@ -79,13 +79,13 @@ LOGPROB_GAP = metrics_reported(
     ("sampling/sampling_logp_difference/mean", "sampling/token_mult_prob_error"),
     largest=("sampling/sampling_logp_difference/max",),
 )
-"""Of `logprob_gap_metrics`."""
+"""The names that `logprob_gap_metrics` reports."""
 CORRECTION_WEIGHTS = metrics_reported(
     ("sampling/importance_sampling_ratio/mean",),
     largest=("sampling/importance_sampling_ratio/max",),
     smallest=("sampling/importance_sampling_ratio/min",),
 )
-"""Of `correction_weight_metrics`."""
+"""The names that `correction_weight_metrics` reports."""
 
 
 def logprob_gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:

@@ -46,7 +46,7 @@ class ActivationBytes:
 def activation_bytes(
     setup: MicrobatchSetup, stage: int, chunks: Sequence[ModelChunk], microbatches: int
 ) -> ActivationBytes:
-    """Of a pipeline stage that holds these chunks; `microbatches` per optimizer step."""
+    """Estimates the activations of a pipeline stage that holds these chunks; `microbatches` per optimizer step."""
     passes = passes_in_flight(setup, stage, microbatches)
     of_chunks = sorted((kept_by_chunk(setup, chunk) for chunk in chunks), key=lambda kept: -kept.total)
     everything = sum(of_chunks[i % len(of_chunks)].total for i in range(passes))
@@ -79,13 +79,13 @@ class ChunkKept:
     """Bytes from the forward to the backward pass of one micro-batch, without the head's."""
 
     inputs: int
-    """Of layers that are computed again, the rotary angles, and masks."""
+    """Bytes of the inputs of recomputed layers, the rotary angles, and masks."""
     whole: int
-    """Of the other layers under full recomputation by blocks."""
+    """Bytes of the other layers under full recomputation by blocks."""
     layers: int
-    """Of all layers otherwise."""
+    """Bytes of all layers otherwise."""
     final: int
-    """Of the norm before the head."""
+    """Bytes of the norm before the head."""
 
     @property
     def total(self) -> int:
@@ -94,7 +94,7 @@ class ChunkKept:
 
 
 def kept_by_chunk(setup: MicrobatchSetup, chunk: ModelChunk) -> ChunkKept:
-    """Of one model chunk."""
+    """Returns the bytes that one model chunk keeps."""
     m = setup.options.model
     layers = list(chunk.layers)
     angles = 4 * setup.positions * setup.spec.rotated_width

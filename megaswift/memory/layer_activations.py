@@ -26,12 +26,14 @@ EXPERT_FC2 = "mlp.experts.0.linear_fc2"
 
 
 def layer_input_bytes(setup: MicrobatchSetup) -> int:
-    """Of the residual stream [s, b, h] between two layers: all that full recomputation keeps of a layer."""
+    """Returns the bytes of the residual stream [s, b, h] between two layers: all that full recomputation keeps of a
+    layer."""
     return setup.residual_tokens * setup.spec.hidden_size * setup.width
 
 
 def kept_by_layer(setup: MicrobatchSetup, layer: int, recomputed: Sequence[str] = ()) -> Kept:
-    """Of one layer under no recomputation, or of these submodules (`--recompute_modules`)."""
+    """Returns the bytes that one layer keeps without recomputation, or with these submodules recomputed
+    (`--recompute_modules`)."""
     moe = setup.spec.moe_layers[layer]
     attention = _attention(setup, layer)
     if "core_attn" in recomputed:
@@ -61,8 +63,8 @@ def _norm(setup: MicrobatchSetup, name: str, rows: int, width: int, trains: bool
 
 
 def _input(setup: MicrobatchSetup, layer: int, module: str, elements: int, shared: bool = False) -> Kept:
-    """Of a linear layer: kept for the gradient of its weight or of its adapters, whose dropout keeps a mask and a copy
-    of its own. `shared`: another operation keeps the same tensor."""
+    """The input of a linear layer: kept for the gradient of its weight or of its adapters, whose dropout keeps a mask
+    and a copy of its own. `shared`: another operation keeps the same tensor."""
     projections = setup.adapters(layer, module)
     full = setup.parts.full
     dropout = bool(projections) and setup.options.lora_dropout > 0
@@ -120,9 +122,9 @@ def _attention(setup: MicrobatchSetup, layer: int) -> Kept:
 
 
 def mask_bytes(setup: MicrobatchSetup, layers: Sequence[int]) -> int:
-    """Of torch's attention, where it is not plain causal: [queries, keys] in the dtype of the scores, once for all
-    layers. Under context parallelism a rank's two runs of a sequence see 2 cp + 1 runs of keys (on a GPU such a mask
-    takes no memory)."""
+    """The mask of torch's attention, where it is not plain causal: [queries, keys] in the dtype of the scores, once for
+    all layers. Under context parallelism a rank's two runs of a sequence see 2 cp + 1 runs of keys (on a GPU such a
+    mask takes no memory)."""
     cp = setup.layout.cp
     positions = setup.positions
     if setup.kernels.attention != TORCH or setup.spec.transformer.get("multi_latent_attention"):

@@ -51,7 +51,7 @@ class RunParameters:
     parts: TrainedParts
     stages: list[list[ModelChunk]]
     of_stages: list[list[RankParameters]]
-    """Of each stage, what each of its chunks holds on a rank."""
+    """For each stage, the parameters that each of its chunks holds on a rank."""
 
     @classmethod
     def of(
@@ -87,7 +87,7 @@ class RunParameters:
 
 
 def usable_bytes(device_memory: int, cuda: bool) -> int:
-    """Of a device of that size."""
+    """Returns the usable bytes of a device of that size."""
     return int(device_memory * (1 - FRAGMENTED)) - (CONTEXT if cuda else 0)
 
 

@@ -52,12 +52,12 @@ class MicrobatchSetup:
 
     @property
     def rows(self) -> int:
-        """Of a micro-batch; packed rows count as rows."""
+        """Rows of a micro-batch; packed rows count as rows."""
         return self.options.rows
 
     @property
     def positions(self) -> int:
-        """Of a row on this rank: rows of max_length tokens, as long as the data may be."""
+        """Positions of a row on this rank: rows of max_length tokens, as long as the data may be."""
         return -(-self.options.max_length // self.layout.cp)
 
     @property
@@ -72,7 +72,7 @@ class MicrobatchSetup:
 
     @property
     def head_width(self) -> int:
-        """Of the queries of this rank's heads."""
+        """Width of the queries of this rank's heads."""
         return self.spec.attention_width // self.layout.tp
 
     @property

@@ -115,8 +115,9 @@ def rank_parameters(
     chunks: Sequence[ModelChunk],
     grouped_experts: bool = False,
 ) -> list[RankParameters]:
-    """Of each model chunk, what the first rank of its stage holds: with Megatron's parallelism no other rank of the
-    stage holds more. `grouped_experts`: adapters of all experts are one parameter for each projection."""
+    """Counts, for each model chunk, the parameters that the first rank of its stage holds: with Megatron's parallelism
+    no other rank of the stage holds more. `grouped_experts`: adapters of all experts are one parameter for each
+    projection."""
     family = family_of(spec.hf_config)
     sizes = _ShardSizes(spec, layout)
     held: list[RankParameters] = [Counter() for _ in chunks]
@@ -184,7 +185,7 @@ class _ShardSizes:
         return self.layout.tp if expert is None else self.layout.etp
 
     def weight(self, rule: WeightRule, expert: int | None) -> int:
-        """Of a parameter."""
+        """Elements of a parameter."""
         if id(rule) not in self._known:
             self._known[id(rule)] = math.prod(shard_shape(rule, self.spec, self._shard(rule, expert)))
         return self._known[id(rule)]
@@ -192,8 +193,8 @@ class _ShardSizes:
     def adapters(
         self, rule: WeightRule, expert: int | None, adapted: Sequence[Projection], parts: TrainedParts
     ) -> Iterator[int]:
-        """Of A, B (and DoRA's magnitudes) of each adapter: A [r, in] is cut where the weight's inputs are, B [out, r]
-        where its outputs are (`bridge/adapter_plan.py`)."""
+        """Elements of A, B (and DoRA's magnitudes) of each adapter: A [r, in] is cut where the weight's inputs are, B
+        [out, r] where its outputs are (`bridge/adapter_plan.py`)."""
         for projection in adapted:
             out, width = projection.shape
             if rule.shard == "row":

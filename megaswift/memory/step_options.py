@@ -17,7 +17,7 @@ class StepOptions:
     distributed_optimizer: bool
     """Whether the optimizer's states are divided by the data-parallel ranks, where the optimizer allows it."""
     rows: int
-    """Of a micro-batch; packed rows count as rows."""
+    """Rows of a micro-batch; packed rows count as rows."""
     passes: int
     """Micro-batches of a step on each data-parallel rank."""
     max_length: int

@@ -20,7 +20,8 @@ class HeadBytes:
 
 
 def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
-    """Of a micro-batch in which every token has a label. `trains`: whether the head's weight has a gradient."""
+    """Returns the bytes of the head for a micro-batch in which every token has a label. `trains`: whether the head's
+    weight has a gradient."""
     spec = setup.spec
     tokens = setup.tokens
     width = setup.width

@@ -63,7 +63,7 @@ class HeldBytes:
 
     @property
     def optimizer(self) -> int:
-        """Of the optimizer's states on the device."""
+        """Bytes of the optimizer's states on the device."""
         return self.main_weights + self.moments
 
     @property
@@ -76,7 +76,7 @@ def held_bytes(options: StepOptions, dtype: str, layout: Layout, chunks: Sequenc
     """Bytes of a rank with these model chunks, weights in `dtype`. The counters of steps of torch's Adam, 4 bytes a
     parameter, are left out.
 
-    Of the distributed optimizer's equal shards some hold a buffer's padding, which has no moments: theirs are fewer.
+    Some of the distributed optimizer's equal shards hold a buffer's padding, which has no moments: theirs are fewer.
     """
     o = options.optim
     width = 2 if dtype in HALF else 4
@@ -140,7 +140,7 @@ class _GradientBuffer:
     sizes: tuple[int, ...]
     """Elements of each parameter."""
     shared: tuple[int, ...]
-    """Of tied embeddings between pipeline stages, which lie apart."""
+    """Elements of embeddings tied between pipeline stages, which lie apart."""
     replicas: int
     restored: int
 

@@ -40,7 +40,7 @@ POSITIVE_FIELDS = {**dict.fromkeys(ROPE_BASES, "10000.0"), **dict.fromkeys(NORM_
 """Key -> a usual value."""
 
 LARGEST = 1 << 53
-"""Of whole numbers in a config.json; sizes of a family have bounds of their own."""
+"""The largest whole number in a config.json; sizes of a family have bounds of their own."""
 LLAMA_LIKE: Mapping[str, Any] = MappingProxyType(
     {
         "normalization": "RMSNorm",
@@ -100,7 +100,7 @@ class Family:
 
 
 MOST_DIGITS = 20
-"""Of an integer in config.json; a longer one fits no 64 bits and no float."""
+"""Maximum digits of an integer in config.json; a longer one fits neither 64 bits nor a float."""
 FAMILIES: Registry[Family] = Registry("model family", "megaswift.families")
 
 

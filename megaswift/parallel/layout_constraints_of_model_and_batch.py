@@ -38,7 +38,7 @@ class LayoutRequest(AxisSizes):
     """What the user believes the data-parallel size to be."""
     cp_comm_type: str = "p2p"
     context_levels: tuple[int, ...] = ()
-    """Of `a2a+p2p`: the ranks that exchange by a2a, and by p2p."""
+    """For `a2a+p2p`: the ranks that exchange by a2a, and by p2p."""
     max_length: int | None = None
     """Longest sequence, in tokens."""
     train: TrainConfig | None = None

@@ -43,7 +43,7 @@ def full_microbatch_tokens(rows: int, max_length: int, row_multiple: int, layout
     """Tokens of a micro-batch on one context-parallel rank where every row is padded to max_length.
 
     Args:
-        rows: Of a micro-batch.
+        rows: Rows of a micro-batch.
         row_multiple: `row_padding_multiple` of the run.
     """
     row = -(-max_length // row_multiple) * row_multiple

@@ -79,7 +79,7 @@ class HeadShape:
     width: int
     """Rows of the weight on a rank: the padded vocabulary / TP."""
     element_bytes: int
-    """Of weights and hidden states."""
+    """Bytes per element of weights and hidden states."""
     fields: tuple[str, ...] = ("logprobs",)
     """Requested outputs."""
     float32_products: bool = False
@@ -90,7 +90,7 @@ class HeadShape:
 
     @property
     def product_bytes(self) -> int:
-        """Of a product."""
+        """Bytes of a product."""
         return 4 if self.float32_products else self.element_bytes
 
     @property
@@ -99,8 +99,8 @@ class HeadShape:
         return self.width * self.hidden_size
 
     def tile_bytes(self, forward: bool) -> int:
-        """Of the float32 tiles at a time, where no kernel fuses the passes over them: differences from the largest
-        logit, beside converted logits or, forward, the powers that the entropy needs."""
+        """Bytes of the float32 tiles held at a time, where no kernel fuses the passes over them: differences from the
+        largest logit, beside converted logits or, forward, the powers that the entropy needs."""
         tiles = 1 + (self.product_bytes < 4 or (forward and "entropy" in self.fields)) + self.extra_tiles
         return 4 * tiles * self.width * min(self.rows, tile_rows(self.width))
 

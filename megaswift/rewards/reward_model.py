@@ -29,7 +29,7 @@ from megaswift.models.scalar_head import scalar_head_problems
 from megaswift.rewards.reward_input import RewardInput
 
 TOKENS = 16384
-"""Of a batch, padding included."""
+"""Maximum tokens of a batch, padding included."""
 
 
 @dataclass

@@ -15,12 +15,13 @@ from megaswift.errors import Problem, RewardError
 from megaswift.rewards.reward_input import RewardInput
 
 LARGEST = 1e15
-"""Of rewards, either sign. Advantages are computed in float32, whose largest number is 3.4e38: squares of such rewards,
-summed over a generation, stay below it."""
+"""The largest reward, with either sign. Advantages are computed in float32, whose largest number is 3.4e38: squares of
+such rewards, summed over a generation, stay below it."""
 SHOWN = 80
 """Characters of a sample in a message."""
 Value = float | tuple[float, ...]
-"""Of a completion, or of each token in it that the model wrote. NaN: the function does not apply to the completion."""
+"""The reward of a completion, or of each token in it that the model wrote. NaN: the function does not apply to the
+completion."""
 
 
 def _plain(returned: Any) -> Any:

@@ -43,10 +43,10 @@ PROBES = {
 
 @dataclass(frozen=True)
 class JobLimits:
-    """Of one job."""
+    """The limits of one job."""
 
     seconds: float = 6.0
-    """Of CPU time, so that a busy machine changes no reward."""
+    """Seconds of CPU time, so that a busy machine changes no reward."""
     patience: float = 3.0
     """Seconds by the clock for each of them."""
     memory: int = 512

@@ -81,7 +81,8 @@ class SamplerOptions:
     tensor_parallel_size: int = 1
     """Ranks that share one vLLM engine; all of them pass the same prompts."""
     seed: int = 0
-    """Of vLLM's engine in this process: where requests have no seeds of their own, ranks need different ones."""
+    """The seed of vLLM's engine in this process: where requests have no seeds of their own, ranks need different
+    ones."""
     seed_requests: bool = True
     """Whether vLLM gets the seed of each completion."""
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -138,7 +139,7 @@ class BatchImages:
     """The images of some prompts."""
 
     of: Sequence[PromptImages | None]
-    """Of each prompt; None: it has none."""
+    """The images of each prompt, or None."""
     reader: PromptImageReader
 
 

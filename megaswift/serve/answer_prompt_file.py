@@ -3,7 +3,7 @@
 Answers are appended to RESULT.partial after each batch. At the end they are written to RESULT in order and the partial
 file is removed. A run that finds the partial file of an equal run resumes it.
 
-Of several processes each answers every n-th batch and has a partial file of its own, RESULT.partial-N. The batches are
+Each of n processes answers every n-th batch and has a partial file of its own, RESULT.partial-N. The batches are
 those of one process, and so are the answers; any number of processes resumes what any other number has left.
 """
 

@@ -47,7 +47,7 @@ PATIENCE_SECONDS = 0.5
 CHARACTERS_A_TOKEN = 16
 """A prompt with more of them for each token of the context is refused before it is tokenized. Text has 3 to 5."""
 MOST_CHARACTERS = 1 << 20
-"""Of a prompt, where the model has no limit of its own."""
+"""Maximum characters of a prompt, where the model has no limit of its own."""
 MOST_UNREAD = 64
 """Requests that wait to be parsed and tokenized."""
 Result = TypeVar("Result")
@@ -229,7 +229,8 @@ def _prompt(served: ServerState, make: Callable[[Any], TokenizedChat], what: Any
 
 
 def _characters(value: Any) -> int:
-    """Of all texts in a prompt or conversation; what an image holds has limits of its own. JSON's depth is bounded."""
+    """Counts the characters of all texts in a prompt or conversation; images have limits of their own. JSON's depth is
+    bounded."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

@@ -23,11 +23,11 @@ MOST_TOP = 20
 MOST_STOPS = 16
 MOST_IMAGES = 16
 MOST_STOP_CHARACTERS = 256
-"""Of each stop text."""
+"""Maximum characters of each stop text."""
 MOST_ANSWERS = 128
-"""Of one request: its prompts times `n`."""
+"""Maximum answers of one request: its prompts times `n`."""
 MOST_MESSAGES = 2048
-"""Of one conversation."""
+"""Maximum messages of one conversation."""
 MOST_TOOLS = 128
 MOST_NUMBER = 2**31 - 1
 SHOWN_ERRORS = 4

@@ -177,7 +177,7 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 def _host_name(host: str) -> str:
-    """Of a Host header, without its port."""
+    """Returns the name in a Host header, without its port."""
     name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
     return name.strip().lower()
 

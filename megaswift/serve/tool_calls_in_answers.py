@@ -110,7 +110,7 @@ def _behind_space(text: str, at: int) -> int:
 
 
 def _finish_reason(answer: Answer) -> str:
-    """Of an answer with calls."""
+    """The finish reason of an answer with calls."""
     return "length" if finish_reason(answer) == "length" else "tool_calls"
 
 

@@ -26,7 +26,7 @@ from megaswift.rollout.sampler import BatchImages, Completion, SamplerOptions, S
 from megaswift.rollout.transformers_weight_update import InPlaceAdapterLoader, InPlaceWeightLoader
 
 PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
-"""Of a configuration: where models name them."""
+"""The fields of a configuration in which models name their placeholder tokens."""
 
 
 def missing(options: SamplerOptions) -> list[Problem]:

@@ -36,7 +36,7 @@ class Membership:
 
     store: dist.Store
     host: str
-    """Of the store, as this process reaches it."""
+    """The host of the store, as this process reaches it."""
     port: int
     rank: int
     """Workers count from 1."""
@@ -133,7 +133,7 @@ class CudaIpcSender:
         self.receivers = receivers
         self.slots: dict[int, Tensor] = {}
         self.handles: dict[int, list[list[Any]]] = {}
-        """Of each slot that workers have been told of: one for each worker."""
+        """The handles of each slot that workers have received: one for each worker."""
 
     def buffer(self, slot: int, nbytes: int) -> Tensor:
         """Device memory; new where the slot's is too small."""

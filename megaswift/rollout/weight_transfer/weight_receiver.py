@@ -23,7 +23,7 @@ from megaswift.rollout.weight_transfer.weight_buckets import (
 )
 
 PROTOCOL = 2
-"""Of headers and keys; both sides must have the same."""
+"""The version of headers and keys; both sides must have the same."""
 
 
 class WeightReceiver:
@@ -40,7 +40,7 @@ class WeightReceiver:
         member = Membership(self.store, host, port, rank, settings["receivers"], self.timeout)
         self.transport = receiving_side(settings["transport"], member, device)
         self.checksums: dict[str, int] = {}
-        """Of what this worker has got, where the sender gives checksums."""
+        """The checksums of the tensors that this worker has received, where the sender gives them."""
 
     def weights(self, sync: int) -> Iterator[tuple[str, Tensor]]:
         """(Name, full tensor) of one sync, in the sender's order; the tensors are the worker's own. Raises where the
@@ -68,5 +68,5 @@ class WeightReceiver:
             number += 1
 
     def digest(self) -> str:
-        """Of all weights that have arrived with checksums since this worker was connected."""
+        """Returns a digest of all weights that have arrived with checksums since this worker was connected."""
         return state_digest(self.checksums)

@@ -48,7 +48,7 @@ class TransferSettings:
 
 @dataclass
 class SyncStatistics:
-    """Of the last sync."""
+    """Figures of the last sync."""
 
     buckets: int = 0
     sent_bytes: int = 0
@@ -60,7 +60,7 @@ class WeightSender:
 
     settings: TransferSettings
     folder: Path
-    """Of buffers in shared memory."""
+    """The folder of buffers in shared memory."""
     connect: Callable[[dict[str, Any]], Any]
     """Lets every sampler's workers connect by these settings (plain JSON); returns once they have."""
     receive: Callable[[int], list[str]]
