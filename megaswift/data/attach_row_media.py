@@ -42,8 +42,10 @@ from megaswift.data.untokenized_sample import (
 TAGS = {IMAGE: "<image>", VIDEO: "<video>"}
 """Placeholders in texts."""
 COLUMNS = {IMAGE: ("images", "image"), VIDEO: ("videos", "video")}
-AUDIO, AUDIO_TAG = ("audios", "audio"), "<audio>"
-"""Columns of files that no model here reads, and their placeholder."""
+AUDIO = ("audios", "audio")
+"""Columns of audio files, which no model here reads."""
+AUDIO_TAG = "<audio>"
+"""The placeholder of audio in texts."""
 KEYS = {IMAGE: ("image", "path", "url", "image_url", "source"), VIDEO: ("video", "path", "url", "video_url")}
 """Of a part: where its file may stand (`source`: Anthropic's)."""
 RATES = ("fps", "sample_fps")
@@ -205,7 +207,9 @@ class _AttachedMedia:
         self, home: RowImageFolders, waiting: Mapping[str, Iterator[Any]], settings: Mapping[str, Any]
     ) -> None:
         """`settings`: what the row says of all of them."""
-        self.home, self.waiting, self.settings = home, waiting, settings
+        self.home = home
+        self.waiting = waiting
+        self.settings = settings
         self._made: list[tuple[Part, Source | RowVideo, float | None]] = []
         self._counts = dict.fromkeys(COLUMNS, 0)
 

@@ -93,7 +93,8 @@ def load_preference_splits(
 
 def global_batch_unit(task: str) -> str:
     """What a task's global batch counts: `rows`, `pairs`, `examples` or, of reinforcement learning, `completions`."""
-    return "completions" if task in RL else "pairs" if task in PAIRS else "examples" if task in EXAMPLES else "rows"
+    units = (("completions", RL), ("pairs", PAIRS), ("examples", EXAMPLES))
+    return next((unit for unit, tasks in units if task in tasks), "rows")
 
 
 def check_split_truncation_option(data: Any, task: str) -> None:
@@ -178,17 +179,20 @@ def build_train_and_eval_sources(
     `tokenizer`: of a vision-language model its `Processor`; rows may then have images.
     `prompt_labels`: of preferences, prompts carry labels too (ORPO).
     """
+    # An indexed blend has its own splits, so it goes its own way.
     words = tokenizer_of_tokenizer_or_processor(tokenizer)
     shape = padding_shape_of(words, geometry)
     blend = parse_indexed_blend(data.dataset)
     if blend is not None:
         return build_indexed_sources(data, train, words, (geometry, shape))
+    # Shapes: evaluation has micro-batches of its own size, one at a time.
     training_shape = replace(shape, minimum=data.max_length) if geometry.full_length else shape
     per_device = train.per_device_eval_batch_size or geometry.per_device
     apart = replace(geometry, per_device=per_device, accumulation=1)
     check_split_truncation_option(data, task)
     processor = tokenizer if isinstance(tokenizer, Processor) else None
     if data.streaming:
+        # Streaming: training rows are encoded as they come; only evaluation rows are held in full.
         evaluation: IndexedRows | None = None
         if data.val_dataset and task in PREFERENCES:
             evaluation = PreferenceDataset(
@@ -204,6 +208,7 @@ def build_train_and_eval_sources(
         source: BatchSource = stream
     else:
         processor = tokenizer if isinstance(tokenizer, Processor) else None
+        # Stored: rows are tokenized before the run, and a part of them is held out for evaluation.
         if task in PREFERENCES:
             some, others = load_preference_splits(data, train, tokenizer, task)
             packs = data.packing is not False and processor is None
@@ -218,10 +223,8 @@ def build_train_and_eval_sources(
                 if d is not None
             ]
         vocab_check.check_dataset_token_ids([r.docs for r in rows], words, geometry.vocabulary)
-        source, evaluation = (
-            _stored(rows[0], data, train, (geometry, training_shape)),
-            rows[1] if len(rows) > 1 else None,
-        )
+        source = _stored(rows[0], data, train, (geometry, training_shape))
+        evaluation = rows[1] if len(rows) > 1 else None
     return source, None if evaluation is None else EvaluationSource(evaluation, apart, shape)
 
 
@@ -240,9 +243,11 @@ def _stored(
 ) -> TokenStoreBatchSource:
     geometry, shape = where
     if len(rows) < geometry.global_batch:
-        count, unit = len(rows.docs), "row"
+        count = len(rows.docs)
+        unit = "row"
         if isinstance(rows, PreferenceDataset):
-            count, unit = len(rows), "pair" if rows.units.width == 2 else "example"
+            count = len(rows)
+            unit = "pair" if rows.units.width == 2 else "example"
         packed = f", packed into {len(rows)}" if count != len(rows) else ""
         fits = "1" if len(rows) == 1 else f"{len(rows)} or less"
         enough = (
@@ -257,7 +262,8 @@ def _stored(
         )
     order = EpochOrder(len(rows), data.shuffle, data_seed(data, train))
     if data.group_by_length:
-        order.lengths, order.batch = rows.row_lengths(), geometry.global_batch
+        order.lengths = rows.row_lengths()
+        order.batch = geometry.global_batch
     return TokenStoreBatchSource(rows, geometry, shape, order, data.dataloader_num_workers)
 
 
@@ -268,7 +274,8 @@ def _stream(
     where: tuple[LoaderGeometry, PaddingShape],
     prompt_labels: bool,
 ) -> StreamBatchSource:
-    (spec, processor), (geometry, shape) = reader, where
+    spec, processor = reader
+    geometry, shape = where
     units = spec.task in PREFERENCES
     datasets = [
         resolve_or_download_dataset_files(name, data_cache_folder(data.dataset_cache_dir)) for name in data.dataset

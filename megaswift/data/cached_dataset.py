@@ -135,7 +135,8 @@ def written_by_another_node(folder: Path, node: str) -> bool:
 def join_writer(folder: Path, node: str, spec: EncodeSpec, names: Sequence[str]) -> None:
     """Take the folder that another node has written as this one's; DataError where options or data differ."""
     facts = json.loads((folder / CACHED_DATASET).read_text(encoding="utf-8"))
-    was, now = facts["depends_on"], token_dependencies(spec)
+    was = facts["depends_on"]
+    now = token_dependencies(spec)
     differing = [_OPTIONS[key] for key in _OPTIONS if was.get(key) != json.loads(json.dumps(now[key]))]
     if facts.get("given") != list(names):
         differing.append("--dataset")
@@ -160,7 +161,8 @@ def _open_store(folder: Path, name: object) -> TokenStore:
         if not path.is_file():
             raise ValueError(f"{name}/{path.name} is not a file")
     store = TokenStore(folder / name)
-    offsets, tokens = store.offsets, len(store.tokens)
+    offsets = store.offsets
+    tokens = len(store.tokens)
     if offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu" or len(store.mask) != tokens:
         raise ValueError(f"{name}: its arrays do not belong together")
     if len(store.labels) != len(offsets) - 1 or len(store.lines) != len(offsets) - 1:

@@ -53,7 +53,8 @@ def certify_sources(
 def certify_run_data(data: Any, reader: Any, task: str, rows: int | None = None) -> tuple[Findings, list[str]]:
     """(findings of a run's data sets (`--dataset`, `--val_dataset`), or of the first `rows` of each, with progress;
     the cached data sets, which hold tokens and no rows)."""
-    spec, root = encode_spec(data, reader, task), data_cache_folder(data.dataset_cache_dir)
+    spec = encode_spec(data, reader, task)
+    root = data_cache_folder(data.dataset_cache_dir)
     named = [("--dataset", name) for name in data.dataset] + [("--val_dataset", name) for name in data.val_dataset]
     cached = [name for flag, name in named if cached_dataset_folder(with_local_copy(name, root, flag))]
     sources = [
@@ -84,7 +85,8 @@ class RowProgress:
     """Rows and rows a second on standard error: one line on a terminal, else a line now and then."""
 
     def __init__(self, total: int, what: str) -> None:
-        self._total, self._what = total, what
+        self._total = total
+        self._what = what
         self._began = self._said = time.monotonic()
         self._line = sys.stderr.isatty()
 

@@ -39,9 +39,12 @@ from megaswift.data.search_answers_in_rendered_text import AnswerPlace, AnswerSe
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.data.write_tools_as_agent_text import TurnPart, write_tools_as_agent_text
 
-PROMPT_TRAINED, ANSWER_UNTRAINED = "prompt_trained", "answer_untrained"
-END_UNTRAINED, EXCLUDED_TRAINED = "end_untrained", "excluded_trained"
-TOKENS_DIFFER, PROMPT_DIFFERS = "tokens_differ", "prompt_differs"
+PROMPT_TRAINED = "prompt_trained"
+ANSWER_UNTRAINED = "answer_untrained"
+END_UNTRAINED = "end_untrained"
+EXCLUDED_TRAINED = "excluded_trained"
+TOKENS_DIFFER = "tokens_differ"
+PROMPT_DIFFERS = "prompt_differs"
 FAULTS = {
     PROMPT_TRAINED: "tokens outside of the assistant's turns carry loss",
     ANSWER_UNTRAINED: "tokens of an answer carry no loss",
@@ -149,7 +152,8 @@ class LossMaskCertifier:
 
     def certify(self, rows: Iterable[tuple[str, LocatedRow]]) -> Findings:
         """Findings of (file, row) in order."""
-        findings, rows = Findings(), iter(rows)
+        findings = Findings()
+        rows = iter(rows)
         while group := list(islice(rows, BATCH)):
             units = list(self._units(group))
             texts = [d.text for unit in units if not isinstance(unit, RowError) for d in unit]
@@ -176,7 +180,8 @@ class LossMaskCertifier:
             if isinstance(one, RowError):
                 yield one
                 continue
-            (ids, mask), (sample, text) = next(tokens), one
+            ids, mask = next(tokens)
+            sample, text = one
             yield [_Document(sample, text.text, ids, mask != 0, len(sample.prompt or ""), _media_of(text))]
 
     def _rendered(
@@ -198,8 +203,11 @@ class LossMaskCertifier:
         before = len(document.ids) - len(encoding.ids)
         if before < 0 or document.ids[before:].tolist() != encoding.ids:
             return [(TOKENS_DIFFER, "")]
-        loss, sample = document.loss[before:], document.sample
-        tools, agent, trained = sample.tools, None, list[bool]()
+        loss = document.loss[before:]
+        sample = document.sample
+        tools = sample.tools
+        agent = None
+        trained = list[bool]()
         if self._chat is not None and self._chat.templates.agent_text and sample.text is None:
             trained = [True] * len(sample.messages)
             trained = trained if self.spec.task in RL else trained_turn_flags(sample, self._turns)
@@ -306,7 +314,8 @@ def _compare_parts(
     """(the mask with those parts of turns filled in that carry no loss, what does not hold of them). A token over the
     edge of a part is the model's."""
     document, encoding, loss = tokens
-    loss, found = loss.copy(), []
+    loss = loss.copy()
+    found = []
     answers = [i for i, m in enumerate(document.sample.messages) if m["role"] == "assistant"]
     by_message = {place.message: place for place in places}
     for i, parts in zip(answers, turns, strict=True):
@@ -349,7 +358,8 @@ def _compare_turns(
     `marked`: the template says by {% generation %} whether white space in front of an answer is the model's."""
     document, encoding, loss = tokens
     found: list[tuple[str, str]] = []
-    allowed, excluded = np.zeros(len(loss), dtype=bool), np.zeros(len(loss), dtype=bool)
+    allowed = np.zeros(len(loss), dtype=bool)
+    excluded = np.zeros(len(loss), dtype=bool)
     for place in places:
         where = f"messages[{place.message}]"
         begin, limit = _tokens_of(encoding, place.begin, place.limit)

@@ -86,7 +86,9 @@ def collate_packed(rows: Sequence[Sequence[Document]], shape: PaddingShape, leng
     document without weight.
     """
     arrays = empty_arrays(1, sum(lengths), shape.pad_id)
-    starts, ids, begin = [], [], 0
+    starts = []
+    ids = []
+    begin = 0
     for row, length in zip(rows, lengths, strict=True):
         position = begin
         for document in row:

@@ -46,10 +46,10 @@ def collate_preferences(
 ) -> list[Batch]:
     """A step's micro-batches from the documents of each: end to end in one row, or one a row with None for a row
     without weight."""
-    rows = [
-        [[d for d in micro if d is not None]] if packing else [[] if d is None else [d] for d in micro]
-        for micro in micro_documents
-    ]
+    if packing:
+        rows = [[[d for d in micro if d is not None]] for micro in micro_documents]
+    else:
+        rows = [[[] if d is None else [d] for d in micro] for micro in micro_documents]
     return collate_step_microbatches(rows, packing, shape, uniform)
 
 
@@ -152,7 +152,8 @@ class PreferenceDataset:
 
     def read(self, row: int) -> PreferenceUnit:
         """The documents of a unit and its margin or label."""
-        width, docs = self.units.width, self.docs
+        width = self.units.width
+        docs = self.docs
         which = range(row * width, (row + 1) * width)
         return PreferenceUnit([(*docs.read(i), int(docs.sample[i])) for i in which], float(self.units.values[row]))
 
@@ -247,7 +248,8 @@ def kto_kl_batches(
 
 
 def _with_completion_of(prompt: Document, answer: Document, max_length: int) -> Document:
-    begin, other = first_labeled_token(prompt[1]), first_labeled_token(answer[1])
+    begin = first_labeled_token(prompt[1])
+    other = first_labeled_token(answer[1])
     ids = np.concatenate([prompt[0][:begin], answer[0][other:]])[:max_length]
     mask = np.concatenate([np.zeros(begin, np.uint8), answer[1][other:]])[:max_length]
     return ids, mask, prompt[2]

@@ -110,7 +110,8 @@ class RolloutCollator:
             if completed is not None and completed.images is not None:
                 if completed.images not in read:
                     read[completed.images] = reader.inputs(completed.images, completed.prompt)
-                inputs, kinds = read[completed.images], completed.images.media.kinds
+                inputs = read[completed.images]
+                kinds = completed.images.media.kinds
                 pieces.append(ImageInputs(row, 0, len(completed.prompt), inputs, kinds))
         return collate_rows_with_images(rows, pieces, reader.processor, self.shape, reader.kinds)
 
@@ -133,7 +134,8 @@ def scatter_completion_values(batch: Batch, values: Tensor) -> Tensor:
 
 def gather_completion_values(batch: Batch, values: Tensor, micro: RolloutMicrobatch) -> dict[int, np.ndarray]:
     """The inverse for one micro-batch: `values` [b, s] at each completion's own tokens, by its number."""
-    numbers, position = values.detach().cpu()[batch.loss_weights != 0].numpy(), 0
+    numbers = values.detach().cpu()[batch.loss_weights != 0].numpy()
+    position = 0
     gathered = {}
     for completed in micro:
         if completed is not None and not completed.silent:

@@ -41,7 +41,9 @@ def fill_self_cognition_name_placeholders(value: Any, texts: Mapping[str, Sequen
 
 def check_columns_exist(sources: Sequence[DatasetFiles], columns: Mapping[str, str]) -> None:
     """DataError for columns that no row of any data set has; a warning where not all rows were looked at."""
-    lacking, seen, whole = dict(columns), dict[str, None](), True
+    lacking = dict(columns)
+    seen = dict[str, None]()
+    whole = True
     for source, path in ((s, path) for s in sources for path in s.files):
         for number, located in enumerate(FilePart(str(path), source.kind(path), 0, 1 << 62).rows() if lacking else ()):
             if number == LOOKED_AT:

@@ -93,7 +93,8 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
     """Make `target` exist: `build(scratch folder)` must rename its result to it. For the building process."""
     if target.exists():
         return
-    failed, scratch = _beside(target, "failed"), _beside(target, f"build-{os.getpid()}")
+    failed = _beside(target, "failed")
+    scratch = _beside(target, f"build-{os.getpid()}")
     with _locked(_beside(target, "lock")):
         if target.exists():
             return
@@ -125,15 +126,18 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
 
 def wait_for_build(target: Path, watch: Path | None = None) -> None:
     """Return when `target` exists; DataError when its build failed or its builder fell silent."""
-    beat, failed = _beside(watch or target, "beat"), _beside(watch or target, "failed")
-    seen, since = None, time.monotonic()
+    beat = _beside(watch or target, "beat")
+    failed = _beside(watch or target, "failed")
+    seen = None
+    since = time.monotonic()
     while not target.exists():
         with contextlib.suppress(FileNotFoundError):  # the builder may take an old one away
             if failed.stat().st_mtime >= _LOADED:
                 raise DataError([Problem(*p) for p in json.loads(failed.read_text())])
         stamp = beat.stat().st_mtime_ns if beat.exists() else None
         if stamp != seen:
-            seen, since = stamp, time.monotonic()
+            seen = stamp
+            since = time.monotonic()
         if time.monotonic() - since > SILENCE_S:
             raise DataError(
                 Problem(

@@ -49,7 +49,8 @@ def with_local_copy(entry: str, cache: Path, flag: str) -> str:
     if match is None:
         return entry
     check_remote_dataset(entry, flag)
-    address, rest = match[1], (match[2] or "") + (match[3] or "")
+    address = match[1]
+    rest = (match[2] or "") + (match[3] or "")
     try:
         system, files = _files(address)
     except _client_errors() as error:
@@ -76,9 +77,11 @@ def _files(address: str) -> tuple[Any, dict[str, tuple[str, int, str]]]:
         found = {path: system.info(path) for path in system.glob(root)}
         above = root[: re.search(r"[*?\[]", root).start()].rpartition("/")[0]  # type: ignore[union-attr]
     elif system.isfile(root):
-        found, above = {root: system.info(root)}, str(PurePosixPath(root).parent)
+        found = {root: system.info(root)}
+        above = str(PurePosixPath(root).parent)
     else:
-        found, above = system.find(root, detail=True), root
+        found = system.find(root, detail=True)
+        above = root
     below = above.rstrip("/") + "/"
     plain = {path: facts for path, facts in found.items() if facts.get("type") == "file"}
     return system, {

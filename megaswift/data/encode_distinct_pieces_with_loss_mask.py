@@ -62,7 +62,9 @@ class DistinctPieceEncoder:
         cuts: TokenSafeSplitPatterns,
         token_range: Callable[[Encoding, int, int, int], tuple[int, int]],
     ) -> None:
-        self._tokenizer, self._cuts, self._token_range = tokenizer, cuts, token_range
+        self._tokenizer = tokenizer
+        self._cuts = cuts
+        self._token_range = token_range
         self._separator = -1 if cuts.separator is None else tokenizer.token_to_id(cuts.separator)
         self._reset()
 
@@ -116,7 +118,8 @@ class DistinctPieceEncoder:
         return len(pieces)
 
     def _learn(self, encode: Callable[[list[str]], list[np.ndarray]]) -> None:
-        new, self._numbers.new = self._numbers.new, []
+        new = self._numbers.new
+        self._numbers.new = []
         if not new:
             return
         encodings = encode(new)

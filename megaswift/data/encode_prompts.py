@@ -66,7 +66,9 @@ class PromptEncoder(RowEncoder):
         notes: tuple[str, ...] = ()
         if text is None:
             assert self._chat is not None
-            content, text, notes = sample.messages, self._chat.prompt(sample), self._chat.prompt_notes(sample)
+            content = sample.messages
+            text = self._chat.prompt(sample)
+            notes = self._chat.prompt_notes(sample)
             reject_lone_surrogates(text)
         beside = _beside(content, question.columns, sample)
         return RenderedPrompt(text, (), notes=notes, plain=sample.text is not None, beside=beside)

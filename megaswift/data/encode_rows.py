@@ -274,7 +274,8 @@ class RowEncoder:
         begin = np.array(self.spec.begin, dtype=np.int32)
         for text, (ids, mask) in zip(rendered, tokens, strict=True):
             if text.plain and (not len(ids) or ids[0] != begin[0]):  # else the row brings it along
-                ids, mask = np.concatenate([begin, ids]), np.concatenate([np.zeros(len(begin), np.uint8), mask])
+                ids = np.concatenate([begin, ids])
+                mask = np.concatenate([np.zeros(len(begin), np.uint8), mask])
             yield ids, mask
 
     def _tokenize_pieces(

@@ -67,7 +67,8 @@ class VisionRowTokenEncoder(RowEncoder):
         home = RowImageFolders(Path(path).parent, Path(self.spec.image_folder))
         sample, media = attach_media(row, sample, home)
         assert self._chat is not None
-        text, notes = self._chat.prompt(sample), self._chat.prompt_notes(sample)
+        text = self._chat.prompt(sample)
+        notes = self._chat.prompt_notes(sample)
         return sample, self._expanded(_noted(RenderedConversation(text, (), notes=notes), sample), media)
 
     def _expanded(self, plain: RenderedConversation, media: RowMedia) -> TokenizedVisionRow:

@@ -18,8 +18,10 @@ def group_by_length(order: np.ndarray, lengths: np.ndarray, batch: int) -> np.nd
     pieces = [order[start : start + size] for start in range(0, len(order), size)]
     pieces = [piece[np.argsort(-lengths[piece], kind="stable")] for piece in pieces]
     longest = int(np.argmax([lengths[piece[0]] for piece in pieces]))
-    first, other = pieces[0][0], pieces[longest][0]
-    pieces[0][0], pieces[longest][0] = other, first
+    first = pieces[0][0]
+    other = pieces[longest][0]
+    pieces[0][0] = other
+    pieces[longest][0] = first
     return np.concatenate(pieces)
 
 
@@ -48,7 +50,8 @@ class EpochOrder:
 
     def regroup(self, batch: int) -> None:
         """Groups for global batches of so many rows."""
-        self.batch, self._cached = batch, {}
+        self.batch = batch
+        self._cached = {}
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """int64 [stop - start]: the rows at these places of the endless sequence."""

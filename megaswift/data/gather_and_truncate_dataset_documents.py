@@ -50,7 +50,8 @@ class Documents:
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """(int32 tokens [length], loss weights [length]) of document i."""
-        store, a = self.stores[self.store[i]], self.start[i]
+        store = self.stores[self.store[i]]
+        a = self.start[i]
         return store.tokens[a : a + self.length[i]], store.mask[a : a + self.length[i]]
 
     def take(self, which: np.ndarray) -> Documents:
@@ -78,9 +79,17 @@ class Documents:
 def gather_documents(stores: Sequence[tuple[DatasetFiles, TokenStore]]) -> Documents:
     """All rows of the data sets in order, each taken as often as its `#rows` says; both documents of a pair are one
     row."""
-    number, start, length, labels, sample, ends, first, total = [], [], [], [], [], [], 0, 0
+    number = []
+    start = []
+    length = []
+    labels = []
+    sample = []
+    ends = []
+    first = 0
+    total = 0
     counted: Counter[str] = Counter()
     for k, (source, store) in enumerate(stores):
+        # A data set without a usable row is a mistake; its counts say which.
         if len(store) == 0:
             bad = store.manifest["bad"]
             useless = (
@@ -95,10 +104,12 @@ def gather_documents(stores: Sequence[tuple[DatasetFiles, TokenStore]]) -> Docum
                     "give --strict true to see the errors" if bad else "",
                 )
             )
+        # Choose the units (rows, or pairs of rows) that the entry takes, then the rows in them.
         units = len(store) // store.width
         taken = np.arange(units) if source.rows is None else np.array(source.taken(units), dtype=np.int64)
         rows = (taken[:, None] * store.width + np.arange(store.width)).ravel()
         offsets = np.asarray(store.offsets)
+        # Numbers of samples continue over the data sets.
         number.append(np.full(len(rows), k, dtype=np.int32))
         start.append(offsets[rows])
         length.append(offsets[rows + 1] - offsets[rows])
@@ -126,7 +137,8 @@ def apply_truncation_strategy(docs: Documents, max_length: int, strategy: str) -
 
     None loses a part of an image: one that would is deleted.
     """
-    whole, docs = docs, _without_torn(docs, max_length, strategy)
+    whole = docs
+    docs = _without_torn(docs, max_length, strategy)
     long = np.flatnonzero(docs.length > max_length)
     counted = dict(docs.counted)
     if len(long) and strategy == "raise":
@@ -179,7 +191,8 @@ def truncation_cuts_image(docs: Documents, max_length: int, strategy: str) -> np
 
 def cut_tokens(docs: Documents, which: np.ndarray, size: int, strategy: str) -> Documents:
     """The first `size` tokens of some documents (`right`), or the last (`left`)."""
-    start, length = docs.start.copy(), docs.length.copy()
+    start = docs.start.copy()
+    length = docs.length.copy()
     if strategy == "left":
         start[which] += length[which] - size
     length[which] = size

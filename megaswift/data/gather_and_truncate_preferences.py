@@ -27,7 +27,8 @@ from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.token_store import TokenStore
 from megaswift.errors import DataError, Problem
 
-NO_ANSWER, PROMPT_CUT = "the completion truncated away", "the prompt truncated away"
+NO_ANSWER = "the completion truncated away"
+PROMPT_CUT = "the prompt truncated away"
 CUT_CAUSES = (NO_ANSWER, PROMPT_CUT, IDENTICAL)
 """Why a unit that was cut is left out."""
 
@@ -98,7 +99,8 @@ def apply_truncation_to_preferences(units: PreferenceDocuments, max_length: int,
     touched = (docs.length > max_length).reshape(-1, units.width).any(axis=1)
     counted: Counter[str] = Counter(docs.counted)
     if strategy == "delete":
-        usable, out = ~touched, units
+        usable = ~touched
+        out = units
         counted["deleted"] += int(touched.sum())
     else:
         out = PreferenceDocuments(cut_tokens(docs, long, max_length, strategy), units.values)

@@ -161,7 +161,9 @@ class IndexedSamples:
         self, micro: Sequence[Any], cut: Sequence[list[int]], lengths: Sequence[int], shape: PaddingShape
     ) -> Batch:
         arrays = empty_arrays(1, sum(lengths), shape.pad_id)
-        starts, ids, begin = [], [], 0
+        starts = []
+        ids = []
+        begin = 0
         for row, edges, length in zip(micro, cut, lengths, strict=True):
             position = begin
             for a, b in pairwise(edges):
@@ -259,7 +261,8 @@ def _build(scratch: Path, target: Path, sets: Sequence[_DataSet], request: Split
 
 
 def _blend(sizes: Sequence[int], request: SplitRequest) -> np.ndarray:
-    weights, samples = request.blend.weights, request.samples
+    weights = request.blend.weights
+    samples = request.samples
     if weights is not None and samples is not None:
         shares = [w / sum(weights) for w in weights]
         return blend_order(shares, sum(blend_sizes(shares, samples)))
@@ -292,7 +295,8 @@ class IndexedBatchSource(NumberedRowsBatchSource):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, on this or another number of ranks; DataError when the order is another."""
-        was, now = state.get("indexed"), self.samples.facts
+        was = state.get("indexed")
+        now = self.samples.facts
         if was is None:
             raise DataError(Problem(WHAT, "the checkpoint's data were not indexed", FIX))
         problems = [Problem(WHAT, text, FIX) for text in _differences(was, now)]
@@ -341,7 +345,8 @@ def build_indexed_sources(
 ) -> tuple[IndexedBatchSource, EvaluationSource | None]:
     """(training, evaluation) sources of a run on indexed data. Evaluation has `--eval_iters` global batches of samples,
     else one pass over its part. DataError for data that are too few for `--max_steps`."""
-    (geometry, shape), boundaries = where, _boundaries(data, tokenizer)
+    geometry, shape = where
+    boundaries = _boundaries(data, tokenizer)
     seed = train.seed if data.data_seed is None else data.data_seed
     cache = data_cache_folder(data.dataset_cache_dir)
     parts = split_ranges(data.data_split or "1")
@@ -372,7 +377,8 @@ def build_indexed_sources(
 
 
 def _boundaries(data: Any, tokenizer: Any) -> DocumentBoundaries:
-    resets, masks = bool(data.reset_attention_mask), bool(data.eod_mask_loss)
+    resets = bool(data.reset_attention_mask)
+    masks = bool(data.eod_mask_loss)
     if tokenizer.eos_token_id is None and (resets or masks):
         name = "reset_attention_mask" if resets else "eod_mask_loss"
         rule = "needs an end-of-text token (eos_token), which the tokenizer does not have"

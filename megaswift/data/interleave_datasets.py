@@ -17,7 +17,9 @@ from megaswift.data.gather_and_truncate_dataset_documents import Documents
 from megaswift.data.gather_and_truncate_preferences import PreferenceDocuments
 
 DRAWS = 1 << 16
-FIRST, ALL, ONCE = "first_exhausted", "all_exhausted", "all_exhausted_without_replacement"
+FIRST = "first_exhausted"
+ALL = "all_exhausted"
+ONCE = "all_exhausted_without_replacement"
 
 
 @dataclass(frozen=True)

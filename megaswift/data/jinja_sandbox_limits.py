@@ -132,7 +132,8 @@ BUDGET = _Budget()
 
 def _weight(value: Any, most: int) -> int:
     """Bytes of a value with all that it holds, each as often as it is held; the count ends beyond `most`."""
-    total, left = 0, [value]
+    total = 0
+    left = [value]
     while left and total <= most:
         one = left.pop()
         if isinstance(one, str):
@@ -274,7 +275,9 @@ def _made_of_text(name: str, text: str, values: Sequence[Any]) -> None:
     if name == "expandtabs":
         _size(len(text) + text.count("\t") * (first if isinstance(first, int) else 8), MOST_TEXT)
     elif name == "indent":
-        width = len(first) if isinstance(first, str) else first if isinstance(first, int) else 4
+        width = first if isinstance(first, int) else 4
+        if isinstance(first, str):
+            width = len(first)
         _size(len(text) + (1 + text.count("\n")) * width, MOST_TEXT)
     elif name == "replace" and isinstance(first, str) and isinstance(second, str):
         _size(len(text) + text.count(first) * len(second), MOST_TEXT)
@@ -307,7 +310,8 @@ def _limited(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     skipped = 1 if hasattr(plain, "jinja_pass_arg") else 0
 
     def limited(*args: Any, **options: Any) -> Any:
-        first, rest = args[skipped], (*args[skipped + 1 :], *options.values())
+        first = args[skipped]
+        rest = (*args[skipped + 1 :], *options.values())
         BUDGET.step(1 + (len(first) >> _PAGE if isinstance(first, (str, list, tuple)) else 0))
         if name in LISTING:
             first = _bounded(first)
@@ -357,7 +361,8 @@ class _Counted(NodeTransformer):
         return node
 
     def _block(self, node: nodes.Node) -> nodes.Node:
-        around, self.loops = self.loops, 0
+        around = self.loops
+        self.loops = 0
         self.blocks += 1
         self.generic_visit(node)
         self.blocks -= 1
@@ -464,7 +469,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             _size(size, MOST_TEXT)
             BUDGET.take(size)
             return "".join(pieces)
-        size, out, left = 0, list[str](), iter(pieces)
+        size = 0
+        out = list[str]()
+        left = iter(pieces)
         while some := list(islice(left, _TOGETHER)):
             size += sum(map(len, some))
             if size > MOST_TEXT:
@@ -476,7 +483,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """A function, macro or method, which counts."""
         BUDGET.step()
-        owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+        owner = getattr(obj, "__self__", None)
+        name = getattr(obj, "__name__", "")
         kind = next((kind for kind in METHODS if isinstance(owner, kind)), None)
         if isinstance(owner, type) or kind is None and isinstance(obj, BuiltinFunctionType):
             raise TemplateLimitExceeded(f"the method {name}")
@@ -511,7 +519,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         formatter = super().wrap_str_format(value)
         if formatter is None:
             return None
-        text, plain = value.__self__, formatter
+        text = value.__self__
+        plain = formatter
 
         def limited(*args: Any, **kwargs: Any) -> str:
             _formatted_size(text, "{", (*args, *kwargs.values()))

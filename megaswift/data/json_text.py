@@ -25,7 +25,9 @@ class JsonError(ValueError):
     """Text that is no JSON, or JSON that no text of a data set can hold."""
 
     def __init__(self, where: str, found: str, expected: str) -> None:
-        self.where, self.found, self.expected = where, found, expected
+        self.where = where
+        self.found = found
+        self.expected = expected
         super().__init__(f"{where}: {found}")
 
 
@@ -110,7 +112,8 @@ def refuse_deeply_nested_value(value: Any) -> None:
 def split_json_list(text: str) -> list[str] | None:
     """The items of a well-formed JSON list as texts; None for JSON of another kind."""
     items: list[str] = []
-    depth, begin = 0, 0
+    depth = 0
+    begin = 0
     if not text.lstrip().startswith("["):
         return None
     for token in _TOKENS.finditer(text):

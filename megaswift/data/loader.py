@@ -236,11 +236,13 @@ class TokenStoreBatchSource(NumberedRowsBatchSource):
 
     def _go_on(self, data: DocumentRows, state: Mapping[str, Any]) -> None:
         """In the middle of an epoch, with the documents that rows of another packing have left."""
-        was, rows = PackingParameters(**state["packing"]), int(state["rows"])
+        was = PackingParameters(**state["packing"])
+        rows = int(state["rows"])
         epoch, taken = divmod(self._taken, rows)
         stages: tuple[PackingSpan, ...] = ()
         if "rest" in state:
-            epoch, stages = int(state["rest"]["epoch"]), packing_spans_from_state(state["rest"])
+            epoch = int(state["rest"]["epoch"])
+            stages = packing_spans_from_state(state["rest"])
             left = remaining_rows(data.docs.length, stages, was, epoch, self.order)
             taken = self._taken - ((epoch + 1) * rows - len(left))
         if was != data.pack_shape:
@@ -259,7 +261,8 @@ class TokenStoreBatchSource(NumberedRowsBatchSource):
     @property
     def stats(self) -> dict[str, float]:
         """Rows, documents, tokens, and how full rows are."""
-        docs, geometry = self.data.docs, self.geometry
+        docs = self.data.docs
+        geometry = self.geometry
         return {
             "rows": float(self.rows),
             "documents": float(len(docs)),
@@ -284,7 +287,8 @@ class EvaluationSource:
 
     def eval_batches(self, limit: int | None = None) -> Iterator[list[Batch]]:
         """This rank's micro-batches of each global batch of the first `limit` rows."""
-        size, count = self.geometry.global_batch, len(self.data) if limit is None else min(limit, len(self.data))
+        size = self.geometry.global_batch
+        count = len(self.data) if limit is None else min(limit, len(self.data))
         for start in range(0, count, size):
             numbers: list[int | None] = list(range(start, min(count, start + size)))
             numbers += [None] * (size - len(numbers))

@@ -94,7 +94,8 @@ def _mark_text(text: str, i: int, how: _Marking, answers: bool) -> str:
     if not core.strip():
         return text
     offset = text.index(core)
-    lead, trail = text[:offset], text[offset + len(core) :]
+    lead = text[:offset]
+    trail = text[offset + len(core) :]
     if not answers or not how.starts:
         return lead + (_start(i) if how.fronts and not answers else "") + core + _end(i) + trail
     head, closing, answer = core.rpartition("</think>")
@@ -131,7 +132,9 @@ def _marked(message: _Message, i: int, how: _Marking) -> _Message:
 def _mark_data(value: Any, mark: str, last: bool = False) -> Any:
     """JSON with a mark before its first text, or behind its `last` one; as it is where it has no text."""
     if isinstance(value, str):
-        return (value + mark if last else mark + value) if value.strip() else value
+        if not value.strip():
+            return value
+        return value + mark if last else mark + value
     if not isinstance(value, list | dict):
         return value
     copy = value.copy()
@@ -264,7 +267,8 @@ class AssistantTurnFinder:
     def _learn_header_and_ends(self) -> tuple[str, tuple[str, ...]]:
         """(what the template writes where an answer is to begin: its generation prompt, or nothing; the texts that end
         an assistant's turn, each one or more tokens: in the last place, after a tool call, and in the middle)."""
-        plain, prompted = self._probe(_ASK), self._probe(_ASK, prompt=True)
+        plain = self._probe(_ASK)
+        prompted = self._probe(_ASK, prompt=True)
         header = prompted[self._common(plain, prompted) :] if plain and prompted else ""
         answer = {"role": "assistant", "content": _start(0) + "y" + _end(0)}
         last = self._probe(_ASK, answer)
@@ -278,7 +282,8 @@ class AssistantTurnFinder:
             return header, ()
         rest = after[place + len(ending) :]
         if rest.strip() and last.partition(_start(0))[0].endswith(rest):  # the next answer's header is always there
-            header, run = rest, ending
+            header = rest
+            run = ending
         else:
             run = self._specials_at(after, place)
         ends = [ending, run]
@@ -417,7 +422,8 @@ class AssistantTurnFinder:
 
     def _content(self, i: int, places: _Places) -> tuple[int, int]:
         """Where the content of message `i` stands that the template writes apart from its calls."""
-        begin, end = places.last[_start(i)], places.content_end(i)
+        begin = places.last[_start(i)]
+        end = places.content_end(i)
         assert end is not None
         bound = min((at for at in places.first.values() if at >= end), default=len(places.text))
         stop = self._behind_end(places.text, end)
@@ -425,7 +431,8 @@ class AssistantTurnFinder:
 
     def _begin(self, messages: Sequence[_Message], i: int, places: _Places, position: int, tools: Any) -> int | None:
         """Where the turn of message `i` begins, behind `position`, the end of the message before it."""
-        message, first = messages[i], places.begin(i)
+        message = messages[i]
+        first = places.begin(i)
         calls = message.get("tool_calls")  # Gemma 4 writes them before the content
         if first is not None and not calls and not _has_reasoning(message):
             return self._behind_header(places.text, position, first)
@@ -440,7 +447,9 @@ class AssistantTurnFinder:
             messages, i, text, places, (places.unmarked(position), places.unmarked(bound)), tools
         )
         if begin is None:
-            return first if first is not None or not calls else position if position else None
+            if first is not None or not calls:
+                return first
+            return position if position else None
         block = None if _has_reasoning(message) else EMPTY_BLOCK.match(text, begin)
         begin = block.end() if block and block.end() <= places.unmarked(bound) else begin
         return _marked_place(places.text, begin)
@@ -484,7 +493,9 @@ class AssistantTurnFinder:
 
     def _stop(self, messages: Sequence[_Message], i: int, places: _Places, begin: int, tools: Any) -> int:
         """Where the turn of message `i` ends, which begins at `begin`, with its tool calls."""
-        marked, following, calls = places.text, places.following(i), messages[i].get("tool_calls")
+        marked = places.text
+        following = places.following(i)
+        calls = messages[i].get("tool_calls")
         last = max(places.end(i) or begin, begin)
         stop = self._behind_end(marked, last)
         if stop is not None and stop <= following:

@@ -79,12 +79,14 @@ def tokens_path(prefix: str) -> Path:
 
 def open_indexed_tokens(prefix: str) -> IndexedTokens:
     """The files of a prefix; DataError where one is missing, damaged or not of this format."""
-    index, binary = index_path(prefix), tokens_path(prefix)
+    index = index_path(prefix)
+    binary = tokens_path(prefix)
     for path in (index, binary):
         if path.exists() and not path.is_file():
             raise DataError(Problem(str(path), "is not a file", AGAIN))
     try:
-        size, bytes_of_tokens = index.stat().st_size, binary.stat().st_size
+        size = index.stat().st_size
+        bytes_of_tokens = binary.stat().st_size
         with index.open("rb") as file:
             header = file.read(HEADER.size)
     except OSError as error:

@@ -78,7 +78,9 @@ class SampleOrder:
             end = int(self.ends[place])
             if end > start:
                 parts.append((int(self.sequences[place]), start - begin, min(stop, end) - begin))
-            start, begin, place = max(start, end), end, place + 1
+            start = max(start, end)
+            begin = end
+            place = place + 1
         return parts
 
 
@@ -98,7 +100,8 @@ def sample_order(lengths: np.ndarray, first: int, plan: EpochPlan, length: int, 
     total = max(0, (plan.epochs * tokens - 1) // length)
     before = ((plan.epochs - 1) * tokens - 1) // length if plan.apart else total
     kind = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
-    first_samples, last_samples = np.arange(0, before, dtype=kind), np.arange(before, total, dtype=kind)
+    first_samples = np.arange(0, before, dtype=kind)
+    last_samples = np.arange(before, total, dtype=kind)
     random.shuffle(first_samples)
     random.shuffle(last_samples)
     return SampleOrder(sequences, ends, np.concatenate([first_samples, last_samples]))
@@ -121,11 +124,13 @@ def blend_order(weights: Sequence[float], samples: int) -> np.ndarray:
     places = range(len(weights))
     for k in range(samples):
         wanted = max(float(k), 1.0)
-        best, behind = 0, weights[0] * wanted - taken[0]
+        best = 0
+        behind = weights[0] * wanted - taken[0]
         for place in places:
             error = weights[place] * wanted - taken[place]
             if error > behind:
-                best, behind = place, error
+                best = place
+                behind = error
         chosen[k] = best
         taken[best] += 1
     return chosen

@@ -20,7 +20,10 @@ from megaswift.data.role_aliases_and_tool_call_turns import RESULTS
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Any], str | None]
 """The text of messages and tools; None where the template refuses them."""
-QUESTION, NAME, KEY, VALUE = "megaswiftquestion", "megaswiftprobe", "megaswiftkey", "megaswiftvalue"
+QUESTION = "megaswiftquestion"
+NAME = "megaswiftprobe"
+KEY = "megaswiftkey"
+VALUE = "megaswiftvalue"
 PROBE_ID = "abcdefghi"
 """Of a call: nine letters, which Mistral's templates require."""
 ASK = {"role": "user", "content": QUESTION}
@@ -34,12 +37,24 @@ ABSENT = "absent"
 EMPTY_CONTENTS: dict[str, tuple[str | None, ...]] = {"": ("", None, ABSENT), "null": (ABSENT, None, ""), "text": ("",)}
 """What may stand for a content that is "", null or a text: as the row has it first. transformers leaves out what is
 null; its older releases did not, and some templates ask for null."""
-NO_IDS, LETTERS, NAMES = "", "letters", "names"
-"""Ids of calls that have none: as they are; nine letters and digits; the function's name and a number."""
+NO_IDS = ""
+"""Calls without an id stay without one."""
+LETTERS = "letters"
+"""Calls without an id get nine letters and digits."""
+NAMES = "names"
+"""Calls without an id get the function's name and a number."""
 _IDS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-WRITTEN, MANGLED, NAMED, OMITTED, REJECTED = 4, 3, 2, 1, 0
-"""How a form comes out: as JSON or the template's own notation; quoted twice or as Python writes it; without its
-arguments; not at all; or the template raises."""
+# How a form comes out, the best first.
+WRITTEN = 4
+"""As JSON or in the template's own notation."""
+MANGLED = 3
+"""Quoted twice, or as Python writes it."""
+NAMED = 2
+"""Without its arguments."""
+OMITTED = 1
+"""Not at all."""
+REJECTED = 0
+"""The template raises."""
 
 
 @dataclass(frozen=True)

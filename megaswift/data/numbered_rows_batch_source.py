@@ -120,7 +120,8 @@ class NumberedRowsBatchSource:
 
     def next(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch."""
-        start, size = self._taken, self.geometry.global_batch
+        start = self._taken
+        size = self.geometry.global_batch
         if self.threads == 0 or self.alone > 0:
             self.alone = max(0, self.alone - 1)
             batch = self._make(start)

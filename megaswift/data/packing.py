@@ -48,7 +48,8 @@ class _Rows:
     def pop(self, room: int, count: int) -> np.ndarray:
         """The `count` earliest rows with this room."""
         rows = self.by_room[room]
-        taken, left = rows[:count], rows[count:]
+        taken = rows[:count]
+        left = rows[count:]
         if len(left):
             self.by_room[room] = left
         else:
@@ -76,7 +77,9 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> Packing:
     rows = _Rows(capacity)
     row_of = np.empty(len(lengths), dtype=np.int64)
     for negative, begin, count in zip(sizes.tolist(), begins.tolist(), counts.tolist(), strict=True):
-        length, first, left = -negative, begin, count
+        length = -negative
+        first = begin
+        left = count
         while left:
             room = rows.smallest_room(length)
             each = (capacity if room is None else room) // length  # best fit fills the same row again while it has room
@@ -86,7 +89,8 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> Packing:
             placed = each * len(taken)
             row_of[order[first : first + placed]] = np.repeat(taken, each)
             rows.push((capacity if room is None else room) - each * length, taken)
-            first, left = first + placed, left - placed
+            first = first + placed
+            left = left - placed
     return _in_file_order(row_of, capacity)
 
 

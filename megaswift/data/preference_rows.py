@@ -16,8 +16,11 @@ from typing import Any
 from megaswift.data.message_loss import included, loss_flag
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample, describe_value
 
-IDENTICAL, EMPTY, NO_PROMPT, PROMPTS = "identical completions", "an empty completion", "no prompt", "two prompts"
-"""Why a unit is of no use, as it is counted."""
+# Why a unit is of no use, as it is counted.
+IDENTICAL = "identical completions"
+EMPTY = "an empty completion"
+NO_PROMPT = "no prompt"
+PROMPTS = "two prompts"
 ASKING = ("user", "system", "developer")
 """Roles that belong to a prompt; what the model or its tools wrote may be part of a completion."""
 COLUMNS = ("rejected_response", "rejected_messages", "chosen", "rejected", "label", "margin")
@@ -92,7 +95,8 @@ def make_pair(
     chosen: UntokenizedSample, rejected: UntokenizedSample, margin: float, columns: tuple[str, str]
 ) -> PreferenceExample:
     """Two conversations as a pair; `columns` name them in messages about a row."""
-    a, b = chosen.messages, rejected.messages
+    a = chosen.messages
+    b = rejected.messages
     shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     if shared == len(a) == len(b):
         raise UnusablePreferenceError(

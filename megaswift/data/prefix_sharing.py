@@ -45,15 +45,18 @@ def share_prefixes(documents: Sequence[Document], prompts: Sequence[int]) -> Sha
     """Neighbours with equal prompts share these. `prompts`: tokens of each document's prompt."""
     laid = SharedPrefixDocuments([], [], [], [])
     groups = [_shared_with_next(documents, prompts, i) for i in range(len(documents) - 1)] + [False]
-    prefix, shared = UNSHARED, 0
+    prefix = UNSHARED
+    shared = 0
     for i, (ids, weights, sample) in enumerate(documents):
         if prefix == UNSHARED and groups[i]:
-            prefix, shared = len(laid.documents), prompts[i] - 1
+            prefix = len(laid.documents)
+            shared = prompts[i] - 1
             _append(laid, (ids[:shared], np.zeros(shared, dtype=weights.dtype), -1), UNSHARED, 0)
         laid.numbers.append(len(laid.documents))
         _append(laid, (ids[shared:], weights[shared:], sample), prefix, shared)
         if not groups[i]:
-            prefix, shared = UNSHARED, 0
+            prefix = UNSHARED
+            shared = 0
     return laid
 
 

@@ -44,7 +44,8 @@ class PromptImageReader:
 
     def __init__(self, processor: Processor, kinds: Collection[str] = (IMAGE,)) -> None:
         """`kinds`: of media that prompts of the run have."""
-        self.processor, self.kinds = processor, frozenset(kinds)
+        self.processor = processor
+        self.kinds = frozenset(kinds)
 
     def inputs(self, images: PromptImages, prompt: Sequence[int]) -> Mapping[str, Tensor]:
         """The processor's outputs for the prompt with these tokens (`input_ids` [1, n] among them); DataError where an

@@ -60,7 +60,8 @@ def split_prompt_row(row: Row, task: str, names: Mapping[str, str]) -> PromptRow
     columns = {k: v for k, v in row.items() if k not in read}
     if sample.text is not None:
         return PromptRow(sample, columns)
-    end, answer = len(sample.messages), None
+    end = len(sample.messages)
+    answer = None
     while end and sample.messages[end - 1]["role"] == "assistant":
         end -= 1
         answer = sample.messages[end].get("content") if answer is None else answer

@@ -34,7 +34,8 @@ def read_template(value: str, own: Any = None) -> Any:
     if _is_template(value):
         _parse(value, "--chat_template")
         return value
-    flag, fix = f"--chat_template {value}", "give --chat_template FILE.jinja, or the template itself"
+    flag = f"--chat_template {value}"
+    fix = "give --chat_template FILE.jinja, or the template itself"
     try:
         path = Path(value).expanduser()
         text = path.read_text(encoding="utf-8-sig") if path.is_file() else None

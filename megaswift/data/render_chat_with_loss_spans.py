@@ -97,7 +97,11 @@ def load_chat_templates(
         own = read_template(chat_template, tokenizer.chat_template)
     else:
         own = tokenizer.chat_template
-    named = dict(own) if isinstance(own, dict) else {"default": own} if own else {}
+    named = {}
+    if isinstance(own, dict):
+        named = dict(own)
+    elif own:
+        named = {"default": own}
     if not named:
         raise DataError(
             Problem(
@@ -142,7 +146,8 @@ class ChatRenderer:
         self, templates: ChatTemplateTexts, loss_scale: LossScale = ASSISTANT_TURNS, parts: bool = False
     ) -> None:
         """`parts`: a vision-language model's, whose template may read lists of parts and no strings."""
-        self.templates, self._trains = templates, loss_scale.turns
+        self.templates = templates
+        self._trains = loss_scale.turns
         self._turn_weights = TurnWeights(loss_scale.tables, templates.end_tokens)
         self._finders: dict[tuple[str, bool], AssistantTurnFinder] = {}
         self._probes: dict[str, RenderedPartsProbe] = {}
@@ -379,6 +384,7 @@ class ChatRenderer:
         self, sample: UntokenizedSample, wanted: Sequence[TurnLoss], notes: Notes, inner: _InnerParts | None
     ) -> RenderedConversation:
         """The conversation whose assistant messages carry loss where `wanted`, or where their parts do (`inner`)."""
+        # Render once. Where all of the text, or exactly the marked blocks, carry loss, that is the answer.
         template = self.templates.pick(sample.tools)
         marked = self.marks_answers(sample.tools)
         text, spans = self._render(template, sample.messages, sample.tools, False, marked)
@@ -391,6 +397,7 @@ class ChatRenderer:
             return RenderedConversation(text, ((0, len(text)),), notes=notes)
         if marked and all(wanted) and whole and (inner is None or len(spans) != len(wanted)):
             return RenderedConversation(text, tuple(spans), notes=notes)
+        # Find the turns: by the template's generation marks, else by searching the rendered text.
         questions = _questions(sample)
         if not marked:
             found = self._finder(template, sample.tools).find(sample.messages, sample.tools, text)
@@ -408,14 +415,17 @@ class ChatRenderer:
                 f"the template marks {len(spans)} generation blocks for {len(wanted)} assistant messages",
                 "one per message if some messages have `loss: false`, or if --loss_scale weighs parts of a turn",
             )
+        # Reasoning: note a split block, and remove empty ones if asked to.
         if any(text[a:b].count(CLOSING) > 1 for a, b in turns) and _has_one_closing(sample):
             notes = (*notes, SPLIT_REASONING)
         if not self.templates.keep_empty_reasoning:
             text, turns = without_empty_reasoning(text, turns)
         if inner is not None:
+            # Split the turns into their parts, each with its own loss.
             located = [locate_turn_parts(text, a, b, own) for (a, b), own in zip(turns, inner[0], strict=True)]
             questions = [asked for asked, own in zip(questions, inner[0], strict=True) for _ in own]
-            turns, wanted = [span for spans in located for span in spans], inner[1]
+            turns = [span for spans in located for span in spans]
+            wanted = inner[1]
         return self._weighted(text, turns, wanted, questions, tuple(dict.fromkeys(notes)))
 
     def _weighted(
@@ -449,12 +459,16 @@ EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
 
 def without_empty_reasoning(text: str, turns: Sequence[_Span]) -> tuple[str, list[_Span]]:
     """(text, turns) without empty blocks of reasoning right before a turn or at its beginning."""
-    parts, kept, at, removed = [], [], 0, 0
+    parts = []
+    kept = []
+    at = 0
+    removed = 0
     for begin, end in turns:
         blocks = [b for b in EMPTY_REASONING.finditer(text, at, end) if b.start() <= begin <= b.end()]
         if blocks:
             parts.append(text[at : blocks[0].start()])
-            at, before = blocks[0].end(), removed + begin - blocks[0].start()
+            at = blocks[0].end()
+            before = removed + begin - blocks[0].start()
             removed += at - blocks[0].start()
             kept.append((begin - before, end - removed))
         else:
@@ -464,7 +478,8 @@ def without_empty_reasoning(text: str, turns: Sequence[_Span]) -> tuple[str, lis
 
 def _questions(sample: UntokenizedSample) -> list[str]:
     """For each assistant message: the text of the user's message before it."""
-    questions, asked = [], ""
+    questions = []
+    asked = ""
     for message in sample.messages:
         if message["role"] == "user":
             content = message.get("content")

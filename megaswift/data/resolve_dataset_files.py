@@ -115,7 +115,8 @@ def _split_spec(spec: str, flag: str) -> tuple[str, str | None, Amount]:
     amount: Amount = (None, False)
     match = re.fullmatch(r"(.+)#(:?)(\d+)", spec)
     if match and not Path(spec).exists():
-        spec, amount = match[1], (int(match[3]), bool(match[2]))
+        spec = match[1]
+        amount = (int(match[3]), bool(match[2]))
         if amount[0] == 0:
             raise DataError(Problem(f"{flag} {spec}#0", "selects no rows", f"{spec}#500 for 500 rows"))
     if not Path(spec).exists():
@@ -129,7 +130,8 @@ def _split_spec(spec: str, flag: str) -> tuple[str, str | None, Amount]:
 
 def _folder(path: Path, subset: str | None) -> tuple[Path, ...]:
     if subset is not None and (path / subset).is_dir():
-        path, subset = path / subset, None
+        path = path / subset
+        subset = None
     files = [f for f in sorted(path.rglob("*")) if f.suffix.lower() in KIND_OF and f.is_file()]
     files = [f for f in files if not any(p.startswith((".", "_")) for p in f.relative_to(path).parts)]
     if any(KIND_OF[f.suffix.lower()] != "txt" for f in files):
@@ -142,10 +144,12 @@ def resolve_dataset_files(
 ) -> DatasetFiles:
     """The files behind one entry of `flag`; DataError where there are none. `from_hub` fetches an id that is no path:
     name, subset, hub."""
+    # An entry with a hub's prefix is fetched from it.
     hub, entry = split_hub_prefix(spec)
     name, subset, amount = _split_spec(entry, flag)
     if hub is not None:
         return DatasetFiles(spec, from_hub(name, subset, hub), *amount)
+    # A folder: its data files, or those named after the subset.
     path = Path(name).expanduser()
     if path.is_dir():
         if cached_dataset_folder(name):
@@ -164,6 +168,7 @@ def resolve_dataset_files(
                 )
             )
         return DatasetFiles(spec, files, *amount)
+    # A single file, which must be of a known type.
     if path.is_file():
         if subset is not None:
             raise DataError(Problem(spec, "a single file does not have subsets", str(path)))
@@ -179,6 +184,7 @@ def resolve_dataset_files(
                 )
             )
         return DatasetFiles(spec, (path,), *amount)
+    # Anything else is a hub id, unless it looks like a path that does not exist.
     if "#" in name:
         raise DataError(Problem(spec, "the text after # is not a number of rows", f"{name.partition('#')[0]}#500"))
     if (
@@ -215,7 +221,9 @@ def file_kind(path: Path) -> str:
 
 
 def _line_parts(path: Path, kind: str, size: int) -> list[FilePart]:
-    parts, start, line = [], 0, 1
+    parts = []
+    start = 0
+    line = 1
     total = path.stat().st_size
     with path.open("rb") as f:
         while start < total:
@@ -234,7 +242,9 @@ def _drawn_parts(source: DatasetFiles) -> list[FilePart]:
     counts = [row_readers.count_rows(path, kind) for path, kind in zip(source.files, kinds, strict=True)]
     if source.rows is None or sum(counts) <= source.rows:
         return []
-    drawn, parts, before = source.drawn(sum(counts), source.rows), [], 0
+    drawn = source.drawn(sum(counts), source.rows)
+    parts = []
+    before = 0
     for path, kind, count in zip(source.files, kinds, counts, strict=True):
         picked = tuple(n - before for n in drawn if before <= n < before + count)
         stop = path.stat().st_size if kind in row_readers.BY_BYTES else count

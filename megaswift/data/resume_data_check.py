@@ -48,7 +48,8 @@ def check_same_data(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def _differences(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
-    was, sets = state.get(_SETS), now.get(_SETS)
+    was = state.get(_SETS)
+    sets = now.get(_SETS)
     if not was or not sets:  # a checkpoint of an older version
         rule = f"the data set, its tokenization or --max_length differs from the checkpoint ({CHOICE})"
         return [Problem(WHAT, rule, FIX)]

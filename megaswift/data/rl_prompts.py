@@ -66,7 +66,8 @@ class IndexedPrompts:
         store = self.docs.stores[self.docs.store[i]]
         stored = store.beside(store_row_of(self.docs, i))
         assert stored is not None
-        content, tools = stored["said"], stored["tools"]
+        content = stored["said"]
+        tools = stored["tools"]
         return Prompt(
             int(self.docs.sample[i]),
             tuple(self.docs.read(i)[0].tolist()),

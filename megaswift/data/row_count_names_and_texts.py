@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-EMPTY_ANSWERS, UNUSED_TOOLS, UNUSED_SYSTEM = "empty_answers", "unused_tools", "unused_system"
-UNUSED_CALLS, UNUSED_MESSAGES, UNUSED_PARTS = "unused_calls", "unused_messages", "unused_parts"
+EMPTY_ANSWERS = "empty_answers"
+UNUSED_TOOLS = "unused_tools"
+UNUSED_SYSTEM = "unused_system"
+UNUSED_CALLS = "unused_calls"
+UNUSED_MESSAGES = "unused_messages"
+UNUSED_PARTS = "unused_parts"
 TAGS_WITHOUT_FILES = "tags_without_files"
 SPLIT_REASONING = "split_reasoning"
-MALFORMED, WITHOUT_LABELS = "malformed", "without_labels"
+MALFORMED = "malformed"
+WITHOUT_LABELS = "without_labels"
 NOTES = {
     EMPTY_ANSWERS: "with an empty completion, which trains the model to stop immediately",
     UNUSED_TOOLS: "with tools that the chat template does not use",

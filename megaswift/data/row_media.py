@@ -15,8 +15,9 @@ from megaswift.data.untokenized_sample import RowError, describe_value
 
 Source = str | bytes
 """An image or a video: the path of its file, or what is in it."""
-IMAGE, VIDEO = "image", "video"
-"""Kinds of media, by the types of their parts in a content."""
+# Kinds of media, by the types of their parts in a content.
+IMAGE = "image"
+VIDEO = "video"
 SETTINGS = {
     IMAGE: ("max_pixels",),
     VIDEO: ("fps", "nframes", "min_frames", "max_frames", "max_pixels"),
@@ -39,7 +40,8 @@ SETTING_FIXES = {
 def reading_settings(kind: str, frames: bool, sources: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:
     """What a row says of how an image or a video is read, the first source first; RowError for what is not followed.
     `frames`: the video is a list of them, whose number a second is another thing."""
-    column, settings = f"{kind}s", dict[str, float]()
+    column = f"{kind}s"
+    settings = dict[str, float]()
     for source in sources:
         for name, fix in SETTING_FIXES.items():
             if source.get(name) is not None:
@@ -124,7 +126,8 @@ class RowMedia:
     @property
     def kinds(self) -> frozenset[str]:
         """`IMAGE` and `VIDEO`, as far as the row has them."""
-        return frozenset([IMAGE] * bool(self.images) + [VIDEO] * bool(self.videos))
+        media = ((IMAGE, self.images), (VIDEO, self.videos))
+        return frozenset(kind for kind, files in media if files)
 
     @property
     def paths(self) -> list[tuple[str, str]]:

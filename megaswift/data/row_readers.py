@@ -233,11 +233,13 @@ def _parquet(path: Path, start: int, stop: int, first_line: int) -> Iterator[Loc
     for group in range(file.num_row_groups):
         end = first + file.metadata.row_group(group).num_rows
         if end > start and first < stop:
-            n, why = first, "its pages have fewer rows than the footer gives"
+            n = first
+            why = "its pages have fewer rows than the footer gives"
             try:
                 for batch in file.iter_batches(batch_size=1024, row_groups=[group]):
                     batch = batch.slice(0, end - n)
-                    lo, hi = max(0, start - n), min(batch.num_rows, stop - n)
+                    lo = max(0, start - n)
+                    hi = min(batch.num_rows, stop - n)
                     yield from _parquet_rows(batch, lo, hi, n + 1)
                     n += batch.num_rows
             except DAMAGED as e:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     import numpy as np
 
-GREEN, DIM, OFF = "\033[1;32m", "\033[2m", "\033[0m"
+GREEN = "\033[1;32m"
+DIM = "\033[2m"
+OFF = "\033[0m"
 CLASSES = 12
 """Bars of a histogram."""
 WIDTH = 40
@@ -46,7 +48,8 @@ def histogram_of(values: np.ndarray, what: str) -> Histogram:
     """Integers in at most CLASSES equal classes."""
     import numpy as np
 
-    low, high = int(values.min()), int(values.max())
+    low = int(values.min())
+    high = int(values.max())
     step = max(1, -(-(high - low + 1) // CLASSES))
     counts = np.bincount((values - low) // step).tolist()
     title = (
@@ -91,7 +94,8 @@ def fold_repeats(texts: Sequence[str], mask: Sequence[float]) -> tuple[list[str]
 
 def loss_highlighted_text(texts: Sequence[str], mask: Sequence[float], color: bool) -> str:
     """The tokens of one sample; runs with loss in green, or in brackets, after their weight where it is not 1."""
-    out, position = [], 0
+    out = []
+    position = 0
     while position < len(texts):
         end = position
         while end < len(texts) and mask[end] == mask[position]:

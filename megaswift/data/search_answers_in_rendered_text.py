@@ -20,22 +20,30 @@ from typing import Any
 
 Render = Callable[[Sequence[Mapping[str, Any]], Any, bool], str | None]
 """Text of messages, tools, and whether a generation prompt follows; None where the template refuses them."""
-ASKED, ANSWERED, _SECOND = "megaswiftquestion", "megaswiftanswer", "megaswiftsecond"
+ASKED = "megaswiftquestion"
+ANSWERED = "megaswiftanswer"
+_SECOND = "megaswiftsecond"
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-OPENING, CLOSING = "<think>", "</think>"
+OPENING = "<think>"
+CLOSING = "</think>"
 MOST_SPACE = 64
 """Characters of white space that may follow the end of a turn."""
 MEDIUM = re.compile(r"<image>|<video>|<img>.+?</img>", re.DOTALL)
 """Where an image or a video stands in a text of a row."""
-_USER, _ANSWER = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
+_USER = {"role": "user", "content": ASKED}
+_ANSWER = {"role": "assistant", "content": ANSWERED}
 _CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _RESULTS = ("tool", "function", "ipython", "observation")
 _RESULT = {"role": "tool", "content": ASKED, "name": "f", "tool_call_id": "abcdefghi"}
 
-MESSAGE_MISSING, SYSTEM_MISSING = "message_missing", "system_missing"
-ANSWER_CHANGED, REASONING_MISSING = "answer_changed", "reasoning_missing"
-CALL_MISSING, TOOL_MISSING, NO_END = "call_missing", "tool_missing", "no_end"
+MESSAGE_MISSING = "message_missing"
+SYSTEM_MISSING = "system_missing"
+ANSWER_CHANGED = "answer_changed"
+REASONING_MISSING = "reasoning_missing"
+CALL_MISSING = "call_missing"
+TOOL_MISSING = "tool_missing"
+NO_END = "no_end"
 EARLIER_REASONING = "earlier_reasoning"
 
 
@@ -97,10 +105,12 @@ class AnswerSearch:
 
     def _learn_header(self) -> str:
         """The generation prompt, as far as it also stands before an answer that is there."""
-        plain, prompted = self._render([_USER], self._tools, False), self._render([_USER], self._tools, True)
+        plain = self._render([_USER], self._tools, False)
+        prompted = self._render([_USER], self._tools, True)
         if plain is None or prompted is None or not prompted.startswith(plain):
             return ""
-        header, between = prompted[len(plain) :].partition(OPENING)[0], self._between([_USER])
+        header = prompted[len(plain) :].partition(OPENING)[0]
+        between = self._between([_USER])
         while header and header not in between:
             header = header[:-1]
         return header if header.strip() else ""
@@ -189,7 +199,9 @@ class AnswerSearch:
 
     def search(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> SearchResult:
         """The places of all assistant messages of a rendered conversation."""
-        result, at, before = SearchResult(), 0, ""
+        result = SearchResult()
+        at = 0
+        before = ""
         waiting: tuple[int, Mapping[str, Any]] | None = None
         last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
         for i, message in enumerate(messages):
@@ -282,11 +294,13 @@ class AnswerSearch:
         self, text: str, begin: int, i: int, message: Mapping[str, Any], final: bool, result: SearchResult
     ) -> AnswerPlace | None:
         reasoning, pieces = split_reasoning(message)
-        at, first = begin, -1
+        at = begin
+        first = -1
         if not reasoning and text[begin : begin + MOST_SPACE].lstrip().startswith(OPENING):
             empty = text.find(CLOSING, begin)  # the template's own block
             at = empty + len(CLOSING) if empty >= 0 else at
-        block, own = at, _behind_space(text, at) if at > begin else at
+        block = at
+        own = _behind_space(text, at) if at > begin else at
         bound = self._end(text, at)[0]
         bound = self._first_special(text, at)[0] if bound < 0 else bound
         if reasoning:
@@ -302,7 +316,8 @@ class AnswerSearch:
             if not 0 <= found <= max(bound, at):
                 result.missing.append((ANSWER_CHANGED, f"messages[{i}]"))
                 return None
-            at, first = found + len(piece), found if first < 0 else first
+            at = found + len(piece)
+            first = found if first < 0 else first
         stop, end = self._end(text, at)
         turn = text[begin : stop if stop >= 0 else len(text)]
         calls = [call.get("function") or call for call in message.get("tool_calls") or ()]

@@ -77,7 +77,8 @@ def _check(model: str | None, data: DataConfig, words: Sequence[str]) -> None:
         if name in (*SPLIT_OPTIONS, "shuffle") and any("#" in d for d in data.dataset):
             continue  # which rows are drawn
         if name in SPLIT_OPTIONS:
-            used, why = data.split_dataset_ratio > 0, "seeds the evaluation split, but no rows are held out"
+            used = data.split_dataset_ratio > 0
+            why = "seeds the evaluation split, but no rows are held out"
         else:
             used = name in (*MODEL_OPTIONS, *PROMPT_OPTIONS) or (
                 OPTIONS[name].section == "data" and name not in ORDER_OPTIONS
@@ -107,7 +108,8 @@ def _number(own: dict[str, str], name: str) -> int:
 
 def data_summary(docs: Documents, evaluation: Documents | None, max_length: int, packing: bool = True) -> list[Block]:
     """Counts, lengths, and how rows would be packed."""
-    tokens, labels = int(docs.length.sum()), int(docs.labels.sum())
+    tokens = int(docs.length.sum())
+    labels = int(docs.labels.sum())
     happened = ", ".join(row_count_texts(docs.counted))
     blocks: list[Block] = [
         f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} label "
@@ -139,7 +141,8 @@ def packing_summary(docs: Documents, max_length: int) -> list[Block]:
 
     rows = make_document_rows(docs, True, max_length, PaddingShape())
     assert rows.packing is not None
-    tokens, plain = int(docs.length.sum()), len(docs) * int(docs.length.max())
+    tokens = int(docs.length.sum())
+    plain = len(docs) * int(docs.length.max())
     filled = np.add.reduceat(docs.length[rows.packing.documents], rows.packing.offsets[:-1])
     line = (
         f"packed into {count_text(len(rows), 'sequence')} of {max_length:,}: "
@@ -165,19 +168,24 @@ def main(argv: Sequence[str], reader_for: Callable[[ModelConfig, DataConfig, str
         info(notice)
     from megaswift.data.resolve_dataset_files import cached_dataset_folder, resolve_dataset_files
 
-    first, count = _number(own, "first"), _number(own, "samples")
-    certified_rows = None if own["certify"] == "all" else 0 if own["certify"] == "none" else _number(own, "certify")
+    first = _number(own, "first")
+    count = _number(own, "samples")
+    named_counts = {"all": None, "none": 0}
+    certify = own["certify"]
+    certified_rows = named_counts[certify] if certify in named_counts else _number(own, "certify")
     blend = parse_indexed_blend(cfg.data.dataset)
     for name in () if blend else (n for n in cfg.data.dataset if not cached_dataset_folder(n)):
         resolve_dataset_files(name, lambda *_: ())  # of paths; a hub is asked later
-    reader, title = reader_for(cfg.model, cfg.data, cfg.task), f"megaswift data show: {', '.join(cfg.data.dataset)}"
+    reader = reader_for(cfg.model, cfg.data, cfg.task)
+    title = f"megaswift data show: {', '.join(cfg.data.dataset)}"
     if blend is not None:
         return _print_and_write(own["html"], title, indexed_report(blend, reader, range(first, first + count)))
     from megaswift.data.build_batch_sources import (
         global_batch_unit,  # brings torch; help and mistakes are answered without
     )
 
-    unit, which = global_batch_unit(cfg.task), range(first, first + count)
+    unit = global_batch_unit(cfg.task)
+    which = range(first, first + count)
     if unit == "rows":
         blocks = sample_report(cfg.data, cfg.train, cfg.task, reader, which, "packing" in cfg.given)
     elif unit == "completions":
@@ -274,16 +282,19 @@ def preference_report(data: DataConfig, train: TrainConfig, task: str, tokenizer
     from megaswift.data.build_batch_sources import global_batch_unit, load_preference_splits
 
     units, evaluation = load_preference_splits(data, train, tokenizer, task)
-    kind, docs = global_batch_unit(task), units.docs
+    kind = global_batch_unit(task)
+    docs = units.docs
     blocks: list[Block] = []
     for i in _shown(which, len(units), kind):
         value = units.values[i]
         pairs = kind == "pairs"
-        names = ("chosen", "rejected") if pairs else ("desirable" if value else "undesirable",)
-        blocks.append(
-            f"--- {kind[:-1]} {i} (row {docs.sample[i * units.width]})"
-            + f", margin {value:g}" * bool(pairs and value == value)
-        )
+        title = f"--- {kind[:-1]} {i} (row {docs.sample[i * units.width]})"
+        if pairs:
+            names: tuple[str, ...] = ("chosen", "rejected")
+            title += "" if value != value else f", margin {value:g}"
+        else:
+            names = ("desirable" if value else "undesirable",)
+        blocks.append(title)
         for name, k in zip(names, range(i * units.width, (i + 1) * units.width), strict=True):
             blocks += [_document(docs, k, tokenizer, f"{name}: "), ""]
     blocks.append(
@@ -321,7 +332,8 @@ def _document(docs: Documents, i: int, reader: Any, title: str, counts: bool = T
     from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
 
     ids, loss = docs.read(i)
-    texts, mask = token_texts(tokenizer_of_tokenizer_or_processor(reader), ids.tolist()), loss.tolist()
+    texts = token_texts(tokenizer_of_tokenizer_or_processor(reader), ids.tolist())
+    mask = loss.tolist()
     if docs.image_end[i]:
         texts, mask = fold_repeats(texts, mask)
     return TokenizedText(title + f"{docs.length[i]} tokens, {docs.labels[i]} label tokens" * counts, texts, mask)

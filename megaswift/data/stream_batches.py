@@ -172,7 +172,8 @@ class StreamBatchSource:
         for path, located, cursor in read_from_cursor(self.sources, begin, self.mixing):
             if epoch not in (None, cursor.epoch):
                 break
-            epoch, end = cursor.epoch, cursor
+            epoch = cursor.epoch
+            end = cursor
             rows.append((path, located, cursor.rows - 1))
             if len(rows) == BLOCK:
                 break
@@ -204,7 +205,8 @@ class StreamBatchSource:
         first = self._after.epoch
         while len(taken) < count:
             if self._block is None or self._used >= len(self._block.items):
-                self._block, self._used = self._read_block(), 0
+                self._block = self._read_block()
+                self._used = 0
                 self._after = self._block.end
                 if self._block.items:
                     first = self._after.epoch
@@ -255,7 +257,8 @@ class StreamBatchSource:
                     f"--dataset was {state.get('sources')} in the checkpoint, but is {names} now",
                 )
             )
-        now, was = self._options, {"interleave_prob": []} | state.get("options", {})  # absent from older checkpoints
+        now = self._options
+        was = {"interleave_prob": []} | state.get("options", {})  # absent from older checkpoints
         changed = [
             Problem(
                 "--resume_from_checkpoint",
@@ -265,7 +268,8 @@ class StreamBatchSource:
             for k, v in now.items()
             if k in was and was[k] != v
         ]
-        packed, before = self.contents.pack_shape(), state.get("packing")
+        packed = self.contents.pack_shape()
+        before = state.get("packing")
         if state["used"] and packed and before is not None and before != packed:
             rule = (
                 f"the checkpoint is in the middle of a block of the stream whose rows were packed for another layout "
@@ -276,7 +280,9 @@ class StreamBatchSource:
             changed.append(Problem("--resume_from_checkpoint", rule, fix))
         if changed:
             raise DataError(changed)
-        self._after, self._block, self._used = cursor_from_state(state["stream"]), None, 0
+        self._after = cursor_from_state(state["stream"])
+        self._block = None
+        self._used = 0
         if state["used"]:
             self._take(state["used"])
 

@@ -15,8 +15,12 @@ from megaswift.data.row_readers import BY_BYTES, DOCUMENT, LocatedRow, count_row
 from megaswift.errors import DataError, Problem
 from megaswift.log import count_text
 
-SAMPLED_FILES, PIECES, PIECE_BYTES = 64, 8, 1 << 14
-"""What `sampled_files_fingerprint` reads: files, pieces of each from its beginning to its end, bytes of a piece."""
+SAMPLED_FILES = 64
+"""Files that `sampled_files_fingerprint` reads."""
+PIECES = 8
+"""Pieces that it reads of each file, spread from the beginning to the end."""
+PIECE_BYTES = 1 << 14
+"""Bytes of a piece."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ def _mixed_pass(sources: Sequence[DatasetFiles], mixing: Interleaving, cursor: C
     """The rest of a pass over mixed data sets. The row after the one taken is read along, because it shows whether its
     data set is exhausted."""
     starts = tuple(Cursor(source=number) for number in range(len(sources)))
-    places, exhausted = list(cursor.places or starts), list(cursor.exhausted or [False] * len(sources))
+    places = list(cursor.places or starts)
+    exhausted = list(cursor.exhausted or [False] * len(sources))
     if mixing.ends(exhausted):
         return
     readers = [_source(*one) for one in zip(sources, places, strict=True)]
@@ -102,7 +107,8 @@ def _mixed_pass(sources: Sequence[DatasetFiles], mixing: Interleaving, cursor: C
         None if done and mixing.strategy == ONCE else next(reader, None)
         for done, reader in zip(exhausted, readers, strict=True)
     ]
-    drawn, rows = cursor.drawn, cursor.rows
+    drawn = cursor.drawn
+    rows = cursor.rows
     for k in mixing.sources(drawn):
         drawn += 1
         taken = following[k]
@@ -110,9 +116,12 @@ def _mixed_pass(sources: Sequence[DatasetFiles], mixing: Interleaving, cursor: C
             if exhausted[k]:
                 continue  # each row once
             raise DataError(Problem(sources[k].name, "contains no rows"))
-        places[k], following[k], rows = taken[2], next(readers[k], None), rows + 1
+        places[k] = taken[2]
+        following[k] = next(readers[k], None)
+        rows += 1
         if following[k] is None:
-            exhausted[k], places[k] = True, starts[k]
+            exhausted[k] = True
+            places[k] = starts[k]
             if mixing.strategy == ALL:
                 readers[k] = _source(sources[k], starts[k])
                 following[k] = next(readers[k])
@@ -142,7 +151,9 @@ def sampled_files_fingerprint(sources: Sequence[DatasetFiles]) -> str:
 
     The digits are of the names and sizes of all files, and of PIECES pieces of up to SAMPLED_FILES files: a few
     megabytes are read, however large the files."""
-    digest, total, files = hashlib.sha256(), 0, [file for source in sources for file in source.files]
+    digest = hashlib.sha256()
+    total = 0
+    files = [file for source in sources for file in source.files]
     read = {files[i * (len(files) - 1) // max(1, SAMPLED_FILES - 1)] for i in range(SAMPLED_FILES)} if files else set()
     for source in sources:
         for path in source.files:
@@ -209,7 +220,8 @@ class StreamFractionalEpoch:
 
     def _read(self, source: DatasetFiles, cursor: Cursor) -> float:
         """Bytes of a file before the cursor's offset; none where only reading tells."""
-        path, offset = source.files[cursor.file], cursor.offset
+        path = source.files[cursor.file]
+        offset = cursor.offset
         kind = source.kind(path)
         if kind in BY_BYTES:
             return offset

@@ -96,7 +96,8 @@ class StreamRowEncoderAndPacker:
         return [self._cut(*one, number) if isinstance(one, tuple) else [] for one, number in made]
 
     def _cut(self, ids: np.ndarray, mask: np.ndarray, number: int) -> list[Document]:
-        size, strategy = self.options.max_length, self.options.truncation_strategy
+        size = self.options.max_length
+        strategy = self.options.truncation_strategy
         if not len(ids):
             self.tally.counted["empty"] += 1
         elif not mask[1:].any():
@@ -164,19 +165,18 @@ class StreamRowEncoderAndPacker:
     def _usable(self, rows: Sequence[tuple[RenderedConversation, int]]) -> bool:
         """Whether a row keeps a token with loss within max_length; DataError for one before it that is too long for
         `raise`."""
-        size, strategy = self.options.max_length, self.options.truncation_strategy
+        size = self.options.max_length
+        strategy = self.options.truncation_strategy
         for (ids, mask), (_, number) in zip(self.encoder.tokenize([one for one, _ in rows]), rows, strict=True):
             if len(ids) > size and strategy == "raise":
                 raise self._too_long(number, len(ids))
             if len(ids) > size and strategy == "delete":
                 continue
-            usable = (
-                mask
-                if strategy == "split" and self.options.packing
-                else mask[-size:]
-                if strategy == "left"
-                else mask[:size]
-            )
+            usable = mask
+            if strategy == "left":
+                usable = mask[-size:]
+            elif strategy != "split" or not self.options.packing:
+                usable = mask[:size]
             if usable[1:].any():
                 return True
         return False
@@ -188,7 +188,10 @@ class StreamRowEncoderAndPacker:
         Reads up to the first that does, the same on every rank.
         """
         some: list[tuple[RenderedConversation, int]] = []
-        looked, readable, labeled, names = 0, False, False, joined_source_names_text(sources)
+        looked = 0
+        readable = False
+        labeled = False
+        names = joined_source_names_text(sources)
         for path, located, cursor in read_from_cursor(sources, Cursor(), mixing):
             if cursor.epoch:
                 break
@@ -201,7 +204,8 @@ class StreamRowEncoderAndPacker:
                     return  # it stops the run when its turn comes
                 raise malformed_row_error(rendered)
             some.append((rendered, cursor.rows - 1))
-            readable, labeled = True, labeled or bool(rendered.spans)
+            readable = True
+            labeled = labeled or bool(rendered.spans)
             if len(some) == AHEAD:
                 if self._usable(some):
                     return

@@ -76,7 +76,8 @@ class PreferenceStreamProcessor:
 
     def _cut(self, unit: EncodedPreference, place: str, number: int, tally: StreamRowCountsAndWarnings) -> Item | None:
         """The unit with documents of at most `max_length` tokens; nothing where it teaches nothing then."""
-        size, strategy = self.options.max_length, self.options.truncation_strategy
+        size = self.options.max_length
+        strategy = self.options.truncation_strategy
         long = [len(ids) for ids, _ in unit.sides if len(ids) > size]
         if long and strategy == "raise":
             return too_long_document_problem(place, long[0], size)
@@ -96,7 +97,8 @@ class PreferenceStreamProcessor:
         """Margins are for all pairs or none: the first one says which."""
         has = self.layout.width == 2 and not math.isnan(item.value)
         if not self._sure:
-            self._sure, self.layout = True, replace(self.layout, margins=has)
+            self._sure = True
+            self.layout = replace(self.layout, margins=has)
         if has == self.layout.margins:
             return item
         rule = "has a `margin`, but earlier rows do not" if has else "has no `margin`, but earlier rows do"
@@ -112,7 +114,8 @@ class PreferenceStreamProcessor:
         return self._none(sources, self.tally)
 
     def _none(self, sources: Sequence[DatasetFiles], tally: StreamRowCountsAndWarnings) -> DataError:
-        unit, counted = "pair" if self.layout.width == 2 else "row", tally.counted
+        unit = "pair" if self.layout.width == 2 else "row"
+        counted = tally.counted
         causes = ", ".join(f"{count} {what}" for what, count in sorted(counted.items()))
         return DataError(
             Problem(
@@ -129,7 +132,8 @@ class PreferenceStreamProcessor:
 
     def check(self, sources: Sequence[DatasetFiles], mixing: Interleaving | None = None) -> None:
         """Reads up to the first unit that is of use; DataError for what would stop the run before it."""
-        tally, some = StreamRowCountsAndWarnings(quiet=True), list[NumberedRow]()
+        tally = StreamRowCountsAndWarnings(quiet=True)
+        some = list[NumberedRow]()
         for path, located, cursor in read_from_cursor(sources, Cursor(), mixing):
             if cursor.epoch:
                 break

@@ -44,7 +44,9 @@ _WORD = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_WORD}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_WORD}+{_LOWER}*")
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LINES, _BEFORE_WORD, _SPACE = r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"
+_LINES = r"\s*[\r\n]+"
+_BEFORE_WORD = r"\s+(?!\S)"
+_SPACE = r"\s+"
 SAFE = frozenset(
     {
         "'s",
@@ -172,7 +174,10 @@ def _patterns(component: Any) -> list[list[str]] | None:
 
 def _alternatives(pattern: str) -> list[str]:
     """The outermost alternatives of a regular expression."""
-    out, depth, bracket, escaped = [""], 0, False, False
+    out = [""]
+    depth = 0
+    bracket = False
+    escaped = False
     for c in pattern:
         if not escaped and not bracket and c == "|" and depth == 0:
             out.append("")

@@ -93,6 +93,7 @@ def merge_pieces(folder: Path, paths: list[str], target: Path, facts: dict[str, 
     rows: list[np.ndarray] = []
     files: list[tuple[str, int]] = []
     digests = {".tokens": hashlib.blake2b(digest_size=16), ".mask": hashlib.blake2b(digest_size=16)}
+    # Append the pieces' tokens and masks, and hash them on the way.
     with (new / "tokens.bin").open("wb") as tokens, (new / "mask.bin").open("wb") as mask:
         for i, path in enumerate(paths):
             base = folder / f"piece-{i:06d}"
@@ -103,16 +104,19 @@ def merge_pieces(folder: Path, paths: list[str], target: Path, facts: dict[str, 
                         digests[suffix].update(block)
             rows.append(np.load(f"{base}.rows.npy"))
             files.append((path, rows[-1].shape[1]))
+    # Write the index: where each row begins, its labels, and its line.
     lengths, labels, lines = np.concatenate(rows, axis=1) if rows else np.zeros((3, 0), dtype=np.int64)
     np.save(new / "rows.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     np.save(new / "labels.npy", labels)
     np.save(new / "lines.npy", lines)
     columns = _merge_beside(folder, len(paths), new)
+    # Preference data has a value for each unit.
     values = [np.load(path) for path in sorted(folder.glob("piece-*.values.npy"))]
     if values:
         np.save(new / "values.npy", joined := np.concatenate(values))
         digests["values"] = hashlib.blake2b(joined.tobytes(), digest_size=16)
         facts = {"units": len(joined)} | facts
+    # The manifest comes last; the store appears under its name at once.
     (new / "manifest.json").write_text(
         json.dumps(
             {
@@ -159,10 +163,9 @@ class TokenStore:
             np.zeros(0, np.int32) if empty else np.memmap(folder / "tokens.bin", dtype=np.int32, mode="r")
         )
         weighted = (folder / "mask.bin").stat().st_size > self.manifest["tokens"]
+        mask_type = np.float32 if weighted else np.uint8
         self.mask: np.ndarray = (
-            np.zeros(0, np.uint8)
-            if empty
-            else np.memmap(folder / "mask.bin", dtype=np.float32 if weighted else np.uint8, mode="r")
+            np.zeros(0, np.uint8) if empty else np.memmap(folder / "mask.bin", dtype=mask_type, mode="r")
         )
         self.offsets: np.ndarray = np.load(folder / "rows.npy", mmap_mode="r")
         self.labels: np.ndarray = np.load(folder / "labels.npy", mmap_mode="r")
@@ -188,9 +191,9 @@ class TokenStore:
         """What was left out while reading, and why."""
         causes = self.manifest["causes"]
         other = self.manifest["bad"] - sum(causes.values())
-        causes_text = [f"{other} malformed"] * bool(other) + [
-            f"{count} with {cause}" for cause, count in sorted(causes.items())
-        ]
+        causes_text = [f"{count} with {cause}" for cause, count in sorted(causes.items())]
+        if other:
+            causes_text.insert(0, f"{other} malformed")
         return (
             f"{self.manifest['bad']} rows skipped: {', '.join(causes_text)}"
             if causes
@@ -207,7 +210,8 @@ class TokenStore:
 
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, mask) of row i."""
-        a, b = self.offsets[i], self.offsets[i + 1]
+        a = self.offsets[i]
+        b = self.offsets[i + 1]
         return self.tokens[a:b], self.mask[a:b]
 
     def place(self, i: int) -> str:

@@ -219,7 +219,10 @@ def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, data: Any) -> Pat
         target = root / wait_for_content_hash(root, alias)
         wait_for_build(target)
         return target
-    content = lambda: _digest([(str(f), _file_hash(f)) for f in source.files], options)  # noqa: E731
+
+    def content() -> str:
+        return _digest([(str(f), _file_hash(f)) for f in source.files], options)
+
     target = root / content_hash_of_input_files(root, alias, content)
     build_once(target, lambda scratch: _build(scratch, target, source, (spec, data.dataset_num_proc)))
     if not data.use_dataset_cache:
@@ -230,7 +233,8 @@ def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, data: Any) -> Pat
 def _malformed(reports: list[PieceReport]) -> DataError:
     """What ends a strict build: the malformed rows of the first piece that has any, whoever has read others."""
     first = next(i for i, r in enumerate(reports) if r.bad)
-    read, bad = reports[: first + 1], reports[first].bad
+    read = reports[: first + 1]
+    bad = reports[first].bad
     problems = merge_similar_problems(reports[first].problems[:SHOWN])
     if bad > SHOWN:
         problems.append(Problem(f"and {bad - SHOWN} more rows", "are malformed too"))

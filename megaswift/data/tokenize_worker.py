@@ -23,7 +23,9 @@ from megaswift.errors import UserError
 
 def main(argv: list[str]) -> int:
     """Encode every OF-th part of the job, from NUMBER on, each into files of its own beside the job."""
-    job, number, of = Path(argv[0]), int(argv[1]), int(argv[2])
+    job = Path(argv[0])
+    number = int(argv[1])
+    of = int(argv[2])
     text = json.loads(job.read_text())
     templates = text["spec"].pop("templates")
     processor = text["spec"].pop("processor")

@@ -237,7 +237,8 @@ def _holds_value(part: Any) -> bool:
 
 def _with_decoded_calls(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """A message with the calls of its field as a list: from JSON text, or from OpenAI's former `function_call`."""
-    calls, former = message.get("tool_calls"), message.get("function_call")
+    calls = message.get("tool_calls")
+    former = message.get("function_call")
     if isinstance(calls, str):
         calls = decode_json_cell(calls, f"{where}.tool_calls", "a list of objects") if calls.strip() else None
         return {**message, "tool_calls": calls}

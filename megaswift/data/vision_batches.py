@@ -112,7 +112,8 @@ class VisionCollator:
     """Reads the images of rows again when their turn comes. Used by several threads."""
 
     def __init__(self, images: RowImageLookup, processor: Processor) -> None:
-        self.images, self.processor = images, processor
+        self.images = images
+        self.processor = processor
 
     def batches(self, rows: Sequence[Sequence[list[Document]]], packing: bool, shape: PaddingShape) -> list[Batch]:
         """A step's micro-batches of rows: packed documents, or one document each (none: a row without weight)."""
@@ -127,7 +128,9 @@ class VisionCollator:
 
     def packed_batch(self, rows: Sequence[Sequence[Document]], shape: PaddingShape) -> Batch:
         """`[1, s]`: packed rows one after the other. A blank image is a document of its own, behind all others."""
-        laid, pieces, begin = [list(row) for row in rows], [], 0
+        laid = [list(row) for row in rows]
+        pieces = []
+        begin = 0
         for row in laid:
             start = begin
             for document in row:
@@ -135,7 +138,8 @@ class VisionCollator:
                 pieces += [] if piece is None else [replace(piece, start=start)]
                 start += -(-len(document[0]) // shape.doc_multiple) * shape.doc_multiple
             begin += shape.packed_length(row)
-        blank, missing = None, missing_kinds(pieces, self.images.kinds)
+        blank = None
+        missing = missing_kinds(pieces, self.images.kinds)
         if missing:
             made = self.processor.blank(missing)
             ids = np.array(made.ids, dtype=np.int32)
@@ -188,7 +192,8 @@ def collate_rows_with_images(
 ) -> Batch:
     """`[b, s]`, one document a row, with the images and videos of `pieces`, and a blank one of each of `kinds` that
     they lack; None is a row without weight."""
-    rows, missing = list(documents), missing_kinds(pieces, kinds)
+    rows = list(documents)
+    missing = missing_kinds(pieces, kinds)
     blank = _append_blank_media(rows, processor, missing) if missing else None
     length = shape.row_length(max((len(d[0]) for d in rows if d is not None), default=1))
     batch = collate_rows(rows, shape, length)
@@ -201,7 +206,8 @@ def collate_rows_with_images(
 
 def _append_blank_media(rows: list[Document | None], processor: Processor, kinds: Sequence[str]) -> ImageInputs:
     """A blank image or video behind the tokens of the first row, which is changed in place."""
-    dummy, first = processor.blank(kinds), rows[0]
+    dummy = processor.blank(kinds)
+    first = rows[0]
     ids, mask, sample = first if first is not None else (np.zeros(0, np.int32), np.zeros(0, np.uint8), -1)
     more = np.array(dummy.ids, dtype=np.int32)
     rows[0] = (np.concatenate([ids, more]), np.concatenate([mask, np.zeros(len(more), np.uint8)]), sample)
@@ -214,7 +220,8 @@ def join_image_inputs(
     """The pieces' outputs as those of one micro-batch `[b, s]`; what is padded is 0. Several pieces in one row (packed
     documents) have their images one after the other."""
     rows, length = size
-    joined, packed = {}, rows == 1 < len(pieces)
+    joined = {}
+    packed = rows == 1 < len(pieces)
     for key, kind in kinds.items():
         having = [p for p in pieces if key in p.inputs]
         if not having:

@@ -41,7 +41,9 @@ VIDEO_EXTRA = (
 )
 OWN = ("input_ids", "attention_mask")
 """Outputs that the batch has already; rows are padded on the right, where causal attention does not look."""
-TOKEN, ROW, IMAGE = "token", "row", "image"
+TOKEN = "token"
+ROW = "row"
+IMAGE = "image"
 REFUSED = (ValueError, TypeError, KeyError, IndexError, RuntimeError)
 """What processors raise for a conversation that they cannot read."""
 
@@ -145,7 +147,8 @@ class Processor:
 
     def _opened_video(self, video: RowVideo) -> OpenedVideo:
         """The frames of a video; what its row says of them goes before the options."""
-        sampling, choose = self.spec.videos.of(video), None
+        sampling = self.spec.videos.of(video)
+        choose = None
         reader = getattr(self._mine, "video_processor", None)
         if reader is not None and video.settings:
             if "min_frames" in dict(video.settings) and not hasattr(reader, "min_frames"):
@@ -186,7 +189,10 @@ class Processor:
                     "use another model, or a newer version of transformers",
                 )
             )
-        pieces, spans, gained, position = [], [], [], 0
+        pieces = []
+        spans = []
+        gained = []
+        position = 0
         for item in replacements[0] if media else ():
             begin, end = item["span"]
             pieces += [text[position:begin], item["replacement"]]
@@ -281,11 +287,13 @@ class Processor:
         for kind in (MEDIUM_IMAGE, *([MEDIUM_VIDEO] if self.reads_videos() else [])):
             inputs = self._blank([kind, kind])
             length = inputs["input_ids"].shape[1]
-            found |= {
-                k: TOKEN if v.shape[:2] == (1, length) else ROW if v.shape[0] == 1 else IMAGE
-                for k, v in inputs.items()
-                if k not in OWN
-            }
+            for name, values in inputs.items():
+                if name in OWN:
+                    continue
+                if values.shape[:2] == (1, length):
+                    found[name] = TOKEN
+                else:
+                    found[name] = ROW if values.shape[0] == 1 else IMAGE
         return found
 
 
@@ -294,9 +302,13 @@ def _choose_frames(reader: Any, wanted: VideoSampling) -> None:
     if reader is None:
         return
     if wanted.num_frames is not None:
-        reader.fps, reader.num_frames, reader.do_sample_frames = None, wanted.num_frames, True
+        reader.fps = None
+        reader.num_frames = wanted.num_frames
+        reader.do_sample_frames = True
     elif wanted.fps is not None:
-        reader.fps, reader.num_frames, reader.do_sample_frames = wanted.fps, None, True
+        reader.fps = wanted.fps
+        reader.num_frames = None
+        reader.do_sample_frames = True
     for name in ("min_frames", "max_frames"):
         if getattr(wanted, name) is not None and hasattr(reader, name):
             setattr(reader, name, getattr(wanted, name))

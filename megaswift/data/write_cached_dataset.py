@@ -49,7 +49,8 @@ READ = frozenset(
 
 def words_of_cached_dataset(argv: Sequence[str]) -> list[str] | None:
     """The words of `megaswift export --to_cached_dataset true` for `main`; None where export writes a model."""
-    words, asked = list[str](), False
+    words = list[str]()
+    asked = False
     rest = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
     while rest:
         word = rest.pop(0)

@@ -123,7 +123,8 @@ def _calls(message: Mapping[str, Any], form: AgentTextFormat, where: str) -> str
     written = ["\n" if text and not text.endswith("\n") else ""]
     for call in calls:
         function = call.get("function") or call
-        name, arguments = function.get("name"), function.get("arguments")
+        name = function.get("name")
+        arguments = function.get("arguments")
         if not isinstance(name, str):
             raise RowError(f"{where}.tool_calls", describe_value(dict(call)), "calls with a name")
         arguments = function.get("parameters") if arguments is None else arguments

@@ -134,7 +134,8 @@ def _operation(
     def send_recv() -> None:
         """To the next rank, from the one before, all at once."""
         index = list(ranks).index(dist.get_rank())
-        following, before = ranks[(index + 1) % len(ranks)], ranks[index - 1]
+        following = ranks[(index + 1) % len(ranks)]
+        before = ranks[index - 1]
         transfers = [
             dist.P2POp(dist.isend, whole, following, group),
             dist.P2POp(dist.irecv, other, before, group),

@@ -27,7 +27,9 @@ def gpu_compute_capability_major() -> int | None:
             return None
     except (OSError, AttributeError):
         return None
-    device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    device = ctypes.c_void_p()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     try:
         if nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) != 0:
             return None

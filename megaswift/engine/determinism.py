@@ -49,7 +49,8 @@ def enable_determinism(deterministic: bool, environ: MutableMapping[str, str]) -
     import torch
 
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
 
 
 def nondeterministic_op_error(deterministic: bool, error: BaseException) -> ConfigError | None:

@@ -57,7 +57,8 @@ class RowDocuments:
     """How the rows of a batch are made of documents and, under context parallelism, of slices."""
 
     def __init__(self, length: int, cu_seqlens: Tensor | None = None, cp: int = 1, rank: int = 0) -> None:
-        self.cp, self.rank = cp, rank
+        self.cp = cp
+        self.rank = rank
         self.bounds: list[int] = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
         self.prefixes = [(-1, 0)] * (len(self.bounds) - 1)
         """Of each document, as from `prefixes_of_documents`."""
@@ -77,9 +78,12 @@ class RowDocuments:
         """The same rows with neighbours of at most so many tokens together as one document, where they have the same
         prefix and are none. Not under context parallelism."""
         assert self.cp == 1
-        made, used = RowDocuments(self.bounds[-1]), {prefix for prefix, _ in self.prefixes}
+        made = RowDocuments(self.bounds[-1])
+        used = {prefix for prefix, _ in self.prefixes}
         places: dict[int, int] = {-1: -1}
-        made.bounds, made.prefixes, made.joined = [0], [], []
+        made.bounds = [0]
+        made.prefixes = []
+        made.joined = []
         for number, (end, (prefix, before), lengths) in enumerate(
             zip(self.bounds[1:], self.prefixes, self.joined, strict=True)
         ):
@@ -117,7 +121,8 @@ class RowDocuments:
         def visible() -> Tensor:
             number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
             position = torch.cat([torch.arange(before, before + length) for length in lengths])
-            k_at, k_of = torch.cat([torch.arange(before), position]), torch.cat([torch.full((before,), -1), number])
+            k_at = torch.cat([torch.arange(before), position])
+            k_of = torch.cat([torch.full((before,), -1), number])
             seen = (k_at <= position[:, None]) & ((k_of == number[:, None]) | (k_of < 0))
             seen = seen if rule.window is None else seen & (k_at > position[:, None] - rule.window)
             return copy_to_device_async(seen, like.device)
@@ -148,7 +153,8 @@ class RowDocuments:
             runs, lengths, every, self.prefixes, self.joined, strict=True
         ):
             for chunk in chunks:
-                q, end = next(queries), (chunk + 1) * run
+                q = next(queries)
+                end = (chunk + 1) * run
                 if not run:
                     continue
                 keys, values = own if end == length else (t[:, :, :end] for t in own)
@@ -160,11 +166,15 @@ class RowDocuments:
 
 def prefixes_of_documents(prefixes: Tensor, positions: Tensor, bounds: Sequence[int]) -> list[tuple[int, int]]:
     """(number of the document that is its prefix, tokens of it) for each document of a packed row; (-1, 0): none."""
-    numbers, row = prefixes.tolist(), positions[0].tolist()
-    return [
-        (number, row[start] if start < end else 0) if number >= 0 else (-1, 0)
-        for number, start, end in zip(numbers, bounds, bounds[1:], strict=False)
-    ]
+    numbers = prefixes.tolist()
+    row = positions[0].tolist()
+    found = []
+    for number, start, end in zip(numbers, bounds, bounds[1:], strict=False):
+        if number < 0:
+            found.append((-1, 0))
+        else:
+            found.append((number, row[start] if start < end else 0))
+    return found
 
 
 def visible_keys(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -178,7 +188,8 @@ def visible_keys(queries: int, keys: int, window: int | None, device: torch.devi
 def additive_mask(visible: Tensor, sinks: int, dtype: torch.dtype) -> Tensor:
     """[queries, sinks + keys]: 0 for sinks and where bool [queries, keys] is True, else -inf. In the queries' dtype and
     with aligned rows, so that torch's kernels keep this one for the backward pass of all layers, and no copies."""
-    queries, width = visible.shape[0], sinks + visible.shape[1]
+    queries = visible.shape[0]
+    width = sinks + visible.shape[1]
     rows = torch.zeros(queries, width + -width % ALIGNED, dtype=dtype, device=visible.device)[:, :width]
     rows[:, sinks:].masked_fill_(~visible, -torch.inf)
     return rows
@@ -194,7 +205,8 @@ def windowed_query_blocks(parts: Parts, window: int | None) -> Iterator[Parts]:
     before = key.shape[2] - query.shape[2]
     for first in range(0, query.shape[2], BLOCK):
         last = min(first + BLOCK, query.shape[2])
-        low, high = max(0, before + first - window + 1), before + last
+        low = max(0, before + first - window + 1)
+        high = before + last
         yield query[:, :, first:last], key[:, :, low:high], value[:, :, low:high]
 
 
@@ -225,7 +237,8 @@ def _attend(parts: Parts, mask: Tensor | None, rule: AttentionRule) -> Tensor:
     query, key, value = parts
     grouped = query.shape[1] != key.shape[1]
     if grouped and (mask is not None or not key.shape[-1] == value.shape[-1] <= GROUPED_HEAD_SIZE):
-        parts, grouped = with_key_heads_repeated(parts), False
+        parts = with_key_heads_repeated(parts)
+        grouped = False
     return F.scaled_dot_product_attention(
         *parts,
         attn_mask=mask,
@@ -255,7 +268,8 @@ def sink_attention(
     `mask` [s, 1 + n] of the sink, which every query sees, and the keys; None: causal.
     """
     q, k, v = qkv
-    b, d = q.shape[0], q.shape[3]
+    b = q.shape[0]
+    d = q.shape[3]
     lanes = q.new_zeros(LANES)
     lanes[0] = 1.0
     q = torch.cat([q, lanes.expand(*q.shape[:-1], LANES)], dim=-1)

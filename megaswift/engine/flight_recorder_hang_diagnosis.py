@@ -131,7 +131,8 @@ class WaitingCall:
 
 def waiting_call(frame: FrameType | None) -> WaitingCall | None:
     """The outermost of the calls around the innermost frame that wait for other ranks; None in other code."""
-    name, group = "", None
+    name = ""
+    group = None
     while frame is not None and _waits(frame):
         name = name if frame.f_code.co_name in WRAPPERS else frame.f_code.co_qualname
         group = group or _group_of(frame)

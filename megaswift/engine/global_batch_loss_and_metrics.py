@@ -258,6 +258,7 @@ def _reduced_over_dp(
         places[dist.get_rank(group)] = compared
         joined = torch.cat([summed, places.view(-1)])
         dist.all_reduce(joined, group=group)
-        summed, places = joined[: len(summed)], joined[len(summed) :].view(ranks, -1)
+        places = joined[len(summed) :].view(ranks, -1)
+        summed = joined[: len(summed)]
         compared = places.amax(0) if len(compared) else compared
     return torch.cat([summed, compared[: len(largest)], -compared[len(largest) :]])

@@ -33,7 +33,8 @@ class OwnComputeClock:
 
     def take(self) -> float:
         """Seconds since the last call; on a GPU it waits for the passes to be done."""
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         return sum(_seconds(began, ended) for began, ended in spans)
 
     def _forward_begins(self, *_: Any) -> None:

@@ -21,7 +21,8 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def __init__(self, live: Callable[[], Sequence[Tensor]], on_host: bool = False) -> None:
-        self._live, self._buffers = live, HostBuffers()
+        self._live = live
+        self._buffers = HostBuffers()
         self._values = [self._copy(t, on_host) for t in live()]
         """Of each tensor: the whole, or pieces of its flat elements in host memory."""
         if on_host and torch.cuda.is_available():

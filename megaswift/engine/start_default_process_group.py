@@ -24,7 +24,8 @@ ARRIVED = "megaswift/arrived/"
 MOST_NAMED = 16
 MOST_FILES = 1 << 20
 """Programs that a rank starts close each file that they may have: a limit without bounds makes that slow."""
-GLOO_INTERFACE, LOOPBACK = "GLOO_SOCKET_IFNAME", "lo"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = "lo"
 
 
 class MissingRanksError(UserError):
@@ -46,7 +47,8 @@ def init_default_and_gloo_process_groups(backend: str, timeout_s: float, store: 
     raise_open_file_limit()
     choose_gloo_interface(os.environ)
     record_collectives(os.environ)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     launched = store is None
     if store is None:
         store = dist.HashStore() if world == 1 else launcher_store_of_this_attempt(os.environ, rank, world, timeout)
@@ -94,7 +96,8 @@ def choose_gloo_interface(environ: MutableMapping[str, str]) -> None:
     gloo itself takes the address that this machine's host name stands for, often 127.0.0.1, where no other machine
     finds it.
     """
-    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    address = environ.get("MASTER_ADDR", "")
+    port = environ.get("MASTER_PORT", "")
     if GLOO_INTERFACE in environ or not address or not port.isdigit():
         return
     interface = interface_of_address(local_address(address, int(port)))
@@ -111,7 +114,8 @@ def launcher_store_of_this_attempt(
     dead processes from it. On several machines agents may count attempts differently, so the number is no common
     prefix there; `shared_rdzv_store_restart_warning` names the variable that gives each attempt a store of its own.
     """
-    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    address = environ["MASTER_ADDR"]
+    port = int(environ["MASTER_PORT"])
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(

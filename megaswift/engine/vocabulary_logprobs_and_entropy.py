@@ -86,7 +86,9 @@ def _write_tile_statistics(
 ) -> None:
     """Statistics [6, r] of products [r, n]."""
     logits = logits_of(products, shard)
-    top, column, here = logits.amax(dim=1), local[:, None], in_shard[:, None]
+    top = logits.amax(dim=1)
+    column = local[:, None]
+    here = in_shard[:, None]
     at_label = logits.gather(1, column)
     shifted = logits - top[:, None]
     del logits
@@ -128,7 +130,8 @@ def join_shards(stats: Tensor, labels: Tensor, width: int, shard: VocabularyHead
     needs = {"entropy": ("weighted",), "log_sum_sq": ("squares",), "mean_logit": ("sum", "count")}
     names = ["others", "at_label", *(n for field, parts_of in needs.items() if field in shard.fields for n in parts_of)]
     sums = dict(zip(names, shard.reduce(torch.stack([parts[n] for n in names])), strict=True))
-    others, at_label = sums["others"], sums["at_label"]
+    others = sums["others"]
+    at_label = sums["at_label"]
     label_exp = at_label.exp()
     total = others + label_exp
     log_total = total.log()
@@ -152,11 +155,14 @@ def gradient_coefficients(grads: Tensor, rows: VocabularyRows, width: int, shard
     top, total, rest = rows.kept
     zero = torch.zeros_like(top)
     label, entropy, squares = (by_name.get(name, zero) for name in ("logprobs", "entropy", "log_sum_sq"))
-    linear, quadratic, constant = by_name.get("logsumexp", zero) - label, zero, zero
+    linear = by_name.get("logsumexp", zero) - label
+    quadratic = zero
+    constant = zero
     if "entropy" in by_name:
         linear = linear - entropy * values["entropy"]
     if "log_sum_sq" in by_name:
-        linear, quadratic = linear - 2 * squares, 2 * squares / values["log_sum_sq"].exp()
+        linear = linear - 2 * squares
+        quadratic = 2 * squares / values["log_sum_sq"].exp()
     if "mean_logit" in by_name:
         vocabulary = torch.full((), float(shard.columns(width)), device=top.device)
         constant = by_name["mean_logit"] / shard.reduce(vocabulary)
@@ -188,7 +194,8 @@ def _tile_gradient(
 ) -> Tensor:
     """float32 [r, n] from products [r, n], which stay as they are."""
     logits = logits_of(products, shard)
-    c, column = coefficients[:, :, None], local[:, None]
+    c = coefficients[:, :, None]
+    column = local[:, None]
     shifted = logits - c[SHIFT]
     at_label = shifted.gather(1, column)
     p = at_label.exp() * c[INVERSE_TOTAL]

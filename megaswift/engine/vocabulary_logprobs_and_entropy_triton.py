@@ -13,11 +13,16 @@ from torch import Tensor
 
 from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 
-STATISTICS_BLOCK, GRADIENT_BLOCK = 4096, 2048
-"""Columns of a step of a program over its row, and of a program of the gradient."""
-CAP, ENTROPY, SQUARES, MEAN = 1, 2, 4, 8
-"""Bits of the kernels' `flags`: a soft cap; what the requested fields, or those with a gradient, need. Kernels, which
-read no variables of a module, have the numbers."""
+STATISTICS_BLOCK = 4096
+"""Columns of a step of a program over its row."""
+GRADIENT_BLOCK = 2048
+"""Columns of a program of the gradient."""
+# Bits of the kernels' `flags`: a soft cap, and what the requested fields, or those with a gradient, need. Kernels,
+# which read no variables of a module, have the numbers.
+CAP = 1
+ENTROPY = 2
+SQUARES = 4
+MEAN = 8
 
 
 @triton.jit
@@ -36,17 +41,25 @@ def _logit_statistics_kernel(
     """A row a program: sums relative to the largest logit so far, rescaled where a block has a larger one. `rows`:
     products, their stride and width; `labels`: their columns, whether they lie here; `stats`: [6, t] and its stride."""
     row = tl.program_id(0).to(tl.int64)
-    products, stats_of = rows[0] + row * rows[1], stats[0] + row
-    label, here = tl.load(labels[0] + row), tl.load(labels[1] + row) != 0
-    top, count = -1e30, 0.0
-    own, others, weighted, squares, total = 0.0, 0.0, 0.0, 0.0, 0.0
+    products = rows[0] + row * rows[1]
+    stats_of = stats[0] + row
+    label = tl.load(labels[0] + row)
+    here = tl.load(labels[1] + row) != 0
+    top = -1e30
+    count = 0.0
+    own = 0.0
+    others = 0.0
+    weighted = 0.0
+    squares = 0.0
+    total = 0.0
     for start in range(0, rows[2], block):
         column = start + tl.arange(0, block)
         real = column < rows[2]
         x = tl.load(products + column, mask=real, other=0.0)
         logits = tl.where(real, _logits(x, factors, flags), -1e30)
         higher = tl.maximum(top, tl.max(logits, axis=0))
-        below, factor = top - higher, tl.exp(top - higher)
+        below = top - higher
+        factor = tl.exp(top - higher)
         shifted = tl.where(real, logits - higher, 0.0)
         powers = tl.where(real, tl.exp(shifted), 0.0)
         if flags & 2:  # entropy
@@ -77,8 +90,10 @@ def _logit_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     real = column < rows[2]
-    label, here = tl.load(labels[0] + row), tl.load(labels[1] + row) != 0
-    own, stride = gradients[2] + row, gradients[3]
+    label = tl.load(labels[0] + row)
+    here = tl.load(labels[1] + row) != 0
+    own = gradients[2] + row
+    stride = gradients[3]
     x = tl.load(rows[0] + row * rows[1] + column, mask=real, other=0.0)
     logits = _logits(x, factors, flags)
     shifted = logits - tl.load(own)

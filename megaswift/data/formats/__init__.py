@@ -108,7 +108,8 @@ def recognize_format(row: Row, task: str) -> RowFormat:
     usable = [f for f in fitting if task in f.tasks]
     if usable and (fitting[0].rank >= 0 or fitting[0] is usable[0]):
         return usable[0]
-    columns, null = set(row), set(row) - present
+    columns = set(row)
+    null = set(row) - present
     named = [f for f in FORMATS if task in f.tasks and columns.issuperset(f.required) and null & set(f.required)]
     if empty := _ordered(f for f in named if f.detect(row)):
         return empty[0]  # a column that the task needs is null in this row: the format's own parser names it
@@ -134,7 +135,8 @@ class UnknownFormat(RowError):
     @property
     def where(self) -> str:
         """The row's columns, for messages."""
-        return f"column{'s' * (', ' in self.column)} {self.column}"
+        noun = "columns" if ", " in self.column else "column"
+        return f"{noun} {self.column}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Goes from rank to rank, where its text is all that is read."""

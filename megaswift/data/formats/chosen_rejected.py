@@ -53,13 +53,15 @@ def _whole(answer: str | UntokenizedSample) -> bool:
 def parse(row: Row) -> PreferenceExample:
     """A pair."""
     prompt = None if row.get("prompt") is None else text_or_messages_in_column(row, "prompt")
-    chosen, rejected = text_or_messages_in_column(row, "chosen"), text_or_messages_in_column(row, "rejected")
+    chosen = text_or_messages_in_column(row, "chosen")
+    rejected = text_or_messages_in_column(row, "rejected")
     if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, UntokenizedSample):
         if prompt is None:  # TRL's rule: the space before the first different word belongs to the answers
             prompt = commonprefix([chosen, rejected])
             if chosen != rejected:
                 prompt = prompt.removesuffix(" ")
-            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+            chosen = chosen[len(prompt) :]
+            rejected = rejected[len(prompt) :]
         reject_chat_only_columns(row)
         return make_plain_text_preference_example(
             prompt, {"chosen": chosen, "rejected": rejected}, number_in_column(row)
@@ -76,7 +78,8 @@ def parse_conversations(row: Row) -> PreferenceExample:
 
 def parse_labeled(row: Row) -> PreferenceExample:
     """A labeled completion."""
-    prompt, answer = text_or_messages_in_column(row, "prompt"), text_or_messages_in_column(row, "completion")
+    prompt = text_or_messages_in_column(row, "prompt")
+    answer = text_or_messages_in_column(row, "completion")
     if isinstance(prompt, str) and isinstance(answer, str):
         reject_chat_only_columns(row)
         return make_plain_text_preference_example(prompt, {"completion": answer}, label_in_column(row))

@@ -17,7 +17,8 @@ from megaswift.data.untokenized_sample import (
 )
 
 ROLE_OF = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
-END, CALL = "<|endoftext|>", "<functioncall>"
+END = "<|endoftext|>"
+CALL = "<functioncall>"
 SPEAKER = f"({'|'.join(ROLE_OF)}):"
 AT_LINE_BEGIN = re.compile(rf"(?:\A|\n|{re.escape(END)})\s*{SPEAKER}")
 AT_WORD_BEGIN = re.compile(rf"(?:\A|\s){SPEAKER}")
@@ -33,7 +34,9 @@ def _system_and_tools(text: str) -> tuple[str, list[dict[str, Any]] | None]:
     begin = FUNCTIONS.search(text)
     if begin is None:
         return text, None
-    decoder, at, found = json.JSONDecoder(strict=False), begin.start(), []
+    decoder = json.JSONDecoder(strict=False)
+    at = begin.start()
+    found = []
     while at < len(text):
         try:
             value, at = decoder.raw_decode(text, at)

@@ -20,7 +20,8 @@ from megaswift.data.untokenized_sample import (
 
 def parse(row: Row) -> UntokenizedSample:
     """The prompt and what follows it."""
-    prompt, completion = text_or_messages_in_column(row, "prompt"), text_or_messages_in_column(row, "completion")
+    prompt = text_or_messages_in_column(row, "prompt")
+    completion = text_or_messages_in_column(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         reject_chat_only_columns(row)
         if not prompt:

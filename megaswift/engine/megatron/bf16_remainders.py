@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 REMAINDER_DTYPE = torch.int16
-_LOW, _HIGH = -(2**15), 2**15 - 1
+_LOW = -(2**15)
+_HIGH = 2**15 - 1
 
 
 def join_bf16_remainder(weight: Tensor, remainder: Tensor) -> Tensor:

@@ -132,7 +132,8 @@ class _FusedAdamGradScaler:
     """What Transformer Engine's FusedAdam asks of a GradScaler."""
 
     def __init__(self, found_inf: Tensor, scale: Tensor) -> None:
-        self._found_inf, self._scale = found_inf.reshape(1), scale.reshape(1)
+        self._found_inf = found_inf.reshape(1)
+        self._scale = scale.reshape(1)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
         return {self._found_inf.device: self._found_inf}

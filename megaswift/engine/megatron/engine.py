@@ -94,10 +94,18 @@ class MegatronEngine(EngineState):
         lora: LoraConfig,
         settings: EngineSettings,
     ) -> None:
-        self.spec, self.context, self.choice = spec, context, choice
-        self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
-        self.train_type, self.has_random_start = model.train_type, model.random_init
-        self.optim, self.lora_options, self.settings = optim, lora, settings
+        # Settings, and what the layout and the device allow.
+        self.spec = spec
+        self.context = context
+        self.choice = choice
+        self.layout = context.layout
+        self.rank = context.rank
+        self.vocab_size = spec.vocab_size
+        self.train_type = model.train_type
+        self.has_random_start = model.random_init
+        self.optim = optim
+        self.lora_options = lora
+        self.settings = settings
         self.cp_exchange = "all_gather" if choice.attention == TORCH else parallel.cp_exchange
         if model.fp8_format:
             recipe = model.fp8_recipe
@@ -107,16 +115,19 @@ class MegatronEngine(EngineState):
                 raise ConfigError(unfit)
         self.config = transformer_config(spec, self.layout, choice, model, parallel, lora, settings)
         check_main_grads_dtype(optim.main_grads_dtype, self.dtype)
+        # Which weights and adapters the model has.
         self.plan = WeightPlan(family_of(spec.hf_config), spec)
         adapters = adapter_plan_from_lora_config(lora, self.plan) if model.train_type != "full" else None
         if adapters and self.config.quantized:
-            family, layout = self.plan.family, self.layout
+            family = self.plan.family
+            layout = self.layout
             if unfit := qlora.four_bit_block_size_problems(
                 family, spec, layout.tp, layout.etp
             ) + qlora.four_bit_trainable_problems(family, adapters.saved):
                 raise ConfigError(unfit)
             if adapters.settings.dora:
                 raise ConfigError(qlora.NO_DORA)
+        # Build this rank's part of the model, freeze what does not train, and add adapters.
         self.backend = TEAttentionBackendEnv(self.config.attention_backend != AttnBackend.auto)
         with self.backend.building():
             self.plain = build_model_chunks(spec, self.config, context, self.choice)
@@ -124,12 +135,14 @@ class MegatronEngine(EngineState):
         self.freeze(model.freeze_parameters, model.trainable_parameters)
         self.lora = RankAdapters(self.plain, self.weights, adapters) if adapters else None
         self.aux = AuxLosses(self.plain, spec, model.moe_aux_loss_coeff, model.moe_z_loss_coeff, context)
+        # Wrap it for data parallelism, then build the optimizer over the wrapped parameters.
         self.chunks = wrap_chunks(self.plain, self.config, parallel, optim, context)
         self.clock = OwnComputeClock(self.chunks)
         self.optimizer = optimizers.build_optimizer(self.chunks, self.config, optim)
         if self.config.fp8_param:
             self.weights.exact = ExactWeights(self.optimizer)
         self.config.grad_scale_func = self.optimizer.scale_loss if self.config.fp16 else None
+        # State of the run: memory lent to a sampler, and reference weights.
         self.away = EngineOffload(self.chunks, self.optimizer)
         self.remembered: ReferenceWeights | None = None
         self.kept: WeightSource | None = None
@@ -194,7 +207,9 @@ class MegatronEngine(EngineState):
 
     def prepare_ahead(self, microbatches: list[Batch]) -> list[Batch]:
         """Pinned, with the indices of this rank's slices."""
-        cp, rank, device = self.layout.cp, self.context.coordinates.cp, self.context.device
+        cp = self.layout.cp
+        rank = self.context.coordinates.cp
+        device = self.context.device
         return [prepare_batch_ahead(batch, cp, rank, device) for batch in microbatches]
 
     def train_batch(
@@ -212,7 +227,8 @@ class MegatronEngine(EngineState):
         decay = self.optim.weight_decay if weight_decay is None else weight_decay
         optimizers.set_lr_and_weight_decay(self.optimizer, lr, decay)
         scale = optimizers.get_loss_scale(self.optimizer)
-        clip, device = self.optim.max_grad_norm, self.context.device
+        clip = self.optim.max_grad_norm
+        device = self.context.device
         norm, stepped = optimizers.optimizer_step(self.optimizer, clip, device, report)
         falling = not stepped and optimizers.can_lower_loss_scale(self.optimizer)
         return replace(report.result, grad_norm=norm, skipped=not stepped, loss_scale=scale, loss_scale_falling=falling)
@@ -285,7 +301,8 @@ class MegatronEngine(EngineState):
     ) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. Adapters are merged in."""
         finish_weight_gathers(self.chunks)
-        exact, device = self.weights.exact, self.context.device if on_device else None
+        exact = self.weights.exact
+        device = self.context.device if on_device else None
         if self.lora is not None:
             return ((name, t if dtype is None else t.to(dtype)) for name, t in self.lora.merged(everywhere, device))
         return self.weights.stream(lambda p: exact(p) if dtype is None else exact(p).to(dtype), everywhere, device)

@@ -50,7 +50,8 @@ def run_forward_backward_schedule(
     settings: ForwardBackwardMode,
 ) -> None:
     """All micro-batches through the pipeline; gradients are left in DDP's buffers, reduced, divided by nothing."""
-    layout, coords = context.layout, context.coordinates
+    layout = context.layout
+    coords = context.coordinates
     passes = [microbatch_inputs(b, layout.cp, coords.cp, context.device, settings.attention) for b in microbatches]
     shape = microbatches[0].input_ids.shape
     if layout.pp > 1:

@@ -77,7 +77,8 @@ def require_input_gradients(
     get none, in silence. Ranks of expert parallelism exchange gradients in each MoE layer: where one of them trains
     experts and another does not, one would wait for the other for ever.
     """
-    granularity, parts = config.recompute_granularity, set(config.recompute_modules or ())
+    granularity = config.recompute_granularity
+    parts = set(config.recompute_modules or ())
     recomputes = granularity == "full" or (granularity == "selective" and parts != {"core_attn"})
     uneven = config.expert_model_parallel_size > 1 and _splits_experts(plan, patterns, trained)
     for chunk in chunks if patterns and (recomputes or uneven) else ():

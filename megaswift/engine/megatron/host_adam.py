@@ -77,7 +77,8 @@ class HostAdam(torch.optim.AdamW):
 
     def materialize(self, p: Tensor) -> dict[str, Tensor]:
         """The state of `p`; zeros before its first step. Not pinned: only gradients and weights travel."""
-        state, device = self.state[p], "cpu" if self.offloads(p) else p.device
+        state = self.state[p]
+        device = "cpu" if self.offloads(p) else p.device
         if "exp_avg" not in state:
             state.setdefault("step", torch.zeros((), device=device))
             for name in ("exp_avg", "exp_avg_sq"):
@@ -106,7 +107,8 @@ class HostAdam(torch.optim.AdamW):
                 if not self.offloads(p):
                     self._update_on_device(p, group)
                     continue
-                flat, gradients = p.view(-1), p.grad.reshape(-1)
+                flat = p.view(-1)
+                gradients = p.grad.reshape(-1)
                 for start in range(0, max(1, p.numel()), CHUNK):
                     part = slice(start, min(start + CHUNK, p.numel()))
                     weight, gradient = (b[: part.stop - start] for b in next(buffers))
@@ -186,7 +188,8 @@ class HostAdam(torch.optim.AdamW):
 def parameters_beyond_fraction(parameters: list[Tensor], fraction: float) -> list[Tensor]:
     """Those that are not offloaded: in order, a parameter is offloaded while all offloaded ones are at most `fraction`
     of the elements."""
-    most, offloaded = fraction * sum(p.numel() for p in parameters), 0
+    most = fraction * sum(p.numel() for p in parameters)
+    offloaded = 0
     beyond = []
     for p in parameters:
         if offloaded + p.numel() <= most:

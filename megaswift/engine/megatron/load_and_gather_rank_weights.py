@@ -89,7 +89,9 @@ class RankWeights:
     """Every parameter of this rank, each matched with exactly one entry of the family's plan."""
 
     def __init__(self, chunks: list[SwiftGPT], spec: ModelSpec, plan: WeightPlan, context: ParallelContext) -> None:
-        self.spec, self.plan, self.context = spec, plan, context
+        self.spec = spec
+        self.plan = plan
+        self.context = context
         self.padded = padded_vocabulary_size(spec, context.layout.tp)
         self.placed: list[LocalParam] = []
         for chunk in chunks:
@@ -201,7 +203,8 @@ class RankWeights:
         route: GatherDestination = TO_RANK0,
     ) -> list[Tensor] | None:
         """`get_own()` of each holder (None: zeros), of these shapes, where `route` leads; None elsewhere."""
-        rank, device = self.context.rank, route.device or torch.device("cpu")
+        rank = self.context.rank
+        device = route.device or torch.device("cpu")
         parts: list[Tensor] = []
         for holder, shape in zip(holders, shapes, strict=False):
             if rank == holder:
@@ -258,7 +261,8 @@ class RandomWeightSource:
 
     def __init__(self, plan: WeightPlan, spec: ModelSpec, seed: int, device: torch.device | None = None) -> None:
         self.shapes = plan.hf_shapes
-        self.std, self.seed = float(spec.hf_config.get("initializer_range", 0.02)), seed
+        self.std = float(spec.hf_config.get("initializer_range", 0.02))
+        self.seed = seed
         self.device = device or torch.device("cpu")
         self.padding = spec.features.padding_token
         self.norm = 0.0 if spec.transformer.get("layernorm_zero_centered_gamma") else 1.0

@@ -34,5 +34,6 @@ class LocalParam:
 
 def splitting_ranks(entry: PlanEntry, context: ParallelContext) -> tuple[int, int]:
     """(ranks, rank) that split this entry: ETP for experts, TP otherwise."""
-    layout, coords = context.layout, context.coordinates
+    layout = context.layout
+    coords = context.coordinates
     return (layout.etp, coords.etp) if entry.expert is not None else (layout.tp, coords.tp)

@@ -87,7 +87,8 @@ def measure_engine_sizes(engine: EngineState) -> EngineSizeReport:
     )
     sizes = distributed.all_max([elements, weights, gradients, *_optimizer_bytes(engine)])
     elements, weights, gradients, optimizer, host = map(int, sizes)
-    total, flops = engine.plan.parameters, flop_parameter_count(engine.plan, engine.spec)
+    total = engine.plan.parameters
+    flops = flop_parameter_count(engine.plan, engine.spec)
     if engine.lora is None:
         return EngineSizeReport(total, elements, weights, gradients, optimizer, flops, host_bytes=host)
     adapters = engine.lora.plan

@@ -240,11 +240,9 @@ def _yarn(config: TransformerConfig, factor: float) -> None:
     scale up to 1.
     """
     if factor != 1.0:
-        config.yarn_rotary_scaling_factor, config.yarn_mscale, config.yarn_mscale_all_dim = (
-            math.e,
-            10 * (factor - 1),
-            0.0,
-        )
+        config.yarn_rotary_scaling_factor = math.e
+        config.yarn_mscale = 10 * (factor - 1)
+        config.yarn_mscale_all_dim = 0.0
 
 
 def transformer_config(
@@ -283,7 +281,8 @@ def transformer_config(
     if spec.experts:
         fields["moe_router_dtype"] = "fp32"
         fields["bias_dropout_fusion"] &= not spec.linear_bias  # Megatron's grouped experts refuse it beside biases
-    latent, rope_factor = bool(fields.get("multi_latent_attention")), inverse_frequencies(spec)[1]
+    latent = bool(fields.get("multi_latent_attention"))
+    rope_factor = inverse_frequencies(spec)[1]
     if parallel.tp_comm_overlap:
         check_tp_comm_overlap(choice, latent)
     # latent_attention.py rotates by position; Megatron's fused rotation of packed rows leaves out YaRN's factor

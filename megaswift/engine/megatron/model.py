@@ -109,7 +109,8 @@ class SwiftGPT(GPTModel):
 
     def _fields(self, hidden: Tensor) -> Tensor:
         """hidden [s / cp (/ tp), b, h] to the needed fields [f, b, s]; 0 where there is no label."""
-        step, shared = self.step, self.needs.head is None
+        step = self.step
+        shared = self.needs.head is None
         hidden = self._whole(hidden, shared)
         b, s = step.labels.shape
         rows = step.labeled_rows
@@ -195,7 +196,8 @@ def build_model_chunks(
     spec: ModelSpec, config: TransformerConfig, context: ParallelContext, choice: LayerImplementationChoice
 ) -> list[SwiftGPT]:
     """This rank's model chunks, without wrappers and with weights still to be loaded."""
-    layout, coords = context.layout, context.coordinates
+    layout = context.layout
+    coords = context.coordinates
     create_user_buffers(config)
     inv_freq, _ = inverse_frequencies(spec)
     chunks = []

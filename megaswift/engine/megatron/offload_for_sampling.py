@@ -75,7 +75,9 @@ class EngineOffload:
     """Parks parts of one engine. Weights that the optimizer keeps in float32 count as its state."""
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        self.chunks, self.optimizer, self.parked = chunks, optimizer, StorageOffloader()
+        self.chunks = chunks
+        self.optimizer = optimizer
+        self.parked = StorageOffloader()
 
     def optimizer_and_gradients(self) -> None:
         """Gradients are dropped: the next step begins with zeros."""

@@ -58,6 +58,7 @@ def build_optimizer(
     chunks: list[DistributedDataParallel], config: TransformerConfig, o: OptimConfig
 ) -> MegatronOptimizer:
     """The optimizer over this rank's chunks."""
+    # Megatron's options. A plugin's optimizer takes the place of a plain SGD below.
     plugin = PLUGIN_OPTIMIZERS.get(o.optimizer)
     options = OptimizerConfig(
         optimizer="sgd" if plugin else o.optimizer,
@@ -85,6 +86,7 @@ def build_optimizer(
         hysteresis=o.hysteresis,
         fp8_recipe=config.fp8_recipe if config.fp8_param else None,
     )
+    # Megatron-Core makes Gloo groups unless it is told not to; some releases lack the argument.
     extra: dict[str, Any] = (
         {"use_gloo_process_groups": False}
         if "use_gloo_process_groups" in inspect.signature(get_megatron_optimizer).parameters
@@ -93,16 +95,16 @@ def build_optimizer(
     if o.lorap_lr_ratio is not None:
         extra["config_overrides"] = loraplus_overrides(options, o.lorap_lr_ratio)
     optimizer = get_megatron_optimizer(options, chunks, **extra)
+    # Replace or fuse the inner optimizer of each part.
     for part in optimizer_parts(optimizer):
         if plugin is not None:
             part.optimizer = _of_plugin(plugin, part.optimizer, o)
         elif o.optimizer_cpu_offload:
-            part.optimizer, part.init_state_fn = (
-                HostAdam.instead_of(part.optimizer, o.optimizer_offload_fraction),
-                materialize_host_adam_state,
-            )
+            part.optimizer = HostAdam.instead_of(part.optimizer, o.optimizer_offload_fraction)
+            part.init_state_fn = materialize_host_adam_state
         else:
             _fuse(part)
+    # All parts share one loss scale (float16). Overflow and clipping are decided on the device, except with a plugin.
     share_loss_scaler(optimizer)
     if plugin is None:
         let_device_decide(optimizer_parts(optimizer))
@@ -142,7 +144,8 @@ def _fuse(part: MegatronOptimizer) -> None:
         part.optimizer = base = torch.optim.SGD(_groups_without_settings(base), **common)
     if isinstance(base, torch.optim.Adam | torch.optim.SGD):
         for group in base.param_groups:
-            group["fused"], group["foreach"] = True, False
+            group["fused"] = True
+            group["foreach"] = False
 
 
 def set_lr_and_weight_decay(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
@@ -313,7 +316,9 @@ def _launch_squared_norms(optimizer: MegatronOptimizer, device: torch.device) ->
     gradients = [getattr(part, NORM_GRADIENTS)() for part in parts]
     found = [[part.found_inf] if getattr(part, "grad_scaler", None) is not None else [] for part in parts]
     if all(group == groups[0] for group in groups):
-        groups, gradients, found = groups[:1], [sum(gradients, [])], [sum(found, [])]
+        groups = groups[:1]
+        gradients = [sum(gradients, [])]
+        found = [sum(found, [])]
     squares = []
     for some, overflowed in zip(gradients, found, strict=True):
         square = torch.zeros(1, dtype=torch.float32, device=device)

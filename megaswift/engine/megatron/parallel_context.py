@@ -37,7 +37,8 @@ class ParallelContext:
         store: dist.Store | None = None,
         cuda_graphs: bool = False,
     ) -> None:
-        self.layout, self.cuda_graphs = layout, cuda_graphs
+        self.layout = layout
+        self.cuda_graphs = cuda_graphs
         self.rank = int(os.environ.get("RANK", "0"))
         world = int(os.environ.get("WORLD_SIZE", "1"))
         layout.check_processes(world)
@@ -72,7 +73,8 @@ class ParallelContext:
         Ranks with other data, sequence parts or layers draw other numbers. Weights never come from these (see
         weights.py).
         """
-        coords, layout = self.coordinates, self.layout
+        coords = self.coordinates
+        layout = self.layout
         place = coords.cp + layout.cp * (coords.dp + layout.dp * coords.pp)
         tensor_parallel.model_parallel_cuda_manual_seed(
             seed + 10_000 * place, te_rng_tracker=self.cuda_graphs, force_reset_rng=True

@@ -18,12 +18,16 @@ from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.megatron.adam_tensors import AdamRule, AdamTensors, LaunchTables
 from megaswift.engine.megatron.bf16_remainders import REMAINDER_DTYPE
 
-BLOCK, BLOCKS, WARPS = 2048, 16, 8
+BLOCK = 2048
+BLOCKS = 16
+WARPS = 8
 """Elements that a program updates at a time, how many times (the kernel, which reads no variables of a module, has
 this number too), and its warps."""
 ALIGN = 16
 """Bytes of an address, and elements of a tensor, of which multiples let the kernel load several elements at once."""
-REMAINDER, FLOAT32_MAIN, ALIGNED = 1, 2, 4
+REMAINDER = 1
+FLOAT32_MAIN = 2
+ALIGNED = 4
 """Bits of the kernel's `flags`: how main weights are kept, where the weights are not their own, and `ALIGN`."""
 
 
@@ -37,15 +41,22 @@ def _adam_update_kernel(
     lr, beta1, beta2, eps, decay = rule
     place = tables[1] + 2 * tl.program_id(0).to(tl.int64)
     row = tables[0] + 6 * tl.load(place)
-    gradients, weights = tl.load(row).to(like[0].dtype), tl.load(row + 1).to(like[1].dtype)
+    gradients = tl.load(row).to(like[0].dtype)
+    weights = tl.load(row + 1).to(like[1].dtype)
     mains = tl.load(row + 2).to(like[2].dtype)
-    firsts, seconds = tl.load(row + 3).to(like[3].dtype), tl.load(row + 4).to(like[4].dtype)
+    firsts = tl.load(row + 3).to(like[3].dtype)
+    seconds = tl.load(row + 4).to(like[4].dtype)
     end = tl.where(tl.load(numbers) == 0, tl.load(row + 5), 0)
     if flags & 4:  # aligned
-        gradients, weights = tl.multiple_of(gradients, 16), tl.multiple_of(weights, 16)
-        mains, firsts = tl.multiple_of(mains, 16), tl.multiple_of(firsts, 16)
-        seconds, end = tl.multiple_of(seconds, 16), tl.multiple_of(end, 16)
-    factor, bias1, bias2 = tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3)
+        gradients = tl.multiple_of(gradients, 16)
+        weights = tl.multiple_of(weights, 16)
+        mains = tl.multiple_of(mains, 16)
+        firsts = tl.multiple_of(firsts, 16)
+        seconds = tl.multiple_of(seconds, 16)
+        end = tl.multiple_of(end, 16)
+    factor = tl.load(numbers + 1)
+    bias1 = tl.load(numbers + 2)
+    bias2 = tl.load(numbers + 3)
     begin = tl.load(place + 1) * (16 * block)
     for start in range(begin, tl.minimum(begin + 16 * block, end), block):
         i = start + tl.arange(0, block)
@@ -93,11 +104,14 @@ def update_by_triton(parameters: Sequence[AdamTensors], numbers: Tensor, rule: A
 
 def operands(p: AdamTensors) -> tuple[tuple[Tensor, ...], int]:
     """(gradient, weight, main weight, moments as the kernel takes them, its flags)."""
-    weight, main, flags = p.weight, p.main, 0
+    weight = p.weight
+    main = p.main
+    flags = 0
     if main is None:
         main = weight
     elif main.dtype == REMAINDER_DTYPE:
-        weight, flags = weight.view(REMAINDER_DTYPE), REMAINDER
+        weight = weight.view(REMAINDER_DTYPE)
+        flags = REMAINDER
     else:
         flags = FLOAT32_MAIN
     tensors = p.gradient, weight, main, p.first, p.second

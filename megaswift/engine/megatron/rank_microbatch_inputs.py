@@ -59,9 +59,12 @@ class PrefixedAttention:
         if batch.prefixes is None or batch.cu_seqlens is None:
             return None
         edges = batch.cu_seqlens.tolist()
-        pieces, sizes = [], []
+        pieces = []
+        sizes = []
         for document, (prefix, length) in enumerate(prefixes_of_documents(batch.prefixes, batch.positions, edges)):
-            first, start, end = edges[prefix], edges[document], edges[document + 1]
+            first = edges[prefix]
+            start = edges[document]
+            end = edges[document + 1]
             pieces += [torch.arange(first, first + length), torch.arange(start, end)]
             sizes.append(length + end - start)
         bounds = torch.tensor([0, *sizes]).cumsum(0).int()
@@ -156,9 +159,12 @@ def _thd(host: MicrobatchHostIndices, cp: int, cu_seqlens: Tensor | None) -> Pac
     if cu_seqlens is None:
         return None
     assert host.prefixed is None or cp == 1, "trainers.prefix_sharing says so"
-    bounds, longest, prefixed = cu_seqlens.int(), host.longest, host.prefixed
+    bounds = cu_seqlens.int()
+    longest = host.longest
+    prefixed = host.prefixed
     if prefixed is not None:
-        bounds, longest = bounds[:: len(bounds) - 1].contiguous(), prefixed.longest[1]  # of the row
+        bounds = bounds[:: len(bounds) - 1].contiguous()
+        longest = prefixed.longest[1]  # of the row
         prefixed = prefixed.with_tensors(lambda tensor: copy_to_device_async(tensor, bounds.device))
     padded = bounds if cp > 1 else None
     return TEPackedSeqParams(

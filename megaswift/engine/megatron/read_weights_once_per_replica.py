@@ -39,7 +39,8 @@ def read_once_per_replica(
     for window in _windows(parameters, padded, context, source):
         own: dict[int, Tensor] = {}
         for number, placed in enumerate(window):
-            group, dtype = replica_group(placed.entry, context), _dtype(placed.entry, source)
+            group = replica_group(placed.entry, context)
+            dtype = _dtype(placed.entry, source)
             if number % group.size() != group.rank():
                 continue
             ranks, rank = splitting_ranks(placed.entry, context)
@@ -53,7 +54,8 @@ def read_once_per_replica(
             value = own.pop(number, None)
             if group.size() > 1:
                 if value is None:
-                    shape, dtype = _shape(placed.entry, padded, context), _dtype(placed.entry, source)
+                    shape = _shape(placed.entry, padded, context)
+                    dtype = _dtype(placed.entry, source)
                     value = torch.empty(tuple(shape), dtype=dtype, device=context.device)
                 value = _broadcast(value.to(context.device), group, number % group.size())
             assert value is not None
@@ -75,11 +77,13 @@ def _windows(
     size = 0.0
     for placed in parameters:
         window.append(placed)
-        shape, dtype = _shape(placed.entry, padded, context), _dtype(placed.entry, source)
+        shape = _shape(placed.entry, padded, context)
+        dtype = _dtype(placed.entry, source)
         size += math.prod(shape) * dtype.itemsize / replica_group(placed.entry, context).size()
         if size >= READ_AHEAD:
             yield window
-            window, size = [], 0.0
+            window = []
+            size = 0.0
     yield window
 
 

@@ -70,7 +70,8 @@ class AdaLoraRankAllocator:
 
     def read(self, directory: Path) -> None:
         """The inverse of `write`."""
-        allocator, pattern = self.tuner.rankallocator, {}
+        allocator = self.tuner.rankallocator
+        pattern = {}
         allocator.reset_ipt()
         with safe_open(directory / FILE, "pt", device=str(next(self.tuner.parameters()).device)) as file:
             for key in file.keys():  # noqa: SIM118 (no mapping)

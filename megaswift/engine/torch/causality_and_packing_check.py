@@ -29,15 +29,21 @@ from megaswift.errors import ConfigError, Problem
 from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.models.any_model import dropout_fields
 
-BEFORE, DOCUMENT, END = 10, 14, 4
-"""Tokens of the other document in the same row, of the document under test, and of its end, which is replaced."""
+BEFORE = 10
+"""Tokens of the other document in the same row."""
+DOCUMENT = 14
+"""Tokens of the document under test."""
+END = 4
+"""Tokens at the end of the document under test that are replaced."""
 WINDOW = 5
 """Of layers with longer ones, while a document's numbers are compared: fewer tokens than the document has."""
 LOSES_DOCUMENTS = ("gpt_oss",)
 """Families whose mask in transformers 5.24 ignores the positions: packed documents attend to each other unless they
 attend per document."""
-EXACT, ROUNDED = 1e-3, 0.1
-"""Relative change that counts as rounding, in float32 and in half precision; a leak is as large as the change."""
+EXACT = 1e-3
+"""Relative change that counts as rounding in float32."""
+ROUNDED = 0.1
+"""Relative change that counts as rounding in half precision; a leak is as large as the change."""
 
 Score = Callable[[Sequence[Batch], RequestedModelOutputs], list[ModelOutputs]]
 _TokenReader = Callable[[Batch], Tensor]
@@ -51,7 +57,9 @@ def check_causality_and_packing(engine: EngineState, score: Score) -> None:
     Args:
         score: The engine's.
     """
-    spec, settings = engine.spec, engine.settings
+    # Models that the tests cover are trusted, unless they share prefixes or are known to mix packed documents.
+    spec = engine.spec
+    settings = engine.settings
     known = is_tested_class(spec, unwrap_peft_model(engine.fields.model))
     shares = settings.shares_prefixes
     doubtful = not known or shares or (settings.shares_rows and spec.family in LOSES_DOCUMENTS)
@@ -65,10 +73,9 @@ def check_causality_and_packing(engine: EngineState, score: Score) -> None:
         assert numbers is not None, "the check was requested"
         return numbers.float().cpu()
 
-    label, longest = (
-        f"{engine.build.model.model}, model_type {spec.family}",
-        learned_position_count(unwrap_peft_model(engine.fields.model)),
-    )
+    # Compare the numbers of a document alone, changed, and next to others.
+    label = f"{engine.build.model.model}, model_type {spec.family}"
+    longest = learned_position_count(unwrap_peft_model(engine.fields.model))
     with engine.most_exact():
         limit = EXACT if engine.dtype == torch.float32 else ROUNDED
         if not known:
@@ -76,6 +83,7 @@ def check_causality_and_packing(engine: EngineState, score: Score) -> None:
         problems = [*_problems(read, spec.vocab_size, limit, settings.shares_rows, label)]
         if not problems and shares:
             problems += _prefix_problems(engine, read, limit, label)
+    # Positions that the model has no embedding for.
     if longest is not None and settings.max_length > longest:
         problems.append(
             Problem(
@@ -84,6 +92,7 @@ def check_causality_and_packing(engine: EngineState, score: Score) -> None:
                 f"--max_length {longest}",
             )
         )
+    # Families of the native engine have a further way out.
     if problems and known:
         auto = "" if engine.build.model.attn_impl == "auto" else ", or --attn_impl auto"
         separates = f"{auto}, or --engine megatron, which separates packed documents"
@@ -100,7 +109,8 @@ def _keep_per_document_attention_if_same(engine: EngineState, read: _TokenReader
         return
     document, ended = (single_row_batch_of_documents(ids) for ids in _document_and_other_end(engine.spec.vocab_size))
     with per_document_attention.short_windows(model, WINDOW):
-        found, other = read(document), read(ended)
+        found = read(document)
+        other = read(ended)
         per_document_attention.keep_transformers_attention(model)
         differs = _differs(found, read(document), limit * _apart(found, other))
     if differs:
@@ -121,7 +131,8 @@ def _prefix_problems(engine: EngineState, read: _TokenReader, limit: float, mode
         rule = f"is not supported by this model's attention, or with its dropout ({model})"
         yield Problem("--prefix_sharing true", rule, "leave it out")
         return
-    both, shared = _document_and_other_end(engine.spec.vocab_size), DOCUMENT - END - 1
+    both = _document_and_other_end(engine.spec.vocab_size)
+    shared = DOCUMENT - END - 1
     apart = [read(single_row_batch_of_documents(ids))[:, shared:] for ids in both]
     row = single_row_batch_of_documents(both[0][:shared], *(ids[shared:] for ids in both))
     assert row.cu_seqlens is not None
@@ -152,10 +163,8 @@ def _problems(read: _TokenReader, vocab: int, limit: float, packing: bool, model
         )
         return
     if packing:
-        separate, joined = (
-            read(single_row_batch_of_documents(before, document))[:, BEFORE:],
-            read(single_row_batch_of_documents(torch.cat([before, document])))[:, BEFORE:],
-        )
+        separate = read(single_row_batch_of_documents(before, document))[:, BEFORE:]
+        joined = read(single_row_batch_of_documents(torch.cat([before, document])))[:, BEFORE:]
         # of a row of another length
         rounding = _apart(
             alone[:, :-1], read(single_row_batch_of_documents(torch.cat([document, end])))[:, : DOCUMENT - 1]

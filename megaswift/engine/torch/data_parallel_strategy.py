@@ -16,7 +16,8 @@ from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
 from megaswift.engine.torch.loss_scale import DynamicLossScale
 from megaswift.engine.torch.vision_model_parts import ALIGNER, VIT
 
-WEIGHT, GRADIENT = "weight", "gradient"
+WEIGHT = "weight"
+GRADIENT = "gradient"
 
 
 class DataParallelStrategy(Protocol):
@@ -110,7 +111,8 @@ def make_adamw_or_sgd(named: list[tuple[str, nn.Parameter]], optim: OptimConfig)
 def set_param_groups_lr_and_weight_decay(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
     """Learning rate and weight decay of every group."""
     for group in optimizer.param_groups:
-        group["lr"], group["weight_decay"] = lr * group["lr_mult"], weight_decay if group["decays"] else 0.0
+        group["lr"] = lr * group["lr_mult"]
+        group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 
 def clip_grads_with_norm(gradients: Iterable[Tensor], norm: float, limit: float) -> None:

@@ -40,7 +40,9 @@ class DdpStrategy:
     def __init__(
         self, module: nn.Module, optim: OptimConfig, context: TorchContext, loss_scale: DynamicLossScale | None = None
     ) -> None:
-        self.context, self.optim, self.loss_scale = context, optim, loss_scale
+        self.context = context
+        self.optim = optim
+        self.loss_scale = loss_scale
         self.ranks = context.layout.world_size
         self.module = self.wrap(module)
         self.parameters = {name: p for name, p in self.named()}

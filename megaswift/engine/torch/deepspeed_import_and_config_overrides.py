@@ -95,7 +95,9 @@ class _OneByOne(nn.Module):
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.module, self._dtype, self._device = module, dtype, device
+        self.module = module
+        self._dtype = dtype
+        self._device = device
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As `nn.Module` gives them."""

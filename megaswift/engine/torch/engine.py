@@ -79,9 +79,16 @@ class TorchEngine(EngineState):
         optim: OptimConfig,
         settings: EngineSettings,
     ) -> None:
-        self.spec, self.context, self.folder, self.dtype = spec, context, folder, dtype
-        self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
-        self.build, self.optim, self.settings = build, optim, settings
+        self.spec = spec
+        self.context = context
+        self.folder = folder
+        self.dtype = dtype
+        self.layout = context.layout
+        self.rank = context.rank
+        self.vocab_size = spec.vocab_size
+        self.build = build
+        self.optim = optim
+        self.settings = settings
         self.kind = settings.kind
         self.adapts = build.model.train_type != "full"
         self.remembered: ReferenceWeights | None = None
@@ -290,10 +297,8 @@ class TorchEngine(EngineState):
 
         config.json is the source's, but for a model with a scalar head.
         """
-        metas, config = (
-            tensor_metas_with_source_dtypes(strategy_independent_checkpoint.meta_tensors_by_disk_name(self), source),
-            self.spec.hf_config if self.spec.scored else None,
-        )
+        metas = tensor_metas_with_source_dtypes(strategy_independent_checkpoint.meta_tensors_by_disk_name(self), source)
+        config = self.spec.hf_config if self.spec.scored else None
         metas = metas if dtype is None else {name: meta._replace(dtype=dtype) for name, meta in metas.items()}
         distributed.raise_on_all_ranks(
             strategy_independent_checkpoint.write_tensor_stream_to_folder(
@@ -330,7 +335,8 @@ class TorchEngine(EngineState):
     def kernels(self) -> str:
         """For the first screen."""
         bare: Any = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
-        attention, chosen = per_document_attention.attention_name(bare), self.build.model
+        attention = per_document_attention.attention_name(bare)
+        chosen = self.build.model
         extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile
         extra += ["liger-kernel"] * chosen.use_liger
         return ", ".join(["transformers", f"{attention} attention", str(self.dtype).removeprefix("torch."), *extra])

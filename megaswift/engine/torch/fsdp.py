@@ -80,7 +80,8 @@ class FsdpStrategy(DdpStrategy):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Shards in place. Gradients are summed over ranks, not averaged."""
-        self.mesh, kind = self._mesh(), self.context.device.type
+        self.mesh = self._mesh()
+        kind = self.context.device.type
         half = self.options.param_dtype
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
         offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=kind != "cpu") if self.options.offload else OffloadPolicy()
@@ -105,7 +106,8 @@ class FsdpStrategy(DdpStrategy):
         return module
 
     def _mesh(self) -> DeviceMesh:
-        kind, replicas = self.context.device.type, self.options.replicas
+        kind = self.context.device.type
+        replicas = self.options.replicas
         if replicas == 1:
             return init_device_mesh(kind, (self.ranks,), mesh_dim_names=("shard",))
         return init_device_mesh(kind, (replicas, self.ranks // replicas), mesh_dim_names=("replicate", "shard"))

@@ -31,7 +31,8 @@ from megaswift.engine.torch.optimizers_and_state_tensors import (
 from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 
-LEFT, RIGHT = "galore_left", "galore_right"
+LEFT = "galore_left"
+RIGHT = "galore_right"
 
 
 @dataclass
@@ -145,7 +146,8 @@ class GaloreOptimizer(TorchEngineOptimizer):
 
 def _target(weight: nn.Parameter, optim: OptimConfig) -> GaloreTarget:
     *outer, m, n = weight.shape
-    r, kind = optim.galore_rank, optim.galore_proj_type
+    r = optim.galore_rank
+    kind = optim.galore_proj_type
     narrow = "right" if m >= n else "left"
     side = {"std": narrow, "reverse_std": "left" if narrow == "right" else "right"}.get(kind, kind)
     metas = {LEFT: TensorMeta((*outer, m, r), torch.float32), RIGHT: TensorMeta((*outer, r, n), torch.float32)}
@@ -160,10 +162,8 @@ def galore_targets(module: Any, optim: OptimConfig) -> set[str]:
 
     A matrix with no more than `galore_rank` rows or columns stays as it is: nothing would be saved.
     """
-    every, head = (
-        list(optim.galore_target_modules) == ["all-linear"],
-        unwrap_peft_model(module.model).get_output_embeddings(),
-    )
+    every = list(optim.galore_target_modules) == ["all-linear"]
+    head = unwrap_peft_model(module.model).get_output_embeddings()
     matched = set()
     for name, owner in module.named_modules():
         for own, p in owner.named_parameters(recurse=False):

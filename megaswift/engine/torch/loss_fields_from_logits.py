@@ -44,7 +44,8 @@ class LossFieldsFunction(torch.autograd.Function):
         """The fields; keeps the logits."""
         rows = join_shards(row_statistics(logits, labels, shard), labels, logits.shape[1], shard)
         ctx.save_for_backward(logits, labels, rows.fields, rows.kept)
-        ctx.shard, ctx.done = shard, False
+        ctx.shard = shard
+        ctx.done = False
         return rows.fields
 
     @staticmethod

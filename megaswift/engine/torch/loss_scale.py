@@ -25,8 +25,11 @@ class DynamicLossScale:
 
     def __init__(self, optim: OptimConfig) -> None:
         self.value = optim.initial_loss_scale
-        self.least, self.window, self.hysteresis = optim.min_loss_scale, optim.loss_scale_window, optim.hysteresis
-        self.growth_tracker, self.hysteresis_tracker = 0, optim.hysteresis
+        self.least = optim.min_loss_scale
+        self.window = optim.loss_scale_window
+        self.hysteresis = optim.hysteresis
+        self.growth_tracker = 0
+        self.hysteresis_tracker = optim.hysteresis
 
     @property
     def can_fall(self) -> bool:
@@ -44,7 +47,8 @@ class DynamicLossScale:
             return
         self.growth_tracker += 1
         if self.growth_tracker == self.window:
-            self.growth_tracker, self.hysteresis_tracker = 0, self.hysteresis
+            self.growth_tracker = 0
+            self.hysteresis_tracker = self.hysteresis
             self.value = min(self.value * FACTOR, LARGEST)
 
     @torch.no_grad()
@@ -64,7 +68,8 @@ class DynamicLossScale:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """The inverse."""
         self.value = float(state["scale"])
-        self.growth_tracker, self.hysteresis_tracker = int(state["growth_tracker"]), int(state["hysteresis_tracker"])
+        self.growth_tracker = int(state["growth_tracker"])
+        self.hysteresis_tracker = int(state["hysteresis_tracker"])
 
 
 def make_loss_scale(dtype: torch.dtype, optim: OptimConfig) -> DynamicLossScale | None:

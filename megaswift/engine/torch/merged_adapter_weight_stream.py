@@ -25,9 +25,10 @@ from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import (
 )
 from megaswift.errors import ConfigError, Problem
 
-OWN, KEPT = f"{PREFIX}base_model.model.", ".original_module."
-"""Before the names of the model's own parameters under PEFT; in those of modules of which a copy trains in their
-place."""
+OWN = f"{PREFIX}base_model.model."
+"""Prefix of the names of the model's own parameters under PEFT."""
+KEPT = ".original_module."
+"""Part of the names of modules of which a copy trains in their place."""
 Full = Callable[[str], Tensor]
 """The whole tensor of a parameter, by its name in the module that was wrapped; collective."""
 
@@ -119,7 +120,8 @@ class MergedAdapterWeights:
 
 def collect_merged_adapter_weights(fields: LossFieldsModel) -> MergedAdapterWeights:
     """Before the model is wrapped: later its tensors may be parts, and hooks hang on its layers."""
-    merging, first = MergedAdapterWeights(), {id(p): name for name, p in fields.named_parameters()}
+    merging = MergedAdapterWeights()
+    first = {id(p): name for name, p in fields.named_parameters()}
     for name, module in fields.named_modules():
         if _adapts(module) and _inside(name, merging.layers) is None:
             merging.layers[name] = module
@@ -127,7 +129,8 @@ def collect_merged_adapter_weights(fields: LossFieldsModel) -> MergedAdapterWeig
                 layer = _adapted(name, module, first)
                 merging.adapted |= dict.fromkeys(layer.own.values(), layer)
     for name, _ in fields.named_parameters():
-        place, wrapped = wrapped_name_without_adapters(name), _inside(name, merging.layers)
+        place = wrapped_name_without_adapters(name)
+        wrapped = _inside(name, merging.layers)
         if (
             not name.startswith(OWN)
             or KEPT in name

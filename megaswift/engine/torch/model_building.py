@@ -87,7 +87,8 @@ def build_model(
 
     logging.disable_progress_bar()  # one a rank
     getLogger("transformers.modeling_utils").addFilter(_of_use)
-    trust, attention = options.trust_remote_code, attention_to_load_with(options, spec.hf_config)
+    trust = options.trust_remote_code
+    attention = attention_to_load_with(options, spec.hf_config)
     arguments: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     auto: Any = AutoModelForImageTextToText if has_vision_tower(spec.hf_config) else AutoModelForCausalLM
     auto = AutoModelForSequenceClassification if spec.scored else auto
@@ -146,7 +147,8 @@ def add_peft(model: nn.Module, build: ModelBuild) -> nn.Module:
     """PEFT's adapters on a model: those of `--adapters`, or new ones from the seed."""
     import peft
 
-    lora, train_type = build.lora, build.model.train_type
+    lora = build.lora
+    train_type = build.model.train_type
     if lora.adapters is not None:
         folder = Path(lora.adapters)
         check_adapter_sizes(model, folder, str(build.model.model))

@@ -67,7 +67,8 @@ class MuonOptimizer(TorchEngineOptimizer):
 
     def __init__(self, named: NamedParameters, optim: OptimConfig, module: nn.Module) -> None:
         matrices = muon_matrices(named, module)
-        chosen, rest = [n for n in named if n[0] in matrices], [n for n in named if n[0] not in matrices]
+        chosen = [n for n in named if n[0] in matrices]
+        rest = [n for n in named if n[0] not in matrices]
         parts: list[tuple[TorchEngineOptimizer, NamedParameters]] = []
         parts += [(_Matrices(chosen, optim), chosen)] if chosen else []
         parts += [(TorchEngineOptimizer(rest, optim), rest)] if rest else []

@@ -119,9 +119,11 @@ class BitsAndBytesOptimizer(TorchEngineOptimizer):
         """By name: `paged_` in memory that the driver moves to the host, `_8bit` or `_32bit`."""
         from bitsandbytes.optim import AdamW, Lion
 
-        optim, groups = self.optim, param_groups_of(named, self.optim)
+        optim = self.optim
+        groups = param_groups_of(named, self.optim)
         self.place = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
-        self.lion, self.eight = optim.optimizer in LIONS, optim.optimizer.endswith("8bit")
+        self.lion = optim.optimizer in LIONS
+        self.eight = optim.optimizer.endswith("8bit")
         options: dict[str, Any] = {
             "lr": optim.learning_rate,
             "betas": (optim.adam_beta1, optim.adam_beta2),

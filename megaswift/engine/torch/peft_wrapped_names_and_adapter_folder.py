@@ -49,5 +49,6 @@ def write_adapter_folder(model: Any, state: dict[str, Tensor], folder: Path, bas
     with safetensors_errors_as_oserror(file):
         save_file({name: t.clone() for name, t in tensors.items()}, file, metadata={"format": "pt"})
     config = copy.copy(model.peft_config["default"])
-    config.base_model_name_or_path, config.inference_mode = base_name, True
+    config.base_model_name_or_path = base_name
+    config.inference_mode = True
     config.save_pretrained(folder)

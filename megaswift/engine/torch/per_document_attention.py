@@ -68,7 +68,9 @@ def rows_of(batch: Batch, model: nn.Module) -> Iterator[None]:
             Problem("--prefix_sharing", "is not supported by this model's attention", "--prefix_sharing false")
         )
     documents = RowDocuments.of_batch(batch)
-    _RowsInProgress.documents, _RowsInProgress.joined = documents, documents.join_short(JOINED)
+    joined = documents.join_short(JOINED)
+    _RowsInProgress.documents = documents
+    _RowsInProgress.joined = joined
     own = bare.config._attn_implementation
     bare.config._attn_implementation = _NAMES.get(bare, own)
     try:
@@ -95,9 +97,11 @@ def _is_packed_sequence(position_ids: Tensor | None, batch_size: int) -> bool:
 @contextmanager
 def _packing_known_on_host(batch: Batch) -> Iterator[None]:
     """The same two functions for every micro-batch: compiled code is compiled again for others."""
-    masks, flash = masking_utils, modeling_flash_attention_utils
+    masks = masking_utils
+    flash = modeling_flash_attention_utils
     own = masks.find_packed_sequence_indices, flash._is_packed_sequence
-    masks.find_packed_sequence_indices, flash._is_packed_sequence = _packed_sequence_indices, _is_packed_sequence
+    masks.find_packed_sequence_indices = _packed_sequence_indices
+    flash._is_packed_sequence = _is_packed_sequence
     _RowsInProgress.packed = batch.cu_seqlens is not None and bool((batch.positions.diff(dim=-1) != 1).any())
     try:
         yield

@@ -100,8 +100,10 @@ def unpacked_numel(parameter: Tensor) -> int:
 
 def quantization_scale_bytes(parameter: Tensor) -> int:
     """Bytes of the scales beside a quantized parameter."""
-    state, rows = getattr(parameter, "quant_state", None), getattr(parameter, "SCB", None)
+    state = getattr(parameter, "quant_state", None)
+    rows = getattr(parameter, "SCB", None)
     tensors = [rows] if isinstance(rows, Tensor) else []
     while state is not None:
-        tensors, state = [*tensors, state.absmax], state.state2
+        tensors = [*tensors, state.absmax]
+        state = state.state2
     return sum(t.nbytes for t in tensors)

@@ -35,7 +35,8 @@ def read_tensors_once_over_ranks(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor in the file's dtype) in order; with several ranks on the run's device. Collective;
     WeightsError on every rank where one cannot read, after the last tensor."""
-    world, problems = distributed.global_world_size(), list[Problem]()
+    world = distributed.global_world_size()
+    problems = list[Problem]()
     if world == 1:
         yield from ((name, source.slice(name)) for name in names)
         return
@@ -61,7 +62,8 @@ def _windows(source: WeightSource, names: Sequence[str], world: int) -> Iterator
         size += math.prod(source.shape(name)) * source.dtype(name).itemsize
         if size >= READ_AHEAD * world and len(window) >= world:
             yield window
-            window, size = [], 0
+            window = []
+            size = 0
     yield window
 
 

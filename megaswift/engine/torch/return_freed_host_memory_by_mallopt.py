@@ -12,10 +12,13 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt(3)."""
-MOVING, TRAINING = 1 << 20, 32 << 20
-"""From how many bytes on a block is a mapping of its own; the second is the most that glibc goes to by itself."""
+# Parameters of mallopt(3).
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+MOVING = 1 << 20
+"""While weights move: bytes from which a block is a mapping of its own."""
+TRAINING = 32 << 20
+"""While training: bytes from which a block is a mapping of its own, the most that glibc chooses by itself."""
 
 
 @contextmanager

@@ -71,9 +71,12 @@ class RouterLosses:
     def _losses(self, logits: Tensor, chosen: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """(balancing loss, z loss) of one layer; of sigmoid scores the best experts count, without the bias that
         chose."""
-        experts, topk, tokens = logits.shape[-1], chosen.shape[-1], valid.sum().clamp(min=1)
+        experts = logits.shape[-1]
+        topk = chosen.shape[-1]
+        tokens = valid.sum().clamp(min=1)
         if self.sigmoid:
-            scores, chosen = F.normalize(torch.sigmoid(logits), p=1, dim=-1), logits.detach().topk(topk, dim=-1).indices
+            scores = F.normalize(torch.sigmoid(logits), p=1, dim=-1)
+            chosen = logits.detach().topk(topk, dim=-1).indices
         else:
             scores = torch.softmax(logits, dim=-1)
         routed = logits.new_zeros(experts).index_add_(

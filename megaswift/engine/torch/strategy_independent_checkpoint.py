@@ -104,13 +104,19 @@ def stream_weights(
     Weights are all that the files hold, adapters merged in: buffers too, as the router's expert bias of DeepSeek-V3 is
     one.
     """
-    bare, has_tensors, merging = unwrap_peft_model(engine.fields.model), everywhere or engine.rank == 0, engine.merging
+    bare = unwrap_peft_model(engine.fields.model)
+    has_tensors = everywhere or engine.rank == 0
+    merging = engine.merging
     device = engine.context.device if on_device else torch.device("cpu")
     if merging is not None:
-        names, full = merging.names, merging.reader(lambda name: engine.strategy.full(name, WEIGHT), has_tensors)
+        names = merging.names
+        full = merging.reader(lambda name: engine.strategy.full(name, WEIGHT), has_tensors)
     else:
         names = [n.removeprefix(PREFIX) for n in (engine.shapes if kind == WEIGHT else engine.strategy.trained())]
-        full = lambda name: engine.strategy.full(PREFIX + name, kind)  # noqa: E731
+
+        def full(name: str) -> Tensor:
+            return engine.strategy.full(PREFIX + name, kind)
+
     for group in jointly_written_parameters(bare, names):
         tensors = {name: full(name) for name in group}
         if has_tensors:
@@ -144,7 +150,8 @@ def load_step(engine: EngineState, directory: Path) -> None:
     """The inverse of `save_step`, under any strategy and number of ranks. Collective; nothing is changed by an unfit
     checkpoint."""
     facts, source = _open(engine, directory)
-    same, has_rng = facts["world_size"] == engine.layout.world_size, facts.get("random_states", True)
+    same = facts["world_size"] == engine.layout.world_size
+    has_rng = facts.get("random_states", True)
     states: Any = None
     if has_rng:
         states = rng_state_checkpoint_file.read_rng_state_file(directory, engine.rank if same else 0)
@@ -243,7 +250,8 @@ def _differences(engine: EngineState, facts: dict[str, Any], source: HfSource) -
     if problems:
         return problems
     engine.strategy.steps = int(facts["step"])
-    expected, stored = _tensors(engine), set(source.names())
+    expected = _tensors(engine)
+    stored = set(source.names())
     problems = [Problem(name, "is in the checkpoint, but not in this model") for name in sorted(stored - set(expected))]
     problems += [
         Problem(name, "is in this model, but not in the checkpoint") for name in sorted(set(expected) - stored)

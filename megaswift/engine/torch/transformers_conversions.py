@@ -56,7 +56,8 @@ def conversion_groups(model: Any, source: WeightSource) -> list[ConversionGroup]
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    own_names, prefix = {name_without_adapters(name) for name in model.state_dict()}, model.base_model_prefix
+    own_names = {name_without_adapters(name) for name in model.state_dict()}
+    prefix = model.base_model_prefix
     lookup = dict.fromkeys(own_names, True)
     mapping = get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]

@@ -19,7 +19,9 @@ from megaswift.config.parts.model import ModelConfig
 from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.errors import ConfigError, Problem
 
-VIT, ALIGNER, LLM = "vit", "aligner", "llm"
+VIT = "vit"
+ALIGNER = "aligner"
+LLM = "llm"
 MERGERS = re.compile(r"(^|\.)(merger|deepstack_merger_list|multi_modal_projector|projector|connector)(\.|$)")
 """Modules that align, inside a tower too."""
 DEFAULTS = {VIT: True, ALIGNER: True, LLM: False}
@@ -45,10 +47,8 @@ class VisionModelPartNames:
     def __init__(self, model: Any, wrapped: nn.Module | None = None) -> None:
         """`wrapped`: what holds the model, if names are those in it."""
         root = wrapped or model
-        self._tower, self._language = (
-            _names(root, model.get_encoder(modality="image")),
-            _names(root, model.get_decoder()),
-        )
+        self._tower = _names(root, model.get_encoder(modality="image"))
+        self._language = _names(root, model.get_decoder())
         self._language += _names(root, model.get_output_embeddings()) if self._language else []
         if not self._tower or not self._language:
             raise ConfigError(
@@ -81,12 +81,10 @@ def _below(name: str, modules: list[str]) -> bool:
 
 def frozen_vision_model_parts(model: nn.Module, cfg: ModelConfig) -> set[str]:
     """The parts that do not train; none of a model that reads text only."""
+    if not model_has_tower(model):
+        return set()
     choices = {VIT: cfg.freeze_vit, ALIGNER: cfg.freeze_aligner, LLM: cfg.freeze_llm}
-    return (
-        {part for part, value in choices.items() if (DEFAULTS[part] if value is None else value)}
-        if model_has_tower(model)
-        else set()
-    )
+    return {part for part, value in choices.items() if (DEFAULTS[part] if value is None else value)}
 
 
 def freeze_vision_model_parts(model: nn.Module, cfg: ModelConfig) -> None:
@@ -101,7 +99,8 @@ def freeze_vision_model_parts(model: nn.Module, cfg: ModelConfig) -> None:
 def recompute_layers(model: Any, cfg: ModelConfig) -> None:
     """Layers that the options name are computed again in the backward pass: all, or with `vit_gradient_checkpointing`
     those of the vision encoder alone, or all others."""
-    whole, encoder = cfg.recompute_granularity == "full", cfg.vit_gradient_checkpointing
+    whole = cfg.recompute_granularity == "full"
+    encoder = cfg.vit_gradient_checkpointing
     if not whole and not encoder:
         return
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -65,7 +65,8 @@ class ModelWithWeightFiller:
 
 def prepare_model_and_filler_from_files(directory: Path, engine: EngineState) -> ModelWithWeightFiller:
     """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
-    checkpoint, name = find_checkpoint(directory), engine.build.model.model
+    checkpoint = find_checkpoint(directory)
+    name = engine.build.model.model
     meta_first = _stays_on_meta(directory, engine)
     shared = engine.kind in SHARDED or engine.layout.world_size > 1
     if checkpoint is None and not (shared and meta_first):
@@ -122,7 +123,9 @@ def _prepare(directory: Path, engine: EngineState, weights: bool, empty: bool = 
 def _stays_on_meta(directory: Path, engine: EngineState) -> bool:
     """Whether a model can be built, and adapted, without its weights: adapters that start from weights (DoRA's
     magnitudes) need them."""
-    raw, model, lora = read_config_json(directory), engine.build.model, engine.build.lora
+    raw = read_config_json(directory)
+    model = engine.build.model
+    lora = engine.build.lora
     quantizes = engine.settings.quantization is not None
     if (model.trust_remote_code and "auto_map" in raw) or "quantization_config" in raw or quantizes:
         return False
@@ -156,10 +159,8 @@ def fill_from_files(
 ) -> None:
     """Fills an engine's weights from files, a piece at a time. Collective. `first`: `tied_name_map` before the model
     was wrapped."""
-    bare, skip = (
-        unwrap_peft_model(engine.fields.model),
-        "modules_to_save" if engine.build.lora.adapters is not None else None,
-    )
+    bare = unwrap_peft_model(engine.fields.model)
+    skip = "modules_to_save" if engine.build.lora.adapters is not None else None
     places: dict[str, list[str]] = {}
     for name in engine.shapes:
         if skip is None or skip not in name:  # an adapter's folder brought these

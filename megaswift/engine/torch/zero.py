@@ -80,6 +80,7 @@ class ZeroStrategy:
         device: torch.device,
         loss_scale: DynamicLossScale | None = None,
     ) -> None:
+        # Settings, from the options and from DeepSpeed's configuration.
         plugin = PLUGIN_OPTIMIZERS.get(optim.optimizer)
         if optim.optimizer != "adam" and (plugin is None or not plugin.elementwise):
             raise ConfigError(
@@ -87,32 +88,42 @@ class ZeroStrategy:
                     f"--optimizer {optim.optimizer}", "ZeRO supports AdamW and elementwise plugins", "--optimizer adam"
                 )
             )
-        self.kind, self._device = matching_deepspeed_preset(config) or "", device
-        self.stage, (self._offload, self._offload_weights) = KINDS[self.kind][0], offloads_optimizer_and_weights(config)
+        self.kind = matching_deepspeed_preset(config) or ""
+        self._device = device
+        self.stage = KINDS[self.kind][0]
+        self._offload, self._offload_weights = offloads_optimizer_and_weights(config)
         self._world = dist.get_world_size()
         self._names = dict(module.named_parameters())
-        self.loss_scale, half = loss_scale, deepspeed_import_and_config_overrides.half_dtype(config)
+        self.loss_scale = loss_scale
+        half = deepspeed_import_and_config_overrides.half_dtype(config)
+        # Weights finer than the half precision of the run are put back at the end.
         exact = _finer_than(half, module) if half is not None and self.stage else {}
         deepspeed = deepspeed_import_and_config_overrides.load_deepspeed(device.type)
         settings = deepspeed_import_and_config_overrides.deepspeed_config_with_engine_overrides(
             config, self._world, device.type
         )
+        # Buffers and folders for weights on a drive.
         sizes = [math.prod(p.shape) for p in self._names.values()]
         zero_drive.fit_weight_buffers(settings["zero_optimization"], sizes, self._world)
         zero_drive.give_own_folders(settings["zero_optimization"], self)
         on_drive = "param" in offload_parts_on_a_drive(config)
+        # Stage 3 partitions the parameters before they have storage.
         if self.stage == 3 and (on_drive or any(is_unallocated(p) for p in self._names.values())):
             deepspeed_import_and_config_overrides.partition_meta_parameters(module, settings, device)
         allocate_storage(self._names.values(), device)
+        # The optimizer, and DeepSpeed's engine over model and optimizer.
         note_parts_with_own_learning_rates(module, optim)
         trained = [(n, p) for n, p in self._names.items() if p.requires_grad]
         optimizer = torch_engine_optimizer_class(optim.optimizer)(trained, optim).inner
         self._moments, self._counter = (plugin.states, plugin.step) if plugin else (MOMENTS, "step")
         self.module, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
-        self._inner, self._zero = optimizer, self.module.optimizer
+        self._inner = optimizer
+        self._zero = self.module.optimizer
+        # DeepSpeed may average gradients over ranks; ours are sums, so the factor is undone.
         self._undo = float(self._world) if self.module.gradient_average else 1.0
         self._micro = self._taken = 0
         self.exchanged = False
+        # Adjust DeepSpeed's engine: loss scale, gradients in memory, states that exist before the first step.
         self._check()
         self._own_loss_scale()
         zero_drive.keep_gradients_in_memory(self._zero)
@@ -123,7 +134,8 @@ class ZeroStrategy:
 
     def _check(self) -> None:
         """DeepSpeed falls back silently in places: check that what runs is what was requested."""
-        name, stage = type(self._zero).__name__, int(self.module.zero_optimization_stage())
+        name = type(self._zero).__name__
+        stage = int(self.module.zero_optimization_stage())
         assert stage == self.stage, f"ZeRO stage {stage} runs, {self.stage} was requested"
         assert self._zero is self._inner if stage == 0 else name in _OPTIMIZERS[stage], f"{name} at stage {stage}"
         offload = getattr(self._zero, "offload_optimizer", getattr(self._zero, "cpu_offload", False))
@@ -133,7 +145,8 @@ class ZeroStrategy:
             assert self._zero.partition_gradients == (stage == 2), "gradients are partitioned at stage 2 only"
         if stage:
             elements = sum(math.prod(getattr(p, "ds_shape", p.shape)) for p in self._names.values() if p.requires_grad)
-            sharded, slack = sum(s.numel() for s in tensors_stepped_on_this_rank(self._zero)), 64 * len(self._names)
+            sharded = sum(s.numel() for s in tensors_stepped_on_this_rank(self._zero))
+            slack = 64 * len(self._names)
             assert sharded <= elements / self._world + slack, (
                 f"a shard of {sharded} of {elements} parameters on {self._world} ranks"
             )

@@ -152,7 +152,8 @@ def keep_gradients_in_memory(zero: Any) -> None:
 
 def give_gradients(zero: Any) -> None:
     """After the last backward pass of a step: the groups in files get the gradients that are in host memory."""
-    start, in_files = 0, shards_in_files(zero)
+    start = 0
+    in_files = shards_in_files(zero)
     if not in_files:
         return
     for group, size in enumerate(zero.fp16_partitioned_groups_flat_numel):

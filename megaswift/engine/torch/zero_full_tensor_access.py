@@ -68,8 +68,11 @@ class ZeroWholeTensorAccess:
     """Reads and writes the parameters of one engine."""
 
     def __init__(self, deepspeed: Any, engine: Any, inner: torch.optim.Optimizer) -> None:
-        self.calls, self.gathered = deepspeed.utils, deepspeed.zero.GatheredParameters
-        self.zero, self.inner, self.stage = engine.optimizer, inner, int(engine.zero_optimization_stage())
+        self.calls = deepspeed.utils
+        self.gathered = deepspeed.zero.GatheredParameters
+        self.zero = engine.optimizer
+        self.inner = inner
+        self.stage = int(engine.zero_optimization_stage())
 
     @torch.no_grad()
     def get(self, param: nn.Parameter, kind: str, live: bool = False) -> Tensor:

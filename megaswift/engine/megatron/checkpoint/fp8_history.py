@@ -61,12 +61,14 @@ def fp8_histories_file_content(engine: EngineState) -> bytes:
 def read_fp8_histories(engine: EngineState, directory: Path, same_layout: bool) -> Histories | Problem:
     """What this rank's modules take: its own file's, or under another layout those of the first ranks that have them.
     Empty for a checkpoint of a run without delayed scaling."""
-    own, files = fp8_history_file(directory, engine.rank), sorted(directory.glob("fp8-*.safetensors"))
+    own = fp8_history_file(directory, engine.rank)
+    files = sorted(directory.glob("fp8-*.safetensors"))
     if same_layout and files:
         if own not in files:
             return Problem(str(own), "is missing: the checkpoint is incomplete")
         files = [own]
-    wanted, found = {name for name, _ in _modules(engine)}, Histories()
+    wanted = {name for name, _ in _modules(engine)}
+    found = Histories()
     for file in files:
         try:
             with safetensors.safe_open(file, "pt") as opened:
@@ -82,7 +84,8 @@ def restore_fp8_histories(engine: EngineState, found: Histories) -> int:
     """Sets the histories of this rank's modules; returns how many modules start with empty ones."""
     from megatron.core.fp8_utils import get_fp8_recipe
 
-    recipe, empty = get_fp8_recipe(engine.config), 0
+    recipe = get_fp8_recipe(engine.config)
+    empty = 0
     for name, module in _modules(engine):
         owner: Any = module
         scale = found.get(f"{name}/{DIRECTIONS[0]}/scale")

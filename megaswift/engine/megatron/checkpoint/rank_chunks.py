@@ -105,7 +105,8 @@ def optimizer_chunks(
         for p in by_weight[id(s.weight)]:
             # data-parallel ranks own different ranges of it, none is a copy
             replica = p.replica[:-1] if s.sharded else p.replica
-            first, last = max(p.start, s.start), min(p.end, s.end)
+            first = max(p.start, s.start)
+            last = min(p.end, s.end)
             if first >= last or (write and any(replica)):
                 continue
             for name, tensor in s.tensors.items():

@@ -66,7 +66,10 @@ class StartedRankSave:
         stateless: Sequence[files.StatelessBox],
         small: dict[str, bytes],
     ) -> None:
-        self.directory, self.rank, self.chunks, self.small = directory, rank, chunks, small
+        self.directory = directory
+        self.rank = rank
+        self.chunks = chunks
+        self.small = small
         self.stateless = stateless
         self.saved: list[files.SavedChunk] = []
         self.entries: files.Entries = {}
@@ -251,7 +254,8 @@ def _differences(engine: EngineState, facts: dict[str, Any]) -> list[Problem]:
         for name, value in current["model"].items()
         if facts["model"][name] != value
     ]
-    saved_name, current_name = facts["optimizer"]["name"], current["optimizer"]["name"]
+    saved_name = facts["optimizer"]["name"]
+    current_name = current["optimizer"]["name"]
     if saved_name != current_name:
         problems.append(
             Problem(

@@ -43,7 +43,8 @@ def _exchange(group: Any) -> SharedMemoryAllToAll | None:
     """The group's shared memory, made at its first use; None where gloo has to carry everything."""
     group = group if group is not None else dist.group.WORLD
     if group not in _exchanges:
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        rank = dist.get_rank(group)
+        ranks = dist.get_world_size(group)
 
         def gather(numbers: list[int]) -> list[list[int]]:
             own_numbers = torch.tensor(numbers, dtype=torch.int64)
@@ -74,8 +75,11 @@ def all_to_all(
     async_op: bool = False,
 ) -> Any:
     """Split sizes as lists of ints, also where tensors are given."""
-    ranks, exchange, sent = dist.get_world_size(group), _exchange(group), input.detach().contiguous()
-    takes, gives = _rows(output_split_sizes, output, ranks), _rows(input_split_sizes, sent, ranks)
+    ranks = dist.get_world_size(group)
+    exchange = _exchange(group)
+    sent = input.detach().contiguous()
+    takes = _rows(output_split_sizes, output, ranks)
+    gives = _rows(input_split_sizes, sent, ranks)
     width = math.prod(sent.shape[1:])
     parts = exchange(sent.view(-1), [n * width for n in gives]) if exchange is not None else None
     if parts is None:
@@ -103,7 +107,8 @@ def _gathered(tensor: Tensor, counts: list[int], group: Any) -> Tensor:
 def _received(parts: Tensor, counts: list[int], group: Any) -> Tensor:
     """[ranks, elements]: what each rank holds of this rank's part; `parts` are all parts of `counts[rank]` elements end
     to end."""
-    count, exchange = counts[dist.get_rank(group)], _exchange(group)
+    count = counts[dist.get_rank(group)]
+    exchange = _exchange(group)
     if exchange is not None and (slots := exchange(parts, counts)) is not None:
         return torch.stack([sent[offset : offset + count] for sent, offset in slots])
     received = parts.new_empty(len(counts), count)
@@ -160,7 +165,8 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, a
     if op not in _REDUCTIONS or (not small and ranks == 2):
         _all_reduce(tensor, op, group)
     elif ranks > 1:
-        flat, count = tensor.detach().reshape(-1), tensor.numel()
+        flat = tensor.detach().reshape(-1)
+        count = tensor.numel()
         if small:
             total = _REDUCTIONS[op](_gathered(flat, [count] * ranks, group).view(ranks, count), 0)
         else:

@@ -35,8 +35,10 @@ LINE = 8
 """Words of a cache line: turns that ranks wait for lie on lines of their own."""
 YIELDS = 200
 """Times that a waiting rank lets others go first before it sleeps."""
-NAP, LONGEST_NAP = 5e-5, 2e-3
-"""Seconds."""
+NAP = 5e-5
+"""Seconds of a waiting rank's first sleep; each further sleep is twice as long."""
+LONGEST_NAP = 2e-3
+"""Maximum seconds of a sleep."""
 LOOK = 1.0
 """Seconds between looks at whether the ranks that are waited for live."""
 
@@ -56,8 +58,12 @@ class SharedMemoryAllToAll:
     """The slots of one group, as this rank sees them."""
 
     def __init__(self, memory: mmap.mmap, rank: int, pids: Sequence[int], timeout_s: float) -> None:
-        self._rank, self._pids, self._timeout, self._turn = rank, pids, timeout_s, 0
-        ranks, head = len(pids), _head(len(pids))
+        self._rank = rank
+        self._pids = pids
+        self._timeout = timeout_s
+        self._turn = 0
+        ranks = len(pids)
+        head = _head(len(pids))
         self._turns = memoryview(memory)[:head].cast("q")
         self._sizes = self._turns[ranks * LINE :]
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=head)
@@ -72,9 +78,12 @@ class SharedMemoryAllToAll:
         than a slot holds. DistBackendError when a rank has ended or does not come within the group's timeout.
         """
         self._turn += 1
-        half, ranks, size = self._turn % 2, len(self._pids), sent.numel() * sent.element_size()
+        half = self._turn % 2
+        ranks = len(self._pids)
+        size = sent.numel() * sent.element_size()
         table = self._table(half, self._rank)
-        self._sizes[table], self._sizes[table + 1] = size, 0
+        self._sizes[table] = size
+        self._sizes[table + 1] = 0
         for i, count in enumerate(counts):
             self._sizes[table + 2 + i] = self._sizes[table + 1 + i] + count
         if size <= SLOT:
@@ -98,7 +107,9 @@ class SharedMemoryAllToAll:
 
     def _await(self, rank: int) -> None:
         """Until `rank` has begun this turn."""
-        word, turn, nap = rank * LINE, self._turn, NAP
+        word = rank * LINE
+        turn = self._turn
+        nap = NAP
         for _ in range(YIELDS):
             if self._turns[word] >= turn:
                 return
@@ -106,7 +117,8 @@ class SharedMemoryAllToAll:
         began = looked = time.monotonic()
         while self._turns[word] < turn:
             time.sleep(nap)
-            nap, now = min(2 * nap, LONGEST_NAP), time.monotonic()
+            nap = min(2 * nap, LONGEST_NAP)
+            now = time.monotonic()
             if now - looked > LOOK:
                 looked = now
                 self._look_after(rank, now - began)
@@ -137,7 +149,9 @@ def open_shared_memory_all_to_all(
 
     `gather`: some numbers of this rank to those of all, by whatever means.
     """
-    machine_id, file, memory = machine_and_pid_namespace_id(), -1, None
+    machine_id = machine_and_pid_namespace_id()
+    file = -1
+    memory = None
     length = _head(ranks) + 2 * ranks * SLOT
     if rank == 0 and machine_id:
         file = os.memfd_create("megaswift", os.MFD_CLOEXEC)

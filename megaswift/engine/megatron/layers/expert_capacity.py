@@ -29,10 +29,13 @@ def picks_within_capacity(
     """
     picks = picks & valid[:, None]
     own = torch.where(picks, weights.detach().float(), -1.0)
-    tokens, rank, ranks = own.shape[0], 0, 1
+    tokens = own.shape[0]
+    rank = 0
+    ranks = 1
     whole = own
     if group is not None and group.size() > 1:
-        rank, ranks = group.rank(), group.size()
+        rank = group.rank()
+        ranks = group.size()
         parts = [torch.empty_like(own) for _ in range(ranks)]
         dist.all_gather(parts, own.contiguous(), group=group)
         whole = torch.cat(parts)

@@ -28,7 +28,8 @@ class _Gated(torch.autograd.Function):
         ctx: Any, x: Tensor, activation: Callable[[Tensor], Tensor], into: Callable[[Tensor, Tensor, Tensor], Any]
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.activation, ctx.into = activation, into
+        ctx.activation = activation
+        ctx.into = into
         gate, up = x.chunk(2, dim=-1)
         return activation(gate).mul_(up)
 

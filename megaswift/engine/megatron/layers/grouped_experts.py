@@ -58,7 +58,9 @@ class GroupedExpertLinear(nn.Module):
 
     def __init__(self, experts: int, inputs: int, outputs: int, config: TransformerConfig) -> None:
         super().__init__()
-        self.experts, self.inputs, self.outputs = experts, inputs, outputs
+        self.experts = experts
+        self.inputs = inputs
+        self.outputs = outputs
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         together = torch.empty(experts, outputs, inputs, dtype=config.params_dtype, device=device)
         for i in reversed(range(experts)):
@@ -86,7 +88,8 @@ class GroupedExpertLinear(nn.Module):
     def stacked_weights(self) -> Tensor:
         """[experts, out, in]: the weights themselves where they follow one another in memory, else a copy."""
         weights = self.weights()
-        first, size = weights[0], weights[0].numel()
+        first = weights[0]
+        size = weights[0].numel()
         ends = first.data_ptr(), weights[-1].data_ptr()
         if ends != self._seen:  # Megatron-Core moves parameters into its buffers
             at = [first.data_ptr() + i * size * first.element_size() for i in range(self.experts)]
@@ -145,7 +148,8 @@ class GroupedExperts(MegatronModule):
             return config.activation_func(x)
         gate, up = x.chunk(2, dim=-1)
         if (bound := config.activation_func_clamp_value) is not None:
-            gate, up = gate.clamp(max=bound), up.clamp(min=-bound, max=bound)
+            gate = gate.clamp(max=bound)
+            up = up.clamp(min=-bound, max=bound)
         return config.activation_func(gate) * (up + config.glu_linear_offset)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
@@ -163,7 +167,8 @@ class GroupedExperts(MegatronModule):
     ) -> dict[str, Any]:
         """The names, shapes and parts that Megatron-Core's `SequentialMLP` saves."""
         assert metadata is not None, "the group of data-parallel replicas"
-        groups, found = self.groups, {}
+        groups = self.groups
+        found = {}
         for name, axes in (("linear_fc1", {"weight": 0, "bias": 0}), ("linear_fc2", {"weight": 1})):
             layer: GroupedExpertLinear = getattr(self, name)
             for i in range(layer.experts):

@@ -73,7 +73,8 @@ class _ByPosition(MLASelfAttention):
         inference_params: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """[s, b, heads, d] each, d of values apart; [t, heads, d] where Transformer Engine wants packed rows so."""
-        c, angles = self.config, self._angles
+        c = self.config
+        angles = self._angles
         assert angles is not None and inference_context is None
         self._angles = None
         if c.q_lora_rank is None:
@@ -111,7 +112,8 @@ class TorchLatentAttention(_ByPosition):
 
     def __init__(self, config: Any, submodules: MLASelfAttentionSubmodules, layer_number: int, **kwargs: Any) -> None:
         MultiLatentAttention.__init__(self, config, submodules, layer_number, attention_type="self", **kwargs)
-        heads, hidden = config.num_attention_heads, config.hidden_size
+        heads = config.num_attention_heads
+        hidden = config.hidden_size
         pair = config.qk_head_dim + config.v_head_dim
         common = {
             "config": config,

@@ -20,7 +20,8 @@ from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.model_shape import ModelShape
 
-TRANSFORMER_ENGINE, TORCH = "transformer_engine", "torch"
+TRANSFORMER_ENGINE = "transformer_engine"
+TORCH = "torch"
 
 FP8_NEEDS = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """Recipe -> the least compute capability with which Transformer Engine computes it (`check_fp8_support` and its
@@ -60,7 +61,8 @@ def fp8_blockwise_sp_hidden_size_problems(recipe: str, hidden_size: int, layout:
 def fp8_width_problems(recipe: str, spec: ModelSpec, layout: Layout) -> list[Problem]:
     """FP8 products take widths of a rank that are multiples of 16 (Transformer Engine's `assert_dim_for_fp8_exec`),
     those of MXFP8 multiples of its blocks of 32 (`MXFP8Quantizer.make_empty`)."""
-    unit, shape = 32 if recipe == "mxfp8" else 16, ModelShape.of(spec)
+    unit = 32 if recipe == "mxfp8" else 16
+    shape = ModelShape.of(spec)
     widths = {"hidden size": (spec.hidden_size, 1)}
     if not spec.transformer.get("multi_latent_attention"):
         widths["width of all heads"] = (shape.heads * shape.head_dim, layout.tp)
@@ -115,7 +117,8 @@ def te_unsupported_attention_features(
     Source: the combinations that Transformer Engine's own attention tests leave out, and Megatron-Core 0.16's latent
     attention, which has no packed rows of unequal key and value widths.
     """
-    cp, found = cp_comm_type is not None, []
+    cp = cp_comm_type is not None
+    found = []
     if spec.features.attention_softcap is not None:
         found.append("soft caps on attention scores")
     if spec.features.rope_local is not None:
@@ -160,7 +163,8 @@ def choose_layer_implementation(
     Raises:
         ConfigError: Transformer Engine was requested and cannot run.
     """
-    asked, lack = model.transformer_impl, transformer_engine_unusable_reason()
+    asked = model.transformer_impl
+    lack = transformer_engine_unusable_reason()
     if asked == TORCH:
         return LayerImplementationChoice(TORCH, TORCH, "asked for")
     if lack:

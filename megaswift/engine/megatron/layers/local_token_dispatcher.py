@@ -53,7 +53,8 @@ def dispatch_to_local_experts(decoder: TransformerBlock) -> None:
     for layer in decoder.modules():
         if not isinstance(layer, MoELayer):
             continue
-        config, dispatcher = layer.config, layer.token_dispatcher
+        config = layer.config
+        dispatcher = layer.token_dispatcher
         exchanges = config.expert_model_parallel_size > 1 or config.expert_tensor_parallel_size > 1
         sized = config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization
         if exchanges or sized or config.moe_shared_expert_overlap or type(dispatcher) is not MoEAlltoAllTokenDispatcher:

@@ -33,7 +33,8 @@ class NF4Matrix(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.shape, self.dtype = tuple(weight.shape), weight.dtype
+        self.shape = tuple(weight.shape)
+        self.dtype = weight.dtype
         out, width = self.shape
         assert width % BLOCK == 0, f"rows of {width}"
         self.register_buffer("packed", torch.zeros(out, width // 2, dtype=torch.uint8, device=weight.device))
@@ -72,7 +73,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: NF4Matrix, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.weight, ctx.group = weight, group
+        ctx.weight = weight
+        ctx.group = group
         return torch.matmul(x, weight.dequantized().t())
 
     @staticmethod

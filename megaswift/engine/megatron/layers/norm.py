@@ -36,7 +36,9 @@ class TorchNorm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        self.eps, self.kind, self.centered = eps, config.normalization, config.layernorm_zero_centered_gamma
+        self.eps = eps
+        self.kind = config.normalization
+        self.centered = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.bias = (
             nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if self.kind == "LayerNorm" else None
@@ -66,11 +68,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.eps, self.kind, self.centered = (
-            config.layernorm_epsilon,
-            config.normalization,
-            config.layernorm_zero_centered_gamma,
-        )
+        self.eps = config.layernorm_epsilon
+        self.kind = config.normalization
+        self.centered = config.layernorm_zero_centered_gamma
         self.return_layernorm_output = False  # Transformer Engine's name: adapters read what the product reads
         self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
@@ -118,7 +118,8 @@ class AllHeadsRMSNorm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float, heads: int) -> None:
         super().__init__()
-        self.eps, self.width = eps, heads * hidden_size
+        self.eps = eps
+        self.width = heads * hidden_size
         width = self.width // config.tensor_model_parallel_size
         self.weight = nn.Parameter(torch.ones(width, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)

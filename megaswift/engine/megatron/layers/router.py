@@ -105,7 +105,8 @@ class AuxLossTopKRouter(TopKRouter):
     def __init__(self, config: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
         self.scale = RouterAuxLossState()
-        features, sigmoid = config.features, config.moe_router_score_function == "sigmoid"
+        features = config.features
+        sigmoid = config.moe_router_score_function == "sigmoid"
         self.choice: RoutingRule | None = None
         self.capacity_factor: float | None = config.moe_expert_capacity_factor
         self.pads = config.moe_pad_expert_input_to_capacity
@@ -219,7 +220,8 @@ class AuxLosses:
     ) -> None:
         default = spec.transformer.get("moe_aux_loss_coeff") or 0.0
         self.scale = RouterAuxLossState(default if aux_coefficient is None else aux_coefficient, z_coefficient or 0.0)
-        self.context, self.moe_layers = context, sum(spec.moe_layers)
+        self.context = context
+        self.moe_layers = sum(spec.moe_layers)
         for chunk in chunks:
             for module in chunk.modules():
                 if isinstance(module, AuxLossTopKRouter):

@@ -31,7 +31,9 @@ class RowPackedSeqParams(PackedSeqParams):
 
     def __init__(self, documents: RowDocuments, index: Tensor | None = None, order: Tensor | None = None) -> None:
         super().__init__(qkv_format="rows")
-        self.documents, self.index, self.order = documents, index, order
+        self.documents = documents
+        self.index = index
+        self.order = order
 
 
 class TorchAttention(MegatronModule):

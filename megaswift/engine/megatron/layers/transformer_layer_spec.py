@@ -72,7 +72,8 @@ def _attention(
     config: TransformerConfig, choice: LayerImplementationChoice, modules: LayerModuleClasses
 ) -> tuple[type, Any]:
     """(module, its parts)."""
-    features, core = config.features, attention_core_class(choice.attention)
+    features = config.features
+    core = attention_core_class(choice.attention)
     if config.multi_latent_attention:
         assert features.pre_norm and not features.post_norm and features.residual_scale == 1.0, "no such attention"
         # the norms of compressed queries, keys and values begin the second projections

@@ -93,7 +93,10 @@ class VocabularyHeadFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, plan: _Plan) -> Tensor:
         """The fields; keeps the products of the first chunks."""
-        statistics, ctx.kept, ctx.plan, ctx.done = [], [], plan, False
+        statistics = []
+        ctx.kept = []
+        ctx.plan = plan
+        ctx.done = False
         for c in plan.chunks:
             products = _product(hidden[c.start : c.stop], weight, plan.options)
             statistics.append(row_statistics(products, labels[c.start : c.stop], plan.shard))
@@ -109,7 +112,8 @@ class VocabularyHeadFunction(torch.autograd.Function):
     def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of `hidden` and `weight`, chunk by chunk; overwrites what was kept, so it runs once."""
         assert not ctx.done, "the head's backward pass has run already, and its products are gone"
-        ctx.done, plan = True, ctx.plan
+        ctx.done = True
+        plan = ctx.plan
         hidden, weight, labels, fields, numbers = ctx.saved_tensors
         rows = VocabularyRows(fields, numbers)
         coefficients = gradient_coefficients(grads, rows, weight.shape[0], plan.shard)

@@ -25,17 +25,22 @@ def trainable_tensor_slices(lora: RankAdapters) -> list[tuple[Tensor, list[Local
     context = lora.weights.context
     slices: dict[int, tuple[Tensor, list[LocalToGlobalSlice]]] = {}
     for p in lora.placed:
-        adapter, half, parameter = p.adapter, p.half, p.parameter
+        adapter = p.adapter
+        half = p.half
+        parameter = p.parameter
         replica = _replica(adapter.entry, adapter.sharded(half), context)
         ranges = adapter.ranges(half, p.owner.ranks, p.owner.rank)
-        key, dim = ADAPTER + adapter.name(half), tp_dim_of_adapter_half(half)
+        key = ADAPTER + adapter.name(half)
+        dim = tp_dim_of_adapter_half(half)
         first = int(p.tensor.storage_offset() - parameter.storage_offset())
         _, parts = slices.setdefault(id(parameter), (parameter, []))
         parts += _pieces(key, adapter.shape(half), dim, ranges, replica, first)
     for placed in lora.saved:
         entry = placed.entry
         ranks, rank = lora.weights.tp_of(entry)
-        replica, start, dim = _replica(entry, entry.shard != "replicated", context), 0, shard_dim(entry.rule)
+        replica = _replica(entry, entry.shard != "replicated", context)
+        start = 0
+        dim = shard_dim(entry.rule)
         parts = []
         for piece in entry.pieces(TensorParallelShard(ranks, rank, lora.weights.padded)):
             whole = entry.hf_shapes[piece.source]
@@ -63,7 +68,8 @@ def _pieces(
 
 def _replica(entry: PlanEntry, sharded: bool, context: ParallelContext) -> tuple[int, int, int]:
     """(pipeline, tensor, data) number of this rank's copy."""
-    coords, groups = context.coordinates, context.groups
+    coords = context.coordinates
+    groups = context.groups
     if entry.expert is not None:
         return 0, 0 if sharded else coords.etp, groups.expt_dp.rank()
     return 0, 0 if sharded else coords.tp, groups.dp_cp.rank()

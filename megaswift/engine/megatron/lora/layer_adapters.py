@@ -63,9 +63,12 @@ class Adapters(nn.Module, ABC):
 
     def __init__(self, adapters: Sequence[ModuleAdapterSpec], context: ParallelContext, dropout: float) -> None:
         super().__init__()
-        entry, layout, coords = adapters[0].entry, context.layout, context.coordinates
+        entry = adapters[0].entry
+        layout = context.layout
+        coords = context.coordinates
         self.adapters = tuple(adapters)
-        self.expert, self.kind = entry.expert is not None, entry.shard
+        self.expert = entry.expert is not None
+        self.kind = entry.shard
         self.ranks, self.rank = (layout.etp, coords.etp) if self.expert else (layout.tp, coords.tp)
         self.sequence_parallel = layout.sequence_parallel and not self.expert
         self.group = context.groups.expt_tp if self.expert else context.groups.tp
@@ -184,17 +187,16 @@ class LayerAdapters(Adapters):
     def _squares(self) -> list[Tensor]:
         """Sum of squares of each row of W + scale B A, float32 [rows of B] for each adapter. Collective where rows are
         spread."""
-        weight, first = self.weight(), 0
+        weight = self.weight()
+        first = 0
         norms = [torch.empty(b.shape[0], dtype=torch.float32, device=b.device) for b in self.matrices("B")]
         most = max(1, NORM_ELEMENTS // weight.shape[1])
         for number, first_row, rows in self._runs():
             for start in range(0, rows if number is not None else 0, most):
                 assert number is not None
                 n = min(most, rows - start)
-                b, a = (
-                    self.parameter(number, "B")[first_row + start : first_row + start + n].float(),
-                    self.parameter(number, "A").float(),
-                )
+                b = self.parameter(number, "B")[first_row + start : first_row + start + n].float()
+                a = self.parameter(number, "A").float()
                 part = weight[first + start : first + start + n].float().addmm(b, a, alpha=self.adapters[number].scale)
                 norms[number][first_row + start : first_row + start + n] = part.square().sum(1)
             first += rows

@@ -56,7 +56,8 @@ def adapter_plan_from_lora_config(cfg: LoraConfig, weights: WeightPlan) -> Adapt
             weights, [a.projection for a in plan.adapters], replace(plan.settings, dropout=cfg.lora_dropout), plan.saved
         )
     settings = AdapterHyperparameters(cfg.lora_rank, cfg.lora_alpha, cfg.use_rslora, cfg.lora_dropout, cfg.use_dora)
-    family, spec = weights.family, weights.spec
+    family = weights.family
+    spec = weights.spec
     chosen = select_projections(family, spec, cfg.target_modules, cfg.target_parameters)
     if unfit := dora_problems(chosen, "--use_dora true") if cfg.use_dora else []:
         raise ConfigError(unfit)
@@ -96,7 +97,9 @@ class RankAdapters:
     modules trains."""
 
     def __init__(self, chunks: Sequence[SwiftGPT], weights: RankWeights, plan: AdapterPlan) -> None:
-        self.chunks, self.weights, self.plan = chunks, weights, plan
+        self.chunks = chunks
+        self.weights = weights
+        self.plan = plan
         self.layers: list[layer_adapters.Adapters] = []
         self.placed: list[PlacedAdapterHalf] = []
         self._base: dict[str, Tensor] = {}
