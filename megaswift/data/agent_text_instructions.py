@@ -24,7 +24,7 @@ class AgentTextFormat:
     """The words before a call's name, its arguments and its result."""
     instructions: str
     tool: str
-    """Of one tool: `{name}`, `{human}` (name for people), `{description}` and `{parameters}`."""
+    """The text of one tool: `{name}`, `{human}` (name for people), `{description}` and `{parameters}`."""
     keeps_system: bool
     """Whether the row's own system message stays, in front of the instructions."""
     result_after_user: bool = False

@@ -47,9 +47,9 @@ AUDIO = ("audios", "audio")
 AUDIO_TAG = "<audio>"
 """The placeholder of audio in texts."""
 KEYS = {IMAGE: ("image", "path", "url", "image_url", "source"), VIDEO: ("video", "path", "url", "video_url")}
-"""Of a part: where its file may stand (`source`: Anthropic's)."""
+"""The keys of a part that may hold its file (`source`: Anthropic's)."""
 RATES = ("fps", "sample_fps")
-"""Of a video that is a list of frames: where their number a second may stand."""
+"""The keys that may hold the frames per second of a video that is a list of frames."""
 TYPES = {"image": IMAGE, "image_url": IMAGE, "video": VIDEO, "video_url": VIDEO}
 """Kinds of media by the types of parts."""
 Part = dict[str, Any]

@@ -135,7 +135,7 @@ class _Document:
     loss: np.ndarray
     """bool [n]"""
     begin: int
-    """Of plain text: the first character with loss."""
+    """For plain text: the first character with loss."""
     media: RowMedia = RowMedia()
 
 

@@ -66,7 +66,7 @@ class PreferenceCollator:
     """Prompts carry labels too (ORPO's likelihood); `fields["completion"]` float32 [b, s] then holds the loss weights
     of the completion."""
     towers: VisionCollator | None = None
-    """Of a vision-language model: brings the images of units that are not packed."""
+    """For a vision-language model: adds the images of units that are not packed."""
     shares_prefixes: bool = False
     """Packed answers to the same prompt have it once."""
 
@@ -129,7 +129,7 @@ class PreferenceDataset:
     packing: bool
     prompt_labels: bool = False
     processor: Processor | None = None
-    """Of a vision-language model."""
+    """The processor of a vision-language model."""
     shares_prefixes: bool = False
     """Packed answers to the same prompt have it once; before the first batch."""
 

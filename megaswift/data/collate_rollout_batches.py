@@ -28,7 +28,7 @@ class RolloutTokens:
     """A prompt, what was written after it, and a number for each token of the policy's own."""
 
     number: int
-    """Of the completion within its generation."""
+    """The number of the completion within its generation."""
     prompt: Sequence[int]
     written: Sequence[int]
     """Tokens after the prompt."""
@@ -70,7 +70,7 @@ class RolloutCollator:
     packing: bool
     uniform: bool
     images: PromptImageReader | None = None
-    """Of a vision-language model: reads the prompts' images; rows are not packed."""
+    """For a vision-language model: reads the prompts' images; rows are not packed."""
     shares_prefixes: bool = False
     """Neighbours in a packed micro-batch with the same prompt have it once."""
 

@@ -66,7 +66,7 @@ class EncodeSpec:
     splits_special_tokens: bool = False
     """Whether special tokens in a text are encoded as any other text (`split_special_tokens` of the tokenizer)."""
     processor: ProcessorFolderWithDigest | None = None
-    """Of a model that reads images."""
+    """The processor of a model that reads images."""
     image_folder: str = ""
     """Where images go that the data file itself holds."""
     plugins: list[tuple[str, str]] = field(default_factory=list)
@@ -87,7 +87,7 @@ class EncodedRows:
     values: np.ndarray | None = None
     """float32, one a unit: margins or labels of preferences."""
     causes: dict[str, int] = field(default_factory=dict)
-    """Of the bad rows: units that could be read and are of no use."""
+    """The causes among the bad rows: units that could be read but are of no use."""
     beside: list[str] = field(default_factory=list)
     """JSON that each row keeps beside its tokens; none where no row does."""
     notes: dict[str, int] = field(default_factory=dict)

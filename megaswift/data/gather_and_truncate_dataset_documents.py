@@ -43,7 +43,7 @@ class Documents:
     beyond: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """int64 [rows that were too long]: tokens by which each was longer than allowed."""
     entries: tuple[int, ...] = ()
-    """Of each store, the entry of `--dataset` that it belongs to."""
+    """The entry of `--dataset` that each store belongs to."""
 
     def __len__(self) -> int:
         return len(self.length)

@@ -91,7 +91,7 @@ class DocumentRows:
     step_packing: StepPacking | None = None
     """How the samples of a step share rows; None: each has its own."""
     towers: VisionCollator | None = None
-    """Of a vision-language model: brings the images."""
+    """For a vision-language model: adds the images."""
 
     def __len__(self) -> int:
         return len(self.docs) if self.packing is None else len(self.packing)

@@ -25,7 +25,7 @@ NAME = "megaswiftprobe"
 KEY = "megaswiftkey"
 VALUE = "megaswiftvalue"
 PROBE_ID = "abcdefghi"
-"""Of a call: nine letters, which Mistral's templates require."""
+"""The id of a probe's call: nine letters, which Mistral's templates require."""
 ASK = {"role": "user", "content": QUESTION}
 _TOOL = {
     "type": "function",

@@ -19,7 +19,7 @@ class UniformLoss:
 
 
 MessageLoss = bool | UniformLoss | None
-"""Of a message: its `loss`, or None where the row says nothing."""
+"""The `loss` of a message, or None where the row gives none."""
 
 
 def loss_flag(loss: MessageLoss) -> bool | None:
@@ -33,7 +33,7 @@ def included(loss: MessageLoss) -> MessageLoss:
 
 
 class TurnLoss(enum.IntEnum):
-    """Of a turn of the assistant, or a part of one."""
+    """The loss of a turn of the assistant, or of a part of one."""
 
     NONE = 0
     UNIFORM = 1

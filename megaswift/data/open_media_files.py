@@ -24,7 +24,7 @@ SENT = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """What strangers may send, by Pillow's names: it starts other programs for some formats, and few look at most of
 them."""
 MOST_PIXELS = 1 << 25
-"""Of an image from a stranger: 100 MB once it is opened, whatever the size of its file."""
+"""Maximum pixels of an image from a stranger: 100 MB once it is opened, whatever the size of its file."""
 DECODERS = {"pyav": "av", "decord": "decord", "opencv": "cv2"}
 """transformers' names of video decoders beside torchcodec, and their packages, in order of preference."""
 
@@ -34,7 +34,7 @@ class VideoSampling:
     """Which frames of a video are read, and how large; None: as the model's processor says."""
 
     fps: float | None = None
-    """Frames a second. Of videos that are lists of frames, how many a second these are."""
+    """Frames a second. For videos that are lists of frames: the rate of these frames."""
     min_frames: int | None = None
     max_frames: int | None = None
     max_pixels: int | None = None

@@ -50,7 +50,7 @@ class PreferenceExample:
     value: float
     """The margin (nan where the row has none), or 1 for a desirable answer and 0 for another."""
     prompt: int = 0
-    """Of plain texts: characters of the prompt."""
+    """For plain texts: characters of the prompt."""
 
 
 def number_in_column(row: Mapping[str, Any], column: str = "margin") -> float:

@@ -26,7 +26,7 @@ class SharedPrefixDocuments:
 
     documents: list[Document]
     prefixes: list[int]
-    """Of each document, the number of the one that holds its first tokens, or `UNSHARED`."""
+    """For each document, the number of the document that holds its first tokens, or `UNSHARED`."""
     starts: list[int]
     """Position of each document's first token."""
     numbers: list[int]
@@ -61,7 +61,7 @@ def share_prefixes(documents: Sequence[Document], prompts: Sequence[int]) -> Sha
 
 
 def common_prompt_lengths(documents: Sequence[Document], width: int) -> list[int]:
-    """Of each document, tokens before a label that the `width` documents of its unit have in common."""
+    """Counts, for each document, the tokens before a label that the `width` documents of its unit have in common."""
     lengths: list[int] = []
     for start in range(0, len(documents), width):
         unit = [(ids, first_labeled_token(weights)) for ids, weights, _ in documents[start : start + width]]

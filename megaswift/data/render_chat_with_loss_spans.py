@@ -125,7 +125,7 @@ def trained_turn_flags(sample: UntokenizedSample, loss_scale: str) -> list[bool]
 
 
 def turn_losses(sample: UntokenizedSample, loss_scale: str) -> list[TurnLoss]:
-    """Of each assistant message in order; `loss_scale`: one of TURNS."""
+    """Returns the loss of each assistant message in order; `loss_scale`: one of TURNS."""
     roles = [m["role"] for m in sample.messages]
     turns = [(i, loss) for i, (role, loss) in enumerate(zip(roles, sample.loss, strict=True)) if role == "assistant"]
     opening = -1

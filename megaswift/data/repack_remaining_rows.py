@@ -50,7 +50,7 @@ class RemainingRows:
     stages: tuple[PackingSpan, ...]
     """Before now."""
     packing: Packing
-    """Of the documents that no stage took; numbers of all documents."""
+    """The packing of the documents that no stage took; it holds numbers among all documents."""
     order: np.ndarray
     """int64 [rows]: in which they come."""
 

@@ -20,7 +20,7 @@ _SETS = "data_sets"
 
 
 def documents_fingerprint(docs: Documents) -> dict[str, Any]:
-    """Of the documents as a whole, and of each data set."""
+    """Returns fingerprints of the documents as a whole and of each data set."""
     return {"fingerprint": docs.fingerprint, "documents": len(docs), _SETS: [_facts(store) for store in docs.stores]}
 
 

@@ -42,7 +42,7 @@ class Prompt:
     """One question to the model."""
 
     number: int
-    """Of its row, counted through all data sets in the order given."""
+    """The number of its row, counted through all data sets in the order given."""
     token_ids: tuple[int, ...]
     content: str | tuple[dict[str, Any], ...]
     """The text, or the messages that the chat template has rendered (a system message of --system among them)."""

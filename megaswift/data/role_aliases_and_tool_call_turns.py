@@ -31,7 +31,7 @@ OTHER_NAMES = MappingProxyType(
         "function_response": "tool",
     }
 )
-"""Of ShareGPT, ms-swift and others; upper and lower case alike."""
+"""Names of roles in ShareGPT, ms-swift and others; upper and lower case alike."""
 ROLE_OF: Mapping[str, str] = {**{role: role for role in (*ROLES, TOOL_CALL)}, **OTHER_NAMES}
 """The role of each name in lower case."""
 TURN_ROLE_OF: Mapping[str, str] = {**ROLE_OF, "observation": "tool"}

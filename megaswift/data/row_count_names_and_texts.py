@@ -29,7 +29,7 @@ NOTES = {
     "reasoning as reasoning_content",
     TAGS_WITHOUT_FILES: "with <image>, <video> or <audio> in a text and no file for it, which stays text",
 }
-"""Of rows that are kept."""
+"""Texts about rows that are kept."""
 WORDS = NOTES | {
     MALFORMED: "malformed and skipped",
     "deleted": "deleted (longer than --max_length)",
@@ -39,7 +39,7 @@ WORDS = NOTES | {
     WITHOUT_LABELS: "without label tokens",
     EMPTY_ANSWERS: "with an empty completion",
 }
-"""Of all rows, as short as the first screen and the report need them."""
+"""Texts about all rows, as short as the first screen and the report need them."""
 
 
 def skipped_rows_counter_name(cause: str) -> str:

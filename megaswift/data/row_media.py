@@ -24,7 +24,7 @@ SETTINGS = {
 }
 """What a row may say of one image or video, by the names of qwen-vl-utils."""
 FRAMES_SETTINGS = ("max_frames", "max_pixels")
-"""Of a video that is a list of frames."""
+"""The settings of a video that is a list of frames."""
 SETTING_FIXES = {
     "min_pixels": "a larger image, or `size` in the model's preprocessor_config.json",
     "total_pixels": "max_pixels, of one frame",
@@ -115,7 +115,7 @@ class RowMedia:
     images: tuple[Source, ...] = ()
     videos: tuple[RowVideo, ...] = ()
     max_pixels: tuple[float | None, ...] = ()
-    """Of each image, where the row says it of any."""
+    """The limit of each image, where the row gives any."""
 
     def __bool__(self) -> bool:
         return bool(self.images or self.videos)

@@ -60,9 +60,9 @@ row in a second way; exit code 1 where it does not hold. Needs only the model's 
 """
 MODEL_OPTIONS = ("model", "use_hf", "model_revision", "trust_remote_code")
 ORDER_OPTIONS = ("shuffle", "dataloader_num_workers")
-"""Of the section data, but without effect here."""
+"""Options of section data without effect here."""
 PROMPT_OPTIONS = ("max_completion_length",)
-"""Of the section rl: how long a prompt may be."""
+"""Options of section rl that limit the length of a prompt."""
 SPLIT_OPTIONS = ("seed", "data_seed")
 """They choose what is held out."""
 

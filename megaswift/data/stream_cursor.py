@@ -38,11 +38,11 @@ class Cursor:
     rows: int = 0
     """Rows since the beginning, which number the samples."""
     places: tuple[Cursor, ...] = ()
-    """Of mixed data sets, where reading goes on in each."""
+    """For mixed data sets: the place where reading resumes in each."""
     exhausted: tuple[bool, ...] = ()
-    """Of mixed data sets, which have been read to their ends in this epoch."""
+    """For mixed data sets: which of them have been read to their ends in this epoch."""
     drawn: int = 0
-    """Of mixed data sets, draws in this epoch."""
+    """For mixed data sets: the number of draws in this epoch."""
 
 
 Placed = tuple[str, LocatedRow, Cursor]

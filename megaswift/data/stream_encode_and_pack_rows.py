@@ -54,7 +54,7 @@ class StreamRowEncoderAndPacker:
     options: StreamOptions
     shape: PaddingShape
     towers: VisionCollator | None = None
-    """Of a vision-language model: brings the images of the rows that `images` keeps."""
+    """For a vision-language model: adds the images of the rows that `images` keeps."""
     images: StreamedRowImages = field(default_factory=StreamedRowImages)
     tally: StreamRowCountsAndWarnings = field(default_factory=StreamRowCountsAndWarnings)
 
@@ -91,7 +91,7 @@ class StreamRowEncoderAndPacker:
         return None
 
     def _documents(self, made: Sequence[tuple[_RowResult, int]]) -> list[list[Document]]:
-        """Of each row: one, none, or several of a split text."""
+        """The documents of each row: one, none, or several of a split text."""
         raise_first_problem([one for one, _ in made])
         return [self._cut(*one, number) if isinstance(one, tuple) else [] for one, number in made]
 

@@ -71,8 +71,8 @@ _IMPORT = re.compile(
 
 
 def tokenization_code_files() -> list[Path]:
-    """The files of `megaswift.data` that `ENTRY` imports, directly or not, within functions too; itself included. Of an
-    imported package (`formats`, whose modules register themselves) all files."""
+    """The files of `megaswift.data` that `ENTRY` imports, directly or not, within functions too; itself included. An
+    imported package (`formats`, whose modules register themselves) counts with all its files."""
     folder = Path(__file__).parent
     reached: set[Path] = set()
     pending = [folder / ENTRY]

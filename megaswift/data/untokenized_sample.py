@@ -62,7 +62,7 @@ and axolotl."""
 PARTS_OF_LOSS = ("train_detail", "training_detail")
 """axolotl's fields for parts of a message."""
 LOSS_FIELDS = (*LOSS_FLAGS, "loss_scale", *PARTS_OF_LOSS)
-"""Of a message: what chat templates do not read."""
+"""Fields of a message that chat templates do not read."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class UntokenizedSample:
     tools: tuple[dict[str, Any], ...] | None = None
     text: str | None = None
     prompt: str | None = None
-    """Of a plain `text` that carries loss: what stands before it and carries none."""
+    """The text before a plain `text` that carries loss; it carries none."""
 
 
 def says_nothing(message: Mapping[str, Any]) -> bool:

@@ -34,7 +34,7 @@ class ImageInputs:
     row: int
     start: int
     tokens: int
-    """Of its tokens, so many are in the row (the text after its images may have been cut)."""
+    """The number of its tokens in the row (the text after its images may have been cut)."""
     inputs: Mapping[str, Tensor]
     kinds: frozenset[str] = frozenset({IMAGE})
     """What the conversation is about, images or videos."""
@@ -63,7 +63,7 @@ class RowImageLookup(Protocol):
 
 
 class StoredRowImages:
-    """Of the rows of token stores, numbered through all of them."""
+    """The images of the rows of token stores, numbered through all of them."""
 
     def __init__(self, stores: Sequence[TokenStore]) -> None:
         self.stores = tuple(stores)
@@ -71,7 +71,7 @@ class StoredRowImages:
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """Of all rows."""
+        """The kinds of media in all rows."""
         return media_kinds(self.stores)
 
     def row_images(self, sample: int, row: int = 0) -> RowImages | None:
@@ -85,7 +85,7 @@ class StoredRowImages:
 
 @dataclass
 class StreamedRowImages:
-    """Of the rows of a stream that have been read and may still be trained on, in memory."""
+    """The images of the rows of a stream that have been read and may still be trained on, in memory."""
 
     kinds: frozenset[str] = frozenset({IMAGE})
     """What rows may be about."""
@@ -122,7 +122,7 @@ class VisionCollator:
         return [self.batch([row[0] if row else None for row in micro], shape) for micro in rows]
 
     def batch(self, documents: Sequence[Document | None], shape: PaddingShape) -> Batch:
-        """`[b, s]`; None is a row without weight. Of pairs both documents, one after the other."""
+        """`[b, s]`; None is a row without weight. Both documents of a pair follow each other."""
         pieces = [piece for i, d in enumerate(documents) if d is not None and (piece := self._piece(i, d)) is not None]
         return collate_rows_with_images(documents, pieces, self.processor, shape, self.images.kinds)
 
@@ -179,7 +179,7 @@ def media_kinds(stores: Sequence[TokenStore]) -> frozenset[str]:
 
 
 def missing_kinds(pieces: Sequence[ImageInputs], wanted: Collection[str]) -> list[str]:
-    """Of the kinds of media that every micro-batch has, those that these lack."""
+    """Returns the kinds of media that every micro-batch has and these pieces lack."""
     return [kind for kind in (IMAGE, VIDEO) if kind in wanted and not any(kind in piece.kinds for piece in pieces)]
 
 

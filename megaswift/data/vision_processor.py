@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-"""Of a model folder, beside its tokenizer."""
+"""The processor's files in a model folder, in addition to those of its tokenizer."""
 EXTRA = "run pip install pillow; some models also need the torchvision built for the installed torch"
 VIDEO_EXTRA = (
     "install the torchvision that was built for the installed torch; video files need a decoder too: pip install av"
@@ -55,7 +55,7 @@ class ProcessorFolderWithDigest:
     folder: str
     trust: bool = False
     digest: str = ""
-    """Of its files: other files give other tokens."""
+    """A digest of its files: other files give other tokens."""
     max_pixels: int | None = None
     """`--max_pixels`: larger images are scaled down before the processor sees them."""
     videos: VideoSampling = VideoSampling()
@@ -246,8 +246,8 @@ class Processor:
 
     @cached_property
     def video_problem(self) -> tuple[str, str, str] | None:
-        """Of a row with videos: the column, why the model does not read them, and what is expected; None where it
-        does. WeightsError where a package is missing."""
+        """Describes why the model cannot read a row with videos: the column, the reason, and what is expected; None
+        where it can. WeightsError where a package is missing."""
         expected = "rows without videos; frames can be given as images"
         if "video_processor" not in type(self.inner).get_attributes():
             return "videos", "videos, but this model accepts only text and images", expected
@@ -281,7 +281,7 @@ class Processor:
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """Of each output beside the tokens: whether it has a value a token [1, n, ...], a row [1, ...] or an image
+        """For each output other than the tokens: whether it has a value a token [1, n, ...], a row [1, ...] or an image
         [..., ...]."""
         found: dict[str, str] = {}
         for kind in (MEDIUM_IMAGE, *([MEDIUM_VIDEO] if self.reads_videos() else [])):

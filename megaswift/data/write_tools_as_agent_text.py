@@ -43,7 +43,7 @@ class AgentTextConversation:
     sample: UntokenizedSample
     """The `loss` of each assistant message says whether any part of it carries loss."""
     parts: tuple[tuple[TurnPart, ...], ...]
-    """Of each assistant message in order; their texts are its content."""
+    """The parts of each assistant message in order; their texts are its content."""
     drops_system: bool = False
     """Whether the row's own system message gave way to the instructions."""
 

@@ -18,7 +18,7 @@ from megaswift.parallel.nccl_bus_factors_and_link_rates import operations_of, ro
 
 DTYPE = torch.float32
 SHARE = 0.5
-"""Of the time that is left for a measurement: the estimate from one call is rough."""
+"""The share of the remaining time that a measurement may take: the estimate from one call is rough."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class CommunicationTiming:
     """Bytes, as nccl-tests counts them: of the whole buffer, of all ranks together for a gathered or scattered one."""
     repeats: int
     seconds: float
-    """Of one call, of the slowest group."""
+    """Seconds of one call in the slowest group."""
     fastest_seconds: float
-    """Of the fastest group."""
+    """Seconds of one call in the fastest group."""
     slowest_ranks: tuple[int, ...]
 
 

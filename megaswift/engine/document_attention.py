@@ -61,14 +61,14 @@ class RowDocuments:
         self.rank = rank
         self.bounds: list[int] = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
         self.prefixes = [(-1, 0)] * (len(self.bounds) - 1)
-        """Of each document, as from `prefixes_of_documents`."""
+        """The prefix of each document, as from `prefixes_of_documents`."""
         self.joined: list[tuple[int, ...]] = [(end - start,) for start, end in pairwise(self.bounds)]
         """Lengths of the documents that each of these is made of (`join_short`)."""
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     @classmethod
     def of_batch(cls, batch: Batch, cp: int = 1, rank: int = 0) -> RowDocuments:
-        """Of the rows of a batch in host memory."""
+        """Returns the documents of the rows of a batch in host memory."""
         made = cls(batch.input_ids.shape[1], batch.cu_seqlens, cp, rank)
         if batch.prefixes is not None:
             made.prefixes = prefixes_of_documents(batch.prefixes, batch.positions, made.bounds)
@@ -105,8 +105,9 @@ class RowDocuments:
         return any(prefix >= 0 for prefix, _ in self.prefixes)
 
     def mask(self, queries: int, keys: int, rule: AttentionRule, like: Tensor) -> Tensor | None:
-        """Of queries of which the last is at the last key: None for plain causal; where the keys begin earlier, a name
-        on a GPU, which torch's kernels take without a mask in memory; else [queries, sinks + keys] to add to scores."""
+        """The mask of queries of which the last is at the last key: None for plain causal; where the keys begin
+        earlier, a name on a GPU, which torch's kernels take without a mask in memory; else [queries, sinks + keys] to
+        add to scores."""
         if rule.window is None or rule.window >= keys:
             if queries == keys:
                 return None
@@ -137,9 +138,9 @@ class RowDocuments:
         return self._masks[key]
 
     def parts(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Parts, int, tuple[int, ...]]]:
-        """Of each run of consecutive local queries: these, and all keys and values [b, heads, run, d] of its document
-        up to its end, after those of the document's prefix, with the place of the first query among these keys, and
-        what the document is joined of.
+        """Yields for each run of consecutive local queries: these, and all keys and values [b, heads, run, d] of its
+        document up to its end, after those of the document's prefix, with the place of the first query among these
+        keys, and what the document is joined of.
 
         Rows are cut by `split`, whose gradient is put together once. A slice's is as large as the row, for every
         document.

@@ -121,7 +121,7 @@ class WaitingCall:
 
     function: str
     ranks: tuple[int, ...] = ()
-    """Of its process group; empty where no frame holds one."""
+    """The ranks of its process group; empty where no frame holds one."""
     description: str = ""
 
     def text(self) -> str:

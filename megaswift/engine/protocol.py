@@ -43,7 +43,7 @@ class GlobalBatchCounts:
 StartedCount = Callable[[], GlobalBatchCounts]
 """Waits for counts that are being added up over the ranks."""
 Counted = GlobalBatchCounts | None
-"""Of micro-batches that were counted before they are trained on; None: they are counted then."""
+"""The counts of micro-batches that were counted before they are trained on; None: they are counted then."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Addends:
     """What a batch's numbers are made of, so that those of several batches can be added up exactly."""
 
     terms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Of each term of the objective its weighted sum, and the count by which it is divided."""
+    """The weighted sum of each term of the objective, and the count by which it is divided."""
     means: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Of each metric that is a mean its sum and count."""
+    """The sum and the count of each metric that is a mean."""
     differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Metrics that are one of the means less another."""
 
@@ -77,7 +77,7 @@ class StepResult:
     parts: Sequence[MicrobatchLossAndSamples] = ()
     """This rank's micro-batches, on ranks of the last pipeline stage: not the same on every rank."""
     compute_seconds: float = 0.0
-    """Of this rank's own forward and backward passes (`own_compute_time`): not the same on every rank."""
+    """Seconds of this rank's own forward and backward passes (`own_compute_time`): not the same on every rank."""
     loss_scale: float | None = None
     """By which the loss of this step was multiplied in float16."""
     loss_scale_falling: bool = False
@@ -112,7 +112,7 @@ class EngineSizeReport:
     """Parameters that count in the FLOP rule: all active ones but the input embedding; frozen ones by two thirds (no
     weight gradient)."""
     parameters_trained: int | None = None
-    """Of all, those that train; None: all of them."""
+    """The number of parameters that train; None: all of them."""
     forward_parameters: int | None = None
     """Those of the FLOP rule in a forward pass alone; None: the same."""
     host_bytes: int = 0
@@ -130,7 +130,7 @@ class Engine(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrix products."""
+        """The dtype of the matrix products."""
 
     @property
     def kernels(self) -> str:

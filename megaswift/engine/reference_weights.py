@@ -24,7 +24,7 @@ class ReferenceWeights:
         self._live = live
         self._buffers = HostBuffers()
         self._values = [self._copy(t, on_host) for t in live()]
-        """Of each tensor: the whole, or pieces of its flat elements in host memory."""
+        """The values of each tensor: the whole, or pieces of its flat elements in host memory."""
         if on_host and torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies have been launched
 

@@ -16,7 +16,7 @@ def tf32_problems(tf32: bool | None, dtype: str, transformer_engine: bool) -> li
 
     Args:
         tf32: `--tf32`; None: nothing is asked for.
-        dtype: Of the weights on a GPU.
+        dtype: The dtype of the weights on a GPU.
         transformer_engine: Whether the layers may be Transformer Engine's.
     """
     if tf32 is None:

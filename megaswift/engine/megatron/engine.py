@@ -394,11 +394,11 @@ class MegatronEngine(EngineState):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrix products."""
+        """The dtype of the matrix products."""
         return self.config.params_dtype
 
     def replicated_weights(self) -> list[ReplicatedWeights]:
-        """Of experts and of all other parameters, which have groups of their own. Collective."""
+        """The weights of experts and of all other parameters, which have groups of their own. Collective."""
         finish_weight_gathers(self.chunks)
         named = [(f"{i}.{name}", p) for i, chunk in enumerate(self.plain) for name, p in chunk.named_parameters()]
         return replicated_by_group(named, self.context.groups.dp_cp, self.context.groups.expt_dp)

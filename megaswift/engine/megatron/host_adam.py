@@ -174,7 +174,8 @@ class HostAdam(torch.optim.AdamW):
         return list(zip(buffers[:SLOTS], buffers[SLOTS:], strict=True))
 
     def host_bytes(self) -> int:
-        """Of the moments of offloaded parameters, which exist from the first step on, and of the buffers of a step."""
+        """Host bytes of the moments of offloaded parameters, which exist from the first step on, and of the buffers of
+        a step."""
         return 8 * (sum(self._offloaded()) + SLOTS * self._staged())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Offloading of gradients, optimizer states and weights while a sampler uses the same device.
 
 Owns copies in host memory and restoring them. Views stay what they are, because a tensor's storage is emptied and
-filled again, not replaced. Of the order of tensors nothing is assumed; a storage that several share is moved once. The
-memory goes back to the driver, where a sampler's own allocator takes it from.
+filled again, not replaced. Nothing is assumed about the order of tensors; a storage that several share is moved once.
+The memory goes back to the driver, where a sampler's own allocator takes it from.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StorageOffloader:
 
     @property
     def bytes(self) -> int:
-        """Of what is parked now."""
+        """Bytes that are parked now."""
         return sum(size for _, size, _ in self._held)
 
     def park(self, tensors: Iterable[Tensor], keep: bool = True) -> None:

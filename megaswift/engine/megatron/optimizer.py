@@ -42,7 +42,7 @@ from megaswift.engine.megatron.clip_and_skip_in_update import (
 from megaswift.engine.megatron.host_adam import HostAdam, materialize_host_adam_state
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Of main gradients and moments, by Megatron-LM's names."""
+"""Dtypes of main gradients and moments, by Megatron-LM's names."""
 _PLUGIN_OF: WeakKeyDictionary[torch.optim.Optimizer, PluginOptimizerParts] = WeakKeyDictionary()
 CLIP_EPSILON = 1e-6
 """Megatron-Core's: gradients are multiplied by the limit over (norm + this), where that is below 1."""
@@ -244,7 +244,7 @@ def optimizer_step(
     """(gradient norm before clipping, whether the step was taken). Not taken where a gradient is not finite; the norm
     is then NaN in float16 where a gradient of any rank overflowed, which lowers the loss scale of later steps.
 
-    Of `numbers` the device is read once: after the update is launched where the device decides on it, before it where
+    The device is read once for `numbers`: after the update is launched where the device decides on it, before it where
     the host has to (`reason_for_host_decision`).
     """
     _prepare_gradients(optimizer)

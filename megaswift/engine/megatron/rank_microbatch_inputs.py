@@ -55,7 +55,7 @@ class PrefixedAttention:
 
     @classmethod
     def of(cls, batch: Batch) -> PrefixedAttention | None:
-        """Of a batch in host memory; None where no document has a prefix."""
+        """Computes the indices of a batch in host memory; None where no document has a prefix."""
         if batch.prefixes is None or batch.cu_seqlens is None:
             return None
         edges = batch.cu_seqlens.tolist()
@@ -109,7 +109,7 @@ class MicrobatchHostIndices:
 
     @classmethod
     def compute(cls, batch: Batch, cp: int, rank: int) -> MicrobatchHostIndices:
-        """Of a batch in host memory."""
+        """Computes the indices of a batch in host memory."""
         index = order = None
         weights = batch.loss_weights
         if cp > 1:

@@ -92,7 +92,7 @@ def _shape(entry: PlanEntry, padded: int, context: ParallelContext) -> Sequence[
 
 
 def _dtype(entry: PlanEntry, source: Any) -> torch.dtype:
-    """Of what `entry.read` gives: that of all its parts put together."""
+    """The dtype of the result of `entry.read`: that of all its parts put together."""
     return functools.reduce(torch.promote_types, [source.dtype(name) for name in entry.hf])
 
 

@@ -16,4 +16,4 @@ class EngineSettings:
     shares_rows: bool
     """Whether a row of a batch holds several documents."""
     full_microbatch_tokens: int
-    """Of a micro-batch on one context-parallel rank whose rows are padded to the maximum length."""
+    """Tokens of a micro-batch on one context-parallel rank whose rows are padded to the maximum length."""

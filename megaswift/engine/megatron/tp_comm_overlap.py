@@ -24,7 +24,7 @@ BULK = ("tp_comm_bulk_dgrad", "tp_comm_bulk_wgrad")
 """Options under the names of Megatron-Core's fields. `BULK`: an exchange beside a product of other data. Transformer
 Engine reduces an input's gradient in the product of the weight's, which a frozen weight does not have (2.12)."""
 _shape: list[int] | None = None
-"""Of the buffers of this process, [tokens, hidden size]; None where there are none."""
+"""The shape of the buffers of this process, [tokens, hidden size]; None where there are none."""
 
 
 def tp_comm_overlap_fields(p: ParallelConfig, has_frozen_weights: bool) -> dict[str, Any]:

@@ -85,6 +85,6 @@ class AdaLoraRankAllocator:
 
 
 def find_adalora_rank_allocator(model: nn.Module) -> AdaLoraRankAllocator | None:
-    """Of a model with AdaLoRA's adapters; None for others."""
+    """Returns the allocator of a model with AdaLoRA's adapters; None for others."""
     settings = getattr(model, "peft_config", {}).get(ADAPTER)
     return AdaLoraRankAllocator(model) if settings is not None and settings.peft_type == "ADALORA" else None

@@ -36,7 +36,8 @@ DOCUMENT = 14
 END = 4
 """Tokens at the end of the document under test that are replaced."""
 WINDOW = 5
-"""Of layers with longer ones, while a document's numbers are compared: fewer tokens than the document has."""
+"""The window of layers with longer ones, while a document's numbers are compared: fewer tokens than the document
+has."""
 LOSES_DOCUMENTS = ("gpt_oss",)
 """Families whose mask in transformers 5.24 ignores the positions: packed documents attend to each other unless they
 attend per document."""

@@ -88,11 +88,11 @@ class DdpStrategy:
             scale.unscale(self.gradients())
 
     def gradients(self) -> list[Tensor]:
-        """Of all parameters that have one."""
+        """The gradients of all parameters that have one."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def squared_norm(self) -> Tensor:
-        """Of all gradients, each parameter once: float64 []. The same on every rank."""
+        """The squared norm of all gradients, each parameter once: float64 []. The same on every rank."""
         return sum_of_squares(self.gradients(), self.context.device)
 
     def step(self, lr: float, optim: OptimConfig, read: ReadNumbers) -> tuple[float, bool]:

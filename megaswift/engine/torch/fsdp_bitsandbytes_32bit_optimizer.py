@@ -74,5 +74,5 @@ class LocalShardOptimizer(TorchEngineOptimizer):
         }
 
     def count(self, parameter: nn.Parameter, steps: int) -> None:
-        """Of the part."""
+        """Sets the part's count of steps."""
         self.stepped.count(self.parts[parameter], steps)

@@ -55,7 +55,7 @@ class GaloreTarget:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the stand-in."""
+        """The shape of the stand-in."""
         *outer, rows, columns = self.weight.shape
         rows = self.metas[LEFT].shape[-1] if LEFT in self.metas else rows
         return (*outer, rows, self.metas[RIGHT].shape[-2] if RIGHT in self.metas else columns)

@@ -104,7 +104,7 @@ class MergedAdapterWeights:
 
     @property
     def names(self) -> list[str]:
-        """Of all parameters."""
+        """The names of all parameters."""
         return [*self.plain, *self.packed, *self.adapted]
 
     def buffers(self, bare: nn.Module) -> dict[str, Tensor]:

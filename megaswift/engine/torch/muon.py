@@ -36,7 +36,7 @@ class _Matrices(TorchEngineOptimizer):
         )
 
     def metas(self, parameter: Tensor) -> Metas:
-        """Of the parameter's shape."""
+        """States of the parameter's shape."""
         return {MOMENTUM: TensorMeta(tuple(parameter.shape), torch.float32)}
 
 
@@ -48,16 +48,16 @@ class _Both:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of both; a learning rate that is set here is set there."""
+        """The groups of both optimizers; a learning rate that is set here is set there."""
         return [group for part in self.parts for group in part.param_groups]
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Of both."""
+        """The states of both optimizers."""
         return {parameter: state for part in self.parts for parameter, state in part.state.items()}
 
     def step(self) -> None:
-        """Of both."""
+        """Steps both optimizers."""
         for part in self.parts:
             part.step()
 
@@ -81,7 +81,7 @@ class MuonOptimizer(TorchEngineOptimizer):
         return self.both
 
     def metas(self, parameter: Any) -> Metas:
-        """Of the optimizer that steps it."""
+        """States of the optimizer that steps the parameter."""
         return self.part_of[parameter].metas(parameter)
 
     def states(self, parameter: nn.Parameter, steps: int) -> dict[str, Tensor]:

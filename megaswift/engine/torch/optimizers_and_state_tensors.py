@@ -81,7 +81,7 @@ class TorchEngineOptimizer:
             state["step"] = steps
 
     def nbytes(self, parameter: Tensor) -> int:
-        """Of a parameter's whole states; counters and the tables of 8-bit codes, 2 KiB in all, left out."""
+        """Bytes of a parameter's whole states; counters and the tables of 8-bit codes, 2 KiB in all, left out."""
         return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in self.metas(parameter).values())
 
 
@@ -98,7 +98,7 @@ class AdafactorOptimizer(TorchEngineOptimizer):
         )
 
     def metas(self, parameter: Tensor) -> Metas:
-        """Of a matrix [.., m, n]: rows [.., m] and columns [.., n]; of a vector: itself."""
+        """For a matrix [.., m, n]: rows [.., m] and columns [.., n]; for a vector: itself."""
         shape = tuple(parameter.shape)
         if len(shape) < 2:
             return {"exp_avg_sq": TensorMeta(shape, torch.float32)}
@@ -176,7 +176,7 @@ class PluginOptimizer(TorchEngineOptimizer):
 
 
 def torch_engine_optimizer_class(name: str) -> Callable[[NamedParameters, OptimConfig], TorchEngineOptimizer]:
-    """Of an optimizer that takes all parameters alike."""
+    """Returns the class of an optimizer that takes all parameters alike."""
     if name in PLUGIN_OPTIMIZERS:
         return PluginOptimizer
     if name in OF_BITSANDBYTES:

@@ -13,7 +13,7 @@ from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.folders.adapter import TENSORS
 
 PREFIX = "model."
-"""Of the transformers model within the module that is wrapped."""
+"""The prefix of the transformers model within the module that is wrapped."""
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
 """What PEFT puts into the name of a weight of the base model."""
 

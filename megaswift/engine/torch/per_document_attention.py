@@ -53,7 +53,7 @@ class _RowsInProgress:
 
 
 _NAMES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Of each model that attends per document: CHECKED or MASKLESS."""
+"""The attention of each model that attends per document: CHECKED or MASKLESS."""
 
 
 @contextmanager

@@ -35,13 +35,13 @@ class EngineState:
     adapts: bool
     """Whether adapters train in place of the model."""
     dtype: torch.dtype
-    """Of the products."""
+    """The dtype of the products."""
     fields: LossFieldsModel
     strategy: DataParallelStrategy
     merging: MergedAdapterWeights | None
     allocation: AdaLoraRankAllocator | None
     shapes: dict[str, torch.Size]
-    """Of each parameter before it was sharded."""
+    """The shape of each parameter before it was sharded."""
     elements: int
     trained: int
     """Elements of all parameters, and of those that train."""

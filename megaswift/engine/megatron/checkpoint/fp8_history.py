@@ -23,7 +23,7 @@ from megaswift.errors import Problem
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 TENSORS_A_GEMM = 3
-"""Of the forward pass: input, weight and output each have a scale."""
+"""Tensors with a scale in the forward pass: input, weight and output."""
 Histories = dict[str, Tensor]
 """`<module>/<direction>/scale` and `.../amax_history`, by the checkpoint's names of modules."""
 

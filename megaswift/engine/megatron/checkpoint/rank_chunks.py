@@ -121,8 +121,8 @@ def optimizer_chunks(
 
 
 def stateless_boxes(placed: Sequence[tuple[Tensor, list[LocalToGlobalSlice]]]) -> list[StatelessBox]:
-    """Of frozen weights, each box by one of the ranks that have it: where some experts train, the states of all are one
-    tensor with gaps."""
+    """Assigns each box of frozen weights to one of the ranks that have it: where some experts train, the states of all
+    are one tensor with gaps."""
     return [
         (p.key, p.offset, p.shape)
         for local, parts in placed

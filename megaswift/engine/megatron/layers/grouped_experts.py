@@ -73,7 +73,7 @@ class GroupedExpertLinear(nn.Module):
         self._in_place = False
 
     def weights(self) -> list[nn.Parameter]:
-        """Of expert 0, 1, ..."""
+        """The weights of expert 0, 1, ..."""
         return [getattr(self, f"weight{i}") for i in range(self.experts)]
 
     def separate_partly_trained(self) -> None:

@@ -23,7 +23,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 NORM_EPSILON = 1e-6
-"""Of the norms of compressed queries and keys: transformers and the models' authors set it apart from
+"""The epsilon of the norms of compressed queries and keys: transformers and the models' authors set it apart from
 `rms_norm_eps`."""
 
 
@@ -107,8 +107,8 @@ class _ByPosition(MLASelfAttention):
 
 
 class TorchLatentAttention(_ByPosition):
-    """Of the torch layer spec. Its modules are built here: Megatron's constructor takes none but its own for the first
-    projections."""
+    """Latent attention of the torch layer spec. Its modules are built here: Megatron's constructor takes none but its
+    own for the first projections."""
 
     def __init__(self, config: Any, submodules: MLASelfAttentionSubmodules, layer_number: int, **kwargs: Any) -> None:
         MultiLatentAttention.__init__(self, config, submodules, layer_number, attention_type="self", **kwargs)
@@ -135,7 +135,7 @@ class TorchLatentAttention(_ByPosition):
 
 
 class TELatentAttention(_ByPosition):
-    """Of Transformer Engine's spec."""
+    """Latent attention of Transformer Engine's spec."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -89,7 +89,7 @@ class LayerImplementationChoice:
     """Products, norms, experts."""
     attention: str
     reason: str
-    """Of `linear`."""
+    """The reason for the choice of `linear`."""
     own: tuple[str, ...] = ()
     """Why attention is torch's where products are Transformer Engine's."""
 

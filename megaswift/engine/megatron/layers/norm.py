@@ -141,14 +141,14 @@ class AllHeadsRMSNorm(nn.Module):
 
 
 class AllHeadsQueryNorm(AllHeadsRMSNorm):
-    """Of the queries."""
+    """The norm over all heads of the queries."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(config, hidden_size, eps, config.num_attention_heads)
 
 
 class AllHeadsKeyNorm(AllHeadsRMSNorm):
-    """Of the keys."""
+    """The norm over all heads of the keys."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(config, hidden_size, eps, config.num_query_groups)

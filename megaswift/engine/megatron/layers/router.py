@@ -3,7 +3,7 @@ lacks.
 
 Owns the load-balancing loss (Switch Transformer, arXiv:2101.03961, eq. 4-6, per micro-batch) and the z loss (ST-MoE,
 arXiv:2202.08906, eq. 5), each over the non-padding tokens of a whole micro-batch on one data-parallel rank, per layer.
-Of sigmoid scores the balancing loss takes each score over their sum, and the experts that are best without the bias
+With sigmoid scores the balancing loss takes each score over their sum, and the experts that are best without the bias
 (DeepSeek-V3, arXiv:2412.19437, eq. 17-20, there for each sequence by itself).
 Megatron-Core weighs them by each shard's token count and then divides by label tokens; here the engine's
 `RouterAuxLossState` is the one place of their scale: coefficient / (micro-batches x data-parallel ranks).

@@ -44,7 +44,7 @@ class TEAttentionBackendEnv:
     """The variables of one engine; `chosen` False: the user's own, or none, so that Transformer Engine chooses."""
 
     last_used: Variables | None = None
-    """Of whichever engine computed last in this process."""
+    """The variables of the engine that computed last in this process."""
 
     def __init__(self, chosen: bool) -> None:
         self.chosen = chosen

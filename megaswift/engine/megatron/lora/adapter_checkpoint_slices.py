@@ -2,8 +2,8 @@
 
 Names and places are those of the Hugging Face tensors, so nothing in them depends on a layout:
 `adapter.<module>.lora_A.weight` [r, in], `adapter.<module>.lora_B.weight` [out, r], with DoRA
-`adapter.<module>.lora_magnitude_vector` [out], `saved.<name>`. Of experts that share a parameter each has its own, B
-with gates before ups.
+`adapter.<module>.lora_magnitude_vector` [out], `saved.<name>`. Each of the experts that share a parameter has its own,
+B with gates before ups.
 """
 
 from __future__ import annotations

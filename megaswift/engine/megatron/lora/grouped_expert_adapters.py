@@ -63,7 +63,7 @@ class GroupedAdapters(Adapters):
         self.places: dict[int, tuple[int, int]] = {}
         """Number of an adapter -> (number of its stack, place in it)."""
         self.chosen: list[Tensor | None] = []
-        """Of each stack the experts that are in it [experts], None: all."""
+        """For each stack, the experts that are in it [experts]; None: all."""
         for n, stack in enumerate(self.stacks):
             inside = members[stack]
             self.places |= {number: (n, place) for place, (_, number) in enumerate(inside)}
@@ -76,7 +76,7 @@ class GroupedAdapters(Adapters):
                 self.register_parameter(f"{half}{n}", self._new_parameter(first, half, data))
 
     def _stacks_of(self, expert: Sequence[ModuleAdapterSpec]) -> list[_Stack]:
-        """Of one expert's adapters."""
+        """Returns the stacks that hold one expert's adapters."""
         columns: dict[int, int] = {}
         column = 0
         for number, rows in rank_output_rows_by_adapter(expert, self.ranks, self.rank) if expert else ():
