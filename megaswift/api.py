@@ -73,10 +73,12 @@ class Trainer:
         Raises:
             UserError: A mistake in options, data or files, with what to do; ConfigError where it is in the options.
         """
+        # Data given as rows becomes files, so that the rest is the run of the command line.
         cache = options.get("dataset_cache_dir", self.config.data.dataset_cache_dir)
         for name, given in (("dataset", dataset), ("val_dataset", val_dataset)):
             if given is not None:
                 options[name] = dataset_option_paths(given, name, cache)
+        # The merged configuration must name a model and data, and ask for no further processes.
         cfg = self.config.replace(**options) if options else self.config
         missing = [name for name in ("model", "dataset") if not cfg.value(name)]
         problems = [

@@ -158,6 +158,7 @@ def advantage_estimator(
     from megaswift.losses.advantage_estimators import ESTIMATORS
 
     _take("advantage estimator", name, ESTIMATORS.names())
+    # The table that option rules read comes first, then the function, then the choice.
     PLUGIN_ESTIMATORS[name] = AdvantageEstimatorEntry(
         name,
         "grpo",

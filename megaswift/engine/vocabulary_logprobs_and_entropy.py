@@ -99,7 +99,8 @@ def _write_tile_statistics(
     powers = shifted.exp() if "entropy" in shard.fields else shifted.exp_()
     powers.scatter_(1, column, torch.where(here, 0.0, power))
     torch.sum(powers, dim=1, out=stats[OTHERS])
-    stats[MAXIMUM], stats[AT_LABEL] = top, at_label.masked_fill_(~here, 0.0).squeeze(1)
+    stats[MAXIMUM] = top
+    stats[AT_LABEL] = at_label.masked_fill_(~here, 0.0).squeeze(1)
     if "entropy" in shard.fields:
         own = (power * below).masked_fill_(~here, 0.0).squeeze(1)
         stats[WEIGHTED] = shifted.mul_(powers).sum(dim=1).add_(own)

@@ -41,5 +41,6 @@ class VocabularyHeadShardSpec:
 
     def local_labels(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """(label within the columns that are not padding, clamped; whether it lies here), each [t]."""
-        local, count = labels - self.first, self.columns(width)
+        local = labels - self.first
+        count = self.columns(width)
         return local.clamp(0, max(count - 1, 0)), (local >= 0) & (local < count)

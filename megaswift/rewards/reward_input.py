@@ -17,7 +17,7 @@ class RewardInput:
 
     prompt: PromptOrCompletion
     completion: PromptOrCompletion
-    """Of the prompt's kind: a text, or `[{"role": "assistant", "content": ...}]`, with tools' turns between in a longer
+    """In the prompt's form: a text, or `[{"role": "assistant", "content": ...}]`, with tools' turns between in a longer
     one."""
     token_ids: Sequence[int]
     """The completion's, the stop token included."""

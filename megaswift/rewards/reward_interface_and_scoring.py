@@ -59,7 +59,7 @@ class AsyncRewardFunction(Protocol):
 
 @dataclass(frozen=True)
 class BuiltInRewardParameters:
-    """Of the functions by name; the fields are options of section `rl` under these names."""
+    """Parameters of the built-in functions; the fields are options of section `rl` under these names."""
 
     max_completion_length: int
     cosine_min_len_value_wrong: float = -0.5
@@ -89,10 +89,10 @@ or 0 for what tools wrote."""
 
 @dataclass(frozen=True)
 class RewardScores:
-    """Of samples in their order."""
+    """The scores of samples, in their order."""
 
     per_function: dict[str, list[float]]
-    """Of rewards of tokens their sum; NaN where the function does not apply."""
+    """The sum where rewards are per token; NaN where the function does not apply."""
     total: list[float]
     """The weighted sum over the functions that apply; NaN where none does."""
     tokens: list[tuple[float, ...] | None] = field(default_factory=list)

@@ -30,4 +30,4 @@ class AdamRule(NamedTuple):
 
 
 LaunchTables = dict[Any, Any]
-"""Of the parameters that are updated together: by kind their addresses and the kernel's table of them."""
+"""For the parameters that are updated together: by kind, their addresses and the kernel's table of them."""

@@ -19,16 +19,20 @@ from megaswift.engine.megatron.adam_tensors import AdamRule, AdamTensors, Launch
 from megaswift.engine.megatron.bf16_remainders import REMAINDER_DTYPE
 
 BLOCK = 2048
+"""Elements that a program updates at a time."""
 BLOCKS = 16
+"""Blocks that a program updates; the kernel, which reads no variables of a module, has this number too."""
 WARPS = 8
-"""Elements that a program updates at a time, how many times (the kernel, which reads no variables of a module, has
-this number too), and its warps."""
+"""Warps of a program."""
 ALIGN = 16
 """Bytes of an address, and elements of a tensor, of which multiples let the kernel load several elements at once."""
+# Bits of the kernel's `flags`.
 REMAINDER = 1
+"""Main weights are kept as the weights and their bfloat16 remainders."""
 FLOAT32_MAIN = 2
+"""Main weights are kept in float32."""
 ALIGNED = 4
-"""Bits of the kernel's `flags`: how main weights are kept, where the weights are not their own, and `ALIGN`."""
+"""Addresses and sizes are multiples of `ALIGN`."""
 
 
 @triton.jit
