@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from megaswift.config.parts.data import CHATS, GRPO, PREFERENCES, RL
 from megaswift.config.sections import TASKS, Sections
 
-SWIFT, MEGATRON_SWIFT, TRL = "ms-swift", "Megatron-SWIFT", "TRL"
-TRANSFORMERS, MEGATRON_LM, LLAMA_FACTORY = "transformers", "Megatron-LM", "LLaMA-Factory"
-"""ms-swift at commit 3602360 (2026-08-22), its Megatron part; scripts of TRL 1.16; transformers 5.23; Megatron-LM at
-commit d98e8a6 and LLaMA-Factory at commit ff6d4d1 (both August 2026)."""
+# Toolkits whose defaults are known: ms-swift at commit 3602360 (2026-08-22), its Megatron part; scripts of TRL 1.16;
+# transformers 5.23; Megatron-LM at commit d98e8a6 and LLaMA-Factory at commit ff6d4d1 (both August 2026).
+SWIFT = "ms-swift"
+MEGATRON_SWIFT = "Megatron-SWIFT"
+TRL = "TRL"
+TRANSFORMERS = "transformers"
+MEGATRON_LM = "Megatron-LM"
+LLAMA_FACTORY = "LLaMA-Factory"
 PAGE = "docs/migrating.md"
 
 

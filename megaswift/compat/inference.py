@@ -31,7 +31,8 @@ class InferenceToolkits:
 
     def explain(self, given: GivenOptionValue, known: Mapping[str, str], task: str | None) -> list[Problem]:
         """Return what is wrong with an option that the command does not have; empty where no table has the name."""
-        neutral, advice = NEUTRAL_OF[self.command].get(given.name), self._advice(given.name)
+        neutral = NEUTRAL_OF[self.command].get(given.name)
+        advice = self._advice(given.name)
         if neutral is not None:
             rule = f"is not supported: {neutral.reason}"
             return [Problem(given.label, rule, advice or neutral.otherwise or "leave it out")]

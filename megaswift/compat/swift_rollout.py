@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from megaswift.config.sources import ConfigSource, GivenOptionValue
 
-MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
+MODE = "rollout_importance_sampling_mode"
+THRESHOLD = "rollout_importance_sampling_threshold"
 DEFAULT_THRESHOLD = 2.0
 """ms-swift's."""
 MEANINGS = {
@@ -46,7 +47,9 @@ def translate_rollout_correction_options(sources: Sequence[ConfigSource]) -> lis
 
 def _meant(mode: GivenOptionValue | None, threshold: GivenOptionValue | None) -> Iterator[GivenOptionValue]:
     name = "" if mode is None else _text(mode)
-    label = threshold.label if threshold is not None else "" if mode is None else mode.label
+    label = "" if mode is None else mode.label
+    if threshold is not None:
+        label = threshold.label
     value = DEFAULT_THRESHOLD if threshold is None else threshold.value
     if mode is None or name in UNSET or name not in MEANINGS:
         if mode is not None and name not in UNSET:

@@ -110,14 +110,14 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
     givens = list(translated_fsdp_options(givens))
     givens = list(_with_cached_datasets(with_collected_architecture(givens)))
     values = {given.name: _text(given) for given in givens}
-    unused, off, batches = (
-        _unused_names(values),
-        _unused_precisions(values),
-        {NAMES.get(name): text for name, text in values.items()},
-    )
+    unused = _unused_names(values)
+    off = _unused_precisions(values)
+    batches = {NAMES.get(name): text for name, text in values.items()}
     for given in givens:
         text = values[given.name]
-        flag = "true" if text in TRUE else "false" if text in FALSE else text
+        flag = "false" if text in FALSE else text
+        if text in TRUE:
+            flag = "true"
         meaning = VALUES.get((given.name, text)) or VALUES.get((given.name, flag))
         if given.name in unused or (given.name in SWITCHES and flag in ("false", "none")):
             continue
@@ -187,7 +187,8 @@ def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
 def _deepspeed_section(given: GivenOptionValue, section: dict[str, Any]) -> Iterator[GivenOptionValue]:
     """`{config_path: FILE, stage: N}`, either of the two, or DeepSpeed's own keys. A file of another stage conflicts
     with the engine of `stage`."""
-    path, stage = section.get("config_path"), section.get("stage")
+    path = section.get("config_path")
+    stage = section.get("stage")
     if not section.keys() <= {"config_path", "stage"} or path is None and stage is None:
         yield replace(given, value=deepspeed_json_text(section))
     elif path is None:

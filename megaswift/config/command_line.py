@@ -109,7 +109,8 @@ def _take(line: ParsedCommandLine, flag: str, values: list[str], table: OptionTa
         earlier = next((g for g in line.givens if g.name == name), None)
         if earlier:  # --dataset a --dataset b
             line.givens.remove(earlier)
-            values, label = [*earlier.value, *values], f"{earlier.label} {label}"
+            values = [*earlier.value, *values]
+            label = f"{earlier.label} {label}"
         line.givens.append(GivenOptionValue(name, values, label, flag))
     elif option.kind == "bool" and (not values or values[0].lower() not in TRUE + FALSE) and len(values) != 1:
         line.givens.append(GivenOptionValue(name, True, label, flag))

@@ -16,7 +16,7 @@ from megaswift.redaction import MASK, is_secret
 from megaswift.version import __version__
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
-"""Of files that are no configuration, whatever is in them."""
+"""Suffixes of files that are no configuration, whatever is in them."""
 CONFIG_HEADER = "# The resolved configuration of this run, written by megaswift"
 """How the first line of a run's config.yaml begins; the version that wrote it follows, and a full stop."""
 LARGEST_FILE = 1 << 20
@@ -88,7 +88,8 @@ def _text(file: Path) -> str:
 
 class _Malformed(Exception):
     def __init__(self, rule: str, line: str = "") -> None:
-        self.rule, self.line = rule, line
+        self.rule = rule
+        self.line = line
 
 
 _Pair = tuple[str, str, Any, str]
@@ -121,7 +122,8 @@ def _walk(loader: Any, node: Any, section: str) -> Iterator[_Pair]:
     if not isinstance(node, yaml.MappingNode):
         raise _Malformed("must contain `name: value` entries", f":{node.start_mark.line + 1}")
     for key, value in node.value:
-        name, line = str(key.value), f":{key.start_mark.line + 1}"
+        name = str(key.value)
+        line = f":{key.start_mark.line + 1}"
         plain = loader.construct_object(value, deep=True)
         if not section and is_section_entry(normalize_name(name), plain):
             yield from _walk(loader, value, name)

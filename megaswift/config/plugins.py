@@ -27,7 +27,8 @@ from megaswift.config.sources import ConfigSource
 from megaswift.errors import ConfigError, Problem, missing_path_hint
 from megaswift.user_code_errors import import_user_file
 
-OPTION, ALIAS = "external_plugins", "custom_register_path"
+OPTION = "external_plugins"
+ALIAS = "custom_register_path"
 PACKAGE = "swift"
 
 
@@ -101,7 +102,7 @@ class ExternalPlugins:
     """What the files of this process have registered."""
 
     rewards: dict[str, Any] = field(default_factory=dict)
-    """Of ms-swift's `orms`, and of `megaswift.plugins.reward`."""
+    """Rewards of ms-swift's `orms`, and of `megaswift.plugins.reward`."""
     read: dict[Path, str] = field(default_factory=dict)
     """SHA-256 of each file when it was read."""
     with_formats: set[Path] = field(default_factory=set)
@@ -125,7 +126,8 @@ def plugins_of_sources(sources: Sequence[ConfigSource]) -> Sequence[ConfigSource
 def load_external_plugins(files: Sequence[str]) -> None:
     """Reads the files that have not been read; ConfigError for one that is missing or fails."""
     for file in files:
-        flag, path = f"--external_plugins {file}", Path(file).expanduser()
+        flag = f"--external_plugins {file}"
+        path = Path(file).expanduser()
         if not path.is_file():
             raise ConfigError(Problem(flag, f"no such file: {path}", missing_path_hint(path)))
         path = path.resolve()

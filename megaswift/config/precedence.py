@@ -1,8 +1,8 @@
 """Precedence of sources.
 
-A later source replaces the value of an option. Of two options that state one thing, the later one counts where both
-cannot hold. An option of an earlier source that has no effect because of a later one is left out. A notice names
-each option that is dropped; any other contradiction is a mistake.
+A later source replaces the value of an option. Where two options state one thing and both cannot hold, the later one
+counts. An option of an earlier source that has no effect because of a later one is left out. A notice names each option
+that is dropped; any other contradiction is a mistake.
 """
 
 from __future__ import annotations

@@ -170,7 +170,8 @@ def _passes(given: GivenOptions) -> DefaultGradientAccumulation | None:
 
 def _room_for_prompts(given: GivenOptions) -> dict[str, int]:
     """`max_length` where only `max_completion_length` is given and leaves nothing of the default to prompts."""
-    default, completion = OPTIONS["max_length"].default, given.values.get("max_completion_length")
+    default = OPTIONS["max_length"].default
+    completion = given.values.get("max_completion_length")
     if given.task not in RL or "max_length" in {*given.values, *given.wrong} or completion is None:
         return {}
     return {"max_length": completion + default} if completion >= default else {}

@@ -224,11 +224,9 @@ def _clashes(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> I
     for r in CLASHES:
         if not wrong & set(r.options) and r.when(c):
             name = next((n for n in r.options if n in c.given), r.options[0])
-            what, why, first = (
-                labels.get(name, f"--{name} {option_value_text(c.value(name))}"),
-                _fill(r.why, c),
-                r.options[0],
-            )
+            what = labels.get(name, f"--{name} {option_value_text(c.value(name))}")
+            why = _fill(r.why, c)
+            first = r.options[0]
             if name != first and c.value(first) is not None and c.value(first) is not False:
                 why = f"{first} defaults to {option_value_text(c.value(first))}: {why}"
             yield Problem(what, why, _way_out(r.fix, c))

@@ -65,6 +65,6 @@ def _renamed(what: str, typed: Mapping[str, TypedOption], names: Mapping[str, st
         own = typed.get(names.get(found[1], ""))
         if own is None or not own.spelling or (several and not own.spelling.startswith("--")):
             return found[0]
-        return own.spelling + found[2] * (not own.spelling.endswith("="))
+        return own.spelling if own.spelling.endswith("=") else own.spelling + found[2]
 
     return _FLAG.sub(written, what)

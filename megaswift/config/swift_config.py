@@ -111,7 +111,9 @@ def config_yaml_text(values: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return dict(value) if isinstance(value, dict) else value
 
 
 _ConfigCheck = Callable[[SwiftConfig], Iterable[Problem]]

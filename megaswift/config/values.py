@@ -15,10 +15,11 @@ from megaswift.config.option import Option
 from megaswift.errors import did_you_mean_hint
 
 LARGEST = 2**53
-"""Of whole numbers, unless an option says otherwise: what every format and library keeps exactly."""
+"""The largest whole number, unless an option says otherwise: every format and library keeps it exactly."""
 LARGEST_FRACTION = 1e16
-"""Of other numbers: float32, in which models compute, holds the product of two of them."""
-TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+"""The largest other number: float32, in which models compute, holds the product of two of them."""
+TRUE = ("true", "yes", "on", "1")
+FALSE = ("false", "no", "off", "0")
 UNSET = ("none", "null", "")
 
 
@@ -27,7 +28,8 @@ class InvalidValue(ValueError):
 
     def __init__(self, rule: str, fix: str) -> None:
         super().__init__(rule)
-        self.rule, self.fix = rule, fix
+        self.rule = rule
+        self.fix = fix
 
 
 def resets_number_to_default(option: Option, raw: Any) -> bool:
@@ -119,7 +121,7 @@ def _choice(option: Option, text: str) -> Any:
     value = option.details.get("spellings", {}).get(text.strip().lower(), text.strip().lower())
     if value not in option.choices:
         close = did_you_mean_hint(value, [*option.choices, *option.details.get("spellings", {})])
-        which = f"{text.strip()} " * (option.kind == "list")
+        which = f"{text.strip()} " if option.kind == "list" else ""
         raise InvalidValue(f"{which}must be one of {' | '.join(option.choices)}", close or example_flag_text(option))
     return value
 

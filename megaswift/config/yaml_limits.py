@@ -17,7 +17,7 @@ NUMBERS = {
 }
 """What a number looks like: in the base 10."""
 MOST_VALUES = 20_000
-"""Of a file, each counted as often as aliases repeat it: some seconds' work."""
+"""Maximum values of a file, each counted as often as aliases repeat it: some seconds' work."""
 TOO_MANY = f"contains more than {MOST_VALUES:,} values, with its aliases expanded"
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from megaswift.config.facts.launch_variables import is_launched_worker
 
-FIRST_PORT, PORTS = 20_000, 10_000
-"""A port for each Slurm job, so that two jobs on a node do not meet."""
+# A port for each Slurm job, so that two jobs on a node do not meet.
+FIRST_PORT = 20_000
+PORTS = 10_000
 MPI_RANKS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -48,7 +49,7 @@ def cluster_variables(environ: Mapping[str, str]) -> ClusterVariables | None:
 
 
 _REPLACED = ("RANK", "WORLD_SIZE")
-"""Of nodes in some clusters: as ranks they are other numbers."""
+"""Variables that some clusters set for nodes: as ranks they are other numbers."""
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
@@ -57,7 +58,8 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _kubeflow(environ: Mapping[str, str]) -> ClusterVariables | None:
-    nodes, rank = _number(environ, "PET_NNODES"), _number(environ, "PET_NODE_RANK")
+    nodes = _number(environ, "PET_NNODES")
+    rank = _number(environ, "PET_NODE_RANK")
     if nodes is None or rank is None or nodes < 2 or "PET_MASTER_ADDR" not in environ:
         return None
     made = {"NNODES": str(nodes), "NODE_RANK": str(rank), "MASTER_ADDR": environ["PET_MASTER_ADDR"]}
@@ -68,8 +70,9 @@ def _kubeflow(environ: Mapping[str, str]) -> ClusterVariables | None:
 
 
 def _slurm_step(environ: Mapping[str, str]) -> ClusterVariables | None:
-    """Of `srun`: a batch script itself is one process, whatever the job has."""
-    tasks, nodes = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_STEP_NUM_NODES")
+    """Reads the variables of `srun`: a batch script itself is one process, whatever the job has."""
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES")
     if not environ.get("SLURM_STEP_ID", "").isdigit() or tasks is None or nodes is None or tasks < 2:
         return None
     port = FIRST_PORT + int(environ.get("SLURM_JOB_ID", "0")) % PORTS
@@ -83,7 +86,8 @@ def _slurm_step(environ: Mapping[str, str]) -> ClusterVariables | None:
 
 def _mpi(environ: Mapping[str, str]) -> ClusterVariables | None:
     for rank, size, local, local_size in MPI_RANKS:
-        world, here = _number(environ, size), _number(environ, local_size)
+        world = _number(environ, size)
+        here = _number(environ, local_size)
         if world is None or world < 2 or _number(environ, rank) is None:
             continue
         if here == 1:
@@ -96,7 +100,8 @@ def _mpi(environ: Mapping[str, str]) -> ClusterVariables | None:
 
 def _volcano(environ: Mapping[str, str]) -> ClusterVariables | None:
     """Hosts that Volcano's plugin svc lists by task, VC_TASK_HOSTS and their number VC_TASK_NUM, and the index of the
-    plugin env. Of a job with several tasks, `master` and `worker` are the nodes, and a pod's name is its rank."""
+    plugin env. The nodes of a job with several tasks are those of `master` and `worker`, and a pod's name is its
+    rank."""
     index = _number(environ, "VC_TASK_INDEX")
     found = {name: match[1] for name in environ if (match := re.fullmatch(r"VC_(\w+)_HOSTS", name))}
     tasks = {task: [host for host in environ[name].split(",") if host] for name, task in found.items()}
@@ -116,8 +121,10 @@ def _volcano(environ: Mapping[str, str]) -> ClusterVariables | None:
 
 
 def _indexed_job(environ: Mapping[str, str]) -> ClusterVariables | None:
-    """Of Kubernetes' Indexed Job, which tells a pod its index and not their number: NNODES is the user's."""
-    nodes, index = _number(environ, "NNODES"), _number(environ, "JOB_COMPLETION_INDEX")
+    """Reads the variables of Kubernetes' Indexed Job, which gives a pod its index but not the number of pods: NNODES is
+    the user's."""
+    nodes = _number(environ, "NNODES")
+    index = _number(environ, "JOB_COMPLETION_INDEX")
     if nodes is None or nodes < 2 or index is None or "NODE_RANK" in environ:
         return None
     return ClusterVariables("Kubernetes (JOB_COMPLETION_INDEX)", {"NODE_RANK": str(index)})
@@ -125,7 +132,8 @@ def _indexed_job(environ: Mapping[str, str]) -> ClusterVariables | None:
 
 def _nodes_by_rank(environ: Mapping[str, str]) -> ClusterVariables | None:
     """PAI-DLC, Volcano's plugin pytorch and PyTorchJob count nodes by RANK and WORLD_SIZE; LOCAL_RANK is not set."""
-    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank = _number(environ, "RANK")
+    world = _number(environ, "WORLD_SIZE")
     if rank is None or world is None or world < 2 or "LOCAL_RANK" in environ or "MASTER_ADDR" not in environ:
         return None
     return ClusterVariables("the cluster (RANK of WORLD_SIZE nodes)", {"NNODES": str(world), "NODE_RANK": str(rank)})
@@ -141,6 +149,6 @@ def _ranks(environ: Mapping[str, str], rank: str, world: str, local: str, local_
 
 
 def first_host(nodes: str) -> str:
-    """Of a list as Slurm writes it: `gpu[03-05,9],login` is gpu03."""
+    """Returns the first host of a list as Slurm writes it: `gpu[03-05,9],login` is gpu03."""
     found = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\]([^,]*))?", nodes)
     return "" if found is None else f"{found[1]}{found[2] or ''}{found[3] or ''}"

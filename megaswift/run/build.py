@@ -138,7 +138,7 @@ class SettledRun:
     """As the report shows it. `plan.cfg` has what follows from the model's folder besides."""
     plan: RunPlan
     lock: RunLock
-    """Of the output folder; the run releases it."""
+    """The lock of the output folder; the run releases it."""
     upload: HubUpload | None
 
 
@@ -199,8 +199,10 @@ def with_initial_adapter(cfg: SwiftConfig, folder: Path, output: Path) -> tuple[
     makes (`--init_weights`). Collective."""
     if not starts_otherwise(cfg):
         return cfg, folder
-    adapter, residual = output / changed_model.ADAPTER, output / changed_model.RESIDUAL
-    seed, native = cfg.train.seed, cfg.engine.engine == NATIVE
+    adapter = output / changed_model.ADAPTER
+    residual = output / changed_model.RESIDUAL
+    seed = cfg.train.seed
+    native = cfg.engine.engine == NATIVE
     base = distributed.run_on_rank0(
         lambda: write_initial_adapter(cfg.lora, seed, native, folder, adapter, residual), hours=24
     )
@@ -371,7 +373,8 @@ def run_hooks(
 ) -> list[Hook]:
     """In the order of their work within a step: lines first, the checkpoint last."""
     cfg = plan.cfg
-    train, outputs = cfg.train, plan.outputs
+    train = cfg.train
+    outputs = plan.outputs
     global_batch_size = batch_plan(train, plan.layout.dp).global_batch_size
 
     # Lines, curves, the bar.
@@ -442,7 +445,8 @@ def fault_tolerance_hooks(options: FaultToleranceConfig, checkpoint: CheckpointH
 
 def summary_facts(plan: RunPlan, task: Task, data: TaskData, engine: Engine, run: Run) -> SummaryFacts:
     """For the first screen. Collective."""
-    spec, layout = plan.spec, plan.layout
+    spec = plan.spec
+    layout = plan.layout
     experts = f", {spec.experts} experts, {spec.topk} active" if spec.experts else ""
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
     grid = ""

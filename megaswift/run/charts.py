@@ -12,7 +12,10 @@ from html import escape
 
 Points = list[tuple[float, float]]
 MOST_POINTS = 600
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 26
+LEFT = 62
+RIGHT = 14
+TOP = 12
+BOTTOM = 26
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ def axis_label(value: float, digits: int | None = None) -> str:
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if limit <= size < 1e13:
             return f"{value / {'G': 1e9, 'M': 1e6, 'k': 1e3}[unit]:.{digits or 4}g}{unit}"
-    return f"{value:.{digits or (4 if size >= 1 else 3 if size >= 1e-3 else 2)}g}"
+    if not digits:
+        digits = next((n for n, least in ((4, 1), (3, 1e-3)) if size >= least), 2)
+    return f"{value:.{digits}g}"
 
 
 def axis_labels(values: Sequence[float]) -> list[str]:
@@ -76,7 +81,8 @@ def line_chart_svg(
     series = [ChartSeries(s.name, thin_points(s.points), s.style, s.marks) for s in series]
     if not any(s.points for s in series):
         return ""
-    x0, x1 = min(steps), max(steps)
+    x0 = min(steps)
+    x1 = max(steps)
     x0, x1 = (x0, x1) if x1 > x0 else (x0 - 1, x1 + 1)
     y0, y1 = bounds
 

@@ -65,7 +65,7 @@ PARTS = (
     "checkpoints",
     "export",
 )
-"""Of a run's wall time, in the order of the report."""
+"""The parts of a run's wall time, in the order of the report."""
 
 REPORT_ERRORS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, ImportError)
 """What drawing and writing the report may fail with: a full disk, lines that another program changed, no matplotlib."""
@@ -77,13 +77,14 @@ class Story:
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     rows: summary.Rows = field(default_factory=list)
-    """Of the first screen; empty until the run is built."""
+    """The rows of the first screen; empty until the run is built."""
     status: str = "failed before the first step"
 
 
 def run_to_the_end(settled: SettledRun, start_up_seconds: float) -> Path:
     """Everything, in order; a page about it also when it fails. Returns the output folder. Collective."""
-    cfg, plan = settled.cfg, settled.plan
+    cfg = settled.cfg
+    plan = settled.plan
     story = Story()
     story.seconds["start-up"] = start_up_seconds
     sending: list[trackers.TrackerHook] = []
@@ -157,7 +158,8 @@ def end_trackers(sending: list[trackers.TrackerHook], seconds: float = trackers.
 
 def step_to_resume(settled: SettledRun, seconds: dict[str, float]) -> Path | None:
     """The checkpoint to go on from. Collective."""
-    wanted, root = settled.cfg.train.resume_from_checkpoint, settled.plan.outputs.root
+    wanted = settled.cfg.train.resume_from_checkpoint
+    root = settled.plan.outputs.root
     if wanted is None:
         return None
     steps, notes = distributed.run_on_rank0(lambda: checkpoints.resume_step_candidates(wanted, root))
@@ -183,7 +185,8 @@ def warn_of_long_documents(max_length: int, spec: ModelSpec, scaled: bool) -> No
 def restore(plan: RunPlan, built: BuiltRun, seconds: dict[str, float]) -> None:
     """Takes the run to the checkpoint that it goes on from. Collective."""
     assert plan.resumed is not None
-    run, options = built.run, plan.cfg.train
+    run = built.run
+    options = plan.cfg.train
     with timed(seconds, "resume"):
         manifest = restore_run(
             run,

@@ -39,7 +39,8 @@ class RunLock:
     """The lock of one output folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / NAME
+        self.folder = folder
+        self.path = folder / NAME
         self._file = -1
 
     def take(self, fix: str = FIX) -> None:

@@ -11,7 +11,12 @@ from typing import Any
 from megaswift.atomic_disk_writes import atomic_file
 from megaswift.trainers.hooks.metrics import read_lines
 
-RAW, MEAN, EVAL, BAD, INK, GRID = "#9ec5f4", "#1f5fb4", "#d9730d", "#c0392b", "#333a45", "#e3e6ea"
+RAW = "#9ec5f4"
+MEAN = "#1f5fb4"
+EVAL = "#d9730d"
+BAD = "#c0392b"
+INK = "#333a45"
+GRID = "#e3e6ea"
 
 
 def median_smooth(values: Sequence[float], window: int) -> list[float]:
@@ -43,7 +48,8 @@ def plot_limits(values: Sequence[float]) -> tuple[float, float] | None:
     finite = sorted(v for v in values if math.isfinite(v))
     if not finite:
         return None
-    low, high = finite[0], finite[-1]
+    low = finite[0]
+    high = finite[-1]
     typical = finite[min(int(len(finite) * 0.98), len(finite) - 1)]
     if len(finite) >= 50 and high - low > 4 * (typical - low) > 0:
         high = typical + 0.5 * (typical - low)
@@ -53,7 +59,8 @@ def plot_limits(values: Sequence[float]) -> tuple[float, float] | None:
 
 def draw_loss_png(metrics: Path, evaluation: Path, picture: Path, title: str) -> None:
     """Draws the picture, whole or not at all; nothing without a line of metrics."""
-    lines, evals = read_lines(metrics), read_lines(evaluation)
+    lines = read_lines(metrics)
+    evals = read_lines(evaluation)
     if not lines:
         return
     import matplotlib
@@ -96,6 +103,7 @@ def _main(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], ev
     watched = primary_metric(lines)
     losses = metric_column(lines, watched)
     window = smoothing_window(len(lines))
+    # Training: one curve, or the median over a window on top of each line.
     if window > 1:
         axis.plot(steps, losses, color=RAW, linewidth=0.9, label="each line")
         axis.plot(steps, median_smooth(losses, window), color=MEAN, linewidth=1.8, label=f"median of {window} lines")
@@ -109,6 +117,7 @@ def _main(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], ev
             markersize=3,
             label="training",
         )
+    # Evaluations, and a mark at each skipped step.
     shown = list(losses)
     if evals:
         values = metric_column(evals, watched)
@@ -125,6 +134,7 @@ def _main(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], ev
     bad = [line["step"] for line in lines if line.get("skipped")]
     for i, step in enumerate(bad):
         axis.axvline(step, color=BAD, linewidth=0.8, alpha=0.5, label="skipped" if i == 0 else None)
+    # Limits, legend, and the last value.
     if bounds := plot_limits(shown):
         axis.set_ylim(*bounds)
     if evals or window > 1 or bad:

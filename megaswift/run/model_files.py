@@ -16,8 +16,10 @@ from megaswift.trainers.hook import Run
 from megaswift.trainers.hooks.best_model import best_checkpoint, copy_export, load_best_checkpoint
 
 TEMPLATE = "chat_template.jinja"
-HF, ADAPTER = "hf", "adapter"
-"""Folders within a checkpoint."""
+HF = "hf"
+"""Folder of the exported model within a checkpoint."""
+ADAPTER = "adapter"
+"""Folder of the adapter within a checkpoint."""
 REFERENCE = "reference"
 """Within a checkpoint: a reference that moves."""
 
@@ -28,7 +30,7 @@ class ModelFiles:
 
     engine: Engine
     folder: Path
-    """Of the model that the run starts from."""
+    """The folder of the model that the run starts from."""
     base: str
     """Name of the base model, for those who load the adapters."""
     adapts: bool

@@ -127,7 +127,7 @@ class OutputFolder:
         return self.root / "job_id"
 
     def job_id(self) -> str:
-        """Of the cluster's job that wrote this run; empty for none."""
+        """The id of the cluster's job that wrote this run; empty for none."""
         return self.job.read_text(encoding="utf-8").strip() if self.job.is_file() else ""
 
     @property
@@ -201,6 +201,7 @@ def resumed_version(train: TrainConfig) -> tuple[Path, str] | None:
 
 def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
     """What speaks against this output directory; changes nothing."""
+    # The folder that the run would use: a new version, the one to resume, or --output_dir itself.
     train = cfg.train
     resumed = resumed_version(train) if train.add_version else None
     is_new = train.add_version and resumed is None
@@ -208,6 +209,7 @@ def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
     outputs = OutputFolder(folder)
     problems: list[Problem] = []
     flag = f"--output_dir {outputs.root}"
+    # What no option can change: a file in its place, files of another kind, or a running run.
     occupied = next((p for p in (outputs.root, *outputs.root.parents) if p.exists()), None)
     if occupied is not None and not occupied.is_dir():
         return [Problem(flag, f"{occupied} is a file", "give a folder")]
@@ -215,6 +217,7 @@ def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
         return unusable
     if not is_new and not _joins_own_run(cfg, outputs) and (locked := RunLock(outputs.root).problems()):
         return locked
+    # The checkpoint to resume from must exist and be of this engine.
     resume = None
     if wanted is not None:
         try:
@@ -222,6 +225,7 @@ def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
         except UserError as error:
             problems += error.problems
     problems += [] if resume is None else _other_engine(cfg, resume)
+    # Files of another run are neither mixed with nor overwritten unasked.
     present = [] if is_new else outputs.present()
     own = checkpoints.names_newest_of_run(wanted, outputs.root)
     own = own or (resume is not None and _inside(resume, outputs.root))

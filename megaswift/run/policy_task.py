@@ -100,7 +100,8 @@ class PolicyTask(Task):
         cfg = plan.cfg
         critic_of = partial(build_critic, plan, rate, data.total_steps)
         dependencies = rollout_dependencies(plan, data, engine, critic_of)
-        settings, critic = rl_settings(cfg, plan.layout.dp), dependencies.critic
+        settings = rl_settings(cfg, plan.layout.dp)
+        critic = dependencies.critic
         rollouts = RolloutSource(settings, dependencies)
         # the critic's values, once a generation
         flops = [] if critic is None else [step_flop_formula(critic.engine, plan.spec, 1 / settings.iterations)]
@@ -131,7 +132,8 @@ def add_rl_summary_rows(
     facts: SummaryFacts, plan: RunPlan, source: PromptSource, critic: Engine | None
 ) -> SummaryFacts:
     """The first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
-    cfg, generation = plan.cfg, generation_batch_plan(plan.cfg, plan.layout.dp)
+    cfg = plan.cfg
+    generation = generation_batch_plan(plan.cfg, plan.layout.dp)
     samplers = plan.layout.world_size if samples_on_every_rank(cfg) else plan.layout.dp
     shared = cfg.vllm.vllm_tensor_parallel_size
     sampling = (
@@ -160,9 +162,10 @@ def rewards_text(cfg: SwiftConfig) -> str:
 
 
 def weight_sync_summary_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    """Of a run with adapters: what its samplers get."""
+    """Yields, for a run with adapters, what its samplers get."""
     if plan.adapts:
-        cfg, alone = plan.cfg, syncs_adapters_only(plan.cfg, plan.spec, plan.folder)
+        cfg = plan.cfg
+        alone = syncs_adapters_only(plan.cfg, plan.spec, plan.folder)
         why = (
             merged_sync_reason(cfg, plan.spec, plan.folder) if cfg.rl.rollout_lora is None else "rollout_lora is false"
         )
@@ -174,7 +177,8 @@ def weight_sync_summary_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 def critic_summary_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
     """What PPO's second model is and costs. Collective."""
-    sizes, start = critic.report(), cfg.rl.critic_model or "the initial model"
+    sizes = critic.report()
+    start = cfg.rl.critic_model or "the initial model"
     memory = bytes_text(sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes)
     rate = cfg.rl.critic_learning_rate or cfg.optim.learning_rate
     yield (
@@ -228,8 +232,12 @@ def rollout_dependencies(
     plan: RunPlan, data: TaskData, engine: Engine, critic_of: Callable[[], CriticTrainer | None]
 ) -> RolloutDependencies:
     """What rollouts are made by: the sampler, the reward functions, the estimator."""
-    cfg, context, tokenizer, prompts = plan.cfg, plan.context, data.tokenizer, data.source
-    settings, geometry = rl_settings(cfg, plan.layout.dp), plan.geometry()
+    cfg = plan.cfg
+    context = plan.context
+    tokenizer = data.tokenizer
+    prompts = data.source
+    settings = rl_settings(cfg, plan.layout.dp)
+    geometry = plan.geometry()
     images = None
     if data.processor is not None:
         images = PromptImageReader(data.processor, media_kinds(prompts.prompts.docs.stores))
@@ -295,7 +303,8 @@ def build_sampler_in_freed_memory(plan: RunPlan, engine: Engine, leaves: frozens
 
 def rollout_hooks(plan: RunPlan, rollouts: RolloutSource) -> Iterator[Hook]:
     """The hooks of a policy's run that come before those of every run."""
-    cfg, parts = plan.cfg, rollouts.parts
+    cfg = plan.cfg
+    parts = rollouts.parts
     yield SamplerCloser(parts.scheduler)
     yield RolloutMonitor(rollouts)
     if parts.critic is not None:
@@ -309,7 +318,8 @@ def rollout_hooks(plan: RunPlan, rollouts: RolloutSource) -> Iterator[Hook]:
 def reward_evaluation_hooks(plan: RunPlan, rollouts: RolloutSource, held_out: Sequence[Prompt]) -> Iterator[Hook]:
     """Evaluation on the held-out prompts, where there are any."""
     if held_out and evaluates(plan.cfg):
-        work, train = (rollouts.parts.scheduler, rollouts.parts.scorer), plan.cfg.train
+        work = (rollouts.parts.scheduler, rollouts.parts.scorer)
+        train = plan.cfg.train
         every = interval_of(train.eval_strategy, train.eval_steps)
         yield RewardEvaluationHook(plan.outputs.evaluation, held_out, work, every)
 

@@ -180,6 +180,7 @@ def chart_cards_html(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -
     def points(name: str, of: list[dict[str, Any]]) -> Points:
         return list(zip(metric_column(of, "step"), metric_column(of, name), strict=True))
 
+    # The loss, or the metric in its place, with evaluations.
     watched = primary_metric(lines)
     losses = metric_column(lines, watched)
     window = smoothing_window(len(lines))
@@ -188,6 +189,7 @@ def chart_cards_html(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -
     loss += [ChartSeries(f"median of {window} lines", averaged, "mean")] if window > 1 else []
     loss += [ChartSeries("evaluation", points(watched, evals), "eval", marks=True)] if evals else []
     cards = [(watched, loss, plot_limits(losses + metric_column(evals, watched)))]
+    # Preference metrics of training and evaluation, then curves of training alone.
     for name, title in PREFERENCE:
         if any(name in line for line in lines):
             both = [ChartSeries("training", points(name, lines), "mean")]
@@ -207,6 +209,7 @@ def chart_cards_html(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -
         cards.append(
             (title, [ChartSeries(title, points(name, lines), "mean")], plot_limits(metric_column(lines, name)))
         )
+    # A card for each chart that has something to show.
     html = []
     for title, series, bounds in cards:
         if bounds is not None:

@@ -56,7 +56,8 @@ class SummaryFacts:
 
 def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
     """Label and text; a text may have several lines."""
-    p, train = facts.parameters, cfg.train
+    p = facts.parameters
+    train = cfg.train
     state = p.weight_bytes + p.gradient_bytes + p.optimizer_bytes
     host = f"; {bytes_text(p.host_bytes)} of optimizer state in host memory" if p.host_bytes else ""
     batch = facts.dp * facts.accumulation * train.per_device_train_batch_size
@@ -140,7 +141,8 @@ def steps_text(cfg: SwiftConfig, facts: SummaryFacts) -> str:
 def optimizer_text(cfg: SwiftConfig, total_steps: int) -> str:
     """Optimizer and schedule in one line."""
     o = cfg.optim
-    warmup, low = warmup_steps(total_steps, o), final_rate(o)
+    warmup = warmup_steps(total_steps, o)
+    low = final_rate(o)
     parts = [f"{o.optimizer}, learning rate {o.learning_rate:g} {o.lr_scheduler_type}"]
     if o.lr_scheduler_type == "inverse_sqrt":
         parts[0] += f", at least {low:g}" if low else ""

@@ -31,7 +31,7 @@ class TaskData:
     """Batches to train on; of a policy, the prompts."""
     evaluation: EvaluationSource | None
     held_out: Sequence[Any] = ()
-    """Of a policy, the prompts to evaluate on."""
+    """For a policy: the prompts to evaluate on."""
     tokenizer: Any = None
     processor: Processor | None = None
     """Reads images and texts of a vision-language model."""
@@ -59,7 +59,7 @@ class TaskParts:
     engines: Mapping[str, Engine] = field(default_factory=dict)
     """Others that are trained too, by their folder in a checkpoint."""
     flops: Sequence[StepFlopFormula] = ()
-    """Of these engines."""
+    """The formulas of these engines."""
     describe: Callable[[SummaryFacts], SummaryFacts] = lambda facts: facts
     """Completes the first screen. Collective."""
 

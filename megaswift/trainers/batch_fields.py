@@ -55,7 +55,8 @@ class ReferenceLogprobs(BatchTransform):
     """Adds `fields["reference"]`."""
 
     def __init__(self, move_every: int | None = None, share: float = 0.0) -> None:
-        self.move_every, self.share = move_every, share
+        self.move_every = move_every
+        self.share = share
         self.known: Mapping[bool, PrecomputedReferenceLogprobs] = {}
         """Numbers scored before training, by whether they are of the data to train on; empty where the engine is
         asked."""
@@ -89,14 +90,16 @@ class KtoBaseline(ReferenceLogprobs):
         share: float = 0.0,
     ) -> None:
         super().__init__(move_every, share)
-        self.mismatched, self.over_global_batch = mismatched, over_global_batch
+        self.mismatched = mismatched
+        self.over_global_batch = over_global_batch
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches with both fields."""
         whole = self.over_global_batch(training)
         others = self.mismatched(batches, whole)
         with engine.reference():
-            own, rest = batch_logprobs(engine, batches), with_field(others, "reference", batch_logprobs(engine, others))
+            own = batch_logprobs(engine, batches)
+            rest = with_field(others, "reference", batch_logprobs(engine, others))
         policy = batch_logprobs(engine, rest)
         totals = _sums_and_counts(policy, rest)
         if whole:
@@ -121,7 +124,8 @@ class BcoReferencePoint(ReferenceLogprobs):
         prepared = super().prepare(engine, batches, training)
         if training:
             total, count = _sums_and_counts(batch_logprobs(engine, prepared), prepared).sum(0).unbind()
-            self.sum, self.count = self.sum + self.beta * total, self.count + count
+            self.sum = self.sum + self.beta * total
+            self.count = self.count + count
         delta = torch.as_tensor(self.sum).float() / torch.as_tensor(self.count).float().clamp(min=1)
         return with_field(prepared, "delta", [delta] * len(prepared))
 
@@ -131,7 +135,8 @@ class BcoReferencePoint(ReferenceLogprobs):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
-        self.sum, self.count = float(state["sum"]), float(state["count"])
+        self.sum = float(state["sum"])
+        self.count = float(state["count"])
 
 
 def _sums_and_counts(policy: Sequence[torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
@@ -160,7 +165,8 @@ def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:
         return rl_settings(cfg, dp).forward_passes
     if not needs_reference(cfg):
         return 0
-    kind, once = loss_types_of(cfg)[0], cfg.preference.precompute_ref_log_probs
+    kind = loss_types_of(cfg)[0]
+    once = cfg.preference.precompute_ref_log_probs
     return 3 if uses_kl(kind) else (not once) + uses_delta(kind)
 
 
@@ -172,7 +178,8 @@ def make_batch_transform(
         return LastTokens()
     if not needs_reference(cfg):
         return None
-    p, kind = cfg.preference, loss_types_of(cfg)[0]
+    p = cfg.preference
+    kind = loss_types_of(cfg)[0]
     moves = (p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
     if uses_kl(kind):
         return KtoBaseline(mismatched, partial(kto_pairs_over_global_batch, cfg), *moves)

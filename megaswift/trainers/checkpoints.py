@@ -32,7 +32,9 @@ from megaswift.folders.saved_steps import (
 )
 
 FORMAT = 1
-SAVING, DELETING, REPLACED = ".saving", ".deleting", ".replaced"
+SAVING = ".saving"
+DELETING = ".deleting"
+REPLACED = ".replaced"
 
 
 def write_json_durably(path: Path, value: Mapping[str, Any]) -> None:
@@ -97,7 +99,8 @@ class CheckpointStore:
 
     def finish(self, step: int, files: Mapping[str, Any], state: Mapping[str, Any]) -> Path:
         """Marks, renames, moves the pointer: in this order, each on disk before the next."""
-        saving, folder = self.saving(step), self.folder(step)
+        saving = self.saving(step)
+        folder = self.folder(step)
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -154,7 +157,8 @@ class CheckpointStore:
         than the steps behind it. Steps that were found to be damaged are not counted, and stay.
         """
         whole = [s for s in self.complete() if not saved_steps.has_missing_or_known_changed_files(s)]
-        pointed, apart = self.pointed(), None if best is None else self.folder(best)
+        pointed = self.pointed()
+        apart = None if best is None else self.folder(best)
         reached = next((s.step for s in whole if s.path == pointed), None)
         stay = {pointed, apart}
         for steps in (whole, [s for s in whole if reached is not None and s.step <= reached]):

@@ -57,7 +57,8 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> RankContext:
     native = requested_engine(cfg) == NATIVE
     if need := set_max_connections(os.environ, layout, sharded_weights=requested_engine(cfg) in GATHERING):
         log.warn(need)
-    seconds, seed = float(cfg.parallel.ddp_timeout), cfg.train.seed
+    seconds = float(cfg.parallel.ddp_timeout)
+    seed = cfg.train.seed
     if native:
         from megaswift.engine.megatron.parallel_context import ParallelContext
 
@@ -173,6 +174,7 @@ def native_kernels(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> Compute
     """Whose kernels the native engine would take on this machine, and its precision."""
     from megaswift.engine.megatron.megatron_transformer_config import compute_dtype
 
-    choice, cuda = layer_implementation(cfg, spec, layout), torch.cuda.is_available()
+    choice = layer_implementation(cfg, spec, layout)
+    cuda = torch.cuda.is_available()
     dtype = str(compute_dtype(cfg.model.torch_dtype, spec, cuda)).removeprefix("torch.")
     return ComputeKernels(choice.linear, choice.attention, dtype, cuda)

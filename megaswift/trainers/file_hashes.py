@@ -21,7 +21,9 @@ from megaswift.folders.source import locate_model
 
 def damaged_file_problems_all_ranks(step: Path, parts: Iterable[str] = ()) -> list[Problem]:
     """What of a step (or of these folders of it) is not as it was saved, the same on every rank. Collective."""
-    rank, ranks, began = distributed.global_rank(), distributed.global_world_size(), time.perf_counter()
+    rank = distributed.global_rank()
+    ranks = distributed.global_world_size()
+    began = time.perf_counter()
     manifest = distributed.run_on_rank0(partial(saved_steps.load_manifest_or_problem, step))
     if isinstance(manifest, Problem):
         return [manifest]

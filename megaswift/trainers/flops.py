@@ -5,7 +5,7 @@ parameters without the input embedding (of a mixture of experts: those active fo
 and token, backward 4; the attention part is that of a causal mask, half of the full square (PaLM, appendix B, halved).
 Recomputed activations and padding do not count: they are work, not use. Frozen parameters have no weight gradient: N
 counts two thirds of them (LoRA). A forward pass beside the step (a reference) counts 2 x N x tokens and 2 x the
-attention, N without that cut. Of several models that train on the same tokens (a critic) each has a rule of its own.
+attention, N without that cut. Each of several models that train on the same tokens (a critic) has a rule of its own.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StepFlopFormula:
 
 
 def step_flop_formula(engine: Engine, spec: ModelSpec, passes: float) -> StepFlopFormula:
-    """Of the model that an engine trains; a critic has the policy's layers. Collective."""
+    """Returns the formula of the model that an engine trains; a critic has the policy's layers. Collective."""
     sizes = engine.report()
     forward = sizes.flops_per_token_parameters if sizes.forward_parameters is None else sizes.forward_parameters
     return StepFlopFormula(sizes.flops_per_token_parameters, spec.num_layers * spec.product_width, passes, forward)

@@ -179,14 +179,14 @@ class Run:
     engines: Mapping[str, Engine] = field(default_factory=dict)
     """Others that are trained too, by their folder in a checkpoint."""
     weight_decay: Callable[[int], float | None] = lambda step: None
-    """Of a step; None: the configuration's."""
+    """The weight decay of a step; None: the configuration's."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the parts, for the report."""
 
     step: int = 0
     """Optimizer steps taken."""
     skipped: int = 0
-    """Of these, skipped ones: the learning-rate schedule stands still where the weights do."""
+    """The skipped ones among them: the learning-rate schedule stands still where the weights do."""
     interrupted: int = 0
     """The signal that ended the run early, 0 when none did."""
     mistake: UserError | None = None
@@ -212,7 +212,8 @@ class Run:
     def emit(self, event: str, *values: Any) -> None:
         """Calls every hook's method of this name; the time of an event that a hook emits itself counts as that
         hook's."""
-        inner, self._inside = self._inside, True
+        inner = self._inside
+        self._inside = True
         for hook in self.hooks:
             with nullcontext() if inner else timed(self.seconds, hook.part):
                 getattr(hook, event)(self, *values)

@@ -41,10 +41,12 @@ class HubClient(Protocol):
 class HuggingFaceHub:
     """By huggingface_hub."""
 
-    login, command = "HF_TOKEN, or hf auth login", "hf upload"
+    login = "HF_TOKEN, or hf auth login"
+    command = "hf upload"
 
     def __init__(self, token: str | None, branch: str | None = None) -> None:
-        self.token, self.branch = token, branch
+        self.token = token
+        self.branch = branch
 
     def _api(self) -> Any:
         from huggingface_hub import HfApi
@@ -72,7 +74,8 @@ class HuggingFaceHub:
 class ModelScopeHub:
     """By modelscope-hub."""
 
-    login, command = "MODELSCOPE_API_TOKEN, or ms login", "ms upload"
+    login = "MODELSCOPE_API_TOKEN, or ms login"
+    command = "ms upload"
 
     def __init__(self, token: str | None) -> None:
         self.token = token
@@ -106,7 +109,7 @@ class ModelScopeHub:
 
 
 def hub_client(use_hf: bool, token: str | None, branch: str | None = None) -> HubClient:
-    """Of the hub that --use_hf selects; `branch`: of Hugging Face's repository."""
+    """Returns a client of the hub that --use_hf selects; `branch` is one of Hugging Face's repository."""
     return HuggingFaceHub(token, branch) if use_hf else ModelScopeHub(token)
 
 
@@ -122,7 +125,8 @@ class HubRepository:
     """A model repository. Created before anything expensive, so that a wrong token or name shows then."""
 
     def __init__(self, client: HubClient, token: str | None, name: str) -> None:
-        self.client, self.token = client, token
+        self.client = client
+        self.token = token
         self.name = name
         """As given; once it is created, its full name."""
 

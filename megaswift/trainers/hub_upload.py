@@ -63,5 +63,5 @@ class HubUpload:
 
 
 def hub_upload_of(cfg: SwiftConfig) -> HubUpload | None:
-    """Of a run that uploads. Collective."""
+    """Returns the upload of a run that has one. Collective."""
     return HubUpload(cfg) if cfg.train.push_to_hub else None

@@ -57,7 +57,8 @@ class ReceivedSignal:
             self._take(number)
 
     def _take(self, number: int) -> None:
-        self.number, self._since = number, time.monotonic()
+        self.number = number
+        self._since = time.monotonic()
         discard_closed_output()
         name = signal.Signals(number).name
         log.info(f"{name} received: saving after this step or the next; send it again to stop at once")

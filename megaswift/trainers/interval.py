@@ -11,7 +11,9 @@ from typing import Any
 
 from megaswift.trainers.hook import Run, StepRecord
 
-EPOCH, BEST, NO = "epoch", "best", "no"
+EPOCH = "epoch"
+BEST = "best"
+NO = "no"
 Every = int | float | str | None
 """Steps, a fraction of all steps, `epoch`, or what never falls due by itself: `best`, `no`, None."""
 
@@ -46,7 +48,8 @@ class StepInterval:
 
         A global batch may go on into the next epoch: the step that takes an epoch's last row completes it.
         """
-        before, self.epochs = self.epochs or 0, max(self.epochs or 0, floor(step.epoch))
+        before = self.epochs or 0
+        self.epochs = max(self.epochs or 0, floor(step.epoch))
         if self.every == EPOCH:
             return self.epochs > before
         return isinstance(self.every, int) and step.number % self.every == 0

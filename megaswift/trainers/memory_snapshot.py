@@ -41,7 +41,8 @@ def write_memory_snapshot(folder: Path, holders: Mapping[str, int], peak_gib: fl
     """The files that were written: `rank-N.memory.json` with `holders` (bytes by name, largest first), on a GPU also
     `rank-N.memory.pickle` for https://pytorch.org/memory_viz. A warning where they cannot be: it hides no error."""
     rank = distributed.global_rank()
-    file, trace = folder / f"rank-{rank}.memory.json", folder / f"rank-{rank}.memory.pickle"
+    file = folder / f"rank-{rank}.memory.json"
+    trace = folder / f"rank-{rank}.memory.pickle"
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

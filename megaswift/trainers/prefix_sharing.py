@@ -24,7 +24,7 @@ CUDNN = 90700
 """9.7, as its version number."""
 DROPOUTS = ("attention_dropout", "hidden_dropout")
 ROUTER_FIELDS = ("moe_router_enable_expert_bias", "moe_input_jitter_eps")
-"""Of Megatron-Core's, by which it matters how often a router sees a token."""
+"""Megatron-Core's fields by which it matters how often a router sees a token."""
 
 
 def shares_prefixes(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> bool:
@@ -120,7 +120,8 @@ def _drops_out(cfg: SwiftConfig, spec: ModelSpec) -> bool:
 
 
 def _counts_tokens(cfg: SwiftConfig, spec: ModelSpec) -> bool:
-    m, default = cfg.model, spec.transformer.get("moe_aux_loss_coeff") or 0.0
+    m = cfg.model
+    default = spec.transformer.get("moe_aux_loss_coeff") or 0.0
     balances = default if m.moe_aux_loss_coeff is None else m.moe_aux_loss_coeff
     more = {**spec.transformer, **extra_kwargs_values(m.megatron_extra_kwargs)}
     counted = (balances, m.moe_z_loss_coeff, m.moe_expert_capacity_factor, *map(more.get, ROUTER_FIELDS))
@@ -128,8 +129,9 @@ def _counts_tokens(cfg: SwiftConfig, spec: ModelSpec) -> bool:
 
 
 def _has_kernel_for_more_keys_than_queries() -> bool:
-    """Of packed documents, the causal mask aligned at the last of both; without, Transformer Engine falls back on plain
-    products of all documents padded to the longest. Source: its `nvte_get_fused_attn_backend`."""
+    """Whether there is a kernel for packed documents whose causal mask is aligned at the last of both; without it,
+    Transformer Engine falls back on plain products of all documents padded to the longest. Source: its
+    `nvte_get_fused_attn_backend`."""
     import torch
 
     return importlib.util.find_spec("flash_attn") is not None or (torch.backends.cudnn.version() or 0) >= CUDNN

@@ -40,7 +40,8 @@ class PrecomputedReferenceLogprobs:
     def room(cls, units: PreferenceDataset) -> PrecomputedReferenceLogprobs:
         """With a place for every row and no number yet; infinite, so that the smallest over ranks is the one that was
         found."""
-        docs, width = units.docs, units.units.width
+        docs = units.docs
+        width = units.units.width
         samples, first = np.unique(docs.sample[::width], return_index=True)
         counts = docs.labels.reshape(-1, width).sum(axis=1)[first]
         edges = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -56,7 +57,8 @@ class PrecomputedReferenceLogprobs:
 
     def keep(self, batch: Batch, logprobs: torch.Tensor) -> None:
         """Puts the numbers of a scored micro-batch to their rows."""
-        given, first = logprobs.detach().float().cpu()[batch.loss_weights.cpu() != 0], 0
+        given = logprobs.detach().float().cpu()[batch.loss_weights.cpu() != 0]
+        first = 0
         for place in self.places(batch, documents_per_row(batch)):
             count = place.stop - place.start
             self.values[place] = given[first : first + count]
@@ -82,7 +84,9 @@ def compute_reference_logprobs(source: EvaluationSource, score: Score, what: str
     """Every row once, spread over data-parallel ranks. Collective; the same on every rank."""
     rows = source.data
     assert isinstance(rows, PreferenceDataset)
-    known, began, done = PrecomputedReferenceLogprobs.room(rows), time.perf_counter(), 0
+    known = PrecomputedReferenceLogprobs.room(rows)
+    began = time.perf_counter()
+    done = 0
     reported = began
     for batches in source.eval_batches():
         for batch, logprobs in zip(batches, score(batches), strict=True):
@@ -93,6 +97,7 @@ def compute_reference_logprobs(source: EvaluationSource, score: Score, what: str
             log.info(f"reference: {done:,} of {len(rows):,} rows of {what} scored")
     distributed.all_min_(known.values)
     assert bool(torch.isfinite(known.values).all()), "the reference log-probability of a token is not finite"
-    size, seconds = 4 * len(known.values) / 2**20, time.perf_counter() - began
+    size = 4 * len(known.values) / 2**20
+    seconds = time.perf_counter() - began
     log.info(f"reference: {len(rows):,} rows of {what} scored in {seconds:.1f} s, {size:.1f} MiB")
     return known

@@ -93,8 +93,11 @@ def check_schedule_length(total_steps: int, optim: ScheduleOptions) -> None:
 
 def lr_at(step: int, total_steps: int, optim: ScheduleOptions) -> float:
     """The learning rate of step `step` (from 0) of `total_steps`."""
-    high, low, warm = optim.learning_rate, final_rate(optim), warmup_steps(total_steps, optim)
-    kind, total_steps = optim.lr_scheduler_type, decay_steps(total_steps, optim)
+    high = optim.learning_rate
+    low = final_rate(optim)
+    warm = warmup_steps(total_steps, optim)
+    kind = optim.lr_scheduler_type
+    total_steps = decay_steps(total_steps, optim)
     one = int(kind == "cosine_warmup_with_min_lr")  # its step 0 has the rate of the first step after 0
     if step < warm:
         first = first_warmup_rate(optim)
@@ -104,7 +107,8 @@ def lr_at(step: int, total_steps: int, optim: ScheduleOptions) -> float:
         return high
     if kind == "inverse_sqrt":
         return low if step > total_steps else max(low, high * inverse_sqrt(step, warm))
-    start, end = warm, total_steps
+    start = warm
+    end = total_steps
     if kind == "wsd":
         fall = optim.wsd_decay_steps or ceil(optim.wsd_decay_ratio * total_steps)
         start = max(warm, total_steps - fall) if optim.wsd_stable_steps is None else warm + optim.wsd_stable_steps

@@ -165,12 +165,15 @@ PARALLEL_SECTIONS: Mapping[str, tuple[str, Callable[[Mapping[str, Any], str], bo
 
 def _text(value: Any) -> str:
     """A value as a variable; YAML reads `no` as false."""
-    return "no" if value is False else "" if value is None else str(value)
+    if value is False:
+        return "no"
+    return "" if value is None else str(value)
 
 
 def _launch(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """(key, option, value) of processes and machines."""
-    processes, machines = content.get("num_processes"), content.get("num_machines") or 1
+    processes = content.get("num_processes")
+    machines = content.get("num_machines") or 1
     if not (isinstance(processes, int) and isinstance(machines, int)):
         processes = machines = 1
     if processes > machines and processes % machines == 0:
@@ -197,7 +200,8 @@ def _refused(content: Mapping[str, Any], kind: str, label: str) -> Iterator[Prob
         yield Problem(
             f"{label}: gpu_ids: {devices}", "is not an option", f"set CUDA_VISIBLE_DEVICES={devices}, gpu_ids: all"
         )
-    processes, machines = content.get("num_processes"), content.get("num_machines") or 1
+    processes = content.get("num_processes")
+    machines = content.get("num_machines") or 1
     if isinstance(processes, int) and isinstance(machines, int) and processes > 0 and processes % machines:
         rule = f"is not a multiple of num_machines {machines}"
         yield Problem(

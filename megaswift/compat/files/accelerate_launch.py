@@ -24,7 +24,8 @@ from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.config.values import option_value_text
 from megaswift.errors import Problem
 
-ZERO, FSDP = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"
+ZERO = "ACCELERATE_USE_DEEPSPEED"
+FSDP = "ACCELERATE_USE_FSDP"
 _ZERO = "ACCELERATE_DEEPSPEED_"
 _KINDS = {("2", "cpu", "none"): "zero2_offload", ("3", "cpu", "cpu"): "zero3_offload"} | {
     (stage, "none", "none"): f"zero{stage}" for stage in "0123"
@@ -161,7 +162,9 @@ def _fsdp(environ: Mapping[str, str]) -> Iterator[GivenOptionValue]:
         if _on(environ, "FSDP_OFFLOAD_PARAMS"):
             yield GivenOptionValue("fsdp", ["offload"], "accelerate's fsdp_offload_params")
     else:
-        words = [_sharding(environ)] + ["offload"] * _on(environ, "FSDP_OFFLOAD_PARAMS")
+        words = [_sharding(environ)]
+        if _on(environ, "FSDP_OFFLOAD_PARAMS"):
+            words.append("offload")
         yield GivenOptionValue("fsdp", words, "accelerate's fsdp_config")
     classes = environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "None")
     if classes != "None" and _sharding(environ) != NO_SHARD:

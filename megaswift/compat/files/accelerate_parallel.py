@@ -12,8 +12,10 @@ from typing import Any
 from megaswift.config.sources import GivenOptionValue
 from megaswift.errors import Problem
 
-MEGATRON, PARALLELISM = "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG"
-MEGATRON_PREFIX, PARALLELISM_PREFIX = "MEGATRON_LM_", "PARALLELISM_CONFIG_"
+MEGATRON = "ACCELERATE_USE_MEGATRON_LM"
+PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
+MEGATRON_PREFIX = "MEGATRON_LM_"
+PARALLELISM_PREFIX = "PARALLELISM_CONFIG_"
 PREFIXES = {"megatron_lm_config": MEGATRON_PREFIX, "parallelism_config": PARALLELISM_PREFIX}
 """Section of a file: the prefix of its variables; keys of the section may have it in lower case."""
 OPTIONS_OF_MEGATRON = {
@@ -55,7 +57,7 @@ SIZES = {
     "CP_SIZE": "context_parallel_size",
     "SP_SIZE": "context_parallel_size",
 }
-"""Of `parallelism_config`; a group of sequence parallelism splits sequences as context parallelism does here."""
+"""Sizes in `parallelism_config`; a group of sequence parallelism splits sequences as context parallelism does here."""
 _OFF = ("", "none", "no", "false", "0", "1")
 
 

@@ -32,7 +32,7 @@ _BATCH = {"train_batch_size": "global_batch_size"} | {
 _OPTIMIZER = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
 HOSTFILE = "hostfile"
 LARGEST_POWER = 128
-"""Of float32, in which losses are scaled."""
+"""The largest power of two in float32, in which losses are scaled."""
 LINEAR_WARMUP = "its warmup is linear here (DeepSpeed's default: logarithmic; warmup_type linear in the file)"
 
 

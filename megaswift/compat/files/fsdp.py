@@ -17,8 +17,9 @@ from megaswift.config.sources import GivenOptionValue
 from megaswift.config.values import FALSE, TRUE
 
 SHARDING = ("fsdp_sharding_strategy", "sharding_strategy")
-RESHARDED, KEPT = "reshard true", "reshard false"
-"""What `reshard_after_forward` says, until it is known whether a strategy says so too."""
+# The value of `reshard_after_forward`, until it is known whether a strategy gives it too.
+RESHARDED = "reshard true"
+KEPT = "reshard false"
 RESHARDS = ("fsdp_reshard_after_forward", "reshard_after_forward")
 OFFLOADS = ("fsdp_offload_params", "offload_params")
 FILES = (".json", ".yaml", ".yml")
@@ -75,7 +76,7 @@ def _names_file(word: str) -> bool:
 
 
 def _ddp_options(settings: Any) -> dict[str, Any] | None:
-    """Of a file, its JSON or an object without sharding; None for any other."""
+    """Returns the options of a file, its JSON or an object without sharding; None for any other."""
     text = json.dumps(settings) if isinstance(settings, dict) else settings
     return ddp_options_of_no_shard(text) if isinstance(text, str) else None
 
@@ -99,7 +100,9 @@ def _words(given: GivenOptionValue) -> list[str]:
     if given.name == "fsdp":
         inline = text.lstrip().startswith("{")
         named = [text] if inline else text.replace(",", " ").split()
-        return ["full_shard"] if text.lower() in TRUE else [] if text.lower() in FALSE else [_word(w) for w in named]
+        if text.lower() in TRUE:
+            return ["full_shard"]
+        return [] if text.lower() in FALSE else [_word(w) for w in named]
     if given.name in SHARDING:
         return [_word(text)]
     flag = _is_true(given.value)
@@ -107,7 +110,7 @@ def _words(given: GivenOptionValue) -> list[str]:
         if not flag and text.strip().lower() not in FALSE:  # FSDP1's name of a strategy
             return [_word(text)]
         return [RESHARDED if flag else KEPT]
-    return ["offload"] * flag
+    return ["offload"] if flag else []
 
 
 def _word(text: str) -> str:

@@ -11,7 +11,9 @@ ForeignOptionRow = tuple[str, tuple[str, ...], str, str]
 """Names; accepted values in lower case (none: any); a fact; the fix for another value."""
 
 ANY: tuple[str, ...] = ()
-OFF, ON, EITHER = ("false",), ("true",), ("true", "false")
+OFF = ("false",)
+ON = ("true",)
+EITHER = ("true", "false")
 UNSET = ("none", "", "[]", "{}")
 LEAVE = "leave it out"
 _JINJA = "--chat_template FILE.jinja"

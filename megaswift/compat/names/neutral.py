@@ -33,7 +33,9 @@ class NeutralOption:
     def accepts(self, value: Any) -> bool:
         """Whether the value asks for what happens anyway; None sets nothing."""
         text = str(value).strip().lower()
-        spelled = "true" if text in TRUE else "false" if text in FALSE else text
+        spelled = "false" if text in FALSE else text
+        if text in TRUE:
+            spelled = "true"
         if value is None or self.values == ANY or {text, spelled} & {*self.values}:
             return True
         return _number(text) is not None and _number(text) in {_number(v) for v in self.values}

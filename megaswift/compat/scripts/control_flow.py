@@ -14,16 +14,14 @@ from dataclasses import dataclass, field
 from megaswift.compat.scripts.shell_syntax import NAME, SimpleCommand, UnexpandedWord
 from megaswift.errors import ConfigError, Problem
 
-IF, CASE, LOOP, GROUP, SUBSHELL, FUNCTION, LIST, ARITHMETIC = (
-    "if",
-    "case",
-    "loop",
-    "group",
-    "subshell",
-    "function",
-    "list",
-    "arithmetic",
-)
+IF = "if"
+CASE = "case"
+LOOP = "loop"
+GROUP = "group"
+SUBSHELL = "subshell"
+FUNCTION = "function"
+LIST = "list"
+ARITHMETIC = "arithmetic"
 OPENING = {"if": (IF, "fi"), "case": (CASE, "esac"), "{": (GROUP, "}")} | dict.fromkeys(
     ("for", "while", "until", "select"), (LOOP, "done")
 )
@@ -52,17 +50,17 @@ class ControlStep:
     step: str
     """open | branch | close | command."""
     kind: str = ""
-    """What is opened or closed. Of a branch: `then`, `elif`, `else`; of a case `pattern` (`next pattern`: after `;&`)
-    with `last pattern` before it where it is `*`. Of a command: its kind where it is not an ordinary one."""
+    """What is opened or closed. For a branch: `then`, `elif`, `else`; for a case: `pattern` (`next pattern`: after
+    `;&`) with `last pattern` before it where it is `*`. For a command: its kind where it is not an ordinary one."""
     command: SimpleCommand | None = None
     """Without reserved words."""
     names: tuple[str, ...] = ()
-    """Of a command: the variables that it sets; of `open`: those that are set before it closes, and of a function
+    """For a command: the variables that it sets; for `open`: those that are set before it closes, and for a function
     those that are set later in the script."""
     piped: bool = False
-    """Of `close`: a part of a pipeline, or in the background: what it sets is lost."""
+    """For `close`: a part of a pipeline, or in the background: the variables that it sets are lost."""
     tested: bool = False
-    """Of a list: it follows a test, and not a command that is meant to succeed."""
+    """For a list: it follows a test, and not a command that is meant to succeed."""
 
 
 @dataclass
@@ -71,12 +69,12 @@ class _Open:
     closer: str
     piped: bool
     pattern: bool = False
-    """Of a case: patterns are read."""
+    """For a case: patterns are read."""
     header: bool = False
-    """Of `for` and `select`: before `do`."""
+    """For `for` and `select`: before `do`."""
     parentheses: int = 0
     operator: str = ""
-    """Of a list."""
+    """The operator of a list."""
 
 
 @dataclass
@@ -124,7 +122,8 @@ class _FlowReader:
             elif not (token == "\n" and self.connector):
                 self._end_of_list()
                 if token in (";;", ";&", ";;&") and self._top().kind == CASE:
-                    self._top().pattern, self.pattern = True, "pattern" if token == ";;" else "next pattern"
+                    self._top().pattern = True
+                    self.pattern = "pattern" if token == ";;" else "next pattern"
 
     def _parenthesis(self, token: str, following: list[str]) -> None:
         top = self._top()
@@ -145,7 +144,8 @@ class _FlowReader:
             self._open(FUNCTION if self.defines else SUBSHELL, ")")
 
     def _define(self, name: SimpleCommand | None) -> None:
-        self.defines, self.named = True, False
+        self.defines = True
+        self.named = False
         self.functions.add((name.words[0].literal or "") if name else "")
 
     def _words(self, command: SimpleCommand) -> None:
@@ -191,7 +191,8 @@ class _FlowReader:
         named = literal in ("for", "select")
         self._open(FUNCTION if kind == GROUP and self.defines else kind, closer)
         if kind == CASE:
-            self.stack[-1].pattern, self.pattern = True, "pattern"
+            self.stack[-1].pattern = True
+            self.pattern = "pattern"
             asked = [w for w in words[:1] if w.parts]
             self.steps.append(ControlStep("command", "case", SimpleCommand(command.line, tuple(asked))))
             return words[2:]
@@ -208,7 +209,9 @@ class _FlowReader:
         if not calculates:
             self._connect()
         names = tuple(_counted(command.words) if calculates else assigned_names(command.words))
-        kind = "arithmetic" if calculates else "call" if first in self.functions else ""
+        kind = "call" if first in self.functions else ""
+        if calculates:
+            kind = "arithmetic"
         self.steps.append(ControlStep("command", kind, command, names))
         self.named = len(command.words) == 1 and first is not None and command.after.startswith("()")
         plain = all(map(assigned_name, command.words)) or first in SURE
@@ -217,7 +220,8 @@ class _FlowReader:
 
     def _connect(self) -> None:
         """Opens a list where the command may be left out."""
-        operator, self.connector = self.connector, ""
+        operator = self.connector
+        self.connector = ""
         top = self._top()
         if operator == "||" or (operator == "&&" and top.kind == LIST and top.operator == "||"):
             self._end_of_list()

@@ -52,7 +52,8 @@ TAKEN = frozenset({
 })  # fmt: skip
 """Those of them that say how to read the others, or that are used."""
 HOSTS = ("hostfile", "deepspeed_hostfile")
-SEVERAL, ON_EACH = "names several machines", "start the command on each: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT"
+SEVERAL = "names several machines"
+ON_EACH = "start the command on each: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT"
 SILENT = ("", "none", "no", "false", "[]", "{}")
 OF_ACCELERATE = ("use_megatron_lm", "use_parallelism_config", "dynamo_backend")
 VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
@@ -114,7 +115,8 @@ def _rendezvous(run: MigratedRun, launch: dict[str, ExpandedWord], endpoint: Exp
         return
     host, colon, port = endpoint.text.rpartition(":")
     if not colon:
-        host, port = endpoint.text, ""
+        host = endpoint.text
+        port = ""
     parts = {"master_addr": host.strip("[]") if host.startswith("[") else host, "master_port": port}
     whole = not colon and endpoint.unresolved
     if whole or any(u not in host and u not in port for u in endpoint.unresolved):
@@ -144,7 +146,8 @@ def _processes(
     run: MigratedRun, command: ForeignCommand, launch: dict[str, ExpandedWord], settings: dict[str, Any]
 ) -> None:
     """`nproc_per_node` where the launcher says it in another way."""
-    total, nodes = str(settings.pop("num_processes", "")), launch.get("nnodes", ExpandedWord("1")).text
+    total = str(settings.pop("num_processes", ""))
+    nodes = launch.get("nnodes", ExpandedWord("1")).text
     if re.fullmatch(r"\d{1,6}", total):
         each = int(total) // int(nodes) if re.fullmatch(r"[1-9]\d{0,5}", nodes) else int(total)
         launch["nproc_per_node"] = ExpandedWord(str(max(1, each)))
@@ -195,7 +198,7 @@ def _environment(run: MigratedRun, environment: Mapping[str, ExpandedWord]) -> C
 
 
 def _accelerate_settings(run: MigratedRun, command: ForeignCommand, folder: Path) -> dict[str, Any]:
-    """Of its file, with the flags over them."""
+    """Returns the settings of its file, with the flags over them."""
     flags = {name: word.text for name, word in command.launcher_options.items()}
     settings: dict[str, Any] = {}
     name = flags.pop("config_file", "") or flags.pop("accelerate_config", "")

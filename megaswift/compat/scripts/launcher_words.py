@@ -53,7 +53,8 @@ def launched_program(words: Sequence[ExpandedWord]) -> LaunchedProgram | None:
         rest = rest[1:]
     if not rest:
         return None
-    first, after = _base(rest[0].text), rest[1:]
+    first = _base(rest[0].text)
+    after = rest[1:]
     if first in PYTHON:
         return _python(after)
     if first == "torchrun":
@@ -124,7 +125,8 @@ def _launched(launcher: str, words: list[ExpandedWord]) -> LaunchedProgram | Non
         rest = rest[1:]
     if not rest:
         return None
-    found.name, found.words = rest[0].text, rest[1:]
+    found.name = rest[0].text
+    found.words = rest[1:]
     return found
 
 

@@ -37,7 +37,7 @@ TAGS = (
     {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"},
     {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
 )
-"""Of turns, as both are recognized; the first are LLaMA-Factory's defaults."""
+"""Tags of turns, as both are recognized; the first are LLaMA-Factory's defaults."""
 READ = ("file_name", "hf_hub_url", "ms_hub_url", "formatting", "ranking", "columns", "tags", "num_samples")
 DATASETS = ("dataset", "eval_dataset")
 OWN_NAMES = frozenset({*OWN_COLUMNS.values(), "messages"})
@@ -94,7 +94,7 @@ def _info_file(place: str, folder: Path) -> Path | None:
 def _sources(
     run: MigratedRun, given: GivenOptionValue, names: Sequence[str], file: Path, datasets: list[_DatasetColumns]
 ) -> Iterator[str]:
-    """Of each data set; its columns are added to `datasets`."""
+    """Yields the source of each data set; its columns are added to `datasets`."""
     try:
         info = read_option_json_file(file, str(file), "correct the file")
     except ConfigError as error:
@@ -102,7 +102,8 @@ def _sources(
             run.ask_problem(problem)
         return
     for name in names:
-        what, entry = f"{given.name} {name}", info.get(name)
+        what = f"{given.name} {name}"
+        entry = info.get(name)
         source = _source(entry, file.parent) if isinstance(entry, dict) else None
         if source is None or not isinstance(entry, dict):
             run.ask(what, f"has no file or hub ID in {file}", "give the file or hub ID")

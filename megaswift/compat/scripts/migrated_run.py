@@ -69,7 +69,7 @@ class MigratedRun:
     """A launcher's file of hosts, as it was written there."""
     environment: dict[str, str] = field(default_factory=dict)
     variables: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of a value of the launch or the environment, by its name in capitals: the variables in it, as written."""
+    """The variables in each value of the launch or the environment, as written, by its name in capitals."""
     sections: Sections | None = None
     """The configuration that the file resolves to."""
 
@@ -112,7 +112,7 @@ class MigratedRun:
         return ConfigSource((*(option.given for option in self.options.values()), *accepted))
 
     def launched_processes(self) -> int | None:
-        """Of all nodes; None where a number is not known."""
+        """The number of processes on all nodes; None where a number is not known."""
         counts: Mapping[str, str] = {"nproc_per_node": "1", "nnodes": "1"} | self.launch
         numbers = [counts["nproc_per_node"], counts["nnodes"]]
         known = all(re.fullmatch(r"[1-9]\d{0,5}", n) for n in numbers)

@@ -107,12 +107,14 @@ def add_differing_defaults(run: MigratedRun) -> None:
 
 
 def _add_default(run: MigratedRun, row: DifferingDefault, sections: Sections) -> None:
-    name, text = row.option, row.value or "".join(_computed(run, row, sections))
+    name = row.option
+    text = row.value or "".join(_computed(run, row, sections))
     comment = f"default of {run.toolkit}: {row.theirs}; here: {row.ours}"
     if text == "unset":
         return
     if row.option == "importance_sampling_mode" and not row.value:
-        name, text = "importance_sampling_correction", "false"
+        name = "importance_sampling_correction"
+        text = "false"
     try:
         value = parse_option_value(OPTIONS[name].of_task(run.task), text) if text else None
     except InvalidValue:

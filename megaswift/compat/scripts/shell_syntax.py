@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 NAME = re.compile(r"[A-Za-z_]\w*")
 ARRAY = re.compile(r"([A-Za-z_]\w*)\+?=")
 SPECIAL = re.compile(r"[0-9@*#?$!-]")
-BLANK, END = " \t\r", ";&|()\n"
+BLANK = " \t\r"
+END = ";&|()\n"
 JOINED = re.compile(r"\\[ \t]*\r?\n|\\[ \t]+#[^\n]*(?:\n|$)|\\#[^\n]{0,999}\n(?=[ \t]*-)")
 """A line that goes on. Guides print a comment behind the backslash, which a shell would not read so."""
 JOINED_IN_WORD = re.compile(r"\\\r?\n|\\[ \t]{0,99}#[^\n]{0,999}\n(?=[ \t]*-)")
@@ -64,13 +65,18 @@ def simple_commands(text: str, first_line: int = 1) -> Iterator[SimpleCommand]:
 
 class _ShellReader:
     def __init__(self, text: str, first_line: int) -> None:
-        self.text, self.at, self.first_line = text, 0, first_line
-        self.counted, self.lines = 0, 0
+        self.text = text
+        self.at = 0
+        self.first_line = first_line
+        self.counted = 0
+        self.lines = 0
         self.documents: list[tuple[str, bool]] = []
 
     def commands(self) -> Iterator[SimpleCommand]:
         words: list[UnexpandedWord] = []
-        line, before, separators = 0, "", ""
+        line = 0
+        before = ""
+        separators = ""
         complete: SimpleCommand | None = None
         while self.at < len(self.text):
             if self._skip_blank(bool(words)):
@@ -79,7 +85,9 @@ class _ShellReader:
             if char in END and not self.text.startswith("&>", self.at):
                 self.at += 1
                 if words:
-                    complete, words, separators = SimpleCommand(line, tuple(words), before), [], ""
+                    complete = SimpleCommand(line, tuple(words), before)
+                    words = []
+                    separators = ""
                 separators += char
                 if char == "\n":
                     self._skip_documents()
@@ -89,7 +97,10 @@ class _ShellReader:
             if not words:
                 if complete is not None:
                     yield replace(complete, after=separators)
-                line, before, separators, complete = self._line(), separators, "", None
+                line = self._line()
+                before = separators
+                separators = ""
+                complete = None
             words.append(self._word())
         if words:
             complete = SimpleCommand(line, tuple(words), before)
@@ -103,12 +114,14 @@ class _ShellReader:
 
     def _skip_blank(self, inside: bool) -> bool:
         """Blanks, a joined line, or a comment; a comment between joined lines does not end a command."""
-        start, joined = self.at, False
+        start = self.at
+        joined = False
         while self.at < len(self.text):
             if self.text[self.at] in BLANK:
                 self.at += 1
             elif found := JOINED.match(self.text, self.at):
-                self.at, joined = found.end(), True
+                self.at = found.end()
+                joined = True
             elif self.text[self.at] == "#":
                 end = self.text.find("\n", self.at)
                 self.at = len(self.text) if end < 0 else end + (joined and inside)
@@ -135,7 +148,8 @@ class _ShellReader:
             while self.at < len(self.text):
                 end = self.text.find("\n", self.at)
                 end = len(self.text) if end < 0 else end
-                line, self.at = self.text[self.at : end], end + 1
+                line = self.text[self.at : end]
+                self.at = end + 1
                 if (line.lstrip("\t") if tabs else line).rstrip("\r") == name:
                     break
         self.documents = []
@@ -230,7 +244,9 @@ class _ShellReader:
     def _balanced(self, opening: str, closing: str) -> str:
         """The text between two brackets, with those inside it; quotes hide brackets."""
         start = self.at = self.at + len(opening)
-        depth, opens, closes = 1, opening[-1], closing[-1]
+        depth = 1
+        opens = opening[-1]
+        closes = closing[-1]
         depth = len(closing) if opening == "$((" else depth
         while self.at < len(self.text) and depth:
             found = re.compile(r"'[^']*'|\\.|[^'\\(){}]+|[(){}'\\]", re.DOTALL).match(self.text, self.at)

@@ -15,7 +15,7 @@ from megaswift.errors import ConfigError, Problem
 IN_CONDITION = "outside of a condition"
 MOST_EXPORTS = 500
 MOST_CHARACTERS = 1 << 20
-"""Of all words of a script together, expanded: `A=$A$A` doubles with every line."""
+"""Maximum characters of all words of a script together, expanded: `A=$A$A` doubles with every line."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class _Frame:
 
     kind: str
     before: dict[str, Items | None] = field(default_factory=dict)
-    """Of the variables that it sets; None: not set."""
+    """The values of the variables that it sets; None: not set."""
     ends: list[dict[str, Items | None]] = field(default_factory=list)
     assigned: dict[str, list[Items | None]] = field(default_factory=dict)
-    """Of a loop: every value that it gives a variable."""
+    """For a loop: every value that it gives a variable."""
     exported: list[str] = field(default_factory=list)
     branching: bool = False
     """A branch has begun."""
@@ -69,7 +69,7 @@ class ShellVariables:
     environment: dict[str, ExpandedWord] = field(default_factory=dict)
     """What commands get; replaced by a copy when it changes, because commands keep it."""
     characters: int = 0
-    """Of all words so far, expanded."""
+    """Characters of all words so far, expanded."""
     _exported: set[str] = field(default_factory=set)
     _frames: list[_Frame] = field(default_factory=list)
 
@@ -151,7 +151,8 @@ class ShellVariables:
         inner = self._frames.pop()
         for name, items in values.items():
             self.set(name, items)
-        inner.before, inner.assigned = {}, {}
+        inner.before = {}
+        inner.assigned = {}
         self._frames.append(inner)
 
     def close(self, piped: bool) -> None:

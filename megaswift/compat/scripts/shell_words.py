@@ -263,18 +263,27 @@ def _integer(text: str, known: ShellVariables) -> int | None:
 def _sum(tokens: list[str], depth: int) -> int | None:
     total = _product(tokens, depth)
     while total is not None and tokens[:1] in (["+"], ["-"]):
-        sign, right = tokens.pop(0), _product(tokens, depth)
-        total = None if right is None else total + right if sign == "+" else total - right
+        sign = tokens.pop(0)
+        right = _product(tokens, depth)
+        if right is None:
+            return None
+        total = total + right if sign == "+" else total - right
     return total
 
 
 def _product(tokens: list[str], depth: int) -> int | None:
     value = _factor(tokens, depth)
     while value is not None and tokens[:1] in (["*"], ["/"], ["%"]):
-        sign, right = tokens.pop(0), _factor(tokens, depth)
+        sign = tokens.pop(0)
+        right = _factor(tokens, depth)
         if right is None or (sign != "*" and right == 0):
             return None
-        value = value * right if sign == "*" else value // right if sign == "/" else value % right
+        if sign == "*":
+            value *= right
+        elif sign == "/":
+            value //= right
+        else:
+            value %= right
     return value
 
 

@@ -46,7 +46,7 @@ TRL_VARIANTS = {
 }
 """Scripts of TRL that are a task of ours with an option."""
 STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
-"""Of LLaMA-Factory."""
+"""Stages of LLaMA-Factory."""
 TRAINS = frozenset(
     {"model_name_or_path", "per_device_train_batch_size", "dataset_name", "model_id", "num_train_epochs"}
 )
@@ -117,7 +117,8 @@ def foreign_commands(text: str, name: str) -> Iterator[ForeignCommand]:
 
 
 def _recognized(program: LaunchedProgram) -> ForeignCommand | None:
-    base, words = PurePosixPath(program.name).name, tuple(program.words)
+    base = PurePosixPath(program.name).name
+    words = tuple(program.words)
     if not program.launcher and base in CONSOLE_SCRIPTS and words:
         if CONSOLE_SCRIPTS[base] == TRL:
             words = take_launcher_options(program, (*LAUNCH_SPELLINGS, "accelerate_config"))

@@ -56,7 +56,8 @@ def _native(c: Sections) -> bool:
 
 
 def _wrong_engine(c: Sections) -> bool:
-    method, engine = non_lora_peft_method_of(c), requested_engine(c)
+    method = non_lora_peft_method_of(c)
+    engine = requested_engine(c)
     return method is not None and not _native(c) and bool(method.engines) and engine not in (*method.engines, "auto")
 
 

@@ -23,7 +23,8 @@ from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption, Tes
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.errors import ConfigError
 
-NATIVE, AUTO = "megatron", "auto"
+NATIVE = "megatron"
+AUTO = "auto"
 AXES = (
     "tensor_parallel_size",
     "pipeline_parallel_size",

@@ -9,7 +9,8 @@ from megaswift.config.parts.optimizer import PLATEAU
 from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
 
-REWARD, LOSS = "reward", "loss"
+REWARD = "reward"
+LOSS = "loss"
 DATA_OPTIONS = ("val_dataset", "split_dataset_ratio", "data_split")
 _NO_DATA = "needs evaluation data"
 _DATA_FIX = "--val_dataset FILE or --split_dataset_ratio 0.01"

@@ -74,7 +74,11 @@ def _biased(option: str) -> Test:
 
 _GAE = ("advantage_estimator",)
 _NEUTRAL = {"top_p": "1", "top_k": "0", "min_p": "0", "repetition_penalty": "1"}
-_ASYNC: Test = lambda c: c.rl.async_generation  # noqa: E731
+
+
+def _generates_ahead(c: Sections) -> bool:
+    return c.rl.async_generation
+
 
 RL_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
@@ -256,7 +260,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("async_generation", "offload_model", "offload_optimizer", "rollout_sleep"),
-        lambda c: _ASYNC(c) and (c.rl.offload_model or c.rl.offload_optimizer or c.rl.rollout_sleep),
+        lambda c: _generates_ahead(c) and (c.rl.offload_model or c.rl.offload_optimizer or c.rl.rollout_sleep),
         "samples during training, so the sampler and the trainer cannot use the memory in turn",
         "leave out --offload_model, --offload_optimizer and --rollout_sleep",
     ),
@@ -268,7 +272,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("vllm_tensor_parallel_size", "async_generation"),
-        lambda c: c.vllm.vllm_tensor_parallel_size > 1 and _ASYNC(c),
+        lambda c: c.vllm.vllm_tensor_parallel_size > 1 and _generates_ahead(c),
         "is not supported with async_generation: collectives of sampling and training would run in different orders",
         "--rollout_backend vllm_server, with a server of that tensor parallel size",
     ),

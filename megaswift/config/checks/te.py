@@ -18,7 +18,9 @@ _LAYERS = "needs Transformer Engine's layers"
 _RECOMPUTES = "recomputing layernorm and moe_act needs Transformer Engine's layers"
 _GATHERS = "cp_comm_type other than all_gather needs Transformer Engine"
 
-PRODUCTS, ATTENTION, OPTIMIZER = "products", "attention", "optimizer"
+PRODUCTS = "products"
+ATTENTION = "attention"
+OPTIMIZER = "optimizer"
 NEED_TRANSFORMER_ENGINE: tuple[tuple[str, str, Callable[[Any], bool], str, str], ...] = (
     ("precision_aware_optimizer", OPTIMIZER, bool, _FUSED_ADAM, "--precision_aware_optimizer false"),
     ("fp8_format", PRODUCTS, bool, _LAYERS, "--fp8_format none"),

@@ -29,7 +29,8 @@ def batch_plan(train: TrainConfig, dp: int) -> BatchPlan:
     problems = list(batch_problems(train, dp, {}))
     if problems:
         raise ConfigError(problems)
-    per_device, passes = train.per_device_train_batch_size, accumulation_steps(train, dp)
+    per_device = train.per_device_train_batch_size
+    passes = accumulation_steps(train, dp)
     return BatchPlan(per_device, passes, per_device * passes * dp)
 
 
@@ -43,13 +44,18 @@ def accumulation_steps(train: TrainConfig, dp: int) -> int:
 
 def batch_problems(train: TrainConfig, dp: int | None, labels: Mapping[str, str]) -> Iterator[Problem]:
     """Contradictions among the batch options; `dp` None: not known yet. `labels`: how the user wrote the options."""
-    total, rows, passes = train.global_batch_size, train.per_device_train_batch_size, train.gradient_accumulation_steps
+    total = train.global_batch_size
+    rows = train.per_device_train_batch_size
+    passes = train.gradient_accumulation_steps
     if total is None:
         return
     what = labels.get("global_batch_size", f"--global_batch_size {total}")
     known = rows * (passes or 1) * (dp or 1)
     factors = [f"per_device_train_batch_size {rows}"]
-    factors += [f"gradient_accumulation_steps {passes}"] * bool(passes) + [f"{dp} data-parallel ranks"] * bool(dp)
+    if passes:
+        factors.append(f"gradient_accumulation_steps {passes}")
+    if dp:
+        factors.append(f"{dp} data-parallel ranks")
     product = " x ".join(factors) + (f" = {known}" if len(factors) > 1 else "")
     near = max(1, round(total / known)) * known
     if passes and dp and total != known:

@@ -142,7 +142,8 @@ def transformer_config_fields() -> Mapping[str, str]:
 @functools.cache
 def transformer_config_field_lines() -> tuple[ast.AnnAssign, ...]:
     """The fields in Megatron-Core's source."""
-    core, lines = _core(), []
+    core = _core()
+    lines = []
     for file in ("model_parallel_config.py", "transformer/transformer_config.py") if core is not None else ():
         tree = ast.parse((core / file).read_text(encoding="utf-8"))  # type: ignore[operator]
         for node in tree.body:
@@ -164,7 +165,8 @@ def extra_kwargs_values(given: Mapping[str, str]) -> dict[str, Any]:
 
 def extra_kwargs_problems(given: Mapping[str, str], of_model: Mapping[str, Any]) -> list[Problem]:
     """The entries that cannot be set. `of_model`: the fields that the model's config.json decides."""
-    fields, problems = transformer_config_fields(), []
+    fields = transformer_config_fields()
+    problems = []
     for name, value in extra_kwargs_values(given).items():
         what = f"--megatron_extra_kwargs {json.dumps({name: value})}"
         if name in OPTION_OF_FIELD:

@@ -41,14 +41,18 @@ INSTEAD = {
     "ignored_params": "--freeze_parameters, or leave it out",
 }
 """What does the work of a key that is not served."""
-SHARDS, OFFLOADS = ("reshard_after_forward", "sharding_strategy"), ("offload_params", "cpu_offload")
-LAYERS, RECOMPUTES = ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap"), "activation_checkpointing"
+SHARDS = ("reshard_after_forward", "sharding_strategy")
+OFFLOADS = ("offload_params", "cpu_offload")
+LAYERS = ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap")
+RECOMPUTES = "activation_checkpointing"
 RECOMPUTE_OPTION = "recompute_granularity"
-WRAP_POLICY, SMALLEST = "auto_wrap_policy", "min_num_params"
+WRAP_POLICY = "auto_wrap_policy"
+SMALLEST = "min_num_params"
 ACCELERATE_SIZE = 100_000_000
 """accelerate's default, which it also writes where units are chosen by class."""
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-BACKWARD, FORWARD = "backward_prefetch", "forward_prefetch"
+BACKWARD = "backward_prefetch"
+FORWARD = "forward_prefetch"
 TAKEN = (*SHARDS, *OFFLOADS, *LAYERS, RECOMPUTES, WRAP_POLICY, SMALLEST, BACKWARD, FORWARD)
 
 
@@ -108,7 +112,8 @@ def options_from_fsdp(given: Mapping[str, Any], label: str) -> FsdpFileOptions:
 def _smallest_unit(plain: Mapping[str, Any]) -> int | None:
     """The size of units that are chosen by it: by name, or where no class and no other way is named. accelerate writes
     a size beside classes too, which decide then."""
-    classes, way = any(plain.get(name) for name in LAYERS), plain.get(WRAP_POLICY)
+    classes = any(plain.get(name) for name in LAYERS)
+    way = plain.get(WRAP_POLICY)
     size = int(plain.get(SMALLEST) or (ACCELERATE_SIZE if way == WRAPS[1] else 0))
     return size if size and (way == WRAPS[1] or (way is None and not classes)) else None
 

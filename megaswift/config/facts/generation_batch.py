@@ -43,7 +43,8 @@ def generation_batch_plan(c: Sections, dp: int) -> GenerationBatchPlan:
     problems = list(_problems(c, plan.global_batch_size, plan.per_device * dp, {}))
     if problems:
         raise ConfigError(problems)
-    total, group = _completions(c, plan.global_batch_size, plan.per_device * dp), generations_per_prompt_of(c)
+    total = _completions(c, plan.global_batch_size, plan.per_device * dp)
+    group = generations_per_prompt_of(c)
     return GenerationBatchPlan(total, total // group, group, total // plan.global_batch_size, c.rl.num_iterations)
 
 
@@ -82,8 +83,10 @@ def default_rl_accumulation_steps(task: str | None, values: Mapping[str, Any]) -
 
 def generation_batch_problems(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:
     """Problems that can be found before the number of ranks is known."""
-    train, dp = c.train, c.parallel.data_parallel_size
-    passes, wide = train.gradient_accumulation_steps, train.per_device_train_batch_size * dp if dp else None
+    train = c.train
+    dp = c.parallel.data_parallel_size
+    passes = train.gradient_accumulation_steps
+    wide = train.per_device_train_batch_size * dp if dp else None
     batch = train.global_batch_size or (wide * (passes or 1) if wide else None)
     if batch is None and c.rl.generation_batch_size is None:
         return
@@ -98,14 +101,20 @@ def _completions(c: Sections, batch: int, wide: int) -> int:
 
 def _problems(c: Sections, batch: int | None, wide: int | None, labels: Mapping[str, str]) -> Iterator[Problem]:
     """`batch`: completions an optimizer step; `wide`: those of one forward pass over all ranks."""
-    total, passes, group = c.rl.generation_batch_size, c.rl.steps_per_generation, generations_per_prompt_of(c)
-    name, value = "generation_batch_size", total
+    total = c.rl.generation_batch_size
+    passes = c.rl.steps_per_generation
+    group = generations_per_prompt_of(c)
+    name = "generation_batch_size"
+    value = total
     if total is None and passes is not None:
         if wide is None:
             return
-        name, value, total = "steps_per_generation", passes, passes * wide
+        name = "steps_per_generation"
+        value = passes
+        total = passes * wide
     elif total is None:
-        name, value = "global_batch_size", batch
+        name = "global_batch_size"
+        value = batch
         total = batch
     assert total is not None
     what = labels.get(name, f"--{name} {value}")

@@ -14,7 +14,8 @@ from typing import Any
 from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.config.values import FALSE, TRUE
 
-HUGGING_FACE, MODELSCOPE = "HF", "MS"
+HUGGING_FACE = "HF"
+MODELSCOPE = "MS"
 _PREFIX = re.compile(r"(HF|MS)::(.+)", re.IGNORECASE | re.DOTALL)
 _ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)([:#].*)?")
 _FILE = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv|parquet|txt|text|md)", re.IGNORECASE)

@@ -12,7 +12,8 @@ from megaswift.errors import Problem
 
 def kto_pairs_over_global_batch(c: Any, training: bool = True) -> bool:
     """Whether KTO takes mismatched completions from the whole global batch: a micro-batch of one row has no other."""
-    train, kinds = c.train, losses_needing("kto", KL_PAIRS)
+    train = c.train
+    kinds = losses_needing("kto", KL_PAIRS)
     rows = train.per_device_train_batch_size
     rows = rows if training else train.per_device_eval_batch_size or rows
     return c.task == "kto" and loss_types_of(c)[0] in kinds and rows == 1

@@ -45,7 +45,7 @@ def restart_count(environ: Mapping[str, str]) -> int:
 
 def launch_identity() -> str:
     """What the processes that a launcher has started on this machine have in common, and no other launch has: the
-    launcher's process and when it started, its run and port. Of a run without a launcher: the process itself."""
+    launcher's process and when it started, its run and port. For a run without a launcher it is the process itself."""
     process = os.getppid() if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else os.getpid()
     started = process_start_time(process)
     run = (os.environ.get(name, "") for name in (RUN, "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))

@@ -126,7 +126,8 @@ def _parse_table(entries: Mapping[str, Any], what: str) -> LossWeightTable:
     answers: Any = entries
     queries: Any = {}
     if isinstance(entries.get("response"), dict):
-        answers, queries = entries["response"], entries.get("query", {})
+        answers = entries["response"]
+        queries = entries.get("query", {})
     keywords: dict[str, tuple[float, float]] = {}
     patterns: dict[str, float] = {}
     for text, weights in _numbers(answers, what):

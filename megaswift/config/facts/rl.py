@@ -13,13 +13,15 @@ from megaswift.config.parts.estimators import (
 from megaswift.config.parts.preference import beta_of, loss_types_of
 
 DEFAULT_GENERATIONS = 8
-"""Of a prompt in grpo."""
+"""Completions of a prompt in grpo."""
 
 
 def generations_per_prompt_of(c: Any) -> int:
     """Completions of each prompt."""
     given: int | None = c.rl.num_generations
-    return given if given is not None else 1 if c.task in PPO else DEFAULT_GENERATIONS
+    if given is not None:
+        return given
+    return 1 if c.task in PPO else DEFAULT_GENERATIONS
 
 
 def advantage_estimator_of(c: Any) -> str:
@@ -68,8 +70,8 @@ def corrects_sampler_mismatch(c: Any) -> bool:
 
 
 def weighs_kl_by_ratio(c: Any) -> bool:
-    """Whether the divergence in the loss is weighed by the ratio. Of the KL itself, k1 and k3 have the right gradient
-    with it, k2 without."""
+    """Whether the divergence in the loss is weighed by the ratio. With it, k1 and k3 have the gradient of the KL
+    itself; k2 has it without."""
     given: bool | None = c.rl.use_bias_correction_kl
     return kl_estimator_of(c) != "k2" if given is None else given
 

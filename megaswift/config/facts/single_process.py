@@ -23,7 +23,7 @@ class NodePlace:
     rank: int
     count: int
     address: str
-    """Of node 0."""
+    """The address of node 0."""
     port: int
     unit: str = "node"
     """What `rank` counts: `node`, or `rank` of a launcher's processes."""
@@ -42,10 +42,13 @@ def place_among_nodes(values: Mapping[str, Any], environ: Mapping[str, str]) -> 
         world = int(environ["WORLD_SIZE"])
         if world < 2:
             return None
-        port, agent = environ.get("MASTER_PORT", ""), environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        port = environ.get("MASTER_PORT", "")
+        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         address = environ.get("MASTER_ADDR", "127.0.0.1")
         return NodePlace(int(environ["RANK"]), world, address, int(port or DEFAULT_PORT), "rank", agent)
-    count, rank, node_0 = values.get("nnodes") or 1, values.get("node_rank"), values.get("master_addr")
+    count = values.get("nnodes") or 1
+    rank = values.get("node_rank")
+    node_0 = values.get("master_addr")
     if count < 2 or rank is None or rank >= count or node_0 is None:
         return None
     return NodePlace(rank, count, node_0, values.get("master_port") or DEFAULT_PORT)
@@ -68,6 +71,6 @@ def node_problems(launch: ExportProcessOptions) -> Iterator[Problem]:
 
 
 def unused_processes_notice(launch: ExportProcessOptions) -> list[str]:
-    """Of processes that are not started."""
+    """Returns a notice of processes that are not started."""
     count = launch.nproc_per_node or 1
     return [f"nproc_per_node {count} has no effect: {ONE_PROCESS}"] if count > 1 else []

@@ -60,7 +60,7 @@ IDLE_PARAMS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class LossScaleNumbers:
-    """Of the dynamic loss scale, under the names of DeepSpeed's section `fp16`."""
+    """Numbers of the dynamic loss scale, under the names of DeepSpeed's section `fp16`."""
 
     initial_scale_power: int = 16
     loss_scale_window: int = 1000
@@ -88,9 +88,9 @@ class DeepspeedAutoValues:
     dtype: str
     """float32, bfloat16 or float16."""
     hidden_size: int | None = None
-    """Of the model; None: DeepSpeed's own bucket sizes stand in for "auto"."""
+    """The model's hidden size; None: DeepSpeed's own bucket sizes stand in for "auto"."""
     loss_scale: LossScaleNumbers = LossScaleNumbers()
-    """Of float16."""
+    """The loss scale of float16."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class FilledDeepspeedConfig:
 
 def deepspeed_auto_values(cfg: Sections, world: int | None, dtype: str, hidden_size: int | None) -> DeepspeedAutoValues:
     """What `cfg` says, on `world` processes, in the precision that the run takes."""
-    train, o = cfg.train, cfg.optim
+    train = cfg.train
+    o = cfg.optim
     warmup_init = o.lr_warmup_init if o.lr_warmup_init_ratio is None else o.lr_warmup_init_ratio * o.learning_rate
     return DeepspeedAutoValues(
         train.per_device_train_batch_size,
@@ -153,11 +154,9 @@ def offloads_optimizer_and_weights(config: Mapping[str, Any]) -> tuple[bool, boo
 def matching_deepspeed_preset(config: Mapping[str, Any]) -> str | None:
     """The kind that a configuration belongs to; None where it belongs to none. At stage 3 either part may be
     offloaded."""
-    stage, (optimizer, weights) = (
-        (config.get("zero_optimization") or {}).get("stage", 0),
-        offloads_optimizer_and_weights(config),
-    )
-    kind = f"zero{stage}" + "_offload" * (optimizer or weights)
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    optimizer, weights = offloads_optimizer_and_weights(config)
+    kind = f"zero{stage}_offload" if optimizer or weights else f"zero{stage}"
     return kind if kind in KINDS and (stage == 3 or not weights) else None
 
 
@@ -304,6 +303,7 @@ def _loss_scale(section: dict[str, Any], own: LossScaleNumbers, label: str) -> I
 
 def _optimizer(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -> Iterator[Problem]:
     """Optimizer and schedule are the run's; the file's are compared and then left out."""
+    # The optimizer: only AdamW, with the run's own numbers.
     section = config.pop("optimizer", None) or {}
     params = dict(section.get("params") or {})
     if (kind := section.get("type", "AdamW")) not in ("Adam", "AdamW", "auto") or params.get("adam_w_mode") is False:
@@ -320,8 +320,10 @@ def _optimizer(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -
         "weight_decay": (facts.weight_decay, "--weight_decay"),
     }
     yield from _compared(params, names, label)
+    # The schedule: the same kind as the run's.
     section = config.pop("scheduler", None) or {}
-    kind, params = section.get("type"), dict(section.get("params") or {})
+    kind = section.get("type")
+    params = dict(section.get("params") or {})
     if kind is not None and SCHEDULES.get(kind) != facts.schedule:
         fix = f"--lr_scheduler_type {SCHEDULES[kind]}" if kind in SCHEDULES else "--lr_scheduler_type"
         yield Problem(
@@ -330,6 +332,7 @@ def _optimizer(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -
             f"{fix}, or leave the section out",
         )
         return
+    # Its numbers; ratios are of the learning rate.
     rate = facts.learning_rate
     for ratio, name in (("warmup_min_ratio", "warmup_min_lr"), ("cos_min_ratio", "min_lr")):
         if ratio in params:

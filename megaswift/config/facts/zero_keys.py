@@ -136,12 +136,13 @@ def _offload_problems(part: str, section: Mapping[str, Any], stage: Any, label: 
 
 
 def _drive_problems(part: str, section: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    """Of DeepSpeed 0.19.8: with "fast_init" a run starts from other weights than the model's, without an error."""
+    """With "fast_init" of DeepSpeed 0.19.8, a run starts from other weights than the model's, without an error."""
     if not section.get("nvme_path"):
         yield Problem(f'{where}"device": "nvme"', "needs a folder on the drive", '"nvme_path": "/local_nvme"')
     if section.get("fast_init"):
         yield Problem(f'{where}"fast_init": true', "is not supported: it starts from wrong weights", "leave it out")
-    count, at_a_time = section.get("buffer_count", STATES_OF_A_STEP), 1
+    count = section.get("buffer_count", STATES_OF_A_STEP)
+    at_a_time = 1
     at_a_time += sum(bool(section.get(name)) for name in ("pipeline_read", "pipeline_write"))
     least = STATES_OF_A_STEP * at_a_time
     if part == "optimizer" and count < least:

@@ -194,7 +194,8 @@ def _file(options: PromptFileOptions, parsed: ParsedCommand) -> Iterator[Problem
             yield Problem(f"--dataset {name}", "no such file", "give a .jsonl, .json, .csv or .parquet file")
     if options.result_path is None or not parsed.given("result_path"):
         return
-    path, label = Path(options.result_path), f"--result_path {options.result_path}"
+    path = Path(options.result_path)
+    label = f"--result_path {options.result_path}"
     if not path.absolute().parent.is_dir():
         yield Problem(label, "the parent folder does not exist", f"mkdir -p {path.parent}")
     elif path.is_dir():
@@ -208,7 +209,8 @@ def _file(options: PromptFileOptions, parsed: ParsedCommand) -> Iterator[Problem
 
 def infer_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     """`megaswift infer`."""
-    generation, file = parsed.sections["generation"], parsed.sections["file"]
+    generation = parsed.sections["generation"]
+    file = parsed.sections["file"]
     backend: BackendOptions = parsed.sections["backend"]
     yield from model_option_problems(parsed.sections["weights"])
     yield from _placement(parsed)
@@ -270,6 +272,7 @@ def server_auth_token(options: ServerOptions) -> str | None:
 
 def deploy_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     """`megaswift deploy`."""
+    # Model, placement and generation, as for inference; a few options apply to no server.
     server: ServerOptions = parsed.sections["server"]
     generation: GenerationOptions = parsed.sections["generation"]
     yield from model_option_problems(parsed.sections["weights"])
@@ -278,6 +281,7 @@ def deploy_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     yield from unused_option_problems(
         parsed, ("num_beams", "seed"), "does not apply to a server: output is streamed, and the seed is set per request"
     )
+    # Access and limits.
     if not is_loopback(server.host) and server_auth_token(server) is None:
         yield Problem(
             f"--host {server.host}",
@@ -286,6 +290,7 @@ def deploy_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
         )
     if server.max_body_size is not None and not byte_size_or_none(server.max_body_size):
         yield Problem(f"--max_body_size {server.max_body_size}", "is not a valid size", "--max_body_size 8MiB")
+    # The backend, and adapters that requests select by name.
     backend: BackendOptions = parsed.sections["backend"]
     yield from _backend(backend, parsed)
     weights: ModelLoadingOptions = parsed.sections["weights"]
@@ -299,6 +304,7 @@ def deploy_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
             "cannot merge adapters that requests select by name",
             "leave it out, or give one adapter without a name",
         )
+    # vLLM ignores or refuses some options of transformers.
     if backend.infer_backend == "vllm":
         yield from unused_option_problems(parsed, TRANSFORMERS_ONLY, "would be ignored by vLLM")
         rule = "would be ignored by vLLM, whose 4 bits on loading have one data type"

@@ -21,9 +21,10 @@ def node_option_values(
     flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The launch options: of the command line, else of the variables of the same names, else of the file. Values that
-    are no numbers are left out. Of a node's rank and address, variables count only where there are several nodes:
+    are no numbers are left out. Variables of a node's rank and address count only where there are several nodes:
     schedulers set them also for one."""
-    from_file, typed = _typed(file or {}), _typed(flags)
+    from_file = _typed(file or {})
+    typed = _typed(flags)
     variables = _typed({name: environ.get(name.upper()) for name in LAUNCH_OPTIONS})
     variables = {name: value for name, value in variables.items() if value != 0 or name == "node_rank"}
     if {**from_file, **variables, **typed}.get("nnodes", 1) == 1:

@@ -52,7 +52,8 @@ def parse_max_memory(text: str) -> dict[Device, int] | Problem:
     for pair in pairs:
         if len(pair) != 2:
             return Problem(label, f"{pair[0]!r} is not DEVICE:SIZE", example)
-        device, size = parse_placement_device(pair[0]), byte_size_or_none(str(pair[1]))
+        device = parse_placement_device(pair[0])
+        size = byte_size_or_none(str(pair[1]))
         if device is None or device == DISK:
             return Problem(
                 label, f"{pair[0]!r} is not a device with a memory limit", "give GPUs by number, or cpu: " + example

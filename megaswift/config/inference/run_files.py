@@ -49,8 +49,8 @@ def adapter_config(folder: Path | str) -> dict[str, Any]:
 
 
 def adapter_folder(path: str) -> str:
-    """The PEFT folder that a path means: itself, or `adapter` in a run's output directory or step. Of an output folder
-    with versions it is the newest one."""
+    """The PEFT folder that a path means: itself, or `adapter` in a run's output directory or step. In an output folder
+    with versions it is that of the newest one."""
     inner = run_folder(Path(path), (ADAPTER_CONFIG, "adapter")) / "adapter"
     return str(inner) if not (Path(path) / ADAPTER_CONFIG).is_file() and (inner / ADAPTER_CONFIG).is_file() else path
 
@@ -90,7 +90,8 @@ def _with_base_model(parsed: ParsedCommand, key: str) -> ParsedCommand:
     options: ModelPathOptions = parsed.sections[key]
     entries = [split_adapter_name(entry) for entry in options.adapters]
     found = tuple(f"{name}={adapter_folder(path)}" if name else adapter_folder(path) for name, path in entries)
-    options, notices = replace(options, adapters=found), parsed.notices
+    options = replace(options, adapters=found)
+    notices = parsed.notices
     if options.model is None and found and (base := _base_model(options.adapter_folders[0])) is not None:
         options = replace(options, model=base)
         notices = (*notices, f"--model {base}: the base model of {options.adapter_folders[0]}")
@@ -121,7 +122,8 @@ def _with_run_data(parsed: ParsedCommand) -> ParsedCommand:
         "conversation": {"system": run.data.system, "chat_template": run.data.chat_template}
         | ({} if run.data.enable_thinking is None else {"enable_thinking": run.data.enable_thinking}),
     }
-    sections, typed = dict(parsed.sections), dict(parsed.typed)
+    sections = dict(parsed.sections)
+    typed = dict(parsed.typed)
     for key, values in taken.items():
         fresh = {name: value for name, value in values.items() if (value or value is False) and not parsed.given(name)}
         sections[key] = replace(sections[key], **fresh)
@@ -158,7 +160,8 @@ def _result_path(weights: ModelPathOptions, datasets: tuple[str, ...]) -> str:
     """A file that does not exist yet; that of an interrupted run is the same again."""
     owner = next(iter(weights.adapter_folders), weights.model or "model")
     stem = Path(datasets[0].partition("#")[0]).stem + (f"-and-{len(datasets) - 1}" if len(datasets) > 1 else "")
-    folder, number = Path("infer_result", short_folder_name(owner)), 1
+    folder = Path("infer_result", short_folder_name(owner))
+    number = 1
     while (path := folder / f"{stem}{f'-{number}' if number > 1 else ''}.jsonl").exists():
         number += 1
     return str(path)
@@ -224,4 +227,5 @@ def complete_export_options(parsed: ParsedCommand) -> ParsedCommand:
 def _suffix(export: ExportOptions) -> str:
     if export.quantization_bit is not None:
         return f"bnb-int{export.quantization_bit}"
-    return "mcore" if export.to_mcore else "merged" if export.merge_lora else "hf" if export.to_hf else ""
+    kinds = (("mcore", export.to_mcore), ("merged", export.merge_lora), ("hf", export.to_hf))
+    return next((suffix for suffix, chosen in kinds if chosen), "")

@@ -17,7 +17,8 @@ EXAMPLES = ("kto",)
 PREFERENCES = PAIRS + EXAMPLES
 LIKELIHOODS = ("dpo", "cpo", "simpo", "kto")
 """Preference tasks that compare likelihoods of answers alone (orpo trains on the prompt too, rm on the last token)."""
-GRPO, PPO = ("grpo",), ("ppo",)
+GRPO = ("grpo",)
+PPO = ("ppo",)
 RL = GRPO + PPO
 """Tasks whose rows are prompts, and whose unit is a completion that the model has sampled."""
 PROMPTED = ("dpo", "cpo", "simpo", "rm", *RL)

@@ -17,14 +17,16 @@ RUNNING_MEAN = "running_mean"
 """Needs the running mean of rewards (BCO's delta)."""
 COVARIANCES = "covariances"
 """Needs the covariance of each token's log-probability and advantage over the global batch (Clip-Cov, KL-Cov)."""
-TOKEN_MEAN, SEQ_MEAN_TOKEN_SUM, SEQ_MEAN_TOKEN_MEAN, SEQ_MEAN_TOKEN_SUM_NORM = AGG_MODES = (
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
-"""What the sum over tokens is divided by, under verl's names: the tokens of the global batch; its completions; its
-completions, of each the mean over its tokens; its completions times `max_completion_length`."""
+# What the sum over tokens is divided by, under verl's names.
+TOKEN_MEAN = "token-mean"
+"""The tokens of the global batch."""
+SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
+"""The completions of the global batch."""
+SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
+"""The completions of the global batch, where each counts with the mean over its tokens."""
+SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
+"""The completions of the global batch times `max_completion_length`."""
+AGG_MODES = (TOKEN_MEAN, SEQ_MEAN_TOKEN_SUM, SEQ_MEAN_TOKEN_MEAN, SEQ_MEAN_TOKEN_SUM_NORM)
 TASK_OF = {"simpo": "cpo", "ppo": "grpo"}
 """Tasks whose losses are rows of another task."""
 ALPHAPO = "alphapo"
@@ -53,7 +55,7 @@ class LossEntry:
     """`KL_PAIRS`, `RUNNING_MEAN`, `COVARIANCES`."""
     requires: tuple[LossOptionCondition, ...] = ()
     loss_agg_mode: str | None = None
-    """Of a policy's loss: the default of `loss_agg_mode`."""
+    """For a policy's loss: the default of `loss_agg_mode`."""
 
 
 def _entry(task: str, name: str, paper: str, *requires: LossOptionCondition, needs: str = "") -> LossEntry:

@@ -28,7 +28,7 @@ GALORE = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor")
 EVERYWHERE = ("adam", "sgd")
 """Those of the native engine too."""
 SCALED_MOMENT_DTYPES = ("fp16", "fp8")
-"""Of Megatron-LM's data types of Adam's moments those that Transformer Engine stores with a scale; refused."""
+"""Megatron-LM's data types of Adam's moments that Transformer Engine stores with a scale; refused."""
 MOMENT_DTYPES = ("fp32", "bf16", *SCALED_MOMENT_DTYPES)
 ON_PARTS = ("lion_32bit", "paged_adamw_32bit", "paged_lion_32bit")
 """Those that fsdp2 steps as well: each number by itself."""

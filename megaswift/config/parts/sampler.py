@@ -16,7 +16,9 @@ from megaswift.config.parts.data import RL
 from megaswift.errors import Problem
 
 TRANSPORTS = ("auto", "folder", "shared_memory", "cuda_ipc", "gloo", "nccl")
-_SYNC, _TOKENS, _PLACE = "weight sync relies on it", "sampling relies on it", "the run's processes share the GPUs"
+_SYNC = "weight sync relies on it"
+_TOKENS = "sampling relies on it"
+_PLACE = "the run's processes share the GPUs"
 FIXED_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(("model", "model_weights", "dtype", "load_format", "model_loader_extra_config"), _SYNC),
     **dict.fromkeys(("quantization", "quantization_config", "hf_overrides", "weight_transfer_config"), _SYNC),

@@ -30,7 +30,8 @@ def adapter_task_type_problems(cfg: SwiftConfig) -> list[Problem]:
     """A folder of a reward model's adapters for another task, or of a language model's for task rm."""
     if cfg.lora.adapters is None or missing_adapter_file_problems(cfg.lora.adapters):
         return []
-    label, scored = f"--adapters {cfg.lora.adapters}", is_reward_model_adapter(Path(cfg.lora.adapters))
+    label = f"--adapters {cfg.lora.adapters}"
+    scored = is_reward_model_adapter(Path(cfg.lora.adapters))
     if scored == (cfg.task == "rm"):
         return []
     if scored:
@@ -54,9 +55,11 @@ def adapter_task_type_problems(cfg: SwiftConfig) -> list[Problem]:
 
 
 def quantized_or_peft_run_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
-    """Of a run on an engine of torch, with the model in `folder`."""
-    kind, bits = cfg.model.train_type, base_quantization_bits(cfg)
-    config, label = read_config_json(folder), f"--model {cfg.model.model}"
+    """Returns the problems of a run on an engine of torch, with the model in `folder`."""
+    kind = cfg.model.train_type
+    bits = base_quantization_bits(cfg)
+    config = read_config_json(folder)
+    label = f"--model {cfg.model.model}"
     problems = quantized_training.quantized_training_problems(config, label, kind, bits, cfg.lora.merge_lora)
     if quantized_training.stays_quantized(config) and requested_engine(cfg) in SHARDED:
         problems.append(
@@ -94,7 +97,8 @@ def quantized_or_peft_run_problems(cfg: SwiftConfig, folder: Path) -> list[Probl
 
 def adapter_train_type_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     """A folder of another kind than `train_type`, or of one that cannot go on."""
-    kind, label = adapter_peft_type_or_lora(folder), f"--adapters {folder}"
+    kind = adapter_peft_type_or_lora(folder)
+    label = f"--adapters {folder}"
     if kind == "adalora":
         return [
             Problem(

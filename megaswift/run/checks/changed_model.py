@@ -18,8 +18,12 @@ from megaswift.models.family import read_config_json
 from megaswift.models.rope_scaling import config_with_rope_scaling
 from megaswift.models.vision import has_vision_tower
 
-BASE, ADAPTER, RESIDUAL = "base_model", "initial_adapter", "residual_model"
-"""In the output directory; the last two are `--init_weights`'s."""
+BASE = "base_model"
+"""Folder of the changed model in the output directory."""
+ADAPTER = "initial_adapter"
+"""Folder of the adapter that `--init_weights` makes."""
+RESIDUAL = "residual_model"
+"""Folder of the base model without that adapter."""
 
 
 def changes_model(cfg: SwiftConfig) -> bool:
@@ -30,16 +34,15 @@ def changes_model(cfg: SwiftConfig) -> bool:
 def changed_config_and_tokenizer(cfg: SwiftConfig, folder: Path) -> tuple[dict[str, Any], Any]:
     """(config.json, the tokenizer, None where it is the folder's own). ConfigError where the model cannot be
     changed."""
-    raw, flag = (
-        read_config_json(folder),
-        "--rope_scaling" if cfg.model.rope_scaling is not None else "--new_special_tokens",
-    )
+    raw = read_config_json(folder)
+    flag = "--rope_scaling" if cfg.model.rope_scaling is not None else "--new_special_tokens"
     if has_vision_tower(raw):
         raise ConfigError(Problem(flag, "needs a language model; this is a vision-language model", "leave it out"))
     if find_checkpoint(folder) is not None:
         fix = "megaswift convert megatron-to-hf STEP DIR, then --model DIR"
         raise ConfigError(Problem(flag, "needs a Hugging Face folder; --model is a checkpoint", fix))
-    config, tokenizer = dict(raw), None
+    config = dict(raw)
+    tokenizer = None
     if cfg.model.rope_scaling is not None:
         config = config_with_rope_scaling(config, cfg.model.rope_scaling, cfg.data.max_length)
     if tokens := named_special_tokens(cfg.model.new_special_tokens):

@@ -29,8 +29,10 @@ def device_dependent_option_problems(cfg: SwiftConfig, environ: Mapping[str, str
 
 
 def _problems_with_cuda(cfg: SwiftConfig) -> list[Problem]:
+    if cfg.engine.ddp_backend != "gloo":
+        return []
     rule = "is for CPUs: GPUs communicate through NCCL"
-    return [Problem("--ddp_backend gloo", rule, "--ddp_backend nccl")] * (cfg.engine.ddp_backend == "gloo")
+    return [Problem("--ddp_backend gloo", rule, "--ddp_backend nccl")]
 
 
 def _problems_without_cuda(cfg: SwiftConfig, half: bool) -> list[Problem]:

@@ -30,9 +30,10 @@ from megaswift.models.family import read_config_json
 from megaswift.models.quantized_training import KERNELS, quant_method
 from megaswift.models.spec import ModelSpec
 
-SMALL, MIDDLE = 1e9, 7e9
-"""Parameters up to which a model is replicated, and up to which only gradients and optimizer states are worth
-sharding."""
+SMALL = 1e9
+"""Parameters up to which a model is replicated."""
+MIDDLE = 7e9
+"""Parameters up to which only gradients and optimizer states are worth sharding."""
 KINDS = ("ddp", "zero2", "fsdp2")
 """From what holds most on a rank to what holds least."""
 REASONS = {
@@ -41,7 +42,7 @@ REASONS = {
     "fsdp2": ": weights sharded, too",
 }
 SHARE = 0.8
-"""Of a process's memory that weights, gradients and optimizer may take: the rest is for activations."""
+"""The share of a process's memory that weights, gradients and optimizer may take: the rest is for activations."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class MachineFacts:
 
     def need(self, kind: str, size: int) -> float:
         """Bytes on a rank: 4 a parameter for weights, 12 for its gradient and Adam's two moments, whole or in parts."""
-        weights, rest = 4.0 * size, 12.0 * size * self.trains_all
+        weights = 4.0 * size
+        rest = 12.0 * size * self.trains_all
         whole = {"ddp": (1, 1), "zero2": (1, self.processes), "fsdp2": (self.processes, self.processes)}[kind]
         return weights / whole[0] + rest / whole[1]
 
@@ -97,9 +99,11 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
     kind, why = choose_engine(spec, uses_model_parallelism(cfg), machine, bool(needs_torch))
     optimizer = cfg.optim.optimizer
     if kind != "ddp" and optimizer in ON_PARTS:
-        kind, why = "fsdp2", f"only fsdp2 and ddp support the optimizer {optimizer}"
+        kind = "fsdp2"
+        why = f"only fsdp2 and ddp support the optimizer {optimizer}"
     elif kind != "ddp" and optimizer not in EVERYWHERE and not is_elementwise_plugin(optimizer):
-        kind, why = "ddp", f"the optimizer {optimizer} needs whole matrices"
+        kind = "ddp"
+        why = f"the optimizer {optimizer} needs whole matrices"
     if non_lora_peft_method_of(cfg) is not None or base_quantization_bits(cfg) is not None:
         kind, why = restrict_engine_for_adapters(cfg, kind, why)
     if tell:
@@ -127,7 +131,8 @@ def reason_for_torch_engine(cfg: SwiftConfig) -> str:
 
 def restrict_engine_for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
     """The same where the adapters, or the weights under them, leave the choice to fewer engines."""
-    name, method = f"train_type {cfg.model.train_type}", non_lora_peft_method_of(cfg)
+    name = f"train_type {cfg.model.train_type}"
+    method = non_lora_peft_method_of(cfg)
     if kind == NATIVE and cfg.model.train_type != "qlora" and not uses_model_parallelism(cfg):
         return "ddp", f"the native engine does not support {name}"
     if method is not None and method.engines and kind not in (NATIVE, *method.engines):
@@ -154,7 +159,9 @@ def choose_engine(spec: ModelSpec, axes: bool, machine: MachineFacts, torch_only
             "ddp",
             f"{text}, whole on each device" if size < SMALL else f"{text} on a single process",
         )
-    by_size = "ddp" if size < SMALL else "zero2" if size <= MIDDLE else "fsdp2"
+    by_size = "zero2" if size <= MIDDLE else "fsdp2"
+    if size < SMALL:
+        by_size = "ddp"
     known = [k for k in KINDS if k != "zero2" or importlib.util.find_spec("deepspeed") is not None]
     later = known[next(i for i, k in enumerate(known) if KINDS.index(k) >= KINDS.index(by_size)) :]
     kind = next((k for k in later if machine.holds(k, size)), later[-1])
@@ -165,7 +172,7 @@ def choose_engine(spec: ModelSpec, axes: bool, machine: MachineFacts, torch_only
 
 
 def approximate_parameter_count(spec: ModelSpec) -> int:
-    """Of the matrices of a gated transformer of these sizes: near enough to choose by."""
+    """Counts the matrices of a gated transformer of these sizes: near enough to choose by."""
     attention = 2 * spec.hidden_size * (spec.attention_width + spec.kv_width)
     total = 0
     for expert_layer in spec.moe_layers:

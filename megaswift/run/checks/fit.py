@@ -132,7 +132,8 @@ def fit_text(chosen: FitChoice, memory: int, cuda: bool) -> str:
 
 def estimate_text(estimate: MemoryEstimate) -> str:
     """The total and its parts."""
-    held, activations = estimate.held, estimate.activations
+    held = estimate.held
+    activations = estimate.activations
     parts = {
         "weights": held.weights + held.first_values,
         **({"FP8 copies of weights": held.fp8_copies} if held.fp8_copies else {}),

@@ -143,7 +143,7 @@ def layout_data_output_problems(cfg: SwiftConfig, world_size: int) -> list[Probl
 
 
 def data_output_and_tracker_checks(cfg: SwiftConfig) -> list[Check]:
-    """Of data sets, the output directory and trackers."""
+    """Returns the checks of data sets, the output directory and trackers."""
     return [
         (lambda: data_problems(cfg), ConfigError),
         (lambda: output.output_folder_problems(cfg), ConfigError),
@@ -202,13 +202,11 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     problems += prefix_sharing_problems(cfg, spec, cfg.parallel.context_parallel_size)
     if not capabilities_of(cfg).model_parallel:
         return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
-    idle = (
-        recompute_mlp_without_dense_layer_problems(cfg)
-        if spec.experts and all(spec.moe_layers)
-        else []
-        if spec.experts
-        else expert_option_problems(cfg)
-    )
+    idle: list[Problem] = []
+    if not spec.experts:
+        idle += expert_option_problems(cfg)
+    elif all(spec.moe_layers):
+        idle += recompute_mlp_without_dense_layer_problems(cfg)
     adapters = adapter_target_and_folder_problems(cfg, spec) if cfg.model.train_type != "full" else []
     idle += rope_length_problems(cfg, spec)
     request = LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train)
@@ -246,7 +244,8 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
 
 def adapter_target_and_folder_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     """Targets that match nothing; an adapter folder that is none (what is in it, the bridge reads)."""
-    lora, problems = cfg.lora, []
+    lora = cfg.lora
+    problems = []
     if lora.adapters is not None:
         return missing_adapter_file_problems(lora.adapters) + adapter_task_type_problems(cfg)
     family = family_of(spec.hf_config)

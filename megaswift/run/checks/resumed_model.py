@@ -16,7 +16,7 @@ from megaswift.models.family import FAMILIES, family_of, read_config_json
 
 CONFIG = "config.json"
 _NOT_SPEC = {"dtype", "new_head_std", "max_positions", "hf_config", "head", "features.padding_token"}
-"""Of a `ModelSpec`: what does not change the function, or differs for reasons of its own."""
+"""Fields of a `ModelSpec` that do not change the function, or differ for reasons of their own."""
 _NOT_CONFIG = {
     "_attn_implementation",
     "_name_or_path",
@@ -37,7 +37,7 @@ _NOT_CONFIG = {
     "transformers_version",
     "use_cache",
 }
-"""Of a config.json."""
+"""Such fields of a config.json."""
 _TRAINING = (
     "dropout",
     "loss_coef",
@@ -56,9 +56,11 @@ def model_difference_problems(step: Path, config: Mapping[str, Any]) -> list[Pro
     if not (folder / CONFIG).is_file():
         return []
     saved = read_config_json(folder)
-    then, now = _fields(saved), _fields(config)
+    then = _fields(saved)
+    now = _fields(config)
     if then is None or now is None:
-        then, now = dict(_flat(saved)), dict(_flat(config))
+        then = dict(_flat(saved))
+        now = dict(_flat(config))
     differing = sorted(name for name in then.keys() | now.keys() if _counts(name) and then.get(name) != now.get(name))
     return [
         Problem(

@@ -21,8 +21,10 @@ from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutReque
 from megaswift.rewards.load_built_in_and_user_reward_functions import NAMED, SPELLINGS, is_file_function
 
 TRANSFORMERS = "transformers"
-CONFIG, EXPORT = "config.json", "hf"
-"""Of a model; in the folder of a run."""
+CONFIG = "config.json"
+"""A file of every model's folder."""
+EXPORT = "hf"
+"""The folder of the exported model in the folder of a run."""
 
 
 def rl_run_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
@@ -35,7 +37,8 @@ def rl_run_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
 
 
 def reward_environment_and_model_problems(cfg: SwiftConfig) -> list[Problem]:
-    """Of rewards, environments and models that options name, whatever else is wrong with the options."""
+    """Returns the problems of rewards, environments and models that options name, whatever else is wrong with the
+    options."""
     return _found([lambda: reward_problems(cfg), lambda: other_model_folder_problems(cfg)])
 
 
@@ -51,7 +54,8 @@ def _found(checks: Sequence[Callable[[], Iterator[Problem]]]) -> list[Problem]:
 
 def vision_rollout_problems(cfg: SwiftConfig) -> list[Problem]:
     """What sampling from a vision-language model does not support."""
-    rl, model = cfg.rl, "a vision-language model"
+    rl = cfg.rl
+    model = "a vision-language model"
     problems = []
     if rl.rollout_backend != TRANSFORMERS:
         rule = f"does not get the images of {model}'s prompts"

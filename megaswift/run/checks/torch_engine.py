@@ -71,7 +71,8 @@ def bitsandbytes_optimizer_problems(cfg: SwiftConfig) -> list[Problem]:
 
 def attention_problems(cfg: SwiftConfig) -> list[Problem]:
     """Kernels that a CPU has not, or not for training; on a GPU, the package of the kernels."""
-    kind, wanted = cfg.model.attn_impl, f"--attn_impl {cfg.model.attn_impl}"
+    kind = cfg.model.attn_impl
+    wanted = f"--attn_impl {cfg.model.attn_impl}"
     if kind not in ("flash", "flash_3", "flex"):
         return []
     if not has_gpu():

@@ -86,7 +86,8 @@ def own_state(step: int, failed: PendingCollective | WaitingCall | None = None) 
     frame = main_thread_frame()
     pending = pending_collectives()
     operation = failed or (pending[0] if pending else waiting_call(frame)) or patient_call()
-    counts, code = newest_sequence_numbers(), frame_text(frame)
+    counts = newest_sequence_numbers()
+    code = frame_text(frame)
     if operation is None:
         return RankState(step, counts=counts, code=code)
     if isinstance(operation, WaitingCall):
@@ -103,7 +104,8 @@ def find_cause(
     `state_of`: None for a rank that did not answer. `everyone`: taken where the members of an operation are unknown.
     """
     cause = Cause([], [], {}, {})
-    seen, todo = {rank}, [rank]
+    seen = {rank}
+    todo = [rank]
     while todo:
         one = todo.pop(0)
         state = state_of(one)

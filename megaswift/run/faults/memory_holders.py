@@ -14,7 +14,9 @@ from typing import TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
-WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer state"
+WEIGHTS = "weights"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
 REST = "kept for the backward pass, and temporary"
 
 

@@ -56,7 +56,8 @@ def config_of_retry(cfg: SwiftConfig, environ: Mapping[str, str]) -> SwiftConfig
         return cfg
     kept = json.loads(file.read_text(encoding="utf-8"))
     retried = _with_microbatch(cfg, int(kept["per_device_train_batch_size"]), int(kept["global_batch_size"]))
-    old, new = cfg.train.per_device_train_batch_size, retried.train.per_device_train_batch_size
+    old = cfg.train.per_device_train_batch_size
+    new = retried.train.per_device_train_batch_size
     log.info(
         f"out of memory in the attempt before: --per_device_train_batch_size {new} in place of {old}, the same "
         f"{kept['global_batch_size']} rows a step"
@@ -73,7 +74,8 @@ def forget_earlier_retry(root: Path, environ: Mapping[str, str]) -> None:
 def retry_after(error: UserError, cfg: SwiftConfig, dp: int, environ: Mapping[str, str]) -> UserError:
     """`OutOfMemoryRetry` in place of the error, and the file for the next attempt; the error itself where no attempt
     follows, or an earlier attempt was out of memory."""
-    file, attempt = Path(cfg.train.output_dir, FILE), restart_count(environ)
+    file = Path(cfg.train.output_dir, FILE)
+    attempt = restart_count(environ)
     if not cfg.fault_tolerance.oom_retry or not is_started_again(environ):
         return error
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("attempt") != attempt:
@@ -81,7 +83,8 @@ def retry_after(error: UserError, cfg: SwiftConfig, dp: int, environ: Mapping[st
     smaller = smaller_microbatch(cfg, dp)
     if smaller is None:
         return error
-    per_device, total = smaller.train.per_device_train_batch_size, smaller.train.global_batch_size
+    per_device = smaller.train.per_device_train_batch_size
+    total = smaller.train.global_batch_size
     kept = {"per_device_train_batch_size": per_device, "global_batch_size": total, "attempt": attempt}
     write_atomically(file, json.dumps(kept))  # by each rank without memory: the same
     first = error.problems[0]

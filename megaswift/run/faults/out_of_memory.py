@@ -16,8 +16,10 @@ from megaswift.trainers.memory_snapshot import GIB, peak_gib, write_memory_snaps
 
 WHOLE_WEIGHTS = ("ddp", *(kind for kind in ZERO if "zero3" not in kind))
 """Torch engines whose ranks each hold all weights."""
-HOLDERS, SMALLEST_HOLDER = 6, 10 * 2**20
-"""How many holders of memory the message names, and from which size, in bytes."""
+HOLDERS = 6
+"""Holders of memory that the message names."""
+SMALLEST_HOLDER = 10 * 2**20
+"""Bytes from which the message names a holder."""
 
 
 class OutOfMemory(UserError):
@@ -47,7 +49,8 @@ def out_of_memory_error(cfg: Any, experts: int, error: BaseException, profile: P
     tries = "\n".join(f"         {i}. {text}" for i, text in enumerate(out_of_memory_advice(cfg, experts), 1))
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    holders, peak = tensor_memory_holders(device), peak_gib()
+    holders = tensor_memory_holders(device)
+    peak = peak_gib()
     usage = f"peak of this rank: {peak:.1f} GiB{largest_holders_text(holders)}"
     if profile is not None:
         usage += "".join(f"; {file}" for file in write_memory_snapshot(profile, holders, peak, first))
@@ -68,9 +71,14 @@ def _recomputes_attention_alone(cfg: Any) -> bool:
 
 def out_of_memory_advice(cfg: Any, experts: int) -> list[str]:
     """Settings that lower the peak, in the order of what they cost; those already in use are left out."""
-    m, p, d, t, o = cfg.model, cfg.parallel, cfg.data, cfg.train, cfg.optim
+    m = cfg.model
+    p = cfg.parallel
+    d = cfg.data
+    t = cfg.train
+    o = cfg.optim
     gpu = torch.cuda.is_available()
-    native, kind = capabilities_of(cfg).model_parallel, requested_engine(cfg)
+    native = capabilities_of(cfg).model_parallel
+    kind = requested_engine(cfg)
     heads_tp = p.tensor_parallel_size * 2
     rows: list[tuple[bool, str]] = [
         (

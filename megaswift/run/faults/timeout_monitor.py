@@ -55,7 +55,8 @@ class CollectiveTimeoutMonitor:
         timeout_s: float = float("inf"),
         end: Callable[[LostRankError | None], None] = end_process,
     ) -> None:
-        self.own, self._end = own, end
+        self.own = own
+        self._end = end
         self._progress = ProgressWatch(own.states, timeout_s)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="collective timeout monitor", daemon=True)

@@ -21,7 +21,9 @@ class BackgroundWriter:
     no checkpoint."""
 
     def __init__(self, saves: Mapping[str, StartedSave]) -> None:
-        self.saves, self.written, self.reason = saves, False, ""
+        self.saves = saves
+        self.written = False
+        self.reason = ""
         self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
         self._thread.start()
 
@@ -57,7 +59,7 @@ class PendingCheckpoint:
     step: int
     folder: Path
     state: Mapping[str, Any]
-    """Of the trainer, as it was at this step."""
+    """The state of the trainer, as it was at this step."""
     best: int | None
     writer: BackgroundWriter
     began: float

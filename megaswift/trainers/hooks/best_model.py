@@ -32,14 +32,16 @@ class BestModelHook(Hook):
     def __init__(self, metric: str, greater_is_better: bool, patience: int | None = None, threshold: float = 0) -> None:
         self.root: Path | None = None
         """The folder of the run's checkpoints."""
-        self.metric, self.greater_is_better = metric.removeprefix("eval_"), greater_is_better
-        self.patience, self.threshold = patience, threshold
+        self.metric = metric.removeprefix("eval_")
+        self.greater_is_better = greater_is_better
+        self.patience = patience
+        self.threshold = threshold
         self.evaluated: tuple[int, float] | None = None
         """Step and value of the last evaluation."""
         self.best: tuple[int, float] | None = None
-        """Of the best one."""
+        """Step and value of the best evaluation."""
         self.saved: tuple[int, float] | None = None
-        """Of the best one whose step was saved."""
+        """Step and value of the best evaluation whose step was saved."""
         self.waited = 0
         """Evaluations since the last improvement by more than the threshold."""
 
@@ -62,7 +64,8 @@ class BestModelHook(Hook):
             run.mistake = unknown_metric_error(self.metric, line)
             return
         value = math.nan if line[self.metric] is None else float(line[self.metric])
-        first, before = self.evaluated is None, self.best
+        first = self.evaluated is None
+        before = self.best
         self.evaluated = (int(line["step"]), value)
         improves = self.better(self.evaluated, before)
         if first or improves and (before is None or abs(value - before[1]) > self.threshold):
@@ -122,7 +125,8 @@ def best_model_hook(cfg: SwiftConfig, root: Path) -> BestModelHook | None:
     """The hook of a run that compares its evaluations."""
     if not compares_evaluations(cfg):
         return None
-    metric, train = best_model_metric(cfg), cfg.train
+    metric = best_model_metric(cfg)
+    train = cfg.train
     greater = not metric.endswith("loss") if train.greater_is_better is None else train.greater_is_better
     hook = BestModelHook(metric, greater, train.early_stopping_patience, train.early_stopping_threshold)
     hook.root = root

@@ -37,10 +37,12 @@ class CheckpointHook(Hook):
     def __init__(
         self, store: checkpoints.CheckpointStore, every: Every, limit: int | None, facts: Mapping[str, Any]
     ) -> None:
-        self.store, self.limit, self.facts = store, limit, facts
+        self.store = store
+        self.limit = limit
+        self.facts = facts
         self.interval = StepInterval(every)
         self.best: BestModelHook | None = None
-        """Of a run that compares its evaluations: the best step is not deleted."""
+        """The hook of a run that compares its evaluations: the best step is not deleted."""
         self.attach: Callable[[Path], None] = lambda folder: None
         """Writes what makes the folder usable by itself (config.json, tokenizer); rank 0."""
         self.beside: Callable[[Path], None] = lambda folder: None
@@ -78,7 +80,7 @@ class CheckpointHook(Hook):
             run.stopping = f"exit_interval {self.exit_interval}; --resume_from_checkpoint latest goes on"
 
     def on_end(self, run: Run) -> None:
-        """Saves the last step. Of a run that saves nothing, only one that ended early. Nothing is left in the
+        """Saves the last step. A run that saves nothing saves it only where it ended early. Nothing is left in the
         background."""
         self.finish_pending()
         early = run.interrupted or run.mistake is not None
@@ -124,7 +126,8 @@ class CheckpointHook(Hook):
         if background:
             saves = {name: engine.start_save(folder / name) for name, engine in engines.items()}
             self.beside(folder)
-            writer, blocked = BackgroundWriter(saves), time.perf_counter() - began
+            writer = BackgroundWriter(saves)
+            blocked = time.perf_counter() - began
             self.pending = PendingCheckpoint(run.step, folder, state, best, writer, began, blocked)
             return
         files = {f"{part}/{file}": e for part, one in engines.items() for file, e in one.save(folder / part).items()}
@@ -135,7 +138,8 @@ class CheckpointHook(Hook):
         """Waits for the checkpoint that is written in the background, if any, and publishes it. Collective."""
         if self.pending is None:
             return
-        done, self.pending = self.pending, None
+        done = self.pending
+        self.pending = None
         began = time.perf_counter()
         files = done.writer.finish(f"checkpoint of step {done.step}")
 
@@ -151,8 +155,11 @@ class CheckpointHook(Hook):
     ) -> None:
         """Makes a written step a checkpoint: files without an entry are hashed by all ranks together, then rank 0 marks
         and renames the folder and deletes older ones. `seconds` is what the line says then of the time. Collective."""
-        rank, ranks, folder = distributed.global_rank(), distributed.global_world_size(), self.store.saving(step)
-        (state, best), files = kept, FileEntries()
+        rank = distributed.global_rank()
+        ranks = distributed.global_world_size()
+        folder = self.store.saving(step)
+        state, best = kept
+        files = FileEntries()
         for part in distributed.gather_on_rank0(own) or ():
             files |= part
         rest = distributed.run_on_rank0(lambda: checkpoints.unhashed_files(folder, files))
@@ -223,7 +230,8 @@ def restore_run(
     named = {type(hook).__name__: hook for hook in run.hooks}
     hooks = manifest["hooks"]
     _load_states(folder, [(f"hooks, {name}", hook, hooks[name]) for name, hook in named.items() if name in hooks])
-    run.step, run.skipped = manifest["step"], manifest.get("skipped_steps", 0)
+    run.step = manifest["step"]
+    run.skipped = manifest.get("skipped_steps", 0)
     return manifest
 
 

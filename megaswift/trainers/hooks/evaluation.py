@@ -76,7 +76,9 @@ class EvaluationHook(IntervalLinesHook):
         on_start: bool = False,
     ) -> None:
         super().__init__(path, every)
-        self.batches, self.count, self.before_first_step = batches, count, on_start
+        self.batches = batches
+        self.count = count
+        self.before_first_step = on_start
         self.last = 0
         """The step of the last evaluation."""
 
@@ -94,7 +96,8 @@ class EvaluationHook(IntervalLinesHook):
     def evaluate(self, run: Run, epoch: float) -> dict[str, Any]:
         """One pass over the validation set, one line."""
         began = time.perf_counter()
-        window, added = MetricsWindow(), AddendsOfBatches()
+        window = MetricsWindow()
+        added = AddendsOfBatches()
         for microbatches in self.batches():
             result = run.engine.evaluate(run.prepare(run.engine, microbatches, False), run.loss)
             step = StepRecord(run.step, epoch, 0.0, result)

@@ -21,8 +21,10 @@ from megaswift.trainers.hooks.progress import print_warning
 LIMIT_S = 20.0
 LOST = 15
 """nvidia-smi's exit code for a GPU that has fallen off the bus (its manual, RETURN VALUE)."""
-ECC, PAGE = "uncorrectable ECC errors", "a retired memory page waits for a reset"
-ROW, FAILED_ROW = "a remapped memory row waits for a reset", "a memory row could not be remapped"
+ECC = "uncorrectable ECC errors"
+PAGE = "a retired memory page waits for a reset"
+ROW = "a remapped memory row waits for a reset"
+FAILED_ROW = "a memory row could not be remapped"
 GONE = "it has fallen off the bus"
 SLOWDOWN = "a hardware slowdown (temperature or power)"
 QUERIES: tuple[tuple[str, Mapping[str, str]], ...] = (
@@ -52,7 +54,7 @@ class UnhealthyGpu(UserError):
 
 @dataclass(frozen=True)
 class GpuErrors:
-    """Of one GPU."""
+    """The errors of one GPU."""
 
     fatal: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -117,7 +119,8 @@ class GpuHealthHook(Hook):
     """Every rank asks for its own GPU."""
 
     def __init__(self, interval: int, query: Callable[[str], Mapping[str, str] | None] = query_nvidia_smi) -> None:
-        self.interval, self._query = interval, query
+        self.interval = interval
+        self._query = query
         self._warned: set[str] = set()
 
     def on_start(self, run: Run) -> None:

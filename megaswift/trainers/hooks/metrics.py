@@ -68,7 +68,7 @@ class MetricsWindow:
 
 @dataclass
 class OwnTimes:
-    """Of this rank alone, since they were last exchanged."""
+    """The times of this rank alone, since they were last exchanged."""
 
     EACH = 3
     """Numbers that a rank tells the others."""
@@ -85,7 +85,8 @@ class OwnTimes:
     def slots(self) -> list[float]:
         """Seconds a step of both, and the peak of memory in GiB, in this rank's places of a sum over the ranks."""
         slots = [0.0] * (self.EACH * distributed.global_world_size())
-        steps, first = max(self.steps, 1), self.EACH * distributed.global_rank()
+        steps = max(self.steps, 1)
+        first = self.EACH * distributed.global_rank()
         told = self.data_wait / steps, self.compute_seconds / steps, peak_gib()
         slots[first : first + self.EACH] = told
         return slots
@@ -96,7 +97,7 @@ class ThroughputFormula:
     """What turns tokens and seconds into TFLOP/s."""
 
     rules: Sequence[StepFlopFormula]
-    """Of each model that trains on a step's tokens."""
+    """The formula of each model that trains on a step's tokens."""
     devices: int
     peak_tflops: float | None = None
 
@@ -146,7 +147,10 @@ class MetricsJsonlHook(Hook):
     def __init__(
         self, path: Path, every: float, speed: ThroughputFormula, count: str, first_step: bool = False
     ) -> None:
-        self.path, self.every, self.speed, self.count = path, every, speed, count
+        self.path = path
+        self.every = every
+        self.speed = speed
+        self.count = count
         self.first_step = first_step
         """Whether the first step has a line of its own."""
         self.window = MetricsWindow()
@@ -170,7 +174,8 @@ class MetricsJsonlHook(Hook):
         before its numbers, so that no host waits for another. Those of the last line are exchanged after its step."""
         number = run.step + 1
         if distributed.global_world_size() > 1 and number < run.total_steps and self._due(number, run):
-            own, self.own = self.own, OwnTimes()
+            own = self.own
+            self.own = OwnTimes()
             self._of_ranks = own, run.engine.start_count([], run.loss, own.slots())
 
     def on_step(self, run: Run, step: StepRecord) -> None:
@@ -188,7 +193,8 @@ class MetricsJsonlHook(Hook):
 
     def line(self, step: StepRecord) -> dict[str, Any]:
         """The line of this window. step_time and what is divided by it are this rank's; the file has rank 0's."""
-        w, speed = self.window, self.speed
+        w = self.window
+        speed = self.speed
         data_wait, ranks, memory_gib = self._largest_of_ranks()
         flops = sum(rule.step(w.tokens, w.squares) for rule in speed.rules)
         tflops = flops / max(w.seconds, 1e-12) / speed.devices / 1e12
@@ -223,10 +229,12 @@ class MetricsJsonlHook(Hook):
         """Seconds a step that the slowest rank waited for data, that each rank's passes took, and the most memory in
         GiB. In all lines but the last one of the steps before the line's: a step's own are known after it."""
         if self._of_ranks is None:
-            own, self.own = self.own, OwnTimes()
+            own = self.own
+            self.own = OwnTimes()
             slots = distributed.all_sum(own.slots())
         else:
-            (own, started), self._of_ranks = self._of_ranks, None
+            own, started = self._of_ranks
+            self._of_ranks = None
             slots = list(started().beside)
         waits, computed, memory = (slots[i :: OwnTimes.EACH] for i in range(OwnTimes.EACH))
         if not own.steps:  # the first line

@@ -27,11 +27,14 @@ class ReduceOnPlateauHook(Hook):
     part = "evaluation"
 
     def __init__(self, optim: OptimConfig, metric: str, greater_is_better: bool) -> None:
-        self.optim, self.metric, self.greater_is_better = optim, metric, greater_is_better
+        self.optim = optim
+        self.metric = metric
+        self.greater_is_better = greater_is_better
         self.share = 1.0
-        """Of the learning rate that is left."""
+        """The share of the learning rate that is left."""
         self.best = -math.inf if greater_is_better else math.inf
-        self.waited, self.cooldown = 0, 0
+        self.waited = 0
+        self.cooldown = 0
 
     @property
     def rate(self) -> float:
@@ -55,17 +58,20 @@ class ReduceOnPlateauHook(Hook):
         """One evaluation."""
         optim = self.optim
         if self._improves(value):
-            self.best, self.waited = value, 0
+            self.best = value
+            self.waited = 0
         else:
             self.waited += 1
         if self.cooldown:
-            self.cooldown, self.waited = self.cooldown - 1, 0
+            self.cooldown = self.cooldown - 1
+            self.waited = 0
         if self.waited <= optim.plateau_patience:
             return
         rate = max(self.rate * optim.plateau_factor, final_rate(optim))
         if self.rate - rate > SMALLEST_CHANGE:
             self.share = rate / optim.learning_rate
-        self.cooldown, self.waited = optim.plateau_cooldown, 0
+        self.cooldown = optim.plateau_cooldown
+        self.waited = 0
 
     def _improves(self, value: float) -> bool:
         threshold = self.optim.plateau_threshold
@@ -82,8 +88,10 @@ class ReduceOnPlateauHook(Hook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
-        self.share, self.best = float(state["share"]), float(state["best"])
-        self.waited, self.cooldown = int(state["waited"]), int(state["cooldown"])
+        self.share = float(state["share"])
+        self.best = float(state["best"])
+        self.waited = int(state["waited"])
+        self.cooldown = int(state["cooldown"])
 
 
 def plateau_hooks(cfg: SwiftConfig) -> list[Hook]:

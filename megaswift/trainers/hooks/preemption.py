@@ -21,7 +21,8 @@ class PreemptionNoticeHook(Hook):
     """One process of each machine polls."""
 
     def __init__(self, command: str, interval: float) -> None:
-        self.words, self.interval = shlex.split(command), interval
+        self.words = shlex.split(command)
+        self.interval = interval
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 

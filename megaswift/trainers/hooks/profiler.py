@@ -33,7 +33,8 @@ KINDS = {
     "copies": r"copy|memcpy|memset|clone|(^|::)cat$|fill_|zero_|index_select|gather|scatter|permute",
 }
 """Kind of work -> pattern of the names of its operations (on a CPU) or kernels (on a GPU); the first that matches."""
-OTHER, OUTSIDE = "other operations", "outside operations (Python, waits)"
+OTHER = "other operations"
+OUTSIDE = "outside operations (Python, waits)"
 ROWS = 40
 """Operations in the text file."""
 
@@ -76,11 +77,15 @@ class StepProfilerHook(Hook):
     part = "profile"
 
     def __init__(self, options: TrainConfig, folder: Path) -> None:
-        self.first, self.last, self.folder = options.profile_step_start, options.profile_step_end, folder
+        self.first = options.profile_step_start
+        self.last = options.profile_step_end
+        self.folder = folder
         self.rank = distributed.global_rank()
         self.chosen = self.rank in options.profile_ranks
         self.profiler: profile | None = None
-        self.began, self.wall_ms, self.steps = 0.0, 0.0, 0
+        self.began = 0.0
+        self.wall_ms = 0.0
+        self.steps = 0
         self.interval: list[int] = []
         """Numbers of the profiled steps, known on every rank; empty again once they have been reported."""
         self.times: dict[str, float] = defaultdict(float)
@@ -145,7 +150,8 @@ class StepProfilerHook(Hook):
     def _report(self) -> None:
         """One line of rank 0's, whichever ranks were profiled."""
         if self.interval:
-            first, last = self.interval[0], self.interval[-1]
+            first = self.interval[0]
+            last = self.interval[-1]
             steps = f"step {first}" if first == last else f"steps {first} to {last}"
             print_line(f"--profile: traces and times of {steps} in {self.folder}")
         self.interval = []

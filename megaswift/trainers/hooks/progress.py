@@ -36,7 +36,9 @@ def print_warning(text: str) -> None:
 def duration_text(seconds: float) -> str:
     """`0:42`, `7:05`, `2:03:44`, `3d 04:05`."""
     s = round(max(seconds, 0.0))
-    days, hours, minutes = s // 86400, s // 3600 % 24, s // 60 % 60
+    days = s // 86400
+    hours = s // 3600 % 24
+    minutes = s // 60 % 60
     if days:
         return f"{days}d {hours:02d}:{minutes:02d}"
     return f"{hours}:{minutes:02d}:{s % 60:02d}" if hours else f"{minutes}:{s % 60:02d}"
@@ -50,13 +52,10 @@ def preference_accuracy_text(line: Line) -> str:
 
 def progress_figures(line: Line) -> str:
     """The figures of a line that matter while one waits."""
-    loss = (
-        f"reward {line['reward']:.4f}"
-        if "reward" in line
-        else "loss nan"
-        if line["loss"] is None
-        else f"loss {line['loss']:.4f}"
-    )
+    if "reward" in line:
+        loss = f"reward {line['reward']:.4f}"
+    else:
+        loss = "loss nan" if line["loss"] is None else f"loss {line['loss']:.4f}"
     speed = f"{line['tokens_per_second']:,.0f} tokens/s"
     return f"{loss}{preference_accuracy_text(line)}  lr {line['learning_rate']:.2e}  {speed}"
 
@@ -73,7 +72,9 @@ class Progress(Hook):
 
     def on_start(self, run: Run) -> None:
         """Opens the bar where there is a terminal."""
-        self._first, self._began, self._last = run.step, time.monotonic(), float("-inf")
+        self._first = run.step
+        self._began = time.monotonic()
+        self._last = float("-inf")
         if distributed.global_rank() == 0 and self.stream.isatty():
             self.bar = tqdm(
                 total=run.total_steps, initial=run.step, bar_format=BAR, dynamic_ncols=True, file=self.stream

@@ -21,9 +21,9 @@ from megaswift.distributed import PatientWait
 LONGEST_PERIOD_S = 5.0
 """Between two looks."""
 LEAST_CPU_S = 0.05
-"""Of computing, which is more than idle threads take."""
+"""Seconds of computing, more than idle threads take."""
 WATCHING = 2
-"""Of the ranks that have arrived at a barrier, so many, the lowest, look after the others."""
+"""The number of ranks, the lowest of those at a barrier, that watch the others."""
 TASKS = Path("/proc/self/task")
 
 
@@ -46,7 +46,8 @@ def work_done() -> tuple[float, int]:
     """Returns the processor seconds of this process's Python threads, and the bytes that they wrote or that came from a
     disk. Daemon threads do not count, nor threads of libraries: the store's server answers other ranks while this one
     is stuck."""
-    seconds, moved = 0.0, 0
+    seconds = 0.0
+    moved = 0
     for thread in threading.enumerate():
         folder = TASKS / str(thread.native_id)
         if thread.daemon:
@@ -82,7 +83,8 @@ class ProgressWatch:
         seconds, moved_bytes = self.work()
         moved = abs(seconds - self._seconds) >= LEAST_CPU_S or moved_bytes != self._bytes
         if moved:
-            self._seconds, self._bytes = seconds, moved_bytes
+            self._seconds = seconds
+            self._bytes = moved_bytes
         absent = self._awaited()
         for rank in absent:
             value = self.states.progress_of(rank)
@@ -97,7 +99,8 @@ class ProgressWatch:
     def _awaited(self) -> list[int]:
         wait = distributed.patient_waits[-1] if distributed.patient_waits else None
         if wait is not self._wait:
-            self._wait, self._seen = wait, {}
+            self._wait = wait
+            self._seen = {}
         if wait is None or (wait.arrived and self._others_watch(wait)):
             return []
         others = [rank for rank in wait.ranks if rank != self.states.rank]

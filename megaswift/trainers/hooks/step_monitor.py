@@ -23,11 +23,17 @@ MOST_IN_A_ROW = 10
 """So many skipped steps one after another end the run: the weights no longer change."""
 LAST_IN_A_ROW = 3
 """A run whose last steps, so many or more, were skipped has failed."""
-WINDOW, ENOUGH = 50, 10
-"""Losses that a new one is compared with: at most, and at least."""
-SPREADS, SHARE, LEAST = 10.0, 0.5, 1.0
-"""A loss is a spike above median + the largest of: so many median absolute deviations, such a share of the median's
-size, this."""
+WINDOW = 50
+"""Maximum number of losses that a new one is compared with."""
+ENOUGH = 10
+"""Minimum number of losses that a new one is compared with."""
+# A loss is a spike above the median + the largest of these three.
+SPREADS = 10.0
+"""So many median absolute deviations."""
+SHARE = 0.5
+"""This share of the median's size."""
+LEAST = 1.0
+"""This value."""
 MOST_ROWS = 8
 """Rows that a message names."""
 FIX = "use a lower --learning_rate or more --warmup_steps, or inspect the data with `megaswift data show`"
@@ -44,7 +50,8 @@ class SkippedStepAndLossSpikeMonitor(Hook):
     """Counts skipped steps, remembers losses."""
 
     def __init__(self, most: int = MOST_IN_A_ROW, of: str = "") -> None:
-        self.most, self.of = most, of
+        self.most = most
+        self.of = of
         self.in_a_row = self.at_the_end = self.skipped = self.steps = 0
         self.losses: deque[float] = deque(maxlen=WINDOW)
 

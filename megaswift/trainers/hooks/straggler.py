@@ -49,7 +49,9 @@ def slow_rank(line: Line, hosts: list[str], ratio: float) -> list[str]:
     """A text about the slowest rank of a line of metrics, where it needs `ratio` times the median's seconds or more."""
     if "rank_step_time_slowest" not in line:
         return []
-    rank, seconds, median = line["rank_step_time_slowest"], line["rank_step_time_max"], line["rank_step_time_median"]
+    rank = line["rank_step_time_slowest"]
+    seconds = line["rank_step_time_max"]
+    median = line["rank_step_time_median"]
     if seconds < ratio * median or not median:
         return []
     return [

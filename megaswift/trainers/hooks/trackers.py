@@ -46,8 +46,10 @@ def _thread_error(args: threading.ExceptHookArgs) -> None:
 
 MOST_WAITING = 10_000
 """Records that wait for a tracker; of more the oldest are given up."""
-FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
-"""Between two attempts: doubled each time, up to the longest."""
+FIRST_RETRY_S = 1.0
+"""Seconds between the first two attempts; each further wait is twice as long."""
+LONGEST_RETRY_S = 60.0
+"""Maximum seconds between two attempts."""
 SLOW_S = 60.0
 """A call that takes so long is worth a line."""
 END_S = 30.0
@@ -56,8 +58,10 @@ END_AFTER_ERROR_S = 2.0
 """The same on a rank that failed: others wait for it."""
 TRIES = 3
 """After so many failed attempts at a record the next one is tried too: a tracker may refuse the one record."""
-BEGIN, END = "begin", "end"
-"""Stand before the first and behind the last record."""
+BEGIN = "begin"
+"""Precedes the first record."""
+END = "end"
+"""Follows the last record."""
 
 Record = tuple[dict[str, float], int]
 """Figures, and the step that they are of."""
@@ -71,7 +75,8 @@ class TrackerGroup:
         self._deadline: float | None = None
 
     def seconds_left(self) -> float:
-        """Of the time for the end of the run, which begins with the first call; asks all trackers to end."""
+        """Returns what is left of the time for the end of the run, which begins with the first call; asks all trackers
+        to end."""
         if self._deadline is None:
             self._deadline = time.monotonic() + END_S
             for hook in self.members:
@@ -171,7 +176,8 @@ class TrackerHook(Hook, ABC):
         says what it does not have."""
         if self._thread is None:
             return
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         thread.join(min(seconds, self.group.seconds_left()))
         with self._changed:
             missing = self._lost + sum(not isinstance(record, str) for record in (*self._taken, *self._records))
@@ -225,7 +231,8 @@ class TrackerHook(Hook, ABC):
             self._calling = 0.0
         if self._told:
             print_line(f"{self.title} answers again")
-        self._told, self._failures = False, 0
+        self._told = False
+        self._failures = 0
         return True
 
     def _warn(self, what: str) -> None:
@@ -396,7 +403,7 @@ class MLflow(TrackerHook):
         self.parent: str | None = None
         """The run of the program that trains, if any."""
         self.parameters: list[tuple[str, Any]] = []
-        """Of a new run, those that were not sent yet."""
+        """The parameters of a new run that were not sent yet."""
         self.started: Any = None
 
     def prepare(self) -> None:

@@ -67,7 +67,8 @@ class AdvantageEstimator:
             )
             * mask
         )
-        cost, rl = self.beta * kl, self.cfg.rl
+        cost = self.beta * kl
+        rl = self.cfg.rl
         per_completion = float(kl.sum(1).mean())
         self.metrics = {
             "kl": float(kl.sum() / mask.sum().clamp(min=1)),
@@ -85,7 +86,8 @@ class AdvantageEstimator:
     ) -> EstimatorInput:
         """What the estimators read; `tokens`: the KL penalties and the mask, [n, t] each."""
         penalties, mask = tokens
-        rl, entry = self.cfg.rl, advantage_estimator_entry(self.settings.estimator)
+        rl = self.cfg.rl
+        entry = advantage_estimator_entry(self.settings.estimator)
         names = [*rollouts[0].rewards] if self.settings.each_reward else []
         weights = [*rl.reward_weights][: len(names)]  # an environment's own reward comes last, and has weight 1
         return EstimatorInput(
@@ -115,7 +117,8 @@ class AdvantageEstimator:
         if not logprobs:
             return []
         now, advantage, before = [torch.from_numpy(np.concatenate(values)) for values in (logprobs, advantages, old)]
-        rl, covariances = self.cfg.rl, token_covariances(now, advantage)
+        rl = self.cfg.rl
+        covariances = token_covariances(now, advantage)
         if self.settings.loss_type == "kl_cov":
             chosen = kl_cov_token_mask(covariances, rl.kl_cov_ratio)
         else:

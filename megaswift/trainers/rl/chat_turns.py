@@ -63,7 +63,9 @@ class ChatTurns:
 
     def __init__(self, tokenizer: Any, variables: Mapping[str, bool] | None = None, agent_text: str = "") -> None:
         """`variables`: what the run sets of the template; `agent_text`: the format in which tools are written."""
-        self.tokenizer, self._variables, self._agent_text = tokenizer, dict(variables or {}), agent_text
+        self.tokenizer = tokenizer
+        self._variables = dict(variables or {})
+        self._agent_text = agent_text
         self._rendered_roles: set[tuple[str, ...]] = set()
 
     @cached_property
@@ -97,11 +99,13 @@ class ChatTurns:
         self._check_rendered(messages, len(answers), before.tools)
         text = self._text(messages, before.tools)
         if text.startswith(before.text + turn.written):
-            rest, rewritten = text[len(before.text + turn.written) :], False
+            rest = text[len(before.text + turn.written) :]
+            rewritten = False
         elif plain.content != turn.content:  # the token is a word of the content, such as </tool_call>
             return self.go_on(before, replace(turn, end=""), answers)
         else:
-            rest, rewritten = self._behind_turn(before, turn, answers, text), True
+            rest = self._behind_turn(before, turn, answers, text)
+            rewritten = True
         return Continuation(Conversation(messages, text, before.tools), rest, rewritten)
 
     def tokens(self, end: str, between: str) -> list[int]:
@@ -167,7 +171,8 @@ class ChatTurns:
             alone = None
         if alone is None:
             return ""
-        common, end = len(commonprefix([alone, rest])), 0
+        common = len(commonprefix([alone, rest]))
+        end = 0
         opening = self._opening(before)
         for special in self._specials.finditer(rest, 0, common):
             if special[0] == opening or rest[end : special.start()].strip():

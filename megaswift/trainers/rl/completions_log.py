@@ -17,8 +17,9 @@ class CompletionsLog(JsonLinesHook):
 
     def __init__(self, path: Path, source: RolloutSource, most: int | None) -> None:
         super().__init__(path)
-        self.source, self.most = source, most
-        """`most`: lines of a generation; None: all."""
+        self.source = source
+        self.most = most
+        """Maximum lines of a generation; None: all."""
 
     def on_step(self, run: Run, step: StepRecord) -> None:
         """The generation that this step was the first to use."""

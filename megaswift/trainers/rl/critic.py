@@ -28,7 +28,9 @@ class CriticTrainer(BatchTransform):
     """Trains beside the policy."""
 
     def __init__(self, engine: Engine, loss: ValueLoss, learning_rate: Callable[[int], float]) -> None:
-        self.engine, self.loss, self.learning_rate = engine, loss, learning_rate
+        self.engine = engine
+        self.loss = loss
+        self.learning_rate = learning_rate
         self.steps = 0
         self.watch = SkippedStepAndLossSpikeMonitor(of=" of the critic")
         self.metrics: dict[str, float] = {}
@@ -80,7 +82,8 @@ def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Rank
     With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains. A new head
     starts near 0: values of the size of weights would be noise in every advantage until the critic has unlearnt them.
     """
-    scored, start = with_scalar_head(spec), critic_start_folder(cfg, folder)
+    scored = with_scalar_head(spec)
+    start = critic_start_folder(cfg, folder)
     scored = replace(scored, hf_config={**scored.hf_config}, new_head_std=1 / (1 + scored.hidden_size))
     engine = make_engine(cfg, scored, start, context)
     if fresh or cfg.model.train_type != "full":

@@ -70,7 +70,8 @@ class EnvironmentWithNamedErrors:
     """An environment whose errors carry its name."""
 
     def __init__(self, flag: str, inner: Environment) -> None:
-        self.flag, self.inner = flag, inner
+        self.flag = flag
+        self.inner = inner
 
     @classmethod
     def make(cls, flag: str, environment: Callable[[], Environment]) -> EnvironmentWithNamedErrors:

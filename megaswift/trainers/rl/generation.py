@@ -55,11 +55,11 @@ class CompletionGenerator:
     """Consecutive ranks whose samplers are one engine: they are given the same prompts, and each gets the
     completions. More than 1 only with `everywhere`."""
     images: PromptImageReader | None = None
-    """Of a vision-language model: reads the prompts' images."""
+    """For a vision-language model: reads the prompts' images."""
 
     @property
     def layout(self) -> Layout:
-        """Of the training ranks."""
+        """The layout of the training ranks."""
         return self.engine.layout
 
     def sampled_completions(self, count: int) -> range:
@@ -125,7 +125,8 @@ class CompletionGenerator:
 
     def share(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
         """This rank's completions; nothing collective."""
-        mine, drawn = self.sampled_completions(len(prompts)), completion_seeds(self.seed, generation, len(prompts))
+        mine = self.sampled_completions(len(prompts))
+        drawn = completion_seeds(self.seed, generation, len(prompts))
         if self.sampler is None or not mine:
             return []
         greedy = [i for i in mine if greedy_every and (i + 1) % greedy_every == 0]

@@ -36,7 +36,7 @@ class RolloutMonitor(Hook):
         self.source = source
         self.in_a_row: dict[str, int] = {}
         self.completions = self.rewarded = 0
-        """Of the whole run, and those of them that a reward function applied to."""
+        """Completions of the whole run, and those of them that a reward function applied to."""
         self.silent = False
         """Whether no completion of the last generation had a reward."""
 
@@ -62,7 +62,8 @@ class RolloutMonitor(Hook):
                 f"step {number}: {self.flags()} returned None for all {len(self.source.fresh)} completions: their "
                 "advantages are 0"
             )
-        self.completions, self.rewarded = self.completions + len(self.source.fresh), self.rewarded + given
+        self.completions = self.completions + len(self.source.fresh)
+        self.rewarded = self.rewarded + given
         self.silent = not given
 
     def flags(self) -> str:
@@ -92,11 +93,13 @@ class RolloutMonitor(Hook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
-        self.completions, self.rewarded = int(state["completions"]), int(state["rewarded"])
+        self.completions = int(state["completions"])
+        self.rewarded = int(state["rewarded"])
 
     def troubles(self, step: StepRecord) -> dict[str, str]:
         """By kind what is wrong with the generation; empty where nothing is."""
-        metrics, settings = self.source.metrics, self.source.settings
+        metrics = self.source.metrics
+        settings = self.source.settings
         spread = metrics.get("reward_std", math.inf)
         same = spread < 1e-8 if settings.group == 1 else metrics["frac_reward_zero_std"] == 1 and math.isfinite(spread)
         unscored = sum(math.isnan(rollout.total) for rollout, _ in self.source.fresh)

@@ -32,11 +32,11 @@ class MultiTurnCompletion(Completion):
     ends: tuple[int, ...] = ()
     """How many own tokens there were at the end of each of these turns."""
     turns: int = 0
-    """Of the model."""
+    """Turns of the model."""
     rewritten: int = 0
     """Turns of the model after which the chat template writes the conversation otherwise than its tokens are."""
     prompt_ids: tuple[int, ...] = ()
-    """Of the prompt with the environment's first observation; empty where it gave none."""
+    """Tokens of the prompt with the environment's first observation; empty where it gave none."""
     prompt_content: str | tuple[Message, ...] = ()
     """The same as `Prompt.content`."""
 
@@ -110,7 +110,7 @@ class MultiTurnRunner:
     make: Callable[[], EnvironmentWithNamedErrors]
     chat: ChatTurns
     max_turns: int | None
-    """Of the model; None: until the environment ends it, or the tokens do."""
+    """Maximum turns of the model; None: until the environment ends it, or the tokens do."""
     max_length: int | None = None
     """Tokens of a prompt with its first observation and the completion; None: any number."""
 

@@ -28,9 +28,13 @@ SYNC = "sync"
 
 LARGE_GPU = 70 * 2**30
 """Bytes from which vLLM has room for more completions at a time."""
-ON_CPU, MOST, CACHE_PARTS = 64, 256, 10
-"""Completions at a time of our own decode loop on a CPU, and at most; its cache may have one of so many parts of a
-GPU's memory, all of it, so that the number is the same on every rank and in every run."""
+ON_CPU = 64
+"""Completions at a time of our own decode loop on a CPU."""
+MOST = 256
+"""Maximum completions at a time of our own decode loop."""
+CACHE_PARTS = 10
+"""The decode loop's cache may take one of so many parts of a GPU's whole memory, so that the number of completions is
+the same on every rank and in every run."""
 ROUNDS = 2
 """Copies of the weights that may lie in the sync folder: the last one, and the one that is written."""
 

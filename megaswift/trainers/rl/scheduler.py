@@ -31,7 +31,7 @@ class PendingDraw:
     """The position of the prompts before these were taken."""
     prompts: list[Prompt]
     number: int
-    """Of the generation."""
+    """The number of the generation."""
     future: Future[list[Completion]] | None
     """This rank's share, under way."""
     completions: list[Completion] = field(default_factory=list)
@@ -54,7 +54,7 @@ class CompletionSamplingScheduler:
     leaves: frozenset[str] = frozenset()
     """What of the trainer does meanwhile: `optimizer`, `model`."""
     critic: Engine | None = None
-    """Of ppo."""
+    """The critic of ppo."""
     ahead: PendingDraw | None = None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "sampler"))
 
@@ -64,7 +64,8 @@ class CompletionSamplingScheduler:
         if self.ahead is not None:
             with timed("generation"):
                 self.settle()
-            pending, self.ahead = self.ahead, None
+            pending = self.ahead
+            self.ahead = None
             return pending.prompts, pending.completions
         prompts = self.take()
         with self.room(timed, again):
@@ -74,14 +75,16 @@ class CompletionSamplingScheduler:
         """Draws the next generation by the weights as they are, in the background. Collective."""
         with timed("weight sync"):
             self.generation.synchronize()
-        before, prompts = self.prompts.state_dict(), self.take()
+        before = self.prompts.state_dict()
+        prompts = self.take()
         share = self._thread.submit(self.generation.share, prompts, number, self.greedy_every)
         self.ahead = PendingDraw(before, prompts, number, share)
 
     def settle(self) -> None:
         """Waits for the draw that is under way, where there is one. Collective."""
         if self.ahead is not None and self.ahead.future is not None:
-            future, self.ahead.future = self.ahead.future, None
+            future = self.ahead.future
+            self.ahead.future = None
             self.ahead.completions = self.generation.joined(future.result)
 
     def take(self) -> list[Prompt]:
@@ -107,7 +110,7 @@ class CompletionSamplingScheduler:
 
     @property
     def greedy_every(self) -> int:
-        """Of the completions in order, each whose number (from 1) this divides is greedy; 0: none."""
+        """Each completion, in order, whose number (from 1) is a multiple of this is greedy; 0: none."""
         return self.draws if self.greedy else 0
 
     @property

@@ -100,7 +100,8 @@ def correction_of(cfg: SwiftConfig) -> SamplerCorrection:
 
 def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
     """The settings of a run on `dp` data-parallel ranks."""
-    rl, plan = cfg.rl, generation_batch_plan(cfg, dp)
+    rl = cfg.rl
+    plan = generation_batch_plan(cfg, dp)
     return RlSettings(
         seed=cfg.train.seed,
         group=plan.generations,

@@ -58,11 +58,12 @@ class RolloutSource:
     up."""
 
     def __init__(self, settings: RlSettings, parts: RolloutDependencies) -> None:
-        self.settings, self.parts = settings, parts
+        self.settings = settings
+        self.parts = parts
         self.generations = 0
         """Those that were begun."""
         self.completed: list[RolloutTokens] = []
-        """Of the present generation, in the order of their numbers; the same on every rank."""
+        """Completions of the present generation, in the order of their numbers; the same on every rank."""
         self.used = settings.steps
         """Optimizer steps taken on it."""
         self.fresh: list[tuple[ScoredCompletion, float]] = []
@@ -82,7 +83,8 @@ class RolloutSource:
 
     def next(self) -> list[Batch]:
         """The micro-batches of the next optimizer step. Collective."""
-        self.seconds, self.fresh = {}, []
+        self.seconds = {}
+        self.fresh = []
         if self.used >= self.settings.steps:
             self.generate()
         micros = self.micros(self.used % self.settings.slices)
@@ -97,9 +99,12 @@ class RolloutSource:
 
     def step_extras(self) -> StepExtras:
         """Metrics of the generation that the last step was on, and where the time went."""
-        metrics, seconds, critic = self.metrics, dict(self.seconds), self.parts.critic
+        metrics = self.metrics
+        seconds = dict(self.seconds)
+        critic = self.parts.critic
         if critic is not None:
-            metrics, seconds["critic"] = metrics | critic.metrics, critic.seconds
+            metrics = metrics | critic.metrics
+            seconds["critic"] = critic.seconds
         times = {f"time/{part.replace(' ', '_')}": spent for part, spent in seconds.items()}
         return StepExtras(metrics | times, seconds, sum(self.seconds.values()), "time/training")
 
@@ -128,7 +133,8 @@ class RolloutSource:
     def sample(self) -> list[ScoredCompletion]:
         """Prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for
         it."""
-        settings, selected = self.settings, list[ScoredCompletion]()
+        settings = self.settings
+        selected = list[ScoredCompletion]()
         spare: list[ScoredCompletion] = []
         for tried in range(settings.tries):
             prompts, completions = self.parts.scheduler.draw(self.generations, tried > 0, self.timed)
@@ -151,7 +157,9 @@ class RolloutSource:
     def score(self) -> None:
         """Log-probabilities of the policy as it is and of the reference, values of the critic: where the run needs
         them."""
-        settings, engine, critic = self.settings, self.parts.scheduler.generation.engine, self.parts.critic
+        settings = self.settings
+        engine = self.parts.scheduler.generation.engine
+        critic = self.parts.critic
         needs = RequestedModelOutputs(temperature=settings.temperature)
         if settings.needs_old:
             self.put("old", self.rollout_logprobs() or self.numbers(engine, needs))
@@ -168,7 +176,7 @@ class RolloutSource:
         return sampled if known else {}
 
     def numbers(self, engine: Engine, needs: RequestedModelOutputs) -> CompletionScores:
-        """Of all completions. Collective."""
+        """Returns the scores of all completions. Collective."""
         micros = [micro for k in range(self.settings.slices) for micro in self.micros(k)]
         return compute_rollout_token_outputs(
             engine, micros, self.parts.layout, needs, self.parts.scheduler.generation.first
@@ -216,7 +224,8 @@ class RolloutSource:
 
     def with_selected(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
         """`selected`: the tokens of high covariance, over all ranks (arXiv:2505.22617)."""
-        engine, first = self.parts.scheduler.generation.engine, self.parts.scheduler.generation.first
+        engine = self.parts.scheduler.generation.engine
+        first = self.parts.scheduler.generation.first
         needs = RequestedModelOutputs(temperature=self.settings.temperature)
         logprobs = compute_rollout_token_outputs(engine, micros, self.parts.layout, needs, first)
         numbers = sorted(n for n, v in logprobs.items() if len(v))
@@ -244,8 +253,12 @@ class RolloutSource:
 
     def mark(self) -> Callable[[], None]:
         """What takes it back to where it is now, in this process. Cheap: a draw that is under way stays under way."""
-        attributes, (scheduler, estimator) = dict(vars(self)), (self.parts.scheduler, self.parts.estimator)
-        ahead, prompts, weights = scheduler.ahead, scheduler.prompts.state_dict(), estimator.state_dict()
+        attributes = dict(vars(self))
+        scheduler = self.parts.scheduler
+        estimator = self.parts.estimator
+        ahead = scheduler.ahead
+        prompts = scheduler.prompts.state_dict()
+        weights = estimator.state_dict()
 
         def back() -> None:
             vars(self).update(attributes)
@@ -275,14 +288,13 @@ class RolloutSource:
         """The inverse."""
         self.parts.scheduler.load_state_dict(state["ahead"])
         self.parts.scheduler.prompts.load_state_dict(state["prompts"])
-        self.generations, self.used, self.metrics = (
-            int(state["generations"]),
-            int(state["used"]),
-            dict(state["metrics"]),
-        )
+        self.generations = int(state["generations"])
+        self.used = int(state["used"])
+        self.metrics = dict(state["metrics"])
         self.completed = [rollout_tokens_from_dict(c) for c in state["completed"]]
         if len(self.completed) != self.settings.generation:  # used up, or a run whose generations had another size
-            self.used, self.completed = self.settings.steps, []
+            self.used = self.settings.steps
+            self.completed = []
         self.parts.estimator.load_state_dict(state["estimator"])
 
 
@@ -325,7 +337,8 @@ def rollout_tokens_to_dict(c: RolloutTokens) -> dict[str, Any]:
 def rollout_tokens_from_dict(state: Mapping[str, Any]) -> RolloutTokens:
     """The inverse."""
     values = {name: np.asarray(v, dtype=dtype) for name, (dtype, v) in state["values"].items()}
-    own, images = [*map(bool, state["own"])], PromptImages.from_dict(state.get("images"))
+    own = [*map(bool, state["own"])]
+    images = PromptImages.from_dict(state.get("images"))
     return RolloutTokens(state["number"], state["prompt"], state["written"], own, values, state["silent"], images)
 
 

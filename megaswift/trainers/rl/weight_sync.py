@@ -26,7 +26,7 @@ from megaswift.models.vision import has_vision_tower
 
 EXPERTS = "experts have adapters, whose format differs between samplers"
 OWN_RANKS = ("rank_pattern", "alpha_pattern")
-"""Of adapter_config.json: servers do not read them."""
+"""Fields of adapter_config.json that servers do not read."""
 
 
 def syncs_adapters_only(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> bool:
