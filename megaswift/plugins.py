@@ -40,7 +40,13 @@ def _choice(option: str, name: str) -> None:
 
 
 def reward(name: str, function: Any) -> None:
-    """A value of `--reward_funcs`: a function or class, called as docs/rewards.md says of ms-swift's `orms`."""
+    """Register a reward function as a value of `--reward_funcs`.
+
+    Args:
+        name: The value of the option.
+        function: A function, or a class whose instances are called, with the arguments of ms-swift's `orms`
+            (docs/rewards.md). It returns a number for each completion.
+    """
     PLUGINS.rewards[name] = function
 
 
@@ -51,9 +57,19 @@ def data_format(
     tasks: Sequence[str] = ("sft",),
     detect: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> None:
-    """Rows with the columns `required`, of which `detect` may ask for more. `parse(row)` returns another row, of a
-    format that megaswift has, or an `UntokenizedSample` (for preferences a `PreferenceExample`). Such rows are of this
-    format before any other."""
+    """Register a format of data rows. It is tried before megaswift's own formats.
+
+    Args:
+        name: The format's name in messages and reports.
+        required: Columns that a row of this format has.
+        parse: Called with each row. It returns a row of a format that megaswift has, an `UntokenizedSample`, or for
+            preferences a `PreferenceExample`.
+        tasks: The tasks whose data may have this format.
+        detect: Called with a row that has the columns `required`; returns whether the row has this format.
+
+    Raises:
+        ConfigError: megaswift itself has a format of this name.
+    """
     from megaswift.data.formats import FORMATS, RowFormat, parse_into_known_format
 
     _take("data format", name, (one.name for one in FORMATS))
@@ -65,7 +81,15 @@ def data_format(
 
 
 def loss_scale(name: str, table: Mapping[str, Any]) -> None:
-    """A table of `--loss_scale`: {"REGULAR EXPRESSION": [weight]} or {"KEYWORD": [weight, weight of what follows]}."""
+    """Register a table of loss weights as a value of `--loss_scale`.
+
+    Args:
+        name: The value of the option.
+        table: {"REGULAR EXPRESSION": [weight]} or {"KEYWORD": [weight, weight of the text that follows]}.
+
+    Raises:
+        ConfigError: megaswift itself has a table of this name.
+    """
     from megaswift.config.facts.loss_scale import NAMED
 
     _take("loss scale", name, NAMED)
@@ -73,7 +97,16 @@ def loss_scale(name: str, table: Mapping[str, Any]) -> None:
 
 
 def dpo_loss(name: str, formula: Callable[[Any], Any]) -> None:
-    """A value of `--loss_type` in dpo: `formula(PairLogprobsAndRatios)` -> [p], a loss for each pair."""
+    """Register a loss as a value of `--loss_type` in dpo.
+
+    Args:
+        name: The value of the option.
+        formula: Called as `formula(pairs)` with a `PairLogprobsAndRatios` of p pairs; returns a loss for each pair,
+            [p].
+
+    Raises:
+        ConfigError: megaswift itself has a DPO loss of this name.
+    """
     from megaswift.losses.dpo_loss_types import LOSS_TYPES
 
     _loss("dpo", name, LOSS_TYPES)
@@ -81,9 +114,18 @@ def dpo_loss(name: str, formula: Callable[[Any], Any]) -> None:
 
 
 def kto_loss(name: str, formula: Callable[[Any, Any, Any], Any], needs_kl: bool = False) -> None:
-    """A value of `--loss_type` in kto: `formula(rewards, desirable, zero)` -> [n], a loss for each completion.
-    `rewards` [n]: beta x log-ratios; `desirable` [n]: labels; `zero` []: with `needs_kl` beta x KL of mismatched pairs,
-    else 0."""
+    """Register a loss as a value of `--loss_type` in kto.
+
+    Args:
+        name: The value of the option.
+        formula: Called as `formula(rewards, desirable, zero)`; returns a loss for each completion, [n]. `rewards` [n]
+            is beta x log-ratio, `desirable` [n] the labels, and `zero` [] beta x KL of mismatched pairs, or 0 without
+            `needs_kl`.
+        needs_kl: Whether mismatched pairs are scored to estimate the KL divergence.
+
+    Raises:
+        ConfigError: megaswift itself has a KTO loss of this name.
+    """
     from megaswift.config.parts.losses import KL_PAIRS
     from megaswift.losses.kto import LOSS_TYPES
 
@@ -92,9 +134,18 @@ def kto_loss(name: str, formula: Callable[[Any, Any, Any], Any], needs_kl: bool 
 
 
 def cpo_loss(name: str, formula: Callable[[Any, Any], Any], per_token: bool = False) -> None:
-    """A value of `--loss_type` in cpo: `formula(rewards, settings)` -> [p], a loss for each pair. `rewards.chosen`,
-    `.rejected`, `.difference` [p]: log-probabilities of answers, sums, with `per_token` means; `settings`: `beta`,
-    `simpo_gamma`, `label_smoothing`."""
+    """Register a loss as a value of `--loss_type` in cpo.
+
+    Args:
+        name: The value of the option.
+        formula: Called as `formula(rewards, settings)`; returns a loss for each pair, [p]. `rewards.chosen`,
+            `rewards.rejected` and `rewards.difference` [p] are log-probabilities of answers; `settings` has `beta`,
+            `simpo_gamma` and `label_smoothing`.
+        per_token: Whether log-probabilities are means over the tokens of an answer instead of sums.
+
+    Raises:
+        ConfigError: megaswift itself has a CPO loss of this name.
+    """
     from megaswift.losses.cpo import LOSS_TYPES, CpoLossType
 
     _loss("cpo", name, LOSS_TYPES)
@@ -102,8 +153,17 @@ def cpo_loss(name: str, formula: Callable[[Any, Any], Any], per_token: bool = Fa
 
 
 def orpo_loss(name: str, formula: Callable[[Any], Any]) -> None:
-    """A value of `--loss_type` in orpo: `formula(logps)` -> [p], in place of the odds ratio's term, of weight `beta`.
-    `logps.chosen`, `.rejected`, `.difference` [p]: mean log-probabilities of answers."""
+    """Register a loss as a value of `--loss_type` in orpo.
+
+    Args:
+        name: The value of the option.
+        formula: Called as `formula(logps)`; returns a term for each pair, [p], which replaces the odds ratio's term
+            and has weight `beta`. `logps.chosen`, `logps.rejected` and `logps.difference` [p] are mean
+            log-probabilities of answers.
+
+    Raises:
+        ConfigError: megaswift itself has an ORPO loss of this name.
+    """
     from megaswift.losses.orpo import LOSS_TYPES
 
     _loss("orpo", name, LOSS_TYPES)
@@ -111,8 +171,16 @@ def orpo_loss(name: str, formula: Callable[[Any], Any]) -> None:
 
 
 def rm_loss(name: str, formula: Callable[[Any, Any], Any]) -> None:
-    """A value of `--loss_type` in rm: `formula(scores, margin)` -> [p], a loss for each pair. `scores.chosen`,
-    `.rejected`, `.difference` [p]; `margin` [p]: that of the rows, or 0."""
+    """Register a loss as a value of `--loss_type` in rm.
+
+    Args:
+        name: The value of the option.
+        formula: Called as `formula(scores, margin)`; returns a loss for each pair, [p]. `scores.chosen`,
+            `scores.rejected` and `scores.difference` are [p]; `margin` [p] comes from the rows, or is 0.
+
+    Raises:
+        ConfigError: megaswift itself has a reward-model loss of this name.
+    """
     from megaswift.losses.reward import LOSS_TYPES
 
     _loss("rm", name, LOSS_TYPES)
@@ -120,8 +188,17 @@ def rm_loss(name: str, formula: Callable[[Any, Any], Any]) -> None:
 
 
 def policy_loss(name: str, formula: Callable[[Any], Any], loss_agg_mode: str = "token-mean") -> None:
-    """A value of `--loss_type` in grpo: `formula(PolicyLossInputs)` -> [b, s], a loss for each token, neither masked
-    nor reduced; `loss_agg_mode`: by what the sum is divided, unless the option is given."""
+    """Register a loss as a value of `--loss_type` in grpo.
+
+    Args:
+        name: The value of the option.
+        formula: Called as `formula(inputs)` with a `PolicyLossInputs`; returns a loss for each token, [b, s], neither
+            masked nor reduced.
+        loss_agg_mode: The divisor of the sum, unless `--loss_agg_mode` is given.
+
+    Raises:
+        ConfigError: megaswift itself has a policy loss of this name.
+    """
     from megaswift.losses.policy_loss_types import LOSS_TYPES, PolicyLossType
 
     _loss("grpo", name, LOSS_TYPES, loss_agg_mode)
@@ -147,8 +224,19 @@ def advantage_estimator(
     compares: bool = True,
     kl_in_reward: bool = False,
 ) -> None:
-    """A value of `--advantage_estimator` in grpo: `estimate(EstimatorInput)` -> advantages [n], or [n, t] with
-    `per_token`. `compares`: it needs several completions of a prompt. `kl_in_reward`: default of that option."""
+    """Register an estimator as a value of `--advantage_estimator` in grpo.
+
+    Args:
+        name: The value of the option.
+        estimate: Called with an `EstimatorInput` of n completions; returns their advantages, [n], or [n, t] with
+            `per_token`.
+        per_token: Whether each token has an advantage of its own.
+        compares: Whether the estimator needs several completions of a prompt.
+        kl_in_reward: The default of `--kl_in_reward`.
+
+    Raises:
+        ConfigError: megaswift itself has an estimator of this name.
+    """
     from megaswift.config.parts.estimators import (
         ESTIMATOR_NAMES,
         PLUGIN_ESTIMATORS,
@@ -158,6 +246,7 @@ def advantage_estimator(
     from megaswift.losses.advantage_estimators import ESTIMATORS
 
     _take("advantage estimator", name, ESTIMATORS.names())
+    # The table that option rules read comes first, then the function, then the choice.
     # The table that option rules read comes first, then the function, then the choice.
     PLUGIN_ESTIMATORS[name] = AdvantageEstimatorEntry(
         name,
@@ -173,7 +262,12 @@ def advantage_estimator(
 
 
 def callback(name: str, make: Callable[[], Any]) -> None:
-    """A `megaswift.trainers.hook.Hook` of every run of this command; `make()` is called on each rank."""
+    """Register a hook that every run of this command has.
+
+    Args:
+        name: The name under which a later file can replace it.
+        make: Called on each rank; returns a `megaswift.trainers.hook.Hook`.
+    """
     from megaswift.trainers.hook import PLUGIN_HOOKS
 
     PLUGIN_HOOKS[name] = make
@@ -186,10 +280,20 @@ def optimizer(
     step: str | None = None,
     elementwise: bool = False,
 ) -> None:
-    """A value of `--optimizer`: `make(groups, options)` -> a torch optimizer of these parameter groups, whose `lr` and
-    `weight_decay` are set before each step; `options`: section `optim`. `states`: names of its states, each of the
-    parameter's shape and float32; `step`: the name under which it counts steps, if it does. `elementwise`: it updates
-    each number by itself; others run on engine ddp only, where tensors are whole."""
+    """Register an optimizer as a value of `--optimizer`.
+
+    Args:
+        name: The value of the option.
+        make: Called as `make(groups, options)` with parameter groups and section `optim`; returns a torch optimizer.
+            The `lr` and `weight_decay` of its groups are set before each step.
+        states: The names of its states, each float32 in the parameter's shape.
+        step: The name under which it counts steps, if it does.
+        elementwise: Whether it updates each number by itself. Other optimizers need whole tensors and run on engine
+            ddp only.
+
+    Raises:
+        ConfigError: megaswift itself has an optimizer of this name.
+    """
     from megaswift.config.parts.optimizer import OPTIMIZERS, PLUGIN_OPTIMIZERS, PluginOptimizerParts
 
     _take("optimizer", name, OPTIMIZERS)
@@ -198,7 +302,14 @@ def optimizer(
 
 
 def family(entry: Family) -> None:
-    """A model family of the native engine: a table of config.json's fields and of weights (docs/families.md)."""
+    """Register a model family of the native engine.
+
+    Args:
+        entry: Its table of config.json's fields and of weights (docs/families.md).
+
+    Raises:
+        ConfigError: megaswift itself has a family of this name.
+    """
     from megaswift.models.family import FAMILIES
 
     _take("model family", entry.name, FAMILIES.names())

@@ -30,21 +30,32 @@ from megaswift.config.facts.hub_ids import names_hub_dataset
 from megaswift.config.facts.loss_scale import loss_scale_problems
 from megaswift.config.parts.data import RL
 from megaswift.config.parts.sampler import vllm_sampler_problems
-from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption, Test, join_names
+from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption, join_names
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.values import option_value_text
 from megaswift.config.variants import variant_rules
 from megaswift.errors import Problem
 
-_is_folder: Test = lambda c: c.model.model is not None and Path(c.model.model).is_dir()  # noqa: E731
+
+def _is_folder(c: Sections) -> bool:
+    return c.model.model is not None and Path(c.model.model).is_dir()
+
+
 _HUB = "applies only to hub IDs, but the model is a local folder"
 _HUB_DATA = "applies only to hub IDs, but model and data are local"
-_NO_HUB: Test = lambda c: (  # noqa: E731
-    _is_folder(c)
-    and not c.train.push_to_hub
-    and not any(names_hub_dataset(entry) for entry in (*c.data.dataset, *c.data.val_dataset))
-)
-_NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_lora  # noqa: E731
+
+
+def _uses_no_hub(c: Sections) -> bool:
+    return (
+        _is_folder(c)
+        and not c.train.push_to_hub
+        and not any(names_hub_dataset(entry) for entry in (*c.data.dataset, *c.data.val_dataset))
+    )
+
+
+def _exports_no_model(c: Sections) -> bool:
+    return c.model.train_type != "full" and not c.lora.merge_lora
+
 
 IGNORED: tuple[IgnoredOption, ...] = (
     *variant_rules(),
@@ -52,7 +63,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
     *EVALUATION_IGNORED,
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
     IgnoredOption(
-        "use_hf", ("model", "push_to_hub", "dataset"), _NO_HUB, _HUB_DATA, "--model ORGANIZATION/NAME", (True,)
+        "use_hf", ("model", "push_to_hub", "dataset"), _uses_no_hub, _HUB_DATA, "--model ORGANIZATION/NAME", (True,)
     ),
     IgnoredOption(
         "num_train_epochs",
@@ -73,7 +84,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "export_hf",
         ("train_type", "merge_lora"),
-        _NO_EXPORT,
+        _exports_no_model,
         "with train_type {train_type} the export is OUT/adapter; OUT/hf is written only with merge_lora",
         "--merge_lora true",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megaswift.config.checks.indexed_data import INDEXED_DATA_CLASHES, reads_indexed_data
-from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption, Test
+from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption
 from megaswift.config.sections import Sections
 
 
@@ -19,7 +19,10 @@ def _no_random_order(c: Sections) -> bool:
 
 
 _STREAM = ("streaming", "val_dataset")
-_ONLY_STREAMS: Test = lambda c: c.data.streaming and not c.data.val_dataset  # noqa: E731
+
+
+def _only_streams(c: Sections) -> bool:
+    return c.data.streaming and not c.data.val_dataset
 
 
 def _mixes(c: Sections) -> bool:
@@ -35,12 +38,12 @@ DATA_IGNORED: tuple[IgnoredOption, ...] = (
         "--shuffle true",
     ),
     IgnoredOption(
-        "dataset_cache_dir", _STREAM, _ONLY_STREAMS, "streaming does not cache tokenized data", "--streaming false"
+        "dataset_cache_dir", _STREAM, _only_streams, "streaming does not cache tokenized data", "--streaming false"
     ),
     IgnoredOption(
         "dataset_num_proc",
         _STREAM,
-        _ONLY_STREAMS,
+        _only_streams,
         "streaming tokenizes rows as they are read",
         "--streaming false",
         (1,),

@@ -19,7 +19,7 @@ from megaswift.config.option import but_not, one_of
 from megaswift.config.parts.engine import FSDP_STRATEGIES, NOTHING_WRAPPED, ZERO
 from megaswift.config.parts.optimizer import EVERYWHERE, is_elementwise_plugin
 from megaswift.config.parts.peft_methods import METHODS
-from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption, Test
+from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.errors import ConfigError
 
@@ -154,7 +154,8 @@ def uses_model_parallelism(c: Sections) -> bool:
     return any(c.value(name) > 1 for name in AXES)
 
 
-_TORCH: Test = lambda c: requested_engine(c) not in (NATIVE, AUTO)  # noqa: E731
+def _names_torch_engine(c: Sections) -> bool:
+    return requested_engine(c) not in (NATIVE, AUTO)
 
 
 def _fsdp_beside_deepspeed(c: Sections) -> bool:
@@ -258,7 +259,7 @@ ENGINE_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("recompute_granularity", *READS),
-        lambda c: _TORCH(c) and c.model.recompute_granularity == "selective",
+        lambda c: _names_torch_engine(c) and c.model.recompute_granularity == "selective",
         "needs the native engine; torch engines recompute whole layers",
         "--recompute_granularity full",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaswift.config.rule import ConflictingOptions, IgnoredOption, Test
+from megaswift.config.rule import ConflictingOptions, IgnoredOption
 from megaswift.config.sections import Sections
 
 
@@ -10,23 +10,34 @@ def _one_machine(c: Sections) -> bool:
     return c.launch.nnodes in (None, 1)
 
 
-_RAY: Test = lambda c: c.launch.launcher == "ray"  # noqa: E731
-_TORCHRUN: Test = lambda c: c.launch.launcher == "torchrun"  # noqa: E731
-_TORCHRUN_ALONE: Test = lambda c: _TORCHRUN(c) and _one_machine(c)  # noqa: E731
-_TORCHRUN_SEVERAL: Test = lambda c: _TORCHRUN(c) and not _one_machine(c)  # noqa: E731
+def _uses_ray(c: Sections) -> bool:
+    return c.launch.launcher == "ray"
+
+
+def _uses_torchrun(c: Sections) -> bool:
+    return c.launch.launcher == "torchrun"
+
+
+def _uses_torchrun_alone(c: Sections) -> bool:
+    return _uses_torchrun(c) and _one_machine(c)
+
+
+def _uses_torchrun_on_several_machines(c: Sections) -> bool:
+    return _uses_torchrun(c) and not _one_machine(c)
+
 
 LAUNCH_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "master_port",
         ("nnodes", "nproc_per_node", "launcher"),
-        lambda c: _TORCHRUN_ALONE(c) and c.launch.nproc_per_node is None,
+        lambda c: _uses_torchrun_alone(c) and c.launch.nproc_per_node is None,
         "a run of one process needs no port",
         "--nproc_per_node 2",
     ),
     IgnoredOption(
         "max_restarts",
         ("nnodes", "nproc_per_node", "launcher"),
-        lambda c: _TORCHRUN(c) and c.launch.nproc_per_node is None and c.launch.nnodes is None,
+        lambda c: _uses_torchrun(c) and c.launch.nproc_per_node is None and c.launch.nnodes is None,
         "a single process without a launcher is not restarted",
         "--nproc_per_node 1; after torchrun: torchrun --max-restarts 3",
     ),
@@ -41,31 +52,31 @@ LAUNCH_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("node_rank", "nnodes", "launcher"),
-        lambda c: _TORCHRUN_SEVERAL(c) and (c.launch.nnodes or 1) <= (c.launch.node_rank or 0),
+        lambda c: _uses_torchrun_on_several_machines(c) and (c.launch.nnodes or 1) <= (c.launch.node_rank or 0),
         "must be less than nnodes ({nnodes})",
         "--node_rank 0",
     ),
     ConflictingOptions(
         ("nnodes", "master_addr", "launcher"),
-        lambda c: _TORCHRUN_SEVERAL(c) and c.launch.master_addr is None,
+        lambda c: _uses_torchrun_on_several_machines(c) and c.launch.master_addr is None,
         "needs the address of node 0",
         "--master_addr HOST (or MASTER_ADDR)",
     ),
     ConflictingOptions(
         ("nnodes", "node_rank", "launcher"),
-        lambda c: _TORCHRUN_SEVERAL(c) and c.launch.node_rank is None,
+        lambda c: _uses_torchrun_on_several_machines(c) and c.launch.node_rank is None,
         "needs the rank of this node",
         "--node_rank 0 (or NODE_RANK)",
     ),
     ConflictingOptions(
         ("launcher", "num_workers", "nproc_per_node"),
-        lambda c: _RAY(c) and c.launch.num_workers is None and c.launch.nproc_per_node is None,
+        lambda c: _uses_ray(c) and c.launch.num_workers is None and c.launch.nproc_per_node is None,
         "needs the number of processes",
         "--num_workers 8",
     ),
     ConflictingOptions(
         ("num_workers", "launcher", "nproc_per_node", "nnodes"),
-        lambda c: _RAY(c) and c.launch.num_workers is not None and {"nproc_per_node", "nnodes"} & c.given,
+        lambda c: _uses_ray(c) and c.launch.num_workers is not None and {"nproc_per_node", "nnodes"} & c.given,
         "conflicts with nproc_per_node and nnodes, which also set the number of processes",
         "keep one of the two",
     ),

@@ -5,34 +5,42 @@ from __future__ import annotations
 
 from megaswift.config.checks.engine import AUTO, NATIVE, READS, requested_engine
 from megaswift.config.parts.data import RL
-from megaswift.config.rule import ConflictingOptions, Test
+from megaswift.config.rule import ConflictingOptions
+from megaswift.config.sections import Sections
 
-_NATIVE: Test = lambda c: requested_engine(c) == NATIVE  # noqa: E731
-_TORCH: Test = lambda c: requested_engine(c) not in (NATIVE, AUTO)  # noqa: E731
+
+def _names_native_engine(c: Sections) -> bool:
+    return requested_engine(c) == NATIVE
+
+
+def _names_torch_engine(c: Sections) -> bool:
+    return requested_engine(c) not in (NATIVE, AUTO)
 
 
 SPEED_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("attn_impl", *READS),
-        lambda c: _NATIVE(c) and c.model.attn_impl == "flex",
+        lambda c: _names_native_engine(c) and c.model.attn_impl == "flex",
         "is not supported by the native engine",
         "--engine ddp, or --attn_impl auto",
     ),
     ConflictingOptions(
         ("attn_impl", *READS),
-        lambda c: _NATIVE(c) and c.model.attn_impl == "flash_3",
+        lambda c: _names_native_engine(c) and c.model.attn_impl == "flash_3",
         "is not an option of the native engine: Transformer Engine selects the version of FlashAttention",
         "--attn_impl flash, or --engine ddp",
     ),
     ConflictingOptions(
         ("attn_impl", *READS),
-        lambda c: _TORCH(c) and c.model.attn_impl == "fused",
+        lambda c: _names_torch_engine(c) and c.model.attn_impl == "fused",
         "is a Transformer Engine backend, which torch engines do not support",
         "--attn_impl sdpa",
     ),
     ConflictingOptions(
         ("attn_impl", "torch_dtype", *READS),
-        lambda c: _TORCH(c) and c.model.attn_impl in ("flash", "flash_3") and c.model.torch_dtype == "float32",
+        lambda c: (
+            _names_torch_engine(c) and c.model.attn_impl in ("flash", "flash_3") and c.model.torch_dtype == "float32"
+        ),
         "needs a half-precision dtype, but torch_dtype is float32",
         "--attn_impl sdpa, or --torch_dtype bfloat16",
     ),
