@@ -365,7 +365,8 @@ class AssistantTurnFinder:
         one where the template writes other messages within it (Gemma 4: a result between a call and its content), and
         none where the template leaves out all that the message says and calls."""
         if MARKS.search(text):
-            messages, tools = _without_marks(messages), _without_marks(tools)
+            messages = _without_marks(messages)
+            tools = _without_marks(tools)
             # Rendered again, as a template may have escaped some of them (`tojson`)
             rendered = self._render(messages, tools, False)
             text = rendered if len(rendered) == len(text) else text

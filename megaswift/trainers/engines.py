@@ -128,7 +128,8 @@ def base_quantization(cfg: SwiftConfig) -> BaseQuantization | None:
     """How bitsandbytes quantizes the frozen weights of a run; None: it does not."""
     from megaswift.engine.torch.quantized_weights import BaseQuantization
 
-    bits, q = base_quantization_bits(cfg), cfg.quantization
+    bits = base_quantization_bits(cfg)
+    q = cfg.quantization
     if bits is None:
         return None
     return BaseQuantization(bits, q.bnb_4bit_compute_dtype, q.bnb_4bit_quant_type, q.bnb_4bit_use_double_quant)
