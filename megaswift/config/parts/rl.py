@@ -2,7 +2,7 @@
 
 The names are TRL's, ms-swift's where they differ are spellings. The pull towards the reference (`beta`, `ref_model`,
 ...) and `loss_type` are in `preference`, the arithmetic of generations in `facts/generation_batch.py`, what an unset
-option means in `facts/rl.py`, the rules in `rl_ignored_option_rules.py` and `checks/rl.py`.
+option means in `facts/rl.py`, the rules in `checks/rl.py`.
 """
 
 from __future__ import annotations

@@ -337,9 +337,12 @@ class TorchEngine(EngineState):
         bare: Any = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
         attention = per_document_attention.attention_name(bare)
         chosen = self.build.model
-        extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile
-        extra += ["liger-kernel"] * chosen.use_liger
-        return ", ".join(["transformers", f"{attention} attention", str(self.dtype).removeprefix("torch."), *extra])
+        parts = ["transformers", f"{attention} attention", str(self.dtype).removeprefix("torch.")]
+        if chosen.torch_compile:
+            parts.append(f"layers compiled by {chosen.torch_compile_backend}")
+        if chosen.use_liger:
+            parts.append("liger-kernel")
+        return ", ".join(parts)
 
     def replicated_weights(self) -> list[ReplicatedWeights]:
         """All weights on DDP and up to ZeRO-2; none where they are sharded."""

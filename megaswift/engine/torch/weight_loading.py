@@ -82,10 +82,8 @@ def prepare_model_and_filler_from_files(directory: Path, engine: EngineState) ->
     source = open_weights(directory)
     if engine.spec.scored and NEW not in source.names():
         source = NewScalarHeadSource(source, new_scalar_head_weight(engine.spec, engine.settings.seed))
-    groups, first = (
-        conversion_groups(unwrap_peft_model(fields.model), source),
-        tied_name_map(unwrap_peft_model(fields.model)),
-    )
+    groups = conversion_groups(unwrap_peft_model(fields.model), source)
+    first = tied_name_map(unwrap_peft_model(fields.model))
     problems = _differences(unwrap_peft_model(fields.model), source, groups)
     if not problems:
         if checkpoint is None:
