@@ -59,7 +59,7 @@ def load_engine(args: argparse.Namespace, folder: Path, task: str) -> Any:
     from megaswift.engine.megatron.parallel_context import ParallelContext
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.engines import native_engine
+    from megaswift.run.engines import native_engine
 
     cfg = SwiftConfig(
         task=task,

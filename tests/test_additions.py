@@ -164,7 +164,7 @@ print("| median]" in page, "advantage_estimator rloo, median" in page, "torch" i
 import numpy as np
 from megaswift.data.collate_rollout_batches import RolloutTokens
 from megaswift.trainers.rl.advantages import AdvantageEstimator
-from megaswift.trainers.rl.settings import rl_settings
+from megaswift.run.policy_task import rl_settings
 settings = rl_settings(cfg, 1)
 zeros = {name: np.zeros(2, dtype=np.float32) for name in ("old", "sampled")}
 tokens = [RolloutTokens(i, [1], [2, 3], [True, True], zeros, False) for i in range(3)]
@@ -172,7 +172,7 @@ class Judged:
     by_token = None
     def __init__(self, total):
         self.total, self.rewards = total, {"a": total}
-found = AdvantageEstimator(cfg, settings, 0.1)([Judged(v) for v in (1.0, 4.0, 2.0)], tokens)
+found = AdvantageEstimator(cfg.rl, settings, 0.1)([Judged(v) for v in (1.0, 4.0, 2.0)], tokens)
 print([v.tolist() for v in found["advantages"]])
 """
     ).splitlines()

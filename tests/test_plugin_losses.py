@@ -17,11 +17,9 @@ from megaswift import plugins
 from megaswift.config import load_config
 from megaswift.errors import ConfigError
 from megaswift.losses.kto import KTO
-from megaswift.trainers.batch_fields import (
-    KtoBaseline,
-    forward_pass_count_before_step,
-    make_batch_transform,
-)
+from megaswift.run.build import forward_pass_count_before_step
+from megaswift.run.dataset_task import make_batch_transform
+from megaswift.trainers.batch_fields import KtoBaseline
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.losses.bigram import Bigram, batch, documents, outputs, reference_of
 from tests.test_plugins import RECIPES, as_before, recipe  # noqa: F401 (fixtures)

@@ -7,7 +7,7 @@ the engines'.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -232,7 +232,9 @@ def _on_device(rows: Sequence[Sequence[Tensor | float]], device: torch.device) -
     """float64 [micro-batches, numbers]; what is in host memory is copied at once, and the host does not wait."""
     values = [value for row in rows for value in row]
     on_host = [float(v) for v in values if not (isinstance(v, Tensor) and v.device.type == device.type)]
-    known = iter(copy_to_device_async(torch.tensor(on_host, dtype=torch.float64), device).unbind())
+    known: Iterator[Tensor] = iter(())
+    if on_host:
+        known = iter(copy_to_device_async(torch.tensor(on_host, dtype=torch.float64), device).unbind())
     each = [
         v.detach().reshape(()).double() if isinstance(v, Tensor) and v.device.type == device.type else next(known)
         for v in values

@@ -22,15 +22,17 @@ from megaswift.bridge.write_pissa_olora_loftq_weights import write_initial_adapt
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.adapter import starts_otherwise
 from megaswift.config.checks.engine import NATIVE
-from megaswift.config.checks.evaluation import evaluates
+from megaswift.config.checks.evaluation import best_model_metric, compares_evaluations, evaluates
 from megaswift.config.facts.batch_sizes import batch_plan
-from megaswift.config.parts.data import PPO
+from megaswift.config.parts.data import PPO, RL
 from megaswift.config.parts.faults import FaultToleranceConfig
-from megaswift.config.parts.preference import needs_reference
+from megaswift.config.parts.optimizer import PLATEAU
+from megaswift.config.parts.preference import loss_types_of, needs_reference
 from megaswift.config.saved_paths import with_absolute_paths
 from megaswift.data.loader import EvaluationSource
 from megaswift.engine.protocol import Engine
 from megaswift.folders.source import locate_model
+from megaswift.losses.kto import uses_delta, uses_kl
 from megaswift.models.family import read_config_json
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
@@ -42,12 +44,15 @@ from megaswift.parallel.pipeline_split import PipelineSplit
 from megaswift.run.checks import changed_model
 from megaswift.run.checks.fit import fit_to_device
 from megaswift.run.checks.model_spec import model_spec_for_task
+from megaswift.run.checks.prefix_sharing import prefix_sharing_rows
 from megaswift.run.checks.ranks import (
     program_and_device_facts,
     refuse_ranks_that_differ,
     refuse_ranks_with_other_options,
     refuse_unshared_output_folder,
 )
+from megaswift.run.checks.sources import verify_sources_and_locate_model
+from megaswift.run.engines import RankContext, make_engine, start_context
 from megaswift.run.faults.oom_retry import config_of_retry, forget_earlier_retry
 from megaswift.run.lock import RunLock
 from megaswift.run.model_files import REFERENCE, ModelFiles
@@ -59,38 +64,33 @@ from megaswift.run.output_version import (
     run_names,
 )
 from megaswift.run.plan import RunPlan
+from megaswift.run.policy_task import critic_start_folder, rl_settings
 from megaswift.run.summary import SummaryFacts, data_text
 from megaswift.run.task import Task, TaskData
 from megaswift.run.tasks import TASKS
-from megaswift.trainers.batch_fields import batch_logprobs, forward_pass_count_before_step
-from megaswift.trainers.engines import RankContext, make_engine, start_context
-from megaswift.trainers.file_hashes import verify_sources_and_locate_model
+from megaswift.trainers.batch_fields import batch_logprobs
 from megaswift.trainers.flops import StepFlopFormula, peak_tflops, step_flop_formula
-from megaswift.trainers.hook import PLUGIN_HOOKS, Hook, Run
+from megaswift.trainers.hook import PLUGIN_HOOKS, Hook, Rate, Run, interval_of, timed
 from megaswift.trainers.hooks.best_model import best_model_hook
 from megaswift.trainers.hooks.checkpoint import CheckpointHook
 from megaswift.trainers.hooks.evaluation import EvaluationHook
 from megaswift.trainers.hooks.gpu_health import GpuHealthHook
 from megaswift.trainers.hooks.metrics import MetricsJsonlHook, ThroughputFormula
-from megaswift.trainers.hooks.plateau import allowed_rate, plateau_hooks
+from megaswift.trainers.hooks.plateau import lowered_rate, plateau_hook
 from megaswift.trainers.hooks.preemption import PreemptionNoticeHook
 from megaswift.trainers.hooks.profiler import StepProfilerHook
 from megaswift.trainers.hooks.progress import Progress
 from megaswift.trainers.hooks.replicas import ReplicaCheckHook
 from megaswift.trainers.hooks.step_monitor import SkippedStepAndLossSpikeMonitor
 from megaswift.trainers.hooks.straggler import StragglerHook
-from megaswift.trainers.hooks.timer import StepTimer
 from megaswift.trainers.hooks.trackers import TrackedRun, tracker_hooks
-from megaswift.trainers.hub_upload import HubUpload, hub_upload_of
-from megaswift.trainers.interval import interval_of
-from megaswift.trainers.prefix_sharing import prefix_sharing_rows
+from megaswift.trainers.hub_upload import HubUpload
+from megaswift.trainers.loop import StepTimer
 from megaswift.trainers.reference_logprobs import (
     PrecomputedReferenceLogprobs,
     compute_reference_logprobs,
 )
-from megaswift.trainers.rl.critic import critic_start_folder
 from megaswift.trainers.schedule import check_schedule_length, lr_at, weight_decay_at
-from megaswift.trainers.timing import timed
 
 SHAPE = (
     *("family", "num_layers", "hidden_size", "heads", "kv_heads", "head_dim"),
@@ -173,7 +173,8 @@ def settle(cfg: SwiftConfig, processes: Processes) -> SettledRun:
     folder = base_model_folder(cfg, folder, outputs.root)
     adapted, folder = with_initial_adapter(cfg, folder, outputs.root)
     plan = RunPlan(adapted, spec, folder, processes.context, outputs, fit)
-    return SettledRun(cfg, plan, lock, hub_upload_of(adapted))
+    upload = HubUpload(cfg.train, cfg.model.use_hf) if cfg.train.push_to_hub else None
+    return SettledRun(cfg, plan, lock, upload)
 
 
 def base_model_folder(cfg: SwiftConfig, folder: Path, output: Path) -> Path:
@@ -249,9 +250,12 @@ def build_run(
     optim = plan.cfg.optim
     check_schedule_length(data.total_steps, optim)
 
-    def learning_rate(step: int) -> float:
-        # a resumed run may have another number of steps
-        return allowed_rate(lr_at(step, run.total_steps, optim), hooks)
+    # The schedule; evaluations may lower the rate.
+    learning_rate: Rate = partial(lr_at, optim=optim)
+    plateau = None
+    if optim.lr_scheduler_type == PLATEAU:
+        plateau = plateau_hook(optim, best_model_metric(plan.cfg), plan.cfg.train.greater_is_better)
+        learning_rate = partial(lowered_rate, learning_rate, plateau)
 
     with timed(seconds, "model"), memory_advice():
         # The engine: the model, with its weights.
@@ -265,13 +269,13 @@ def build_run(
         flops = [step_flop_formula(engine, plan.spec, forward_pass_count_before_step(plan.cfg, plan.layout.dp))]
         files = model_files(plan, engine, data.tokenizer)
         facts = model_facts(plan)
-        *hooks, checkpoint = run_hooks(plan, task, engine, files, data.evaluation, flops, facts)
+        *hooks, checkpoint = run_hooks(plan, task, engine, files, data.evaluation, plateau, flops, facts)
 
         # Further engines (critic, sampler), what the loss reads besides the rows, and hooks for them.
         parts = task.attach(plan, data, engine, learning_rate)
         flops += parts.flops
 
-    # Loss and schedule.
+    # The loss, and all of it together.
     run = Run(
         engine,
         parts.data,
@@ -285,7 +289,7 @@ def build_run(
         step_extras=parts.step_extras,
         mark=parts.mark,
         engines=parts.engines,
-        weight_decay=lambda step: weight_decay_at(step, run.total_steps, optim),
+        weight_decay=partial(weight_decay_at, optim=optim),
         seconds=seconds,
     )
     return BuiltRun(
@@ -343,6 +347,21 @@ def ask_reference(
         }
 
 
+def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:
+    """How often a step goes through the model before it trains: by the reference, for KTO's point, for BCO's mean, for
+    a policy's numbers.
+
+    KTO's other answers have the tokens of its own.
+    """
+    if cfg.task in RL:
+        return rl_settings(cfg, dp).forward_passes
+    if not needs_reference(cfg):
+        return 0
+    kind = loss_types_of(cfg)[0]
+    once = cfg.preference.precompute_ref_log_probs
+    return 3 if uses_kl(kind) else (not once) + uses_delta(kind)
+
+
 def model_files(plan: RunPlan, engine: Engine, tokenizer: Any) -> ModelFiles:
     """What writes the Hugging Face files of the model that trains."""
     template = tokenizer.chat_template if plan.cfg.data.chat_template else None
@@ -368,6 +387,7 @@ def run_hooks(
     engine: Engine,
     files: ModelFiles,
     evaluation: EvaluationSource | None,
+    plateau: Hook | None,
     flops: Sequence[StepFlopFormula],
     facts: Mapping[str, Any],
 ) -> list[Hook]:
@@ -396,9 +416,13 @@ def run_hooks(
         every = interval_of(train.eval_strategy, train.eval_steps)
         batches = partial(evaluation.eval_batches, limit)
         hooks.append(EvaluationHook(outputs.evaluation, batches, every, task.count, train.eval_on_start))
-    if (best := best_model_hook(cfg, outputs.store.root)) is not None:
+    best = None
+    if compares_evaluations(cfg):
+        best = best_model_hook(train, best_model_metric(cfg), outputs.store.root)
         hooks.append(best)
-    hooks += [*plateau_hooks(cfg), *(make() for make in PLUGIN_HOOKS.values())]
+    if plateau is not None:
+        hooks.append(plateau)
+    hooks += [make() for make in PLUGIN_HOOKS.values()]
 
     # Checkpoints.
     manifest: dict[str, Any] = {"task": cfg.task, "model": facts, "layout": asdict(plan.layout)}

@@ -40,13 +40,12 @@ from megaswift.run.plan import RunPlan
 from megaswift.run.tasks import TASKS
 from megaswift.trainers import checkpoints
 from megaswift.trainers.file_hashes import first_intact_step
-from megaswift.trainers.hook import Run
+from megaswift.trainers.hook import Run, timed
 from megaswift.trainers.hooks import trackers
 from megaswift.trainers.hooks.checkpoint import CheckpointHook, global_batch_size_change_notice, restore_run
 from megaswift.trainers.hooks.step_monitor import SkippedStepAndLossSpikeMonitor
 from megaswift.trainers.interrupt import InterruptedBySignal
 from megaswift.trainers.loop import train
-from megaswift.trainers.timing import timed
 
 PARTS = (
     "start-up",

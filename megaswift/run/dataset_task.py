@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from megaswift import distributed
+import numpy as np
+
+from megaswift import distributed, log
+from megaswift.config import SwiftConfig
 from megaswift.config.checks.cuda_graphs import uses_cuda_graphs
+from megaswift.config.checks.engine import NATIVE, requested_engine
+from megaswift.config.facts.batch_sizes import batch_plan
+from megaswift.config.facts.kto_pairs import kto_pairs_over_global_batch
 from megaswift.config.parts.data import PROMPTED
+from megaswift.config.parts.preference import beta_of, loss_types_of, needs_reference
 from megaswift.data import build_batch_sources as data_sources
 from megaswift.data.collate_preference_batches import kto_kl_batches, labeled_documents, previous_in_global_batch
 from megaswift.data.load_tokenizer import score_padding_token
-from megaswift.data.loader import EvaluationSource, TokenStoreBatchSource
+from megaswift.data.loader import BatchSource, DocumentRows, EvaluationSource, TokenStoreBatchSource
+from megaswift.data.pack_samples_of_step import StepPacking
 from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.data.vision_processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch
+from megaswift.losses.kto import uses_delta, uses_kl
 from megaswift.models.scalar_head import with_pad_token_id
+from megaswift.models.spec import ModelSpec
+from megaswift.parallel.layout import Layout
+from megaswift.parallel.row_padding import needs_rows_of_full_length
+from megaswift.run.checks.prefix_sharing import shares_prefixes
+from megaswift.run.engines import native_kernels
 from megaswift.run.plan import RunPlan
 from megaswift.run.task import Task, TaskData, TaskParts
-from megaswift.trainers.batch_fields import LastTokens, Mismatched, make_batch_transform
-from megaswift.trainers.hooks.evaluation import eval_accumulation
-from megaswift.trainers.prefix_sharing import shares_prefixes
+from megaswift.trainers.batch_fields import (
+    BatchTransform,
+    BcoReferencePoint,
+    KtoBaseline,
+    LastTokens,
+    Mismatched,
+    ReferenceLogprobs,
+)
+from megaswift.trainers.hook import Rate
+from megaswift.trainers.reference_logprobs import PrecomputedReferenceLogprobs
 from megaswift.trainers.schedule import count_steps
-from megaswift.trainers.step_packing import choose_step_packing
 
 
 @dataclass(frozen=True)
@@ -36,9 +57,9 @@ class DatasetTask(Task):
         cfg = choose_step_packing(plan.cfg, plan.spec, plan.layout, data.source, data.evaluation)
         if cfg.task in PROMPTED and shares_prefixes(cfg, plan.spec, plan.layout):
             data_sources.share_prompts((data.source, data.evaluation))
-        return replace(plan, cfg=cfg), replace(data, total_steps=count_steps(cfg, data.source))
+        return replace(plan, cfg=cfg), replace(data, total_steps=count_steps(cfg.train, data.source))
 
-    def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Callable[[int], float]) -> TaskParts:
+    def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:
         """What the loss reads besides, added to each batch."""
         if isinstance(data.source, TokenStoreBatchSource):
             data.source.prepare_ahead = engine.prepare_ahead
@@ -105,3 +126,80 @@ def mismatched_answers(plan: RunPlan, data: TaskData) -> Mismatched:
         return kto_kl_batches(batches, shape, plan.cfg.data.max_length, geometry.uniform, answers)
 
     return mismatched
+
+
+SHORT = 4
+"""Samples are short where their median is at most max_length / SHORT."""
+
+
+def choose_step_packing(
+    cfg: SwiftConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    source: BatchSource,
+    evaluation: EvaluationSource | None,
+) -> SwiftConfig:
+    """The configuration with `padding_free` decided; the sources then pack. Says so where it was not asked for. The
+    same on every rank."""
+    asked = cfg.data.padding_free
+    if asked is False or cfg.data.packing or cfg.task not in ("sft", "pt"):
+        return cfg
+    rows = source.data if isinstance(source, TokenStoreBatchSource) else None
+    if not isinstance(rows, DocumentRows) or rows.towers is not None:
+        if asked:
+            log.info("--padding_free true: rows with images and streamed rows are padded")
+        return cfg.replace(padding_free=False)
+    median = int(np.median(rows.docs.length))
+    shared = cfg.replace(padding_free=True)
+    if not asked and (median * SHORT > cfg.data.max_length or any(_reasons_against(cfg, shared, spec, layout))):
+        return cfg
+    capacity = cfg.data.max_length * batch_plan(cfg.train, layout.dp).per_device
+    packing = StepPacking(capacity, layout.pp, layout.pp if layout.vpp > 1 else 1)
+    for held in (rows, None if evaluation is None else evaluation.data):
+        if isinstance(held, DocumentRows):
+            held.step_packing = packing
+    if not asked and distributed.global_rank() == 0:
+        log.info(
+            f"the samples of a step are packed into rows of up to {capacity:,} tokens, because their median length is "
+            f"{median:,}; the loss is the same (--padding_free false pads each sample)"
+        )
+    return shared
+
+
+def _reasons_against(cfg: SwiftConfig, shared: SwiftConfig, spec: ModelSpec, layout: Layout) -> Iterator[str]:
+    """Why it is no default here."""
+    if cfg.task != "sft" or requested_engine(cfg) != NATIVE:
+        yield "it was measured for sft on the native engine"
+    elif needs_rows_of_full_length(cfg.model, cfg.parallel.tp_comm_overlap, layout):
+        yield "buffers have the shape of padded rows"
+    elif spec.experts:
+        yield "auxiliary losses of routers are means over a micro-batch"
+    elif native_kernels(cfg, spec, layout) != native_kernels(shared, spec, layout):
+        yield "other kernels would be needed"
+
+
+def eval_accumulation(cfg: SwiftConfig, layout: Layout) -> int:
+    """Micro-batches that evaluation passes at a time: as many as a pipeline has stages; where KTO takes completions
+    from the whole global batch, as many as hold the rows of a step."""
+    if kto_pairs_over_global_batch(cfg, training=False):
+        plan = batch_plan(cfg.train, layout.dp)
+        return plan.per_device * plan.accumulation
+    return layout.pp
+
+
+def make_batch_transform(
+    cfg: SwiftConfig, mismatched: Mismatched, known: Mapping[bool, PrecomputedReferenceLogprobs]
+) -> BatchTransform | None:
+    """What this run's loss needs; None where a batch says it all."""
+    if cfg.task == "rm":
+        return LastTokens()
+    if not needs_reference(cfg):
+        return None
+    p = cfg.preference
+    kind = loss_types_of(cfg)[0]
+    moves = (p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
+    if uses_kl(kind):
+        return KtoBaseline(mismatched, partial(kto_pairs_over_global_batch, cfg), *moves)
+    transform = BcoReferencePoint(beta_of(cfg), *moves) if uses_delta(kind) else ReferenceLogprobs(*moves)
+    transform.known = known
+    return transform

@@ -16,8 +16,8 @@ from megaswift.models.spec import ModelSpec
 from megaswift.models.vision import has_vision_tower
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.row_padding import fp8_token_multiple, needs_rows_of_full_length, row_padding_multiple
+from megaswift.run.engines import RankContext
 from megaswift.run.output import OutputFolder
-from megaswift.trainers.engines import RankContext
 
 
 @dataclass(frozen=True)

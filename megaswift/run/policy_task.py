@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.evaluation import evaluates
 from megaswift.config.facts.byte_size import bytes_text
 from megaswift.config.facts.generation_batch import generation_batch_plan
-from megaswift.config.facts.rl import advantage_estimator_entry_of
+from megaswift.config.facts.rl import (
+    advantage_estimator_entry_of,
+    advantage_estimator_of,
+    corrects_sampler_mismatch,
+    kl_estimator_of,
+    kl_in_reward_of,
+    policy_loss_of,
+    whitens_advantages,
+)
 from megaswift.config.parts.agent_templates import AGENT_TEXTS
+from megaswift.config.parts.preference import beta_of
 from megaswift.data import build_batch_sources as data_sources
 from megaswift.data import vocab_check
 from megaswift.data.collate_rollout_batches import RolloutCollator
@@ -25,54 +37,55 @@ from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
 from megaswift.log import count_text
 from megaswift.losses.value import ValueLoss
+from megaswift.models.scalar_head import with_scalar_head
+from megaswift.models.spec import ModelSpec
 from megaswift.rewards.load_built_in_and_user_reward_functions import load_reward_functions
 from megaswift.rewards.reward_interface_and_scoring import (
     BuiltInRewardParameters,
     RewardFunction,
     missing_reward_column_problems,
 )
-from megaswift.rollout.sampler import Sampler
+from megaswift.rollout.sampler import Sampler, SamplerOptions, make_sampler
 from megaswift.rollout.write_weight_sync_folders import SyncRounds
+from megaswift.run.checks.adapter_sync import (
+    adapter_rank,
+    merged_sync_reason,
+    syncs_adapters_only,
+)
+from megaswift.run.checks.prefix_sharing import shares_prefixes
+from megaswift.run.engines import RankContext, make_engine
 from megaswift.run.plan import RunPlan
 from megaswift.run.summary import SummaryFacts, trained_parameter_share_text
 from megaswift.run.task import Task, TaskData, TaskParts
 from megaswift.trainers.batch_fields import ReferenceLogprobs
 from megaswift.trainers.flops import step_flop_formula
-from megaswift.trainers.hook import Hook, unchanged
-from megaswift.trainers.interval import interval_of
-from megaswift.trainers.prefix_sharing import shares_prefixes
+from megaswift.trainers.hook import Hook, Rate, interval_of, unchanged
 from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.trainers.rl.chat_turns import ChatTurns
 from megaswift.trainers.rl.completions_log import CompletionsLog
-from megaswift.trainers.rl.critic import CriticTrainer, critic_engine
+from megaswift.trainers.rl.critic import CriticTrainer
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, load_environment_class
 from megaswift.trainers.rl.evaluation import RewardEvaluationHook
-from megaswift.trainers.rl.generation import CompletionGenerator
+from megaswift.trainers.rl.generation import CompletionGenerator, is_sampling_rank
 from megaswift.trainers.rl.monitor import RolloutMonitor
 from megaswift.trainers.rl.multi_turn import MultiTurnRunner
 from megaswift.trainers.rl.sampler import (
-    build_sampler,
     rollout_batch_size,
     samples_on_every_rank,
     sampling_params_of,
+    seeds_requests,
     sync_folder,
 )
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.scorer import RewardScorer
-from megaswift.trainers.rl.settings import rl_settings
+from megaswift.trainers.rl.settings import RlSettings
 from megaswift.trainers.rl.source import RolloutDependencies, RolloutSource
-from megaswift.trainers.rl.weight_sync import (
-    adapter_rank,
-    merged_sync_reason,
-    syncs_adapters_only,
-)
 from megaswift.trainers.schedule import count_steps
 
 CRITIC = "critic"
 """Within a checkpoint."""
 LOOKED_AT = 20_000
 """Prompts whose columns are compared with what rewards need, before training."""
-Rate = Callable[[int], float]
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,7 @@ class PolicyTask(Task):
         if problems := missing_reward_column_problems(reward_functions_of(cfg), common_columns(source.prompts)):
             raise DataError(problems)
         processor = reader if isinstance(reader, Processor) else None
-        total = count_steps(cfg, source)
+        total = count_steps(cfg.train, source)
         return plan, TaskData(source, None, held_out or [], tokenizer, processor, total)
 
     def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:
@@ -134,13 +147,14 @@ def add_rl_summary_rows(
     """The first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
     cfg = plan.cfg
     generation = generation_batch_plan(plan.cfg, plan.layout.dp)
-    samplers = plan.layout.world_size if samples_on_every_rank(cfg) else plan.layout.dp
+    samplers = plan.layout.world_size if samples_on_every_rank(cfg.rl.rollout_backend) else plan.layout.dp
     shared = cfg.vllm.vllm_tensor_parallel_size
+    at_once = rollout_batch_size(cfg.rl, cfg.data.max_length, cfg.model.torch_dtype, plan.spec)
     sampling = (
         f"{count_text(generation.generations, 'completion')} for each of {count_text(generation.prompts, 'prompt')} "
         "at a time, up to "
         f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {count_text(samplers, 'rank')}"
-        f"{f', {shared} per engine' if shared > 1 else ''}, {rollout_batch_size(cfg, plan.spec)} at once, "
+        f"{f', {shared} per engine' if shared > 1 else ''}, {at_once} at once, "
         f"for {count_text(generation.steps, 'step')}"
     )
     rows = source.rows * generation.generations * generation.iterations
@@ -171,7 +185,7 @@ def weight_sync_summary_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
         )
         yield (
             "weight sync",
-            f"adapters alone, of rank {adapter_rank(cfg)}" if alone else f"all weights, adapters merged in: {why}",
+            f"adapters alone, of rank {adapter_rank(cfg.lora)}" if alone else f"all weights, adapters merged in: {why}",
         )
 
 
@@ -202,6 +216,28 @@ class SamplerCloser(Hook):
         self.scheduler.generation.close()
 
 
+def critic_start_folder(cfg: SwiftConfig, folder: Path) -> Path:
+    """Where the critic of a run starts; `folder`: the policy's."""
+    return folder if cfg.rl.critic_model is None else Path(cfg.rl.critic_model)
+
+
+def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, fresh: bool) -> Engine:
+    """The critic of a run: the policy's model, or `critic_model`, with a scalar head, trained as the policy is.
+
+    With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains. A new head
+    starts near 0: values of the size of weights would be noise in every advantage until the critic has unlearnt them.
+    """
+    scored = with_scalar_head(spec)
+    start = critic_start_folder(cfg, folder)
+    scored = replace(scored, hf_config={**scored.hf_config}, new_head_std=1 / (1 + scored.hidden_size))
+    engine = make_engine(cfg, scored, start, context)
+    if fresh or cfg.model.train_type != "full":
+        engine.load_hf(start)
+    else:
+        engine.keep(start)
+    return engine
+
+
 def build_critic(plan: RunPlan, rate: Rate, total_steps: int) -> CriticTrainer | None:
     """The critic of a run that has one."""
     cfg = plan.scheduled(total_steps)
@@ -209,7 +245,11 @@ def build_critic(plan: RunPlan, rate: Rate, total_steps: int) -> CriticTrainer |
         return None
     engine = critic_engine(cfg, plan.spec, plan.folder, plan.context, fresh=plan.resumed is None)
     share = (cfg.rl.critic_learning_rate or cfg.optim.learning_rate) / cfg.optim.learning_rate
-    return CriticTrainer(engine, ValueLoss(cfg.rl.cliprange_value, cfg.rl.vf_coef), lambda step: share * rate(step))
+
+    def critic_rate(step: int, total_steps: int) -> float:
+        return share * rate(step, total_steps)
+
+    return CriticTrainer(engine, ValueLoss(cfg.rl.cliprange_value, cfg.rl.vf_coef), critic_rate)
 
 
 def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None:
@@ -225,6 +265,32 @@ def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None
         ChatTurns(tokenizer, variables, agent_text or ""),
         cfg.rl.max_turns,
         cfg.data.max_length,
+    )
+
+
+def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
+    """The settings of a run on `dp` data-parallel ranks."""
+    rl = cfg.rl
+    plan = generation_batch_plan(cfg, dp)
+    return RlSettings(
+        seed=cfg.train.seed,
+        group=plan.generations,
+        generation=plan.completions,
+        slices=plan.batches,
+        iterations=plan.iterations,
+        temperature=rl.temperature,
+        beta=beta_of(cfg),
+        estimator=advantage_estimator_of(cfg),
+        kl_in_reward=kl_in_reward_of(cfg),
+        kl_estimator=kl_estimator_of(cfg),
+        whitens=whitens_advantages(cfg),
+        mask_truncated=rl.mask_truncated_completions,
+        corrects=corrects_sampler_mismatch(cfg),
+        tries=1 + rl.max_resample_times if rl.dynamic_sample else 1,
+        top_entropy_quantile=rl.top_entropy_quantile,
+        use_rollout_logprobs=rl.use_rollout_logprobs,
+        loss_type=policy_loss_of(cfg),
+        each_reward=rl.multi_objective_aggregation == "normalize_then_sum",
     )
 
 
@@ -248,13 +314,13 @@ def rollout_dependencies(
     generation = CompletionGenerator(
         engine,
         context.coordinates,
-        build_sampler_in_freed_memory(plan, engine, leaves, adapter_rank(cfg) if adapters_only else 0),
-        sampling_params_of(cfg, tokenizer, plan.folder),
+        build_sampler_in_freed_memory(plan, engine, leaves, adapter_rank(cfg.lora) if adapters_only else 0),
+        sampling_params_of(cfg.rl, tokenizer, plan.folder),
         cfg.train.seed,
         build_multi_turn(cfg, tokenizer),
-        SyncRounds(sync_folder(cfg, plan.folder), "adapter") if adapters_only else None,
+        SyncRounds(sync_folder(cfg.rl, Path(cfg.train.output_dir), plan.folder), "adapter") if adapters_only else None,
         plan.base,
-        samples_on_every_rank(cfg),
+        samples_on_every_rank(cfg.rl.rollout_backend),
         cfg.vllm.vllm_tensor_parallel_size,
         images,
     )
@@ -276,7 +342,7 @@ def rollout_dependencies(
             reward_weights_of(cfg),
             lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         ),
-        AdvantageEstimator(cfg, settings, settings.beta),
+        AdvantageEstimator(cfg.rl, settings, settings.beta),
         RolloutCollator(
             data_sources.padding_shape_of(tokenizer, geometry),
             packs,
@@ -287,6 +353,47 @@ def rollout_dependencies(
         geometry,
         critic,
     )
+
+
+def sampler_options(
+    cfg: SwiftConfig, spec: ModelSpec, sync: Path, device: str = "cpu", dtype: str = "auto", rank: int = 0
+) -> SamplerOptions:
+    """What the backend for a model is made of; `sync`: the sync folder, `rank`: of adapters that come alone."""
+    rl = cfg.rl
+    return SamplerOptions(
+        dtype=dtype,
+        device=device,
+        trust_remote_code=cfg.model.trust_remote_code,
+        batch_size=rollout_batch_size(rl, cfg.data.max_length, cfg.model.torch_dtype, spec),
+        max_length=cfg.data.max_length,
+        memory_share=rl.vllm_gpu_memory_utilization,
+        seed_requests=seeds_requests(
+            rl.rollout_backend, cfg.vllm.vllm_seed_requests, torch.device(device).type == "cuda"
+        ),
+        tensor_parallel_size=cfg.vllm.vllm_tensor_parallel_size,
+        engine_arguments=cfg.vllm.engine_arguments,
+        base_urls=rl.rollout_server_url,
+        timeout=rl.rollout_server_timeout,
+        sync_folder=sync,
+        weight_transport=cfg.vllm.rollout_weight_transport,
+        changed_weights_only=cfg.vllm.rollout_changed_weights_only,
+        lora_rank=rank,
+    )
+
+
+def build_sampler(
+    cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, dtype: str, rank: int
+) -> Sampler | None:
+    """This rank's sampler; None where another rank of the replica has it."""
+    if not samples_on_every_rank(cfg.rl.rollout_backend) and not is_sampling_rank(context.coordinates):
+        return None
+    options = sampler_options(
+        cfg, spec, sync_folder(cfg.rl, Path(cfg.train.output_dir), folder), str(context.device), dtype, rank
+    )
+    if not options.seed_requests:
+        # engines may share a prompt's completions, equal ones from one seed; ranks of one engine draw the same
+        options = replace(options, seed=cfg.train.seed + context.rank // options.tensor_parallel_size)
+    return make_sampler(cfg.rl.rollout_backend, folder, options)
 
 
 def build_sampler_in_freed_memory(plan: RunPlan, engine: Engine, leaves: frozenset[str], rank: int) -> Sampler | None:

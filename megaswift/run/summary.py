@@ -16,7 +16,7 @@ from megaswift.config.facts.byte_size import bytes_text
 from megaswift.data.row_count_names_and_texts import WORDS, row_count_texts
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text
-from megaswift.trainers.interval import steps_of
+from megaswift.trainers.hook import steps_of
 from megaswift.trainers.schedule import final_rate, warmup_steps
 
 Rows = list[tuple[str, str]]

@@ -19,7 +19,7 @@ from megaswift.losses.contract import Loss
 from megaswift.run.plan import RunPlan
 from megaswift.run.summary import SummaryFacts
 from megaswift.trainers.flops import StepFlopFormula
-from megaswift.trainers.hook import BatchStream, Hook, Prepare, StepExtras, unchanged
+from megaswift.trainers.hook import BatchStream, Hook, Prepare, Rate, StepExtras, unchanged
 from megaswift.trainers.reference_logprobs import PrecomputedReferenceLogprobs
 
 
@@ -85,6 +85,6 @@ class Task(ABC):
         """The data, and the plan with what depends on them. Collective."""
 
     @abstractmethod
-    def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Callable[[int], float]) -> TaskParts:
-        """What the task needs besides `engine`, which has its weights. `rate`: the learning rate of a step, known once
-        the run is built. Collective."""
+    def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:
+        """What the task needs besides `engine`, which has its weights. `rate`: the schedule.
+        Collective."""

@@ -75,7 +75,7 @@ def _policy(cfg: SwiftConfig) -> Loss:
         entropy_coef=rl.entropy_coef,
         max_completion_length=rl.max_completion_length,
         temperature=rl.temperature,
-        ratio_level=correction_of(cfg).level,
+        ratio_level=correction_of(cfg.rl).level,
         corrects=corrects_sampler_mismatch(cfg),
         loss_agg_mode=rl.loss_agg_mode,
     )

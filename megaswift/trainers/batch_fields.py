@@ -9,23 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from megaswift.config import SwiftConfig
-from megaswift.config.facts.kto_pairs import kto_pairs_over_global_batch
-from megaswift.config.parts.data import RL
-from megaswift.config.parts.preference import beta_of, loss_types_of, needs_reference
 from megaswift.engine.global_batch_loss_and_metrics import all_sum_on_device
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, RequestedModelOutputs
-from megaswift.losses.kto import log_ratios, uses_delta, uses_kl
+from megaswift.losses.kto import log_ratios
 from megaswift.losses.reward import weight_last_tokens_only
 from megaswift.trainers.hook import Hook, Run, StepRecord
 from megaswift.trainers.reference_logprobs import PrecomputedReferenceLogprobs
-from megaswift.trainers.rl.settings import rl_settings
 
 Mismatched = Callable[[Sequence[Batch], bool], list[Batch]]
 """(micro-batches of examples, whether completions are taken from the whole global batch) -> those with other
@@ -153,36 +147,3 @@ class LastTokens(BatchTransform):
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches with those positions marked."""
         return [weight_last_tokens_only(b) for b in batches]
-
-
-def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:
-    """How often a step goes through the model before it trains: by the reference, for KTO's point, for BCO's mean, for
-    a policy's numbers.
-
-    KTO's other answers have the tokens of its own.
-    """
-    if cfg.task in RL:
-        return rl_settings(cfg, dp).forward_passes
-    if not needs_reference(cfg):
-        return 0
-    kind = loss_types_of(cfg)[0]
-    once = cfg.preference.precompute_ref_log_probs
-    return 3 if uses_kl(kind) else (not once) + uses_delta(kind)
-
-
-def make_batch_transform(
-    cfg: SwiftConfig, mismatched: Mismatched, known: Mapping[bool, PrecomputedReferenceLogprobs]
-) -> BatchTransform | None:
-    """What this run's loss needs; None where a batch says it all."""
-    if cfg.task == "rm":
-        return LastTokens()
-    if not needs_reference(cfg):
-        return None
-    p = cfg.preference
-    kind = loss_types_of(cfg)[0]
-    moves = (p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
-    if uses_kl(kind):
-        return KtoBaseline(mismatched, partial(kto_pairs_over_global_batch, cfg), *moves)
-    transform = BcoReferencePoint(beta_of(cfg), *moves) if uses_delta(kind) else ReferenceLogprobs(*moves)
-    transform.known = known
-    return transform

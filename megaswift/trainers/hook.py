@@ -1,23 +1,35 @@
 """A run as the train loop and its hooks see it, and the base class of hooks.
 
-Hooks are called at fixed points of the loop (`loop.py`), on every rank, in list order. Each hook has its own file.
+Hooks are called at fixed points of the loop (`loop.py`), on every rank, in list order. Each hook has its own file in
+`hooks/`; those that work at intervals have a `StepInterval`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from math import ceil, floor
 from typing import Any, Protocol
 
 from megaswift.engine.protocol import Engine, StartedCount, StepResult
 from megaswift.errors import UserError
 from megaswift.losses.contract import Batch, Loss
 from megaswift.trainers import interrupt
-from megaswift.trainers.timing import timed
 
 Line = Mapping[str, Any]
 """One line of metrics.jsonl or eval.jsonl."""
+
+
+@contextmanager
+def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Adds the block's wall time to this part of `seconds`, also when the block fails."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - began
 
 
 class BatchStream(Protocol):
@@ -41,6 +53,8 @@ class BatchStream(Protocol):
         """Restores a position."""
 
 
+Rate = Callable[[int, int], float]
+"""(step, counted from 0, of how many) -> learning rate."""
 Prepare = Callable[[Engine, list[Batch], bool], list[Batch]]
 """What a task adds to micro-batches that its loss reads; True in training."""
 
@@ -163,8 +177,7 @@ class Run:
     engine: Engine
     data: BatchStream
     loss: Loss
-    learning_rate: Callable[[int], float]
-    """Learning rate of the step of this number, counted from 0."""
+    learning_rate: Rate
     total_steps: int
     hooks: Sequence[Hook] = ()
     prepare: Prepare = unchanged
@@ -178,8 +191,8 @@ class Run:
     """What takes the data back to where they are now, on every rank; None: their `load_state_dict`."""
     engines: Mapping[str, Engine] = field(default_factory=dict)
     """Others that are trained too, by their folder in a checkpoint."""
-    weight_decay: Callable[[int], float | None] = lambda step: None
-    """The weight decay of a step; None: the configuration's."""
+    weight_decay: Callable[[int, int], float | None] = lambda step, total_steps: None
+    """Of a step, as `learning_rate`; None: the configuration's."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the parts, for the report."""
 
@@ -218,3 +231,55 @@ class Run:
             with nullcontext() if inner else timed(self.seconds, hook.part):
                 getattr(hook, event)(self, *values)
         self._inside = inner
+
+
+EPOCH = "epoch"
+BEST = "best"
+NO = "no"
+Every = int | float | str | None
+"""Steps, a fraction of all steps, `epoch`, or what never falls due by itself: `best`, `no`, None."""
+
+
+def interval_of(strategy: str | None, steps: int | float | None) -> Every:
+    """The interval that a strategy and a number of steps name together."""
+    return steps if strategy in (None, "steps") else strategy
+
+
+def steps_of(steps: float, total_steps: int) -> int:
+    """An interval in steps; below 1 it is a fraction of all steps, rounded up (as transformers does)."""
+    return ceil(total_steps * steps) if steps < 1 else int(steps)
+
+
+class StepInterval:
+    """An interval and where it stands."""
+
+    def __init__(self, every: Every) -> None:
+        self.every = every
+        self.epochs: int | None = None
+        """Epochs that are complete; None before the run starts."""
+
+    def start(self, run: Run) -> None:
+        """At the first step, or the step of the checkpoint."""
+        if isinstance(self.every, float):
+            self.every = steps_of(self.every, run.total_steps)
+        if self.epochs is None:
+            self.epochs = floor(run.data.epoch)
+
+    def due(self, step: StepRecord) -> bool:
+        """Whether this step is one of the interval's. Asked once a step.
+
+        A global batch may go on into the next epoch: the step that takes an epoch's last row completes it.
+        """
+        before = self.epochs or 0
+        self.epochs = max(self.epochs or 0, floor(step.epoch))
+        if self.every == EPOCH:
+            return self.epochs > before
+        return isinstance(self.every, int) and step.number % self.every == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count, where it matters."""
+        return {"epochs": self.epochs} if self.every == EPOCH else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.epochs = None if state.get("epochs") is None else int(state["epochs"])

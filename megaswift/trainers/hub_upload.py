@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaswift import distributed, log
-from megaswift.config import SwiftConfig
+from megaswift.config.parts.training import TrainConfig
 from megaswift.config.versions import VERSION
 from megaswift.trainers.hooks.progress import print_warning
 from megaswift.trainers.hub_clients import HubRepository, client_failures, hub_client
@@ -22,15 +22,12 @@ name; empty: one a checkpoint."""
 class HubUpload:
     """The repository of a run. Collective."""
 
-    def __init__(self, cfg: SwiftConfig) -> None:
-        train = cfg.train
+    def __init__(self, train: TrainConfig, use_hf: bool) -> None:
         self.strategy = train.hub_strategy
         output = Path(train.output_dir).absolute()
         output = output.parent if VERSION.fullmatch(output.name) else output  # versions are commits of one repository
         name = train.hub_model_id or output.name
-        self.repository = HubRepository(
-            hub_client(cfg.model.use_hf, train.hub_token, train.hub_revision), train.hub_token, name
-        )
+        self.repository = HubRepository(hub_client(use_hf, train.hub_token, train.hub_revision), train.hub_token, name)
         self.repository.name = distributed.run_on_rank0(lambda: self.repository.create(train.hub_private_repo))
 
     def after_save(self, step_folder: Path, step: int) -> None:
@@ -60,8 +57,3 @@ class HubUpload:
             log.print_result(self.repository.send_or_explain(folder, f"step {step}"))
 
         distributed.run_on_rank0(send, hours=24)
-
-
-def hub_upload_of(cfg: SwiftConfig) -> HubUpload | None:
-    """Returns the upload of a run that has one. Collective."""
-    return HubUpload(cfg) if cfg.train.push_to_hub else None

@@ -5,6 +5,7 @@ How a step is computed is the engine's part, what a batch holds the data's; `bui
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +13,7 @@ from megaswift import distributed
 from megaswift.errors import DataError, Problem, UserError, first_line
 from megaswift.losses.contract import Batch
 from megaswift.trainers import interrupt
-from megaswift.trainers.hook import Run, StepRecord, TakenBatch
+from megaswift.trainers.hook import Hook, Run, StepRecord, TakenBatch
 from megaswift.trainers.hooks.progress import print_warning
 
 FAILED, SQUARES, BUSY = range(len(interrupt.SIGNALS), len(interrupt.SIGNALS) + 3)
@@ -75,8 +76,8 @@ def train(run: Run) -> None:
 
                 # Forward, backward, update. A skipped step does not move the schedule: the weights stand still too.
                 trained = run.step - run.skipped
-                rate = run.learning_rate(trained)
-                decay = run.weight_decay(trained)
+                rate = run.learning_rate(trained, run.total_steps)
+                decay = run.weight_decay(trained, run.total_steps)
                 launched = partial(while_device_works, run)
                 result = run.engine.train_batch(microbatches, run.loss, rate, decay, counted, launched)
                 run.step += 1
@@ -149,3 +150,37 @@ def take_ahead(run: Run) -> None:
 def length_squares(batch: Batch) -> int:
     """Sum over documents of length squared: a document of n tokens has positions 0..n-1, and n^2 = sum of (2 p + 1)."""
     return int(((2 * batch.positions + 1) * batch.valid).sum())
+
+
+class StepTimer(Hook):
+    """Splits the wall time of each step into waiting for data, the source's own work, and training. The first hook of a
+    run: it completes the record of a step before the others read it."""
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.asked = 0.0
+        self.waited = 0.0
+
+    def on_step_begin(self, run: Run) -> None:
+        """The clock starts."""
+        self.began = time.perf_counter()
+
+    def on_batch_begin(self, run: Run) -> None:
+        """A wait begins: in a step may be one for its own batch and one for the next step's."""
+        self.asked = time.perf_counter()
+
+    def on_batch(self, run: Run) -> None:
+        """The wait ends."""
+        self.waited += time.perf_counter() - self.asked
+
+    def on_step(self, run: Run, step: StepRecord) -> None:
+        """Seconds of the step, and of each part of the run."""
+        extras = step.extras
+        step.seconds = time.perf_counter() - self.began
+        step.data_wait = self.waited - extras.waiting
+        self.waited = 0.0
+        training = step.seconds - step.data_wait - sum(extras.seconds.values())
+        if extras.training:
+            step.result = replace(step.result, metrics={**step.result.metrics, extras.training: training})
+        for part, seconds in {"waiting for data": step.data_wait, "training steps": training, **extras.seconds}.items():
+            run.seconds[part] = run.seconds.get(part, 0.0) + seconds

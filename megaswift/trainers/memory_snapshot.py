@@ -1,12 +1,9 @@
-"""Memory of a rank: its peak, and with `--profile` what it holds at an out-of-memory error, in files beside the profile
-of its steps."""
+"""`--profile`: what a rank's memory holds at an out-of-memory error, in files beside the profile of its steps."""
 
 from __future__ import annotations
 
 import json
 import re
-import resource
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,17 +15,8 @@ from megaswift.atomic_disk_writes import write_atomically
 from megaswift.errors import first_line
 from megaswift.trainers.hooks.progress import print_warning
 
-GIB = 2**30
 HISTORY = 100_000
 """Allocations and frees that the history keeps, the last ones."""
-
-
-def peak_gib() -> float:
-    """Peak of this rank in GiB: what torch allocated on the GPU, the resident set on a CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / GIB
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
 def record_allocation_history() -> None:

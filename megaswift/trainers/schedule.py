@@ -12,8 +12,8 @@ from collections.abc import Callable
 from math import ceil, cos, pi, sqrt
 from typing import Any, Protocol
 
-from megaswift.config import SwiftConfig
 from megaswift.config.parts.optimizer import PLATEAU, OptimConfig
+from megaswift.config.parts.training import TrainConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.log import count_text
 
@@ -165,12 +165,12 @@ def weight_decay_at(step: int, total_steps: int, optim: OptimConfig) -> float | 
     return optim.start_weight_decay + share * ((optim.end_weight_decay or 0.0) - optim.start_weight_decay)
 
 
-def count_steps(cfg: SwiftConfig, source: Any) -> int:
+def count_steps(train: TrainConfig, source: Any) -> int:
     """Optimizer steps of the run: `max_steps`, else what the epochs need, the last one rounded up."""
-    if cfg.train.max_steps is not None:
-        return cfg.train.max_steps
+    if train.max_steps is not None:
+        return train.max_steps
     if source.rows is None:
         raise ConfigError(
             Problem("--streaming", "a stream has no known length, so epochs cannot be counted", "--max_steps N")
         )
-    return source.steps_for(cfg.train.num_train_epochs)
+    return source.steps_for(train.num_train_epochs)

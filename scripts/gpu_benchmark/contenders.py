@@ -81,7 +81,7 @@ def _megaswift(case: BenchmarkCase, folder: Path, small: bool, count: int) -> Co
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
     from megaswift.run.checks.fit import fit_to_device
-    from megaswift.trainers.engines import native_engine
+    from megaswift.run.engines import native_engine
 
     cuda = torch.cuda.is_available()
     if case.contender in TRANSFORMER_ENGINE and (reason := transformer_engine_unusable_reason()):

@@ -16,7 +16,7 @@ from megaswift.config import SwiftConfig
 from megaswift.engine.torch.model_building import build_model
 from megaswift.engine.torch.quantized_weights import dequantized_weight, quantized_from_pretrained_arguments
 from megaswift.models.any_model import spec_from_family_or_size_fields
-from megaswift.trainers.engines import base_quantization
+from megaswift.run.engines import base_quantization
 from tests.four_bits import cpu_with
 from tests.trainers.inputs import write_model
 

@@ -62,7 +62,7 @@ def build(run: Run, world: int) -> tuple[Any, Any]:
     from megaswift.engine.megatron.parallel_context import ParallelContext
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.engines import native_engine
+    from megaswift.run.engines import native_engine
 
     settings = {"learning_rate": 1e-3, **run.options}
     cfg = SwiftConfig(task="sft", model=str(run.folder), **run.case.config(**settings))

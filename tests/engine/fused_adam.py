@@ -129,7 +129,7 @@ def installed() -> Iterator[None]:
 def job(rank: int, world: int, run: Run) -> Any:
     """`checkpoint_worker.job` with it; of the result, `moments["main"]` has the main weights by Hugging Face name."""
     from megaswift.engine.megatron import optimizer
-    from megaswift.trainers import engines as builder
+    from megaswift.run import engines as builder
 
     real = optimizer.build_optimizer
 

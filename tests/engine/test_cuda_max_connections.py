@@ -12,7 +12,7 @@ from megaswift.config import SwiftConfig
 from megaswift.engine import cuda_max_connections
 from megaswift.engine.cuda_max_connections import VARIABLE, gpu_compute_capability_major, set_max_connections
 from megaswift.parallel.layout import Layout
-from megaswift.trainers import engines
+from megaswift.run import engines
 
 HOPPER, BLACKWELL = 9, 10
 

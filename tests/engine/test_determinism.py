@@ -14,7 +14,7 @@ from megaswift.config import SwiftConfig, load_config
 from megaswift.engine import determinism
 from megaswift.errors import ConfigError
 from megaswift.parallel.layout import Layout
-from megaswift.trainers.engines import native_engine_settings
+from megaswift.run.engines import native_engine_settings
 from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run
 

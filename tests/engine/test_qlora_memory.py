@@ -36,7 +36,7 @@ from pathlib import Path
 import megaswift.engine.megatron
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.trainers.engines import native_engine
+from megaswift.run.engines import native_engine
 from megaswift.families import family_of
 from megaswift.parallel.layout import Layout
 

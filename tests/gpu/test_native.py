@@ -38,7 +38,7 @@ def engine_of(folder: Path, context: Any, **options: Any) -> Any:
     """An engine with the folder's weights."""
     from megaswift.config import SwiftConfig
     from megaswift.families import family_of
-    from megaswift.trainers.engines import native_engine
+    from megaswift.run.engines import native_engine
 
     raw = json.loads((folder / "config.json").read_text())
     engine = native_engine(SwiftConfig(task="sft", model=str(folder), **options), family_of(raw).spec(raw), context)

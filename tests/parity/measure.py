@@ -87,7 +87,7 @@ def build(case: Case, folder: Path, world: int, **options: Any) -> tuple[Any, An
     from megaswift.config import SwiftConfig
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.engines import make_engine, start_context
+    from megaswift.run.engines import make_engine, start_context
 
     cfg = SwiftConfig(task="sft", model=str(folder), **case.config(**options))
     hf_config = json.loads((folder / "config.json").read_text())

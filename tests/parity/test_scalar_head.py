@@ -52,7 +52,7 @@ def measure(rank: int, world: int, task: Task) -> tuple[float, dict[str, Tensor]
     from megaswift.families import load_spec
     from megaswift.models.scalar_head import with_scalar_head
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.engines import make_engine, start_context
+    from megaswift.run.engines import make_engine, start_context
 
     cfg = SwiftConfig(task="sft", model=str(task.folder), seed=SEED, **task.case.config(**task.options))
     context = start_context(cfg.replace(ddp_timeout=600), Layout.from_config(cfg.parallel, world))

@@ -55,7 +55,7 @@ def go(rank: int, world: int, runs: Runs) -> dict[str, Any]:
     """On a rank: (weights, those of the resumed run, those of this rank, bytes promised, bytes held) by optimizer."""
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.engines import make_engine, start_context
+    from megaswift.run.engines import make_engine, start_context
 
     found: dict[str, Any] = {}
     context: Any = None

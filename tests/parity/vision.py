@@ -360,9 +360,9 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     from megaswift.parallel.layout import Layout
     from megaswift.run.build import load_start_weights
     from megaswift.run.dataset_task import read_rows
+    from megaswift.run.engines import make_engine, start_context
     from megaswift.run.plan import RunPlan
     from megaswift.run.tasks import TASKS
-    from megaswift.trainers.engines import make_engine, start_context
 
     options = {
         "per_device_train_batch_size": 2,

@@ -40,9 +40,9 @@ def train(rank: int, world: int, given: PairTask) -> Reference | None:
     from megaswift.parallel.layout import Layout
     from megaswift.run.build import load_start_weights, start_from_reference
     from megaswift.run.dataset_task import read_rows
+    from megaswift.run.engines import make_engine, start_context
     from megaswift.run.plan import RunPlan
     from megaswift.run.tasks import TASKS
-    from megaswift.trainers.engines import make_engine, start_context
 
     model = given.folder / "model"
     options: dict[str, Any] = {

@@ -190,7 +190,7 @@ def step(text: str, folder: Path) -> Any:
     with engine_of(text, folder) as (engine, case), updates_named():
         source = SimpleNamespace(epoch=0.0, state_dict=dict, taken=itertools.count())
         source.next = lambda: _microbatches(engine, case, next(source.taken))
-        train(Run(engine, source, CrossEntropy(), lambda number: LR, STEPS + 1, [Count()]))
+        train(Run(engine, source, CrossEntropy(), lambda number, total: LR, STEPS + 1, [Count()]))
         return waits[STEPS - 1]
 
 

@@ -1,6 +1,6 @@
 """Whole runs on the native engine, as users start them: two processes, killed, resumed, refused, exported.
 
-Covers: megaswift/trainers/engines.py, megaswift/run/course.py.
+Covers: megaswift/run/engines.py, megaswift/run/course.py.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def _another(case: object, folder: Path, context: object) -> object:
 
     from megaswift.config import SwiftConfig
     from megaswift.families import family_of
-    from megaswift.trainers.engines import native_engine
+    from megaswift.run.engines import native_engine
 
     cfg = SwiftConfig(task="sft", model=str(folder), **case.config())  # type: ignore[attr-defined]
     raw = json.loads((folder / "config.json").read_text())

@@ -135,7 +135,7 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.rollout.backends.transformers_sampler import TransformersSampler
     from megaswift.run import policy_task
-    from megaswift.trainers.rl.sampler import build_sampler
+    from megaswift.run.policy_task import build_sampler
     from megaswift.training_command_entry import main
 
     task, words, out = command

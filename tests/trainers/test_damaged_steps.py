@@ -26,11 +26,9 @@ from megaswift.folders import saved_steps
 from megaswift.folders.source import locate_model
 from megaswift.inference.precheck_model_folder_and_adapters import locate_generation_model
 from megaswift.run import output
+from megaswift.run.checks.sources import verify_sources_and_locate_model
 from megaswift.trainers import checkpoints
-from megaswift.trainers.file_hashes import (
-    first_intact_step,
-    verify_sources_and_locate_model,
-)
+from megaswift.trainers.file_hashes import first_intact_step
 from tests.bridge.folders import make
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_inputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import load_config
-from megaswift.trainers.batch_fields import forward_pass_count_before_step
+from megaswift.run.build import forward_pass_count_before_step
 from megaswift.trainers.flops import StepFlopFormula, peak_tflops
 
 

@@ -24,7 +24,8 @@ site = pytest.fixture(modelscope_server)
 
 def upload_of(tmp_path: Path, token: str = TOKEN, **options: object) -> HubUpload:
     out = str(tmp_path / "my-model")
-    return HubUpload(SwiftConfig(model="m", use_hf=False, push_to_hub=True, hub_token=token, output_dir=out, **options))
+    cfg = SwiftConfig(model="m", push_to_hub=True, hub_token=token, output_dir=out, **options)
+    return HubUpload(cfg.train, use_hf=False)
 
 
 def write_folder(folder: Path) -> dict[str, bytes]:

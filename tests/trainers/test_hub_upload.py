@@ -34,7 +34,8 @@ def test_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # it tries again, later and later
     with pytest.raises(ConfigError, match="the hub does not give access to out"):
-        HubUpload(SwiftConfig(model="m", output_dir=str(tmp_path / "out"), push_to_hub=True, hub_token=TOKEN))
+        given = SwiftConfig(model="m", output_dir=str(tmp_path / "out"), push_to_hub=True, hub_token=TOKEN)
+        HubUpload(given.train, given.model.use_hf)
     upload = HubUpload.__new__(HubUpload)
     upload.strategy, upload.repository = "every_save", HubRepository(HuggingFaceHub(TOKEN), TOKEN, "u/m")
     (tmp_path / "step-1" / "hf").mkdir(parents=True)
@@ -103,7 +104,8 @@ def upload_of(folder: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, **options
     monkeypatch.setattr("huggingface_hub.hf_api.ENDPOINT", hub.url, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     given = {"push_to_hub": True, "hub_token": TOKEN, "hub_model_id": "org/m", "output_dir": str(folder), **options}
-    return HubUpload(SwiftConfig(model="m", dataset=["d"], **given))
+    cfg = SwiftConfig(model="m", dataset=["d"], **given)
+    return HubUpload(cfg.train, cfg.model.use_hf)
 
 
 @pytest.mark.wide

@@ -12,11 +12,10 @@ from transformers.trainer_callback import TrainerState
 from megaswift.config import load_config
 from megaswift.errors import ConfigError
 from megaswift.trainers.checkpoints import CheckpointStore
-from megaswift.trainers.hook import Hook, Run
+from megaswift.trainers.hook import Every, Hook, Run, interval_of, steps_of
 from megaswift.trainers.hooks.checkpoint import CheckpointHook, restore_run
 from megaswift.trainers.hooks.evaluation import EvaluationHook
 from megaswift.trainers.hooks.metrics import read_lines
-from megaswift.trainers.interval import Every, interval_of, steps_of
 from megaswift.trainers.loop import train
 from tests.trainers.tiny import TinySource, batch, tiny_loop
 

@@ -13,8 +13,7 @@ import pytest
 from megaswift.engine.protocol import StepResult
 from megaswift.trainers.hook import Hook, StepExtras
 from megaswift.trainers.hooks.step_monitor import SkippedStepAndLossSpikeMonitor, TrainingDiverged
-from megaswift.trainers.hooks.timer import StepTimer
-from megaswift.trainers.loop import train
+from megaswift.trainers.loop import StepTimer, train
 from tests.trainers.tiny import TinyEngine, tiny_loop
 
 
@@ -60,7 +59,7 @@ def test_the_model_learns() -> None:
             losses.append(step.result.loss)
 
     loop = tiny_loop(60, Losses())
-    loop.learning_rate = lambda step: 0.02
+    loop.learning_rate = lambda step, total: 0.02
     train(loop)
     assert losses[-1] < 0.7 * losses[0]
 

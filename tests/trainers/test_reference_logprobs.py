@@ -24,10 +24,8 @@ from megaswift.data.gather_and_truncate_preferences import PreferenceDocuments
 from megaswift.data.loader import EvaluationSource
 from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
-from megaswift.trainers.batch_fields import (
-    forward_pass_count_before_step,
-    make_batch_transform,
-)
+from megaswift.run.build import forward_pass_count_before_step
+from megaswift.run.dataset_task import make_batch_transform
 from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.reference_logprobs import compute_reference_logprobs
 from tests.trainers.inputs import preference_inputs, write_preferences

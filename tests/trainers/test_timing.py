@@ -1,6 +1,6 @@
 """Wall time by part: blocks of one part add up, a block that fails counts too, other parts stay.
 
-Covers: megaswift/trainers/hooks/timer.py.
+Covers: megaswift/trainers/loop.py.
 """
 
 from types import SimpleNamespace
@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from megaswift.engine.protocol import StepResult
-from megaswift.trainers import timing
+from megaswift.trainers import hook
+from megaswift.trainers import loop as loop_module
 from megaswift.trainers.hook import StepExtras, StepRecord
-from megaswift.trainers.hooks import timer as step_timer
 
 
 def test_blocks_add_up_also_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((10.0, 12.5, 20.0, 21.0, 30.0, 34.0))
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(hook, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     seconds = {"export": 1.0}
-    with timing.timed(seconds, "data"):
+    with hook.timed(seconds, "data"):
         pass
-    with pytest.raises(KeyError), timing.timed(seconds, "data"):
+    with pytest.raises(KeyError), hook.timed(seconds, "data"):
         raise KeyError
-    with timing.timed(seconds, "export"):
+    with hook.timed(seconds, "export"):
         pass
     assert seconds == {"data": 3.5, "export": 5.0}
 
@@ -30,9 +30,9 @@ def test_blocks_add_up_also_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_step_is_waiting_the_source_s_work_and_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 10 s in all, the batch after 4, of which 3 were the source's work; 2 more of it came later."""
     clock = iter((100.0, 100.0, 104.0, 110.0, 200.0, 200.0, 201.0, 204.0))
-    monkeypatch.setattr(step_timer, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(loop_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     loop: Any = SimpleNamespace(seconds={"generation": 1.0})
-    timer = step_timer.StepTimer()
+    timer = loop_module.StepTimer()
 
     def step(extras: StepExtras) -> tuple[Any, ...]:
         record = StepRecord(1, 0.0, 0.1, StepResult(0.5), extras=extras)

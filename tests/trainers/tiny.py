@@ -175,4 +175,5 @@ class TinySource:
 
 def tiny_loop(steps: int, *hooks: Any, seed: int = 0) -> Run:
     """A loop over the tiny engine."""
-    return Run(TinyEngine(seed), TinySource(), CrossEntropy(), lambda step: 0.01 / (1 + step), steps, list(hooks))
+    engine, data, loss = TinyEngine(seed), TinySource(), CrossEntropy()
+    return Run(engine, data, loss, lambda step, total: 0.01 / (1 + step), steps, list(hooks))

@@ -158,7 +158,7 @@ def _thd(host: MicrobatchHostIndices, cp: int, cu_seqlens: Tensor | None) -> Pac
     """
     if cu_seqlens is None:
         return None
-    assert host.prefixed is None or cp == 1, "trainers.prefix_sharing says so"
+    assert host.prefixed is None or cp == 1, "run.checks.prefix_sharing says so"
     bounds = cu_seqlens.int()
     longest = host.longest
     prefixed = host.prefixed

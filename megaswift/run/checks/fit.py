@@ -73,7 +73,7 @@ def _smallest_gpu() -> int:
 
 
 def _choice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout, memory: int) -> FitChoice | NoFit:
-    from megaswift.trainers.engines import native_kernels
+    from megaswift.run.engines import native_kernels
 
     kernels = native_kernels(cfg, spec, layout)
     split = PipelineSplit.from_config(cfg.parallel)

@@ -59,6 +59,7 @@ from megaswift.parallel.layout_checks import layout_problems
 from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.run import output
+from megaswift.run.checks.adapter_sync import adapter_sync_problems
 from megaswift.run.checks.adapters import (
     adapter_task_type_problems,
     missing_adapter_file_problems,
@@ -68,6 +69,7 @@ from megaswift.run.checks.data import data_problems
 from megaswift.run.checks.devices import device_dependent_option_problems
 from megaswift.run.checks.fit import fit_problems
 from megaswift.run.checks.model_spec import model_spec_for_task, transformers_class_problems
+from megaswift.run.checks.prefix_sharing import prefix_sharing_problems
 from megaswift.run.checks.rl import (
     reward_environment_and_model_problems,
     rl_run_problems,
@@ -75,8 +77,6 @@ from megaswift.run.checks.rl import (
 )
 from megaswift.run.checks.torch_engine import native_compiler_problems, torch_engine_machine_problems
 from megaswift.trainers.hub_clients import hub_client_problems
-from megaswift.trainers.prefix_sharing import prefix_sharing_problems
-from megaswift.trainers.rl.weight_sync import adapter_sync_problems
 
 EXPERT_OPTIONS = (
     "moe_aux_loss_coeff",

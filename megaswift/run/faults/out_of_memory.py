@@ -12,7 +12,8 @@ from megaswift.config.checks.engine import capabilities_of, requested_engine
 from megaswift.config.parts.engine import ZERO
 from megaswift.errors import Problem, UserError
 from megaswift.run.faults.memory_holders import tensor_memory_holders
-from megaswift.trainers.memory_snapshot import GIB, peak_gib, write_memory_snapshot
+from megaswift.trainers.hooks.metrics import GIB, peak_gib
+from megaswift.trainers.memory_snapshot import write_memory_snapshot
 
 WHOLE_WEIGHTS = ("ddp", *(kind for kind in ZERO if "zero3" not in kind))
 """Torch engines whose ranks each hold all weights."""

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import distributed, log
-from megaswift.config import SwiftConfig
-from megaswift.config.checks.evaluation import best_model_metric, compares_evaluations
+from megaswift.config.parts.training import TrainConfig
 from megaswift.errors import CheckpointError, ConfigError, Problem, did_you_mean_hint
 from megaswift.folders.checkpoint import ENGINE
 from megaswift.plain_files import files_below, refuse_links_outside
@@ -121,12 +120,8 @@ def unknown_metric_error(metric: str, line: Line) -> ConfigError:
     return ConfigError(Problem(f"--metric_for_best_model {metric}", "is not a metric of this run's evaluations", fix))
 
 
-def best_model_hook(cfg: SwiftConfig, root: Path) -> BestModelHook | None:
-    """The hook of a run that compares its evaluations."""
-    if not compares_evaluations(cfg):
-        return None
-    metric = best_model_metric(cfg)
-    train = cfg.train
+def best_model_hook(train: TrainConfig, metric: str, root: Path) -> BestModelHook:
+    """The hook that compares evaluations by `metric`; `root`: of the checkpoints."""
     greater = not metric.endswith("loss") if train.greater_is_better is None else train.greater_is_better
     hook = BestModelHook(metric, greater, train.early_stopping_patience, train.early_stopping_threshold)
     hook.root = root

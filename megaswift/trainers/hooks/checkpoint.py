@@ -22,11 +22,10 @@ from megaswift.folders import saved_steps
 from megaswift.folders.checkpoint import ENGINE
 from megaswift.trainers import checkpoints
 from megaswift.trainers.file_hashes import damaged_file_problems_all_ranks
-from megaswift.trainers.hook import Hook, Run, StepRecord
+from megaswift.trainers.hook import BEST, NO, Every, Hook, Run, StepInterval, StepRecord
 from megaswift.trainers.hooks.background_save import BackgroundWriter, PendingCheckpoint
 from megaswift.trainers.hooks.best_model import BestModelHook
 from megaswift.trainers.hooks.progress import print_line, print_warning
-from megaswift.trainers.interval import BEST, NO, Every, StepInterval
 
 
 class CheckpointHook(Hook):

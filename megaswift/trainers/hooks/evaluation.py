@@ -13,25 +13,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megaswift.config import SwiftConfig
-from megaswift.config.facts.batch_sizes import batch_plan
-from megaswift.config.facts.kto_pairs import kto_pairs_over_global_batch
 from megaswift.engine.protocol import Addends
 from megaswift.engine.reported_numbers import differences, ratios
 from megaswift.losses.contract import Batch
-from megaswift.parallel.layout import Layout
-from megaswift.trainers.hook import Run, StepRecord
+from megaswift.trainers.hook import Every, Run, StepRecord
 from megaswift.trainers.hooks.metrics import IntervalLinesHook, MetricsWindow, step_mean_weight
-from megaswift.trainers.interval import Every
-
-
-def eval_accumulation(cfg: SwiftConfig, layout: Layout) -> int:
-    """Micro-batches that evaluation passes at a time: as many as a pipeline has stages; where KTO takes completions
-    from the whole global batch, as many as hold the rows of a step."""
-    if kto_pairs_over_global_batch(cfg, training=False):
-        plan = batch_plan(cfg.train, layout.dp)
-        return plan.per_device * plan.accumulation
-    return layout.pp
 
 
 class AddendsOfBatches:

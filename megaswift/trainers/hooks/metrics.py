@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from megaswift import distributed
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.engine.protocol import StartedCount
 from megaswift.errors import storage_error
 from megaswift.trainers.flops import StepFlopFormula
-from megaswift.trainers.hook import Hook, Run, StepRecord
-from megaswift.trainers.interval import Every, StepInterval, steps_of
-from megaswift.trainers.memory_snapshot import peak_gib
+from megaswift.trainers.hook import Every, Hook, Run, StepInterval, StepRecord, steps_of
 
 
 @contextmanager
@@ -32,6 +34,17 @@ def os_errors_as_storage_error(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise storage_error(error, path) or error from None
+
+
+GIB = 2**30
+
+
+def peak_gib() -> float:
+    """Peak of this rank in GiB: what torch allocated on the GPU, the resident set on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / GIB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
 @dataclass

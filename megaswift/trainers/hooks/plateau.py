@@ -6,13 +6,11 @@ Owns when the rate falls, as in torch's ReduceLROnPlateau; its state travels in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from megaswift.config import SwiftConfig
-from megaswift.config.checks.evaluation import best_model_metric
-from megaswift.config.parts.optimizer import PLATEAU, OptimConfig
-from megaswift.trainers.hook import Hook, Line, Run
+from megaswift.config.parts.optimizer import OptimConfig
+from megaswift.trainers.hook import Hook, Line, Rate, Run
 from megaswift.trainers.hooks.best_model import unknown_metric_error
 from megaswift.trainers.hooks.progress import print_line
 from megaswift.trainers.schedule import final_rate
@@ -94,15 +92,12 @@ class ReduceOnPlateauHook(Hook):
         self.cooldown = int(state["cooldown"])
 
 
-def plateau_hooks(cfg: SwiftConfig) -> list[Hook]:
-    """The hook of a run with this schedule."""
-    if cfg.optim.lr_scheduler_type != PLATEAU:
-        return []
-    metric = best_model_metric(cfg)
-    greater = cfg.train.greater_is_better
-    return [ReduceOnPlateauHook(cfg.optim, metric, not metric.endswith("loss") if greater is None else greater)]
+def plateau_hook(optim: OptimConfig, metric: str, greater_is_better: bool | None) -> ReduceOnPlateauHook:
+    """The hook that watches `metric`; without `greater_is_better` a smaller loss is better, else the larger value."""
+    greater = not metric.endswith("loss") if greater_is_better is None else greater_is_better
+    return ReduceOnPlateauHook(optim, metric, greater)
 
 
-def allowed_rate(rate: float, hooks: Iterable[Hook]) -> float:
+def lowered_rate(rate: Rate, plateau: ReduceOnPlateauHook, step: int, total_steps: int) -> float:
     """The schedule's rate, lower where evaluations have reduced it."""
-    return min([rate, *(hook.rate for hook in hooks if isinstance(hook, ReduceOnPlateauHook))])
+    return min(rate(step, total_steps), plateau.rate)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megaswift.config import SwiftConfig
 from megaswift.config.parts.estimators import advantage_estimator_entry
+from megaswift.config.parts.rl import RlConfig
 from megaswift.data.collate_rollout_batches import RolloutTokens
 from megaswift.losses import advantages as formulas
 from megaswift.losses.advantage_estimators import EstimatorInput, estimate_advantage_fields
@@ -35,7 +35,7 @@ _TokenFields = dict[str, list[np.ndarray]]
 class AdvantageEstimator:
     """The estimator of a run. Its only state is the weight of the divergence, which a controller may move."""
 
-    cfg: SwiftConfig
+    rl: RlConfig
     settings: RlSettings
     beta: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class AdvantageEstimator:
         )
         if self.settings.corrects:
             gap = padded_field(completed, "old", mask) - padded_field(completed, "sampled", mask)
-            estimated["ratio"] = correction_of(self.cfg).weights(gap, mask)
+            estimated["ratio"] = correction_of(self.rl).weights(gap, mask)
         return {
             name: [row[own].numpy() for row, own in zip(values.float(), mask, strict=True)]
             for name, values in estimated.items()
@@ -68,7 +68,7 @@ class AdvantageEstimator:
             * mask
         )
         cost = self.beta * kl
-        rl = self.cfg.rl
+        rl = self.rl
         per_completion = float(kl.sum(1).mean())
         self.metrics = {
             "kl": float(kl.sum() / mask.sum().clamp(min=1)),
@@ -86,7 +86,7 @@ class AdvantageEstimator:
     ) -> EstimatorInput:
         """What the estimators read; `tokens`: the KL penalties and the mask, [n, t] each."""
         penalties, mask = tokens
-        rl = self.cfg.rl
+        rl = self.rl
         entry = advantage_estimator_entry(self.settings.estimator)
         names = [*rollouts[0].rewards] if self.settings.each_reward else []
         weights = [*rl.reward_weights][: len(names)]  # an environment's own reward comes last, and has weight 1
@@ -117,7 +117,7 @@ class AdvantageEstimator:
         if not logprobs:
             return []
         now, advantage, before = [torch.from_numpy(np.concatenate(values)) for values in (logprobs, advantages, old)]
-        rl = self.cfg.rl
+        rl = self.rl
         covariances = token_covariances(now, advantage)
         if self.settings.loss_type == "kl_cov":
             chosen = kl_cov_token_mask(covariances, rl.kl_cov_ratio)

@@ -7,31 +7,26 @@ the batches.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from megaswift.config import SwiftConfig
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch
 from megaswift.losses.value import PARTS, ValueLoss, explained_variance
-from megaswift.models.scalar_head import with_scalar_head
-from megaswift.models.spec import ModelSpec
 from megaswift.trainers.batch_fields import BatchTransform
-from megaswift.trainers.engines import RankContext, make_engine
-from megaswift.trainers.hook import Run
+from megaswift.trainers.hook import Rate, Run
 from megaswift.trainers.hooks.step_monitor import SkippedStepAndLossSpikeMonitor
 
 
 class CriticTrainer(BatchTransform):
     """Trains beside the policy."""
 
-    def __init__(self, engine: Engine, loss: ValueLoss, learning_rate: Callable[[int], float]) -> None:
+    def __init__(self, engine: Engine, loss: ValueLoss, learning_rate: Rate) -> None:
         self.engine = engine
         self.loss = loss
         self.learning_rate = learning_rate
         self.steps = 0
+        self.total_steps = 0
         self.watch = SkippedStepAndLossSpikeMonitor(of=" of the critic")
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
@@ -39,6 +34,7 @@ class CriticTrainer(BatchTransform):
     def on_start(self, run: Run) -> None:
         """Goes on with the schedule where the run does."""
         self.steps = run.step
+        self.total_steps = run.total_steps
 
     def on_end(self, run: Run) -> None:
         """As of the policy: a critic that has learned nothing fails the run."""
@@ -59,7 +55,8 @@ class CriticTrainer(BatchTransform):
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches as they are, learnt from."""
         began = time.perf_counter()
-        result = self.engine.train_batch(batches, self.loss, self.learning_rate(self.steps - self.watch.skipped))
+        rate = self.learning_rate(self.steps - self.watch.skipped, self.total_steps)
+        result = self.engine.train_batch(batches, self.loss, rate)
         self.steps += 1
         self.watch.skips(self.steps, result)
         explained = explained_variance(result.metrics)
@@ -69,25 +66,3 @@ class CriticTrainer(BatchTransform):
             self.metrics["value/explained_variance"] = explained
         self.seconds = time.perf_counter() - began
         return batches
-
-
-def critic_start_folder(cfg: SwiftConfig, folder: Path) -> Path:
-    """Where the critic of a run starts; `folder`: the policy's."""
-    return folder if cfg.rl.critic_model is None else Path(cfg.rl.critic_model)
-
-
-def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, fresh: bool) -> Engine:
-    """The critic of a run: the policy's model, or `critic_model`, with a scalar head, trained as the policy is.
-
-    With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains. A new head
-    starts near 0: values of the size of weights would be noise in every advantage until the critic has unlearnt them.
-    """
-    scored = with_scalar_head(spec)
-    start = critic_start_folder(cfg, folder)
-    scored = replace(scored, hf_config={**scored.hf_config}, new_head_std=1 / (1 + scored.hidden_size))
-    engine = make_engine(cfg, scored, start, context)
-    if fresh or cfg.model.train_type != "full":
-        engine.load_hf(start)
-    else:
-        engine.keep(start)
-    return engine

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.data.rl_prompts import Prompt
-from megaswift.trainers.hook import Run, StepRecord
+from megaswift.trainers.hook import Every, Run, StepRecord
 from megaswift.trainers.hooks.metrics import IntervalLinesHook
-from megaswift.trainers.interval import Every
 from megaswift.trainers.rl.metrics import rollout_statistics
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.scorer import RewardScorer

@@ -1,24 +1,22 @@
-"""Creates the sampler of a run and its sampling parameters from the options."""
+"""What samplers of a run are given: sampling parameters, how many completions at a time, where they read weights."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
-from megaswift.config import SwiftConfig
+from megaswift.config.parts.rl import RlConfig
 from megaswift.memory.kv_cache_bytes import kv_cache_bytes_per_token
 from megaswift.models.spec import ModelSpec
-from megaswift.rollout.sampler import Sampler, SamplerOptions, SamplingParams, make_sampler
+from megaswift.rollout.sampler import SamplingParams
 from megaswift.rollout.write_weight_sync_folders import SHARED_MEMORY
-from megaswift.trainers.engines import RankContext
-from megaswift.trainers.rl.generation import is_sampling_rank
 
 EVERYWHERE = ("vllm",)
 """Backends that are made on every rank: engines of vLLM in the ranks of a run make their process groups together, all
@@ -39,10 +37,9 @@ ROUNDS = 2
 """Copies of the weights that may lie in the sync folder: the last one, and the one that is written."""
 
 
-def sampling_params_of(cfg: SwiftConfig, tokenizer: Any, folder: Path) -> SamplingParams:
+def sampling_params_of(rl: RlConfig, tokenizer: Any, folder: Path) -> SamplingParams:
     """How tokens are drawn; completions end at the tokenizer's end of a turn, or where the model's generation
     configuration says."""
-    rl = cfg.rl
     return SamplingParams(
         max_tokens=rl.max_completion_length,
         temperature=rl.temperature,
@@ -65,21 +62,20 @@ def stop_token_ids(tokenizer: Any, folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(t) for t in token_ids if t is not None))
 
 
-def sync_folder(cfg: SwiftConfig, folder: Path) -> Path:
+def sync_folder(rl: RlConfig, output: Path, folder: Path) -> Path:
     """Where weights and adapters lie for samplers to read: where the option says, else in shared memory where all
     samplers are on this machine and the model of `folder` fits twice, else in the output directory."""
-    if cfg.rl.rollout_sync_folder is not None:
-        return Path(cfg.rl.rollout_sync_folder)
-    output = Path(cfg.train.output_dir)
-    if _on_this_machine(cfg) and _fits_in_shared_memory(folder):
+    if rl.rollout_sync_folder is not None:
+        return Path(rl.rollout_sync_folder)
+    if _on_this_machine(rl.rollout_server_url) and _fits_in_shared_memory(folder):
         name = hashlib.sha256(str(output.resolve()).encode()).hexdigest()[:12]
         return SHARED_MEMORY / f"megaswift-{os.getuid()}-{name}"
     return output / SYNC
 
 
-def _on_this_machine(cfg: SwiftConfig) -> bool:
+def _on_this_machine(servers: Sequence[str]) -> bool:
     """Whether all ranks and all servers are."""
-    hosts = {urlsplit(url).hostname for url in cfg.rl.rollout_server_url}
+    hosts = {urlsplit(url).hostname for url in servers}
     one_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     return one_node and hosts <= {"127.0.0.1", "localhost", "::1"}
 
@@ -91,65 +87,28 @@ def _fits_in_shared_memory(folder: Path) -> bool:
     return 0 < ROUNDS * size < shutil.disk_usage(SHARED_MEMORY).free // 2
 
 
-def rollout_batch_size(cfg: SwiftConfig, spec: ModelSpec) -> int:
+def rollout_batch_size(rl: RlConfig, max_length: int, dtype: str | None, spec: ModelSpec) -> int:
     """Concurrent completions of a sampler. vLLM queues what its KV cache has no room for, so its limit may be high; our
-    own decode loop allocates the cache of all, each for `max_length` tokens."""
-    backend = cfg.rl.rollout_backend
-    if cfg.rl.rollout_batch_size is not None:
-        return cfg.rl.rollout_batch_size
+    own decode loop allocates the cache of all, each for `max_length` tokens. `dtype`: of the weights; None: the
+    model's."""
+    backend = rl.rollout_backend
+    if rl.rollout_batch_size is not None:
+        return rl.rollout_batch_size
     in_process = backend in (*EVERYWHERE, "transformers") and torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if in_process else 0
     if backend != "transformers":
         return 512 if memory >= LARGE_GPU else 256
-    width = 4 if "float32" in (cfg.model.torch_dtype or spec.dtype) else 2
-    completion = kv_cache_bytes_per_token(spec, width) * cfg.data.max_length
+    width = 4 if "float32" in (dtype or spec.dtype) else 2
+    completion = kv_cache_bytes_per_token(spec, width) * max_length
     return min(MOST, max(1, memory // CACHE_PARTS // completion)) if in_process else ON_CPU
 
 
-def seeds_requests(cfg: SwiftConfig, cuda: bool) -> bool:
+def seeds_requests(backend: str, asked: bool | None, cuda: bool) -> bool:
     """Whether each completion has a seed of its own. With one, vLLM on a GPU draws row by row and not by FlashInfer's
     sampler, which takes milliseconds of each decoded token."""
-    asked = cfg.vllm.vllm_seed_requests
-    return not (cfg.rl.rollout_backend == "vllm" and cuda) if asked is None else asked
+    return not (backend == "vllm" and cuda) if asked is None else asked
 
 
-def sampler_options(
-    cfg: SwiftConfig, spec: ModelSpec, sync: Path, device: str = "cpu", dtype: str = "auto", rank: int = 0
-) -> SamplerOptions:
-    """What the backend for a model is made of; `sync`: the sync folder, `rank`: of adapters that come alone."""
-    rl = cfg.rl
-    return SamplerOptions(
-        dtype=dtype,
-        device=device,
-        trust_remote_code=cfg.model.trust_remote_code,
-        batch_size=rollout_batch_size(cfg, spec),
-        max_length=cfg.data.max_length,
-        memory_share=rl.vllm_gpu_memory_utilization,
-        seed_requests=seeds_requests(cfg, torch.device(device).type == "cuda"),
-        tensor_parallel_size=cfg.vllm.vllm_tensor_parallel_size,
-        engine_arguments=cfg.vllm.engine_arguments,
-        base_urls=rl.rollout_server_url,
-        timeout=rl.rollout_server_timeout,
-        sync_folder=sync,
-        weight_transport=cfg.vllm.rollout_weight_transport,
-        changed_weights_only=cfg.vllm.rollout_changed_weights_only,
-        lora_rank=rank,
-    )
-
-
-def build_sampler(
-    cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, dtype: str, rank: int
-) -> Sampler | None:
-    """This rank's sampler; None where another rank of the replica has it."""
-    if not samples_on_every_rank(cfg) and not is_sampling_rank(context.coordinates):
-        return None
-    options = sampler_options(cfg, spec, sync_folder(cfg, folder), str(context.device), dtype, rank)
-    if not options.seed_requests:
-        # engines may share a prompt's completions, equal ones from one seed; ranks of one engine draw the same
-        options = replace(options, seed=cfg.train.seed + context.rank // options.tensor_parallel_size)
-    return make_sampler(cfg.rl.rollout_backend, folder, options)
-
-
-def samples_on_every_rank(cfg: SwiftConfig) -> bool:
+def samples_on_every_rank(backend: str) -> bool:
     """Whether every rank has a sampler."""
-    return cfg.rl.rollout_backend in EVERYWHERE
+    return backend in EVERYWHERE

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config import SwiftConfig
-from megaswift.config.facts.generation_batch import generation_batch_plan
-from megaswift.config.facts.rl import (
-    advantage_estimator_of,
-    corrects_sampler_mismatch,
-    kl_estimator_of,
-    kl_in_reward_of,
-    policy_loss_of,
-    whitens_advantages,
-)
 from megaswift.config.parts.estimators import advantage_estimator_entry
 from megaswift.config.parts.losses import COVARIANCES, losses_needing
-from megaswift.config.parts.preference import beta_of
+from megaswift.config.parts.rl import RlConfig
 from megaswift.losses.sampler_correction import SamplerCorrection
 
 
@@ -86,39 +76,12 @@ class RlSettings:
         return (scored_old + (self.beta != 0)) / self.iterations + each_step
 
 
-def correction_of(cfg: SwiftConfig) -> SamplerCorrection:
+def correction_of(rl: RlConfig) -> SamplerCorrection:
     """The weights of samples against what the sampler's probabilities were."""
-    rl = cfg.rl
     return SamplerCorrection(
         rl.importance_sampling_mode,
         rl.importance_sampling_clip_max,
         rl.importance_sampling_clip_min,
         rl.importance_sampling_filter_max,
         rl.importance_sampling_filter_min,
-    )
-
-
-def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
-    """The settings of a run on `dp` data-parallel ranks."""
-    rl = cfg.rl
-    plan = generation_batch_plan(cfg, dp)
-    return RlSettings(
-        seed=cfg.train.seed,
-        group=plan.generations,
-        generation=plan.completions,
-        slices=plan.batches,
-        iterations=plan.iterations,
-        temperature=rl.temperature,
-        beta=beta_of(cfg),
-        estimator=advantage_estimator_of(cfg),
-        kl_in_reward=kl_in_reward_of(cfg),
-        kl_estimator=kl_estimator_of(cfg),
-        whitens=whitens_advantages(cfg),
-        mask_truncated=rl.mask_truncated_completions,
-        corrects=corrects_sampler_mismatch(cfg),
-        tries=1 + rl.max_resample_times if rl.dynamic_sample else 1,
-        top_entropy_quantile=rl.top_entropy_quantile,
-        use_rollout_logprobs=rl.use_rollout_logprobs,
-        loss_type=policy_loss_of(cfg),
-        each_reward=rl.multi_objective_aggregation == "normalize_then_sum",
     )

@@ -28,7 +28,7 @@ from megaswift.data.prompt_images import PromptImages
 from megaswift.engine.protocol import Engine
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, RequestedModelOutputs
-from megaswift.trainers.hook import StepExtras
+from megaswift.trainers.hook import StepExtras, timed
 from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.trainers.rl.critic import CriticTrainer
 from megaswift.trainers.rl.metrics import group_rewards_differ, rollout_statistics
@@ -36,7 +36,6 @@ from megaswift.trainers.rl.multi_turn import model_token_mask
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.scorer import RewardScorer, ScoredCompletion
 from megaswift.trainers.rl.settings import RlSettings
-from megaswift.trainers.timing import timed
 
 NOTHING = np.zeros(0, dtype=np.float32)
 

@@ -8,7 +8,7 @@ from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.megatron_transformer_config import transformer_config
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
-from megaswift.trainers.engines import layer_implementation, native_engine_settings
+from megaswift.run.engines import layer_implementation, native_engine_settings
 
 
 def transformer_config_of(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> TransformerConfig:

@@ -62,7 +62,7 @@ def opened(case: Case, run: Run, world: int) -> tuple[Any, Any]:
     from megaswift.config import SwiftConfig
     from megaswift.models.any_model import spec_from_family_or_size_fields
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.engines import make_engine, start_context
+    from megaswift.run.engines import make_engine, start_context
 
     task = {"task": "grpo", "reward_funcs": ("format",)} if run.merges else {"task": "sft"}
     cfg = SwiftConfig(model=str(run.folder), **task, **case.config(**recipe_options(RECIPE, False), **run.options))

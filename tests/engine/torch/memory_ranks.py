@@ -71,7 +71,7 @@ def start(job: Job, world: int) -> tuple[Any, Any]:
     from megaswift.config import SwiftConfig
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.engines import make_engine, start_context
+    from megaswift.run.engines import make_engine, start_context
 
     cfg = SwiftConfig(task="sft", model=str(job.folder), torch_dtype="float32", **job.options)
     hf_config = json.loads((job.folder / "config.json").read_text())

@@ -25,7 +25,7 @@ from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_
 from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters, tied_name_map
 from megaswift.errors import WeightsError
 from megaswift.models.any_model import spec_from_family_or_size_fields
-from megaswift.trainers.engines import base_quantization, model_build
+from megaswift.run.engines import base_quantization, model_build
 from tests.bridge.folders import tensors_of
 from tests.parity.models import build
 

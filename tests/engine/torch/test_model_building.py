@@ -24,7 +24,7 @@ from megaswift.engine.torch.transformers_conversions import conversion_groups, u
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
 from megaswift.models.scalar_head import with_scalar_head
-from megaswift.trainers.engines import model_build
+from megaswift.run.engines import model_build
 from tests.parity.models import VOCAB, build
 from tests.parity.vision import KINDS, tokenizer
 

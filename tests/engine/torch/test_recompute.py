@@ -18,7 +18,7 @@ from megaswift.engine.torch.loss_fields_from_logits import labeled_columns
 from megaswift.engine.torch.model_building import build_model_for_wrapping
 from megaswift.engine.torch.per_document_attention import rows_of
 from megaswift.models.any_model import spec_from_family_or_size_fields
-from megaswift.trainers.engines import model_build
+from megaswift.run.engines import model_build
 from tests.trainers.inputs import write_model
 
 

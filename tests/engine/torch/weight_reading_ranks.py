@@ -26,7 +26,7 @@ def build(world: int, job: Loading) -> Any:
     from megaswift.config import SwiftConfig
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.engines import make_engine, start_context
+    from megaswift.run.engines import make_engine, start_context
 
     cfg = SwiftConfig(task="sft", model=str(job.folder), engine=job.engine, torch_dtype="float32", ddp_timeout=600)
     hf_config = json.loads((job.folder / "config.json").read_text())

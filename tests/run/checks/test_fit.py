@@ -21,7 +21,7 @@ from megaswift.memory.memory_estimate import usable_bytes
 from megaswift.parallel.layout import Layout
 from megaswift.run.checks import fit as fit_to_device
 from megaswift.run.checks.preflight import preflight
-from megaswift.trainers.engines import native_kernels
+from megaswift.run.engines import native_kernels
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.memory.of_config import estimate_of
 from tests.parity.pool import RankError

@@ -13,10 +13,9 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerControl, Trainer
 
 from megaswift.errors import CheckpointError, ConfigError
 from megaswift.trainers.checkpoints import CheckpointStore
-from megaswift.trainers.hook import Hook, Run
+from megaswift.trainers.hook import Every, Hook, Run
 from megaswift.trainers.hooks.best_model import BestModelHook, best_checkpoint, load_best_checkpoint
 from megaswift.trainers.hooks.checkpoint import CheckpointHook, restore_run
-from megaswift.trainers.interval import Every
 from megaswift.trainers.loop import train
 from tests.trainers.tiny import tiny_loop
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from megaswift.config import load_config
+from megaswift.config.checks.evaluation import best_model_metric
 from megaswift.trainers.hook import Hook
-from megaswift.trainers.hooks.plateau import ReduceOnPlateauHook, allowed_rate, plateau_hooks
+from megaswift.trainers.hooks.plateau import ReduceOnPlateauHook, lowered_rate, plateau_hook
 from megaswift.trainers.loop import train
 from tests.trainers.tiny import tiny_loop
 
@@ -25,9 +27,7 @@ WORDS = ["--lr_scheduler_type", "reduce_lr_on_plateau", "--lr", "3e-4", "--val_d
 def hook_of(kwargs: dict[str, Any]) -> ReduceOnPlateauHook:
     """Of a run that names these keys as a user of transformers does."""
     cfg = load_config("sft", [*WORDS, "--lr_scheduler_kwargs", json.dumps(kwargs)], environ={})
-    (hook,) = plateau_hooks(cfg)
-    assert isinstance(hook, ReduceOnPlateauHook)
-    return hook
+    return plateau_hook(cfg.optim, best_model_metric(cfg), cfg.train.greater_is_better)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,6 @@ def test_a_run_trains_with_the_reduced_rate(tmp_path: Path) -> None:
     hook = hook_of({"patience": 0, "factor": 0.5})
     hook.on_evaluate(tiny_loop(1), {"step": 0, "loss": 0.1})
     loop = tiny_loop(4, Evaluations(), hook)
-    loop.learning_rate = lambda step: allowed_rate(3e-4, loop.hooks)
+    loop.learning_rate = partial(lowered_rate, lambda step, total: 3e-4, hook)
     train(loop)
     assert loop.engine.rates == pytest.approx([3e-4, 3e-4, 1.5e-4, 0.75e-4])
-    assert allowed_rate(1e-4, []) == 1e-4

@@ -107,7 +107,7 @@ def test_the_folder_is_printed_once(
 def test_an_error_in_a_profiled_step_ends_the_profiler(tmp_path: Path) -> None:
     """The next run can profile again."""
     loop = tiny_loop(6, StepProfilerHook(OPTIONS, tmp_path / "first"))
-    loop.learning_rate = lambda step: 1 / 0 if step == 3 else 0.1
+    loop.learning_rate = lambda step, total: 1 / 0 if step == 3 else 0.1
     with pytest.raises(ZeroDivisionError):
         train(loop)
     assert profile_summaries(tmp_path / "first") == {}

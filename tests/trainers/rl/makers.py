@@ -17,10 +17,10 @@ from megaswift.data.rl_prompts import Prompt, PromptSource
 from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.rewards.format_and_length_rewards import PerCompletionReward
 from megaswift.rollout.sampler import Completion
+from megaswift.run.policy_task import rl_settings
 from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.scorer import RewardScorer, ScoredCompletion
-from megaswift.trainers.rl.settings import rl_settings
 from megaswift.trainers.rl.source import RolloutDependencies, RolloutSource
 
 
@@ -174,7 +174,7 @@ def source(worth: Any = None, shares: bool = False, **options: Any) -> RolloutSo
     parts = RolloutDependencies(
         drawing,
         judge,
-        AdvantageEstimator(cfg, settings, settings.beta),
+        AdvantageEstimator(cfg.rl, settings, settings.beta),
         RolloutCollator(PaddingShape(), True, False, shares_prefixes=shares),
         geometry,
     )

@@ -17,11 +17,11 @@ import torch
 from megaswift.data.rl_prompts import Prompt
 from megaswift.losses.sampler_correction import MODES
 from megaswift.rewards.format_and_length_rewards import PerCompletionReward
+from megaswift.run.policy_task import rl_settings
 from megaswift.trainers.rl.advantages import AdvantageEstimator, padded_field, trained_token_mask
 from megaswift.trainers.rl.completions_log import completion_line
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
 from megaswift.trainers.rl.scorer import RewardScorer
-from megaswift.trainers.rl.settings import rl_settings
 from tests.losses import test_ppo, trainers
 from tests.losses.rollouts import DOCS, label_fields, models, rollouts
 from tests.trainers.rl.makers import completed, config, rollout
@@ -35,7 +35,7 @@ WEIGHTS = (0.5, 2.0)
 def estimator(**options: Any) -> AdvantageEstimator:
     cfg = config(**{"num_generations": GROUP, **options})
     settings = rl_settings(cfg, 1)
-    return AdvantageEstimator(cfg, settings, settings.beta)
+    return AdvantageEstimator(cfg.rl, settings, settings.beta)
 
 
 def values() -> dict[str, list[torch.Tensor]]:

@@ -16,6 +16,7 @@ from megaswift.families import load_spec
 from megaswift.losses.value import ValueLoss
 from megaswift.models.scalar_head import with_scalar_head
 from megaswift.models.spec import ModelSpec
+from megaswift.run import policy_task
 from megaswift.trainers.hooks.step_monitor import TrainingDiverged
 from megaswift.trainers.rl import critic
 from tests.test_cli import model_folder
@@ -37,14 +38,14 @@ def test_a_new_head_says_next_to_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         asked.append(spec)
         return Loaded()
 
-    monkeypatch.setattr(critic, "make_engine", make)
+    monkeypatch.setattr(policy_task, "make_engine", make)
     model_folder(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     # of a small model a usual head is small too
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 4096}))
     spec = load_spec(tmp_path)
     context: Any = None
-    critic.critic_engine(SwiftConfig(task="ppo"), spec, tmp_path, context, fresh=True)
+    policy_task.critic_engine(SwiftConfig(task="ppo"), spec, tmp_path, context, fresh=True)
     usual = new_scalar_head_weight(with_scalar_head(spec), 1)
     assert (
         float(new_scalar_head_weight(asked[0], 1).norm()) == pytest.approx(1 / 64, rel=0.1) and float(usual.norm()) > 1
@@ -70,7 +71,7 @@ def test_a_critic_that_learns_nothing_fails_the_run(
     bad: Iterable[int], code: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its gradients are not finite in steps in which the policy's are."""
-    found, loop = critic.CriticTrainer(Uneven(bad), ValueLoss(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
+    found, loop = critic.CriticTrainer(Uneven(bad), ValueLoss(0.2, 0.1), lambda step, total: 0.1), tiny_loop(12)
     loop.total_steps = loop.step = 12
 
     def run() -> None:
@@ -92,10 +93,13 @@ def test_a_critic_that_learns_nothing_fails_the_run(
 
 def test_the_skipped_steps_of_a_critic_go_on_after_a_resume() -> None:
     """Interrupted after seven of twelve steps, the last three of them skipped; the rest is skipped too."""
-    before, loop = critic.CriticTrainer(Uneven(range(5, 8)), ValueLoss(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
+    before, loop = (
+        critic.CriticTrainer(Uneven(range(5, 8)), ValueLoss(0.2, 0.1), lambda step, total: 0.1),
+        tiny_loop(12),
+    )
     for _ in range(7):
         before.prepare(before.engine, [], True)
-    after = critic.CriticTrainer(Uneven(range(1, 13)), ValueLoss(0.2, 0.1), lambda step: 0.1)
+    after = critic.CriticTrainer(Uneven(range(1, 13)), ValueLoss(0.2, 0.1), lambda step, total: 0.1)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     loop.step = 7
     after.on_start(loop)

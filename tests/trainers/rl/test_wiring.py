@@ -27,13 +27,12 @@ from megaswift.losses.value import ValueLoss
 from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.run import policy_task
-from megaswift.run.policy_task import reward_functions_of, reward_weights_of
+from megaswift.run.policy_task import reward_functions_of, reward_weights_of, rl_settings, sampler_options
 from megaswift.run.tasks import TASKS
 from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.rl import sampler
 from megaswift.trainers.rl.completions_log import CompletionsLog
-from megaswift.trainers.rl.sampler import sampler_options, sampling_params_of, sync_folder
-from megaswift.trainers.rl.settings import rl_settings
+from megaswift.trainers.rl.sampler import sampling_params_of, sync_folder
 from tests.memory.test_settings_that_fit import QWEN3_8B
 from tests.trainers.rl.makers import config, source
 
@@ -132,9 +131,9 @@ TOKENIZER = SimpleNamespace(eos_token_id=3, chat_template=None)
 def test_how_tokens_are_drawn(name: str, tmp_path: Path) -> None:
     options, expected = SAMPLING[name]
     plain = SamplingParams(512, stop_token_ids=(3,))
-    assert sampling_params_of(run(), TOKENIZER, tmp_path) == plain
+    assert sampling_params_of(run().rl, TOKENIZER, tmp_path) == plain
     accepted = {"allow_biased_sampling": True} if name in BIASED else {}
-    assert sampling_params_of(run(**options, **accepted), TOKENIZER, tmp_path) == replace(plain, **expected) != plain
+    assert sampling_params_of(run(**options, **accepted).rl, TOKENIZER, tmp_path) == replace(plain, **expected) != plain
 
 
 @pytest.mark.parametrize(("told", "stops"), [(7, (3, 7)), ([3, 8, 9], (3, 8, 9))])
@@ -142,7 +141,7 @@ def test_completions_end_where_the_model_s_own_generation_does(
     told: int | list[int], stops: tuple[int, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
-    assert sampling_params_of(run(), TOKENIZER, tmp_path).stop_token_ids == stops
+    assert sampling_params_of(run().rl, TOKENIZER, tmp_path).stop_token_ids == stops
 
 
 SERVER = {"rollout_backend": "sglang"}
@@ -167,12 +166,16 @@ def test_the_sampler(name: str) -> None:
     usual = {"max_length": 900, "output_dir": "out"}
     plain = SamplerOptions(max_length=900, sync_folder=Path("out/sync"))
     cfg = run(**usual, **options)
-    sync = sync_folder(cfg, Path("no weights here"))
+    sync = sync_folder(cfg.rl, Path(cfg.train.output_dir), Path("no weights here"))
     assert sampler_options(run(**usual), SPEC, Path("out/sync")) == plain
     assert sampler_options(cfg, SPEC, sync) == replace(plain, **expected) != plain
     assert sampler_options(cfg, SPEC, sync, "cuda:1", "bfloat16", 4) == replace(
         plain, **expected, device="cuda:1", dtype="bfloat16", lora_rank=4
     )
+
+
+def at_once(cfg: SwiftConfig) -> int:
+    return sampler.rollout_batch_size(cfg.rl, cfg.data.max_length, cfg.model.torch_dtype, SPEC)
 
 
 @pytest.mark.parametrize(
@@ -193,13 +196,13 @@ def test_concurrent_completions_by_memory(
     server = {"rollout_server_url": ["http://h:1"]} if "server" in backend else {}
     cfg = run(rollout_backend=backend, max_length=4096, **server)
     if backend == "transformers":
-        assert sampler.rollout_batch_size(cfg, SPEC) == 64, "on a CPU"
+        assert at_once(cfg) == 64, "on a CPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     facts = SimpleNamespace(total_memory=memory * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
-    assert sampler.rollout_batch_size(cfg, SPEC) == batch
-    assert sampler.rollout_batch_size(cfg.replace(rollout_batch_size=9), SPEC) == 9
+    assert at_once(cfg) == batch
+    assert at_once(cfg.replace(rollout_batch_size=9)) == 9
 
 
 @pytest.mark.parametrize(
@@ -209,10 +212,10 @@ def test_engines_have_seeds_of_their_own_where_requests_have_none(
     seeded: bool, shared: int, seeds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines may share the completions of a prompt; ranks of one engine draw the same."""
-    monkeypatch.setattr(sampler, "make_sampler", lambda backend, folder, options: options)
+    monkeypatch.setattr(policy_task, "make_sampler", lambda backend, folder, options: options)
     cfg = run(rollout_backend="vllm", vllm_seed_requests=seeded, vllm_tensor_parallel_size=shared, seed=40)
     made: list[Any] = [
-        sampler.build_sampler(cfg, SPEC, Path("m"), SimpleNamespace(rank=rank, device="cpu"), "auto", 0)  # type: ignore[arg-type]
+        policy_task.build_sampler(cfg, SPEC, Path("m"), SimpleNamespace(rank=rank, device="cpu"), "auto", 0)  # type: ignore[arg-type]
         for rank in range(4)
     ]
     assert [m.seed for m in made] == seeds
@@ -235,7 +238,7 @@ def test_requests_have_seeds_unless_vllm_draws_on_the_gpu(
     """There a seed a request keeps it off its fast sampler."""
     server = {"rollout_server_url": ["http://127.0.0.1:8000"]} if backend == "vllm_server" else {}
     cfg = run(rollout_backend=backend, vllm_seed_requests=asked, **server)
-    assert sampler.sampler_options(cfg, SPEC, Path("sync"), device).seed_requests is seeded
+    assert policy_task.sampler_options(cfg, SPEC, Path("sync"), device).seed_requests is seeded
 
 
 @pytest.mark.parametrize(
@@ -259,10 +262,14 @@ def test_weights_are_exchanged_in_memory_on_one_machine(
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     where = {"rollout_server_url": urls} if urls else {}
     first, other = (run(rollout_backend="sglang", output_dir=out, **where) for out in ("out", "other"))
-    folder = sync_folder(first, tmp_path)
+    folder = sync_folder(first.rl, Path(first.train.output_dir), tmp_path)
     assert folder.is_relative_to(tmp_path) == in_memory
     assert in_memory or folder == Path("out/sync")
-    assert folder == sync_folder(first, tmp_path) != sync_folder(other, tmp_path)
+    assert (
+        folder
+        == sync_folder(first.rl, Path(first.train.output_dir), tmp_path)
+        != sync_folder(other.rl, Path(other.train.output_dir), tmp_path)
+    )
 
 
 CRITIC: dict[str, tuple[Options, ValueLoss, float]] = {
@@ -279,10 +286,10 @@ def test_the_critic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_task, "critic_engine", lambda *_, **__: None)
     cfg = run(**options)
     build: Any = SimpleNamespace(scheduled=lambda steps: cfg, spec=None, folder=None, context=None, resumed=None)
-    made = policy_task.build_critic(build, lambda step: 0.5 / (1 + step), 10)
+    made = policy_task.build_critic(build, lambda step, total: 0.5 / (1 + step), 10)
     assert made is not None and made.loss == loss
-    assert [made.learning_rate(step) for step in (0, 4)] == pytest.approx([share * 0.5, share * 0.1])
-    assert policy_task.build_critic(SimpleNamespace(scheduled=lambda steps: run()), lambda step: 0.0, 10) is None  # type: ignore[arg-type]
+    assert [made.learning_rate(step, 10) for step in (0, 4)] == pytest.approx([share * 0.5, share * 0.1])
+    assert policy_task.build_critic(SimpleNamespace(scheduled=lambda steps: run()), lambda step, total: 0.0, 10) is None  # type: ignore[arg-type]
 
 
 SETTINGS: dict[str, tuple[Options, Options]] = {
@@ -367,7 +374,7 @@ ELSEWHERE = {
     "rollout_sleep": "test_colocated",
     "offload_model": "test_colocated",
     "offload_optimizer": "test_colocated",
-    "rollout_lora": "rl/test_weight_sync",
+    "rollout_lora": "../run/checks/test_adapter_sync",
     "reward_funcs": "test_grpo_run",
     "reward_model": "here",
     "reward_weights": "here",

@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from megaswift.errors import UserError
 from megaswift.families import load_spec
 from megaswift.models.spec import ModelSpec
-from megaswift.run.checks.preflight import preflight
-from megaswift.trainers.rl import weight_sync
-from megaswift.trainers.rl.weight_sync import (
+from megaswift.run.checks import adapter_sync as weight_sync
+from megaswift.run.checks.adapter_sync import (
     adapter_rank,
     adapter_sync_problems,
     merged_sync_reason,
     syncs_adapters_only,
 )
+from megaswift.run.checks.preflight import preflight
 from tests.families.published_moe import GPT_OSS_20B, OLMOE_1B_7B
 from tests.test_cli import model_folder
 from tests.trainers.rl.makers import config
@@ -113,7 +113,7 @@ def test_a_folder_to_go_on_from_says_it_itself(config_of: Options, told: str, de
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config_of}))
     found = why({"adapters": str(tmp_path)}, dense, tmp_path)
     assert told in found and bool(told) == bool(found)
-    assert adapter_rank(config(train_type="lora", adapters=str(tmp_path))) == 3
+    assert adapter_rank(config(train_type="lora", adapters=str(tmp_path)).lora) == 3
 
 
 @pytest.mark.parametrize("module, alone", [("self_attn.q_proj", True), ("mlp.experts.5.up_proj", False)])

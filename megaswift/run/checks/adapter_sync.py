@@ -15,6 +15,7 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.adapter import base_quantization_bits
 from megaswift.config.checks.engine import capabilities_of
+from megaswift.config.parts.adapter import LoraConfig
 from megaswift.errors import Problem
 from megaswift.families import family_of
 from megaswift.folders.checkpoint import find_checkpoint
@@ -43,7 +44,7 @@ def adapter_sync_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> It
 
 def merged_sync_reason(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
     """Why samplers cannot have adapters alone, with the model in `folder`; empty where they can."""
-    stored = _stored(cfg)
+    stored = _stored(cfg.lora.adapters)
     reasons: tuple[tuple[Any, str], ...] = (
         (cfg.model.train_type == "full", "there are no adapters"),
         (
@@ -71,19 +72,21 @@ def merged_sync_reason(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
         (stored.get("target_parameters", cfg.lora.target_parameters), EXPERTS),
     )
     return (
-        next((why for holds, why in reasons if holds), "") or (EXPERTS if _experts(cfg, spec) else "") or _too_wide(cfg)
+        next((why for holds, why in reasons if holds), "")
+        or (EXPERTS if _experts(cfg, spec) else "")
+        or _too_wide(cfg.rl.rollout_backend, cfg.lora)
     )
 
 
-def adapter_rank(cfg: SwiftConfig) -> int:
+def adapter_rank(lora: LoraConfig) -> int:
     """The adapters' rank."""
-    return int(_stored(cfg).get("r", cfg.lora.lora_rank))
+    return int(_stored(lora.adapters).get("r", lora.lora_rank))
 
 
-def _stored(cfg: SwiftConfig) -> dict[str, Any]:
+def _stored(adapters: str | None) -> dict[str, Any]:
     """What the folder says that the run goes on from; others than us say what is wrong with it."""
     try:
-        stored = json.loads((Path(str(cfg.lora.adapters)) / "adapter_config.json").read_text(encoding="utf-8"))
+        stored = json.loads((Path(str(adapters)) / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return stored if isinstance(stored, dict) else {}
@@ -105,9 +108,9 @@ def _experts(cfg: SwiftConfig, spec: ModelSpec) -> bool:
     return any(".experts." in name for name in read_safetensors_header(Path(cfg.lora.adapters) / TENSORS))
 
 
-def _too_wide(cfg: SwiftConfig) -> str:
-    if not cfg.rl.rollout_backend.startswith("vllm"):
+def _too_wide(backend: str, lora: LoraConfig) -> str:
+    if not backend.startswith("vllm"):
         return ""
     from megaswift.rollout.installed_vllm_version_and_support import RANKS
 
-    return f"vLLM supports adapters up to rank {RANKS[-1]}" if adapter_rank(cfg) > RANKS[-1] else ""
+    return f"vLLM supports adapters up to rank {RANKS[-1]}" if adapter_rank(lora) > RANKS[-1] else ""

@@ -18,14 +18,14 @@ from megaswift.families import load_spec
 from megaswift.models.any_model import spec_from_size_fields
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
-from megaswift.run.checks.preflight import preflight
-from megaswift.trainers.prefix_sharing import (
+from megaswift.run.checks.prefix_sharing import (
     CUDNN,
     prefix_sharing_problems,
     prefix_sharing_rows,
     reason_against_prefix_sharing,
     shares_prefixes,
 )
+from megaswift.run.checks.preflight import preflight
 from tests.families.published_moe import OLMOE_1B_7B
 from tests.test_cli import model_folder
 from tests.trainers.rl.makers import config, source
@@ -149,7 +149,7 @@ def test_transformer_engine_needs_a_kernel(
 ) -> None:
     """On a GPU; torch's attention needs none."""
     found = {"flash_attn": object() if flash else None}
-    module = "megaswift.trainers.prefix_sharing"
+    module = "megaswift.run.checks.prefix_sharing"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.backends.cudnn.version", lambda: cudnn)
     monkeypatch.setattr(f"{module}.importlib.util.find_spec", found.__getitem__)
