@@ -17,6 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+import megaswift.engine.megatron  # noqa: F401 (before megatron.core)
+
+# isort: split
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
