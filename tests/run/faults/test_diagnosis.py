@@ -60,7 +60,7 @@ def test_a_lost_rank_is_named(end: str, tmp_path: Path) -> None:
             rank.kill()
             rank.join()
     said = [(tmp_path / f"message-{r}").read_text() for r in (0, 2)]
-    late = "did not join all_reduce of all ranks within 2 s (--ddp_timeout) in step 7; rank 1 runs test_failed_collecti"
+    late = "did not join all_reduce of all ranks within 2 s (--ddp_timeout) in step 7; rank 1 runs test_diagnosis"
     rule = late if end == "hangs" else "ended before the others in step 7"
     assert all(f"- rank 1: {rule}" in text and str(tmp_path / "stacks") in text for text in said), said
     assert "all_reduce" in (tmp_path / "stacks/rank-0.txt").read_text()
