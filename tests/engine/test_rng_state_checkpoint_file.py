@@ -47,6 +47,15 @@ def write_rank_rng(folder: Path) -> None:
     saved.rng_file(folder, 0).write_bytes(save_load.rank_rng_file_content())
 
 
+def test_a_seed_determines_every_generator(context: ParallelContext) -> None:
+    context.seed(3)
+    first = draw()
+    context.seed(3)
+    assert draw() == first
+    context.seed(4)
+    assert all(a != b for a, b in zip(draw(), first, strict=True))
+
+
 def test_restored_bit_for_bit(context: ParallelContext, tmp_path: Path) -> None:
     """What came after the save comes again, and the file is safetensors."""
     draw()

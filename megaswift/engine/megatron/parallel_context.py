@@ -7,8 +7,10 @@ is not here.
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -76,8 +78,13 @@ class ParallelContext:
         coords = self.coordinates
         layout = self.layout
         place = coords.cp + layout.cp * (coords.dp + layout.dp * coords.pp)
+        # Plugins may draw from Python's, NumPy's and the CPU's generators: ranks with the same data draw the same.
+        place_seed = seed + 10_000 * place
+        random.seed(place_seed)
+        np.random.seed(place_seed % 2**32)
+        torch.default_generator.manual_seed(place_seed)
         tensor_parallel.model_parallel_cuda_manual_seed(
-            seed + 10_000 * place, te_rng_tracker=self.cuda_graphs, force_reset_rng=True
+            place_seed, te_rng_tracker=self.cuda_graphs, force_reset_rng=True
         )
 
     def close(self) -> None:
