@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from megaswift.convert import run_converter_script  # noqa: E402
+from megaswift.commands.convert import run_converter_script  # noqa: E402
 
 if __name__ == "__main__":
     raise SystemExit(run_converter_script("hf-to-megatron"))

@@ -101,16 +101,16 @@ def _address(host: str, port: int) -> str:
 
 
 def _transformers(cfg: DeployConfig) -> int:
-    from megaswift.inference.precheck_model_folder_and_adapters import precheck_model, require_package
+    from megaswift.inference.prechecks import precheck_model, require_package
 
     for package in ("fastapi", "uvicorn"):
         require_package(package, "megaswift deploy")
     precheck_model(cfg)  # before what follows imports torch
     listener = _listening(cfg.server.host, cfg.server.port)
+    from megaswift.inference.adapters import selectable_adapters
     from megaswift.inference.chat_inputs import ChatInputRenderer
     from megaswift.inference.generator import Generator, generation_params
-    from megaswift.inference.load_adapters import selectable_adapters
-    from megaswift.inference.load_generation_model import (
+    from megaswift.inference.model import (
         load_config_tokenizer_and_processor,
         load_model_and_prompt_device,
     )
@@ -159,11 +159,9 @@ def _transformers(cfg: DeployConfig) -> int:
 def _vllm(cfg: DeployConfig) -> int:
     from megaswift.folders.checkpoint import find_checkpoint
     from megaswift.folders.source import locate_model
-    from megaswift.serve import vllm_server_command_and_checks
+    from megaswift.serve import vllm_server
 
-    if unfit := vllm_server_command_and_checks.missing_vllm_problems() or [
-        *vllm_server_command_and_checks.unsupported_option_problems(cfg)
-    ]:
+    if unfit := vllm_server.missing_vllm_problems() or [*vllm_server.unsupported_option_problems(cfg)]:
         raise ConfigError(unfit)
     folder = locate_model(cfg.weights)
     if find_checkpoint(folder) is not None:
@@ -177,10 +175,8 @@ def _vllm(cfg: DeployConfig) -> int:
     # a port in use is told now; 0 is any free one here too
     with _listening(cfg.server.host, cfg.server.port) as listener:
         host, port = listener.getsockname()[:2]
-    words = vllm_server_command_and_checks.server_command(cfg, folder, resolve_served_model_name(cfg), port)
+    words = vllm_server.server_command(cfg, folder, resolve_served_model_name(cfg), port)
     log.info(f"vLLM will serve {resolve_served_model_name(cfg)} at {_address(host, port)} once the model is loaded")
     sys.stderr.flush()
     # in this one's place: signals reach it
-    os.execve(
-        words[0], words, vllm_server_command_and_checks.server_environment(os.environ, server_auth_token(cfg.server))
-    )
+    os.execve(words[0], words, vllm_server.server_environment(os.environ, server_auth_token(cfg.server)))

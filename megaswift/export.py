@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from megaswift import log
-from megaswift.command_line_common import HELP
+from megaswift.base.command_words import HELP
+from megaswift.commands.convert import hf_to_megatron_command, megatron_to_hf_command, verify_command
 from megaswift.compat.inference import InferenceToolkits
 from megaswift.config.command_line import read_command_line
 from megaswift.config.facts.byte_size import byte_size_or_none
@@ -26,16 +27,15 @@ from megaswift.config.inference.run_files import (
     complete_export_options,
     short_folder_name,
 )
-from megaswift.convert import hf_to_megatron_command, megatron_to_hf_command, verify_command
 from megaswift.data.model_tokenizer import tokenizer_or_processor_for
-from megaswift.data.write_cached_dataset import main as write_cached_datasets
-from megaswift.data.write_cached_dataset import words_of_cached_dataset
+from megaswift.data.store.write import main as write_cached_datasets
+from megaswift.data.store.write import words_of_cached_dataset
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.folders.adapter import base_model_name_or_empty
 from megaswift.folders.saved_steps import refuse_damaged_part
 from megaswift.folders.source import locate_model, with_fetched_adapters
-from megaswift.launchers.take_cluster_variables import take_cluster_variables
-from megaswift.launchers.work_on_node_0 import run_on_node_0
+from megaswift.launchers.cluster_variables import take_cluster_variables
+from megaswift.launchers.first_node import run_on_node_0
 from megaswift.models.model_type import model_type_option_mismatch_problems
 from megaswift.trainers.hub_clients import HubRepository, hub_client, hub_client_problems
 
@@ -191,7 +191,7 @@ def _merge(cfg: ExportConfig, target: Path) -> Path:
     folder = locate_model(cfg.source)  # before what follows imports torch
     if problems := _model_problems(cfg, folder):
         raise WeightsError(problems)
-    from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
+    from megaswift.bridge.adapters.merge import merge_adapter_folder_into_base
 
     shard = byte_size_or_none(cfg.export.max_shard_size)
     assert shard is not None and cfg.source.adapters, "the command line was checked"
@@ -213,7 +213,7 @@ def _model_problems(cfg: ExportConfig, folder: Path) -> list[Problem]:
 
 
 def _quantize(cfg: ExportConfig, target: Path) -> Path:
-    from megaswift.inference.precheck_model_folder_and_adapters import locate_generation_model
+    from megaswift.inference.prechecks import locate_generation_model
 
     source = cfg.source
     weights = ModelLoadingOptions(

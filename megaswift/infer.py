@@ -25,16 +25,16 @@ from megaswift.config.inference.run_files import complete_infer_options, load_ru
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.folders.source import with_fetched_adapters
-from megaswift.launchers.infer_processes_with_gpu_shares import (
+from megaswift.launchers.cluster_variables import take_cluster_variables
+from megaswift.launchers.infer_processes import (
     requested_launch,
     run_in_processes,
     take_share_of_devices,
 )
 from megaswift.launchers.parent_death import PARENT, end_with_parent
-from megaswift.launchers.take_cluster_variables import take_cluster_variables
 
 if TYPE_CHECKING:
-    from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
+    from megaswift.inference.model import ModelConfigAndTokenizer
 
 USAGE = """\
 megaswift infer: interactive chat, or batch inference on a prompt file
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 def _main(cfg: InferConfig, words: Sequence[str]) -> int:
     launch = requested_launch(cfg.launch, os.environ)
     if launch is not None:
-        from megaswift.inference.precheck_model_folder_and_adapters import precheck_model
+        from megaswift.inference.prechecks import precheck_model
 
         precheck_model(cfg)
         code = run_in_processes(launch, words, os.environ)
@@ -79,13 +79,13 @@ def _main(cfg: InferConfig, words: Sequence[str]) -> int:
 
 
 def _run(cfg: InferConfig) -> int:
-    from megaswift.inference.precheck_model_folder_and_adapters import precheck_model
+    from megaswift.inference.prechecks import precheck_model
 
     precheck_model(cfg)  # before what follows imports torch
     _start_process_group(bool(cfg.file.dataset), cfg.launch.ddp_timeout)
     from megaswift.inference.chat_inputs import ChatInputRenderer
     from megaswift.inference.generator import generation_params
-    from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
+    from megaswift.inference.model import load_config_tokenizer_and_processor
     from megaswift.serve.terminal import Terminal
 
     talk = cfg.conversation
@@ -94,7 +94,7 @@ def _run(cfg: InferConfig) -> int:
     if cfg.file.dataset:
         log.print_result(f"wrote {_answer_files(cfg, prepared, sampling)}")
         return 0
-    from megaswift.data.attach_row_media import RowImageFolders
+    from megaswift.data.vision.placeholders import RowImageFolders
 
     prompts = ChatInputRenderer(prepared, cfg.conversation, RowImageFolders(Path.cwd()))
     prompts.need_template()
@@ -120,7 +120,7 @@ def _start_process_group(has_rows: bool, timeout: int) -> None:
         raise ConfigError(Problem("the launcher", rule, "--dataset FILE.jsonl, or start megaswift infer directly"))
     import torch
 
-    from megaswift.engine.start_default_process_group import init_default_and_gloo_process_groups
+    from megaswift.engine.process_group import init_default_and_gloo_process_groups
 
     take_share_of_devices(torch.cuda.device_count())
     init_default_and_gloo_process_groups("gloo", timeout)
@@ -144,10 +144,10 @@ def _watch_progress(timeout: int) -> None:
 
 
 def _answer_files(cfg: InferConfig, prepared: ModelConfigAndTokenizer, sampling: Any) -> Path:
-    from megaswift.data.attach_row_media import RowImageFolders
+    from megaswift.data.vision.placeholders import RowImageFolders
     from megaswift.inference.chat_inputs import ChatInputRenderer
-    from megaswift.serve.answer_prompt_file import PromptFileRun, answer_journal_with_run_fingerprint
-    from megaswift.serve.prompt_file_rows import PromptRows, read_prompt_file
+    from megaswift.serve.prompt_file import PromptFileRun, answer_journal_with_run_fingerprint
+    from megaswift.serve.prompt_rows import PromptRows, read_prompt_file
 
     renderers: dict[Path, ChatInputRenderer] = {}
 
@@ -169,8 +169,8 @@ def _rows_of_run(cfg: InferConfig) -> frozenset[str] | None:
     source = run_config_file([*cfg.weights.adapter_folders, cfg.weights.model]) if cfg.file.load_data_args else None
     if source is None:
         return None
-    from megaswift.data.find_rows_held_out_by_training_run import validation_row_places
     from megaswift.data.model_tokenizer import tokenizer_or_processor_for
+    from megaswift.data.sources.held_out import validation_row_places
 
     run = load_run_config(source)
     if cfg.file.dataset not in (run.data.val_dataset, run.data.dataset):  # --dataset on the command line
@@ -184,7 +184,7 @@ def _loader(cfg: InferConfig, prepared: ModelConfigAndTokenizer) -> Callable[[],
 
     def transformers() -> Any:
         from megaswift.inference.generator import Generator
-        from megaswift.inference.load_generation_model import load_model_and_prompt_device
+        from megaswift.inference.model import load_model_and_prompt_device
 
         model, device = load_model_and_prompt_device(prepared, cfg.placement)
         return Generator(model, prepared.tokenizer, device)
@@ -192,8 +192,8 @@ def _loader(cfg: InferConfig, prepared: ModelConfigAndTokenizer) -> Callable[[],
     if cfg.backend.infer_backend == "transformers":
         return transformers
     from megaswift.inference.vllm_generator import VllmGenerator
-    from megaswift.rollout.installed_vllm_version_and_support import max_lora_rank_for
-    from megaswift.serve.vllm_server_command_and_checks import adapters_rank, infer_problems
+    from megaswift.rollout.vllm_package import max_lora_rank_for
+    from megaswift.serve.vllm_server import adapters_rank, infer_problems
 
     if problems := infer_problems(cfg):
         raise ConfigError(problems)

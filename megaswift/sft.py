@@ -7,7 +7,7 @@ if not __package__:  # run as a file: python has put megaswift/ itself on the pa
     _root = str(Path(__file__).resolve().parent.parent)
     sys.path[:] = [_root, *(p for p in sys.path if p != _root and Path(p).resolve() != Path(_root, "megaswift"))]
 
-from megaswift.training_command_entry import main  # noqa: E402
+from megaswift.commands.training import main  # noqa: E402
 
 if __name__ == "__main__":
     raise SystemExit(main("sft"))

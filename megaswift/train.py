@@ -12,8 +12,8 @@ if not __package__:  # run as a file: python has put megaswift/ itself on the pa
     _root = str(Path(__file__).resolve().parent.parent)
     sys.path[:] = [_root, *(p for p in sys.path if p != _root and Path(p).resolve() != Path(_root, "megaswift"))]
 
-from megaswift import training_command_entry  # noqa: E402
-from megaswift.command_line_common import HELP  # noqa: E402
+from megaswift.base.command_words import HELP  # noqa: E402
+from megaswift.commands import training  # noqa: E402
 from megaswift.config import load_config  # noqa: E402
 from megaswift.config.facts.launch_variables import without_local_rank  # noqa: E402
 from megaswift.error_exit import exit_worker, print_error_once  # noqa: E402
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         task = load_config(None, without_local_rank(words, os.environ)).task
     except UserError as error:
         exit_worker(print_error_once(error, os.environ), os.environ)
-    return training_command_entry.main(task, words)
+    return training.main(task, words)
 
 
 if __name__ == "__main__":

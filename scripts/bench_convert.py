@@ -41,8 +41,8 @@ def write_model(folder: Path, gigabytes: float) -> int:
     """A Qwen3 folder of about this size; its bytes."""
     import torch
 
-    from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
-    from megaswift.bridge.hf_safetensors_writer import HfWriter
+    from megaswift.bridge.hf.writer import HfWriter
+    from megaswift.bridge.plan import WeightPlan
     from megaswift.families import family_of
 
     layers = max(1, round((gigabytes * 1e9 - 2 * 2 * 32768 * 4096) / (2 * 193e6)))
@@ -93,8 +93,8 @@ def timed(work: Callable[[Path, Path], object], source: Path, target: Path) -> f
 
 def converting(way: str, source: Path, target: Path, out: str) -> None:
     """One conversion in a process of its own: seconds and peak bytes into `out`."""
-    from megaswift.bridge.hf_to_megatron import hf_to_megatron
-    from megaswift.bridge.megatron_to_hf import megatron_to_hf
+    from megaswift.bridge.convert.to_hf import megatron_to_hf
+    from megaswift.bridge.convert.to_megatron import hf_to_megatron
 
     seconds = timed(hf_to_megatron if way == "hf-to-megatron" else megatron_to_hf, source, target)
     status = Path("/proc/self/status").read_text(encoding="utf-8")

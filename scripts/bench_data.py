@@ -93,9 +93,9 @@ def ours(folder: Path, processes: int, max_length: int) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     from megaswift.config import SwiftConfig
-    from megaswift.data.build_batch_sources import load_document_splits
-    from megaswift.data.collate import PaddingShape
-    from megaswift.data.loader import make_document_rows
+    from megaswift.data.batches.collate import PaddingShape
+    from megaswift.data.batches.loader import make_document_rows
+    from megaswift.data.build import load_document_splits
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     cfg = SwiftConfig(

@@ -73,8 +73,8 @@ def lengths_of(args: argparse.Namespace) -> dict[str, float]:
 
 def megaswift(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
     """The engine, batches as the loader makes them, the reference as the trainer asks it."""
-    from megaswift.data.collate import Document, PaddingShape
-    from megaswift.data.collate_preference_batches import PreferenceCollator, PreferenceUnit
+    from megaswift.data.batches.collate import Document, PaddingShape
+    from megaswift.data.preference.collate import PreferenceCollator, PreferenceUnit
     from megaswift.losses.dpo import DPO
     from megaswift.losses.dpo_loss_types import DpoSettings
     from megaswift.trainers.batch_fields import ReferenceLogprobs

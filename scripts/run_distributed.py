@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megaswift import training_command_entry  # noqa: E402
+from megaswift.commands import training  # noqa: E402
 from megaswift.config import load_config  # noqa: E402
 from megaswift.config.facts.launch_variables import is_launched_worker  # noqa: E402
 from megaswift.config.sections import TASKS  # noqa: E402
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if problems:
             raise ConfigError(problems)
         if not mine.use_torchrun or is_launched_worker(os.environ):  # a worker's torchrun is there already
-            return training_command_entry.main(mine.algorithm or load_config(None, words).task, words)
+            return training.main(mine.algorithm or load_config(None, words).task, words)
         cfg = load_config(mine.algorithm, words, complete=True)
         if cfg.launch.launcher != "torchrun":
             raise ConfigError(

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megaswift.engine.megatron.layers.layer_implementation import te_unsupported_attention_features  # noqa: E402
+from megaswift.engine.megatron.layers.implementation import te_unsupported_attention_features  # noqa: E402
 from megaswift.families import FAMILIES, Family, family_of  # noqa: E402
 from megaswift.models.fields.rows import RequiredValue  # noqa: E402
 from megaswift.models.spec import ModelSpec  # noqa: E402

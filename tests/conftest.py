@@ -41,7 +41,7 @@ TE = (
 TOGETHER = {f"tests/{file}": "transformer engine" for file in TE} | {
     "tests/parity/test_parity.py": "layouts",
     "tests/run/test_training.py": "runs",
-    "tests/engine/torch/test_zero.py": "zero",
+    "tests/engine/torch/strategies/test_zero.py": "zero",
 }
 """Files that one worker runs as a whole under `--dist loadgroup`, those of a group on the same one: two layouts of
 eight ranks at a time cost more than one after the other, and what their tests share would be made twice."""

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from safetensors.torch import save as save_tensors
 
-from megaswift.bridge.hf_safetensors_source import HfSource
-from megaswift.bridge.torch_dist_chunk_io import SavedChunk, write_checkpoint_metadata
-from megaswift.bridge.torch_dist_source import TorchDistSource
-from megaswift.bridge.torch_save_tensor_file_format import torch_save_zip_frame
+from megaswift.bridge.checkpoint.chunk_files import SavedChunk, write_checkpoint_metadata
+from megaswift.bridge.checkpoint.source import TorchDistSource
+from megaswift.bridge.checkpoint.tensor_file import torch_save_zip_frame
+from megaswift.bridge.hf.source import HfSource
 from megaswift.folders import saved_steps
 from megaswift.folders.checkpoint import find_checkpoint
 from megaswift.folders.source import missing_model_file_problems

@@ -21,18 +21,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megaswift.bridge.hf_safetensors_source import INDEX, SINGLE, HfSource
-from megaswift.bridge.peft_folder import CONFIG, TENSORS, PeftFolder
+from megaswift.bridge.adapters.folder import CONFIG, TENSORS, PeftFolder
+from megaswift.bridge.hf.source import INDEX, SINGLE, HfSource
+from megaswift.commands.migrate import main as migrate
 from megaswift.config import load_config
-from megaswift.data.encode_preferences import row_encoder_for_task
-from megaswift.data.encode_rows import encode_spec
-from megaswift.data.load_tokenizer import load_tokenizer
-from megaswift.data.render_chat_with_loss_spans import ChatRenderer, ChatTemplateTexts
-from megaswift.data.resolve_dataset_files import resolve_dataset_files, split_into_parts
+from megaswift.data.encode.rows import encode_spec
+from megaswift.data.preference.encode import row_encoder_for_task
+from megaswift.data.sources.files import resolve_dataset_files, split_into_parts
+from megaswift.data.templates.render import ChatRenderer, ChatTemplateTexts
+from megaswift.data.tokenizer import load_tokenizer
 from megaswift.data.untokenized_sample import RowError, checked_conversation_sample
 from megaswift.errors import UserError
 from megaswift.folders.checkpoint import find_checkpoint
-from megaswift.migrate import main as migrate
 from megaswift.models.family import load_spec
 from tests.data.makers import chat, config, tokenizer
 from tests.parity.models import BASE, MOE

@@ -17,7 +17,7 @@ PRELOAD = [
     "torch",
     "torch.distributed",
     "megaswift.run.faults.diagnosis",
-    "megaswift.engine.start_default_process_group",
+    "megaswift.engine.process_group",
 ]
 
 

@@ -162,7 +162,7 @@ print(kl_in_reward_of(cfg), policy_loss_of(cfg))
 page = " ".join(task_help("grpo", 120).split())
 print("| median]" in page, "advantage_estimator rloo, median" in page, "torch" in sys.modules)
 import numpy as np
-from megaswift.data.collate_rollout_batches import RolloutTokens
+from megaswift.data.prompts.collate import RolloutTokens
 from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.run.policy_task import rl_settings
 settings = rl_settings(cfg, 1)
@@ -226,7 +226,7 @@ print("[torchrun | echo | ray]" in " ".join(task_help("sft", 120).split()), "tor
 cfg = load_config("sft", words, environ={})
 started = launcher_of(cfg.launch).start(TrainingCommand("sft", words), cfg.launch, {})
 print(requests_worker_processes(cfg.launch), started, *nested_launcher_problems("echo", {}))
-import megaswift.training_command_entry as entry
+import megaswift.commands.training as entry
 print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model", "m", "--dataset", "d"]))
 """,
         exit_code=2,

@@ -1,6 +1,7 @@
 """`megaswift bench comm`: mistakes, what is reported, a real run of four processes over gloo.
 
-Covers: megaswift/bench.py, megaswift/bandwidth_table_and_plot.py, megaswift/engine/communication_benchmark.py.
+Covers: megaswift/commands/bench.py, megaswift/commands/bandwidth_report.py,
+megaswift/engine/communication_benchmark.py.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaswift import bench
-from megaswift.bandwidth_table_and_plot import BenchReport, GroupPlacement
 from megaswift.cli import main
+from megaswift.commands import bench
+from megaswift.commands.bandwidth_report import BenchReport, GroupPlacement
 from megaswift.config.facts.launch_variables import IDENTITY
 from megaswift.engine.communication_benchmark import CommunicationPlan, CommunicationTiming, run_benchmark
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.nccl_bus_factors_and_link_rates import OPERATIONS, communication_groups
+from megaswift.parallel.link_rates import OPERATIONS, communication_groups
 from tests.sources import ROOT
 
 LAUNCH = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")

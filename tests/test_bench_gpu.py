@@ -15,11 +15,11 @@ import psutil
 import pytest
 import torch
 
-from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
+from megaswift.bridge.plan import WeightPlan
 from megaswift.families import family_of
-from megaswift.memory.memory_estimate import uncovered_features, usable_bytes
+from megaswift.memory.estimate import uncovered_features, usable_bytes
+from megaswift.memory.fit import FitChoice
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
-from megaswift.memory.settings_that_fit import FitChoice
 from megaswift.parallel.layout import Layout
 from megaswift.run.checks.fit import choose_settings_for_run
 from megaswift.trainers.flops import StepFlopFormula

@@ -1,7 +1,7 @@
 """The commands as users start them: what --help costs, exit codes, and which process reports when several fail.
 
-Covers: megaswift/error_exit.py, megaswift/errors.py, megaswift/registry.py,
-megaswift/closed_stdout.py."""
+Covers: megaswift/error_exit.py, megaswift/errors.py, megaswift/base/registry.py,
+megaswift/base/closed_stdout.py."""
 
 import importlib
 import json
@@ -225,7 +225,7 @@ def test_a_reader_that_leaves_early_is_no_error(words: list[str]) -> None:
 @pytest.mark.process
 def test_another_broken_pipe_is_an_error() -> None:
     block = "with ignore_closed_stdout():\n    raise BrokenPipeError('a socket')"
-    raising = f"from megaswift.closed_stdout import ignore_closed_stdout\n{block}"
+    raising = f"from megaswift.base.closed_stdout import ignore_closed_stdout\n{block}"
     code, _, err = ran("-c", raising)
     assert code == 1 and "a socket" in err
 

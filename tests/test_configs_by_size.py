@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megaswift import submit
+from megaswift.commands import submit
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.checks.engine import requested_engine
 from megaswift.families import family_of
-from megaswift.memory.memory_estimate import usable_bytes
+from megaswift.memory.estimate import usable_bytes
 from megaswift.run.checks import preflight
 from tests.config_memory import bytes_on_the_fullest_gpu
 from tests.published_shapes import SHAPES
@@ -77,7 +77,7 @@ def test_memory_is_what_the_comment_says_and_fits(file: Path) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_have_the_parameters_of_the_model_cards(name: str) -> None:
-    from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
+    from megaswift.bridge.plan import WeightPlan
 
     config, parameters = SHAPES[name]
     family = family_of(config)
@@ -147,7 +147,7 @@ def test_every_cluster_of_the_example_is_read() -> None:
     import yaml
 
     from megaswift.clusters.clusters_file import read_cluster
-    from megaswift.clusters.scheduler_protocol import scheduler_of
+    from megaswift.clusters.scheduler import scheduler_of
 
     for name in yaml.safe_load(CLUSTERS.read_text(encoding="utf-8"))["clusters"]:
         cluster = read_cluster(name, str(CLUSTERS), {})

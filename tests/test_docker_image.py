@@ -179,7 +179,7 @@ def test_the_two_nodes_of_the_compose_file_are_one_run(container: Container, tmp
 
 def test_a_node_of_kubernetes_starts_in_it(container: Container, tmp_path: Path) -> None:
     """Manifests give a command of their own, `bash -c ...`, in place of the entry point; KubeRay a login shell."""
-    from megaswift.clusters.kubernetes_pods import node_command
+    from megaswift.clusters.pods import node_command
     from tests.clusters.jobs import job
 
     command = node_command(job("kubernetes", nodes=1, gpus=0, workdir="/tmp/run"), [], "megaswift --version && pwd")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaswift.data.encode_rows import malformed_row_problem
+from megaswift.data.encode.rows import malformed_row_problem
 from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import ConfigError, DataError, Problem
 

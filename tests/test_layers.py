@@ -12,19 +12,13 @@ import pytest
 from tests.sources import ROOT, Source, sources
 
 LAYERS = {
+    "base": 0,
     "errors": 0,
-    "command_line_common": 0,
-    "redaction": 0,
-    "registry": 0,
     "log": 0,
-    "atomic_disk_writes": 0,
-    "closed_stdout": 0,
-    "plain_files": 0,
     "version": 0,
     "device_copy": 0,
-    "user_code_errors": 0,
     "config": 1,
-    "download_once_per_node": 1,
+    "node_download": 1,
     "error_exit": 2,
     "parallel": 2,
     "losses": 2,
@@ -47,6 +41,7 @@ LAYERS = {
     "trainers": 6,
     "run": 7,
     "cli": 8,
+    "commands": 8,
 }
 TOP = 8
 """Entry points: every other module directly in megaswift/."""
@@ -56,14 +51,11 @@ OWNERS = {
     "deepspeed": "megaswift.engine.torch",
 }
 NO_TORCH = (
+    "base",
     "errors",
-    "registry",
     "log",
-    "atomic_disk_writes",
-    "closed_stdout",
-    "plain_files",
     "version",
-    "download_once_per_node",
+    "node_download",
     "config",
     "parallel",
     "launchers",
@@ -74,9 +66,9 @@ NO_TORCH = (
 )
 AGENT = (
     "megaswift.launchers.torchrun_agent",
-    "megaswift.launchers.end_on_all_nodes",
-    "megaswift.launchers.wait_for_nodes",
-    "megaswift.launchers.work_on_node_0",
+    "megaswift.launchers.node_end",
+    "megaswift.launchers.node_wait",
+    "megaswift.launchers.first_node",
     "megaswift.diagnosis.import_probe",
 )
 """A program of its own around torchrun, its word to the other nodes and its wait for them, and the program that imports

@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from megaswift import cli
-from megaswift.bridge.checkpoint_hf_metadata import copy_tokenizer_and_template_files, read_original_tensor_dtypes
-from megaswift.bridge.peft_folder import PeftFolder
-from megaswift.bridge.read_torch_dist_metadata import read_torch_dist_metadata
-from megaswift.bridge.write_folder_with_new_config_or_vocab import link_weights_copy_rest
+from megaswift.base.plain_files import files_below, outside_link_rule, read_plain_file
+from megaswift.bridge.adapters.folder import PeftFolder
+from megaswift.bridge.checkpoint.hf_metadata import copy_tokenizer_and_template_files, read_original_tensor_dtypes
+from megaswift.bridge.checkpoint.metadata import read_torch_dist_metadata
+from megaswift.bridge.hf.base_model import link_weights_copy_rest
 from megaswift.errors import CheckpointError, Problem, UserError, WeightsError
 from megaswift.folders.saved_steps import load_manifest_or_problem, step_named_by_latest_json
 from megaswift.folders.side_files import side_file_problems, side_files
 from megaswift.models.family import read_config_json
-from megaswift.plain_files import files_below, outside_link_rule, read_plain_file
-from megaswift.rollout.write_weight_sync_folders import WeightFolder
+from megaswift.rollout.sync_folders import WeightFolder
 from megaswift.trainers.checkpoints import CheckpointStore
 from megaswift.trainers.hooks.best_model import copy_export
 from megaswift.trainers.hub_clients import HubRepository

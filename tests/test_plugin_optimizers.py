@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.config.parts.optimizer import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
-from megaswift.engine.torch.fsdp_bitsandbytes_32bit_optimizer import LocalShardOptimizer
-from megaswift.engine.torch.vision_model_parts import VIT
+from megaswift.engine.torch.optim.local_shards import LocalShardOptimizer
+from megaswift.engine.torch.vision_parts import VIT
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.test_plugins import RECIPES
 from tests.trainers.inputs import write_inputs

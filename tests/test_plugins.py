@@ -1,7 +1,7 @@
 """`--external_plugins`: every recipe of docs/plugins.md does what it says, against formulas by hand and runs without
 it; files that fail, names that are taken, files that are not named.
 
-Covers: megaswift/config/plugins.py, megaswift/user_code_errors.py.
+Covers: megaswift/config/plugins.py, megaswift/base/user_code.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megaswift.config.parts.optimizer import PLUGIN_OPTIMIZERS
 from megaswift.config.parts.preference import LOSSES
 from megaswift.config.plugins import PLUGINS
 from megaswift.data import tokenization
-from megaswift.data.build_batch_sources import load_document_splits
+from megaswift.data.build import load_document_splits
 from megaswift.data.formats import FORMATS
 from megaswift.errors import ConfigError, DataError, RewardError
 from megaswift.losses import cpo, dpo_loss_types, kto, orpo, policy_loss_types, reward
@@ -35,9 +35,9 @@ from megaswift.losses.dpo_loss_types import DpoSettings
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings
 from megaswift.models.family import FAMILIES
-from megaswift.rewards.load_built_in_and_user_reward_functions import load_reward_functions
+from megaswift.rewards.functions import load_reward_functions
 from megaswift.rewards.reward_input import RewardInput
-from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
+from megaswift.rewards.scoring import BuiltInRewardParameters
 from megaswift.run.checks.data import data_problems
 from megaswift.trainers.hook import PLUGIN_HOOKS
 from megaswift.trainers.hooks.metrics import read_lines
@@ -259,7 +259,7 @@ def test_files_that_fail_and_names_that_are_taken(tmp_path: Path) -> None:
 
 def test_files_that_are_not_named_are_not_run(tmp_path: Path) -> None:
     """Not of a model folder, nor beside a file that is named; a named one is run once."""
-    for name in ("plugin.py", "config/plugins.py", "other.py"):
+    for name in ("plugin.py", "external_plugins.py", "other.py"):
         (tmp_path / name).write_text("raise RuntimeError('was run')")
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'count')!r}, 'a').write('x')")
     for _ in range(2):

@@ -30,20 +30,20 @@ IMPORT_NAMES = {
 }
 FORBIDDEN_IMPORTS = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 PICKLE_ALLOWED = {
-    "megaswift/bridge/torch_dist_chunk_io.py": "writes the format's own tables",
-    "megaswift/bridge/read_torch_dist_metadata.py": "the format's own tables, by an Unpickler for their classes",
-    "megaswift/bridge/torch_save_tensor_file_format.py": (
+    "megaswift/bridge/checkpoint/chunk_files.py": "writes the format's own tables",
+    "megaswift/bridge/checkpoint/metadata.py": "the format's own tables, by an Unpickler for their classes",
+    "megaswift/bridge/checkpoint/tensor_file.py": (
         "the description of one tensor in that format, by an Unpickler that calls nothing"
     ),
 }
 CATCH_ALL_ALLOWED = {
-    "megaswift/data/load_tokenizer.py": (
+    "megaswift/data/tokenizer.py": (
         "the tokenizers library raises Exception itself; its subclasses of others' making go on"
     ),
     "scripts/fuzz.py": "whatever is not our own error is a finding",
     "megaswift/rewards/sandbox_child.py": "a judged program may raise anything; it ends its own process",
     "megaswift/trainers/hooks/trackers.py": "a tracker's library may raise anything in its thread; the run goes on",
-    "megaswift/user_code_errors.py": (
+    "megaswift/base/user_code.py": (
         "a user's reward function may raise anything; it is told with the user's own traceback"
     ),
 }

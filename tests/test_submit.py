@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megaswift.base.redaction import has_url_credentials
 from megaswift.cli import main
-from megaswift.clusters.cluster_and_job import job_name
+from megaswift.clusters.job import job_name
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder
+from megaswift.commands.submit import main as submit
 from megaswift.errors import ConfigError
 from megaswift.parallel.layout import size_problems
-from megaswift.redaction import has_url_credentials
-from megaswift.submit import main as submit
 from tests.trainers.inputs import write_inputs
 
 CLUSTERS = """\

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megaswift import train, training_command_entry
+from megaswift import train
 from megaswift.cli import main
+from megaswift.commands import training
 from tests.sources import ROOT
 
 FILES = sorted(p.relative_to(ROOT) for p in (ROOT / "megaswift" / "cli").rglob("*.py") if not p.name.startswith("__"))
@@ -61,7 +62,7 @@ def test_an_entry_file_as_a_module(
 def test_the_options_name_the_task(words: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.yaml").write_text("task: orpo\nmodel: m\n")
     started: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(training_command_entry, "main", lambda task, words: started.append((task, words)) or 0)
+    monkeypatch.setattr(training, "main", lambda task, words: started.append((task, words)) or 0)
     typed = ["--model", "m", *words.format(file=tmp_path / "run.yaml").split()]
     assert main(["train", *typed]) == 0 and started == [(task, typed)]
 
@@ -70,7 +71,7 @@ def test_the_options_name_the_task(words: str, task: str, tmp_path: Path, monkey
 def test_rlhf_without_a_type_says_only_that(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Options of a task have no effect in sft, but sft was not meant."""
     with pytest.raises(SystemExit) as ended:
-        training_command_entry.main("rlhf", words.split())
+        training.main("rlhf", words.split())
     told = capsys.readouterr().err
     assert ended.value.code == 2 and "--rlhf_type: is missing" in told and told.count("\n  - ") == 1
 
@@ -79,7 +80,7 @@ def test_rlhf_without_a_type_says_only_that(words: str, capsys: pytest.CaptureFi
 def test_a_type_of_rlhf_in_any_form(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text("rlhf_type: dpo\n")
     with pytest.raises(SystemExit):
-        training_command_entry.main("rlhf", words.format(file=tmp_path / "run.yaml").split())
+        training.main("rlhf", words.format(file=tmp_path / "run.yaml").split())
     told = capsys.readouterr().err
     assert "--model: is missing" in told and "--rlhf_type" not in told
 

@@ -15,20 +15,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaswift import bench
+from megaswift.commands import bench
 from megaswift.config import SwiftConfig
 from megaswift.config.parts.launch import LaunchConfig
 from megaswift.diagnosis.reverse_lookups import LOOPBACK, reverse_lookup_finding
-from megaswift.engine import start_default_process_group
+from megaswift.engine import process_group
 from megaswift.errors import ConfigError, UserError
+from megaswift.launchers.node_wait import NodeOfAttempt, wait_for_nodes
 from megaswift.launchers.torchrun_launcher import port_in_use_problems
-from megaswift.launchers.wait_for_nodes import NodeOfAttempt, wait_for_nodes
 from megaswift.launchers.worker_failure import WorkerFailure, failure_text
 from megaswift.run.faults import diagnosis
 from megaswift.run.faults.blocking_ranks import RankState
 from megaswift.run.faults.out_of_memory import out_of_memory_error
 from megaswift.trainers.hooks.step_monitor import SkippedStepAndLossSpikeMonitor
-from tests import test_checkpoint
+from tests.commands import test_checkpoint
 from tests.sources import ROOT
 from tests.trainers.hooks.test_step_monitor import run
 from tests.trainers.hooks.test_step_monitor import step as loss_of_step
@@ -103,7 +103,7 @@ def test_steps_that_are_not_finite(tmp_path: Path) -> None:
 
 HANGS_IN_DATA = """
 import threading, time
-from megaswift.data.loader import DocumentRows
+from megaswift.data.batches.loader import DocumentRows
 
 read, calls = DocumentRows.documents, []
 
@@ -139,7 +139,7 @@ def code_on_the_page() -> str:
 
 SLOW_DATA = """
 import time
-from megaswift.data.loader import DocumentRows
+from megaswift.data.batches.loader import DocumentRows
 
 read = DocumentRows.documents
 
@@ -205,11 +205,9 @@ def test_a_rank_that_hangs_or_ended(late: bool, tmp_path: Path, monkeypatch: pyt
 
 def test_a_missing_rank(tmp_path: Path) -> None:
     store = dist.HashStore()
-    store.set(f"{start_default_process_group.ARRIVED}0", f"{socket.gethostname()} (process 4711)")
+    store.set(f"{process_group.ARRIVED}0", f"{socket.gethostname()} (process 4711)")
     check(
-        start_default_process_group.MissingRanksError(
-            start_default_process_group._missing_rank_problem(store, [3], 8, 600.0)
-        ).message(),
+        process_group.MissingRanksError(process_group._missing_rank_problem(store, [3], 8, 600.0)).message(),
         tmp_path,
     )
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.bridge.hf_safetensors_source import Slices, WeightSource
-from megaswift.bridge.stored_names import EMBEDDING, OUTPUT
+from megaswift.bridge.hf.source import Slices, WeightSource
+from megaswift.bridge.hf.stored_names import EMBEDDING, OUTPUT
 from megaswift.models.spec import ModelSpec
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaswift.closed_stdout import ignore_closed_stdout
-from megaswift.command_line_common import HELP, refuse_unusable_words, unknown_command_error
+from megaswift.base.closed_stdout import ignore_closed_stdout
+from megaswift.base.command_words import HELP, refuse_unusable_words, unknown_command_error
 from megaswift.config.sections import TASKS
 from megaswift.error_exit import end_past_calls_left_behind, print_error_once
 from megaswift.errors import UserError, storage_error
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def _train(task: str) -> Callable[[list[str]], int]:
     def command(argv: list[str]) -> int:
-        from megaswift.training_command_entry import main as train
+        from megaswift.commands.training import main as train
 
         return train(task, argv)
 
@@ -57,8 +57,8 @@ def _with_engine(cfg: SwiftConfig) -> SwiftConfig:
     from megaswift.config.checks.engine import requested_engine
 
     if cfg.model.model is not None and Path(cfg.model.model).is_dir():
+        from megaswift.commands.training import process_count
         from megaswift.run.checks.engine_choice import resolve_engine
-        from megaswift.training_command_entry import process_count
 
         return resolve_engine(cfg, process_count(cfg.launch))
     requested = requested_engine(cfg)
@@ -69,17 +69,17 @@ def _data(argv: list[str]) -> int:
     """`megaswift data show ...`, `megaswift data index ...` and `megaswift data cache ...`."""
     if argv[:1] == ["show"]:
         from megaswift.data.model_tokenizer import tokenizer_or_processor_for
-        from megaswift.data.show_samples import main as show
+        from megaswift.data.show.samples import main as show
 
         return show(argv[1:], tokenizer_or_processor_for)
     if argv[:1] == ["index"]:
+        from megaswift.data.indexed.write import main as index
         from megaswift.data.model_tokenizer import tokenizer_or_processor_for
-        from megaswift.data.write_indexed_data import main as index
 
         return index(argv[1:], tokenizer_or_processor_for)
     if argv[:1] == ["cache"]:
         from megaswift.data.model_tokenizer import tokenizer_or_processor_for
-        from megaswift.data.write_cached_dataset import main as cache
+        from megaswift.data.store.write import main as cache
 
         return cache(argv[1:], tokenizer_or_processor_for)
     if argv and argv[0] not in HELP:
@@ -96,14 +96,14 @@ def _data(argv: list[str]) -> int:
 
 def _convert(argv: list[str]) -> int:
     """`megaswift convert ...`."""
-    from megaswift.convert import convert_command
+    from megaswift.commands.convert import convert_command
 
     return convert_command(argv)
 
 
 def _checkpoint(argv: list[str]) -> int:
     """`megaswift checkpoint ...`."""
-    from megaswift.checkpoint import main as checkpoint
+    from megaswift.commands.checkpoint import main as checkpoint
 
     return checkpoint(argv)
 
@@ -127,31 +127,31 @@ def _export(argv: list[str]) -> int:
 
 
 def _migrate(argv: list[str]) -> int:
-    from megaswift.migrate import main as migrate
+    from megaswift.commands.migrate import main as migrate
 
     return migrate(argv)
 
 
 def _submit(argv: list[str]) -> int:
-    from megaswift.submit import main as submit
+    from megaswift.commands.submit import main as submit
 
     return submit(argv)
 
 
 def _jobs(argv: list[str]) -> int:
-    from megaswift.jobs import main as jobs
+    from megaswift.commands.jobs import main as jobs
 
     return jobs(argv)
 
 
 def _bench(argv: list[str]) -> int:
-    from megaswift.bench import main as bench
+    from megaswift.commands.bench import main as bench
 
     return bench(argv)
 
 
 def _doctor(argv: list[str]) -> int:
-    from megaswift.doctor import main as doctor
+    from megaswift.commands.doctor import main as doctor
 
     return doctor(argv)
 

@@ -11,13 +11,13 @@ from typing import Any
 import yaml
 
 from megaswift import log
-from megaswift.clusters.cluster_and_job import Cluster
-from megaswift.clusters.cluster_options import ENVIRONMENT_NAME, RAY, options_of_launcher
-from megaswift.clusters.scheduler_table import SCHEDULERS
+from megaswift.base.redaction import has_secret, is_secret
+from megaswift.clusters.job import Cluster
+from megaswift.clusters.options import ENVIRONMENT_NAME, RAY, options_of_launcher
+from megaswift.clusters.table import SCHEDULERS
 from megaswift.config.files import LARGEST_FILE
 from megaswift.config.yaml_limits import TooManyValuesError, compose_yaml
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line
-from megaswift.redaction import has_secret, is_secret
 
 FILE = "clusters.yaml"
 EXAMPLE = "clusters: {NAME: {launcher: slurm, partition: gpu}}"

@@ -10,11 +10,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from megaswift.atomic_disk_writes import write_atomically
-from megaswift.clusters.cluster_and_job import RUN_FILE, Job, RenderedJob, SubmittedJob
-from megaswift.clusters.cluster_options import RAY, options_of_launcher
-from megaswift.clusters.scheduler_protocol import scheduler_of
-from megaswift.clusters.scheduler_table import SCHEDULERS
+from megaswift.base.atomic_writes import write_atomically
+from megaswift.clusters.job import RUN_FILE, Job, RenderedJob, SubmittedJob
+from megaswift.clusters.options import RAY, options_of_launcher
+from megaswift.clusters.scheduler import scheduler_of
+from megaswift.clusters.table import SCHEDULERS
 from megaswift.errors import ConfigError, Problem, first_line
 
 JOBS = "jobs"

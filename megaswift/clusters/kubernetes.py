@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
-from megaswift.clusters.kubernetes_pods import (
+from megaswift.clusters.job import Job, RenderedJob, SubmittedJob
+from megaswift.clusters.pods import (
     INSTANCE_LABEL,
     MEGASWIFT,
     MERGED_BY,

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
-from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
+from megaswift.clusters.job import Job, RenderedJob, SubmittedJob
+from megaswift.clusters.shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.errors import ConfigError, Problem
 
 IS_OWN = '[[ "$1" =~ ^[0-9]+$ ]] && ps -ww -o args= -p "$1" | grep -qF -- "$2"'

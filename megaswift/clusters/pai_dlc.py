@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megaswift.clusters.cluster_and_job import RUN_FILE, Job, RenderedJob, SubmittedJob
-from megaswift.clusters.node_setup_shell_lines import preparation_lines, shell_words
+from megaswift.clusters.job import RUN_FILE, Job, RenderedJob, SubmittedJob
+from megaswift.clusters.shell_lines import preparation_lines, shell_words
 from megaswift.errors import ConfigError, Problem
 
 COMMAND = "command.sh"

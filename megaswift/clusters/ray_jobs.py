@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from megaswift.clusters.cluster_and_job import RUN_FILE, Job, RenderedJob, SubmittedJob
+from megaswift.clusters.job import RUN_FILE, Job, RenderedJob, SubmittedJob
 from megaswift.clusters.kubernetes import (
     NOT_RUN,
     RESOURCE_NAME,
@@ -22,7 +22,7 @@ from megaswift.clusters.kubernetes import (
     pod_warnings,
     resources_and_pods,
 )
-from megaswift.clusters.kubernetes_pods import (
+from megaswift.clusters.pods import (
     QUEUE_LABEL,
     RUN_FOLDER,
     manifest_text,

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
+from megaswift.clusters.job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.local_processes import printed_file
-from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
+from megaswift.clusters.shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.errors import EXIT_HARDWARE, EXIT_MACHINE_TAKEN, EXPLAINED, ConfigError, Problem
 
 SCRIPT = "job.sh"

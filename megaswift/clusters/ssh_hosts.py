@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, SubmittedJob
-from megaswift.clusters.cluster_options import HOST
+from megaswift.clusters.job import Cluster, Job, RenderedJob, SubmittedJob
 from megaswift.clusters.local_processes import IS_OWN, printed_file
-from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
+from megaswift.clusters.options import HOST
+from megaswift.clusters.shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.compat.files.hostfile import read_hostfile
 from megaswift.config.facts.launch_variables import DEFAULT_PORT
 from megaswift.errors import ConfigError, Problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from megaswift.base.redaction import MASK, is_secret
 from megaswift.compat.names.answers import NAMES_ELSEWHERE, foreign_option_advice
 from megaswift.compat.names.neutral import NeutralOption, neutral_option
 from megaswift.compat.names.transformer_config import transformer_config_option
@@ -15,7 +16,6 @@ from megaswift.config.sections import NAMES
 from megaswift.config.sources import AcceptedOption, GivenOptionValue
 from megaswift.config.values import FALSE, option_value_text
 from megaswift.errors import Problem
-from megaswift.redaction import MASK, is_secret
 
 ENVIRONMENT_SECTION = "ENV"
 _SAMPLING = re.compile("(vllm|sglang|lmdeploy)_")

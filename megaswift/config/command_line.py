@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megaswift.base.redaction import MASK, is_secret
 from megaswift.config.files import DATA_SUFFIXES
 from megaswift.config.option import OptionTable
 from megaswift.config.sections import TRAINING
 from megaswift.config.sources import GivenOptionValue, normalize_name
 from megaswift.config.values import FALSE, TRUE, example_flag_text
 from megaswift.errors import Problem
-from megaswift.redaction import MASK, is_secret
 
 _FLAG = re.compile(r"^--[A-Za-z]")
 SINGLE_VALUE_FIXES = {

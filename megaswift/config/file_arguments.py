@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.command_line_common import UserErrorArgumentParser
+from megaswift.base.command_words import UserErrorArgumentParser
 from megaswift.config.files import read_config_file
 from megaswift.config.inference.launch import LAUNCH_OPTIONS
 from megaswift.config.sources import GivenOptionValue

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megaswift.base.redaction import MASK, is_secret
 from megaswift.config.sections import is_section_entry
 from megaswift.config.sources import ConfigSource, GivenOptionValue, normalize_name
 from megaswift.config.values import option_value_text
 from megaswift.config.yaml_limits import TooManyValuesError, compose_yaml
 from megaswift.errors import ConfigError, Problem, missing_path_hint
-from megaswift.redaction import MASK, is_secret
 from megaswift.version import __version__
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megaswift.base.redaction import has_url_credentials, redacted_urls
 from megaswift.config.option import Option
 from megaswift.config.sections import NAMES, SECTIONS
 from megaswift.config.sources import AcceptedOption, GivenOptionValue
@@ -18,7 +19,6 @@ from megaswift.config.values import (
     resets_number_to_default,
 )
 from megaswift.errors import Problem, did_you_mean_hint
-from megaswift.redaction import has_url_credentials, redacted_urls
 
 LISTS_ALL = "megaswift {task} --help lists them all"
 """The fix of an unknown option; the task is filled in once all sources are read, because a later one may name it."""

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megaswift.base.user_code import import_user_file
 from megaswift.config.sources import ConfigSource
 from megaswift.errors import ConfigError, Problem, missing_path_hint
-from megaswift.user_code_errors import import_user_file
 
 OPTION = "external_plugins"
 ALIAS = "custom_register_path"

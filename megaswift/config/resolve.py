@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megaswift.base.redaction import redact_problems
 from megaswift.config.checks.adapter import train_type_defaults
 from megaswift.config.checks.engine import engine_notices
 from megaswift.config.checks.rl import missing_reward_problems
@@ -27,7 +28,6 @@ from megaswift.config.spelling import problems_as_typed
 from megaswift.config.toolkits import TrainingToolkits
 from megaswift.config.values import option_value_text
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
-from megaswift.redaction import redact_problems
 
 SectionsCheck = Callable[[Sections], Iterable[Problem]]
 """Further checks of sections, which the options alone do not decide."""

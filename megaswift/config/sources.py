@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaswift.base.redaction import MASK, is_secret
 from megaswift.config.sections import OPTIONS, SECTIONS, is_section_entry
 from megaswift.errors import Problem
-from megaswift.redaction import MASK, is_secret
 
 ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 LONGEST = 200

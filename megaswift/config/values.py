@@ -10,7 +10,7 @@ import math
 import os
 from typing import Any
 
-from megaswift.command_line_common import unusable_text_rule
+from megaswift.base.command_words import unusable_text_rule
 from megaswift.config.option import Option
 from megaswift.errors import did_you_mean_hint
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from megaswift.config.parts.data import DataConfig
 from megaswift.config.parts.model import ModelConfig
-from megaswift.data.load_tokenizer import load_tokenizer
-from megaswift.data.named_chat_templates import named_templates, template_tokens
-from megaswift.data.open_media_files import VideoSampling
-from megaswift.data.read_template_and_system import read_template
-from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from megaswift.data.templates.named import named_templates, template_tokens
+from megaswift.data.templates.options import read_template
+from megaswift.data.tokenizer import load_tokenizer
+from megaswift.data.vision.files import VideoSampling
+from megaswift.data.vision.processor import Processor, processor_folder_and_files_digest
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.folders.source import TOKENIZER_FILES, locate_model, missing_model_file_problems
 from megaswift.log import warn

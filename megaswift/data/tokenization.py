@@ -2,7 +2,7 @@
 
 Owns the cache key (file contents, tokenizer, template, options, our code) and running the workers. What the key leaves
 out on purpose: max_length, truncation, packing and order, which are views over the store
-(`gather_and_truncate_dataset_documents.py`, `packing.py`, `epoch_order.py`)."""
+(`store/documents.py`, `batches/packing.py`, `batches/epoch_order.py`)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from typing import Any
 from megaswift import log
 from megaswift.config.facts.launch_variables import launch_identity
 from megaswift.config.parts.data import RL
-from megaswift.data import columns, download_hub_datasets
-from megaswift.data.cached_dataset import read_cached_dataset
-from megaswift.data.certify_loss_mask import (
+from megaswift.data.encode.rows import SHOWN, EncodeSpec, encode_spec
+from megaswift.data.preference.encode import row_encoder_for_task
+from megaswift.data.prompts.rows import ANSWER
+from megaswift.data.row_counters import NOTES
+from megaswift.data.show.loss_mask import (
     COUNTED_AS,
     FAULTS,
     FIRST_IMAGE_ROWS,
@@ -34,7 +36,17 @@ from megaswift.data.certify_loss_mask import (
     Findings,
     certify_first_rows,
 )
-from megaswift.data.coordinate_token_cache_build import (
+from megaswift.data.sources import columns, hub
+from megaswift.data.sources.files import (
+    DatasetFiles,
+    FilePart,
+    cached_dataset_folder,
+    resolve_dataset_files,
+    split_into_parts,
+)
+from megaswift.data.sources.remote import with_local_copy
+from megaswift.data.store.cached import read_cached_dataset
+from megaswift.data.store.shared_build import (
     build_once,
     content_hash_of_input_files,
     data_cache_folder,
@@ -43,20 +55,8 @@ from megaswift.data.coordinate_token_cache_build import (
     wait_for_build,
     wait_for_content_hash,
 )
-from megaswift.data.copy_remote_datasets import with_local_copy
-from megaswift.data.encode_preferences import row_encoder_for_task
-from megaswift.data.encode_rows import SHOWN, EncodeSpec, encode_spec
-from megaswift.data.prompt_rows import ANSWER
-from megaswift.data.resolve_dataset_files import (
-    DatasetFiles,
-    FilePart,
-    cached_dataset_folder,
-    resolve_dataset_files,
-    split_into_parts,
-)
-from megaswift.data.row_count_names_and_texts import NOTES
-from megaswift.data.token_store import PieceReport, TokenStore, merge_pieces, read_piece_report, write_piece
-from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
+from megaswift.data.store.token_store import PieceReport, TokenStore, merge_pieces, read_piece_report, write_piece
+from megaswift.data.vision.processor import tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem, merge_similar_problems
 
 WORKER_BYTES = 2 << 20
@@ -65,6 +65,8 @@ IMAGE_WORKER_BYTES = 1 << 16
 """The same where each row brings images, which take far longer than its text."""
 ENTRY = "tokenize_worker.py"
 """The module that tokenizes; with all that it imports, the code that decides which tokens a row becomes."""
+REGISTRIES = ("formats",)
+"""Packages below `megaswift.data` whose modules are found by their names."""
 _IMPORT = re.compile(
     r"^[ \t]*(?:from|import)[ \t]+(megaswift[\w.]*)(?:[ \t]+import[ \t]+(\([^)]*\)|[^\n]*))?", re.MULTILINE
 )
@@ -93,11 +95,14 @@ def _imported(file: Path) -> Iterator[str]:
 
 
 def _files_of(folder: Path, name: str) -> list[Path]:
-    """The file of a module, or all files of a package; none where the name is not a module."""
+    """The file of a module and those of the packages around it; of a package whose modules register themselves, all
+    files; none where the name is not a module."""
     path = folder.joinpath(*name.split("."))
-    return (
-        sorted(path.glob("*.py")) if path.is_dir() else [file for file in [path.with_suffix(".py")] if file.is_file()]
-    )
+    if path.is_dir():
+        return sorted(path.glob("*.py")) if name in REGISTRIES else [path / "__init__.py"]
+    file = path.with_suffix(".py")
+    packages = [parent / "__init__.py" for parent in file.parents if parent.is_relative_to(folder) and parent != folder]
+    return [file, *packages] if file.is_file() else []
 
 
 @cache
@@ -205,7 +210,7 @@ def check_renamed_columns_exist(data: Any, task: str) -> None:
 def resolve_or_download_dataset_files(name: str, root: Path, flag: str = "--dataset") -> DatasetFiles:
     """The files behind an entry of the option `flag`, fetched from a hub where it is an id, and copied where it is an
     address."""
-    fetch = partial(download_hub_datasets.download_dataset_as_parquet, root, flag)
+    fetch = partial(hub.download_dataset_as_parquet, root, flag)
     return replace(resolve_dataset_files(with_local_copy(name, root, flag), fetch, flag), name=name)
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from megaswift.config.facts.loss_scale import LossScale, LossWeightTable
 from megaswift.config.plugins import load_external_plugins
-from megaswift.data.encode_preferences import row_encoder_for_task
-from megaswift.data.encode_rows import EncodeSpec
-from megaswift.data.render_chat_with_loss_spans import ChatTemplateTexts
-from megaswift.data.resolve_dataset_files import FilePart
-from megaswift.data.token_store import write_piece
-from megaswift.data.vision_processor import ProcessorFolderWithDigest
+from megaswift.data.encode.rows import EncodeSpec
+from megaswift.data.preference.encode import row_encoder_for_task
+from megaswift.data.sources.files import FilePart
+from megaswift.data.store.token_store import write_piece
+from megaswift.data.templates.render import ChatTemplateTexts
+from megaswift.data.vision.processor import ProcessorFolderWithDigest
 from megaswift.errors import UserError
 
 

@@ -2,7 +2,7 @@
 
 Owns `UntokenizedSample`, `RowError` and the checks that every format shares (roles, contents, tools). Which columns a
 file has belongs to `megaswift.data.formats`; how a conversation becomes text belongs to
-`megaswift.data.render_chat_with_loss_spans`."""
+`megaswift.data.templates.render`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from megaswift.data import json_text
-from megaswift.data.message_loss import MessageLoss, UniformLoss, loss_flag
-from megaswift.data.role_aliases_and_tool_call_turns import (
+from megaswift.data.sources import json_text
+from megaswift.data.templates.message_loss import MessageLoss, UniformLoss, loss_flag
+from megaswift.data.templates.roles import (
     KNOWN,
     RESULTS,
     TOOL_CALL,

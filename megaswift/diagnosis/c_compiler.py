@@ -10,7 +10,7 @@ from importlib import util
 from pathlib import Path
 
 from megaswift.diagnosis.finding import Finding
-from megaswift.diagnosis.installed_versions_and_import_probe import Software, installed_version
+from megaswift.diagnosis.installed import Software, installed_version
 
 DISTRIBUTIONS = ("triton", "pytorch-triton")
 """Triton's distributions: of releases, and of nightly builds."""

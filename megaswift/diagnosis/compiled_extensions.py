@@ -9,7 +9,7 @@ from importlib import util
 from pathlib import Path
 
 from megaswift.diagnosis.finding import Finding
-from megaswift.diagnosis.installed_versions_and_import_probe import Software, has_module, installed_version
+from megaswift.diagnosis.installed import Software, has_module, installed_version
 
 TE = "transformer-engine"
 TE_MODULE = "transformer_engine.pytorch"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megaswift.config.facts.byte_size import bytes_text
 from megaswift.diagnosis.finding import Finding
-from megaswift.diagnosis.read_machine_files_and_programs import Machine
+from megaswift.diagnosis.machine import Machine
 
 FIELDS = (
     "index",

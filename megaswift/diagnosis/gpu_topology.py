@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megaswift.diagnosis.finding import Finding
 from megaswift.diagnosis.gpu_devices import LIMIT_S
-from megaswift.diagnosis.read_machine_files_and_programs import Machine
+from megaswift.diagnosis.machine import Machine
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 ROUTES = {

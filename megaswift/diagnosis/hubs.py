@@ -8,9 +8,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 
-from megaswift.diagnosis.answers_within_time import answers_within
+from megaswift.base.redaction import redacted_urls
 from megaswift.diagnosis.finding import Finding
-from megaswift.redaction import redacted_urls
+from megaswift.diagnosis.timed_calls import answers_within
 
 LIMIT_S = 2.0
 TRUE = ("1", "true", "yes", "on")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megaswift.diagnosis.finding import Finding
-from megaswift.diagnosis.read_machine_files_and_programs import Machine
+from megaswift.diagnosis.machine import Machine
 
 DEVICES = "sys/class/infiniband"
 ENOUGH_LOCKED = 1 << 30

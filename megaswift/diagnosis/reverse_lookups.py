@@ -13,8 +13,8 @@ import socket
 import time
 from collections.abc import Sequence
 
-from megaswift.diagnosis.answers_within_time import answers_within
 from megaswift.diagnosis.finding import Finding
+from megaswift.diagnosis.timed_calls import answers_within
 
 LOOPBACK = "127.0.0.1"
 SLOW_S = 1.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megaswift.diagnosis.finding import Finding
 from megaswift.diagnosis.gpu_devices import GpuListing
-from megaswift.diagnosis.installed_versions_and_import_probe import Software, installed_version
+from megaswift.diagnosis.installed import Software, installed_version
 
 INSTALL = "install the build of torch for this driver's CUDA (pytorch.org, Get Started)"
 

@@ -1,7 +1,7 @@
 """Times collectives and point-to-point transfers of process groups.
 
 All groups of one name run at once, as in training. Owns the operations and their timing; formulas and groups of a
-layout are in `parallel/nccl_bus_factors_and_link_rates.py`.
+layout are in `parallel/link_rates.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megaswift import distributed
-from megaswift.parallel.nccl_bus_factors_and_link_rates import operations_of, rounded_size
+from megaswift.parallel.link_rates import operations_of, rounded_size
 
 DTYPE = torch.float32
 SHARE = 0.5

@@ -5,7 +5,7 @@ Megatron-Core binds its decorator when it is imported (`megatron.core.jit`), so 
 
 from __future__ import annotations
 
-from megaswift.engine.triton_on_device import triton_launches
+from megaswift.engine.triton_support import triton_launches
 
 _chosen: bool | None = None
 

@@ -77,7 +77,7 @@ class StepResult:
     parts: Sequence[MicrobatchLossAndSamples] = ()
     """This rank's micro-batches, on ranks of the last pipeline stage: not the same on every rank."""
     compute_seconds: float = 0.0
-    """Seconds of this rank's own forward and backward passes (`own_compute_time`): not the same on every rank."""
+    """Seconds of this rank's own forward and backward passes (`compute_time`): not the same on every rank."""
     loss_scale: float | None = None
     """By which the loss of this step was multiplied in float16."""
     loss_scale_falling: bool = False

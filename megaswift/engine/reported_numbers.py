@@ -1,5 +1,5 @@
 """The numbers that are reported of a global batch: their order, the same on every rank and pipeline stage, and what
-sums and counts make of them. How they are added up over ranks: `global_batch_loss_and_metrics`."""
+sums and counts make of them. How they are added up over ranks: `objective`."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from megaswift.base.plain_files import read_plain_file
 from megaswift.errors import Problem
-from megaswift.plain_files import read_plain_file
 
 CONFIG = "adapter_config.json"
 """What makes a folder one."""

@@ -19,8 +19,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megaswift import log
+from megaswift.base.plain_files import read_plain_file
 from megaswift.errors import CheckpointError, Problem
-from megaswift.plain_files import read_plain_file
 
 MARKER = "manifest.json"
 POINTER = "latest.json"

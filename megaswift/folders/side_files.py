@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megaswift.base.plain_files import outside_link_problems, refuse_links_outside
 from megaswift.errors import Problem
-from megaswift.plain_files import outside_link_problems, refuse_links_outside
 
 SIDE_FILES = (
     "generation_config.json",

@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from megaswift.base.plain_files import read_plain_file
 from megaswift.config.inference.options import ModelPathOptions
 from megaswift.config.inference.parser import ParsedCommand
 from megaswift.config.versions import run_folder
-from megaswift.download_once_per_node import download_once_per_node
 from megaswift.errors import Problem, WeightsError, first_line, missing_path_hint
 from megaswift.folders.adapter import CONFIG as ADAPTERS
 from megaswift.folders.adapter import adapter_given_as_model_problem
 from megaswift.folders.checkpoint import find_checkpoint, find_intact_checkpoint
 from megaswift.folders.saved_steps import MARKER
-from megaswift.plain_files import read_plain_file
+from megaswift.node_download import download_once_per_node
 
 CONFIG_FILES = (
     "config.json",

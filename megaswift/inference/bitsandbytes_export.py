@@ -8,11 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
-from megaswift.bridge.checkpoint_hf_metadata import copy_tokenizer_and_template_files
+from megaswift.base.atomic_writes import safetensors_errors_as_oserror
+from megaswift.bridge.checkpoint.hf_metadata import copy_tokenizer_and_template_files
 from megaswift.config.inference.options import BitsandbytesOptions, ModelLoadingOptions, PlacementOptions
 from megaswift.errors import CheckpointError, ConfigError, Problem, first_line
-from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor, load_model_and_prompt_device
+from megaswift.inference.model import load_config_tokenizer_and_processor, load_model_and_prompt_device
 
 
 def quantize_and_save_model(

@@ -1,7 +1,7 @@
 """Converts conversations to model inputs: tokens, and the vision encoder's inputs for images.
 
-Owns rendering for an answer and the limit of the context. Reading rows of files is `prompt_file_rows.py`'s; which
-images a conversation may name is said by its `RowImageFolders` (`data/attach_row_media.py`), whose reading
+Owns rendering for an answer and the limit of the context. Reading rows of files is `serve/prompt_rows.py`'s; which
+images a conversation may name is said by its `RowImageFolders` (`data/vision/placeholders.py`), whose reading
 and placing of them is training's.
 """
 
@@ -13,20 +13,20 @@ from functools import cached_property
 from typing import Any
 
 from megaswift.config.inference.options import ChatTemplateOptions
-from megaswift.data.agent_text_instructions import AGENT_TEXT_FORMATS, AgentTextFormat
-from megaswift.data.attach_row_media import TYPES, RowImageFolders, attach_media
-from megaswift.data.encode_rows import with_agent_template
-from megaswift.data.jinja_sandbox_limits import REFUSED
-from megaswift.data.open_media_files import open_image
-from megaswift.data.read_template_and_system import read_system_message, thinking_variable
-from megaswift.data.render_chat_with_loss_spans import ChatRenderer, ChatTemplateTexts, load_chat_templates
-from megaswift.data.row_media import RowMedia, plural_of_kinds
+from megaswift.data.encode.rows import with_agent_template
+from megaswift.data.templates.agent_instructions import AGENT_TEXT_FORMATS, AgentTextFormat
+from megaswift.data.templates.agent_text import RESULTS
+from megaswift.data.templates.options import read_system_message, thinking_variable
+from megaswift.data.templates.render import ChatRenderer, ChatTemplateTexts, load_chat_templates
+from megaswift.data.templates.sandbox import REFUSED
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample, checked_conversation_sample
-from megaswift.data.vision_processor import Processor
-from megaswift.data.write_tools_as_agent_text import RESULTS
+from megaswift.data.vision.files import open_image
+from megaswift.data.vision.media import RowMedia, plural_of_kinds
+from megaswift.data.vision.placeholders import TYPES, RowImageFolders, attach_media
+from megaswift.data.vision.processor import Processor
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.inference.generator import AnswerRequest, Listener, ProcessedImageInputs
-from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
+from megaswift.inference.model import ModelConfigAndTokenizer
 
 _Message = Mapping[str, Any]
 NO_TEXT = 'a part of type text needs a string: {"type": "text", "text": "..."}'

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megaswift.inference.incremental_detokenizer import BROKEN, decode_tokens
+from megaswift.inference.detokenizer import BROKEN, decode_tokens
 
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How SentencePiece's vocabularies write a byte."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from megaswift.config.inference.backends import BackendOptions
 from megaswift.errors import Problem, UserError
+from megaswift.inference.detokenizer import special_token_texts
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams, TokenLogprob
-from megaswift.inference.incremental_detokenizer import special_token_texts
-from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
+from megaswift.inference.model import ModelConfigAndTokenizer
 
 
 class VllmGenerator:

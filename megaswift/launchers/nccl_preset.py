@@ -13,7 +13,7 @@ from megaswift.config.facts.launch_variables import nproc_or_nnodes_started_by_l
 from megaswift.diagnosis.gpu_devices import LIMIT_S
 from megaswift.diagnosis.gpu_topology import parse_topology
 from megaswift.diagnosis.infiniband import list_ports
-from megaswift.diagnosis.read_machine_files_and_programs import Machine
+from megaswift.diagnosis.machine import Machine
 from megaswift.errors import ConfigError, Problem
 
 NONE = "none"

@@ -28,7 +28,7 @@ from megaswift.config.parts.launch import LaunchConfig
 from megaswift.errors import EXPLAINED, ConfigError, Problem, first_line
 from megaswift.launchers import ray_worker, torchrun_launcher
 from megaswift.launchers.launcher import TrainingCommand
-from megaswift.launchers.ray_message_actor import RunMessageActor
+from megaswift.launchers.ray_messages import RunMessageActor
 
 LOCAL = "local"
 OLDEST = (2, 51)

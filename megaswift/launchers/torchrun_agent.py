@@ -2,7 +2,7 @@
 
 The same agent and the same workers. What differs is how it ends: one line in place of torchrun's traceback, and the
 exit code of the process that failed first in place of 1; on several nodes, some exit codes of one end all
-(`end_on_all_nodes.py`). The agent and its workers end with the process that started
+(`node_end.py`). The agent and its workers end with the process that started
 them. torchrun's own log is off unless LOGLEVEL is set.
 """
 
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from megaswift.config.facts.launch_variables import NODE
 from megaswift.errors import EXIT_USER_ERROR
-from megaswift.launchers.end_on_all_nodes import EndedElsewhere, NodesEnd, end_run_on_all_nodes
 from megaswift.launchers.finish_marks import FOLDER, unfinished_text
+from megaswift.launchers.node_end import EndedElsewhere, NodesEnd, end_run_on_all_nodes
+from megaswift.launchers.node_wait import MissingNodesError, gather_nodes
 from megaswift.launchers.parent_death import PARENT, end_with_parent
-from megaswift.launchers.wait_for_nodes import MissingNodesError, gather_nodes
 from megaswift.launchers.worker_failure import exit_code, failure_text, first_failure, worker_failures
 
 

@@ -19,7 +19,7 @@ from megaswift.config.parts.launch import LaunchConfig
 from megaswift.config.parts.launchers import launcher_entry
 from megaswift.errors import EXIT_OOM_RETRY, EXIT_USER_ERROR, NOT_RESTARTED, ConfigError, Problem
 from megaswift.launchers.launcher import TrainingCommand
-from megaswift.launchers.local_address_and_interface import local_address
+from megaswift.launchers.local_address import local_address
 from megaswift.launchers.parent_death import environment_with_parent_pid
 
 PATIENCE_SECONDS = 1800

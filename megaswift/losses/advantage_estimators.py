@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megaswift.base.registry import Registry
+from megaswift.base.user_code import convert_user_code_errors
 from megaswift.config.parts.estimators import PLUGIN_ESTIMATORS
 from megaswift.config.parts.rl import RlConfig
 from megaswift.errors import Problem, RewardError
 from megaswift.losses import advantages as formulas
-from megaswift.registry import Registry
-from megaswift.user_code_errors import convert_user_code_errors
 
 
 @dataclass(frozen=True)

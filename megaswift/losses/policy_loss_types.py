@@ -64,7 +64,7 @@ class PolicyLossInputs:
     gradient."""
     settings: PolicySettings
     selected: Tensor | None = None
-    """bool: tokens of high covariance (`covariance_token_selection.py`); None: not known."""
+    """bool: tokens of high covariance (`token_selection.py`); None: not known."""
 
     @property
     def bounded(self) -> Tensor:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from megaswift.config.facts.recompute import selective_recompute_modules
 from megaswift.memory.layer_activations import first_width, kept_by_layer, layer_input_bytes, mask_bytes
 from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
-from megaswift.memory.vocabulary_head_bytes import HeadBytes, head_bytes
+from megaswift.models.weights.table import padded_vocabulary_size
+from megaswift.parallel.head_memory import HeadShape, megatron_engine_head_peak_bytes
 from megaswift.parallel.pipeline_split import ModelChunk
 
 BATCH = 40
@@ -168,3 +169,41 @@ def _working(setup: MicrobatchSetup, layer: int) -> int:
     elif not setup.parts.full and not setup.parts.four_bits:
         weight = 0
     return w * rows * (first + inner + 2 * h) + weight
+
+
+# Memory of the vocabulary head for a micro-batch: the head's own formula, with the shapes of a run.
+
+
+@dataclass(frozen=True)
+class HeadBytes:
+    """Bytes on a rank of the last pipeline stage."""
+
+    kept: int
+    """Between forward and backward pass."""
+    working: int
+    """At most beside these, within its forward or backward pass."""
+
+
+def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
+    """Returns the bytes of the head for a micro-batch in which every token has a label. `trains`: whether the head's
+    weight has a gradient."""
+    spec = setup.spec
+    tokens = setup.tokens
+    width = setup.width
+    hidden = tokens * spec.hidden_size * width
+    if spec.scored:
+        return HeadBytes(hidden, hidden)
+    model = setup.options.model
+    shape = HeadShape(
+        rows=tokens,
+        hidden_size=spec.hidden_size,
+        width=padded_vocabulary_size(spec, setup.layout.tp) // setup.layout.tp,
+        element_bytes=width,
+        float32_products=model.fp32_lm_head,
+        extra_tiles=int(spec.features.logit_softcap is not None or spec.features.logit_scale != 1.0),
+        weight_trained=trains,
+    )
+    # the head adds to float32 main gradients only
+    fused = model.gradient_accumulation_fusion is not False and setup.options.optim.main_grads_dtype == "fp32"
+    device = "cuda" if setup.kernels.cuda else "cpu"
+    return HeadBytes(hidden + 16 * tokens, megatron_engine_head_peak_bytes(shape, device, fused))

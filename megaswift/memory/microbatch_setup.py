@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megaswift.memory.rank_parameters import TrainedParts
+from megaswift.memory.state_bytes import HALF
 from megaswift.memory.step_options import StepOptions
-from megaswift.memory.weight_gradient_optimizer_bytes import HALF
 from megaswift.models.grouped_experts import groups_experts
 from megaswift.models.spec import ModelSpec
 from megaswift.models.targets import Projection

@@ -1,7 +1,7 @@
 """The parameters that a rank of a pipeline stage holds: how many elements each has, and whether it trains.
 
 Owns which weights and adapters lie on a rank, from the family's weight table. What they cost in bytes depends on the
-engine and its optimizer: `weight_gradient_optimizer_bytes.py`.
+engine and its optimizer: `state_bytes.py`.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class _ShardSizes:
         self, rule: WeightRule, expert: int | None, adapted: Sequence[Projection], parts: TrainedParts
     ) -> Iterator[int]:
         """Elements of A, B (and DoRA's magnitudes) of each adapter: A [r, in] is cut where the weight's inputs are, B
-        [out, r] where its outputs are (`bridge/adapter_plan.py`)."""
+        [out, r] where its outputs are (`bridge/adapters/plan.py`)."""
         for projection in adapted:
             out, width = projection.shape
             if rule.shard == "row":

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megaswift.base.plain_files import read_plain_file
+from megaswift.base.registry import Registry
 from megaswift.errors import Problem, WeightsError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.models.fields.decoder import IRRELEVANT, SIZES, architecture_row
 from megaswift.models.fields.rows import SPEC_FIELDS, ConfigRow, read_rows
@@ -24,8 +26,6 @@ from megaswift.models.unreadable import UnreadableCheck, unreadable_value
 from megaswift.models.unsupported import unsupported_model_type_problem
 from megaswift.models.vision import has_vision_tower, vision_language_problem
 from megaswift.models.weights.rules import WeightRule
-from megaswift.plain_files import read_plain_file
-from megaswift.registry import Registry
 
 ROPE_BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "global_rope_theta", "local_rope_theta")
 NORM_EPSILONS = (

@@ -1,7 +1,7 @@
 """Rank placement: the rank arithmetic of every parallel axis, from one table.
 
 Owns sizes, coordinates and groups of ranks, in Megatron-Core's order. Leaves out what a model allows
-(`layout_checks.py`), which layers a stage holds (`pipeline_split.py`) and process groups (the engine makes them).
+(`checks.py`), which layers a stage holds (`pipeline_split.py`) and process groups (the engine makes them).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from math import prod
 from typing import Protocol
 
 from megaswift.errors import LayoutError, Problem
-from megaswift.parallel.parse_pipeline_layout_string import parse_layout_string
+from megaswift.parallel.pipeline_string import parse_layout_string
 
 GRIDS = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
 """The ranks 0 .. world - 1 as two grids, the fastest axis first: one of attention and dense layers, one of experts.

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from megaswift.errors import LayoutError, Problem
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.parse_pipeline_layout_string import parse_layout_string
+from megaswift.parallel.pipeline_string import parse_layout_string
 
 
 class SplitOptions(Protocol):

@@ -1,6 +1,6 @@
 """How long the rows of micro-batches are: what a layout and FP8 products need of their lengths.
 
-Leaves out the padding itself (`data/collate.py`).
+Leaves out the padding itself (`data/batches/collate.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Rewards of completions: built-in and user functions, reward models, and programs in a sandbox.
 
-`reward_interface_and_scoring` is the interface to the trainer. Reading prompts, sampling and advantages are elsewhere.
+`scoring` is the interface to the trainer. Reading prompts, sampling and advantages are elsewhere.
 """

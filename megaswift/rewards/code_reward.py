@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from megaswift import log
 from megaswift.errors import Problem, RewardError
-from megaswift.rewards.parse_code_tests_and_compare_output import CodeTest, read_tests
+from megaswift.rewards.code_tests import CodeTest, read_tests
 from megaswift.rewards.reward_input import RewardInput
-from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, reward_function_flag
 from megaswift.rewards.sandbox import JobLimits, JobOutcome, Sandbox, self_test_sandbox
+from megaswift.rewards.scoring import BuiltInRewardParameters, reward_function_flag
 
 TESTS = "tests"
 CHUNK = 64

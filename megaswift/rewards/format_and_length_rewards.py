@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megaswift.errors import ConfigError, Problem
 from megaswift.rewards.reward_input import RewardInput
-from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
+from megaswift.rewards.scoring import BuiltInRewardParameters
 
 _SWIFT = re.compile(r"<think>(?:(?!</think>\s*<answer>).)*</think>\s*<answer>.*</answer>\Z", re.DOTALL)
 """ms-swift's `<think>.*?</think>\\s*<answer>.*?</answer>`, linear in the text: if any `</think> <answer>` fits, the

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megaswift.base.user_code import convert_user_code_errors
 from megaswift.errors import ConfigError, Problem
 from megaswift.rewards.reward_input import RewardInput
-from megaswift.rewards.user_reward_function import (
+from megaswift.rewards.user_function import (
     AsyncUserFunction,
     UserFunction,
     describe_user_function,
 )
-from megaswift.user_code_errors import convert_user_code_errors
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge import check_finite_weights
-from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
-from megaswift.bridge.transformers_loading_report import LOADING_INFO, check_all_weights_loaded
+from megaswift.bridge.hf import finite
+from megaswift.bridge.hf.bits import disable_4bit_cpu_repacking
+from megaswift.bridge.hf.loading_report import LOADING_INFO, check_all_weights_loaded
 from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.data.model_tokenizer import read_tokenizer
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.folders.checkpoint import find_checkpoint
 from megaswift.folders.source import locate_model, missing_model_file_problems
-from megaswift.inference.load_generation_model import quiet_transformers
-from megaswift.inference.transformers_load_errors import REFUSALS
+from megaswift.inference.load_errors import REFUSALS
+from megaswift.inference.model import quiet_transformers
 from megaswift.models.family import read_config_json
 from megaswift.models.scalar_head import scalar_head_problems
 from megaswift.rewards.reward_input import RewardInput
@@ -75,7 +75,7 @@ class RewardModel:
                     Problem(f"--reward_model {self.folder}", f"transformers cannot load it: {first_line(error)}")
                 ) from None
             check_all_weights_loaded(f"--reward_model {self.folder}", loading_info)
-            check_finite_weights.check_weights_finite(model.named_parameters(), self.flag)
+            finite.check_weights_finite(model.named_parameters(), self.flag)
             self._model = (
                 disable_4bit_cpu_repacking(model).eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             )

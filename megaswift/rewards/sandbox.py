@@ -23,7 +23,7 @@ from typing import Any
 
 from megaswift.errors import ConfigError, Problem, RewardError
 from megaswift.rewards import sandbox_child
-from megaswift.rewards.sandbox_fork_server import MESSAGE, ChildLimits
+from megaswift.rewards.sandbox_server import MESSAGE, ChildLimits
 
 ROOT = str(Path(__file__).resolve().parents[2])
 SLACK = 60.0
@@ -155,7 +155,7 @@ class Sandbox:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         bare = ["-S"] if self.kind == "program" else []
-        words = ["-s", "-P", *bare, "-m", f"{__package__}.sandbox_fork_server"]
+        words = ["-s", "-P", *bare, "-m", f"{__package__}.sandbox_server"]
         words += [self.kind, str(theirs.fileno()), str(worker_count())]
         environment = {
             "PYTHONPATH": ROOT,

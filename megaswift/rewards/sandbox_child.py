@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from megaswift.rewards import build_seccomp_filter
+from megaswift.rewards import seccomp_filter
 
 RESULT = 3
 """A child's descriptor for a function's result, as JSON."""
@@ -148,9 +148,9 @@ class _Filter(ctypes.Structure):
 def lock_syscalls(reading: bool = False) -> None:
     """From here on the process can only compute; SandboxSetupError where the kernel has no filters."""
     machine = platform.machine()
-    if machine not in build_seccomp_filter.ARCHITECTURES or sys.byteorder != "little" or sys.maxsize < 2**32:
+    if machine not in seccomp_filter.ARCHITECTURES or sys.byteorder != "little" or sys.maxsize < 2**32:
         raise SandboxSetupError(0, f"no filter for {machine}")
-    code = build_seccomp_filter.filter_program(machine, reading)
+    code = seccomp_filter.filter_program(machine, reading)
     _prctl(_DUMPABLE, 0)
     _prctl(_NO_NEW_PRIVS, 1)
     _prctl(_SECCOMP, _FILTER, ctypes.byref(_Filter(len(code) // 8, code)))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.data.vision_batches import ImageInputs, join_image_inputs
+from megaswift.data.vision.batches import ImageInputs, join_image_inputs
 from megaswift.device_copy import copy_to_device_async
 from megaswift.errors import Problem, UserError
 from megaswift.rollout.kv_cache import STEP, build_preallocated_cache, keep_rows

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from megaswift.data.prompt_images import PromptImageReader, PromptImages
+from megaswift.data.prompts.images import PromptImageReader, PromptImages
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.rollout import backends as package
 
@@ -96,7 +96,7 @@ class SamplerOptions:
     sync_folder: Path | None = None
     """Folder for weight sync, at the same path for this process and the servers."""
     weight_transport: str = "auto"
-    """How all weights reach vLLM servers: `auto`, `folder`, or one of `bucket_transports.TRANSPORTS`."""
+    """How all weights reach vLLM servers: `auto`, `folder`, or one of `weight_transfer.transports.TRANSPORTS`."""
     changed_weights_only: bool = False
     """Whether vLLM servers are sent only what has changed since the last sync, with checksums."""
     lora_rank: int = 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.server_client import SamplingServer, SamplingServerPool, ServerError, default_server_urls
-from megaswift.rollout.write_weight_sync_folders import WeightFolder
+from megaswift.rollout.sync_folders import WeightFolder
 
 ADAPTER = "megaswift-policy"
 """Name under which the servers hold a run's adapter."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from megaswift import distributed, log
-from megaswift.bridge.weights_fingerprint import sampled_weights_fingerprint
-from megaswift.bridge.write_folder_with_new_config_or_vocab import write_changed_model_folder
-from megaswift.bridge.write_pissa_olora_loftq_weights import write_initial_adapter
+from megaswift.bridge.adapters.initial import write_initial_adapter
+from megaswift.bridge.hf.base_model import write_changed_model_folder
+from megaswift.bridge.hf.fingerprint import sampled_weights_fingerprint
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.adapter import starts_otherwise
 from megaswift.config.checks.engine import NATIVE
@@ -29,16 +29,16 @@ from megaswift.config.parts.faults import FaultToleranceConfig
 from megaswift.config.parts.optimizer import PLATEAU
 from megaswift.config.parts.preference import loss_types_of, needs_reference
 from megaswift.config.saved_paths import with_absolute_paths
-from megaswift.data.loader import EvaluationSource
+from megaswift.data.batches.loader import EvaluationSource
 from megaswift.engine.protocol import Engine
 from megaswift.folders.source import locate_model
 from megaswift.losses.kto import uses_delta, uses_kl
 from megaswift.models.family import read_config_json
 from megaswift.models.spec import ModelSpec
+from megaswift.parallel.checks import legal_layout
+from megaswift.parallel.constraints import LayoutRequest
+from megaswift.parallel.grid import rank_grid_text
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.layout_checks import legal_layout
-from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
-from megaswift.parallel.layout_grid_text import rank_grid_text
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.parallel.pipeline_split import PipelineSplit
 from megaswift.run.checks import changed_model

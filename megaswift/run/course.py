@@ -16,8 +16,8 @@ from typing import Any
 from megaswift import distributed, log
 from megaswift.config import SwiftConfig
 from megaswift.config.facts.batch_sizes import batch_plan
-from megaswift.data.loader import TokenStoreBatchSource
-from megaswift.data.stream_batches import StreamBatchSource
+from megaswift.data.batches.loader import TokenStoreBatchSource
+from megaswift.data.stream.batches import StreamBatchSource
 from megaswift.engine.determinism import nondeterministic_op_error
 from megaswift.errors import UserError, first_line
 from megaswift.folders.source import short_name

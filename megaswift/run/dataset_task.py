@@ -16,13 +16,13 @@ from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.config.facts.kto_pairs import kto_pairs_over_global_batch
 from megaswift.config.parts.data import PROMPTED
 from megaswift.config.parts.preference import beta_of, loss_types_of, needs_reference
-from megaswift.data import build_batch_sources as data_sources
-from megaswift.data.collate_preference_batches import kto_kl_batches, labeled_documents, previous_in_global_batch
-from megaswift.data.load_tokenizer import score_padding_token
-from megaswift.data.loader import BatchSource, DocumentRows, EvaluationSource, TokenStoreBatchSource
-from megaswift.data.pack_samples_of_step import StepPacking
-from megaswift.data.stream_batches import StreamBatchSource
-from megaswift.data.vision_processor import Processor, tokenizer_of_tokenizer_or_processor
+from megaswift.data import build as data_sources
+from megaswift.data.batches.loader import BatchSource, DocumentRows, EvaluationSource, TokenStoreBatchSource
+from megaswift.data.batches.step_packing import StepPacking
+from megaswift.data.preference.collate import kto_kl_batches, labeled_documents, previous_in_global_batch
+from megaswift.data.stream.batches import StreamBatchSource
+from megaswift.data.tokenizer import score_padding_token
+from megaswift.data.vision.processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch
 from megaswift.losses.kto import uses_delta, uses_kl

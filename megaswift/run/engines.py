@@ -18,8 +18,8 @@ from megaswift.config.checks.te import missing_transformer_engine_problems
 from megaswift.config.facts.launch_variables import nproc_or_nnodes_started_by_launcher
 from megaswift.config.parts.data import PROMPTED, RL
 from megaswift.config.parts.engine import ZERO
-from megaswift.engine import start_default_process_group
-from megaswift.engine.cuda_max_connections import set_max_connections
+from megaswift.engine import process_group
+from megaswift.engine.cuda_connections import set_max_connections
 from megaswift.engine.protocol import Engine
 from megaswift.errors import ConfigError
 from megaswift.memory.microbatch_setup import ComputeKernels
@@ -29,9 +29,9 @@ from megaswift.parallel.row_padding import fp8_token_multiple, full_microbatch_t
 
 if TYPE_CHECKING:
     from megaswift.engine.megatron.engine import MegatronEngine
-    from megaswift.engine.megatron.layers.layer_implementation import LayerImplementationChoice
+    from megaswift.engine.megatron.layers.implementation import LayerImplementationChoice
     from megaswift.engine.megatron.settings import EngineSettings
-    from megaswift.engine.torch.model_building import ModelBuild
+    from megaswift.engine.torch.model import ModelBuild
     from megaswift.engine.torch.quantized_weights import BaseQuantization
 
 GATHERING = ("fsdp2", "zero3", "zero3_offload")
@@ -52,7 +52,7 @@ class RankContext(Protocol):
 
 def start_context(cfg: SwiftConfig, layout: Layout) -> RankContext:
     """Process groups and random states."""
-    if need := start_default_process_group.shared_rdzv_store_restart_warning(os.environ):
+    if need := process_group.shared_rdzv_store_restart_warning(os.environ):
         log.warn(need)
     native = requested_engine(cfg) == NATIVE
     if need := set_max_connections(os.environ, layout, sharded_weights=requested_engine(cfg) in GATHERING):
@@ -64,7 +64,7 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> RankContext:
 
         levels = cfg.parallel.hierarchical_context_parallel_sizes
         return ParallelContext(layout, seconds, seed, levels, cuda_graphs=uses_cuda_graphs(cfg))
-    from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
+    from megaswift.engine.torch.process_group import TorchContext
 
     return TorchContext(layout, seconds, seed)
 
@@ -79,7 +79,7 @@ def make_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -
 def native_engine(cfg: SwiftConfig, spec: ModelSpec, context: Any) -> MegatronEngine:
     """The native engine, without weights yet."""
     from megaswift.engine.megatron.engine import MegatronEngine
-    from megaswift.engine.megatron.layers.layer_implementation import transformer_engine_unusable_reason
+    from megaswift.engine.megatron.layers.implementation import transformer_engine_unusable_reason
 
     choice = layer_implementation(cfg, spec, context.layout)
     has_transformer_engine = not transformer_engine_unusable_reason()
@@ -103,7 +103,7 @@ def _torch_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any)
         deepspeed = filled.config
     fsdp = None
     if cfg.engine.engine == "fsdp2":
-        from megaswift.engine.torch.fsdp import FsdpOptions
+        from megaswift.engine.torch.strategies.fsdp import FsdpOptions
 
         machines = nproc_or_nnodes_started_by_launcher("nnodes", os.environ) or 1
         fsdp = FsdpOptions.of(cfg.engine, machines)
@@ -137,8 +137,8 @@ def base_quantization(cfg: SwiftConfig) -> BaseQuantization | None:
 
 def model_build(cfg: SwiftConfig, scored: bool) -> ModelBuild:
     """How transformers' model of a run is built and adapted; `scored`: it gives a number in place of tokens."""
-    from megaswift.bridge.peft_config_from_options import build_peft_config
-    from megaswift.engine.torch.model_building import ModelBuild
+    from megaswift.bridge.adapters.peft_config import build_peft_config
+    from megaswift.engine.torch.model import ModelBuild
 
     peft_config = None
     if cfg.model.train_type != "full" and cfg.lora.adapters is None:
@@ -165,7 +165,7 @@ def native_engine_settings(cfg: SwiftConfig, layout: Layout) -> EngineSettings:
 
 def layer_implementation(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> LayerImplementationChoice:
     """Whose layers the native engine takes on this machine."""
-    from megaswift.engine.megatron.layers.layer_implementation import choose_layer_implementation
+    from megaswift.engine.megatron.layers.implementation import choose_layer_implementation
 
     exchange = cfg.parallel.cp_exchange if layout.cp > 1 else None
     return choose_layer_implementation(spec, cfg.model, exchange, cfg.data.shares_rows)
@@ -173,7 +173,7 @@ def layer_implementation(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> L
 
 def native_kernels(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> ComputeKernels:
     """Whose kernels the native engine would take on this machine, and its precision."""
-    from megaswift.engine.megatron.megatron_transformer_config import compute_dtype
+    from megaswift.engine.megatron.transformer_config import compute_dtype
 
     choice = layer_implementation(cfg, spec, layout)
     cuda = torch.cuda.is_available()

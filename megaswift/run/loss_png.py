@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.atomic_disk_writes import atomic_file
+from megaswift.base.atomic_writes import atomic_file
 from megaswift.trainers.hooks.metrics import read_lines
 
 RAW = "#9ec5f4"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megaswift import distributed, log
-from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
+from megaswift.bridge.adapters.merge import merge_adapter_folder_into_base
 from megaswift.engine.protocol import Engine
 from megaswift.folders.checkpoint import MODEL
 from megaswift.run.output import OutputFolder

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaswift import log
-from megaswift.atomic_disk_writes import write_atomically
+from megaswift.base.atomic_writes import write_atomically
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.engine import capabilities_of
 from megaswift.config.facts.launch_variables import JOB_ID

@@ -9,9 +9,9 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.adapter import SHARDED
 from megaswift.config.facts.batch_sizes import batch_plan
-from megaswift.data import build_batch_sources as data
+from megaswift.data import build as data
+from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.data.model_tokenizer import read_tokenizer, training_processor
-from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from megaswift.models.spec import ModelSpec
 from megaswift.models.vision import has_vision_tower
 from megaswift.parallel.layout import Layout

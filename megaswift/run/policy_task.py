@@ -25,28 +25,28 @@ from megaswift.config.facts.rl import (
 )
 from megaswift.config.parts.agent_templates import AGENT_TEXTS
 from megaswift.config.parts.preference import beta_of
-from megaswift.data import build_batch_sources as data_sources
-from megaswift.data import vocab_check
-from megaswift.data.collate_rollout_batches import RolloutCollator
-from megaswift.data.prompt_images import PromptImageReader
-from megaswift.data.read_template_and_system import thinking_variable
-from megaswift.data.rl_prompts import IndexedPrompts, Prompt, PromptSource, load_prompt_splits
-from megaswift.data.vision_batches import media_kinds
-from megaswift.data.vision_processor import Processor, tokenizer_of_tokenizer_or_processor
+from megaswift.data import build as data_sources
+from megaswift.data import vocabulary
+from megaswift.data.prompts.collate import RolloutCollator
+from megaswift.data.prompts.images import PromptImageReader
+from megaswift.data.prompts.source import IndexedPrompts, Prompt, PromptSource, load_prompt_splits
+from megaswift.data.templates.options import thinking_variable
+from megaswift.data.vision.batches import media_kinds
+from megaswift.data.vision.processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
 from megaswift.log import count_text
 from megaswift.losses.value import ValueLoss
 from megaswift.models.scalar_head import with_scalar_head
 from megaswift.models.spec import ModelSpec
-from megaswift.rewards.load_built_in_and_user_reward_functions import load_reward_functions
-from megaswift.rewards.reward_interface_and_scoring import (
+from megaswift.rewards.functions import load_reward_functions
+from megaswift.rewards.scoring import (
     BuiltInRewardParameters,
     RewardFunction,
     missing_reward_column_problems,
 )
 from megaswift.rollout.sampler import Sampler, SamplerOptions, make_sampler
-from megaswift.rollout.write_weight_sync_folders import SyncRounds
+from megaswift.rollout.sync_folders import SyncRounds
 from megaswift.run.checks.adapter_sync import (
     adapter_rank,
     merged_sync_reason,
@@ -101,7 +101,7 @@ class PolicyTask(Task):
         source, held_out = load_prompt_splits(
             cfg.data, cfg.train, reader, cfg.task, cfg.rl.max_completion_length, generation.prompts, generation.steps
         )
-        vocab_check.check_dataset_token_ids([source.prompts.docs], tokenizer, plan.geometry().vocabulary)
+        vocabulary.check_dataset_token_ids([source.prompts.docs], tokenizer, plan.geometry().vocabulary)
         if problems := missing_reward_column_problems(reward_functions_of(cfg), common_columns(source.prompts)):
             raise DataError(problems)
         processor = reader if isinstance(reader, Processor) else None

@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megaswift.atomic_disk_writes import write_atomically
+from megaswift.base.atomic_writes import write_atomically
 from megaswift.config import SwiftConfig
 from megaswift.log import count_text
 from megaswift.run.charts import ChartSeries, Points, line_chart_svg

@@ -13,7 +13,7 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.engine import NATIVE, requested_engine
 from megaswift.config.facts.byte_size import bytes_text
-from megaswift.data.row_count_names_and_texts import WORDS, row_count_texts
+from megaswift.data.row_counters import WORDS, row_count_texts
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text
 from megaswift.trainers.hook import steps_of

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.data.loader import EvaluationSource
-from megaswift.data.vision_processor import Processor
+from megaswift.data.batches.loader import EvaluationSource
+from megaswift.data.vision.processor import Processor
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Loss
 from megaswift.run.plan import RunPlan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from megaswift.base.registry import Registry
 from megaswift.config import SwiftConfig
 from megaswift.config.facts.rl import (
     corrects_sampler_mismatch,
@@ -23,7 +24,6 @@ from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings as Formulas
 from megaswift.losses.reward import RewardLoss
 from megaswift.losses.sft import CrossEntropy
-from megaswift.registry import Registry
 from megaswift.run.dataset_task import DatasetTask
 from megaswift.run.policy_task import PolicyTask
 from megaswift.run.task import Task

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megaswift import log
+from megaswift.base.user_code import CLOCK
 from megaswift.config import SwiftConfig
 from megaswift.engine.determinism import enable_determinism
 from megaswift.engine.jit_fuser import choose_jit_fuser
@@ -22,7 +23,6 @@ from megaswift.engine.tf32 import set_tf32
 from megaswift.error_exit import print_error_once
 from megaswift.run.checks.preflight import preflight
 from megaswift.trainers.interrupt import InterruptedBySignal
-from megaswift.user_code_errors import CLOCK
 
 __all__ = ["preflight", "run_training"]
 

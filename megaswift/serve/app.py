@@ -2,7 +2,7 @@
 model.
 
 Owns routes and what errors look like. Access and the size of requests are checked before, by `auth`; fields are checked
-by `openai_requests`, responses built by `openai_response_bodies`. The event loop does none of it: parsing, tokenizing,
+by `openai_requests`, responses built by `openai_responses`. The event loop does none of it: parsing, tokenizing,
 opening images and writing answers happen in two threads, so that /health answers at once.
 """
 
@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from megaswift.config.inference.options import GenerationOptions
-from megaswift.data.attach_row_media import KEYS, TYPES
+from megaswift.data.vision.placeholders import KEYS, TYPES
 from megaswift.errors import UserError
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat
 from megaswift.inference.generator import Answer, TokenLogprob
@@ -32,7 +32,7 @@ from megaswift.serve.openai_requests import (
     parse_request,
     shorten,
 )
-from megaswift.serve.openai_response_bodies import (
+from megaswift.serve.openai_responses import (
     ChatResponseWriter,
     CompletionResponseWriter,
     error_json,
@@ -40,7 +40,7 @@ from megaswift.serve.openai_response_bodies import (
     token_usage,
 )
 from megaswift.serve.request_queue import QueuedRequest, QueueFull, RequestQueue
-from megaswift.serve.tool_calls_in_answers import ToolCallParser, ToolCallResponseWriter
+from megaswift.serve.tool_calls import ToolCallParser, ToolCallResponseWriter
 
 PATIENCE_SECONDS = 0.5
 """Between two looks at whether a client is still there."""

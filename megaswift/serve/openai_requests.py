@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json
 
 from megaswift.config.inference.options import COLD, PENALTIES, GenerationOptions
-from megaswift.data.attach_row_media import TYPES
-from megaswift.data.role_aliases_and_tool_call_turns import ROLES
-from megaswift.data.row_media import IMAGE
+from megaswift.data.templates.roles import ROLES
+from megaswift.data.vision.media import IMAGE
+from megaswift.data.vision.placeholders import TYPES
 from megaswift.inference.chat_inputs import NO_TEXT
 from megaswift.inference.generator import GenerationParams, generation_params
 

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, h11
 
 from megaswift import log
 from megaswift.config.inference.checks import is_loopback
-from megaswift.serve.openai_response_bodies import error_json
+from megaswift.serve.openai_responses import error_json
 
 ARRIVAL_SECONDS = 30.0
 """In which a request has to arrive: its headers, and then its body."""

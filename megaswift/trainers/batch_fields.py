@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megaswift.engine.global_batch_loss_and_metrics import all_sum_on_device
+from megaswift.engine.objective import all_sum_on_device
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, RequestedModelOutputs
 from megaswift.losses.kto import log_ratios

@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.atomic_disk_writes import fsync_path, write_atomically
+from megaswift.base.atomic_writes import fsync_path, write_atomically
 from megaswift.config.versions import run_folder
 from megaswift.errors import CheckpointError, Problem, did_you_mean_hint
 from megaswift.folders import saved_steps

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
+from megaswift.base.plain_files import files_below, refuse_links_outside
+from megaswift.base.redaction import MASK
 from megaswift.errors import ConfigError, Problem, first_line
-from megaswift.plain_files import files_below, refuse_links_outside
-from megaswift.redaction import MASK
 
 HTTP_CLIENTS = {"httpx": "HTTPError", "httpx2": "HTTPError", "requests": "RequestException"}
 """Packages that the clients send with, and the base of what they raise without a network."""

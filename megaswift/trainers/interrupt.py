@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from megaswift import log
-from megaswift.closed_stdout import discard_closed_output
+from megaswift.base.closed_stdout import discard_closed_output
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal was closed. SIGUSR1: clusters send it before a job's time is over. One that is ignored from the

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megaswift import distributed
-from megaswift.atomic_disk_writes import write_atomically
+from megaswift.base.atomic_writes import write_atomically
 from megaswift.errors import first_line
 from megaswift.trainers.hooks.progress import print_warning
 

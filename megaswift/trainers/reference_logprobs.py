@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from megaswift import distributed, log
-from megaswift.data.collate_preference_batches import PreferenceDataset
-from megaswift.data.collate_rollout_batches import scatter_completion_values
-from megaswift.data.loader import EvaluationSource
+from megaswift.data.batches.loader import EvaluationSource
+from megaswift.data.preference.collate import PreferenceDataset
+from megaswift.data.prompts.collate import scatter_completion_values
 from megaswift.losses.contract import Batch
 
 Score = Callable[[Sequence[Batch]], list[torch.Tensor]]

@@ -76,7 +76,7 @@ def build_contender(case: BenchmarkCase, folder: Path, small: bool, count: int) 
 
 
 def _megaswift(case: BenchmarkCase, folder: Path, small: bool, count: int) -> Contender:
-    from megaswift.engine.megatron.layers.layer_implementation import transformer_engine_unusable_reason
+    from megaswift.engine.megatron.layers.implementation import transformer_engine_unusable_reason
     from megaswift.engine.megatron.parallel_context import ParallelContext
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout

@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import torch  # noqa: E402
 
 from gpu_benchmark.case_process import seconds_of  # noqa: E402
-from megaswift.engine import vocabulary_logprobs_and_entropy as head  # noqa: E402
+from megaswift.engine import logit_fields as head  # noqa: E402
 
 ROWS, WIDTH, HIDDEN = 4096, 151_936, 4096
 SMALL = 8, 512, 32

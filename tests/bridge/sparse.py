@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from megaswift.bridge.adapter_plan import PREFIX, AdapterHyperparameters, AdapterPlan
-from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
-from megaswift.bridge.hf_safetensors_source import INDEX, TensorMeta
-from megaswift.bridge.hf_safetensors_writer import (
+from megaswift.bridge.adapters.folder import CONFIG, TENSORS, peft_adapter_config_json
+from megaswift.bridge.adapters.plan import PREFIX, AdapterHyperparameters, AdapterPlan
+from megaswift.bridge.hf.source import INDEX, TensorMeta
+from megaswift.bridge.hf.writer import (
     PlannedSafetensorsFile,
     plan_safetensors_file,
     plan_safetensors_shards,
     safetensors_index_json,
 )
-from megaswift.bridge.peft_folder import CONFIG, TENSORS, peft_adapter_config_json
+from megaswift.bridge.plan import WeightPlan
 from megaswift.families import family_of, read_config_json
 from megaswift.models.targets import projections
 from tests.parity.models import BASE

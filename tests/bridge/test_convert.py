@@ -1,9 +1,9 @@
 """HF -> checkpoint -> HF, bit for bit, for every family and dtype; interruptions, refusals, what lies in the
 folders.
 
-Covers: megaswift/bridge/resumable_folder.py, megaswift/bridge/streaming_folder_job.py,
-megaswift/bridge/torch_dist_source.py, megaswift/bridge/open_weight_source.py, megaswift/bridge/pickle_opcode_limits.py,
-megaswift/bridge/read_safetensors_header.py.
+Covers: megaswift/bridge/convert/resumable.py, megaswift/bridge/convert/job.py,
+megaswift/bridge/checkpoint/source.py, megaswift/bridge/weight_source.py, megaswift/bridge/checkpoint/pickle_scan.py,
+megaswift/bridge/hf/header.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from megaswift.bridge import hf_to_megatron, megatron_to_hf, streaming_folder_job
-from megaswift.bridge.open_weight_source import open_weights
-from megaswift.bridge.sharded_state_dict_entries import sharded_state_dict_entry
-from megaswift.bridge.torch_dist_source import TorchDistSource
+from megaswift.bridge.checkpoint.entries import sharded_state_dict_entry
+from megaswift.bridge.checkpoint.source import TorchDistSource
+from megaswift.bridge.convert import job, to_hf, to_megatron
+from megaswift.bridge.weight_source import open_weights
 from megaswift.errors import CheckpointError, LayoutError, UserError
 from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
 from tests.bridge.test_round_trip import ALL
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.wide
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EVERY_DTYPE = ("dense", "dense-tied", "moe", "gpt_oss", "deepseek_v3", "phi3")
-forth, back = hf_to_megatron.hf_to_megatron, megatron_to_hf.megatron_to_hf
+forth, back = to_megatron.hf_to_megatron, to_hf.megatron_to_hf
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -50,8 +50,8 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 )
 def test_bitwise(variant: str, dtype: str, folders: Path, tmp_path: Path) -> None:
     folder = make(variant, folders, DTYPES[dtype])
-    forth(folder, tmp_path / "m", hf_to_megatron.HfToMegatronOptions(layout={"tp": 2}, file_bytes=100_000))
-    back(tmp_path / "m", tmp_path / "hf", megatron_to_hf.MegatronToHfOptions(max_shard_bytes=150_000))
+    forth(folder, tmp_path / "m", to_megatron.HfToMegatronOptions(layout={"tp": 2}, file_bytes=100_000))
+    back(tmp_path / "m", tmp_path / "hf", to_hf.MegatronToHfOptions(max_shard_bytes=150_000))
     assert_same(tensors_of(tmp_path / "hf"), tensors_of(folder))
     theirs, ours = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "hf"))
     assert ours == theirs
@@ -61,7 +61,7 @@ def test_bitwise(variant: str, dtype: str, folders: Path, tmp_path: Path) -> Non
 def test_small_blocks_change_nothing(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors in many parts: rows, and parts of rows."""
     for variant, size in (("moe", 1000), ("qwen2", 100)):
-        monkeypatch.setattr(streaming_folder_job.split_region_into_blocks, "__defaults__", (size,))
+        monkeypatch.setattr(job.split_region_into_blocks, "__defaults__", (size,))
         folder = make(variant, folders, torch.bfloat16)
         forth(folder, tmp_path / variant)
         back(tmp_path / variant, tmp_path / f"{variant}-hf")
@@ -76,10 +76,10 @@ def test_each_tensor_keeps_its_own_dtype(fresh: Callable[[str], Path], tmp_path:
     forth(folder, tmp_path / "m")
     back(tmp_path / "m", tmp_path / "hf")
     assert_same(tensors_of(tmp_path / "hf"), mixed)
-    back(tmp_path / "m", tmp_path / "half", megatron_to_hf.MegatronToHfOptions(dtype=torch.bfloat16))
+    back(tmp_path / "m", tmp_path / "half", to_hf.MegatronToHfOptions(dtype=torch.bfloat16))
     assert_same(tensors_of(tmp_path / "half"), {n: t.bfloat16() for n, t in mixed.items()})
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
-    forth(folder, tmp_path / "m16", hf_to_megatron.HfToMegatronOptions(dtype=torch.float16))
+    forth(folder, tmp_path / "m16", to_megatron.HfToMegatronOptions(dtype=torch.float16))
     back(tmp_path / "m16", tmp_path / "hf16")
     assert_same(tensors_of(tmp_path / "hf16"), {n: t.half() for n, t in mixed.items()})
 
@@ -114,7 +114,7 @@ def test_prediction_layers_pass_through(fresh: Callable[[str], Path], tmp_path: 
     forth(folder, tmp_path / "m")
     back(tmp_path / "m", tmp_path / "hf")
     assert_same(tensors_of(tmp_path / "hf"), want)
-    back(tmp_path / "m", tmp_path / "half", megatron_to_hf.MegatronToHfOptions(dtype=torch.bfloat16))
+    back(tmp_path / "m", tmp_path / "half", to_hf.MegatronToHfOptions(dtype=torch.bfloat16))
     plan = plan_of(folder)
     assert_same(tensors_of(tmp_path / "half"), {n: t.bfloat16() if n in plan.hf_shapes else t for n, t in want.items()})
 
@@ -123,7 +123,7 @@ def test_prediction_layers_pass_through(fresh: Callable[[str], Path], tmp_path: 
 def test_torchs_own_reader_reads_it(variant: str, folders: Path, tmp_path: Path) -> None:
     """Not our reader: torch.distributed.checkpoint, key by key, against the shards the engine would load."""
     folder = make(variant, folders, torch.bfloat16)
-    forth(folder, tmp_path / "m", hf_to_megatron.HfToMegatronOptions(layout={"tp": 2}))
+    forth(folder, tmp_path / "m", to_megatron.HfToMegatronOptions(layout={"tp": 2}))
     loaded = _load_state_dict_from_keys(checkpoint_id=tmp_path / "m", storage_reader=FileSystemReader(tmp_path / "m"))
     plan, source = plan_of(folder), open_weights(folder)
     at = {entry.megatron: sharded_state_dict_entry(entry, 144) for entry in plan.entries}
@@ -146,12 +146,12 @@ def test_the_files_of_the_folders(fresh: Callable[[str], Path], tmp_path: Path) 
     }
     for name, text in side.items():
         (folder / name).write_text(text)
-    forth(folder, tmp_path / "m", hf_to_megatron.HfToMegatronOptions(layout={"tp": 4, "pp": 2}))
+    forth(folder, tmp_path / "m", to_megatron.HfToMegatronOptions(layout={"tp": 4, "pp": 2}))
     facts = json.loads((tmp_path / "m" / "conversion.json").read_text())
     assert facts["padded_vocabulary"] == 160 and facts["layout"] == {"tp": 4, "pp": 2}
     assert TorchDistSource(tmp_path / "m").shape("output_layer.weight") == (160, 64)
     shutil.rmtree(folder)
-    back(tmp_path / "m", tmp_path / "hf", megatron_to_hf.MegatronToHfOptions(max_shard_bytes=50_000))
+    back(tmp_path / "m", tmp_path / "hf", to_hf.MegatronToHfOptions(max_shard_bytes=50_000))
     assert {n: (tmp_path / "hf" / n).read_text() for n in side} == side
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 3
     assert not list(tmp_path.glob(".*"))
@@ -170,7 +170,7 @@ def test_layouts_that_the_model_does_not_allow(
     variant: str, layout: dict[str, int], told: str, folders: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(LayoutError) as caught:
-        forth(make(variant, folders), tmp_path / "m", hf_to_megatron.HfToMegatronOptions(layout=layout))
+        forth(make(variant, folders), tmp_path / "m", to_megatron.HfToMegatronOptions(layout=layout))
     assert told in str(caught.value) and not list(tmp_path.iterdir())
 
 
@@ -181,7 +181,7 @@ class Stop(Exception):
 def stop_after(monkeypatch: pytest.MonkeyPatch, items: int, error: type[BaseException]) -> list[int]:
     """The conversion ends before item number `items` of this run; the numbers of those that are begun."""
     begun: list[int] = []
-    move = streaming_folder_job._move
+    move = job._move
 
     def limited(stage: Any, item: Any, number: int, meter: Any) -> None:
         if len(begun) == items:
@@ -189,7 +189,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, items: int, error: type[BaseExce
         begun.append(number)
         move(stage, item, number, meter)
 
-    monkeypatch.setattr(streaming_folder_job, "_move", limited)
+    monkeypatch.setattr(job, "_move", limited)
     return begun
 
 
@@ -210,7 +210,7 @@ def test_an_interrupted_conversion_resumes(
     convert, target = (forth, tmp_path / "out") if way == "forth" else (back, tmp_path / "out")
     with monkeypatch.context() as patch:
         first = stop_after(patch, 5, error)
-        with pytest.raises(streaming_folder_job.ConversionInterrupted if error is KeyboardInterrupt else error):
+        with pytest.raises(job.ConversionInterrupted if error is KeyboardInterrupt else error):
             convert(source, target)
     assert not target.exists() and len(first) == 5
     with monkeypatch.context() as patch:
@@ -247,16 +247,16 @@ def test_nothing_is_replaced_unasked(folders: Path, tmp_path: Path) -> None:
         forth(folder, tmp_path / "m")
     assert (tmp_path / "m" / ".metadata").stat().st_ino == before
     (tmp_path / "m" / "stray").write_text("")
-    forth(folder, tmp_path / "m", hf_to_megatron.HfToMegatronOptions(overwrite=True))
+    forth(folder, tmp_path / "m", to_megatron.HfToMegatronOptions(overwrite=True))
     assert not (tmp_path / "m" / "stray").exists() and open_weights(tmp_path / "m").names()
 
 
 def test_progress_shows_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere than on a terminal: a line now and then. What an interrupted run had done does not count as speed."""
     now = [100.0]
-    monkeypatch.setattr(streaming_folder_job.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(job.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    meter = streaming_folder_job.ProgressMeter(16 * 10**9, 10**9, stream)
+    meter = job.ProgressMeter(16 * 10**9, 10**9, stream)
     meter.add(10**9)
     assert stream.getvalue() == ""
     now[0] += 11

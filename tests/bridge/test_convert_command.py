@@ -1,6 +1,6 @@
 """The converters as users start them: help, options, exit codes, Ctrl-C.
 
-Covers: megaswift/convert.py.
+Covers: megaswift/commands/convert.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaswift.cli import main
-from megaswift.convert import byte_size_argument, convert_command
+from megaswift.commands.convert import byte_size_argument, convert_command
 from megaswift.errors import UserError
 from tests.bridge.folders import make, tensors_of
 from tests.sources import ROOT
@@ -104,8 +104,8 @@ def test_after_ctrl_c_the_same_command_resumes(
     """One big tensor on a slow reader: the signal comes in the middle."""
     folder = make("dense", folders, torch.float32)
     slow = (
-        "import sys, time\nfrom megaswift.bridge import hf_safetensors_source\n"
-        "from megaswift.convert import run_converter_script\n"
+        "import sys, time\nfrom megaswift.bridge.hf import source as hf_safetensors_source\n"
+        "from megaswift.commands.convert import run_converter_script\n"
         "plain = hf_safetensors_source.HfSource.slice\n"
         "def read(*a):\n    time.sleep(0.05)\n    return plain(*a)\n"
         "hf_safetensors_source.HfSource.slice = read\nraise SystemExit(run_converter_script('hf-to-megatron'))\n"

@@ -11,9 +11,9 @@ from tests.bridge.sparse import write_sparse, write_sparse_adapter
 
 pytestmark = pytest.mark.process
 PROGRAM = """
-from megaswift.bridge.hf_to_megatron import hf_to_megatron
-from megaswift.bridge.megatron_to_hf import megatron_to_hf
-from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
+from megaswift.bridge.convert.to_megatron import hf_to_megatron
+from megaswift.bridge.convert.to_hf import megatron_to_hf
+from megaswift.bridge.adapters.merge import merge_adapter_folder_into_base
 before = peak()
 if len(sys.argv) > 1:
     {"forth": hf_to_megatron, "back": megatron_to_hf, "merge":

@@ -1,7 +1,7 @@
 """Converted checkpoints on real ranks: Megatron's own loader and our engine, on layouts that nobody named when
 converting.
 
-Covers: megaswift/bridge/checkpoint_hf_metadata.py, megaswift/bridge/saved_dtype_compatibility.py.
+Covers: megaswift/bridge/checkpoint/hf_metadata.py, megaswift/bridge/checkpoint/dtypes.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge import hf_to_megatron, megatron_to_hf
-from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
+from megaswift.bridge.checkpoint.hf_metadata import write_checkpoint_hf_metadata
+from megaswift.bridge.convert import to_hf, to_megatron
 from tests.bridge.folders import plan_of
 from tests.bridge.test_convert import assert_same, with_prediction_layer
 from tests.engine.checkpoint_worker import Run, build
@@ -36,7 +36,7 @@ def converted(variant: str, made: Path, tp: int) -> tuple[Path, Path]:
     """(Hugging Face folder, checkpoint), made once."""
     folder, target = build_model(variant, made / variant), made / f"{variant}-tp{tp}"
     if not target.exists():
-        hf_to_megatron.hf_to_megatron(folder, target, hf_to_megatron.HfToMegatronOptions({"tp": tp}))
+        to_megatron.hf_to_megatron(folder, target, to_megatron.HfToMegatronOptions({"tp": tp}))
     return folder, target
 
 
@@ -95,7 +95,7 @@ def test_training_from_a_checkpoint_is_training_from_the_folder(
     assert_same(got[0].weights, want[0].weights)
     assert_same(got[0].moments["exp_avg"], want[0].moments["exp_avg"])
     (tmp_path / "model").symlink_to(checkpoint / "model")
-    megatron_to_hf.megatron_to_hf(tmp_path, tmp_path / "hf")
+    to_hf.megatron_to_hf(tmp_path, tmp_path / "hf")
     assert_same(disk_tensors(tmp_path / "hf"), want[0].weights)
 
 
@@ -119,5 +119,5 @@ def test_runs_carry_prediction_layers(pool: Pool, tmp_path: Path) -> None:
     write_checkpoint_hf_metadata(
         tmp_path / "step" / "model", plan.spec.hf_config, {n: want[n].dtype for n in plan.hf_shapes}, folder
     )
-    megatron_to_hf.megatron_to_hf(tmp_path / "step", tmp_path / "hf")
+    to_hf.megatron_to_hf(tmp_path / "step", tmp_path / "hf")
     assert_same(disk_tensors(tmp_path / "hf"), want)

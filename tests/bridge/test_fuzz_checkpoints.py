@@ -1,6 +1,6 @@
 """A few hundred damaged files of checkpoints, and the worst by hand: one message each, in bounded time and memory.
 
-Covers: megaswift/bridge/read_torch_dist_metadata.py.
+Covers: megaswift/bridge/checkpoint/metadata.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megaswift.bridge.read_safetensors_header import read_safetensors_header
-from megaswift.bridge.read_torch_dist_metadata import read_torch_dist_metadata
-from megaswift.bridge.torch_save_tensor_file_format import locate_torch_save_tensor, torch_save_zip_frame
+from megaswift.bridge.checkpoint.metadata import read_torch_dist_metadata
+from megaswift.bridge.checkpoint.tensor_file import locate_torch_save_tensor, torch_save_zip_frame
+from megaswift.bridge.hf.header import read_safetensors_header
 from megaswift.errors import Problem, UserError, WeightsError
 from megaswift.folders.source import missing_model_file_problems
 from tests import fuzz_checkpoints as fuzz
@@ -102,9 +102,9 @@ BOMBS = {
 READ_ALL = """
 import resource, sys
 from pathlib import Path
-from megaswift.bridge.read_safetensors_header import read_safetensors_header
-from megaswift.bridge.read_torch_dist_metadata import read_torch_dist_metadata
-from megaswift.bridge.torch_save_tensor_file_format import locate_torch_save_tensor, torch_save_zip_frame
+from megaswift.bridge.hf.header import read_safetensors_header
+from megaswift.bridge.checkpoint.metadata import read_torch_dist_metadata
+from megaswift.bridge.checkpoint.tensor_file import locate_torch_save_tensor, torch_save_zip_frame
 from megaswift.errors import Problem
 
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))

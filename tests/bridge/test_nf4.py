@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megaswift.bridge import nf4
-from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
+from megaswift.bridge.plan import WeightPlan
 from megaswift.errors import Problem
 from megaswift.families import family_of
 from megaswift.models import qlora

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors, PlanEntry
+from megaswift.bridge.plan import EntriesOfSameHfTensors, PlanEntry
 from megaswift.families import ModelSpec, family_of
 from megaswift.models.weights.rules import Shard, SliceMap, TensorParallelShard
 from tests.families.published import QWEN3_30B_A3B

@@ -1,7 +1,7 @@
 """Hugging Face -> Megatron shards -> Hugging Face: bitwise, for every family and tensor-parallel size, with each
 tensor's own dtype.
 
-Covers: megaswift/bridge/hf_megatron_weight_plan.py.
+Covers: megaswift/bridge/plan.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import HfExportOptions, HfSource, WeightPlan, write_hf_export
-from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors
+from megaswift.bridge.plan import EntriesOfSameHfTensors
 from megaswift.families import FAMILIES
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.parity.models import BRIDGED, VARIANTS

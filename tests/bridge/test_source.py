@@ -1,7 +1,7 @@
 """What can be wrong with a folder of safetensors: each mistake is told with its file and tensor, before any weight is
 read.
 
-Covers: megaswift/bridge/hf_safetensors_source.py.
+Covers: megaswift/bridge/hf/source.py.
 """
 
 from __future__ import annotations

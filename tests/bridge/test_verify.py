@@ -1,7 +1,7 @@
 """`megaswift convert verify`: every kind of difference is found, told, reported and an exit code; what is equal is
 equal.
 
-Covers: megaswift/bridge/compare_weights.py, megaswift/bridge/compare_logits.py.
+Covers: megaswift/bridge/convert/weight_comparison.py, megaswift/bridge/convert/logit_comparison.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megaswift.bridge import streaming_folder_job
-from megaswift.bridge.hf_to_megatron import HfToMegatronOptions, hf_to_megatron
+from megaswift.bridge.convert import job
+from megaswift.bridge.convert.to_megatron import HfToMegatronOptions, hf_to_megatron
 from megaswift.cli import main
-from megaswift.convert import convert_command
+from megaswift.commands.convert import convert_command
 from megaswift.errors import UserError
 from tests.bridge.folders import make, rewrite, set_config, tensors_of
 from tests.bridge.quantize import gpt_oss, quantize_fp8
@@ -105,7 +105,7 @@ def test_every_difference(
     case: tuple[Any, str, str, str], verify: Any, folders: Path, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, name, status, told = case
-    monkeypatch.setattr(streaming_folder_job.split_region_into_blocks, "__defaults__", (1000,))
+    monkeypatch.setattr(job.split_region_into_blocks, "__defaults__", (1000,))
     a, b = make("dense", folders), changed(fresh("dense"), change)
     code, out, report = verify(a, b)
     found = rows(report)

@@ -1,6 +1,6 @@
 """Memory of `convert verify`: some blocks, whatever the size of the models, also where they differ.
 
-Covers: megaswift/convert_verify.py.
+Covers: megaswift/commands/verify.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tests.bridge.peaks import printed
 from tests.bridge.sparse import write_sparse
 
 PROGRAM = """
-from megaswift.convert import convert_command
-import megaswift.convert_verify
+from megaswift.commands.convert import convert_command
+import megaswift.commands.verify
 before = peak()
 code = convert_command(["verify", *sys.argv[1:]])
 print(code, before, peak())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megaswift.clusters.cluster_and_job import Cluster, Job
+from megaswift.clusters.job import Cluster, Job
 
 NEEDED: dict[str, dict[str, Any]] = {
     "local": {},

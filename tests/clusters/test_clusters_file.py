@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megaswift.clusters.cluster_options import CLUSTER_OPTIONS, SAFE
 from megaswift.clusters.clusters_file import clusters_file, read_cluster
-from megaswift.clusters.scheduler_table import SCHEDULERS
+from megaswift.clusters.options import CLUSTER_OPTIONS, SAFE
+from megaswift.clusters.table import SCHEDULERS
 from megaswift.errors import ConfigError
 from tests.sources import ROOT
 
@@ -226,7 +226,7 @@ def test_every_option_is_documented_and_read() -> None:
     page = (ROOT / "docs/launch.md").read_text(encoding="utf-8")
     code = "\n".join(
         f.read_text(encoding="utf-8")
-        for f in [*(ROOT / "megaswift/clusters").glob("*.py"), ROOT / "megaswift/submit.py"]
+        for f in [*(ROOT / "megaswift/clusters").glob("*.py"), ROOT / "megaswift/commands/submit.py"]
     )
     for option in CLUSTER_OPTIONS:
         assert f"| `{option.name}` |" in page and option.about in page, option.name

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megaswift.cli import main
-from megaswift.clusters.cluster_and_job import SubmittedJob
+from megaswift.clusters.job import SubmittedJob
 from megaswift.clusters.job_folder import write_record
-from megaswift.clusters.scheduler_protocol import scheduler_of
+from megaswift.clusters.scheduler import scheduler_of
 from tests.clusters.jobs import job
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megaswift.clusters.cluster_and_job import RenderedJob
+from megaswift.clusters.job import RenderedJob
 from megaswift.clusters.job_folder import write_job_files
-from megaswift.clusters.scheduler_protocol import scheduler_of
+from megaswift.clusters.scheduler import scheduler_of
 from tests.clusters.jobs import job
 from tests.clusters.programs import expanded_by_kubernetes, program, run_here
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from megaswift.cli import main
-from megaswift.clusters.cluster_options import CLUSTER_OPTIONS
 from megaswift.clusters.job_folder import read_record
+from megaswift.clusters.options import CLUSTER_OPTIONS
 from megaswift.errors import ConfigError
 
 TOOLS = ("ssh", "scancel", "squeue", "sacct", "kubectl", "ray", "dlc")

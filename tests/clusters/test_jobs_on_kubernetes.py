@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from megaswift.cli import main
-from megaswift.clusters.cluster_and_job import Job, SubmittedJob
+from megaswift.clusters.job import Job, SubmittedJob
 from megaswift.clusters.job_folder import write_job_files, write_record
-from megaswift.clusters.scheduler_protocol import scheduler_of
+from megaswift.clusters.scheduler import scheduler_of
 from tests.clusters.jobs import job
 from tests.clusters.test_manifests import MANIFESTS
 from tests.clusters.test_rendered_files import JOBS

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megaswift.clusters.kubernetes_pods import unexpanded
-from megaswift.clusters.scheduler_protocol import scheduler_of
+from megaswift.clusters.pods import unexpanded
+from megaswift.clusters.scheduler import scheduler_of
 from tests.clusters.jobs import job
 from tests.clusters.manifest_fields import FIELDS, unknown_fields
 from tests.clusters.programs import expanded_by_kubernetes

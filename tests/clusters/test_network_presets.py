@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from megaswift.clusters.network_presets import NETWORK_PRESETS, network_variables
-from megaswift.clusters.node_setup_shell_lines import preparation_lines
+from megaswift.clusters.shell_lines import preparation_lines
 from tests.clusters.jobs import job
 from tests.sources import ROOT
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.clusters.cluster_and_job import SubmittedJob
-from megaswift.clusters.scheduler_protocol import scheduler_of
+from megaswift.clusters.job import SubmittedJob
+from megaswift.clusters.scheduler import scheduler_of
 from tests.clusters.programs import SSH
 
 

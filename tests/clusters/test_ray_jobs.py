@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megaswift.clusters.cluster_and_job import Cluster
-from megaswift.clusters.scheduler_protocol import scheduler_of
+from megaswift.clusters.job import Cluster
+from megaswift.clusters.scheduler import scheduler_of
 from tests.clusters.jobs import job
 from tests.clusters.programs import expanded_by_kubernetes, program, run_here
 from tests.network_namespaces import Machine, machines, why_not

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from megaswift.clusters.cluster_and_job import Job, SubmittedJob
+from megaswift.clusters.job import Job, SubmittedJob
 from megaswift.clusters.job_folder import KEPT
-from megaswift.clusters.node_setup_shell_lines import shell_words
-from megaswift.clusters.scheduler_protocol import scheduler_of
-from megaswift.clusters.scheduler_table import SCHEDULERS
+from megaswift.clusters.scheduler import scheduler_of
+from megaswift.clusters.shell_lines import shell_words
+from megaswift.clusters.table import SCHEDULERS
 from tests.clusters.jobs import job
 
 GOLDEN = Path(__file__).parent / "golden"

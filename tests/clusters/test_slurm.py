@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megaswift.clusters.cluster_and_job import SubmittedJob
-from megaswift.clusters.scheduler_protocol import scheduler_of
+from megaswift.clusters.job import SubmittedJob
+from megaswift.clusters.scheduler import scheduler_of
 from megaswift.clusters.slurm import SCHEDULER
 from megaswift.errors import ConfigError
 from tests.clusters.jobs import job

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megaswift.clusters.scheduler_protocol import scheduler_of
+from megaswift.clusters.scheduler import scheduler_of
 from megaswift.clusters.ssh_hosts import with_hosts_of_its_file
 from megaswift.errors import ConfigError
 from tests.clusters.jobs import job

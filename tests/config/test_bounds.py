@@ -1,6 +1,6 @@
 """What is absurd, nested without end or secret: one message, at once, and without the secret.
 
-Covers: megaswift/config/option.py, megaswift/redaction.py.
+Covers: megaswift/config/option.py, megaswift/base/redaction.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megaswift.commands.convert import convert_command
 from megaswift.config import SwiftConfig, load_config
-from megaswift.convert import convert_command
 from megaswift.deploy import COMMAND as DEPLOY
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec

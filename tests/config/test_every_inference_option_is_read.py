@@ -22,7 +22,7 @@ from megaswift.config.inference.launch import LAUNCH_OPTIONS, OF_NODES, node_opt
 from megaswift.config.inference.options import BitsandbytesOptions, InferProcessOptions, ServerOptions
 from megaswift.config.inference.parser import CommandParser
 from megaswift.errors import ConfigError
-from megaswift.launchers.infer_processes_with_gpu_shares import requested_launch
+from megaswift.launchers.infer_processes import requested_launch
 from tests.sources import Source, sources
 
 COMMANDS: tuple[CommandParser[Any], ...] = (infer.COMMAND, deploy.COMMAND, export.COMMAND)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift import deploy, export, infer, training_command_entry
+from megaswift import deploy, export, infer
+from megaswift.commands import training
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.option import Option
 from megaswift.config.sections import NAMES, OPTIONS
@@ -104,7 +105,7 @@ def test_checks_of_files_and_model_name_what_was_typed(tmp_path: Path, capsys: p
     file.write_text(f"save: {tmp_path / 'out'}\ncutoff_len: 64\n\ndatasets: [{tmp_path / 'rows.jsonl'}]\n")
     words = [str(file), "--model_id_or_path", str(tmp_path / "model"), "--val_datasets", str(tmp_path / "held.jsonl")]
     with pytest.raises(SystemExit) as ended:
-        training_command_entry.main("sft", [*words, "--attention_backend", "flash"])
+        training.main("sft", [*words, "--attention_backend", "flash"])
     told = capsys.readouterr().err
     assert ended.value.code == 2
     for what in (

@@ -24,7 +24,7 @@ from megaswift.config.facts.zero_file import (
     read_deepspeed_json,
 )
 from megaswift.config.facts.zero_keys import READ_AHEAD_ON_A_DRIVE, offload_parts_on_a_drive
-from megaswift.engine.torch.deepspeed_import_and_config_overrides import deepspeed_config_with_engine_overrides
+from megaswift.engine.torch.strategies.zero_config import deepspeed_config_with_engine_overrides
 from megaswift.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "deepspeed"

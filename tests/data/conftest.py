@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.data.vision_processor import Processor
+from megaswift.data.vision.processor import Processor
 from tests.data.makers import vision_processor
 from tests.parity import vision
 

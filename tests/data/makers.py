@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from megaswift.config import SwiftConfig
-from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from megaswift.data.vision.processor import Processor, processor_folder_and_files_digest
 from tests.parity import vision
 
 HERE = Path(__file__).parent

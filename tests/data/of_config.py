@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.data.find_rows_held_out_by_training_run import validation_row_places
-from megaswift.data.rl_prompts import Prompt, PromptSource, load_prompt_splits
+from megaswift.data.prompts.source import Prompt, PromptSource, load_prompt_splits
+from megaswift.data.sources.held_out import validation_row_places
 
 
 def prompt_splits(cfg: SwiftConfig, reader: Any, per_generation: int) -> tuple[PromptSource, list[Prompt] | None]:

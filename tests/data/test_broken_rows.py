@@ -1,7 +1,7 @@
 """Rows that no reader can turn into text: named with their place, skipped and counted, alike in streams and workers.
 
-Covers: megaswift/data/formats/query_response.py, megaswift/data/json_text.py, megaswift/data/row_readers.py,
-megaswift/data/tokenize_worker.py.
+Covers: megaswift/data/formats/query_response.py, megaswift/data/sources/json_text.py,
+megaswift/data/sources/readers.py, megaswift/data/tokenize_worker.py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megaswift.data import row_readers
-from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_document_splits
-from megaswift.data.json_text import MOST_NESTED
-from megaswift.data.numbered_rows_batch_source import LoaderGeometry
+from megaswift.data.batches.numbered import LoaderGeometry
+from megaswift.data.build import build_train_and_eval_sources, load_document_splits
+from megaswift.data.sources import readers
+from megaswift.data.sources.json_text import MOST_NESTED
 from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
@@ -122,9 +122,9 @@ def test_items_of_a_json_list(tmp_path: Path) -> None:
 def test_deep_json_is_split_as_json_reads_it() -> None:
     values = [{"a": '],[{"\\" x'}, {"b": [1, {"c": "}"}]}, {}, {"d": [[]]}]
     for text in (json.dumps(values), json.dumps(values, indent=2), "[]"):
-        found = row_readers.json_text.split_json_list(text)
+        found = readers.json_text.split_json_list(text)
         assert found is not None and [json.loads(item) for item in found] == (values if text != "[]" else [])
-    assert row_readers.json_text.split_json_list("{}") is None
+    assert readers.json_text.split_json_list("{}") is None
 
 
 CSV = [
@@ -161,7 +161,7 @@ def test_csv(tmp_path: Path, content: bytes, kept: int | None, said: str) -> Non
 
 
 def test_a_cell_beyond_every_size_is_an_open_quote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_readers, "MOST_CELL", 100)
+    monkeypatch.setattr(readers, "MOST_CELL", 100)
     (tmp_path / "d.csv").write_text("query,response\na," + "b" * 200 + "\nc,d\n")
     assert counted(tmp_path, str(tmp_path / "d.csv")) == (1, {"rows": 1, "malformed": 1})
 
@@ -199,7 +199,7 @@ def test_damaged_parquet_pages_name_their_rows(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"d.parquet:1 and 9 more like it: row: damaged Parquet data \("):
         load_document_splits(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
     assert counted(tmp_path, str(path)) == (24, {"rows": 24, "malformed": 16})
-    rows = list(row_readers.READERS["parquet"](path, 10, 20, 1))
+    rows = list(readers.READERS["parquet"](path, 10, 20, 1))
     assert [r.line for r in rows] == list(range(11, 21))
     assert [isinstance(r.row, RowError) for r in rows] == [True] * 6 + [False] * 4
 
@@ -213,8 +213,8 @@ def test_mutated_parquet_never_ends_in_another_error(tmp_path: Path) -> None:
             mutated[rng.randrange(len(mutated))] = rng.randrange(256)
         path.write_bytes(mutated)
         try:
-            count = row_readers.count_rows(path, "parquet")
-            assert len(list(row_readers.READERS["parquet"](path, 0, count, 1))) == count
+            count = readers.count_rows(path, "parquet")
+            assert len(list(readers.READERS["parquet"](path, 0, count, 1))) == count
             seen["rows"] += 1
         except DataError:
             seen["refused"] += 1
@@ -226,8 +226,8 @@ def test_nothing_is_wrong_with_whole_characters(tmp_path: Path) -> None:
     texts = [r'"\ud83d\ude00"', r'"\\ud83d"', '"' + "7" * 5000 + '"', '"' + "[" * 500 + '"']
     path = lines(tmp_path / "d.jsonl", *(row(text).encode() for text in texts))
     deep = '{"n": ' + "[" * (MOST_NESTED - 1) + "]" * (MOST_NESTED - 1) + "}"
-    assert isinstance(row_readers.parse_json_row(deep), dict) and isinstance(
-        row_readers.parse_json_row('{"n": [' + deep + "]}"), RowError
+    assert isinstance(readers.parse_json_row(deep), dict) and isinstance(
+        readers.parse_json_row('{"n": [' + deep + "]}"), RowError
     )
     assert counted(tmp_path, path) == (4, {"rows": 4})
     assert jsonl(tmp_path / "e.jsonl", [GOOD])
@@ -237,6 +237,6 @@ def test_parquet_text_that_is_not_utf_8_is_one_row(tmp_path: Path) -> None:
     places = pa.array([0, 5, 7, 9], pa.int32()).buffers()[1]
     column = pa.Array.from_buffers(pa.string(), 3, [None, places, pa.py_buffer(b"hello\xff\xfeok")])
     pq.write_table(pa.table({"text": column}), tmp_path / "d.parquet")
-    first, bad, last = (one.row for one in row_readers.READERS["parquet"](tmp_path / "d.parquet", 0, 3, 1))
+    first, bad, last = (one.row for one in readers.READERS["parquet"](tmp_path / "d.parquet", 0, 3, 1))
     assert (first, last) == ({"text": "hello"}, {"text": "ok"})
     assert isinstance(bad, RowError) and "text that is not UTF-8" in str(bad)

@@ -1,6 +1,6 @@
 """Every command of docs/data.md, on files of its names: inspections run, and training reads its first batch.
 
-Left out: the commands whose data are on a hub or in a bucket (tests/data/test_download_hub_datasets.py and
+Left out: the commands whose data are on a hub or in a bucket (tests/data/sources/test_hub.py and
 test_copy_remote_datasets.py have local servers).
 """
 
@@ -14,9 +14,9 @@ import pytest
 
 from megaswift.cli import main
 from megaswift.config import load_config
-from megaswift.data.build_batch_sources import build_train_and_eval_sources
+from megaswift.data.batches.numbered import LoaderGeometry
+from megaswift.data.build import build_train_and_eval_sources
 from megaswift.data.model_tokenizer import tokenizer_or_processor_for
-from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 from tests.data.makers import TEXT, chat, jsonl, tokenizer
 from tests.sources import ROOT
 

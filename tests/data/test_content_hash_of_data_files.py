@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.data import coordinate_token_cache_build, tokenization
+from megaswift.data import tokenization
+from megaswift.data.store import shared_build
 from tests.data.test_tokenization import ROWS, expected, texts, write
 
 
@@ -37,7 +38,7 @@ def test_nodes_that_share_the_cache_hash_once(tmp_path: Path) -> None:
         return "key"
 
     keys: list[str] = []
-    find = coordinate_token_cache_build.content_hash_of_input_files
+    find = shared_build.content_hash_of_input_files
     nodes = [threading.Thread(target=lambda: keys.append(find(tmp_path, "name", make))) for _ in range(3)]
     for node in nodes:
         node.start()

@@ -1,6 +1,6 @@
 """Rows that are drawn (`path#500`), and system messages from files.
 
-Covers: megaswift/data/resolve_dataset_files.py.
+Covers: megaswift/data/sources/files.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.data.build_batch_sources import load_document_splits
-from megaswift.data.resolve_dataset_files import resolve_dataset_files, split_into_parts
+from megaswift.data.build import load_document_splits
+from megaswift.data.sources.files import resolve_dataset_files, split_into_parts
 from megaswift.errors import DataError
 from tests.data.makers import config, tokenizer
 from tests.data.test_tokenization import ROWS, expected, texts, write

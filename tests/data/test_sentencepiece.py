@@ -1,6 +1,6 @@
 """Tokenizers of model folders: SentencePiece's own file alone, and packages that cannot read it.
 
-Covers: megaswift/data/load_tokenizer.py.
+Covers: megaswift/data/tokenizer.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.runtime_version import VersionError
 
-from megaswift.data.load_tokenizer import load_tokenizer
+from megaswift.data.tokenizer import load_tokenizer
 from megaswift.errors import WeightsError
 
 TEXT = "the quick brown fox jumps over the lazy dog\nhello world, again and again\n"

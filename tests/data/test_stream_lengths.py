@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_document_splits
-from megaswift.data.numbered_rows_batch_source import LoaderGeometry
+from megaswift.data.batches.numbered import LoaderGeometry
+from megaswift.data.build import build_train_and_eval_sources, load_document_splits
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 

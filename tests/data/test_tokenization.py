@@ -1,7 +1,7 @@
 """Files to stores: every kind of file, sampling, errors with file and line, the cache and who builds it.
 
-Covers: megaswift/data/coordinate_token_cache_build.py, megaswift/data/columns.py,
-megaswift/data/gather_and_truncate_dataset_documents.py, megaswift/data/download_hub_datasets.py."""
+Covers: megaswift/data/store/shared_build.py, megaswift/data/sources/columns.py,
+megaswift/data/store/documents.py, megaswift/data/sources/hub.py."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megaswift.data import coordinate_token_cache_build, encode_rows
-from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_document_splits
-from megaswift.data.numbered_rows_batch_source import LoaderGeometry
+from megaswift.data.batches.numbered import LoaderGeometry
+from megaswift.data.build import build_train_and_eval_sources, load_document_splits
+from megaswift.data.encode import rows as encode_rows
+from megaswift.data.store import shared_build
 from megaswift.data.tokenization import tokenize_datasets
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
@@ -105,7 +106,7 @@ def test_a_column_that_no_row_has_is_named(
             build_train_and_eval_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry())
     jsonl(tmp_path / "v.jsonl", [{"query": "q", "response": "a", "presona": "s"}])
     assert len(texts(tmp_path, path, columns=wrong, val_dataset=[str(tmp_path / "v.jsonl")])) == 3
-    monkeypatch.setattr("megaswift.data.columns.LOOKED_AT", 2)
+    monkeypatch.setattr("megaswift.data.sources.columns.LOOKED_AT", 2)
     assert "s<|im_end|>" in texts(tmp_path, path, columns=wrong)[0] and "in the first 2 rows" in capsys.readouterr().err
 
 
@@ -282,7 +283,7 @@ def test_rows_are_tokenized_again_without_use_dataset_cache(tmp_path: Path, monk
     path = jsonl(tmp_path / "d.jsonl", ROWS)
     usual = stores(tmp_path, path)
     ends: list[Any] = []
-    monkeypatch.setattr(coordinate_token_cache_build.atexit, "register", ends.append)
+    monkeypatch.setattr(shared_build.atexit, "register", ends.append)
     own = stores(tmp_path, path, use_dataset_cache=False)
     assert own != usual and (own / "tokens.bin").read_bytes() == (usual / "tokens.bin").read_bytes()
     assert stores(tmp_path, path, use_dataset_cache=False) == own
@@ -317,11 +318,9 @@ def test_an_interrupted_build_leaves_nothing_that_counts(tmp_path: Path) -> None
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        coordinate_token_cache_build.build_once(target, broken)
+        shared_build.build_once(target, broken)
     assert [p.name for p in tmp_path.iterdir()] == ["key.lock"]
-    coordinate_token_cache_build.build_once(
-        target, lambda scratch: (scratch / "x").mkdir() or (scratch / "x").rename(target) and None
-    )
+    shared_build.build_once(target, lambda scratch: (scratch / "x").mkdir() or (scratch / "x").rename(target) and None)
     assert target.is_dir()
 
 
@@ -331,31 +330,31 @@ def test_waiting_ends_with_the_build_its_failure_or_its_silence(
 ) -> None:
     target = tmp_path / "key"
     threading.Thread(target=lambda: (time.sleep(0.3), target.mkdir())).start()
-    coordinate_token_cache_build.wait_for_build(target)
+    shared_build.wait_for_build(target)
     other = tmp_path / "bad"
 
     def fails(scratch: Path) -> None:
         raise DataError("row 7 is bad")
 
     with pytest.raises(DataError):
-        coordinate_token_cache_build.build_once(other, fails)
+        shared_build.build_once(other, fails)
     with pytest.raises(DataError, match="row 7 is bad"):
-        coordinate_token_cache_build.wait_for_build(other)
+        shared_build.wait_for_build(other)
     full = tmp_path / "full"
 
     def no_room(scratch: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(DataError, match="No space left"):
-        coordinate_token_cache_build.build_once(full, no_room)
+        shared_build.build_once(full, no_room)
     with pytest.raises(DataError, match="No space left"):
-        coordinate_token_cache_build.wait_for_build(full)
-    monkeypatch.setattr(coordinate_token_cache_build, "SILENCE_S", 0.3)
+        shared_build.wait_for_build(full)
+    monkeypatch.setattr(shared_build, "SILENCE_S", 0.3)
     os.utime(tmp_path / "full.failed", (1, 1))  # an earlier run's
     with pytest.raises(DataError, match="no heartbeat"):
-        coordinate_token_cache_build.wait_for_build(full)
+        shared_build.wait_for_build(full)
     with pytest.raises(DataError, match="no heartbeat"):
-        coordinate_token_cache_build.wait_for_build(tmp_path / "never")
+        shared_build.wait_for_build(tmp_path / "never")
 
 
 def building(rank: int, world: int, where: tuple[Path, str]) -> tuple[str, int]:

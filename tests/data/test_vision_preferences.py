@@ -1,7 +1,7 @@
 """Preference rows with images: their forms, tokens and pixels, what is refused, what is cut, what `data show` prints.
 
-Covers: megaswift/data/encode_preferences.py, megaswift/data/vision_batches.py,
-megaswift/data/gather_and_truncate_preferences.py.
+Covers: megaswift/data/preference/encode.py, megaswift/data/vision/batches.py,
+megaswift/data/preference/documents.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.data import build_batch_sources, show_samples
-from megaswift.data.numbered_rows_batch_source import LoaderGeometry
-from megaswift.data.vision_processor import Processor
+from megaswift.data import build
+from megaswift.data.batches.numbered import LoaderGeometry
+from megaswift.data.show import samples
+from megaswift.data.vision.processor import Processor
 from megaswift.errors import DataError
 from tests.parity import vision
 
@@ -65,7 +66,7 @@ def sources(processor: Processor, folder: Path, *rows: dict[str, Any], per_devic
     given.setdefault("dataset", [write(folder, rows)])
     cfg = SwiftConfig(task="dpo", model="unused", **given)
     geometry = LoaderGeometry(per_device=per_device)
-    return build_batch_sources.build_train_and_eval_sources(cfg.data, cfg.train, processor, geometry, "dpo")[0]
+    return build.build_train_and_eval_sources(cfg.data, cfg.train, processor, geometry, "dpo")[0]
 
 
 def test_forms_are_what_transformers_makes_of_parts(processor: Processor, folder: Path) -> None:
@@ -155,7 +156,7 @@ def test_data_show_prints_images_and_certifies(
 ) -> None:
     data = write(folder, tuple(FORMS))
     words = [data, "--task", "dpo", "--model", "unused", "--dataset_cache_dir", str(folder / "cache")]
-    assert show_samples.main([*words, "--samples", "1"], lambda *_: processor) == 0
+    assert samples.main([*words, "--samples", "1"], lambda *_: processor) == 0
     printed = capsys.readouterr().out
     assert "chosen: " in printed and "rejected: " in printed
     assert printed.count("<image> x ") == 2, printed

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megaswift.diagnosis.finding import Finding
-from megaswift.diagnosis.read_machine_files_and_programs import Machine
+from megaswift.diagnosis.machine import Machine
 
 
 def write_tree(root: Path, files: Mapping[str, str]) -> None:

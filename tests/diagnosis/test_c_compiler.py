@@ -1,6 +1,6 @@
 """What Triton needs to launch kernels: looked for before a kernel is, and told by doctor.
 
-Covers: megaswift/diagnosis/c_compiler.py, megaswift/engine/triton_on_device.py.
+Covers: megaswift/diagnosis/c_compiler.py, megaswift/engine/triton_support.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 from megaswift.config import SwiftConfig
 from megaswift.diagnosis import c_compiler
 from megaswift.diagnosis.c_compiler import compiler_findings, missing_for_triton
-from megaswift.diagnosis.installed_versions_and_import_probe import Software
-from megaswift.engine import jit_fuser, triton_on_device
-from megaswift.engine.triton_on_device import runs_triton_kernels, triton_launches
+from megaswift.diagnosis.installed import Software
+from megaswift.engine import jit_fuser, triton_support
+from megaswift.engine.triton_support import runs_triton_kernels, triton_launches
 from megaswift.run.checks import torch_engine
 from tests.diagnosis.fake_machine import only, put_distribution, put_program, write_tree
 
@@ -110,4 +110,4 @@ def test_what_is_asked_for_is_refused(
     machine(programs=())
     [problem] = problems(SwiftConfig(task="sft", **options))
     assert "there is no C compiler" in str(problem) and "apt-get install gcc" in str(problem)
-    assert triton_on_device.FIX in str(problem)
+    assert triton_support.FIX in str(problem)

@@ -13,7 +13,7 @@ from megaswift.diagnosis.compiled_extensions import (
     transformer_engine_parts,
     wheel_tag_findings,
 )
-from megaswift.diagnosis.installed_versions_and_import_probe import Software
+from megaswift.diagnosis.installed import Software
 from tests.diagnosis.fake_machine import only, put_distribution, write_tree
 from tests.diagnosis.test_torch_build import CUDA
 

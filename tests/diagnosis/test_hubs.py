@@ -13,7 +13,7 @@ import pytest
 from megaswift.diagnosis import hubs
 from megaswift.diagnosis.hubs import HUGGING_FACE, MODELSCOPE, endpoint, hub_finding, hub_findings
 from tests.diagnosis.fake_machine import only, states
-from tests.diagnosis.test_node_reachability_and_clocks import closed_port
+from tests.diagnosis.test_nodes import closed_port
 
 
 class NotFound(http.server.BaseHTTPRequestHandler):

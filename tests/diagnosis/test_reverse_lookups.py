@@ -1,6 +1,6 @@
 """Names of addresses, from a name server that answers, answers late, or never does.
 
-Covers: megaswift/diagnosis/reverse_lookups.py, megaswift/diagnosis/answers_within_time.py.
+Covers: megaswift/diagnosis/reverse_lookups.py, megaswift/diagnosis/timed_calls.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.diagnosis.answers_within_time import answers_within
 from megaswift.diagnosis.finding import Finding
 from megaswift.diagnosis.reverse_lookups import reverse_lookup_finding
+from megaswift.diagnosis.timed_calls import answers_within
 from tests.diagnosis import name_server
 from tests.diagnosis.fake_machine import only
 

@@ -9,7 +9,7 @@ import pytest
 
 from megaswift.diagnosis import storage
 from tests.diagnosis.fake_machine import only, states
-from tests.diagnosis.test_cpu_memory_and_open_file_limits import mounted
+from tests.diagnosis.test_host_limits import mounted
 
 
 @pytest.mark.parametrize(

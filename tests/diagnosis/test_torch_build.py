@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.diagnosis.gpu_devices import GpuDevice, GpuListing
-from megaswift.diagnosis.installed_versions_and_import_probe import Software
+from megaswift.diagnosis.installed import Software
 from megaswift.diagnosis.torch_build import runs_on, torch_findings
 from tests.diagnosis.fake_machine import only, put_distribution
 

@@ -85,7 +85,7 @@ def flat_moments(engine: Any, name: str) -> dict[int, Tensor]:
     """id(weight) to this tensor-parallel shard's whole moment: distributed ranges are summed into zeros."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from megaswift.engine.megatron.optimizer import optimizer_parts
+    from megaswift.engine.megatron.optim.optimizer import optimizer_parts
 
     found: dict[int, Tensor] = {}
     for part in optimizer_parts(engine.optimizer):

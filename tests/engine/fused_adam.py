@@ -128,7 +128,7 @@ def installed() -> Iterator[None]:
 
 def job(rank: int, world: int, run: Run) -> Any:
     """`checkpoint_worker.job` with it; of the result, `moments["main"]` has the main weights by Hugging Face name."""
-    from megaswift.engine.megatron import optimizer
+    from megaswift.engine.megatron.optim import optimizer
     from megaswift.run import engines as builder
 
     real = optimizer.build_optimizer
@@ -155,7 +155,7 @@ def snapshot(engine: Any, result: Any) -> None:
     """Weights, moments and main weights, each from the optimizer's own tensors."""
     import torch.distributed as dist
 
-    from megaswift.engine.megatron.optimizer import optimizer_parts
+    from megaswift.engine.megatron.optim.optimizer import optimizer_parts
 
     result.weights = {name: t.clone() for name, t in engine.hf_weights()}
     for name in ("exp_avg", "exp_avg_sq", "main"):

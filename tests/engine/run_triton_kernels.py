@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megaswift.engine import vocabulary_logprobs_and_entropy, vocabulary_logprobs_and_entropy_triton
+from megaswift.engine import logit_fields, logit_fields_triton
 from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.losses.contract import FIELDS
-from tests.engine.megatron.layers.test_vocab_parallel_head_logprobs import reference
+from tests.engine.megatron.layers.test_head import reference
 
 ROWS, WIDTH, REAL, FIRST = 5, 80, 75, 10
 """Columns of a shard, those that are no padding, and the first one's id."""
@@ -35,18 +35,18 @@ def run(dtype: torch.dtype, cap: float | None, differentiable: tuple[str, ...], 
     products, labels = products.to(dtype), torch.tensor([0, 20, 37, 74, 60])
     shard = VocabularyHeadShardSpec(first, REAL, None, 0.7, FIELDS, differentiable, 0.5, cap)
     mix = torch.randn(len(FIELDS), ROWS)
-    kernels = vocabulary_logprobs_and_entropy.row_statistics(products, labels, shard)
+    kernels = logit_fields.row_statistics(products, labels, shard)
     with torch_alone():
-        plain = vocabulary_logprobs_and_entropy.row_statistics(products, labels, shard)
-    rows = vocabulary_logprobs_and_entropy.join_shards(kernels, labels, WIDTH, shard)
-    coefficients = vocabulary_logprobs_and_entropy.gradient_coefficients(mix, rows, WIDTH, shard)
+        plain = logit_fields.row_statistics(products, labels, shard)
+    rows = logit_fields.join_shards(kernels, labels, WIDTH, shard)
+    coefficients = logit_fields.gradient_coefficients(mix, rows, WIDTH, shard)
     out = products.clone()
-    vocabulary_logprobs_and_entropy.write_gradient(out, labels, coefficients, shard, out)
+    logit_fields.write_gradient(out, labels, coefficients, shard, out)
     assert not out[:, REAL:].any()
     if first:  # some labels lie on no rank: the other path is the oracle
         with torch_alone():
             want = torch.empty_like(products)
-            vocabulary_logprobs_and_entropy.write_gradient(products, labels, coefficients, shard, want)
+            logit_fields.write_gradient(products, labels, coefficients, shard, want)
         return error(kernels, plain.double()), error(out[:, :REAL], want[:, :REAL].double())
     exact = products[:, :REAL].double().requires_grad_()
     values = reference(
@@ -65,18 +65,18 @@ def run(dtype: torch.dtype, cap: float | None, differentiable: tuple[str, ...], 
 @contextlib.contextmanager
 def torch_alone() -> Iterator[None]:
     """For the length of a block the kernels are not chosen."""
-    kept, vocabulary_logprobs_and_entropy._triton_kernels = (
-        vocabulary_logprobs_and_entropy._triton_kernels,
+    kept, logit_fields._triton_kernels = (
+        logit_fields._triton_kernels,
         lambda products: None,
     )
     yield
-    vocabulary_logprobs_and_entropy._triton_kernels = kept
+    logit_fields._triton_kernels = kept
 
 
 def main() -> None:
     """All cases, with blocks of 32 columns."""
-    vocabulary_logprobs_and_entropy._triton_kernels = lambda products: vocabulary_logprobs_and_entropy_triton
-    vocabulary_logprobs_and_entropy_triton.STATISTICS_BLOCK = vocabulary_logprobs_and_entropy_triton.GRADIENT_BLOCK = 32
+    logit_fields._triton_kernels = lambda products: logit_fields_triton
+    logit_fields_triton.STATISTICS_BLOCK = logit_fields_triton.GRADIENT_BLOCK = 32
     every = tuple(f for f in FIELDS if f != "correct")
     for dtype, cap, names, first in itertools.product(
         (torch.float32, torch.bfloat16), (None, 3.0), (("logprobs",), every, ("entropy",)), (0, FIRST)
@@ -98,9 +98,9 @@ def compile_for_hopper() -> None:
     for dtype, flags in itertools.product(("*bf16", "*fp16", "*fp32"), (0, 15)):
         rows = {"rows": (dtype, "i32", "i32")}
         for kernel, own, block in (
-            (vocabulary_logprobs_and_entropy_triton._logit_statistics_kernel, {"stats": ("*fp32", "i32")}, 4096),
+            (logit_fields_triton._logit_statistics_kernel, {"stats": ("*fp32", "i32")}, 4096),
             (
-                vocabulary_logprobs_and_entropy_triton._logit_gradient_kernel,
+                logit_fields_triton._logit_gradient_kernel,
                 {"gradients": (dtype, "i32", "*fp32", "i32")},
                 2048,
             ),

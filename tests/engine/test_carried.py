@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
-from megaswift.bridge.hf_export import source_tensor_dtypes
-from megaswift.bridge.megatron_to_hf import megatron_to_hf
+from megaswift.bridge.checkpoint.hf_metadata import write_checkpoint_hf_metadata
+from megaswift.bridge.convert.to_hf import megatron_to_hf
+from megaswift.bridge.hf.export import source_tensor_dtypes
 from megaswift.errors import WeightsError
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.engine.checkpoint_worker import Result, Run

@@ -92,8 +92,8 @@ def test_a_run_sets_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_megatron_gets_the_deterministic_mode(tmp_path: Path) -> None:
-    from megaswift.engine.megatron.layers.layer_implementation import LayerImplementationChoice
-    from megaswift.engine.megatron.megatron_transformer_config import _kernels
+    from megaswift.engine.megatron.layers.implementation import LayerImplementationChoice
+    from megaswift.engine.megatron.transformer_config import _kernels
 
     dense, choice = (
         SimpleNamespace(experts=0, moe_layers=(False,)),

@@ -27,7 +27,7 @@ COLLECTIVES = {
     )
 } | {"send", "recv", "isend", "irecv", "monitored_barrier", "send_object_list", "recv_object_list"}
 ON_DEVICE = {
-    "megaswift.engine.global_batch_loss_and_metrics",  # counts of a step, moved to the device
+    "megaswift.engine.objective",  # counts of a step, moved to the device
     "megaswift.engine.megatron.layers.router",  # sums of auxiliary losses, moved to the device
 }
 """Modules whose collectives on the default group send tensors of the device."""

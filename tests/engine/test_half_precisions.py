@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
-from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.checkpoint.hf_metadata import write_checkpoint_hf_metadata
+from megaswift.bridge.weight_source import open_weights
 from tests.bridge.folders import plan_of
 from tests.engine import checkpoint_worker, fused_adam
 from tests.engine.checkpoint_worker import Result, Run
@@ -36,7 +36,7 @@ JOB = "tests.engine.test_half_precisions:job"
 
 def job(rank: int, world: int, run: Run) -> Any:
     """A run on its ranks, with float16 allowed on a CPU; `moments["own"]` has each rank's own weights."""
-    from megaswift.engine.megatron import engine, megatron_transformer_config
+    from megaswift.engine.megatron import engine, transformer_config
 
     snapshot = fused_adam.snapshot
 
@@ -44,9 +44,9 @@ def job(rank: int, world: int, run: Run) -> Any:
         snapshot(engine, result)
         result.moments["own"] = {p.entry.megatron: p.tensor.detach().clone() for p in engine.weights.placed}
 
-    asked = lambda cfg, spec, cuda: megatron_transformer_config.DTYPES[cfg.model.torch_dtype]  # noqa: E731
+    asked = lambda cfg, spec, cuda: transformer_config.DTYPES[cfg.model.torch_dtype]  # noqa: E731
     aware = run.options.get("precision_aware_optimizer")
-    with patch.object(megatron_transformer_config, "compute_dtype", asked), patch.object(fused_adam, "snapshot", more):
+    with patch.object(transformer_config, "compute_dtype", asked), patch.object(fused_adam, "snapshot", more):
         assert engine is not None
         if not run.case.do:
             return checkpoint_worker.job(rank, world, run)

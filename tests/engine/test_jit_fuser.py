@@ -18,7 +18,7 @@ torch.cuda.is_available = lambda: sys.argv[1] == "cuda"
 from megaswift.engine.jit_fuser import choose_jit_fuser
 if sys.argv[2] != "unset":
     choose_jit_fuser({"true": True, "false": False}[sys.argv[2]])
-from megaswift.engine.megatron.cpu import megatron_cpu_patch_table
+from megaswift.engine.megatron.cpu import patches as megatron_cpu_patch_table
 from megatron.core.fusions.fused_bias_swiglu import jit_fuser
 print(jit_fuser is torch.compile)
 """

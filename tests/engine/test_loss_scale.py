@@ -1,6 +1,6 @@
 """float16's loss scale, with Megatron-Core's own scaler: how a run begins, and when skipped steps end it.
 
-Covers: megaswift/engine/megatron/optimizer.py.
+Covers: megaswift/engine/megatron/optim/optimizer.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.megatron import optimizer as optim
+from megaswift.engine.megatron.optim import optimizer as optim
 from megaswift.engine.protocol import StepResult
 from megaswift.trainers.hooks.step_monitor import (
     MOST_IN_A_ROW,

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge.open_weight_source import open_weights
-from megaswift.bridge.read_torch_dist_metadata import read_torch_dist_metadata
-from megaswift.bridge.torch_dist_chunk_io import RankTensorChunk, dcp_save_rank_tensor_chunks, plan_chunk_reads
-from megaswift.bridge.torch_dist_source import TorchDistSource
-from megaswift.engine.megatron.bf16_remainders import join_bf16_remainder, split_bf16_remainder
+from megaswift.bridge.checkpoint.chunk_files import RankTensorChunk, dcp_save_rank_tensor_chunks, plan_chunk_reads
+from megaswift.bridge.checkpoint.metadata import read_torch_dist_metadata
+from megaswift.bridge.checkpoint.source import TorchDistSource
+from megaswift.bridge.weight_source import open_weights
+from megaswift.engine.megatron.optim.bf16_remainders import join_bf16_remainder, split_bf16_remainder
 from tests.engine.checkpoint_worker import Result, Run
 from tests.engine.fused_adam import kernels_main, kernels_parts
 from tests.parity.cases import parse
@@ -128,7 +128,7 @@ def test_remainders_are_not_read_as_main_weights(pool: Pool, tmp_path: Path) -> 
     folder, step = build_model("dense", tmp_path / "hf"), tmp_path / "engine"
     go = runs(pool, "dense dp2 do", folder)
     saved = go(PLAIN, last=1, save=step)
-    from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
+    from megaswift.bridge.checkpoint.hf_metadata import write_checkpoint_hf_metadata
     from tests.bridge.folders import plan_of
 
     plan = plan_of(folder)

@@ -1,6 +1,6 @@
 """Weights from a seed have, tensor by tensor, the distribution that transformers initializes the same model with.
 
-Covers: megaswift/engine/megatron/load_and_gather_rank_weights.py.
+Covers: megaswift/engine/megatron/weights.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import pytest
 import torch
 
-from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
-from megaswift.engine.megatron.load_and_gather_rank_weights import RandomWeightSource
+from megaswift.bridge.plan import WeightPlan
+from megaswift.engine.megatron.weights import RandomWeightSource
 from megaswift.families import family_of
 from tests.parity.models import by_disk_name, config
 

@@ -19,8 +19,9 @@ from tests.placement.steps import _addmm, _name_the_devices_of_optimizers
 def install() -> None:
     """The stand-in's device under the calls of torch, of Transformer Engine's kernels and of collectives."""
     from megaswift.engine.megatron import engine, parallel_context  # noqa: F401 - collectives are bound where used
-    from megaswift.engine.megatron.cpu import gloo_collectives_made_of_all_to_all, megatron_cpu_patch_table
-    from megaswift.engine.torch import start_data_parallel_and_seed  # noqa: F401
+    from megaswift.engine.megatron.cpu import collectives as cpu_collectives
+    from megaswift.engine.megatron.cpu import patches
+    from megaswift.engine.torch import process_group  # noqa: F401
 
     if "transformer_engine_torch" in sys.modules:
         from tests.te import registry
@@ -31,11 +32,11 @@ def install() -> None:
         Cuda.synchronize = lambda self, *_: STAND_IN.synchronized()  # type: ignore[method-assign]
     of_gloo = [
         row
-        for row in megatron_cpu_patch_table.REPLACEMENTS
-        if getattr(row.value, "__module__", "") == gloo_collectives_made_of_all_to_all.__name__
+        for row in patches.REPLACEMENTS
+        if getattr(row.value, "__module__", "") == cpu_collectives.__name__
         or row.symbol.endswith("_coalescing_manager")
     ]
-    megatron_cpu_patch_table._replace(of_gloo)
+    patches._replace(of_gloo)
     collectives.install(STAND_IN)
     _name_the_devices_of_optimizers()
     torch.addmm = _addmm(torch.addmm)
@@ -72,7 +73,7 @@ def count_waits_between_steps() -> Callable[[], dict[str, int]]:
 def work(rank: int, world: int, command: tuple[str, list[str], str]) -> dict[str, int]:
     """A command line, with the fault of that name; the waits of its last step (on the ranks)."""
     from megaswift import cli
-    from megaswift.training_command_entry import main
+    from megaswift.commands.training import main
 
     name, words, fault = command
     install()

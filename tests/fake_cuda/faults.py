@@ -76,11 +76,11 @@ def wrong_name_in_the_report() -> None:
 
 def wrong_name_in_random_states() -> None:
     """Where a checkpoint keeps the device's random state."""
-    from megaswift.engine import rng_state_checkpoint_file
+    from megaswift.engine import rng_state
 
     [function] = [
         f
-        for f in vars(rng_state_checkpoint_file).values()
+        for f in vars(rng_state).values()
         if {"cuda", "get_rng_state"} <= {*getattr(getattr(f, "__code__", None), "co_names", ())}
     ]
     _misspelt(function, "get_rng_state")

@@ -6,13 +6,13 @@ import os
 
 import torch._dynamo  # noqa: F401 - looks for CUDA in torch's compiled part when it is imported
 
-from megaswift.engine import jit_fuser, triton_on_device
+from megaswift.engine import jit_fuser, triton_support
 from tests.fake_cuda import h200
 
 # what is compiled for a GPU cannot run here
 jit_fuser._chosen = False
-triton_on_device.triton_launches = h200.always(True)
-triton_on_device.runs_triton_kernels = h200.always(False)
+triton_support.triton_launches = h200.always(True)
+triton_support.runs_triton_kernels = h200.always(False)
 h200.install()
 
 if release := os.environ.get("MEGASWIFT_TE_RELEASE"):

@@ -33,7 +33,7 @@ STEP = {"sync megaswift.device_copy:HostCopy.wait": 1}
 NORM = {"copy megatron.core.utils:local_multi_tensor_l2_norm": 1}
 """Without Transformer Engine, Megatron-Core's norm of the gradients sends a number to the device."""
 SAMPLER = {
-    "read megaswift.data.collate_rollout_batches:gather_completion_values": 1,
+    "read megaswift.data.prompts.collate:gather_completion_values": 1,
     "read megaswift.rollout.decoding:_completions": 3,
     "read megaswift.rollout.decoding:_completions.<locals>.<genexpr>": 2,
     "read megaswift.rollout.decoding:decode_batch": 4,
@@ -117,7 +117,7 @@ def test_adapters_are_trained_and_merged_on_a_gpu(pool: Pool, tmp_path: Path) ->
 
 
 SEEN: dict[str, Any] = {
-    "read_in_step": {"read megaswift.engine.global_batch_loss_and_metrics:GlobalBatchLossCallback.__call__": 1},
+    "read_in_step": {"read megaswift.engine.objective:GlobalBatchLossCallback.__call__": 1},
     "tensor_in_host_memory": "WrongDevice: aten.mul.Tensor of device",
     "pinned_device_tensor": "WrongDevice: pin_memory of a tensor of the device",
     "wrong_name_where_batches_are_pinned": "'Tensor' object has no attribute 'pin_memorys'",

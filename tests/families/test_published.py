@@ -1,7 +1,7 @@
 """Published config.json files, against the numbers on the model cards and transformers' own reading of the same
 file.
 
-Covers: megaswift/bridge/hf_megatron_weight_plan.py, megaswift/models/family.py, megaswift/models/spec.py.
+Covers: megaswift/bridge/plan.py, megaswift/models/family.py, megaswift/models/spec.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
+from megaswift.bridge.plan import WeightPlan
 from megaswift.families import FAMILIES, ModelSpec, family_of
 from tests.families.published import LLAMA_3_1_8B, MISTRAL_7B, MIXTRAL_8X7B, PUBLISHED, QWEN2_5_7B, QWEN3_30B_A3B
 from tests.parity import deepseek_moe

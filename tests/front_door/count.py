@@ -23,6 +23,7 @@ from unittest import mock
 import yaml
 
 from megaswift import log
+from megaswift.commands.training import further_problems_of_refused_config, process_count
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.parts.data import ALIGNMENT, RL
 from megaswift.config.sections import NAMES
@@ -30,7 +31,6 @@ from megaswift.config.spelling import errors_as_typed
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.run.checks import preflight
 from megaswift.run.checks.engine_choice import resolve_engine
-from megaswift.training_command_entry import further_problems_of_refused_config, process_count
 from tests.front_door.commands import INFERENCE, Command, commands_in_folder
 from tests.front_door.inference_commands import inference_refusal
 from tests.front_door.tiny_models import tiny_model_folder

@@ -53,7 +53,7 @@ def inference_refusal(command: Command, root: Path) -> list[Problem]:
     names = ("NPROC_PER_NODE",)
     environ = {k: v for k, v in os.environ.items() if k not in names}
     environ |= {k: v for k, v in command.environ.items() if k in names}
-    reader = "megaswift.inference.load_generation_model.load_model_and_prompt_device"
+    reader = "megaswift.inference.model.load_model_and_prompt_device"
     listening = mock.MagicMock()
     listening.getsockname.return_value = ("127.0.0.1", 8000)
     listening.__enter__.return_value = listening
@@ -66,9 +66,9 @@ def inference_refusal(command: Command, root: Path) -> list[Problem]:
             mock.patch("megaswift.deploy._listening", return_value=listening),
             mock.patch("os.execve", reached),
             mock.patch("megaswift.launchers.torchrun_launcher.run_torchrun_with_restarts", reached),
-            mock.patch("megaswift.bridge.merge_adapter_folder.merge_adapter_folder_into_base", reached),
-            mock.patch("megaswift.bridge.hf_to_megatron.hf_to_megatron", reached),
-            mock.patch("megaswift.bridge.megatron_to_hf.megatron_to_hf", reached),
+            mock.patch("megaswift.bridge.adapters.merge.merge_adapter_folder_into_base", reached),
+            mock.patch("megaswift.bridge.convert.to_megatron.hf_to_megatron", reached),
+            mock.patch("megaswift.bridge.convert.to_hf.megatron_to_hf", reached),
             mock.patch("megaswift.inference.bitsandbytes_export.quantize_and_save_model", reached),
             mock.patch("megaswift.inference.fp8_export.export_fp8_folder", reached),
         ):

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megaswift import SwiftConfig, training_command_entry
+from megaswift import SwiftConfig
+from megaswift.commands import training
 from megaswift.config.facts.launch_variables import without_local_rank
 from megaswift.config.parts.data import RL
 from megaswift.errors import ConfigError, Problem, UserError
@@ -99,9 +100,7 @@ def test_entry_file(row: Entry, root: Path, tmp_path: Path, monkeypatch: pytest.
     """As python starts the file, in a worker of a launcher or before there is one: the task that it runs, and the run
     of its words."""
     started: list[tuple[str | None, list[str]]] = []
-    monkeypatch.setattr(
-        training_command_entry, "main", lambda task, words=None: started.append((task, words or sys.argv[1:])) or 0
-    )
+    monkeypatch.setattr(training, "main", lambda task, words=None: started.append((task, words or sys.argv[1:])) or 0)
     environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(row.world), "MASTER_ADDR": "::1"} if row.world else {}
     for name, value in environ.items():
         monkeypatch.setenv(name, value)

@@ -170,7 +170,7 @@ def test_fp8_trains(tmp_path: Path, context: Any) -> None:
 
 def test_moments_on_the_host(tmp_path: Path, context: Any) -> None:
     """The ordinary optimizer's course, with eight bytes a parameter less on the GPU."""
-    from megaswift.engine.megatron.optimizer import optimizer_parts
+    from megaswift.engine.megatron.optim.optimizer import optimizer_parts
     from megaswift.losses.sft import CrossEntropy
 
     folder = build("dense", tmp_path / "dense")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import megaswift.engine.megatron  # noqa: F401 - before megatron.core
-from megaswift.engine.megatron import precision_aware_adam_update as adam
-from megaswift.engine.megatron.bf16_remainders import join_bf16_remainder
+from megaswift.engine.megatron.optim import adam_update as adam
+from megaswift.engine.megatron.optim.bf16_remainders import join_bf16_remainder
 from megaswift.losses.contract import FIELDS
 from tests.engine import run_triton_kernels
 from tests.engine.megatron.precision_aware_parameters import KINDS, Kind, clones, drawn, numbers
@@ -35,7 +35,7 @@ def values(p: adam.AdamTensors) -> list[Tensor]:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_precision_aware_update(kind: Kind) -> None:
     """Whole chunks and parts of one, one parameter that begins at an odd address. A skipped step leaves every bit."""
-    from megaswift.engine.megatron import precision_aware_adam_update_triton as kernels
+    from megaswift.engine.megatron.optim import adam_update_triton as kernels
 
     torch.manual_seed(0)
     rule = adam.AdamRule(*map(adam._float32, (1e-2, 0.9, 0.95, 1e-8, 0.1)))
@@ -58,7 +58,7 @@ def test_precision_aware_update(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.first == kind.second == torch.float32], ids=str)
 def test_precision_aware_update_beside_transformer_engine(kind: Kind) -> None:
     """A step of its kernels on the same device; every release takes float32 moments."""
-    from megaswift.engine.megatron import precision_aware_adam_update_triton as kernels
+    from megaswift.engine.megatron.optim import adam_update_triton as kernels
 
     tex = pytest.importorskip("transformer_engine_torch")
     theirs_of = tex.multi_tensor_adam_param_remainder if kind.main == torch.int16 else tex.multi_tensor_adam

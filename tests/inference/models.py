@@ -10,7 +10,7 @@ import torch
 
 from megaswift.config.inference.options import ModelLoadingOptions, PlacementOptions
 from megaswift.inference.generator import Generator
-from megaswift.inference.load_generation_model import (
+from megaswift.inference.model import (
     ModelConfigAndTokenizer,
     load_config_tokenizer_and_processor,
     load_model_and_prompt_device,

@@ -1,6 +1,6 @@
 """`megaswift export --quant_method fp8`: transformers' own bits, read back by transformers and by megaswift.
 
-Covers: megaswift/bridge/fp8_block_quantization.py, megaswift/config/inference/export.py.
+Covers: megaswift/inference/fp8_export.py, megaswift/config/inference/export.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-from megaswift.bridge import fp8_block_quantization
-from megaswift.bridge.hf_safetensors_source import HfSource
-from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.hf.source import HfSource
+from megaswift.bridge.weight_source import open_weights
 from megaswift.errors import ConfigError, UserError
 from megaswift.export import main
+from megaswift.inference import fp8_export
 from megaswift.inference.fp8_export import choose_fp8_weights
 from tests.trainers.inputs import write_model
 
@@ -58,7 +58,7 @@ def by_transformers(weight: Tensor) -> tuple[Tensor, Tensor]:
 def test_the_folder_has_transformers_bits_and_both_read_it(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_block_quantization, "BLOCK", 128 * 256 * 4)  # several bands of a matrix
+    monkeypatch.setattr(fp8_export, "BLOCK", 128 * 256 * 4)  # several bands of a matrix
     folder, out = written(kind, tmp_path / "model"), tmp_path / "small"
     assert main(["--model", str(folder), "--quant_method", "fp8", "--output_dir", str(out)]) == 0
     source, stored, ours = HfSource(folder), HfSource(out), open_weights(out)

@@ -1,7 +1,7 @@
 """Questions about images: answers of files, of the server and in the terminal are transformers' own on its processor's
 inputs.
 
-Covers: megaswift/inference/chat_inputs.py, megaswift/inference/precheck_model_folder_and_adapters.py.
+Covers: megaswift/inference/chat_inputs.py, megaswift/inference/prechecks.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from megaswift.config.inference.options import ChatTemplateOptions, GenerationOptions
-from megaswift.data import open_media_files
-from megaswift.data.attach_row_media import RowImageFolders
-from megaswift.data.vision_processor import Processor
+from megaswift.data.vision import files
+from megaswift.data.vision.placeholders import RowImageFolders
+from megaswift.data.vision.processor import Processor
 from megaswift.errors import DataError
 from megaswift.infer import main
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer
 from megaswift.inference.generator import GenerationParams, Generator
-from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
+from megaswift.inference.model import ModelConfigAndTokenizer
 from megaswift.serve.app import ServerState, build_app
 from megaswift.serve.request_queue import RequestQueue
 from megaswift.serve.terminal import Terminal
@@ -176,8 +176,8 @@ def test_a_file_of_rows(
     data.write_text("".join(json.dumps(r) + "\n" for r in rows))
     looked: list[Any] = []
     monkeypatch.setattr(
-        "megaswift.data.vision_processor.open_image",
-        lambda image, sent: looked.append(sent) or open_media_files.open_image(image),
+        "megaswift.data.vision.processor.open_image",
+        lambda image, sent: looked.append(sent) or files.open_image(image),
     )
     words = ["--model", str(folder), "--dataset", str(data), "--max_new_tokens", str(NEW), "--batch_size", "3"]
     assert main([*words, "--result_path", str(tmp_path / "a.jsonl")]) == 0
@@ -310,7 +310,7 @@ def test_the_server_reads_what_it_was_sent_and_nothing_else(
     Image.new("RGB", (8, 8)).save(held, "TIFF")
     tiff = "data:image/tiff;base64," + base64.b64encode(held.getvalue()).decode()
     assert "expected an image in PNG, JPEG" in clients.refused(sent(tiff), "x")
-    monkeypatch.setattr(open_media_files, "MOST_PIXELS", 100)
+    monkeypatch.setattr(files, "MOST_PIXELS", 100)
     assert "pixels; expected at most 100 pixels" in clients.refused(sent(url(folder, 0)), "x")
 
 

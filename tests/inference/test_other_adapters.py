@@ -1,7 +1,7 @@
 """Adapters other than LoRA in answers: beside the weights, in them, over four bits; and their merge by `megaswift
 export`.
 
-Covers: megaswift/bridge/merge_by_peft.py, megaswift/bridge/write_transformers_model_folder.py.
+Covers: megaswift/bridge/adapters/peft_merge.py, megaswift/bridge/hf/model_folder.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from megaswift.cli import main
 from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.errors import UserError
-from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
+from megaswift.inference.model import load_config_tokenizer_and_processor
 from megaswift.models import quantized_training
 from tests.bridge.folders import set_config
 from tests.inference.models import folder, opened
-from tests.inference.test_load_generation_model import answers, expected
+from tests.inference.test_model import answers, expected
 
 pytestmark = pytest.mark.wide
 

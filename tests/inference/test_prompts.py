@@ -11,11 +11,11 @@ import pytest
 
 from megaswift.config.inference.options import ChatTemplateOptions
 from megaswift.config.parts.agent_templates import AGENT_TEXTS
-from megaswift.data.encode_rows import RowEncoder, encode_spec
-from megaswift.data.render_chat_with_loss_spans import load_chat_templates
+from megaswift.data.encode.rows import RowEncoder, encode_spec
+from megaswift.data.templates.render import load_chat_templates
 from megaswift.errors import ConfigError
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer
-from megaswift.serve.prompt_file_rows import PromptRows, read_prompt_file
+from megaswift.serve.prompt_rows import PromptRows, read_prompt_file
 from tests.data.makers import config, jsonl, tokenizer
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}}}

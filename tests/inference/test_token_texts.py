@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megaswift.inference.incremental_detokenizer import IncrementalDetokenizer, decode_tokens
+from megaswift.inference.detokenizer import IncrementalDetokenizer, decode_tokens
 from megaswift.inference.token_texts import TokenTexts
 
 TEXT = "Say the answer is 42 now. née 🙂 日本  two  spaces\n\n end <tool> x <|im|> y"

@@ -13,9 +13,9 @@ from megaswift.config.inference.options import InferConfig, ModelLoadingOptions
 from megaswift.errors import UserError
 from megaswift.infer import COMMAND
 from megaswift.inference.generator import AnswerRequest, GenerationParams, ProcessedImageInputs, TokenLogprob
-from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
+from megaswift.inference.model import ModelConfigAndTokenizer
 from megaswift.inference.vllm_generator import VllmGenerator
-from megaswift.serve import vllm_server_command_and_checks
+from megaswift.serve import vllm_server
 from tests.config.inference.test_run_files import peft_folder
 
 
@@ -121,7 +121,7 @@ def test_what_vllm_does_not_do(engine: type[Engine], tmp_path: Path, monkeypatch
     seen = AnswerRequest((1,), 5, pictures=ProcessedImageInputs({}, {}))
     with pytest.raises(UserError, match="images: are not supported with --infer_backend vllm"):
         found.generate([seen], GenerationParams())
-    monkeypatch.setattr(vllm_server_command_and_checks, "missing_vllm_problems", list)
+    monkeypatch.setattr(vllm_server, "missing_vllm_problems", list)
     folders = [str(peft_folder(tmp_path / name, "m")) for name in ("a", "b")]
-    (problem,) = vllm_server_command_and_checks.infer_problems(config(tmp_path, "--adapters", *folders))
+    (problem,) = vllm_server.infer_problems(config(tmp_path, "--adapters", *folders))
     assert problem.rule == "vLLM applies one adapter at a time"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift import training_command_entry
 from megaswift.clusters.network_presets import NETWORK_PRESETS, network_variables
+from megaswift.commands import training
 from megaswift.config import load_config
 from megaswift.config.parts.launch import NCCL_PRESETS
 from megaswift.errors import ConfigError
@@ -128,8 +128,8 @@ def test_a_process_sets_them_before_it_trains(
     environ = {name: value for name, value in os.environ.items() if not name.startswith("NCCL")}
     monkeypatch.setattr(os, "environ", environ | SEVERAL)
     words = ["--model", "m", "--dataset", "d"]
-    assert training_command_entry._start("sft", words, load_config("sft", words)) == 0
+    assert training._start("sft", words, load_config("sft", words)) == 0
     assert "nccl_preset" not in capsys.readouterr().err
     words += ["--nccl_preset", "infiniband"]
-    assert training_command_entry._start("sft", words, load_config("sft", words)) == 0
+    assert training._start("sft", words, load_config("sft", words)) == 0
     assert seen == [None, "22"] and "NCCL_IB_TIMEOUT=22" in capsys.readouterr().err

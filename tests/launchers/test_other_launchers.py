@@ -1,7 +1,7 @@
 """One run as users start it: by scripts/run_distributed.py, accelerate and DeepSpeed's launcher, on two processes of a
 CPU.
 
-Covers: megaswift/training_command_entry.py.
+Covers: megaswift/commands/training.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs under Ray: real local Rays of two workers on a CPU, against the same runs under torchrun; and how they end.
 
-Covers: megaswift/launchers/ray_message_actor.py, megaswift/launchers/ray_train.py, megaswift/launchers/ray_worker.py.
+Covers: megaswift/launchers/ray_messages.py, megaswift/launchers/ray_train.py, megaswift/launchers/ray_worker.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from megaswift import training_command_entry
+from megaswift.commands import training
 from megaswift.config import load_config
-from megaswift.launchers.ray_message_actor import RunMessageActor, WorkerEventsSinceLastPoll
+from megaswift.launchers.ray_messages import RunMessageActor, WorkerEventsSinceLastPoll
 from megaswift.launchers.ray_train import _Run, missing_ray_problems
 from megaswift.trainers.checkpoints import CheckpointStore
 from megaswift.trainers.hooks.metrics import read_lines
@@ -175,7 +175,7 @@ def test_mistakes_end_with_2_before_ray_starts(
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NPROC_PER_NODE", "NNODES"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit) as left:
-        training_command_entry.main("sft", ["--model", "m", "--dataset", "d", *words])
+        training.main("sft", ["--model", "m", "--dataset", "d", *words])
     err = capsys.readouterr().err
     assert left.value.code == 2 and all(part in err for part in parts) and err.count("megaswift:") == 1, err
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift import training_command_entry
+import megaswift
+from megaswift.commands import training
 from megaswift.config.parts.data import RL
 from megaswift.config.sections import TASKS
 from megaswift.launchers import torchrun_launcher
@@ -62,7 +63,7 @@ def test_mistakes_end_with_2(line: str, parts: list[str], capsys: pytest.Capture
 
 def test_without_use_torchrun_it_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(training_command_entry, "main", lambda task, words: seen.append((task, words)) or 7)
+    monkeypatch.setattr(training, "main", lambda task, words: seen.append((task, words)) or 7)
     line = "--lr 3 --nnodes=1 --algorithm pt --min_lr -1 --nproc_per_node 2 --config run.yaml --dataset a b"
     assert run_distributed.main(line.split()) == 7
     words = ["run.yaml", "--nproc_per_node", "2", "--nnodes", "1", "--lr", "3", "--min_lr", "-1", "--dataset", "a", "b"]
@@ -75,7 +76,7 @@ def test_without_use_torchrun_it_is_the_command(monkeypatch: pytest.MonkeyPatch)
 )
 def test_the_file_names_the_task(text: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(training_command_entry, "main", lambda task, words: seen.append(task) or 0)
+    monkeypatch.setattr(training, "main", lambda task, words: seen.append(task) or 0)
     (tmp_path / "run.yaml").write_text(f"{text}\n" + "reward_funcs: [length]\n" * (task == "grpo"))
     assert run_distributed.main(["--config", str(tmp_path / "run.yaml"), "--nproc_per_node", "2"]) == 0
     assert seen == [task]
@@ -91,7 +92,7 @@ def test_with_use_torchrun_one_process_is_torchrun_s_too(monkeypatch: pytest.Mon
     assert run_distributed.main(["--use_torchrun", "--config", "run.yaml", "--algorithm", "sft", "--lr", "1e-5"]) == 1
     ((command, environ),) = seen
     assert command[:5] == [sys.executable, "-m", "megaswift.launchers.torchrun_agent", "--nproc-per-node", "1"]
-    assert command[-4:] == [str(Path(training_command_entry.__file__).with_name("sft.py")), "run.yaml", "--lr", "1e-5"]
+    assert command[-4:] == [str(Path(megaswift.__file__).with_name("sft.py")), "run.yaml", "--lr", "1e-5"]
     assert "MEGASWIFT_CHECKED" not in environ and environ["PATH"] == os.environ["PATH"]
 
 
@@ -119,7 +120,7 @@ def test_every_task_has_what_launchers_start(task: str, monkeypatch: pytest.Monk
 
 def test_a_worker_starts_no_torchrun_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(training_command_entry, "main", lambda task, words: seen.append(words) or 0)
+    monkeypatch.setattr(training, "main", lambda task, words: seen.append(words) or 0)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     assert run_distributed.main(["--use_torchrun", "--config", "run.yaml", "--algorithm", "sft"]) == 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.launcher import api as torch_launcher
 
-from megaswift import training_command_entry
+from megaswift.commands import training
 from megaswift.config import load_config
 from megaswift.config.facts.launch_variables import NODE, RESTARTS
 from megaswift.launchers import torchrun_launcher
@@ -116,7 +116,7 @@ def test_every_way_to_name_an_engine_starts_the_processes(
     monkeypatch.setattr(torchrun_launcher, "run_torchrun_with_restarts", lambda made, *_: seen.extend(made) or 0)
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     inputs = write_inputs(tmp_path)
-    assert training_command_entry.main("sft", [*inputs, *engine.split(), "--output_dir", str(tmp_path / "out")]) == 0
+    assert training.main("sft", [*inputs, *engine.split(), "--output_dir", str(tmp_path / "out")]) == 0
     assert seen[1:5] == ["-m", "megaswift.launchers.torchrun_agent", "--nproc-per-node", "2"]
 
 
@@ -262,17 +262,17 @@ def test_workers_are_told_what_the_environment_says(monkeypatch: pytest.MonkeyPa
 def test_a_restarted_attempt_resumes_from_its_own_folder(tmp_path: Path) -> None:
     out = tmp_path / "out"
     cfg = load_config("sft", ["--output_dir", str(out), "--overwrite_output_dir"], environ={})
-    assert training_command_entry.config_after_restart(cfg, 0) is cfg
-    again = training_command_entry.config_after_restart(cfg, 1).train
+    assert training.config_after_restart(cfg, 0) is cfg
+    again = training.config_after_restart(cfg, 1).train
     assert again.resume_from_checkpoint == "latest" and not again.overwrite_output_dir
     other = load_config("sft", ["--output_dir", str(out), "--resume_from_checkpoint", str(tmp_path)], environ={})
-    assert training_command_entry.config_after_restart(other, 1).train.resume_from_checkpoint == str(tmp_path), (
+    assert training.config_after_restart(other, 1).train.resume_from_checkpoint == str(tmp_path), (
         "nothing of its own is saved yet"
     )
     store = checkpoints.CheckpointStore(out / "checkpoints")
     store.begin(3)
     store.finish(3, {}, {})
-    assert training_command_entry.config_after_restart(other, 1).train.resume_from_checkpoint == "latest"
+    assert training.config_after_restart(other, 1).train.resume_from_checkpoint == "latest"
 
 
 def test_the_same_job_of_a_cluster_resumes_and_another_is_refused(tmp_path: Path) -> None:
@@ -282,13 +282,10 @@ def test_the_same_job_of_a_cluster_resumes_and_another_is_refused(tmp_path: Path
     store = checkpoints.CheckpointStore(out / "checkpoints")
     store.begin(3)
     store.finish(3, {}, {})
-    assert training_command_entry.config_after_restart(cfg, 0, "run-1") is cfg, "a run without a job"
+    assert training.config_after_restart(cfg, 0, "run-1") is cfg, "a run without a job"
     OutputFolder(out).job.write_text("run-1\n")
-    assert training_command_entry.config_after_restart(cfg, 0, "run-1").train.resume_from_checkpoint == "latest"
-    assert (
-        training_command_entry.config_after_restart(cfg, 0, "run-2") is cfg
-        and training_command_entry.config_after_restart(cfg, 0) is cfg
-    )
+    assert training.config_after_restart(cfg, 0, "run-1").train.resume_from_checkpoint == "latest"
+    assert training.config_after_restart(cfg, 0, "run-2") is cfg and training.config_after_restart(cfg, 0) is cfg
 
 
 def test_restarts_of_several_nodes_use_torchrun_s_dynamic_rendezvous() -> None:

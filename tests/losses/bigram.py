@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megaswift.data.collate import PaddingShape, collate_packed, collate_rows
+from megaswift.data.batches.collate import PaddingShape, collate_packed, collate_rows
 from megaswift.losses.contract import (
     Batch,
     Loss,

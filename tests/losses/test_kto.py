@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.data.collate_preference_batches import kto_kl_batches
+from megaswift.data.preference.collate import kto_kl_batches
 from megaswift.losses.contract import Batch, RequestedModelOutputs
 from megaswift.losses.kto import KTO, log_ratios
 from tests.losses import bigram, trainers

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
-from megaswift.engine.torch.loss_fields_from_logits import compute_loss_fields
+from megaswift.engine.torch.logit_fields import compute_loss_fields
 from megaswift.losses.contract import ModelOutputs
 from megaswift.losses.sft import CrossEntropy
 

@@ -17,9 +17,9 @@ from megaswift.config import SwiftConfig
 from megaswift.families import family_of
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
-from megaswift.parallel import vocabulary_head_memory
+from megaswift.parallel import head_memory
+from megaswift.parallel.head_memory import HeadChunkSizes
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.vocabulary_head_memory import HeadChunkSizes
 from megaswift.run.faults.memory_holders import GRADIENTS, OPTIMIZER, WEIGHTS, tensor_memory_holders
 from tests.parity.cases import VOCAB, global_batch, own, parse
 from tests.parity.measure import build
@@ -85,7 +85,7 @@ def _counters(optimizers: Iterable[torch.optim.Optimizer]) -> int:
 
 def _of_megatron(engine: Any) -> Held:
     from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
-    from megaswift.engine.megatron.optimizer import optimizer_parts
+    from megaswift.engine.megatron.optim.optimizer import optimizer_parts
 
     nf4 = sum(m.nbytes for c in engine.plain for m in c.modules() if isinstance(m, NF4Matrix))
     found = tensor_memory_holders(torch.device("cpu"))
@@ -202,7 +202,7 @@ def count_peak(rank: int, world: int, task: tuple[CountedRun, int]) -> int:
     """Bytes that one micro-batch allocates at the peak of its passes, by torch's own count of allocations on a CPU; the
     head's chunks hold so many bytes (on the ranks)."""
     run, chunk = task
-    vocabulary_head_memory.CHUNK_SIZES["cpu"] = HeadChunkSizes(chunk, chunk, 1)
+    head_memory.CHUNK_SIZES["cpu"] = HeadChunkSizes(chunk, chunk, 1)
     engine, context = build(parse(run.text), run.folder, world, **run.options)
     cfg = run.setup()[0]
     batch = full_rows(cfg.train.per_device_train_batch_size, cfg.data.max_length, packed=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaswift.config import SwiftConfig
 from megaswift.families import family_of
-from megaswift.memory.memory_estimate import MemoryEstimate, RunParameters
+from megaswift.memory.estimate import MemoryEstimate, RunParameters
 from megaswift.memory.microbatch_setup import ComputeKernels
 from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.models.spec import ModelSpec

@@ -1,7 +1,7 @@
 """Bytes of activations against the tensors that autograd keeps in real passes, each storage once.
 
 Covers: megaswift/memory/activation_bytes.py, megaswift/memory/layer_activations.py,
-megaswift/memory/microbatch_setup.py, megaswift/memory/vocabulary_head_bytes.py.
+megaswift/memory/microbatch_setup.py, megaswift/memory/activation_bytes.py.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from megaswift.config.facts.zero_file import KINDS
 from megaswift.config.parts.engine import ZERO
 from megaswift.config.parts.optimizer import GALORE, LIONS, MUON, OF_BITSANDBYTES, PLUGIN_OPTIMIZERS, OptimConfig
 from megaswift.memory.rank_parameters import TrainedParts
-from megaswift.memory.weight_gradient_optimizer_bytes import HALF, HeldBytes
+from megaswift.memory.state_bytes import HALF, HeldBytes
 from megaswift.models.family import family_of
 from megaswift.models.spec import ModelSpec
 from megaswift.models.weights.table import expand_weight_table, format_rule_name
@@ -94,7 +94,7 @@ def torch_engine_bytes(
 
 
 def state_bytes(o: OptimConfig, shape: tuple[int, ...]) -> int:
-    """Of a parameter's optimizer states, whole (`engine/torch/optimizers_and_state_tensors.py`). Not GaLore's and
+    """Of a parameter's optimizer states, whole (`engine/torch/optim/states.py`). Not GaLore's and
     Muon's."""
     n = math.prod(shape)
     assert o.optimizer not in (*GALORE, MUON), "its states follow from which matrices are chosen"

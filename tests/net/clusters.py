@@ -18,8 +18,8 @@ from pathlib import Path
 
 import yaml
 
+from megaswift.commands.submit import main as submit
 from megaswift.errors import UserError
-from megaswift.submit import main as submit
 from tests.net.front import ACCEPTED, on_any_machine, refusal
 from tests.net.record import FOLDER, write_record
 from tests.trainers.inputs import write_inputs

@@ -1,7 +1,7 @@
 """The layers of stages and chunks against Megatron-Core: its layout class, its counts and offsets, and what its config
 refuses.
 
-Covers: megaswift/parallel/parse_pipeline_layout_string.py.
+Covers: megaswift/parallel/pipeline_string.py.
 """
 
 import itertools
@@ -11,13 +11,13 @@ import pytest
 
 from megaswift.errors import LayoutError
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.parse_pipeline_layout_string import parse_layout_string
 from megaswift.parallel.pipeline_split import (
     PipelineSplit,
     balanced_pipeline_layout_string,
     model_chunks_by_stage,
     split_problems,
 )
+from megaswift.parallel.pipeline_string import parse_layout_string
 
 
 def pipeline(pp, vpp=1):

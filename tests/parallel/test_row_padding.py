@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.data.collate import Document, PaddingShape
-from megaswift.data.loader import collate_step_microbatches
+from megaswift.data.batches.collate import Document, PaddingShape
+from megaswift.data.batches.loader import collate_step_microbatches
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.row_padding import (
     fp8_token_multiple,

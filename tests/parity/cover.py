@@ -1,7 +1,7 @@
 """Which layouts are proven: every legal one up to 8 processes (slow tier), and a set of few in which every pair of
 choices occurs.
 
-Owns the tables of choices and the rule of what is legal, written out by hand: `megaswift.parallel.layout_checks` is
+Owns the tables of choices and the rule of what is legal, written out by hand: `megaswift.parallel.checks` is
 tested against it.
 """
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megaswift.bridge.initial_weights_by_seed_and_name import initial_lora_a
+from megaswift.bridge.initial_weights import initial_lora_a
 from megaswift.losses.contract import Batch
 from tests.parity.models import by_disk_name, disk_tensors
 from tests.parity.oracle import Oracle, Recipe, Reference, adamw

@@ -9,7 +9,7 @@ from itertools import combinations, product
 import pytest
 
 from megaswift.families import family_of
-from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest, broken_rule_problems
+from megaswift.parallel.constraints import LayoutRequest, broken_rule_problems
 from megaswift.parallel.model_shape import ModelShape
 from tests.parity import cover
 from tests.parity.cases import Case, parse
@@ -64,7 +64,7 @@ def every_product(model: str) -> Iterator[Case]:
 
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_the_checks_agree_with_the_rule_by_hand(model: str) -> None:
-    """`layout_constraints_of_model_and_batch` refuses exactly the layouts that are not in the list of all."""
+    """`parallel.constraints` refuses exactly the layouts that are not in the list of all."""
     hf_config = config(model).to_dict()
     shape = ModelShape.of(family_of(hf_config).spec(hf_config))
     for case in every_product(model):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
-from megaswift.bridge.peft_folder import PeftFolder, write_peft_folder
+from megaswift.bridge.adapters.folder import PeftFolder, write_peft_folder
+from megaswift.bridge.adapters.merge import merge_adapter_folder_into_base
 from megaswift.errors import ConfigError, WeightsError
 from tests.bridge.folders import plan_of
 from tests.parity import lora
@@ -168,7 +168,7 @@ def test_experts_and_lacking_magnitudes_are_refused(references: References, tmp_
     import peft
 
     from megaswift.config.parts.adapter import LoraConfig
-    from megaswift.engine.megatron.lora.rank_adapters import adapter_plan_from_lora_config
+    from megaswift.engine.megatron.lora.adapters import adapter_plan_from_lora_config
 
     moe, dense = references.model("moe"), references.model("dense")
     config = peft.LoraConfig(use_dora=True, target_modules=[], target_parameters=["mlp.experts.down_proj"])

@@ -1,6 +1,6 @@
 """Weights kept in FP8 beside the same runs with 16-bit weights, whose products quantize them: the same numbers.
 
-Covers: megaswift/engine/megatron/quantize_fp8_weights_from_main_weights.py.
+Covers: megaswift/engine/megatron/optim/fp8_weights.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.weight_source import open_weights
 from tests.engine.checkpoint_worker import Result, Run
 from tests.parity.cases import ROW, parse
 from tests.parity.measure import Task
@@ -53,7 +53,7 @@ def record_squares() -> list[float]:
     """From here on, for each norm, the sum of the squares of this rank's gradients, in float64 (on the ranks)."""
     from megatron.core.optimizer import MegatronOptimizer
 
-    from megaswift.engine.megatron.optimizer import NORM_GRADIENTS
+    from megaswift.engine.megatron.optim.optimizer import NORM_GRADIENTS
 
     found: list[float] = []
     gradients = getattr(MegatronOptimizer, NORM_GRADIENTS)

@@ -1,7 +1,7 @@
 """LoRA under every kind of layout against Hugging Face: loss, each adapter's gradient, gradient norm, three steps, the
 adapters after.
 
-Covers: megaswift/engine/megatron/lora/rank_adapters.py, megaswift/engine/megatron/lora/layer_adapters.py.
+Covers: megaswift/engine/megatron/lora/adapters.py, megaswift/engine/megatron/lora/layers.py.
 """
 
 from __future__ import annotations

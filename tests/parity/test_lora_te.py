@@ -1,7 +1,7 @@
 """LoRA on Transformer Engine's modules against Hugging Face: adapters of grouped experts in two grouped products, of
 layers that normalize their output, of fused and latent projections.
 
-Covers: megaswift/engine/megatron/lora/grouped_expert_adapters.py.
+Covers: megaswift/engine/megatron/lora/experts.py.
 """
 
 from __future__ import annotations

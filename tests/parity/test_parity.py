@@ -3,11 +3,11 @@ weights.
 
 Covers: megaswift/engine/megatron/engine.py, megaswift/engine/megatron/forward_backward.py,
 megaswift/engine/megatron/layers/router.py, megaswift/engine/megatron/layers/norm.py,
-megaswift/engine/megatron/layers/scaled_post_norm_projection.py,
-megaswift/engine/megatron/layers/rotary_per_layer_self_attention.py,
-megaswift/engine/softcap_attention.py, megaswift/engine/megatron/layers/transformer_layer_spec.py,
-megaswift/engine/megatron/rank_microbatch_inputs.py, megaswift/engine/megatron/model.py,
-megaswift/engine/megatron/megatron_transformer_config.py, megaswift/engine/megatron/parallel_context.py.
+megaswift/engine/megatron/layers/post_norm.py,
+megaswift/engine/megatron/layers/spec.py,
+megaswift/engine/document_attention.py, megaswift/engine/megatron/layers/spec.py,
+megaswift/engine/megatron/microbatch.py, megaswift/engine/megatron/model.py,
+megaswift/engine/megatron/transformer_config.py, megaswift/engine/megatron/parallel_context.py.
 """
 
 from __future__ import annotations

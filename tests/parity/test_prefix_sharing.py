@@ -4,7 +4,7 @@ Loss, every gradient and two steps, on layouts, families and both attention core
 completion, of one token, longer than a window, twice in a micro-batch but apart, completions with text of a tool in
 them.
 
-Covers: megaswift/data/prefix_sharing.py.
+Covers: megaswift/data/batches/prefix_sharing.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.data.collate import PaddingShape
-from megaswift.data.collate_rollout_batches import RolloutCollator, RolloutTokens
+from megaswift.data.batches.collate import PaddingShape
+from megaswift.data.prompts.collate import RolloutCollator, RolloutTokens
 from megaswift.engine.document_attention import AttentionRule
 from megaswift.losses.contract import Batch, RequestedModelOutputs
 from tests.parity.cases import Case, own, parse
@@ -82,7 +82,7 @@ def planted(fault: str) -> Iterator[None]:
         with patch(f"{target}.prefixes_of_documents", lambda prefixes, *_: [(-1, 0)] * len(prefixes)):
             yield
     elif fault == "windows":
-        with patch("megaswift.engine.torch.per_document_attention.AttentionRule", _without_window):
+        with patch("megaswift.engine.torch.document_attention.AttentionRule", _without_window):
             yield
     else:
         yield
@@ -200,7 +200,7 @@ def test_sees_faults(text: str, fault: str, pool: Pool, references: References) 
 
 def adapter_gradients(rank: int, world: int, task: Task) -> tuple[float, dict[str, torch.Tensor]] | None:
     """Loss and gradients of adapters of which neither half is 0, on shared prompts (on the ranks)."""
-    from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
+    from megaswift.engine.torch.strategies.strategy import GRADIENT, WEIGHT
 
     case = task.case
     engine, context = build(case, task.folder, world, **recipe_options(task.recipe, case.moe), **task.options)

@@ -1,7 +1,7 @@
 """A scalar head in place of the vocabulary's: values and gradients as transformers' `...ForSequenceClassification` has
 them.
 
-Covers: megaswift/bridge/new_scalar_head.py.
+Covers: megaswift/bridge/scalar_head.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge.new_scalar_head import new_scalar_head_weight
+from megaswift.bridge.scalar_head import new_scalar_head_weight
 from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, Reported, RequestedModelOutputs
 from tests.parity.cases import global_batch, own, parse
 from tests.parity.compare import GRADIENT, LOSS, number, table, tensors

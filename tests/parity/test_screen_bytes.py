@@ -27,7 +27,7 @@ def storages(tensors: list[Tensor]) -> int:
 def held(rank: int, world: int, task: Task) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """(the report before the first step; elements, then bytes of weights, gradients, optimizer on this rank after it)
     (on the ranks)."""
-    from megaswift.engine.megatron import optimizer as optim
+    from megaswift.engine.megatron.optim import optimizer as optim
 
     engine, context = build(task.case, task.folder, world, **task.options)
     told = astuple(engine.report())

@@ -1,6 +1,6 @@
 """Where training starts from: random weights that no layout changes, and weights that do not train.
 
-Covers: megaswift/engine/megatron/freeze_weights.py.
+Covers: megaswift/engine/megatron/freezing.py.
 """
 
 from __future__ import annotations

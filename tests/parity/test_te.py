@@ -1,9 +1,9 @@
 """Every parallel layout on Transformer Engine's modules against Hugging Face: its own Python, over torch functions in
 place of its kernels (tests/te).
 
-Covers: megaswift/engine/megatron/layers/layer_module_classes.py,
-megaswift/engine/megatron/layers/scaled_post_norm_projection.py,
-megaswift/engine/megatron/layers/transformer_layer_spec.py.
+Covers: megaswift/engine/megatron/layers/classes.py,
+megaswift/engine/megatron/layers/post_norm.py,
+megaswift/engine/megatron/layers/spec.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.engine.megatron.layers.layer_implementation import te_unsupported_attention_features
+from megaswift.engine.megatron.layers.implementation import te_unsupported_attention_features
 from megaswift.families import FAMILIES, family_of
 from tests.parity import cover_te
 from tests.parity.cases import Case, parse

@@ -1,8 +1,8 @@
 """Every model family on Transformer Engine's modules against Hugging Face: each axis of a layout, each exchange of
 context parallelism, and adapters.
 
-Covers: megaswift/engine/megatron/layers/layer_implementation.py,
-megaswift/engine/megatron/lora/grouped_expert_adapters.py.
+Covers: megaswift/engine/megatron/layers/implementation.py,
+megaswift/engine/megatron/lora/experts.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The torch engine against Hugging Face in one process: loss, gradients, steps and weights, on the micro-batches of the
 native engine.
 
-Covers: megaswift/engine/torch/ddp.py, megaswift/engine/torch/engine.py, megaswift/engine/torch/fsdp.py,
-megaswift/engine/torch/router_losses.py, megaswift/engine/torch/strategy_registry.py.
+Covers: megaswift/engine/torch/strategies/ddp.py, megaswift/engine/torch/engine.py,
+megaswift/engine/torch/strategies/fsdp.py, megaswift/engine/torch/router_losses.py,
+megaswift/engine/torch/strategies/table.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from megaswift.config import SwiftConfig
 from megaswift.config.parts.optimizer import BETAS, LIONS, ON_PARTS, OPTIMIZERS, PAGED
 from megaswift.losses.sft import CrossEntropy
-from tests.engine.torch.test_optimizers_and_state_tensors import GALORE, RANK, PlainGaLore, PlainMuon, held
+from tests.engine.torch.optim.test_states import GALORE, RANK, PlainGaLore, PlainMuon, held
 from tests.parity.cases import Case, global_batch, own, parse
 from tests.parity.measure import full, recipe_options
 from tests.parity.oracle import Oracle, Recipe

@@ -1,7 +1,7 @@
 """Vision-language models on rows with videos against transformers alone: loss and every gradient.
 
-Covers: megaswift/data/row_media.py, megaswift/data/open_media_files.py, megaswift/data/vision_processor.py,
-megaswift/data/vision_batches.py.
+Covers: megaswift/data/vision/media.py, megaswift/data/vision/files.py, megaswift/data/vision/processor.py,
+megaswift/data/vision/batches.py.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def test_streams_bring_blank_videos_where_weights_are_divided(divided: bool, ran
 LOAD = """
 import sys
 from pathlib import Path
-from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from megaswift.data.vision.processor import Processor, processor_folder_and_files_digest
 processor = Processor(processor_folder_and_files_digest(Path(sys.argv[1]), False))
 print(processor.video_problem)
 """

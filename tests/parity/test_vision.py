@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaswift.config.parts.engine import ZERO
-from megaswift.engine.torch.loss_fields_from_logits import image_grid_positions
+from megaswift.engine.torch.logit_fields import image_grid_positions
 from megaswift.losses.contract import Batch
 from tests.parity import vision
 from tests.parity.compare import number, table, tensors

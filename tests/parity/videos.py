@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from megaswift.data.vision.processor import Processor, processor_folder_and_files_digest
 from tests.data.of_config import prompt_splits
 from tests.parity import vision
 from tests.parity.pool import PRELOAD, ROOT, Pool
@@ -189,9 +189,9 @@ def own_settings(rank: int, world: int, folder: Path) -> list[tuple[dict[str, Te
     from PIL import Image
     from transformers.video_utils import VideoMetadata
 
-    from megaswift.data.attach_row_media import RowImageFolders, attach_media
-    from megaswift.data.open_media_files import VideoSampling
     from megaswift.data.untokenized_sample import UntokenizedSample
+    from megaswift.data.vision.files import VideoSampling
+    from megaswift.data.vision.placeholders import RowImageFolders, attach_media
 
     spec = processor_folder_and_files_digest(write_model("qwen2_5_vl", folder / "model"), False)
     processor = Processor(replace(spec, videos=VideoSampling(fps=2.0)))
@@ -266,11 +266,11 @@ def sampled(rank: int, world: int, folder: Path) -> list[tuple[list[float], list
     """Of completions of prompts with videos, two of each: (the sampler's log-probabilities, transformers')."""
     from transformers import AutoModelForImageTextToText
 
-    from megaswift.bridge.open_weight_source import open_weights
+    from megaswift.bridge.weight_source import open_weights
     from megaswift.config import SwiftConfig
     from megaswift.data.model_tokenizer import training_processor
-    from megaswift.data.prompt_images import PromptImageReader
-    from megaswift.data.vision_batches import media_kinds
+    from megaswift.data.prompts.images import PromptImageReader
+    from megaswift.data.vision.batches import media_kinds
     from megaswift.rollout.backends.transformers_sampler import build
     from megaswift.rollout.sampler import BatchImages, SamplerOptions, SamplingParams
 
@@ -319,9 +319,9 @@ def sampled(rank: int, world: int, folder: Path) -> list[tuple[list[float], list
 def streamed_media(rank: int, world: int, task: tuple[Path, Path, bool]) -> list[set[str]]:
     """What micro-batches of a stream of rows without videos bring beside the tokens, by whether weights are divided."""
     from megaswift.config import SwiftConfig
-    from megaswift.data.build_batch_sources import build_train_and_eval_sources
+    from megaswift.data.batches.numbered import LoaderGeometry
+    from megaswift.data.build import build_train_and_eval_sources
     from megaswift.data.model_tokenizer import training_processor
-    from megaswift.data.numbered_rows_batch_source import LoaderGeometry
 
     folder, data, divided = task
     cfg = SwiftConfig(

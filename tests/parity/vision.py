@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from megaswift.data.vision.processor import Processor, processor_folder_and_files_digest
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.vision_tokenizer import VOCAB, tokenizer
 
@@ -355,7 +355,7 @@ class Task:
 def train(rank: int, world: int, task: Task) -> Reference | None:
     """The engine's numbers of the first global batch, then of `steps` steps; on rank 0."""
     from megaswift.config import SwiftConfig
-    from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
+    from megaswift.engine.torch.strategies.strategy import GRADIENT, WEIGHT
     from megaswift.models.any_model import spec_from_family_or_size_fields
     from megaswift.parallel.layout import Layout
     from megaswift.run.build import load_start_weights

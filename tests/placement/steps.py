@@ -44,33 +44,30 @@ def install() -> None:
 
     import megaswift.engine.megatron  # noqa: F401 - the table of substitutions, before megatron.core
     from megaswift import distributed
-    from megaswift.engine import triton_on_device
+    from megaswift.engine import triton_support
     from megaswift.engine.megatron import engine, parallel_context  # noqa: F401 - collectives are bound where used
-    from megaswift.engine.megatron.cpu import cuda_stubs, megatron_cpu_patch_table
-    from megaswift.engine.torch import start_data_parallel_and_seed
+    from megaswift.engine.megatron.cpu import cuda_stubs, patches
+    from megaswift.engine.torch import process_group
 
-    triton_on_device.triton_launches = lambda: False  # type: ignore[assignment]  # kernels need a driver
-    functions = [
-        megatron_cpu_patch_table.unwrap_decorators(megatron_cpu_patch_table.resolve_symbol(row.symbol)[2])
-        for row in megatron_cpu_patch_table.CONSTANTS
-    ]
+    triton_support.triton_launches = lambda: False  # type: ignore[assignment]  # kernels need a driver
+    functions = [patches.unwrap_decorators(patches.resolve_symbol(row.symbol)[2]) for row in patches.CONSTANTS]
     for function in functions:
         function.__code__ = _with_constants(function.__code__)
     dispatcher: Any = MoEAlltoAllTokenDispatcher.__init__
     dispatcher.__code__ = _with_constants(dispatcher.__code__, ("cuda",))  # it keeps some indices in host memory
-    megatron_cpu_patch_table.compute_device = lambda: DEVICE
+    patches.compute_device = lambda: DEVICE
     torch.cuda.current_device = lambda: DEVICE  # type: ignore[assignment,return-value]
     collectives.install(STAND_IN)
     torch_device_module.register()
     _name_the_devices_of_optimizers()
     torch.addmm = _addmm(torch.addmm)
-    torch_context = start_data_parallel_and_seed.TorchContext.__init__
+    torch_context = process_group.TorchContext.__init__
 
     def on_the_stand_in(self: Any, *args: Any, **kwargs: Any) -> None:
         torch_context(self, *args, **kwargs)
         self.device = DEVICE
 
-    start_data_parallel_and_seed.TorchContext.__init__ = on_the_stand_in  # type: ignore[method-assign]
+    process_group.TorchContext.__init__ = on_the_stand_in  # type: ignore[method-assign]
     start = parallel_context.ParallelContext._start
 
     def with_a_group_in_host_memory(self: Any, timeout_s: float, *args: Any) -> None:

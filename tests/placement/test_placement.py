@@ -1,6 +1,6 @@
 """Training on a stand-in for a GPU: no tensor is on the wrong device, and the host waits only where the tables say.
 
-Covers: megaswift/device_copy.py, megaswift/engine/megatron/layers/vocab_parallel_embedding_no_host_sync.py.
+Covers: megaswift/device_copy.py, megaswift/engine/megatron/model.py.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from megaswift import device_copy
-from megaswift.bridge.torch_dist_chunk_io import RankTensorChunk, copy_chunks_to_host
+from megaswift.bridge.checkpoint.chunk_files import RankTensorChunk, copy_chunks_to_host
 from megaswift.device_copy import HostCopy, copy_to_device_async
-from megaswift.engine.megatron import host_adam
+from megaswift.engine.megatron.optim import host_adam
 from megaswift.engine.reference_weights import ReferenceWeights
-from megaswift.rollout.weight_transfer.weight_buckets import BucketPacker, unpack_bucket
+from megaswift.rollout.weight_transfer.buckets import BucketPacker, unpack_bucket
 from tests.parity.models import build
 from tests.parity.pool import shared
 from tests.placement.collectives import event_class
@@ -276,7 +276,7 @@ def test_the_host_s_adam_waits_once_a_chunk(stand_in: StandIn, monkeypatch: pyte
         adam = host_adam.HostAdam.instead_of(torch.optim.AdamW([weight], lr=0.1))
         weight.grad = torch.ones(100, device=DEVICE)
         adam.step()
-        assert stand_in.counted() == {"sync megaswift.engine.megatron.host_adam:HostAdam._update": 4}
+        assert stand_in.counted() == {"sync megaswift.engine.megatron.optim.host_adam:HostAdam._update": 4}
     assert weight.max() < 1
 
 

@@ -31,9 +31,9 @@ ALLGATHER = {f"read {_ALLGATHER}": 2 * LAYERS * MICROBATCHES}
 LAUNCHED = {name + AFTER_UPDATE: n for name, n in STEP.items()}
 """Of a step on the native engine: the device decides on the update, which is launched before the host waits."""
 FSDP_OFFLOADED = STEP | {
-    "copy megaswift.engine.accurate_sum_of_squares:sum_of_squares.<locals>.<listcomp>": 1,
-    "read megaswift.engine.torch.ddp:DdpStrategy.scaled_backward": 25,
-    "sync megaswift.engine.torch.ddp:DdpStrategy.scaled_backward": 25,
+    "copy megaswift.engine.squared_norm:sum_of_squares.<locals>.<listcomp>": 1,
+    "read megaswift.engine.torch.strategies.ddp:DdpStrategy.scaled_backward": 25,
+    "sync megaswift.engine.torch.strategies.ddp:DdpStrategy.scaled_backward": 25,
 }
 """torch's, of each of 25 gradients: its way to host memory waits in all micro-batches but the first, and the host waits
 at the end of the backward pass. The norm is summed in host memory."""
@@ -45,8 +45,8 @@ SAMPLER = {
     "read megaswift.rollout.decoding:decode_batch": 8,
     "read megaswift.rollout.token_sampling:RowGenerators.keep": 1,
 }
-COLLECT = "read megaswift.engine.megatron.load_and_gather_rank_weights:RankWeights.collect"
-SCORES = "read megaswift.data.collate_rollout_batches:gather_completion_values"
+COLLECT = "read megaswift.engine.megatron.weights:RankWeights.collect"
+SCORES = "read megaswift.data.prompts.collate:gather_completion_values"
 """Of a generation: each decoded token, and the reference's log-probabilities (a critic's values too). The weights stay
 on the device on their way to the sampler, over ranks too."""
 OBJECTS = "gloo megaswift.distributed:all_gather_objects"
@@ -91,7 +91,7 @@ WINDOWS = {
     "copy transformers.vision_utils:get_vision_window_index": MICROBATCHES,
     f"{_WINDOWS}permute_input_for_window_attn": 3 * MICROBATCHES,
     f"{_WINDOWS}forward": MICROBATCHES,
-    "copy megaswift.engine.torch.ddp:DdpStrategy.scaled_backward": 2 * MICROBATCHES,
+    "copy megaswift.engine.torch.strategies.ddp:DdpStrategy.scaled_backward": 2 * MICROBATCHES,
 }
 """Indices of windows, made in host memory; the backward pass copies those of two products again."""
 
@@ -102,7 +102,7 @@ def _checkpoint(
     """Waits of a checkpoint, an export and a load: one a tensor. `counters`: step counts of torch's Adam, a read and a
     copy each; `groups`: of Transformer Engine's, a read each. `written`: tensors of this rank's file, where they are
     not those that it reads."""
-    files, states = "megaswift.bridge.torch_dist_chunk_io:", "megaswift.engine.megatron.checkpoint.optimizer_states:"
+    files, states = "megaswift.bridge.checkpoint.chunk_files:", "megaswift.engine.megatron.checkpoint.optimizer_states:"
     several = ranks > 1
     save = {f"read {files}write_rank_chunks": read if written is None else written}
     load = {f"copy {files}read_planned_chunks": read}
@@ -118,10 +118,10 @@ def _checkpoint(
     return {"save": save, "export": export, "load": load}
 
 
-_WHOLE = "read megaswift.engine.torch.strategy_independent_checkpoint:stream_weights.<locals>.<dictcomp>"
-_FSDP_BROADCAST = "copy megaswift.engine.torch.read_tensors_once_over_ranks:_broadcast"
+_WHOLE = "read megaswift.engine.torch.checkpoint:stream_weights.<locals>.<dictcomp>"
+_FSDP_BROADCAST = "copy megaswift.engine.torch.shared_reads:_broadcast"
 _FSDP_SAVED = {
-    "save": {OBJECTS: 1, _WHOLE: 47, "read megaswift.bridge.hf_safetensors_writer:_write_tensor": 94},
+    "save": {OBJECTS: 1, _WHOLE: 47, "read megaswift.bridge.hf.writer:_write_tensor": 94},
     "export": {OBJECTS: 1, _WHOLE: 47},
     "load": {OBJECTS: 4, _FSDP_BROADCAST: 71},
 }

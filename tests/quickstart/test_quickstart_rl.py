@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.rewards.load_built_in_and_user_reward_functions import load_reward_functions
+from megaswift.rewards.functions import load_reward_functions
 from megaswift.rewards.reward_input import RewardInput
-from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, score_rewards
+from megaswift.rewards.scoring import BuiltInRewardParameters, score_rewards
 from tests.sources import ROOT
 
 QUICK = ROOT / "scripts" / "quickstart"

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaswift import distributed
-from megaswift.bridge import torch_dist_chunk_io
+from megaswift.bridge.checkpoint import chunk_files
 from tests.rank_recorder.record import EXPORT, ROLLOUT, STEP, RankRecord
 from tests.rank_recorder.recording_group import BACKEND, register
 
@@ -71,13 +71,13 @@ def _take_equal_parts_of_ranks() -> None:
         def __missing__(self, key: Any) -> Any:
             return next(iter(self.values()))
 
-    torch_dist_chunk_io._validate_global_plan = lambda plans, metadata: []
+    chunk_files._validate_global_plan = lambda plans, metadata: []
     distributed.all_gather_merged_dict = lambda share: Merged(gather(share))
 
 
 def _torch_collectives() -> None:
     """torch's own functions in place of those that megaswift makes for gloo: a GPU has these."""
-    from megaswift.engine.megatron.cpu import gloo_collectives_made_of_all_to_all as made
+    from megaswift.engine.megatron.cpu import collectives as made
 
     own = dist.distributed_c10d
 
@@ -106,7 +106,7 @@ def _replace_code(function: Any, called: str) -> None:
 
 
 def _start_groups(job: RecordedRun, rank: int) -> None:
-    from megaswift.engine import start_default_process_group
+    from megaswift.engine import process_group
 
     def start(backend: str, timeout_s: float, store: Any = None) -> None:
         if not dist.is_initialized():
@@ -114,7 +114,7 @@ def _start_groups(job: RecordedRun, rank: int) -> None:
             timeout = datetime.timedelta(seconds=600)
             dist.init_process_group(BACKEND, store=store, rank=rank, world_size=job.world, timeout=timeout)
 
-    start_default_process_group.init_default_and_gloo_process_groups = start
+    process_group.init_default_and_gloo_process_groups = start
 
 
 def _count_waits(record: RankRecord, run: Sequence[int]) -> None:

@@ -3,8 +3,8 @@
 The record of a rank whose group's other members are not run equals, in every count, that of the same rank over gloo:
 collectives of each kind in each phase, their bytes, files that are opened, bytes of tensors that are read.
 
-Covers: megaswift/engine/megatron/read_weights_once_per_replica.py,
-megaswift/engine/torch/read_tensors_once_over_ranks.py.
+Covers: megaswift/engine/megatron/weights.py,
+megaswift/engine/torch/shared_reads.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rewards for programs: the forms of tests, what passes, what does not.
 
-Covers: megaswift/rewards/parse_code_tests_and_compare_output.py.
+Covers: megaswift/rewards/code_tests.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 from megaswift.errors import RewardError
 from megaswift.rewards import code_reward
 from megaswift.rewards.code_reward import extract_program
-from megaswift.rewards.parse_code_tests_and_compare_output import json_values_match, read_tests
-from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
+from megaswift.rewards.code_tests import json_values_match, read_tests
+from megaswift.rewards.scoring import BuiltInRewardParameters
 from tests.rewards.samples import judged, said
 
 pytestmark = pytest.mark.wide

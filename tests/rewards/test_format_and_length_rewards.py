@@ -15,7 +15,7 @@ from megaswift.errors import ConfigError
 from megaswift.rewards import format_and_length_rewards
 from megaswift.rewards.format_and_length_rewards import answer_format, think_format
 from megaswift.rewards.reward_input import RewardInput
-from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
+from megaswift.rewards.scoring import BuiltInRewardParameters
 from tests.rewards.samples import judged, said
 
 OPTIONS = BuiltInRewardParameters(max_completion_length=100, soft_cache_length=20)

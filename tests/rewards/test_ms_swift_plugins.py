@@ -9,9 +9,9 @@ import pytest
 
 from megaswift.config import load_config
 from megaswift.errors import ConfigError
-from megaswift.rewards.load_built_in_and_user_reward_functions import load_reward_functions
+from megaswift.rewards.functions import load_reward_functions
 from megaswift.rewards.reward_input import RewardInput
-from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
+from megaswift.rewards.scoring import BuiltInRewardParameters
 
 BUILT_IN = BuiltInRewardParameters(max_completion_length=8)
 PLUGIN = """

@@ -13,8 +13,8 @@ from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.errors import RewardError, WeightsError
 from megaswift.rewards import reward_model as rewards
 from megaswift.rewards.reward_input import RewardInput
-from megaswift.rewards.reward_interface_and_scoring import reward_function_flag, score_rewards
 from megaswift.rewards.reward_model import load_reward_models
+from megaswift.rewards.scoring import reward_function_flag, score_rewards
 from tests.rewards.samples import judged, said
 from tests.trainers.inputs import write_model
 

@@ -4,8 +4,8 @@ nor leave a trace.
 The attempts call the kernel by ctypes where Python's own modules would refuse first: the sandbox must hold against
 native code.
 
-Covers: megaswift/rewards/sandbox_child.py, megaswift/rewards/sandbox_fork_server.py,
-megaswift/rewards/build_seccomp_filter.py.
+Covers: megaswift/rewards/sandbox_child.py, megaswift/rewards/sandbox_server.py,
+megaswift/rewards/seccomp_filter.py.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import psutil
 import pytest
 
 from megaswift.errors import ConfigError, RewardError
-from megaswift.rewards import build_seccomp_filter, code_reward, sandbox, sandbox_child
-from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
+from megaswift.rewards import code_reward, sandbox, sandbox_child, seccomp_filter
 from megaswift.rewards.sandbox import ROOT, JobLimits, JobOutcome, Sandbox, self_test_sandbox
+from megaswift.rewards.scoring import BuiltInRewardParameters
 from tests.rewards.samples import judged
 
 pytestmark = pytest.mark.wide
 
 NUMBERS = {
-    **build_seccomp_filter.FATAL,
-    **build_seccomp_filter.ALLOWED,
-    **build_seccomp_filter.WITHOUT_EXEC,
+    **seccomp_filter.FATAL,
+    **seccomp_filter.ALLOWED,
+    **seccomp_filter.WITHOUT_EXEC,
     "openat": (257, 56),
     "prlimit64": (302, 261),
 }

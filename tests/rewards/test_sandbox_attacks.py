@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from megaswift.rewards import code_reward
-from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
 from megaswift.rewards.sandbox import JobLimits, Sandbox
+from megaswift.rewards.scoring import BuiltInRewardParameters
 from tests.rewards.samples import judged
 
 pytestmark = pytest.mark.wide

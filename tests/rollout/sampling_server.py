@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megaswift.rollout.backends.transformers_sampler import TransformersSampler
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
-from megaswift.rollout.weight_transfer.connect_vllm_servers import EXTENSION
+from megaswift.rollout.weight_transfer.vllm_servers import EXTENSION
 from megaswift.rollout.weight_transfer.vllm_worker_extension import WeightSyncExtension
 from tests.loopback_http import serve_loopback
 

@@ -17,7 +17,7 @@ import torch
 
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.sampler import SamplerOptions, make_sampler
-from megaswift.rollout.weight_transfer import connect_vllm_servers
+from megaswift.rollout.weight_transfer import vllm_servers
 from tests.inference.models import adapters, plain
 from tests.rollout.real_servers import (
     NEW,
@@ -122,8 +122,8 @@ def test_a_server_is_sent_weights_in_buckets(
     transport: str, changed: bool, words: tuple[str, ...], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the extension of its workers, several buckets a sync; of three syncs the last changes one module only."""
-    monkeypatch.setattr(connect_vllm_servers, "BUCKET_BYTES", 20_000)
-    extension = ("--worker-extension-cls", connect_vllm_servers.EXTENSION)
+    monkeypatch.setattr(vllm_servers, "BUCKET_BYTES", 20_000)
+    extension = ("--worker-extension-cls", vllm_servers.EXTENSION)
     with sampler_server(model, tmp_path / "log", *extension, *words) as url:
         made: Any = make_sampler(
             "vllm_server",

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import pytest
 
 from megaswift.errors import ConfigError, UserError
-from megaswift.rollout import installed_vllm_version_and_support, server_client, write_weight_sync_folders
+from megaswift.rollout import server_client, sync_folders, vllm_package
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.sampler import (
     Sampler,
@@ -53,7 +53,7 @@ def test_two_servers_answer_as_the_sampler_that_they_are_made_of(
 ) -> None:
     """Prompts, settings, seeds, tokens and log-probabilities arrive; new weights come through the folder, in several
     shards."""
-    monkeypatch.setattr(write_weight_sync_folders, "SHARD_BYTES", 20000)
+    monkeypatch.setattr(sync_folders, "SHARD_BYTES", 20000)
     alone = filled(model, batch_size=1)  # as the servers here take one prompt at a time
     want = alone.generate(PROMPTS, SAMPLING, SEEDS)
     assert {c.finished for c in want} == {True, False}
@@ -288,11 +288,11 @@ def test_what_servers_do_wrong_is_told(kind: str, path: str, said: Any, told: st
 
 def test_vllm_in_process_is_refused_where_it_is_not_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampler_backend_names() == ["sglang", "transformers", "vllm", "vllm_server"]
-    monkeypatch.setattr(installed_vllm_version_and_support.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="vLLM is not installed"):
         make_sampler("vllm", model, SamplerOptions())
-    monkeypatch.setattr(installed_vllm_version_and_support.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(installed_vllm_version_and_support.metadata, "version", lambda name: "0.11.2")
+    monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(vllm_package.metadata, "version", lambda name: "0.11.2")
     [problem] = sampler_backend_problems("vllm", SamplerOptions())
     assert "0.11.2 is installed" in problem.rule
 

@@ -2,7 +2,7 @@
 one another.
 
 Covers: megaswift/rollout/backends/transformers_sampler.py, megaswift/rollout/decoding.py,
-megaswift/rollout/kv_cache.py, megaswift/rollout/sampler.py, megaswift/rollout/transformers_weight_update.py.
+megaswift/rollout/kv_cache.py, megaswift/rollout/sampler.py, megaswift/rollout/weight_update.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The transformers sampler on prompts with images, beside transformers itself on one prompt at a time.
 
-Covers: megaswift/rollout/decoding.py, megaswift/rollout/token_sampling.py, megaswift/data/prompt_images.py,
-megaswift/data/encode_prompts.py, megaswift/data/rl_prompts.py.
+Covers: megaswift/rollout/decoding.py, megaswift/rollout/token_sampling.py, megaswift/data/prompts/images.py,
+megaswift/data/prompts/encode.py, megaswift/data/prompts/source.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.weight_source import open_weights
 from megaswift.config import SwiftConfig
-from megaswift.data import show_samples
-from megaswift.data.prompt_images import PromptImageReader
-from megaswift.data.rl_prompts import Prompt
-from megaswift.data.row_media import RowMedia
-from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from megaswift.data.prompts.images import PromptImageReader
+from megaswift.data.prompts.source import Prompt
+from megaswift.data.show import samples
+from megaswift.data.vision.media import RowMedia
+from megaswift.data.vision.processor import Processor, processor_folder_and_files_digest
 from megaswift.errors import DataError
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.sampler import BatchImages, Completion, SamplerOptions, SamplingParams
@@ -179,7 +179,7 @@ def test_data_show_prints_prompts_with_images(inputs: Inputs, capsys: pytest.Cap
     words = [str(inputs.folder / "trl.jsonl"), "--task", "grpo", "--model", "unused", "--samples", "1"]
     cache = ["--dataset_cache_dir", str(inputs.folder / "cache"), "--max_length", "128", "--max_completion_length", "8"]
     capsys.readouterr()
-    assert show_samples.main([*words, *cache], lambda *_: inputs.processor) == 0
+    assert samples.main([*words, *cache], lambda *_: inputs.processor) == 0
     printed = capsys.readouterr().out
     files = inputs.prompts[0].images
     assert (

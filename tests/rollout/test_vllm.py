@@ -18,8 +18,8 @@ import torch
 from megaswift.config import load_config
 from megaswift.families import load_spec
 from megaswift.rollout.backends.vllm_sampler import lora_rank_problems
-from megaswift.rollout.installed_vllm_version_and_support import max_lora_rank_for
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
+from megaswift.rollout.vllm_package import max_lora_rank_for
 from megaswift.run.policy_task import sampler_options
 
 SAMPLING = SamplingParams(3, temperature=0.5, top_k=4, stop_token_ids=(7,))

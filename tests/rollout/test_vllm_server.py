@@ -1,6 +1,6 @@
 """vLLM servers, by a server that speaks as vLLM does: weights in buckets where workers have the extension, seeds.
 
-Covers: megaswift/rollout/backends/vllm_server_sampler.py, megaswift/rollout/weight_transfer/connect_vllm_servers.py,
+Covers: megaswift/rollout/backends/vllm_server_sampler.py, megaswift/rollout/weight_transfer/vllm_servers.py,
 megaswift/rollout/weight_transfer/vllm_worker_extension.py.
 """
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megaswift.errors import ConfigError
-from megaswift.rollout.weight_transfer import connect_vllm_servers
+from megaswift.rollout.weight_transfer import vllm_servers
 from tests.rollout.sampling_server import Vllm, VllmWithExtension, serving
 from tests.rollout.test_servers import SAMPLING, SEEDS, client
 from tests.rollout.test_transformers import PROMPTS, filled, weights
@@ -27,7 +27,7 @@ def test_two_vllm_servers_are_sent_buckets(
     transport: str, used: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four workers in all; of the last sync only what has changed."""
-    monkeypatch.setattr(connect_vllm_servers, "BUCKET_BYTES", 20000)
+    monkeypatch.setattr(vllm_servers, "BUCKET_BYTES", 20000)
     alone = filled(model, batch_size=1)
     want = alone.generate(PROMPTS, SAMPLING, SEEDS)
     kind = Vllm if transport == "folder" else VllmWithExtension
@@ -92,6 +92,6 @@ def test_transport_by_what_all_workers_have(
     side."""
     facts = SimpleNamespace(uuid="GPU-a")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
-    monkeypatch.setattr(connect_vllm_servers, "this_machine", lambda: "here")
+    monkeypatch.setattr(vllm_servers, "this_machine", lambda: "here")
     described = [{"device": d, "machine": m, "gpus": gpus.split()} for d, m, gpus in workers]
-    assert connect_vllm_servers.choose_transport(described, device) == transport
+    assert vllm_servers.choose_transport(described, device) == transport

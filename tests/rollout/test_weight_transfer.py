@@ -20,17 +20,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.rollout.weight_transfer import bucket_transports
-from megaswift.rollout.weight_transfer.bucket_transports import GLOO, SHARED_MEMORY, CudaIpcReceiver, CudaIpcSender
-from megaswift.rollout.weight_transfer.weight_buckets import (
+from megaswift.rollout.weight_transfer import transports
+from megaswift.rollout.weight_transfer.buckets import (
     BucketPacker,
     ChangedWeights,
     module_of_weight,
     tensor_checksum,
     unpack_bucket,
 )
-from megaswift.rollout.weight_transfer.weight_receiver import WeightReceiver
-from megaswift.rollout.weight_transfer.weight_sender import TransferSettings, WeightSender
+from megaswift.rollout.weight_transfer.receiver import WeightReceiver
+from megaswift.rollout.weight_transfer.sender import TransferSettings, WeightSender
+from megaswift.rollout.weight_transfer.transports import GLOO, SHARED_MEMORY, CudaIpcReceiver, CudaIpcSender
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8)
 Weights = list[tuple[str, Tensor]]
@@ -85,12 +85,12 @@ def test_a_slot_is_shared_and_mapped_once_for_each_worker(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a"))
-    monkeypatch.setattr(bucket_transports, "gpu_uuids", lambda: ["GPU-a"])
+    monkeypatch.setattr(transports, "gpu_uuids", lambda: ["GPU-a"])
     cpu = torch.device("cpu")
     sender, workers = CudaIpcSender(cpu, 3), [CudaIpcReceiver(cpu, rank) for rank in (1, 2, 3)]
 
     def send(number: int, size: int) -> None:
-        slot = number % bucket_transports.SLOTS
+        slot = number % transports.SLOTS
         sender.buffer(slot, size)[:size] = number
         location = json.loads(json.dumps(sender.location(slot)))
         for worker in workers:
@@ -130,7 +130,7 @@ def test_a_checksum_changes_with_any_bit_and_any_exchange(length: int) -> None:
 
 def test_a_checksum_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks count by their order."""
-    monkeypatch.setattr("megaswift.rollout.weight_transfer.weight_buckets._WORDS", 4)
+    monkeypatch.setattr("megaswift.rollout.weight_transfer.buckets._WORDS", 4)
     blocks = torch.arange(12).view(3, 4)
     assert len({tensor_checksum(blocks[list(order)]) for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1))}) == 4
 

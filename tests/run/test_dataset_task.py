@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megaswift.data.numbered_rows_batch_source import LoaderGeometry
+from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.run.task import TaskData
 from megaswift.run.tasks import TASKS
+from tests.data.batches.test_loader import source
 from tests.data.makers import config
-from tests.data.test_loader import source
 from tests.trainers.tiny import TinyEngine
 
 

@@ -140,7 +140,7 @@ def test_a_version_below_an_occupied_folder_is_let_in(tmp_path: Path) -> None:
 
 SCRIPT = """\
 import sys
-from megaswift import training_command_entry
+from megaswift.commands import training as training_command_entry
 from megaswift.config.swift_config import SwiftConfig
 from megaswift.api import Trainer
 

@@ -8,12 +8,12 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.facts.byte_size import bytes_text
-from megaswift.data.stream_batches import StreamBatchSource, StreamRowCountsAndWarnings
-from megaswift.data.stream_cursor import Cursor
+from megaswift.data.stream.batches import StreamBatchSource, StreamRowCountsAndWarnings
+from megaswift.data.stream.cursor import Cursor
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.errors import Problem
+from megaswift.parallel.grid import rank_grid_text
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.layout_grid_text import rank_grid_text
 from megaswift.run.course import tell_streamed_rows
 from megaswift.run.summary import (
     SummaryFacts,

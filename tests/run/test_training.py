@@ -104,7 +104,7 @@ def held_out(inputs: list[str], out: Path) -> list[list[dict[str, str]]]:
     from transformers import AutoTokenizer
 
     from megaswift.config import load_config
-    from megaswift.data.build_batch_sources import load_document_splits
+    from megaswift.data.build import load_document_splits
 
     cfg = load_config("sft", [str(out / "config.yaml")])
     tokenizer = AutoTokenizer.from_pretrained(inputs[1])

@@ -2,7 +2,7 @@
 own.
 
 Covers: megaswift/deploy.py,
-megaswift/serve/openai_requests.py, megaswift/serve/openai_response_bodies.py.
+megaswift/serve/openai_requests.py, megaswift/serve/openai_responses.py.
 """
 
 from __future__ import annotations

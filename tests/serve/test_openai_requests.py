@@ -1,6 +1,6 @@
 """Requests and answers of the two APIs through the application in this process, over a model that answers.
 
-Covers: megaswift/serve/openai_requests.py, megaswift/serve/openai_response_bodies.py, megaswift/serve/logprobs.py.
+Covers: megaswift/serve/openai_requests.py, megaswift/serve/openai_responses.py, megaswift/serve/logprobs.py.
 """
 
 from __future__ import annotations

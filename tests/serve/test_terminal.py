@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megaswift.config.inference.options import ChatTemplateOptions
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from megaswift.inference.generator import GenerationParams, Generator
-from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
+from megaswift.inference.model import ModelConfigAndTokenizer
 from megaswift.serve.terminal import Terminal
 from tests.inference.models import opened, plain
 from tests.sources import ROOT

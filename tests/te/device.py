@@ -67,7 +67,7 @@ def install(release: str = sources.RELEASES[0]) -> None:
         owner.get_pos_emb_on_this_cp_rank = own_angles
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    from megaswift.engine.megatron.cpu.megatron_cpu_patch_table import _cpu_constant
+    from megaswift.engine.megatron.cpu.patches import _cpu_constant
 
     if sources.DEVICE == "cpu":
         # where tokens are sorted by Transformer Engine's kernels, their new order is made on the GPU

@@ -15,7 +15,7 @@ from tests.te.cuda import CAPABILITY
 device.install(os.environ.get("MEGASWIFT_TE_RELEASE", sources.RELEASES[0]))
 
 from megaswift.engine.megatron import engine  # noqa: E402
-from megaswift.engine.megatron.layers import layer_implementation  # noqa: E402
+from megaswift.engine.megatron.layers import implementation  # noqa: E402
 
-engine.transformer_engine_unusable_reason = layer_implementation.transformer_engine_unusable_reason = lambda: ""
+engine.transformer_engine_unusable_reason = implementation.transformer_engine_unusable_reason = lambda: ""
 torch.cuda.get_device_capability = lambda *_: CAPABILITY  # type: ignore[assignment]

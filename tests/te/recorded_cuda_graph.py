@@ -115,7 +115,7 @@ def install() -> None:
     from megatron.core.transformer import cuda_graphs
     from transformer_engine.pytorch import distributed
 
-    from megaswift.engine.megatron.cpu import gloo_collectives_made_of_all_to_all as collectives
+    from megaswift.engine.megatron.cpu import collectives
 
     collectives._gathered, collectives._received = recorded(collectives._gathered), recorded(collectives._received)
     distributed._get_cuda_rng_state, distributed._set_cuda_rng_state = get_generator, set_generator

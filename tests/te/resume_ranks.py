@@ -15,11 +15,11 @@ def job(rank: int, world: int, run: Run) -> Result:
     import transformer_engine.pytorch.optimizers as te
     from megatron.core import optimizer as home
 
-    from megaswift.engine.megatron import engine, megatron_transformer_config
+    from megaswift.engine.megatron import engine, transformer_config
 
     assert home.Adam is te.FusedAdam and engine is not None
-    asked = lambda cfg, spec, cuda: megatron_transformer_config.DTYPES[cfg.model.torch_dtype]  # noqa: E731
-    patches = [patch.object(megatron_transformer_config, "compute_dtype", asked)]
+    asked = lambda cfg, spec, cuda: transformer_config.DTYPES[cfg.model.torch_dtype]  # noqa: E731
+    patches = [patch.object(transformer_config, "compute_dtype", asked)]
     if run.case.do and not run.options.get("optimizer_cpu_offload"):
         patches.append(patch.object(checkpoint_worker, "snapshot", fused_adam.snapshot))
     for one in patches:

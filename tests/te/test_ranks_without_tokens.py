@@ -1,6 +1,6 @@
 """A rank whose experts get no token, under the allgather dispatcher, against Hugging Face.
 
-Covers: megaswift/engine/megatron/megatron_transformer_config.py.
+Covers: megaswift/engine/megatron/transformer_config.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megaswift.engine.global_batch_loss_and_metrics import start_count_global_batch
+from megaswift.engine.objective import start_count_global_batch
 from megaswift.errors import DataError, Problem
 from megaswift.losses.sft import CrossEntropy
 from megaswift.trainers.hook import Hook
@@ -44,7 +44,7 @@ class Ran:
 
 def go(rank: int, world: int, what: str) -> Ran:
     """A run of `STEPS` steps, of which rank 1 meets `what` with its third batch, or after the counts of that batch."""
-    from megaswift.engine.start_default_process_group import init_default_and_gloo_process_groups
+    from megaswift.engine.process_group import init_default_and_gloo_process_groups
 
     init_default_and_gloo_process_groups("gloo", 60)
     context: Any = SimpleNamespace(
@@ -99,7 +99,7 @@ def go(rank: int, world: int, what: str) -> Ran:
 
 def count(rank: int, world: int, payload: None) -> Any:
     """The counts of a grid of two data-parallel by two tensor-parallel ranks; rank 3 passes no micro-batches."""
-    from megaswift.engine.start_default_process_group import init_default_and_gloo_process_groups
+    from megaswift.engine.process_group import init_default_and_gloo_process_groups
     from tests.trainers.tiny import batch
 
     init_default_and_gloo_process_groups("gloo", 60)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaswift.atomic_disk_writes import write_hashed
+from megaswift.base.atomic_writes import write_hashed
 from megaswift.folders.saved_steps import damaged_file_problems
 from megaswift.trainers import checkpoints
 from megaswift.trainers.checkpoints import CheckpointStore

@@ -109,8 +109,8 @@ def run(
 
 def work(rank: int, world: int, command: tuple[str, list[str], int | None]) -> None:
     """The life of a worker (on the ranks)."""
+    from megaswift.commands.training import main
     from megaswift.rollout.backends import transformers_sampler
-    from megaswift.training_command_entry import main
 
     task, words, length = command
 

@@ -91,7 +91,7 @@ def killed(inputs: Sequence[str], out: Path, *options: object, when: Callable[[]
 
 def work(rank: int, world: int, command: tuple[str, list[str]]) -> None:
     """The life of a worker (on the ranks)."""
-    from megaswift.training_command_entry import main
+    from megaswift.commands.training import main
 
     sys.argv = [f"megaswift/{command[0]}.py", *command[1]]
     code = main(*command)

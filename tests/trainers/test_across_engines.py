@@ -1,7 +1,7 @@
 """A step of one engine goes on in the other through its weights; as a step to resume from it is refused, with what
 would do.
 
-Covers: megaswift/bridge/torch_engine_step_source.py, megaswift/engine/torch/strategy_independent_checkpoint.py.
+Covers: megaswift/bridge/checkpoint/torch_step.py, megaswift/engine/torch/checkpoint.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.bridge.megatron_to_hf import megatron_to_hf
+from megaswift.bridge.convert.to_hf import megatron_to_hf
 from megaswift.config import SwiftConfig
 from megaswift.run import output
 from megaswift.trainers.hooks.metrics import read_lines

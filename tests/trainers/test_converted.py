@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.bridge.hf_to_megatron import hf_to_megatron
-from megaswift.bridge.megatron_to_hf import megatron_to_hf
+from megaswift.bridge.convert.to_hf import megatron_to_hf
+from megaswift.bridge.convert.to_megatron import hf_to_megatron
 from megaswift.config import SwiftConfig
 from megaswift.errors import WeightsError
 from megaswift.folders.source import locate_model, missing_model_file_problems

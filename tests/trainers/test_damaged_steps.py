@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaswift.bridge import megatron_to_hf
-from megaswift.bridge.compare_weights import WeightComparisonSide
-from megaswift.bridge.hf_to_megatron import HfToMegatronOptions, hf_to_megatron
-from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
-from megaswift.bridge.open_weight_source import open_weights
-from megaswift.bridge.peft_folder import PeftFolder
+from megaswift.bridge.adapters.folder import PeftFolder
+from megaswift.bridge.adapters.merge import merge_adapter_folder_into_base
+from megaswift.bridge.convert import to_hf
+from megaswift.bridge.convert.to_megatron import HfToMegatronOptions, hf_to_megatron
+from megaswift.bridge.convert.weight_comparison import WeightComparisonSide
+from megaswift.bridge.weight_source import open_weights
 from megaswift.cli import main
 from megaswift.config import load_config
 from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.errors import CheckpointError
 from megaswift.folders import saved_steps
 from megaswift.folders.source import locate_model
-from megaswift.inference.precheck_model_folder_and_adapters import locate_generation_model
+from megaswift.inference.prechecks import locate_generation_model
 from megaswift.run import output
 from megaswift.run.checks.sources import verify_sources_and_locate_model
 from megaswift.trainers import checkpoints
@@ -83,7 +83,7 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
     readers = [
         lambda: open_weights(bad),
         lambda: open_weights(bad / "model"),
-        lambda: megatron_to_hf.megatron_to_hf(bad, tmp_path / "hf"),
+        lambda: to_hf.megatron_to_hf(bad, tmp_path / "hf"),
         lambda: locate_model(options),
         lambda: locate_generation_model(options),
         lambda: verify_sources_and_locate_model(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.bridge.adapter_plan import MAGNITUDE
+from megaswift.bridge.adapters.plan import MAGNITUDE
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import logits, write_inputs
 from tests.trainers.runs import finish, run, start

@@ -16,7 +16,7 @@ OUT_OF_MEMORY = (
     BACKWARD
     + """
 import torch
-from megaswift.data import loader
+from megaswift.data.batches import loader
 
 def fault(number):
     if number == 3 and "MEGASWIFT_RESTARTS" not in os.environ:

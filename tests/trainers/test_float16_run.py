@@ -1,6 +1,6 @@
 """Runs in float16 on every engine: from a loss scale that overflows, over a checkpoint, to the export.
 
-Covers: megaswift/engine/torch/strategy_independent_checkpoint.py, megaswift/trainers/loop.py.
+Covers: megaswift/engine/torch/checkpoint.py, megaswift/trainers/loop.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Files that cannot be written or read: one message and exit code 2, and the report hides no error.
 
-Covers: megaswift/atomic_disk_writes.py.
+Covers: megaswift/base/atomic_writes.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megaswift import training_command_entry
-from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
+from megaswift.base.atomic_writes import safetensors_errors_as_oserror
+from megaswift.commands import training
 from megaswift.errors import CheckpointError, StorageError, storage_error
 from megaswift.trainers.hooks import checkpoint
 from megaswift.trainers.hooks.metrics import JsonLinesHook
@@ -105,7 +105,7 @@ def limited(job: tuple[list[str], int, str]) -> int:
     else:
         (Path(out) / "report.html.new").mkdir(parents=True)  # the page cannot be written
     try:
-        code = training_command_entry.main("sft", [*words, "--output_dir", out])
+        code = training.main("sft", [*words, "--output_dir", out])
     except SystemExit as left:
         code = int(left.code or 0)
     return code
@@ -158,7 +158,7 @@ def test_data_and_caches_without_access(
     else:
         monkeypatch.setattr(Path, "mkdir", lambda p, *a, **k: refuse(p) if p == cache else made(p, *a, **k))
     with pytest.raises(SystemExit) as left:
-        training_command_entry.main("sft", [*words, "--max_steps", "1", "--output_dir", str(tmp_path / "out")])
+        training.main("sft", [*words, "--max_steps", "1", "--output_dir", str(tmp_path / "out")])
     err = capsys.readouterr().err
     assert left.value.code == 2 and "Permission denied" in err and "Traceback" not in err
     assert str(data if place == "data" else cache) in err

@@ -97,7 +97,7 @@ def test_a_reward_function_that_hangs_on_one_rank_is_named(engine: str, tmp_path
 
 STOPPED = """
 import os, signal, time
-from megaswift.bridge import hf_safetensors_writer as writers
+from megaswift.bridge.hf import writer as writers
 
 def stops(*words, **named):
     while True:

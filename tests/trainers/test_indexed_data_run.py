@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megaswift.cli import main
-from megaswift.data.megatron_index_files import open_indexed_tokens
+from megaswift.data.indexed.files import open_indexed_tokens
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import write_model
 from tests.trainers.runs import run

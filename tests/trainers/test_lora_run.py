@@ -1,7 +1,7 @@
 """A LoRA run as users start one: its folder, what PEFT and transformers make of it, going on from it, and what is
 refused.
 
-Covers: megaswift/engine/megatron/lora/adapter_checkpoint_slices.py.
+Covers: megaswift/engine/megatron/lora/checkpoint.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megaswift.bridge.adapter_plan import PREFIX
-from megaswift.bridge.read_torch_dist_metadata import read_torch_dist_metadata
+from megaswift.bridge.adapters.plan import PREFIX
+from megaswift.bridge.checkpoint.metadata import read_torch_dist_metadata
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import logits, write_conversations, write_inputs, write_model
 from tests.trainers.runs import finish, run, start

@@ -52,9 +52,9 @@ def trained(
 
 def work(rank: int, world: int, command: tuple[list[str], str]) -> None:
     """The life of a worker (on the ranks): a run that lists the files of each round, and each stream of all weights."""
-    from megaswift.rollout.write_weight_sync_folders import SyncRounds
+    from megaswift.commands.training import main
+    from megaswift.rollout.sync_folders import SyncRounds
     from megaswift.trainers.rl.generation import CompletionGenerator
-    from megaswift.training_command_entry import main
 
     words, sent = command
     taken, synchronize = SyncRounds.taken, CompletionGenerator.synchronize

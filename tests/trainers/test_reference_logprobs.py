@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from megaswift.config import load_config
-from megaswift.data.collate_preference_batches import PreferenceDataset
-from megaswift.data.gather_and_truncate_dataset_documents import Documents
-from megaswift.data.gather_and_truncate_preferences import PreferenceDocuments
-from megaswift.data.loader import EvaluationSource
-from megaswift.data.numbered_rows_batch_source import LoaderGeometry
+from megaswift.data.batches.loader import EvaluationSource
+from megaswift.data.batches.numbered import LoaderGeometry
+from megaswift.data.preference.collate import PreferenceDataset
+from megaswift.data.preference.documents import PreferenceDocuments
+from megaswift.data.store.documents import Documents
 from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.run.build import forward_pass_count_before_step
 from megaswift.run.dataset_task import make_batch_transform
@@ -165,7 +165,7 @@ def test_other_data_are_noticed() -> None:
 
 
 def shape() -> Any:
-    from megaswift.data.collate import PaddingShape
+    from megaswift.data.batches.collate import PaddingShape
 
     return PaddingShape(doc_multiple=1, row_multiple=4)
 

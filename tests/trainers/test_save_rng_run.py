@@ -1,6 +1,6 @@
 """Checkpoints without random states: a resumed run says that it draws other numbers, which is all that differs.
 
-Covers: megaswift/engine/rng_state_checkpoint_file.py.
+Covers: megaswift/engine/rng_state.py.
 """
 
 from __future__ import annotations

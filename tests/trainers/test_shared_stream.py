@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from megaswift import distributed
-from megaswift.data.build_batch_sources import build_train_and_eval_sources
-from megaswift.data.numbered_rows_batch_source import LoaderGeometry
-from megaswift.data.stream_batches import StreamBatchSource
+from megaswift.data.batches.numbered import LoaderGeometry
+from megaswift.data.build import build_train_and_eval_sources
+from megaswift.data.stream.batches import StreamBatchSource
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 from tests.parity.pool import Pool

@@ -88,7 +88,7 @@ def test_native_engine_names_those_that_do_it(tmp_path: Path) -> None:
         load_spec(tmp_path)
     assert "no engine has" not in str(error.value)
     (tmp_path / "config.json").write_text(json.dumps(SEES))
-    with pytest.raises(ConfigError, match="applies only to vision-language models"):
+    with pytest.raises(ConfigError, match="does not apply to --engine megatron"):
         SwiftConfig(task="sft", model=str(tmp_path), dataset=["d.jsonl"], engine="megatron", freeze_vit=True)
     with pytest.raises(ConfigError, match="leaves nothing to train"):
         SwiftConfig(task="sft", model=str(tmp_path), dataset=["d.jsonl"], engine="ddp", freeze_llm=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from megaswift.data.vision.processor import Processor, processor_folder_and_files_digest
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.parity import vision
 from tests.run.test_training import run, values

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.checkpoint import main
+from megaswift.commands.checkpoint import main
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from megaswift.data.vision.processor import Processor, processor_folder_and_files_digest
 from tests.parity import vision
 
 WORDS = "abcdefghij"

@@ -7,7 +7,7 @@ if not __package__:  # run as a file: python has put its folder on the path, whe
     _here = Path(__file__).resolve()
     sys.path[:] = [str(_here.parents[3]), *(p for p in sys.path if Path(p).resolve() != _here.parent)]
 
-from megaswift.training_command_entry import main  # noqa: E402
+from megaswift.commands.training import main  # noqa: E402
 
 if __name__ == "__main__":
     raise SystemExit(main("rlhf"))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from megaswift.base.redaction import is_secret
 from megaswift.compat.explanation import accepted_option, unknown_option_problems
 from megaswift.compat.files.accelerate_file import named_accelerate_file
 from megaswift.compat.names.answers import foreign_value_advice
@@ -35,7 +36,6 @@ from megaswift.config.values import (
     resets_number_to_default,
 )
 from megaswift.errors import ConfigError
-from megaswift.redaction import is_secret
 
 NAMES_OF_TASK = frozenset({*TASK_SPELLINGS, "task", "rlhf_type", "pref_loss"})
 """Options that the line `task` of the file is."""

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megaswift.command_line_common import ELSEWHERE
+from megaswift.base.command_words import ELSEWHERE
+from megaswift.base.redaction import is_secret
 from megaswift.compat.scripts.launch import PIXELS_HINT, launch_of_command, launch_words
 from megaswift.compat.scripts.migrated_run import NOT_SET, SECRET, MigratedRun
 from megaswift.compat.scripts.run_file import head_lines, remark_lines
@@ -18,7 +19,6 @@ from megaswift.compat.scripts.toolkits import ForeignCommand
 from megaswift.compat.variables import OPTIONS
 from megaswift.config.inference.parser import CommandParser
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.redaction import is_secret
 
 
 @dataclass

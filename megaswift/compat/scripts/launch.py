@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaswift.base.redaction import is_secret
 from megaswift.compat.files.accelerate_file import DEEPSPEED_SETTLED, SETTLED
 from megaswift.compat.files.accelerate_launch import options_from_accelerate_environment, settings_without_effect
 from megaswift.compat.names.translated import RENAMED
@@ -24,7 +25,6 @@ from megaswift.config.sections import NAMES
 from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.config.values import TRUE
 from megaswift.errors import ConfigError
-from megaswift.redaction import is_secret
 
 LAUNCH_ORDER = ("nnodes", "node_rank", "master_addr", "master_port", "nproc_per_node")
 KEPT = re.compile(

@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megaswift.base.redaction import is_secret, redacted_command
 from megaswift.compat.names.translated import RENAMED
 from megaswift.compat.scripts.launch import LAUNCH_ORDER, command_line
 from megaswift.compat.scripts.migrated_run import MigratedOption, MigratedRun
 from megaswift.compat.scripts.settle import missing_options
 from megaswift.config.sections import NAMES
-from megaswift.redaction import is_secret, redacted_command
 from megaswift.version import __version__
 
 LONGEST = 400

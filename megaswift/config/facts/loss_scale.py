@@ -2,7 +2,7 @@
 
 `turns[+TABLE...]`, as in ms-swift: `last_round+ignore_empty_think`, `hermes`, `default+weights.json`. The weights of
 the named tables are those of ms-swift's `loss_scale/config` (the method: arXiv 2309.00986). Applying them to text
-belongs to `data/weigh_turn_text.py`.
+belongs to `data/templates/turn_weights.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where a process of `megaswift export` or `megaswift convert` stands among the nodes on which the command was started.
 
-One process does the work of these commands. `megaswift.launchers.work_on_node_0` lets the others wait.
+One process does the work of these commands. `megaswift.launchers.first_node` lets the others wait.
 """
 
 from __future__ import annotations

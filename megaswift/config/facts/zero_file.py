@@ -3,7 +3,7 @@
 Owns the presets of the six kinds (`configs/deepspeed/*.json` are these, written out), the meaning of "auto", and the
 list of what the torch engine serves. Batch sizes, clipping, learning rate and optimizer are the run's own, so the file
 may repeat them, not change them; a key that would be ignored is a mistake. What DeepSpeed itself is then given is made
-by `megaswift.engine.torch.deepspeed_import_and_config_overrides`.
+by `megaswift.engine.torch.strategies.zero_config`.
 """
 
 from __future__ import annotations

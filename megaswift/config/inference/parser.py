@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from megaswift import log
-from megaswift.command_line_common import HELP
+from megaswift.base.command_words import HELP
+from megaswift.base.redaction import redact_problems
 from megaswift.config.command_line import read_command_line
 from megaswift.config.facts.hub_ids import dataset_hubs, hub_source_from_environment
 from megaswift.config.facts.launch_variables import CHECKED
@@ -28,7 +29,6 @@ from megaswift.config.sources import ConfigSource, GivenOptionValue, accepted_no
 from megaswift.config.spelling import TypedOption, errors_as_typed, problems_as_typed
 from megaswift.config.toolkits import Toolkits
 from megaswift.errors import ConfigError, Problem
-from megaswift.redaction import redact_problems
 
 LEGEND = (
     "Each option is shown with its default and unit; CAPITALS: not set by default. Dashes and underscores are "

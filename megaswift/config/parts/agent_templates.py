@@ -1,8 +1,8 @@
 """Names of `--agent_template`: ms-swift's names of the ways in which tool calls are written.
 
 Most are the format of a chat template, which writes tools and calls itself: the name is then a condition, and
-`data/encode_rows.py` renders a call and looks for the text that belongs to it. Others are text of their own within the
-system message and the assistant's turns, whatever the chat template: `data/write_tools_as_agent_text.py` writes them.
+`data/encode/rows.py` renders a call and looks for the text that belongs to it. Others are text of their own within the
+system message and the assistant's turns, whatever the chat template: `data/templates/agent_text.py` writes them.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megaswift.base.registry import Registry
+from megaswift.base.user_code import convert_user_code_errors
 from megaswift.config.parts.data import RL, SFT
-from megaswift.data.preference_rows import PreferenceExample
+from megaswift.data.preference.rows import PreferenceExample
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.errors import CONTROL, DataError, Problem
-from megaswift.registry import Registry
-from megaswift.user_code_errors import convert_user_code_errors
 
 Row = Mapping[str, Any]
 OTHER_NAMES = {

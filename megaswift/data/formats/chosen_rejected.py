@@ -11,7 +11,7 @@ from os.path import commonprefix
 
 from megaswift.config.parts.data import EXAMPLES, PAIRS
 from megaswift.data.formats import FORMATS, Row, RowFormat
-from megaswift.data.preference_rows import (
+from megaswift.data.preference.rows import (
     PreferenceExample,
     label_in_column,
     make_labeled_example,

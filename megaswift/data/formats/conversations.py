@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.data.formats import FORMATS, Row, RowFormat
-from megaswift.data.role_aliases_and_tool_call_turns import KNOWN, TURN_ROLE_OF, canonical_role_or_none
+from megaswift.data.templates.roles import KNOWN, TURN_ROLE_OF, canonical_role_or_none
 from megaswift.data.untokenized_sample import (
     RowError,
     UntokenizedSample,

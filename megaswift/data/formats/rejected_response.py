@@ -11,8 +11,7 @@ from typing import Any
 
 from megaswift.config.parts.data import PAIRS
 from megaswift.data.formats import FORMATS, Row, RowFormat, parse_sample
-from megaswift.data.message_loss import loss_flag
-from megaswift.data.preference_rows import (
+from megaswift.data.preference.rows import (
     ASKING,
     COLUMNS,
     EMPTY,
@@ -21,6 +20,7 @@ from megaswift.data.preference_rows import (
     make_pair,
     number_in_column,
 )
+from megaswift.data.templates.message_loss import loss_flag
 from megaswift.data.untokenized_sample import (
     UntokenizedSample,
     checked_conversation_sample,

@@ -3,6 +3,6 @@
 Importing it makes Megatron-Core run on a machine without CUDA: its decorators run at import, so this has to come first.
 """
 
-from megaswift.engine.megatron.cpu import megatron_cpu_patch_table
+from megaswift.engine.megatron.cpu import patches
 
-megatron_cpu_patch_table.install_cpu_patches()
+patches.install_cpu_patches()

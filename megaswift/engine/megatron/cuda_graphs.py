@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megaswift.config.parts.model import ModelConfig
-from megaswift.engine.megatron.cpu.megatron_cpu_patch_table import install_cuda_graph_patches
-from megaswift.engine.megatron.layers.layer_implementation import megatron_version_at_least
+from megaswift.engine.megatron.cpu.patches import install_cuda_graph_patches
+from megaswift.engine.megatron.layers.implementation import megatron_version_at_least
 
 _MANAGER = "cudagraph_manager"
 

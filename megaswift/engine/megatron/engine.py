@@ -15,31 +15,24 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
-from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
-from megaswift.bridge.hf_export import HfExportOptions, source_tensor_dtypes, write_hf_export
-from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
-from megaswift.bridge.hf_safetensors_source import WeightSource
-from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
-from megaswift.bridge.open_weight_source import open_weights
-from megaswift.bridge.peft_folder import write_peft_folder
+from megaswift.bridge.adapters.folder import write_peft_folder
+from megaswift.bridge.checkpoint.hf_metadata import write_checkpoint_hf_metadata
+from megaswift.bridge.hf.export import HfExportOptions, source_tensor_dtypes, write_hf_export
+from megaswift.bridge.hf.source import WeightSource
+from megaswift.bridge.plan import WeightPlan
+from megaswift.bridge.scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
+from megaswift.bridge.weight_source import open_weights
 from megaswift.config.parts.adapter import LoraConfig
 from megaswift.config.parts.layout import ParallelConfig
 from megaswift.config.parts.model import ModelConfig
 from megaswift.config.parts.optimizer import OptimConfig
-from megaswift.engine.global_batch_loss_and_metrics import (
-    GlobalBatchLossCallback,
-    StepReport,
-    named_head_outputs,
-    start_count_global_batch,
-)
+from megaswift.engine.compute_time import OwnComputeClock
 from megaswift.engine.megatron import forward_backward as passes
-from megaswift.engine.megatron import optimizer as optimizers
-from megaswift.engine.megatron import quantize_fp8_weights_from_main_weights
 from megaswift.engine.megatron.checkpoint import save_load
 from megaswift.engine.megatron.checkpoint.optimizer_states import MainWeightFiller
-from megaswift.engine.megatron.export_hf_from_ranks import export_hf_folder_from_ranks
-from megaswift.engine.megatron.freeze_weights import freeze_weights, require_input_gradients
-from megaswift.engine.megatron.layers.layer_implementation import (
+from megaswift.engine.megatron.freezing import freeze_weights, require_input_gradients
+from megaswift.engine.megatron.hf_export import export_hf_folder_from_ranks
+from megaswift.engine.megatron.layers.implementation import (
     TORCH,
     LayerImplementationChoice,
     fp8_blockwise_sp_hidden_size_problems,
@@ -47,26 +40,33 @@ from megaswift.engine.megatron.layers.layer_implementation import (
     fp8_width_problems,
 )
 from megaswift.engine.megatron.layers.router import AuxLosses
-from megaswift.engine.megatron.layers.te_attention_env_of_running_engine import TEAttentionBackendEnv
-from megaswift.engine.megatron.load_and_gather_rank_weights import (
-    RandomWeightSource,
-    RankWeights,
-)
-from megaswift.engine.megatron.lora.rank_adapters import RankAdapters, adapter_plan_from_lora_config
-from megaswift.engine.megatron.measure_engine_sizes import measure_engine_sizes
-from megaswift.engine.megatron.megatron_transformer_config import (
+from megaswift.engine.megatron.layers.te_attention import TEAttentionBackendEnv
+from megaswift.engine.megatron.lora.adapters import RankAdapters, adapter_plan_from_lora_config
+from megaswift.engine.megatron.microbatch import prepare_batch_ahead
+from megaswift.engine.megatron.model import build_model_chunks, finish_weight_gathers, wrap_chunks
+from megaswift.engine.megatron.offload import EngineOffload
+from megaswift.engine.megatron.optim import fp8_weights
+from megaswift.engine.megatron.optim import optimizer as optimizers
+from megaswift.engine.megatron.optim.fp8_weights import ExactWeights, is_fp8_weight
+from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.engine.megatron.settings import EngineSettings
+from megaswift.engine.megatron.sizes import measure_engine_sizes
+from megaswift.engine.megatron.state import EngineState
+from megaswift.engine.megatron.transformer_config import (
     check_main_grads_dtype,
     overlap_capture_fusion_text,
     transformer_config,
 )
-from megaswift.engine.megatron.model import build_model_chunks, finish_weight_gathers, wrap_chunks
-from megaswift.engine.megatron.offload_for_sampling import EngineOffload
-from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import ExactWeights, is_fp8_weight
-from megaswift.engine.megatron.rank_microbatch_inputs import prepare_batch_ahead
-from megaswift.engine.megatron.settings import EngineSettings
-from megaswift.engine.megatron.state import EngineState
-from megaswift.engine.own_compute_time import OwnComputeClock
+from megaswift.engine.megatron.weights import (
+    RandomWeightSource,
+    RankWeights,
+)
+from megaswift.engine.objective import (
+    GlobalBatchLossCallback,
+    StepReport,
+    named_head_outputs,
+    start_count_global_batch,
+)
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights, replicated_by_group
@@ -186,14 +186,14 @@ class MegatronEngine(EngineState):
         weights = [p for p in self.weights.placed if is_fp8_weight(p.held)]
         delayed = self.config.fp8_recipe == "delayed"
         if delayed:
-            quantize_fp8_weights_from_main_weights.forget_weight_amaxes(p.tensor for p in weights)
-        quantize_fp8_weights_from_main_weights.quantize_from_main_weights(self.optimizer, self.chunks)
+            fp8_weights.forget_weight_amaxes(p.tensor for p in weights)
+        fp8_weights.quantize_from_main_weights(self.optimizer, self.chunks)
         if delayed:
             for expert, group in ((False, self.context.groups.tp), (True, self.context.groups.expt_tp)):
                 own = [p.tensor for p in weights if (p.entry.expert is not None) == expert]
                 if own:
-                    quantize_fp8_weights_from_main_weights.start_delayed_weight_scales(own, group)
-            quantize_fp8_weights_from_main_weights.quantize_from_main_weights(self.optimizer, self.chunks)
+                    fp8_weights.start_delayed_weight_scales(own, group)
+            fp8_weights.quantize_from_main_weights(self.optimizer, self.chunks)
 
     def freeze(self, patterns: Sequence[str], trained: Sequence[str] = ()) -> None:
         """Parameters whose Hugging Face names match any of `patterns` do not train, unless one of `trained` matches.

@@ -1,7 +1,7 @@
 """Forward and backward over a global batch on Megatron-Core's own schedules.
 
 Owns how micro-batches meet the schedule. What is differentiated comes divided from
-`engine.global_batch_loss_and_metrics`; Megatron divides nothing.
+`engine.objective`; Megatron divides nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from megaswift.engine.megatron.cuda_graphs import without_cuda_graphs
 from megaswift.engine.megatron.layers.expert_capacity import without_expert_padding
-from megaswift.engine.megatron.lora.layer_adapters import reduce_expert_adapter_gradients
+from megaswift.engine.megatron.lora.layers import reduce_expert_adapter_gradients
+from megaswift.engine.megatron.microbatch import MicrobatchInputs, microbatch_inputs
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs, microbatch_inputs
 from megaswift.engine.megatron.tp_comm_overlap import check_microbatch_fills_user_buffers
 from megaswift.losses.contract import Batch
 

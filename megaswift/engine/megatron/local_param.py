@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megaswift.bridge.hf_megatron_weight_plan import PlanEntry
+from megaswift.bridge.plan import PlanEntry
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.megatron.parallel_context import ParallelContext
 

@@ -1,7 +1,7 @@
 """The model of one rank: Megatron's GPTModel with our vocabulary head, one module per pipeline chunk.
 
 Owns construction (chunks, precision wrapper, DDP) and the forward pass of one micro-batch. Weights are in
-`load_and_gather_rank_weights.py`.
+`weights.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,20 +31,19 @@ from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.cuda_graphs import tell_graphs_of_fused_gradients
 from megaswift.engine.megatron.layers.grouped_experts import GroupedExpertLinear
-from megaswift.engine.megatron.layers.layer_implementation import (
+from megaswift.engine.megatron.layers.head import compute_vocabulary_fields
+from megaswift.engine.megatron.layers.implementation import (
     TORCH,
     TRANSFORMER_ENGINE,
     LayerImplementationChoice,
 )
-from megaswift.engine.megatron.layers.local_token_dispatcher import dispatch_to_local_experts
+from megaswift.engine.megatron.layers.local_dispatcher import dispatch_to_local_experts
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
 from megaswift.engine.megatron.layers.router import AuxLossTopKRouter, install_padding_mask_hooks
-from megaswift.engine.megatron.layers.transformer_layer_spec import block_spec
-from megaswift.engine.megatron.layers.vocab_parallel_embedding_no_host_sync import UnsyncedVocabParallelEmbedding
-from megaswift.engine.megatron.layers.vocab_parallel_head_logprobs import compute_vocabulary_fields
+from megaswift.engine.megatron.layers.spec import block_spec
+from megaswift.engine.megatron.microbatch import MicrobatchInputs
+from megaswift.engine.megatron.optim.fp8_weights import gather_weights_now
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import gather_weights_now
-from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
 from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers
 from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.losses.contract import RequestedModelOutputs
@@ -340,3 +345,25 @@ def finish_weight_gathers(chunks: list[DistributedDataParallel]) -> None:
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             gather_weights_now(chunk)
+
+
+# Megatron-Core's vocabulary-parallel embedding without waits of the host for the device.
+#
+# Megatron-Core's masks tokens of other ranks by boolean indices, whose count the host reads from the device: three
+# waits a micro-batch, the backward pass included.
+
+
+class UnsyncedVocabParallelEmbedding(VocabParallelEmbedding):
+    """The same numbers from `masked_fill`."""
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Token ids [b, s] to vectors [b, s, h], or this rank's part of [s, b, h] with sequence parallelism."""
+        if self.tp_group.size() == 1:
+            return super().forward(input_)
+        elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+        rows = (input_ - self.vocab_start_index).masked_fill_(elsewhere, 0)
+        vectors = self.weight[rows] if self.deterministic_mode else F.embedding(rows, self.weight)
+        vectors = vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(vectors.transpose(0, 1).contiguous(), group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(vectors, group=self.tp_group)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megaswift.engine import start_default_process_group
-from megaswift.engine.megatron.cpu import megatron_cpu_patch_table as _device
+from megaswift.engine import process_group
+from megaswift.engine.megatron.cpu import patches as _device
 from megaswift.engine.megatron.cuda_graphs import delete_captured_graphs
 from megaswift.engine.megatron.tp_comm_overlap import destroy_user_buffers
 from megaswift.parallel.layout import Layout
@@ -65,7 +65,7 @@ class ParallelContext:
         if not _device.runs_without_cuda():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         # not "cpu:gloo,cuda:nccl": each of Megatron's groups would connect by gloo too
-        start_default_process_group.init_default_and_gloo_process_groups(
+        process_group.init_default_and_gloo_process_groups(
             "gloo" if _device.runs_without_cuda() else "nccl", timeout_s, store
         )
 

@@ -7,14 +7,14 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
-from megaswift.bridge.hf_safetensors_source import WeightSource
+from megaswift.bridge.hf.source import WeightSource
+from megaswift.bridge.plan import WeightPlan
 from megaswift.config.parts.optimizer import OptimConfig
-from megaswift.engine.megatron.load_and_gather_rank_weights import RankWeights
-from megaswift.engine.megatron.lora.rank_adapters import RankAdapters
+from megaswift.engine.megatron.lora.adapters import RankAdapters
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.settings import EngineSettings
+from megaswift.engine.megatron.weights import RankWeights
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.config.parts.layout import ParallelConfig
-from megaswift.engine.megatron.layers.layer_implementation import TORCH, LayerImplementationChoice
+from megaswift.engine.megatron.layers.implementation import TORCH, LayerImplementationChoice
 from megaswift.errors import ConfigError, Problem
 
 OPTION = "--tp_comm_overlap true"

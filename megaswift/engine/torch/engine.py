@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaswift import distributed
-from megaswift.bridge import check_finite_weights
-from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
-from megaswift.bridge.write_transformers_model_folder import (
+from megaswift.bridge.checkpoint.hf_metadata import write_checkpoint_hf_metadata
+from megaswift.bridge.hf import finite
+from megaswift.bridge.hf.model_folder import (
     folder_config_dtype,
     folder_tensor_dtypes,
     persistent_buffers,
@@ -29,38 +29,31 @@ from megaswift.bridge.write_transformers_model_folder import (
 from megaswift.config.parts.engine import ZERO
 from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.device_copy import copy_to_device_async, pin_where_copied
-from megaswift.engine.global_batch_loss_and_metrics import (
+from megaswift.engine.compute_time import OwnComputeClock
+from megaswift.engine.objective import (
     GlobalBatchLossCallback,
     StepReport,
     named_head_outputs,
     start_count_global_batch,
 )
-from megaswift.engine.own_compute_time import OwnComputeClock
+from megaswift.engine.process_group import set_timeout_of_all_groups
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights
-from megaswift.engine.start_default_process_group import set_timeout_of_all_groups
-from megaswift.engine.torch import (
-    causality_and_packing_check,
-    peft_wrapped_names_and_adapter_folder,
-    per_document_attention,
-    quantized_weights,
-    strategy_independent_checkpoint,
-    weight_loading,
-)
-from megaswift.engine.torch.adalora_rank_allocation import find_adalora_rank_allocator
-from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
-from megaswift.engine.torch.ddp import DdpStrategy
-from megaswift.engine.torch.loss_fields_from_logits import labeled_columns, position_ids
-from megaswift.engine.torch.measure_engine_sizes import flop_parameter_counts, measure_torch_engine_sizes
-from megaswift.engine.torch.merged_adapter_weight_stream import collect_merged_adapter_weights
-from megaswift.engine.torch.model_building import ModelBuild
-from megaswift.engine.torch.return_freed_host_memory_by_mallopt import returning_freed_memory_to_system
+from megaswift.engine.torch import checkpoint, document_attention, model_check, quantized_weights, weights
+from megaswift.engine.torch.adapters import peft_names
+from megaswift.engine.torch.adapters.adalora import find_adalora_rank_allocator
+from megaswift.engine.torch.adapters.merged_weights import collect_merged_adapter_weights
+from megaswift.engine.torch.host_memory import returning_freed_memory_to_system
+from megaswift.engine.torch.logit_fields import labeled_columns, position_ids
+from megaswift.engine.torch.model import ModelBuild
+from megaswift.engine.torch.process_group import TorchContext
 from megaswift.engine.torch.router_losses import RouterLosses
 from megaswift.engine.torch.settings import EngineSettings
-from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
 from megaswift.engine.torch.state import EngineState
-from megaswift.engine.torch.strategy_registry import build_strategy
+from megaswift.engine.torch.strategies.ddp import DdpStrategy
+from megaswift.engine.torch.strategies.strategy import GRADIENT, WEIGHT
+from megaswift.engine.torch.strategies.table import build_strategy
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
 from megaswift.models.spec import ModelSpec
 
@@ -96,27 +89,27 @@ class TorchEngine(EngineState):
     def load_hf(self, directory: Path) -> None:
         """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
         with returning_freed_memory_to_system():
-            self._build(weight_loading.prepare_model_and_filler_from_files(directory, self))
-        check_finite_weights.check_weights_finite((name, _local(p)) for name, p in self.fields.model.named_parameters())
-        causality_and_packing_check.check_causality_and_packing(self, self.score)
+            self._build(weights.prepare_model_and_filler_from_files(directory, self))
+        finite.check_weights_finite((name, _local(p)) for name, p in self.fields.model.named_parameters())
+        model_check.check_causality_and_packing(self, self.score)
 
     def random_init(self, seed: int) -> None:
         """Weights from the configured seed."""
         with returning_freed_memory_to_system():
-            self._build(weight_loading.prepare_model_and_filler_with_random_weights(self.folder, self))
-        causality_and_packing_check.check_causality_and_packing(self, self.score)
+            self._build(weights.prepare_model_and_filler_with_random_weights(self.folder, self))
+        model_check.check_causality_and_packing(self, self.score)
 
     def keep(self, directory: Path) -> None:
         """The model without its weights, which a checkpoint brings."""
         with returning_freed_memory_to_system():
-            self._build(weight_loading.prepare_model_and_filler_without_weights(directory, self))
+            self._build(weights.prepare_model_and_filler_without_weights(directory, self))
 
-    def _build(self, start: weight_loading.ModelWithWeightFiller) -> None:
+    def _build(self, start: weights.ModelWithWeightFiller) -> None:
         self.fields = start.fields
         merges = self.adapts and self.settings.merges_adapters
         self.merging = collect_merged_adapter_weights(self.fields) if merges else None
         self.elements = sum(quantized_weights.unpacked_numel(p) for p in self.fields.parameters())
-        bare = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
+        bare = peft_names.unwrap_peft_model(self.fields.model)
         self.flop_parameters = flop_parameter_counts(bare, self.spec)
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
         model = self.build.model
@@ -135,7 +128,7 @@ class TorchEngine(EngineState):
 
     def _noise(self) -> NeftuneNoise | None:
         alpha = self.settings.neftune_noise_alpha
-        bare = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
+        bare = peft_names.unwrap_peft_model(self.fields.model)
         return NeftuneNoise(bare.get_input_embeddings(), alpha) if alpha else None
 
     def start_count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> StartedCount:
@@ -192,7 +185,7 @@ class TorchEngine(EngineState):
             if self.noise is not None:
                 self.noise.scale = self.noise.of(on_device) if train else None
             self.routers.begin(train)
-            with per_document_attention.rows_of(batch, self.fields.model):
+            with document_attention.rows_of(batch, self.fields.model):
                 value = objective(on_device, self._fields(on_device, batch)) + self.routers.take(
                     on_device.valid, max(counted.microbatches, 1)
                 )
@@ -246,7 +239,7 @@ class TorchEngine(EngineState):
         self.fields.needs = needs
         outputs = []
         for batch in microbatches:
-            with per_document_attention.rows_of(batch, self.fields.model):
+            with document_attention.rows_of(batch, self.fields.model):
                 outputs.append(named_head_outputs(self._fields(batch.to(self.context.device), batch), needs))
         self.strategy.module.train()
         return outputs
@@ -284,12 +277,12 @@ class TorchEngine(EngineState):
         """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. With adapters for policies
         only: merged in."""
         assert not self.adapts or self.merging is not None, "exports are merged by bridge.merge_adapter_folder"
-        stream = strategy_independent_checkpoint.stream_weights(self, WEIGHT, everywhere, on_device)
+        stream = checkpoint.stream_weights(self, WEIGHT, everywhere, on_device)
         return ((name, t if dtype is None else t.to(dtype)) for name, t in stream)
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, gradient) after `accumulate`, of a run without adapters; rank 0 gets tensors."""
-        return strategy_independent_checkpoint.stream_weights(self, GRADIENT)
+        return checkpoint.stream_weights(self, GRADIENT)
 
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
         """A Hugging Face folder, tensors in the dtypes that they have in `source`, or in `dtype`. Collective; rank 0
@@ -297,11 +290,11 @@ class TorchEngine(EngineState):
 
         config.json is the source's, but for a model with a scalar head.
         """
-        metas = tensor_metas_with_source_dtypes(strategy_independent_checkpoint.meta_tensors_by_disk_name(self), source)
+        metas = tensor_metas_with_source_dtypes(checkpoint.meta_tensors_by_disk_name(self), source)
         config = self.spec.hf_config if self.spec.scored else None
         metas = metas if dtype is None else {name: meta._replace(dtype=dtype) for name, meta in metas.items()}
         distributed.raise_on_all_ranks(
-            strategy_independent_checkpoint.write_tensor_stream_to_folder(
+            checkpoint.write_tensor_stream_to_folder(
                 self, folder, metas, self.hf_weights(), lambda writer: writer.close(source, config)
             ),
         )
@@ -310,11 +303,10 @@ class TorchEngine(EngineState):
         """A PEFT folder with what trains. Collective; rank 0 writes."""
         state = {name: self.strategy.full(name, WEIGHT) for name in self.strategy.trained()}
         state |= {
-            peft_wrapped_names_and_adapter_folder.PREFIX + name: tensor
-            for name, tensor in persistent_buffers(self.fields.model).items()
+            peft_names.PREFIX + name: tensor for name, tensor in persistent_buffers(self.fields.model).items()
         }  # VeRA's projections
         if self.rank == 0:
-            peft_wrapped_names_and_adapter_folder.write_adapter_folder(
+            peft_names.write_adapter_folder(
                 self.fields.model, {n: t.detach().cpu() for n, t in state.items()}, folder, base
             )
 
@@ -334,8 +326,8 @@ class TorchEngine(EngineState):
     @property
     def kernels(self) -> str:
         """For the first screen."""
-        bare: Any = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
-        attention = per_document_attention.attention_name(bare)
+        bare: Any = peft_names.unwrap_peft_model(self.fields.model)
+        attention = document_attention.attention_name(bare)
         chosen = self.build.model
         parts = ["transformers", f"{attention} attention", str(self.dtype).removeprefix("torch.")]
         if chosen.torch_compile:
@@ -359,12 +351,12 @@ class TorchEngine(EngineState):
 
     def save(self, directory: Path) -> FileEntries:
         """Weights, optimizer and this rank's random states. Collective."""
-        return strategy_independent_checkpoint.save_step(self, directory)  # other files are hashed afterwards
+        return checkpoint.save_step(self, directory)  # other files are hashed afterwards
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`, under this or another strategy and number of ranks. Collective."""
-        strategy_independent_checkpoint.load_step(self, directory)
-        causality_and_packing_check.check_causality_and_packing(self, self.score)
+        checkpoint.load_step(self, directory)
+        model_check.check_causality_and_packing(self, self.score)
 
 
 def is_sharded_parameter(parameter: Any) -> bool:
@@ -417,3 +409,35 @@ class NeftuneNoise:
             return None
         noise = torch.empty_like(output, dtype=torch.float32).uniform_(-1.0, 1.0)
         return output + (noise * (self.scale / output.shape[-1] ** 0.5)[..., None]).to(output.dtype)
+
+
+# Exact sizes of what a torch engine holds, for the first screen, and the parameters of the FLOP rule.
+
+
+def flop_parameter_counts(model: Any, spec: ModelSpec) -> tuple[int, int]:
+    """Parameters in the FLOP rule, of a training step and of a forward pass.
+
+    Those active for a token (of E experts k), without the input embedding unless it is also the output; in a step,
+    frozen ones count two thirds. `model` is a transformers model, its layers wrapped by PEFT or not, before weights are
+    sharded.
+    """
+    active = spec.topk / spec.experts if spec.experts else 1.0
+    left_out = set() if spec.tied else {id(p) for p in model.get_input_embeddings().parameters()}
+    step = forward = 0.0
+    for name, parameter in model.named_parameters():
+        if id(parameter) in left_out:
+            continue
+        count = quantized_weights.unpacked_numel(parameter) * (active if ".experts." in name else 1.0)
+        forward += count
+        step += count if parameter.requires_grad else count * 2 / 3
+    return int(step), int(forward)
+
+
+def measure_torch_engine_sizes(engine: EngineState) -> EngineSizeReport:
+    """Sizes of the largest rank, parameters in all. Collective."""
+    elements, weights, gradients, optimizer = map(int, distributed.all_max(engine.strategy.sizes()))
+    sizes = engine.elements, elements, weights, gradients, optimizer
+    step, forward = engine.flop_parameters
+    if not engine.adapts:
+        return EngineSizeReport(*sizes, forward)
+    return EngineSizeReport(*sizes, step, engine.trained, forward)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.bridge.bitsandbytes_load_config import bitsandbytes_config
+from megaswift.bridge.hf.bits import bitsandbytes_config
 from megaswift.models.family import read_config_json
 from megaswift.models.quantized_training import DEQUANTIZED, quant_method, quantization_config_of
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift.engine.global_batch_loss_and_metrics import ParallelContextProtocol
+from megaswift.engine.objective import ParallelContextProtocol
 from megaswift.errors import ConfigError, Problem
 from megaswift.models.spec import ModelSpec
 

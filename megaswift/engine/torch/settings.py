@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megaswift.engine.torch.quantized_weights import BaseQuantization
 
 if TYPE_CHECKING:
-    from megaswift.engine.torch.fsdp import FsdpOptions
+    from megaswift.engine.torch.strategies.fsdp import FsdpOptions
 
 
 @dataclass(frozen=True)

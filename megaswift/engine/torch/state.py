@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 
 from megaswift.config.parts.optimizer import OptimConfig
-from megaswift.engine.torch.adalora_rank_allocation import AdaLoraRankAllocator
-from megaswift.engine.torch.data_parallel_strategy import DataParallelStrategy
-from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
-from megaswift.engine.torch.merged_adapter_weight_stream import MergedAdapterWeights
-from megaswift.engine.torch.model_building import ModelBuild
+from megaswift.engine.torch.adapters.adalora import AdaLoraRankAllocator
+from megaswift.engine.torch.adapters.merged_weights import MergedAdapterWeights
+from megaswift.engine.torch.logit_fields import LossFieldsModel
+from megaswift.engine.torch.model import ModelBuild
+from megaswift.engine.torch.process_group import TorchContext
 from megaswift.engine.torch.settings import EngineSettings
-from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
+from megaswift.engine.torch.strategies.strategy import DataParallelStrategy
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.weight_source import open_weights
 from megaswift.engine.torch import meta_init
 from megaswift.errors import Problem, UserError, WeightsError, first_line
-from megaswift.inference.load_generation_model import quiet_transformers
-from megaswift.inference.transformers_load_errors import REFUSALS
+from megaswift.inference.load_errors import REFUSALS
+from megaswift.inference.model import quiet_transformers
 from megaswift.rollout.decoding import decode_batch
 from megaswift.rollout.kv_cache import check_kv_cache_layer_types
 from megaswift.rollout.sampler import BatchImages, Completion, SamplerOptions, SamplingParams
-from megaswift.rollout.transformers_weight_update import InPlaceAdapterLoader, InPlaceWeightLoader
+from megaswift.rollout.weight_update import InPlaceAdapterLoader, InPlaceWeightLoader
 
 PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 """The fields of a configuration in which models name their placeholder tokens."""

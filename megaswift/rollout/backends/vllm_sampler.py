@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megaswift.errors import Problem
-from megaswift.rollout.installed_vllm_version_and_support import RANKS, max_lora_rank_for, vllm_version_problem
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.server_client import checked_completion
+from megaswift.rollout.vllm_package import RANKS, max_lora_rank_for, vllm_version_problem
 
 OLDEST = (0, 22)
 OTHERS = "--rollout_backend vllm_server or transformers"

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.rollout.backends.vllm_sampler import lora_rank_problems
-from megaswift.rollout.installed_vllm_version_and_support import max_lora_rank_for
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.server_client import (
     SamplingServer,
@@ -28,8 +27,9 @@ from megaswift.rollout.server_client import (
     server_option_problems,
 )
 from megaswift.rollout.server_sampler import ADAPTER, ServerSampler
-from megaswift.rollout.weight_transfer.connect_vllm_servers import AUTO, EXTENSION, FOLDER, connect_vllm_servers
-from megaswift.rollout.weight_transfer.weight_sender import WeightSender
+from megaswift.rollout.vllm_package import max_lora_rank_for
+from megaswift.rollout.weight_transfer.sender import WeightSender
+from megaswift.rollout.weight_transfer.vllm_servers import AUTO, EXTENSION, FOLDER, connect_vllm_servers
 
 OLDEST = (0, 22)
 MODE = "processed_logprobs"

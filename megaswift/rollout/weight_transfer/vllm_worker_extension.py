@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megaswift.rollout.weight_transfer.bucket_transports import gpu_uuids
-from megaswift.rollout.weight_transfer.weight_receiver import PROTOCOL, WeightReceiver
+from megaswift.rollout.weight_transfer.receiver import PROTOCOL, WeightReceiver
+from megaswift.rollout.weight_transfer.transports import gpu_uuids
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

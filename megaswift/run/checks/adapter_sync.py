@@ -102,8 +102,8 @@ def _experts(cfg: SwiftConfig, spec: ModelSpec) -> bool:
             ".experts." in p.megatron
             for p in select_projections(family_of(spec.hf_config), spec, cfg.lora.target_modules)
         )
-    from megaswift.bridge.peft_folder import TENSORS  # brings torch
-    from megaswift.bridge.read_safetensors_header import read_safetensors_header
+    from megaswift.bridge.adapters.folder import TENSORS  # brings torch
+    from megaswift.bridge.hf.header import read_safetensors_header
 
     return any(".experts." in name for name in read_safetensors_header(Path(cfg.lora.adapters) / TENSORS))
 
@@ -111,6 +111,6 @@ def _experts(cfg: SwiftConfig, spec: ModelSpec) -> bool:
 def _too_wide(backend: str, lora: LoraConfig) -> str:
     if not backend.startswith("vllm"):
         return ""
-    from megaswift.rollout.installed_vllm_version_and_support import RANKS
+    from megaswift.rollout.vllm_package import RANKS
 
     return f"vLLM supports adapters up to rank {RANKS[-1]}" if adapter_rank(lora) > RANKS[-1] else ""

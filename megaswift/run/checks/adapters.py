@@ -118,10 +118,10 @@ def peft_config_problems(cfg: SwiftConfig) -> list[Problem]:
     alone."""
     if non_lora_peft_method_of(cfg) is None:
         return []
-    from megaswift.bridge import peft_config_from_options
+    from megaswift.bridge.adapters import peft_config
 
     try:
-        peft_config_from_options.build_peft_config(cfg.model.train_type, cfg.lora, cfg.peft, cfg.train.max_steps)
+        peft_config.build_peft_config(cfg.model.train_type, cfg.lora, cfg.peft, cfg.train.max_steps)
     except UserError as error:
         return list(error.problems)
     return []

@@ -46,7 +46,7 @@ def changed_config_and_tokenizer(cfg: SwiftConfig, folder: Path) -> tuple[dict[s
     if cfg.model.rope_scaling is not None:
         config = config_with_rope_scaling(config, cfg.model.rope_scaling, cfg.data.max_length)
     if tokens := named_special_tokens(cfg.model.new_special_tokens):
-        from megaswift.bridge.write_folder_with_new_config_or_vocab import tokenizer_with_tokens  # loads torch
+        from megaswift.bridge.hf.base_model import tokenizer_with_tokens  # loads torch
 
         tokenizer = tokenizer_with_tokens(folder, cfg.model.trust_remote_code, tokens)
         config["vocab_size"] = max(int(raw.get("vocab_size") or 0), len(tokenizer))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.indexed_data import parse_indexed_blend
-from megaswift.data.copy_remote_datasets import check_remote_dataset, is_remote_dataset
-from megaswift.data.megatron_index_files import open_indexed_tokens
-from megaswift.data.read_template_and_system import check_template, read_system_message
-from megaswift.data.resolve_dataset_files import cached_dataset_folder, resolve_dataset_files
+from megaswift.data.indexed.files import open_indexed_tokens
+from megaswift.data.sources.files import cached_dataset_folder, resolve_dataset_files
+from megaswift.data.sources.remote import check_remote_dataset, is_remote_dataset
+from megaswift.data.templates.options import check_template, read_system_message
 from megaswift.errors import Problem, UserError, missing_path_hint
 
 

@@ -1,6 +1,6 @@
 """`--fit true`: the settings of a run that fit its devices, chosen before the engine is built.
 
-Owns the device's memory and the texts; the choice itself is `memory/settings_that_fit.py`. torch is imported only to
+Owns the device's memory and the texts; the choice itself is `memory/fit.py`. torch is imported only to
 look at a device.
 """
 
@@ -11,8 +11,8 @@ from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.config.facts.byte_size import byte_size_or_none, bytes_text
 from megaswift.config.values import option_value_text
 from megaswift.errors import ConfigError, Problem
-from megaswift.memory.memory_estimate import MemoryEstimate, RunParameters, uncovered_features, usable_bytes
-from megaswift.memory.settings_that_fit import ALL, FitChoice, NoFit, Settings, choose_settings_that_fit
+from megaswift.memory.estimate import MemoryEstimate, RunParameters, uncovered_features, usable_bytes
+from megaswift.memory.fit import ALL, FitChoice, NoFit, Settings, choose_settings_that_fit
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout

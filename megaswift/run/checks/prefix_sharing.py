@@ -1,6 +1,7 @@
 """Decides whether answers to a prompt share it in training (`--prefix_sharing`).
 
-Owns the default: on where the numbers are those of separate prompts. What is shared is in `data/prefix_sharing.py`.
+Owns the default: on where the numbers are those of separate prompts. What is shared is in
+`data/batches/prefix_sharing.py`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from megaswift.config.parts.data import RL
 from megaswift.config.parts.engine import ZERO
 from megaswift.config.parts.training import TRACKERS
 from megaswift.config.values import option_value_text
-from megaswift.data.vision_processor import image_support_problems
+from megaswift.data.vision.processor import image_support_problems
 from megaswift.engine.determinism import determinism_environment_problems
 from megaswift.engine.tf32 import tf32_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
@@ -55,8 +55,8 @@ from megaswift.models.vision import (
     vision_packing_problems,
     vision_task_problems,
 )
-from megaswift.parallel.layout_checks import layout_problems
-from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
+from megaswift.parallel.checks import layout_problems
+from megaswift.parallel.constraints import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.run import output
 from megaswift.run.checks.adapter_sync import adapter_sync_problems

@@ -17,8 +17,8 @@ from megaswift.config.plugins import PLUGINS, load_external_plugins
 from megaswift.errors import Problem, UserError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.models.family import read_config_json
 from megaswift.models.scalar_head import scalar_head_problems
-from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
-from megaswift.rewards.load_built_in_and_user_reward_functions import NAMED, SPELLINGS, is_file_function
+from megaswift.parallel.constraints import LayoutRequest
+from megaswift.rewards.functions import NAMED, SPELLINGS, is_file_function
 
 TRANSFORMERS = "transformers"
 CONFIG = "config.json"
@@ -28,7 +28,7 @@ EXPORT = "hf"
 
 
 def rl_run_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
-    """All problems of an RL run on `world_size` processes, except those of the layout itself (`layout_checks.py`)."""
+    """All problems of an RL run on `world_size` processes, except those of the layout itself (`parallel/checks.py`)."""
     return [
         *_found([lambda: batch_problems_of(cfg, world_size)]),
         *reward_environment_and_model_problems(cfg),
@@ -181,8 +181,8 @@ def missing_sampler_backend_problems(cfg: SwiftConfig) -> Iterator[Problem]:
     rl = cfg.rl
     if rl.rollout_backend == TRANSFORMERS:
         return
-    from megaswift.rollout.installed_vllm_version_and_support import is_cpu_build
     from megaswift.rollout.sampler import SamplerOptions, sampler_backend_problems  # brings torch
+    from megaswift.rollout.vllm_package import is_cpu_build
 
     options = SamplerOptions(base_urls=rl.rollout_server_url, sync_folder=Path(rl.rollout_sync_folder or "sync"))
     problems = sampler_backend_problems(rl.rollout_backend, options)

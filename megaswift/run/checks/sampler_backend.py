@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.parts.data import RL
@@ -27,8 +29,8 @@ def resolve_sampler_backend(cfg: SwiftConfig, tell: bool = True) -> SwiftConfig:
             log.info("rollout_backend transformers: only it gets the images of prompts")
         return cfg
     from megaswift.rollout.backends import vllm_sampler
-    from megaswift.rollout.installed_vllm_version_and_support import is_cpu_build
     from megaswift.rollout.sampler import SamplerOptions
+    from megaswift.rollout.vllm_package import is_cpu_build
 
     lacking = [problem.rule for problem in vllm_sampler.missing(SamplerOptions())]
     if not lacking and is_cpu_build():
@@ -39,7 +41,7 @@ def resolve_sampler_backend(cfg: SwiftConfig, tell: bool = True) -> SwiftConfig:
             if tell:
                 log.info("rollout_backend vllm: it is installed, and this machine has a GPU")
             return chosen
-        lacking = [f"{', '.join(kept) or 'other options'} cannot be combined with it"]
+        lacking = [f"{', '.join(kept)} cannot be combined with it"]
     if tell:
         log.info(f"rollout_backend transformers, which generates much more slowly than vLLM: {'; '.join(lacking)}")
     return cfg
@@ -57,6 +59,6 @@ def _with_vllm(cfg: SwiftConfig) -> tuple[SwiftConfig | None, list[str]]:
     """The configuration with vLLM, None where rules forbid it; the user's options that it would override."""
     try:
         chosen = cfg.replace(rollout_backend="vllm")
-    except ConfigError:
-        return None, []
+    except ConfigError as error:
+        return None, [re.split("[ =]", problem.what.removeprefix("--"))[0] for problem in error.problems]
     return chosen, [name for name in sorted(cfg.given) if chosen.value(name) != cfg.value(name)]

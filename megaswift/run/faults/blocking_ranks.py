@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaswift import distributed
-from megaswift.engine.flight_recorder_hang_diagnosis import (
+from megaswift.engine.flight_recorder import (
     PendingCollective,
     WaitingCall,
     frame_text,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megaswift import log
-from megaswift.atomic_disk_writes import write_atomically
+from megaswift.base.atomic_writes import write_atomically
 from megaswift.config import SwiftConfig
 from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.config.facts.launch_variables import OOM_RETRY, restart_count

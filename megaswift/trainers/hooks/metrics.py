@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 
 from megaswift import distributed
-from megaswift.atomic_disk_writes import write_atomically
+from megaswift.base.atomic_writes import write_atomically
 from megaswift.engine.protocol import StartedCount
 from megaswift.errors import storage_error
 from megaswift.trainers.flops import StepFlopFormula

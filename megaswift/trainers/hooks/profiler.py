@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megaswift import distributed
-from megaswift.atomic_disk_writes import write_atomically
+from megaswift.base.atomic_writes import write_atomically
 from megaswift.config.parts.training import TrainConfig
 from megaswift.trainers.hook import Hook, Run, StepRecord
 from megaswift.trainers.hooks.progress import print_line, print_warning

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megaswift.config.parts.estimators import advantage_estimator_entry
 from megaswift.config.parts.rl import RlConfig
-from megaswift.data.collate_rollout_batches import RolloutTokens
+from megaswift.data.prompts.collate import RolloutTokens
 from megaswift.losses import advantages as formulas
 from megaswift.losses.advantage_estimators import EstimatorInput, estimate_advantage_fields
-from megaswift.losses.covariance_token_selection import (
+from megaswift.losses.token_selection import (
     clip_cov_token_mask,
     kl_cov_token_mask,
     ratio_clipped_token_mask,

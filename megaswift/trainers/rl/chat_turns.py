@@ -15,7 +15,7 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any
 
-from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
+from megaswift.data.templates.render import ChatRenderer, load_chat_templates
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.errors import UserError
 from megaswift.trainers.rl.environment import Message

@@ -13,9 +13,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
+from megaswift.base.user_code import convert_user_code_errors, import_user_file
 from megaswift.errors import ConfigError, Problem, RewardError, did_you_mean_hint, without_control_characters
-from megaswift.rewards.reward_value_validation import USABLE, float_or_none, is_usable
-from megaswift.user_code_errors import convert_user_code_errors, import_user_file
+from megaswift.rewards.scoring import USABLE, float_or_none, is_usable
 
 Message = dict[str, Any]
 Turn = tuple[list[Message], float, bool]

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from megaswift.data.rl_prompts import Prompt
+from megaswift.data.prompts.source import Prompt
 from megaswift.trainers.hook import Every, Run, StepRecord
 from megaswift.trainers.hooks.metrics import IntervalLinesHook
 from megaswift.trainers.rl.metrics import rollout_statistics

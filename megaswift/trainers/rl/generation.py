@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megaswift import distributed
-from megaswift.data.prompt_images import PromptImageReader
-from megaswift.data.rl_prompts import Prompt
+from megaswift.data.prompts.images import PromptImageReader
+from megaswift.data.prompts.source import Prompt
 from megaswift.engine.protocol import Engine
 from megaswift.parallel.layout import Coordinates, Layout
 from megaswift.rollout.sampler import BatchImages, Completion, ImageSampler, Sampler, SamplingParams
-from megaswift.rollout.write_weight_sync_folders import SyncRounds
+from megaswift.rollout.sync_folders import SyncRounds
 from megaswift.trainers.rl.multi_turn import MultiTurnRunner
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megaswift.errors import EXIT_NO_PROGRESS, Problem, UserError
 from megaswift.log import count_text
-from megaswift.rewards.reward_interface_and_scoring import reward_function_flag
+from megaswift.rewards.scoring import reward_function_flag
 from megaswift.trainers.hook import Hook, Run, StepRecord
 from megaswift.trainers.hooks.progress import print_warning
 from megaswift.trainers.rl.source import RolloutSource

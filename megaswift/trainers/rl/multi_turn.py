@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.data.rl_prompts import Prompt
+from megaswift.data.prompts.source import Prompt
 from megaswift.errors import Problem, RewardError
 from megaswift.rollout.sampler import Completion, Sampler, SamplingParams
 from megaswift.trainers.rl.chat_turns import REFUSALS, ChatTurns, Conversation, ModelTurn, refusal_text

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megaswift.data.rl_prompts import Prompt, PromptSource
+from megaswift.data.prompts.source import Prompt, PromptSource
 from megaswift.engine.protocol import Engine
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.rl.generation import CompletionGenerator

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megaswift import distributed
-from megaswift.data.rl_prompts import Prompt
+from megaswift.data.prompts.source import Prompt
 from megaswift.rewards.reward_input import RewardInput
-from megaswift.rewards.reward_interface_and_scoring import RewardFunction, score_rewards
+from megaswift.rewards.scoring import RewardFunction, score_rewards
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, asked_prompt, model_token_mask
 

@@ -1,7 +1,7 @@
 """The batch source of reinforcement learning: prompts, completions, rewards, advantages, micro-batches.
 
 Owns the order of a generation and what of it outlives a restart. `generation.py` samples, `scorer.py` scores,
-`advantages.py` estimates advantages, and `data/collate_rollout_batches.py` places the numbers in micro-batches.
+`advantages.py` estimates advantages, and `data/prompts/collate.py` places the numbers in micro-batches.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 
 from megaswift import distributed
 from megaswift.config.parts.estimators import advantage_estimator_entry
-from megaswift.data.collate_rollout_batches import (
+from megaswift.data.batches.numbered import LoaderGeometry
+from megaswift.data.prompts.collate import (
     RolloutCollator,
     RolloutMicrobatch,
     RolloutTokens,
     gather_completion_values,
 )
-from megaswift.data.numbered_rows_batch_source import LoaderGeometry
-from megaswift.data.prompt_images import PromptImages
+from megaswift.data.prompts.images import PromptImages
 from megaswift.engine.protocol import Engine
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, RequestedModelOutputs

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from megaswift import deploy, export, infer
+from megaswift.base.command_words import ELSEWHERE, unknown_command_error
+from megaswift.base.redaction import is_secret
 from megaswift.cli import COMMANDS
-from megaswift.command_line_common import ELSEWHERE, unknown_command_error
 from megaswift.compat.names.answers import (
     NAMES_ELSEWHERE,
     PATTERNS,
@@ -26,7 +27,6 @@ from megaswift.compat.names.inference import HINTS_OF, NEUTRAL_OF
 from megaswift.config import load_config
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.errors import ConfigError, did_you_mean_hint, edit_distance, missing_path_hint
-from megaswift.redaction import is_secret
 
 SWIFT_NAMES = Path(__file__).with_name("swift_names.json")
 """Options that ms-swift documents (its docs/source_en, commit 3602360, 2026-08-22), names alone."""

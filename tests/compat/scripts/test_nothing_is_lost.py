@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from megaswift.commands.migrate import main
 from megaswift.compat.translation import RENAMED
 from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.migrate import main
 
 DOCUMENTED = json.loads((Path(__file__).parents[1] / "names/documented_names.json").read_text())
 STARTS = {

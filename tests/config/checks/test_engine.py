@@ -273,7 +273,7 @@ def test_auto_by_memory(row: tuple[ModelSpec, int, bool, str, str], monkeypatch:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sizes_are_near(variant: str) -> None:
     """The estimate from sizes alone, beside the exact count of the family's table."""
-    from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
+    from megaswift.bridge.plan import WeightPlan
 
     raw = json.loads(config(variant).to_json_string(use_diff=False))
     assert raw["model_type"] in FAMILIES

@@ -332,7 +332,7 @@ def test_a_whole_run_needs_something_that_judges() -> None:
 
 def test_the_rules_know_the_losses_samplers_and_rewards_that_there_are() -> None:
     from megaswift.losses.policy_loss_types import LOSS_TYPES
-    from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
+    from megaswift.rewards.scoring import BuiltInRewardParameters
     from megaswift.rollout.sampler import sampler_backend_names
 
     assert set(loss_names("grpo")) == set(LOSS_TYPES)

@@ -1,6 +1,6 @@
 """`--megatron_extra_kwargs`: fields of Megatron-Core's own dataclass, none that megaswift decides.
 
-Covers: megaswift/engine/megatron/megatron_transformer_config.py.
+Covers: megaswift/engine/megatron/transformer_config.py.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def test_what_is_fused_stands_on_the_first_screen(monkeypatch: pytest.MonkeyPatc
     """As Megatron-Core's configuration and the gradients' way say."""
     from types import SimpleNamespace
 
-    from megaswift.engine.megatron.layers.layer_implementation import TORCH, TRANSFORMER_ENGINE
-    from megaswift.engine.megatron.megatron_transformer_config import overlap_capture_fusion_text
+    from megaswift.engine.megatron.layers.implementation import TORCH, TRANSFORMER_ENGINE
+    from megaswift.engine.megatron.transformer_config import overlap_capture_fusion_text
 
     torchs: Any = SimpleNamespace(linear=TORCH)
     transformer_engine: Any = SimpleNamespace(linear=TRANSFORMER_ENGINE)
@@ -93,8 +93,8 @@ def test_what_is_fused_stands_on_the_first_screen(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("launches", [True, False])
 def test_what_needs_triton_s_kernels_is_off_without_a_compiler(launches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine sorts tokens by a Triton kernel; the fusions that are compiled code stay."""
-    from megaswift.engine.megatron import megatron_transformer_config as module
-    from megaswift.engine.megatron.layers.layer_implementation import TRANSFORMER_ENGINE, LayerImplementationChoice
+    from megaswift.engine.megatron import transformer_config as module
+    from megaswift.engine.megatron.layers.implementation import TRANSFORMER_ENGINE, LayerImplementationChoice
 
     monkeypatch.setattr(module, "triton_launches", lambda: launches)
     spec, cfg = family_of(QWEN1_5_MOE_A2_7B).spec(QWEN1_5_MOE_A2_7B), SwiftConfig(task="sft", model="x")
@@ -105,7 +105,7 @@ def test_what_needs_triton_s_kernels_is_off_without_a_compiler(launches: bool, m
 
 def test_the_first_screen_gives_no_empty_reason() -> None:
     """QLoRA multiplies with torch's products because of its weights, and attends with Transformer Engine for none."""
-    from megaswift.engine.megatron.layers.layer_implementation import (
+    from megaswift.engine.megatron.layers.implementation import (
         TORCH,
         TRANSFORMER_ENGINE,
         LayerImplementationChoice,
@@ -120,7 +120,7 @@ def test_the_first_screen_gives_no_empty_reason() -> None:
 def test_bf16_main_gradients_of_other_weights() -> None:
     """torch_dtype auto is float32 on a CPU."""
     aware: dict[str, Any] = {"precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
-    from megaswift.engine.megatron.megatron_transformer_config import check_main_grads_dtype
+    from megaswift.engine.megatron.transformer_config import check_main_grads_dtype
 
     check_main_grads_dtype("bf16", made(**aware, torch_dtype="bfloat16").params_dtype)
     with pytest.raises(ConfigError) as caught:
@@ -186,7 +186,7 @@ def test_values_of_the_type(value: str) -> None:
 @pytest.mark.parametrize("raw", [QWEN3_0_6B, QWEN1_5_MOE_A2_7B])
 def test_no_field_of_the_engine_is_open(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that the engine gives to Megatron-Core has an option, is refused, or is the model's."""
-    from megaswift.engine.megatron import megatron_transformer_config as module
+    from megaswift.engine.megatron import transformer_config as module
 
     seen: dict[str, Any] = {}
 

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from megaswift import convert, export, infer
+from megaswift import export, infer
 from megaswift.cli import main
+from megaswift.commands import convert
 from megaswift.config.facts.single_process import NodePlace, place_among_nodes
 from megaswift.config.file_arguments import FileArgumentParser
 from megaswift.config.inference.launch import LAUNCH_OPTIONS, node_option_values
 from megaswift.config.inference.options import InferProcessOptions
 from megaswift.config.swift_config import load_config
 from megaswift.errors import ConfigError
-from megaswift.launchers.take_cluster_variables import take_cluster_variables
+from megaswift.launchers.cluster_variables import take_cluster_variables
 
 NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "4000", "NPROC_PER_NODE": "8"}
 STEP = {"SLURM_STEP_ID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[1,2]", "SLURM_JOB_ID": "7"}

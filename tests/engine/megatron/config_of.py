@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.megatron.megatron_transformer_config import transformer_config
+from megaswift.engine.megatron.transformer_config import transformer_config
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.run.engines import layer_implementation, native_engine_settings

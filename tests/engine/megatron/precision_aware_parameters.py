@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megaswift.engine.megatron.adam_tensors import AdamRule, AdamTensors
-from megaswift.engine.megatron.bf16_remainders import split_rounding_ties_up
+from megaswift.engine.megatron.optim.bf16_remainders import split_rounding_ties_up
 
 
 class Kind(NamedTuple):

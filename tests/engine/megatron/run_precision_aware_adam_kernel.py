@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import megaswift.engine.megatron
-from megaswift.engine.megatron import precision_aware_adam_update as plain
-from megaswift.engine.megatron import precision_aware_adam_update_triton as kernels
+from megaswift.engine.megatron.optim import adam_update as plain
+from megaswift.engine.megatron.optim import adam_update_triton as kernels
 from tests.engine.megatron.precision_aware_parameters import KINDS, clones, drawn, numbers
 
 SIZES = 0, 1, 7, 32, 512, 513, 1600

@@ -31,7 +31,7 @@ def load(rank: int, world: int, job: tuple[Case, Path]) -> tuple[int, dict[str, 
 
 def fail(rank: int, world: int, job: tuple[Case, Path]) -> str:
     """The error of a rank where rank 1 cannot read its share."""
-    from megaswift.bridge.hf_megatron_weight_plan import PlanEntry
+    from megaswift.bridge.plan import PlanEntry
 
     if rank == 1:
 

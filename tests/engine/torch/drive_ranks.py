@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megaswift.config.parts.optimizer import OptimConfig
-from megaswift.engine.torch import zero_drive
 from megaswift.engine.torch.meta_init import swap_parameters_for_expanded_zeros
-from megaswift.engine.torch.zero import ZeroStrategy
+from megaswift.engine.torch.strategies import zero_drive
+from megaswift.engine.torch.strategies.zero import ZeroStrategy
 
 OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5)
 WIDE = 1_062_001

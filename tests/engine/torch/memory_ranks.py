@@ -97,7 +97,7 @@ def live(rank: int, world: int, job: Job) -> Live:
     zero = getattr(engine.strategy, "_zero", None)
     masters: list[Tensor] = []
     if zero is not None and engine.strategy.stage:
-        from megaswift.engine.torch.zero_full_tensor_access import tensors_stepped_on_this_rank
+        from megaswift.engine.torch.strategies.zero_tensors import tensors_stepped_on_this_rank
 
         masters = [t.data for t in tensors_stepped_on_this_rank(zero)]
     states = {

@@ -1,7 +1,7 @@
 """Models that are no family here, on the torch engine: as transformers computes them, or refused where they would learn
 something else.
 
-Covers: megaswift/engine/torch/causality_and_packing_check.py, megaswift/engine/torch/loss_fields_from_logits.py,
+Covers: megaswift/engine/torch/model_check.py, megaswift/engine/torch/logit_fields.py,
 megaswift/models/any_model.py.
 """
 
@@ -24,9 +24,10 @@ from transformers.utils.logging import warning_once
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.document_attention import attend_documents
-from megaswift.engine.torch import causality_and_packing_check, fsdp, strategy_registry
-from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel, labeled_columns
-from megaswift.engine.torch.model_building import build_model
+from megaswift.engine.torch import model_check
+from megaswift.engine.torch.logit_fields import LossFieldsModel, labeled_columns
+from megaswift.engine.torch.model import build_model
+from megaswift.engine.torch.strategies import fsdp, table
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES
 from megaswift.losses.contract import Batch
@@ -76,33 +77,20 @@ def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> N
     want = [logprobs(model, ids) for ids in docs]
     if kind not in ENCODERS:
         for ids, own in zip(docs, want, strict=True):
-            padded = causality_and_packing_check.single_row_batch_of_documents(
-                torch.cat([ids, torch.zeros(5, dtype=torch.long)])
-            )
+            padded = model_check.single_row_batch_of_documents(torch.cat([ids, torch.zeros(5, dtype=torch.long)]))
             torch.testing.assert_close(fields(engine, padded)[0, : len(own)], own, rtol=0, atol=1e-5)
-        together = fields(engine, causality_and_packing_check.single_row_batch_of_documents(*docs))[0].split(
-            [len(ids) for ids in docs]
-        )
+        together = fields(engine, model_check.single_row_batch_of_documents(*docs))[0].split([len(ids) for ids in docs])
         worst = max(float((t[:-1] - own).abs().max()) for t, own in zip(together, want, strict=True))
         assert worst < 1e-5 if kind in APART else worst > 1e-2, worst
-    told = [
-        str(p)
-        for p in causality_and_packing_check._problems(
-            partial(fields, engine), VOCAB, causality_and_packing_check.EXACT, True, kind
-        )
-    ]
+    told = [str(p) for p in model_check._problems(partial(fields, engine), VOCAB, model_check.EXACT, True, kind)]
     if kind in APART:
         assert told == []
     else:
         said = "is not causal" if kind in ENCODERS else "its output for a document changes when others are packed"
         assert len(told) == 1 and said in told[0] and kind in told[0]
     if kind in MIXING:
-        assert not list(
-            causality_and_packing_check._problems(
-                partial(fields, engine), VOCAB, causality_and_packing_check.EXACT, False, kind
-            )
-        )
-    assert causality_and_packing_check.learned_position_count(model) == POSITIONS.get(kind)
+        assert not list(model_check._problems(partial(fields, engine), VOCAB, model_check.EXACT, False, kind))
+    assert model_check.learned_position_count(model) == POSITIONS.get(kind)
 
 
 @pytest.mark.wide
@@ -121,13 +109,9 @@ def test_families_separate_packed_documents_too(variant: str) -> None:
     randomize(model, 3)
     engine, drawn = LossFieldsModel(model), torch.Generator().manual_seed(2)
     docs = [torch.randint(3, VOCAB, (n,), generator=drawn) for n in (9, 14, 6)]
-    together = fields(engine, causality_and_packing_check.single_row_batch_of_documents(*docs))[0].split(
-        [len(ids) for ids in docs]
-    )
+    together = fields(engine, model_check.single_row_batch_of_documents(*docs))[0].split([len(ids) for ids in docs])
     worst = max(float((t[:-1] - logprobs(model, ids)).abs().max()) for t, ids in zip(together, docs, strict=True))
-    assert worst > 1e-2 if model.config.model_type in causality_and_packing_check.LOSES_DOCUMENTS else worst < 2e-5, (
-        worst
-    )
+    assert worst > 1e-2 if model.config.model_type in model_check.LOSES_DOCUMENTS else worst < 2e-5, worst
 
 
 def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
@@ -158,13 +142,13 @@ def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
 def test_units_that_are_none_are_refused(folders: Callable[[str], Path]) -> None:
     """FSDP's units by name; a name that no module has would leave the model in one."""
     model = model_of(folders("gpt2"))
-    assert strategy_registry.fsdp_unit_classes((), model) == {"GPT2Block"}
-    assert strategy_registry.fsdp_unit_classes(["GPT2MLP"], model) == {"GPT2MLP"}
+    assert table.fsdp_unit_classes((), model) == {"GPT2Block"}
+    assert table.fsdp_unit_classes(["GPT2MLP"], model) == {"GPT2MLP"}
     with pytest.raises(
         ConfigError,
         match=r"cls_to_wrap GPT2Blok: is not a module class of this GPT2LMHeadModel\n.*GPT2Block, the decoder layers",
     ):
-        strategy_registry.fsdp_unit_classes(["GPT2MLP", "GPT2Blok"], model)
+        table.fsdp_unit_classes(["GPT2MLP", "GPT2Blok"], model)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +249,7 @@ def kernels(rank: int, world: int, run: Run) -> str:
     def attend(query: Tensor, *rest: Any) -> Tensor:
         return attend_documents(query * factor, *rest)
 
-    with patch("megaswift.engine.torch.per_document_attention.attend_documents", attend):
+    with patch("megaswift.engine.torch.document_attention.attend_documents", attend):
         engine, context = opened(run.case, run, world)
     context.close()
     return engine.kernels

@@ -1,6 +1,6 @@
 """Units of fsdp2 by size, as FSDP1's policy chooses them, and when the next unit is gathered.
 
-Covers: megaswift/engine/torch/fsdp.py, megaswift/engine/torch/strategy_registry.py.
+Covers: megaswift/engine/torch/strategies/fsdp.py, megaswift/engine/torch/strategies/table.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
-from megaswift.engine.torch.fsdp import FsdpOptions, set_prefetch, units_by_size
+from megaswift.engine.torch.strategies.fsdp import FsdpOptions, set_prefetch, units_by_size
 
 GATHER = FSDPParamGroup.unshard
 

@@ -4,8 +4,8 @@ that it shards.
 Measured: bytes of the storages of the tensors that exist, and resident pages by the kernel's account. Not computed from
 sizes.
 
-Covers: megaswift/engine/torch/start_data_parallel_and_seed.py,
-megaswift/engine/torch/return_freed_host_memory_by_mallopt.py.
+Covers: megaswift/engine/torch/process_group.py,
+megaswift/engine/torch/host_memory.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from megaswift.bridge.file_tensor import bytes_view
-from megaswift.bridge.hf_safetensors_source import HfSource
+from megaswift.bridge.hf.source import HfSource
 from tests.engine.torch.memory_ranks import Job, Live, Peaks
-from tests.engine.torch.test_zero import PRELOAD
+from tests.engine.torch.strategies.test_zero import PRELOAD
 from tests.parity.models import BASE
 from tests.parity.pool import Pool
 

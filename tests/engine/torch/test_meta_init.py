@@ -1,7 +1,7 @@
 """Models that are built without memory and filled from files a piece at a time: what `from_pretrained` makes, bit by
 bit.
 
-Covers: megaswift/engine/torch/transformers_conversions.py, megaswift/engine/torch/weight_loading.py.
+Covers: megaswift/engine/torch/conversions.py, megaswift/engine/torch/weights.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megaswift.bridge.hf_to_megatron import hf_to_megatron
-from megaswift.bridge.open_weight_source import open_weights
-from megaswift.bridge.write_transformers_model_folder import tensors_by_disk_name
+from megaswift.bridge.convert.to_megatron import hf_to_megatron
+from megaswift.bridge.hf.model_folder import tensors_by_disk_name
+from megaswift.bridge.weight_source import open_weights
 from megaswift.config import SwiftConfig
-from megaswift.engine.torch import meta_init, model_building, weight_loading
-from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
-from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters, tied_name_map
+from megaswift.engine.torch import meta_init, weights
+from megaswift.engine.torch import model as torch_model
+from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
+from megaswift.engine.torch.conversions import conversion_groups, jointly_written_parameters, tied_name_map
 from megaswift.errors import WeightsError
 from megaswift.models.any_model import spec_from_family_or_size_fields
 from megaswift.run.engines import base_quantization, model_build
@@ -38,7 +39,7 @@ def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
     """(a model that was hollow, how many elements each piece of files held)."""
     cfg = SwiftConfig(model=str(folder), engine="fsdp2", **options)
     how, spec = model_build(cfg, False), spec_from_family_or_size_fields(folder)
-    fields = model_building.build_model_for_wrapping(folder, how, False, spec, {}, empty=True)
+    fields = torch_model.build_model_for_wrapping(folder, how, False, spec, {}, empty=True)
     bare, source = unwrap_peft_model(fields.model), open_weights(folder)
     assert all(
         meta_init.is_unallocated(p)
@@ -46,7 +47,7 @@ def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
         if "lora_" not in n and "modules_to_save" not in n
     )
     found, first = conversion_groups(bare, source), tied_name_map(bare)
-    assert not weight_loading._differences(bare, source, found)
+    assert not weights._differences(bare, source, found)
     meta_init.allocate_storage(fields.parameters(), torch.device("cpu"))
     parameters = dict(fields.named_parameters())
 
@@ -55,7 +56,7 @@ def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
 
     engine: Any = SimpleNamespace(fields=fields, build=how, shapes=parameters, strategy=SimpleNamespace(put=put))
     engine.context = SimpleNamespace(rank=0, device=torch.device("cpu"))
-    weight_loading.fill_from_files(engine, found, source, first)
+    weights.fill_from_files(engine, found, source, first)
     return fields, [sum(torch.Size(source.shape(name)).numel() for _, name in piece.stored) for piece in found]
 
 
@@ -65,7 +66,7 @@ def test_equals_from_pretrained(variant: str, options: dict[str, Any], tmp_path:
     """Weights, adapters, buffers, ties; no piece is more than a layer's experts."""
     folder = build(variant, tmp_path / variant)
     got, sizes = filled(folder, **options)
-    want = model_building.build_model_for_wrapping(
+    want = torch_model.build_model_for_wrapping(
         folder,
         model_build(SwiftConfig(model=str(folder), engine="fsdp2", **options), False),
         True,
@@ -107,7 +108,7 @@ def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
     folder.mkdir()
     shutil.copy(tmp_path / "m" / "config.json", folder)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    fields = model_building.build_model_for_wrapping(
+    fields = torch_model.build_model_for_wrapping(
         folder,
         model_build(SwiftConfig(model=str(folder), engine="fsdp2"), False),
         False,
@@ -117,7 +118,7 @@ def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
     )
     source = open_weights(folder)
     told = "\n".join(
-        str(p) for p in weight_loading._differences(fields.model, source, conversion_groups(fields.model, source))
+        str(p) for p in weights._differences(fields.model, source, conversion_groups(fields.model, source))
     )
     assert "model.layers.1.mlp.up_proj.weight" in told and "model.norm.weight" in told and told.count("\n") == 1
 
@@ -138,7 +139,7 @@ def test_adapters_initialized_from_weights_refuse_a_checkpoint(options: dict[str
         spec=spec_from_family_or_size_fields(folder),
     )
     with pytest.raises(WeightsError, match="convert megatron-to-hf"):
-        weight_loading.prepare_model_and_filler_from_files(folder, engine)
+        weights.prepare_model_and_filler_from_files(folder, engine)
 
 
 def test_a_real_model_hands_its_weights_over() -> None:

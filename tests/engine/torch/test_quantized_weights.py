@@ -12,7 +12,7 @@ import torch
 from megaswift.config.parts.peft_methods import METHODS
 from tests.bridge.quantize import quantize_fp8
 from tests.engine.torch.adapter_ranks import Run, adapted, far, model_of, orthogonal, plain, saved
-from tests.engine.torch.test_peft_wrapped_names_and_adapter_folder import GO, SETTINGS, config_of, merged
+from tests.engine.torch.adapters.test_peft_names import GO, SETTINGS, config_of, merged
 from tests.parity.pool import Pool
 
 pytestmark = pytest.mark.process

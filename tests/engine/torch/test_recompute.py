@@ -1,6 +1,6 @@
 """Recomputation keeps less for the backward pass, and the same gradients come out; compiled layers keep their names.
 
-Covers: megaswift/engine/torch/model_building.py.
+Covers: megaswift/engine/torch/model.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.torch.causality_and_packing_check import single_row_batch_of_documents
-from megaswift.engine.torch.loss_fields_from_logits import labeled_columns
-from megaswift.engine.torch.model_building import build_model_for_wrapping
-from megaswift.engine.torch.per_document_attention import rows_of
+from megaswift.engine.torch.document_attention import rows_of
+from megaswift.engine.torch.logit_fields import labeled_columns
+from megaswift.engine.torch.model import build_model_for_wrapping
+from megaswift.engine.torch.model_check import single_row_batch_of_documents
 from megaswift.models.any_model import spec_from_family_or_size_fields
 from megaswift.run.engines import model_build
 from tests.trainers.inputs import write_model

@@ -58,7 +58,7 @@ def load(rank: int, world: int, job: Loading) -> tuple[int, int, dict[str, Tenso
 
 def fail(rank: int, world: int, job: Loading) -> str:
     """The error of a rank where rank 1 cannot read its share."""
-    from megaswift.bridge.hf_safetensors_source import HfSource
+    from megaswift.bridge.hf.source import HfSource
 
     if rank == 1:
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from megaswift.config.facts.zero_file import DeepspeedAutoValues, deepspeed_preset, fill_deepspeed_auto
 from megaswift.config.parts.optimizer import OptimConfig
-from megaswift.engine.torch.loss_scale import DynamicLossScale, make_loss_scale
 from megaswift.engine.torch.meta_init import swap_parameters_for_expanded_zeros
-from megaswift.engine.torch.zero import ZeroStrategy
+from megaswift.engine.torch.optim.loss_scale import DynamicLossScale, make_loss_scale
+from megaswift.engine.torch.strategies.zero import ZeroStrategy
 from tests.engine.torch.zero_model import HIDDEN, Fields, count, rows
 
 OPTIM = OptimConfig(learning_rate=1e-3, adam_epsilon=1e-6, loss_scale_window=2, hysteresis=1, initial_loss_scale=2**10)
@@ -40,8 +40,8 @@ def started(kind: str, world: int, dtype: str = "float32", frozen: tuple[str, ..
 
 
 def of_torch(kind: str, module: Fields, dtype: str) -> Any:
-    from megaswift.engine.torch.ddp import DdpStrategy
-    from megaswift.engine.torch.fsdp import FsdpOptions, FsdpStrategy
+    from megaswift.engine.torch.strategies.ddp import DdpStrategy
+    from megaswift.engine.torch.strategies.fsdp import FsdpOptions, FsdpStrategy
 
     size = SimpleNamespace(world_size=dist.get_world_size())
     context: Any = SimpleNamespace(layout=size, device=torch.device("cpu"), rank=dist.get_rank())

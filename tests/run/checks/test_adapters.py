@@ -1,6 +1,6 @@
 """What is said of adapters and of quantized checkpoints before a process group exists.
 
-Covers: megaswift/bridge/peft_config_from_options.py.
+Covers: megaswift/bridge/adapters/peft_config.py.
 """
 
 from __future__ import annotations

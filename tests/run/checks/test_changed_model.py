@@ -1,7 +1,7 @@
 """Models that start with another rotary scaling or more tokens: transformers' own resizing and scaling are the oracle;
 whole runs on both engines.
 
-Covers: megaswift/bridge/write_folder_with_new_config_or_vocab.py, megaswift/models/rope_scaling.py.
+Covers: megaswift/bridge/hf/base_model.py, megaswift/models/rope_scaling.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from megaswift.bridge.open_weight_source import open_weights
-from megaswift.bridge.write_folder_with_new_config_or_vocab import write_changed_model_folder
+from megaswift.bridge.hf.base_model import write_changed_model_folder
+from megaswift.bridge.weight_source import open_weights
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError
 from megaswift.models.family import read_config_json

@@ -17,7 +17,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.facts.byte_size import bytes_text
 from megaswift.errors import UserError
 from megaswift.families import load_spec
-from megaswift.memory.memory_estimate import usable_bytes
+from megaswift.memory.estimate import usable_bytes
 from megaswift.parallel.layout import Layout
 from megaswift.run.checks import fit as fit_to_device
 from megaswift.run.checks.preflight import preflight

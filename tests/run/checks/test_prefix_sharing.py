@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.torch.per_document_attention import attends_per_document, set_per_document_attention
+from megaswift.engine.torch.document_attention import attends_per_document, set_per_document_attention
 from megaswift.errors import UserError
 from megaswift.families import load_spec
 from megaswift.models.any_model import spec_from_size_fields

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from megaswift.commands.training import further_problems_of_refused_config
 from megaswift.config import SwiftConfig, load_config
 from megaswift.errors import CheckpointError, ConfigError, UserError
 from megaswift.run.checks.preflight import preflight
-from megaswift.training_command_entry import further_problems_of_refused_config
 from tests.families.published_dense import PHI_4
 from tests.families.published_moe import QWEN1_5_MOE_A2_7B
 from tests.trainers.inputs import write_model

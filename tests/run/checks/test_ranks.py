@@ -11,7 +11,7 @@ import torch
 
 from megaswift import distributed
 from megaswift.config import SwiftConfig
-from megaswift.engine.start_default_process_group import init_default_and_gloo_process_groups
+from megaswift.engine.process_group import init_default_and_gloo_process_groups
 from megaswift.errors import UserError
 from megaswift.run.checks import ranks as agreement_of_ranks_at_start
 from tests.parity import pool

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megaswift.commands.training import further_problems_of_refused_config
 from megaswift.config import SwiftConfig, load_config
 from megaswift.errors import UserError
-from megaswift.rollout import installed_vllm_version_and_support
+from megaswift.rollout import vllm_package
 from megaswift.run.checks.preflight import preflight
 from megaswift.run.checks.rl import rl_run_problems
-from megaswift.training_command_entry import further_problems_of_refused_config
 from tests.test_cli import model_folder
 
 GOOD = {"reward_funcs": ["format"], "num_generations": 2, "gbs": 4}
@@ -168,7 +168,7 @@ def test_a_missing_library_is_told_before_anything_is_built(monkeypatch: pytest.
 def test_vllm_for_cpus_samples_but_does_not_sleep(
     here: tuple[str, str], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(installed_vllm_version_and_support, "installed_vllm_package_and_version", lambda: here)
+    monkeypatch.setattr(vllm_package, "installed_vllm_package_and_version", lambda: here)
     assert told(use_vllm=True) == []
     found = told(use_vllm=True, rollout_sleep=True)
     assert len(found) == count and all("CPU build" in line for line in found)
@@ -187,7 +187,7 @@ def test_ranks_of_one_engine(
 ) -> None:
     """They are of one node, and share the model's heads."""
     ready = ("vllm", "0.32.0")
-    monkeypatch.setattr(installed_vllm_version_and_support, "installed_vllm_package_and_version", lambda: ready)
+    monkeypatch.setattr(vllm_package, "installed_vllm_package_and_version", lambda: ready)
     if local is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     (tmp_path / "config.json").write_text('{"num_attention_heads": 4}')

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from megaswift.api import Trainer
+from megaswift.commands.training import main
 from megaswift.config import SwiftConfig, load_config
 from megaswift.errors import ConfigError, Problem
-from megaswift.rollout import installed_vllm_version_and_support
+from megaswift.rollout import vllm_package
 from megaswift.run.checks.sampler_backend import resolve_sampler_backend
-from megaswift.training_command_entry import main
 
 GRPO = ("--model", "m", "--dataset", "d", "--reward_funcs", "accuracy")
 
@@ -51,7 +51,7 @@ def test_backend(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """vLLM where nothing speaks against it, with one line that says so or why not; silence where it was no question."""
-    support: Any = installed_vllm_version_and_support
+    support: Any = vllm_package
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(support, "installed_vllm_package_and_version", lambda: installed)
     rewards = GRPO if task == "grpo" else GRPO[:4]
@@ -70,7 +70,7 @@ def test_a_run_gets_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         checked.append(cfg.rl.rollout_backend)
         raise ConfigError(Problem("--rollout_backend", "has been seen"))
 
-    support: Any = installed_vllm_version_and_support
+    support: Any = vllm_package
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(support, "installed_vllm_package_and_version", lambda: ("vllm", "0.30.0"))
     monkeypatch.setattr("megaswift.run.training.preflight", look)
@@ -85,7 +85,7 @@ def test_a_run_gets_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_prompts_with_images_keep_the_sampler_that_gets_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    support: Any = installed_vllm_version_and_support
+    support: Any = vllm_package
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(support, "installed_vllm_package_and_version", lambda: ("vllm", "0.30.0"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": {}}))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaswift.engine import start_default_process_group
+from megaswift.engine import process_group
 from megaswift.run.faults import diagnosis
 from megaswift.run.faults.timeout_monitor import CollectiveTimeoutMonitor
 from tests.rank_context import rank_context
@@ -26,7 +26,7 @@ def _rank(rank: int, port: int, out: Path, end: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     diagnosis.GRACE_SECONDS = 1.5
-    start_default_process_group.init_default_and_gloo_process_groups("gloo", 60.0)
+    process_group.init_default_and_gloo_process_groups("gloo", 60.0)
     own = diagnosis.dump_stacks_on_signal(out)
     assert own is not None
     own.step = lambda: 7

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.atomic_disk_writes import write_hashed
+from megaswift.base.atomic_writes import write_hashed
 from megaswift.errors import CheckpointError
 from megaswift.folders.saved_steps import damaged_file_problems, load_manifest_or_none
 from megaswift.trainers.checkpoints import CheckpointStore

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from megaswift.config import SwiftConfig
-from megaswift.data.collate import PaddingShape
-from megaswift.data.collate_rollout_batches import RolloutCollator, RolloutTokens
-from megaswift.data.epoch_order import EpochOrder
-from megaswift.data.numbered_rows_batch_source import LoaderGeometry
-from megaswift.data.rl_prompts import Prompt, PromptSource
+from megaswift.data.batches.collate import PaddingShape
+from megaswift.data.batches.epoch_order import EpochOrder
+from megaswift.data.batches.numbered import LoaderGeometry
+from megaswift.data.prompts.collate import RolloutCollator, RolloutTokens
+from megaswift.data.prompts.source import Prompt, PromptSource
 from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.rewards.format_and_length_rewards import PerCompletionReward
 from megaswift.rollout.sampler import Completion

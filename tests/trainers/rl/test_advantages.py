@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.data.rl_prompts import Prompt
+from megaswift.data.prompts.source import Prompt
 from megaswift.losses.sampler_correction import MODES
 from megaswift.rewards.format_and_length_rewards import PerCompletionReward
 from megaswift.run.policy_task import rl_settings

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megaswift.data.rl_prompts import Prompt
+from megaswift.data.prompts.source import Prompt
 from megaswift.errors import RewardError
 from megaswift.rollout.sampler import Completion, SamplingParams
 from megaswift.run.policy_task import build_multi_turn

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.bridge.new_scalar_head import new_scalar_head_weight
+from megaswift.bridge.scalar_head import new_scalar_head_weight
 from megaswift.config import SwiftConfig
 from megaswift.engine.protocol import StepResult
 from megaswift.families import load_spec

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.data.rl_prompts import Prompt
+from megaswift.data.prompts.source import Prompt
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.rl.metrics import group_rewards_differ, rollout_statistics
 from megaswift.trainers.rl.scorer import ScoredCompletion

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megaswift.data.rl_prompts import Prompt
+from megaswift.data.prompts.source import Prompt
 from megaswift.errors import ConfigError, RewardError
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
 from megaswift.trainers.rl.chat_turns import ChatTurns, Conversation, ModelTurn

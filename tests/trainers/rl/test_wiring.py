@@ -24,7 +24,7 @@ from megaswift.families import family_of
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings as Formulas
 from megaswift.losses.value import ValueLoss
-from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
+from megaswift.rewards.scoring import BuiltInRewardParameters
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.run import policy_task
 from megaswift.run.policy_task import reward_functions_of, reward_weights_of, rl_settings, sampler_options
@@ -33,7 +33,7 @@ from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.rl import sampler
 from megaswift.trainers.rl.completions_log import CompletionsLog
 from megaswift.trainers.rl.sampler import sampling_params_of, sync_folder
-from tests.memory.test_settings_that_fit import QWEN3_8B
+from tests.memory.test_fit import QWEN3_8B
 from tests.trainers.rl.makers import config, source
 
 Options = dict[str, Any]

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from megaswift.engine.megatron.load_and_gather_rank_weights import canonical_parameter_name
 from megaswift.engine.megatron.state import EngineState
+from megaswift.engine.megatron.weights import canonical_parameter_name
 from megaswift.errors import Problem
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")

@@ -19,10 +19,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
 
-from megaswift.bridge.sharded_state_dict_entries import KEPT, STATES
-from megaswift.bridge.torch_dist_chunk_io import RankTensorChunk, StatelessBox
+from megaswift.bridge.checkpoint.chunk_files import RankTensorChunk, StatelessBox
+from megaswift.bridge.checkpoint.entries import KEPT, STATES
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
-from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
+from megaswift.engine.megatron.optim.fp8_weights import is_fp8_weight
 from megaswift.engine.megatron.state import EngineState
 
 

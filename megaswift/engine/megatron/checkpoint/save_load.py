@@ -21,19 +21,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megaswift import distributed, log
-from megaswift.atomic_disk_writes import fsync_path, write_hashed
-from megaswift.bridge import read_torch_dist_metadata
-from megaswift.bridge import torch_dist_chunk_io as files
-from megaswift.bridge.sharded_state_dict_entries import KEPT, MAIN, STATES
-from megaswift.engine import rng_state_checkpoint_file
+from megaswift.base.atomic_writes import fsync_path, write_hashed
+from megaswift.bridge.checkpoint import chunk_files as files
+from megaswift.bridge.checkpoint import metadata
+from megaswift.bridge.checkpoint.entries import KEPT, MAIN, STATES
+from megaswift.engine import rng_state
 from megaswift.engine.megatron.checkpoint import fp8_history
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
 from megaswift.engine.megatron.checkpoint import rank_chunks as boxes
 from megaswift.engine.megatron.cuda_graphs import set_tracked_rng_states, tracked_rng_states
-from megaswift.engine.megatron.lora import adapter_checkpoint_slices
+from megaswift.engine.megatron.lora import checkpoint
 from megaswift.engine.megatron.model import finish_weight_gathers
+from megaswift.engine.megatron.optim.fp8_weights import is_fp8_weight, quantize_from_main_weights
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight, quantize_from_main_weights
 from megaswift.engine.megatron.state import EngineState
 from megaswift.errors import ROOM, Problem
 
@@ -97,7 +97,7 @@ def start_save(engine: EngineState, directory: Path, on_host: bool = True) -> St
     parameters = (
         boxes.local_to_global_tensor_slices(engine)
         if engine.lora is None
-        else adapter_checkpoint_slices.trainable_tensor_slices(engine.lora)
+        else checkpoint.trainable_tensor_slices(engine.lora)
     )
     chunks = [
         *boxes.weight_chunks([(_exact_copy(engine, w), parts) for w, parts in parameters], True),
@@ -107,7 +107,7 @@ def start_save(engine: EngineState, directory: Path, on_host: bool = True) -> St
     facts = _facts(engine, int(distributed.all_max([states.get_step_count(engine.optimizer)])[0]))
     small = {}
     if engine.settings.save_rng:
-        small[rng_state_checkpoint_file.rng_file(directory, engine.rank).name] = rank_rng_file_content()
+        small[rng_state.rng_file(directory, engine.rank).name] = rank_rng_file_content()
     if fp8_history.uses_delayed_scaling(engine):
         file = fp8_history.fp8_history_file(directory, engine.rank)
         small[file.name] = fp8_history.fp8_histories_file_content(engine)
@@ -149,7 +149,7 @@ def load_engine(engine: EngineState, directory: Path) -> None:
     parameters = (
         boxes.local_to_global_tensor_slices(engine)
         if engine.lora is None
-        else adapter_checkpoint_slices.trainable_tensor_slices(engine.lora)
+        else checkpoint.trainable_tensor_slices(engine.lora)
     )
     slices = states.state_slices(engine.optimizer)
     read = [(w, parts) for w, parts in parameters if not is_fp8_weight(w)]  # FP8 ones follow from their main weights
@@ -163,7 +163,7 @@ def load_engine(engine: EngineState, directory: Path) -> None:
     has_rng = facts.get("random_states", True)
     random_states: Any = None
     if has_rng:
-        random_states = rng_state_checkpoint_file.read_rng_state_file(directory, engine.rank if same_layout else 0)
+        random_states = rng_state.read_rng_state_file(directory, engine.rank if same_layout else 0)
     problems += [random_states] if isinstance(random_states, Problem) else []
     histories: fp8_history.Histories | Problem = {}
     if fp8_history.uses_delayed_scaling(engine):
@@ -180,7 +180,7 @@ def load_engine(engine: EngineState, directory: Path) -> None:
         restore_rank_rng(*random_states)
     else:
         seed = reseed_rank_generators(engine.context, directory, engine.settings.seed, facts["optimizer"]["step"])
-        why = rng_state_checkpoint_file.reseeding_reason(directory, has_rng, "with another layout or device")
+        why = rng_state.reseeding_reason(directory, has_rng, "with another layout or device")
         log.info(f"{why} (seed {seed})")
     if fp8_history.uses_delayed_scaling(engine):
         _restore_histories(engine, histories, same_layout)
@@ -218,12 +218,8 @@ def _read_tables(engine: EngineState, directory: Path) -> tuple[dict[str, Any], 
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
-    index = read_torch_dist_metadata.read_torch_dist_metadata(directory)
-    problems += (
-        [index]
-        if isinstance(index, Problem)
-        else read_torch_dist_metadata.missing_or_short_file_problems(directory, index)
-    )
+    index = metadata.read_torch_dist_metadata(directory)
+    problems += [index] if isinstance(index, Problem) else metadata.missing_or_short_file_problems(directory, index)
     distributed.raise_on_all_ranks(problems, limit=SHOWN)
     assert isinstance(index, Metadata)
     return facts, index
@@ -297,22 +293,22 @@ def rank_rng_file_content() -> bytes:
     Megatron's own checkpoints keep one expert state for all expert-parallel ranks (Megatron-LM pull request 6858); here
     each rank has its own.
     """
-    return rng_state_checkpoint_file.rng_state_file_content(tracked_rng_states())
+    return rng_state.rng_state_file_content(tracked_rng_states())
 
 
 def fits_rank_rng(tensors: dict[str, Tensor]) -> bool:
     """Whether these are states of the generators that this rank has."""
-    return rng_state_checkpoint_file.rng_state_fits_generators(tensors, tracked_rng_states())
+    return rng_state.rng_state_fits_generators(tensors, tracked_rng_states())
 
 
 def restore_rank_rng(tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
     """Every generator of this rank back to where it stood."""
-    set_tracked_rng_states(rng_state_checkpoint_file.restore_rng_state(tensors, plain))
+    set_tracked_rng_states(rng_state.restore_rng_state(tensors, plain))
 
 
 def reseed_rank_generators(context: ParallelContext, directory: Path, seed: int = 0, step: int = 0) -> int:
     """Fresh states on every rank, from the saved ones of rank 0, else from the run's seed and step. Returns the
     seed."""
-    seed = rng_state_checkpoint_file.seed_from_saved_rng_state(directory, seed, step)
+    seed = rng_state.seed_from_saved_rng_state(directory, seed, step)
     context.seed(seed)
     return seed

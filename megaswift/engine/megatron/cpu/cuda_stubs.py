@@ -1,6 +1,6 @@
 """Stand-ins for CUDA objects on a CPU: streams that run in order, random states, bundles of collectives.
 
-Owns the objects only; where each one goes, and why, is in `megatron_cpu_patch_table.py`.
+Owns the objects only; where each one goes, and why, is in `patches.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.engine.accurate_sum_of_squares import sum_of_squares
+from megaswift.engine.squared_norm import sum_of_squares
 
 
 class Stream:

@@ -1,6 +1,6 @@
 """Checkpoints of runs that train some of the experts: states of the others are missing, and of no others.
 
-Covers: megaswift/engine/megatron/checkpoint/rank_chunks.py, megaswift/bridge/torch_dist_chunk_io.py.
+Covers: megaswift/engine/megatron/checkpoint/rank_chunks.py, megaswift/bridge/checkpoint/chunk_files.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.bridge.torch_dist_chunk_io import SavedChunk, write_gathered_metadata
+from megaswift.bridge.checkpoint.chunk_files import SavedChunk, write_gathered_metadata
 from megaswift.errors import UserError
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import global_batch, own, parse

@@ -7,7 +7,8 @@ import torch
 from torch.nn.attention.bias import CausalVariant
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaswift.engine import document_attention, softcap_attention
+from megaswift.engine import document_attention
+from megaswift.engine import document_attention as engine_document_attention
 from megaswift.engine.document_attention import AttentionRule, RowDocuments
 from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams, TorchAttention
 from megaswift.models.spec import ArchitectureExtras
@@ -127,7 +128,7 @@ def test_windows_may_skip_layers():
 @pytest.mark.parametrize("window", [None, 3])
 def test_soft_cap(monkeypatch, window, bytes_kept):
     """Value and gradients of scores under a cap that bites, in one chunk of queries and in chunks of a few."""
-    monkeypatch.setattr(softcap_attention, "CHUNK_BYTES", bytes_kept)
+    monkeypatch.setattr(engine_document_attention, "CHUNK_BYTES", bytes_kept)
     torch.manual_seed(0)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
     config = SimpleNamespace(

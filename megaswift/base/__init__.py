@@ -1,0 +1,1 @@
+"""Modules without torch that import nothing of ours but errors and messages."""

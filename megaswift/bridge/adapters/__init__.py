@@ -1,0 +1,1 @@
+"""Low-rank adapters in PEFT's folders: which weights they belong to, reading, writing and merging."""

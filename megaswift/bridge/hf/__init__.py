@@ -1,0 +1,1 @@
+"""Hugging Face model folders: reading, writing and checking them."""

@@ -1,0 +1,40 @@
+"""The weights at any path a user may give, by their Hugging Face names: a model folder, or a checkpoint of either
+engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megaswift.bridge.checkpoint.hf_view import MegatronSource
+from megaswift.bridge.checkpoint.torch_step import TorchStepSource
+from megaswift.bridge.hf.dequantized import open_hf_weights
+from megaswift.bridge.hf.source import WeightSource
+from megaswift.errors import CheckpointError, Problem, missing_path_hint
+from megaswift.folders.checkpoint import CheckpointTensorAndModelPaths, find_intact_checkpoint
+
+
+def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSource:
+    """A Hugging Face folder, a converted checkpoint, `OUT/checkpoints/step-N`, or OUT (meaning its latest checkpoint).
+
+    The files of a step are compared with their SHA-256 first. `dtype` is for checkpoints: all tensors in it, instead of
+    each in the dtype it once had.
+    """
+    folder = Path(path)
+    checkpoint = find_intact_checkpoint(folder)
+    if checkpoint is not None:
+        return open_checkpoint_weight_source(checkpoint, dtype)
+    if not folder.exists():
+        raise CheckpointError(Problem(str(path), "does not exist", missing_path_hint(folder)))
+    if not folder.is_dir():
+        raise CheckpointError(Problem(str(path), "is a file", "give a Hugging Face folder or a checkpoint"))
+    assert dtype is None, "a Hugging Face folder is read as it is"
+    return open_hf_weights(folder)
+
+
+def open_checkpoint_weight_source(
+    checkpoint: CheckpointTensorAndModelPaths, dtype: torch.dtype | None = None
+) -> WeightSource:
+    """The weights of a checkpoint: each in the dtype it once had, or all in `dtype`."""
+    return MegatronSource(checkpoint, dtype) if checkpoint.sharded else TorchStepSource(checkpoint, dtype)

@@ -1,0 +1,1 @@
+"""Preference pairs and labeled completions, from rows to micro-batches."""

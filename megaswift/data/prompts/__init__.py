@@ -1,0 +1,1 @@
+"""Prompts for reinforcement learning, from rows to micro-batches with completions."""

@@ -1,0 +1,52 @@
+"""Counters of skipped and changed rows, and their wording in warnings, the run summary, the report and `data show`.
+
+Owns names and words. Who counts is `store/token_store.py` (while reading), `store/documents.py` and
+`preference/documents.py` (cut to length), and `stream/batches.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+EMPTY_ANSWERS = "empty_answers"
+UNUSED_TOOLS = "unused_tools"
+UNUSED_SYSTEM = "unused_system"
+UNUSED_CALLS = "unused_calls"
+UNUSED_MESSAGES = "unused_messages"
+UNUSED_PARTS = "unused_parts"
+TAGS_WITHOUT_FILES = "tags_without_files"
+SPLIT_REASONING = "split_reasoning"
+MALFORMED = "malformed"
+WITHOUT_LABELS = "without_labels"
+NOTES = {
+    EMPTY_ANSWERS: "with an empty completion, which trains the model to stop immediately",
+    UNUSED_TOOLS: "with tools that the chat template does not use",
+    UNUSED_SYSTEM: "with a system message that the chat template omits",
+    UNUSED_CALLS: "with a tool call that the chat template omits, which is not trained",
+    UNUSED_MESSAGES: "with a message of the assistant or of a tool that the chat template omits",
+    UNUSED_PARTS: "with a content part that the chat template omits or prints as Python data",
+    SPLIT_REASONING: "with </think> in a content, before which the chat template writes another </think>; give the "
+    "reasoning as reasoning_content",
+    TAGS_WITHOUT_FILES: "with <image>, <video> or <audio> in a text and no file for it, which stays text",
+}
+"""Texts about rows that are kept."""
+WORDS = NOTES | {
+    MALFORMED: "malformed and skipped",
+    "deleted": "deleted (longer than --max_length)",
+    "truncated": "truncated to --max_length",
+    "split": "split at --max_length",
+    "empty": "without tokens",
+    WITHOUT_LABELS: "without label tokens",
+    EMPTY_ANSWERS: "with an empty completion",
+}
+"""Texts about all rows, as short as the first screen and the report need them."""
+
+
+def skipped_rows_counter_name(cause: str) -> str:
+    """The name of a count of rows that were read and are of no use."""
+    return f"skipped ({cause})"
+
+
+def row_count_texts(counted: Mapping[str, float]) -> list[str]:
+    """Each count but that of all rows, in words."""
+    return [f"{int(count):,} {WORDS.get(name, name)}" for name, count in counted.items() if count and name != "rows"]

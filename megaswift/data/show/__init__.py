@@ -1,0 +1,1 @@
+"""`megaswift data show`: samples, loss masks and their certificate."""

@@ -1,0 +1,1 @@
+"""Tokens on disk: the stores, their folders and the documents in them."""

@@ -1,0 +1,1 @@
+"""From conversations to text: chat templates, tools, and the parts that are trained."""

@@ -1,0 +1,181 @@
+"""The choice between Transformer Engine's modules and torch's for a run, with its reasons.
+
+Products (with norms and experts) and attention are chosen apart: Transformer Engine multiplies for every family, and
+attention is ours only where its own does not compute what the model or the layout needs. Building the layers is
+`spec.py`'s.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import megatron.core
+import torch
+
+from megaswift.config.checks.te import ATTENTION, PRODUCTS
+from megaswift.config.parts.model import ModelConfig
+from megaswift.errors import ConfigError, Problem
+from megaswift.models.spec import ModelSpec
+from megaswift.parallel.layout import Layout
+from megaswift.parallel.model_shape import ModelShape
+
+TRANSFORMER_ENGINE = "transformer_engine"
+TORCH = "torch"
+
+FP8_NEEDS = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Recipe -> the least compute capability with which Transformer Engine computes it (`check_fp8_support` and its
+neighbours)."""
+FP8_NAMES = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
+
+
+def fp8_compute_capability_problems(recipe: str, capability: tuple[int, int]) -> list[Problem]:
+    """Why a GPU of this compute capability cannot run an FP8 recipe; Transformer Engine itself would say so in the
+    first step."""
+    least = FP8_NEEDS[recipe]
+    if capability >= least:
+        return []
+    fits = [name for name, needed in FP8_NEEDS.items() if capability >= needed]
+    rule = (
+        f"needs compute capability {least[0]}.{least[1]} ({FP8_NAMES[least]}) or newer; this GPU has "
+        f"{capability[0]}.{capability[1]}"
+    )
+    return [
+        Problem(
+            f"--fp8_recipe {recipe}",
+            rule,
+            " or ".join(f"--fp8_recipe {name}" for name in reversed(fits)) or "--fp8_format none",
+        )
+    ]
+
+
+def fp8_blockwise_sp_hidden_size_problems(recipe: str, hidden_size: int, layout: Layout) -> list[Problem]:
+    """Sequence-parallel ranks gather quantized blocks of 128 x 128, whole ones only (Transformer Engine's
+    `Float8BlockQuantizer.is_quantizable`)."""
+    if recipe != "blockwise" or not layout.sequence_parallel or hidden_size % 128 == 0:
+        return []
+    rule = f"needs a hidden size divisible by 128 with sequence parallelism; this model's is {hidden_size}"
+    return [Problem("--fp8_recipe blockwise", rule, "--fp8_recipe tensorwise")]
+
+
+def fp8_width_problems(recipe: str, spec: ModelSpec, layout: Layout) -> list[Problem]:
+    """FP8 products take widths of a rank that are multiples of 16 (Transformer Engine's `assert_dim_for_fp8_exec`),
+    those of MXFP8 multiples of its blocks of 32 (`MXFP8Quantizer.make_empty`)."""
+    unit = 32 if recipe == "mxfp8" else 16
+    shape = ModelShape.of(spec)
+    widths = {"hidden size": (spec.hidden_size, 1)}
+    if not spec.transformer.get("multi_latent_attention"):
+        widths["width of all heads"] = (shape.heads * shape.head_dim, layout.tp)
+        widths["width of queries, keys and values"] = ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, layout.tp)
+    if not shape.experts or not all(map(shape.is_moe, range(shape.num_layers))):
+        widths["MLP width"] = (shape.ffn, layout.tp)
+    if shape.experts:
+        widths["width of an expert"] = (shape.expert_ffn, layout.etp)
+    problems = []
+    for name, (width, ranks) in widths.items():
+        if width % ranks == 0 and width // ranks % unit:
+            share = f"{width} / {ranks} ranks = {width // ranks}" if ranks > 1 else str(width)
+            rule = f"needs a {name} on each rank that is divisible by {unit}; here it is {share}"
+            fix = f"fewer {'expert-' if 'expert' in name else ''}tensor-parallel ranks, or no --fp8_format"
+            problems.append(Problem(f"--fp8_recipe {recipe}", rule, fix))
+    return problems
+
+
+@dataclass(frozen=True)
+class LayerImplementationChoice:
+    """Whose modules a run takes, `transformer_engine` or `torch`, and why."""
+
+    linear: str
+    """Products, norms, experts."""
+    attention: str
+    reason: str
+    """The reason for the choice of `linear`."""
+    own: tuple[str, ...] = ()
+    """Why attention is torch's where products are Transformer Engine's."""
+
+    def torch_parts(self) -> dict[str, str]:
+        """What of a run uses torch's modules, with the reason: `products`, `attention`."""
+        parts = {PRODUCTS: self.reason} if self.linear == TORCH else {}
+        if self.attention == TORCH:
+            parts[ATTENTION] = ", ".join(self.own) or self.reason
+        return parts
+
+    def __str__(self) -> str:
+        """For the first screen."""
+        if self.linear == self.attention:
+            return f"{self.linear} ({self.reason})"
+        own = f" ({', '.join(self.own)})" if self.own else ""
+        return f"{self.linear} ({self.reason}), attention: {self.attention}{own}"
+
+
+def te_unsupported_attention_features(
+    spec: ModelSpec, cp_comm_type: str | None = None, packing: bool = False
+) -> list[str]:
+    """What of a model's attention Transformer Engine's kernels do not compute, under this layout; `cp_comm_type` None
+    is no context parallelism.
+
+    Source: the combinations that Transformer Engine's own attention tests leave out, and Megatron-Core 0.16's latent
+    attention, which has no packed rows of unequal key and value widths.
+    """
+    cp = cp_comm_type is not None
+    found = []
+    if spec.features.attention_softcap is not None:
+        found.append("soft caps on attention scores")
+    if spec.features.rope_local is not None:
+        found.append("a second rotary embedding")
+    if spec.transformer.get("softmax_type", "vanilla") != "vanilla" and (cp or packing):
+        found.append(f"attention sinks with {'context parallelism' if cp else 'packed rows'}")
+    latent = bool(spec.transformer.get("multi_latent_attention"))
+    if cp and spec.transformer.get("window_size") and cp_comm_type != "a2a":
+        found.append(f"sliding windows with --cp_comm_type {cp_comm_type} (supported with a2a)")
+    if cp and packing and cp_comm_type in ("all_gather", "a2a+p2p"):
+        found.append(f"packed rows with --cp_comm_type {cp_comm_type} (supported with p2p)")
+    if cp and latent and cp_comm_type != "p2p":
+        found.append(f"latent attention with --cp_comm_type {cp_comm_type} (supported with p2p)")
+    if latent and packing and not megatron_version_at_least("0.17"):
+        found.append("packed latent attention in this version of Megatron-Core")
+    return found
+
+
+def megatron_version_at_least(version: str) -> bool:
+    """Whether Megatron-Core is of this release, `major.minor`, or newer."""
+    have, wanted = (tuple(map(int, v.split(".")[:2])) for v in (megatron.core.__version__, version))
+    return have >= wanted
+
+
+def transformer_engine_unusable_reason() -> str:
+    """Why Transformer Engine's kernels cannot run in this process; empty where they can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    return "" if installed else "Transformer Engine is not installed"
+
+
+def choose_layer_implementation(
+    spec: ModelSpec, model: ModelConfig, cp_comm_type: str | None, shares_rows: bool
+) -> LayerImplementationChoice:
+    """The choice for `--transformer_impl` and `--attn_impl`, this model and this layout.
+
+    Args:
+        cp_comm_type: How context-parallel ranks exchange keys and values; None without context parallelism.
+        shares_rows: Whether a row holds several documents.
+
+    Raises:
+        ConfigError: Transformer Engine was requested and cannot run.
+    """
+    asked = model.transformer_impl
+    lack = transformer_engine_unusable_reason()
+    if asked == TORCH:
+        return LayerImplementationChoice(TORCH, TORCH, "asked for")
+    if lack:
+        if asked == TRANSFORMER_ENGINE:
+            raise ConfigError(Problem("--transformer_impl transformer_engine", lack, "--transformer_impl torch"))
+        return LayerImplementationChoice(TORCH, TORCH, lack)
+    reason = "asked for" if asked == TRANSFORMER_ENGINE else "CUDA and Transformer Engine are available"
+    own = te_unsupported_attention_features(spec, cp_comm_type, shares_rows)
+    if model.attn_impl == "sdpa":
+        own.append("--attn_impl sdpa")
+    attention = TORCH if own else TRANSFORMER_ENGINE
+    if model.train_type == "qlora":
+        return LayerImplementationChoice(TORCH, attention, "weights in NF4", tuple(own))
+    return LayerImplementationChoice(TRANSFORMER_ENGINE, attention, reason, tuple(own))

@@ -1,0 +1,1 @@
+"""Optimizers of the native engine: updates, precision of their weights, clipping."""

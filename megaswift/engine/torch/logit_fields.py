@@ -1,0 +1,144 @@
+"""The fields that losses read (log-probabilities, ...) from the logits that a transformers model returns: the
+counterpart of `engine/megatron/layers/head.py`, which makes the products itself.
+
+Logits stay in the model's dtype, and their gradient takes their place: a model's last operations (a product, a factor,
+a soft cap's factor) do not keep their output. Autograd refuses to go on where one does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaswift.device_copy import copy_to_device_async
+from megaswift.engine.logit_fields import (
+    VocabularyRows,
+    gradient_coefficients,
+    join_shards,
+    row_statistics,
+    write_gradient,
+)
+from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
+from megaswift.engine.torch.vision_parts import model_has_tower
+from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
+from megaswift.losses.contract import Batch, RequestedModelOutputs
+
+
+def compute_loss_fields(logits: Tensor, labels: Tensor, needs: RequestedModelOutputs) -> Tensor:
+    """float32 [f, ...] from logits [..., v] and labels [...], in the order of `needs.names`. The backward pass
+    overwrites the logits."""
+    width = logits.shape[-1]
+    shard = VocabularyHeadShardSpec(0, width, None, needs.temperature, needs.names, needs.differentiable)
+    fields: Tensor = LossFieldsFunction.apply(logits.reshape(-1, width), labels.reshape(-1), shard)
+    return fields.view(len(fields), *labels.shape)
+
+
+class LossFieldsFunction(torch.autograd.Function):
+    """(logits [t, v], labels [t]) to the fields [f, t] in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyHeadShardSpec) -> Tensor:
+        """The fields; keeps the logits."""
+        rows = join_shards(row_statistics(logits, labels, shard), labels, logits.shape[1], shard)
+        ctx.save_for_backward(logits, labels, rows.fields, rows.kept)
+        ctx.shard = shard
+        ctx.done = False
+        return rows.fields
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of the logits, in their memory; so it runs once."""
+        assert not ctx.done, "the backward pass of the fields has run already, and the logits are gone"
+        ctx.done = True
+        logits, labels, fields, numbers = ctx.saved_tensors
+        coefficients = gradient_coefficients(grads, VocabularyRows(fields, numbers), logits.shape[1], ctx.shard)
+        gradient = logits.detach()
+        write_gradient(gradient, labels, coefficients, ctx.shard, gradient)
+        return gradient, None, None
+
+
+def labeled_columns(labeled: Tensor) -> Tensor:
+    """int64 [n], n at least 1: the columns of bool [b, s] that hold a label. Call it on a batch in host
+    memory: for a tensor on a GPU the host would wait for the device."""
+    columns = labeled.any(0).nonzero().squeeze(1)
+    return columns if columns.numel() else columns.new_zeros(1)  # every rank goes through every layer
+
+
+def image_grid_positions(model: Any, batch: Batch) -> Tensor | None:
+    """(time, height, width) of each token of a batch in host memory, int64 [3, b, s], or [4, 1, s] of a packed row;
+    None where the model does not place the tokens of images on a grid.
+
+    They are asked from the model here, as its forward pass would read the size of every image from the device. It
+    places a whole packed row as one document; each document's positions are these less the first of its own. Before
+    them stand those that begin anew with each document and tell transformers the documents apart.
+    """
+    of_grid = getattr(model.base_model, "get_rope_index", None)
+    if of_grid is None or not {"image_grid_thw", "video_grid_thw"} & batch.extra.keys():
+        return None
+    names = inspect.signature(of_grid).parameters
+    whole: Tensor = of_grid(batch.input_ids, **{k: v for k, v in batch.extra.items() if k in names})[0]
+    if batch.cu_seqlens is None:
+        return whole
+    positions = batch.positions
+    first = torch.where(positions[0] == 0, torch.arange(positions.shape[1]), 0)
+    grid = whole.to(positions) - whole[0, 0, first.cummax(0).values].to(positions)
+    return torch.cat([positions[None], grid])
+
+
+def position_ids(model: nn.Module, batch: Batch, on_host: Batch) -> Tensor | None:
+    """What a transformers model needs to know of the positions in a batch on a device, which `on_host` is in host
+    memory; None where it counts for itself."""
+    grid = image_grid_positions(unwrap_peft_model(model), on_host)
+    if grid is not None:
+        return copy_to_device_async(grid, batch.positions.device)
+    return None if batch.cu_seqlens is None else batch.positions
+
+
+class LossFieldsModel(nn.Module):
+    """A causal language model whose forward pass ends in fields, so that a wrapper's hooks see the head too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.needs = RequestedModelOutputs()
+        self.has_tower = model_has_tower(unwrap_peft_model(model))
+        parameters = inspect.signature(unwrap_peft_model(model).forward).parameters
+        self.chooses = "logits_to_keep" in parameters
+        self.takes_positions = self.has_tower or "position_ids" in parameters
+        """Models without any (state spaces, ALiBi) do not; those with a tower hand them on to their language model."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None,
+        labels: Tensor,
+        labeled: Tensor,
+        columns: Tensor,
+        extra: dict[str, Any],
+    ) -> Tensor:
+        """float32 [f, b, s], 0 where `labeled` is False. `positions`: from `position_ids`. Only `columns`, from
+        `labeled_columns`, go through the head, where the model can choose.
+
+        No attention mask: rows are padded on the right, where causal attention does not look, and transformers tells
+        packed documents by their positions. Rows of one document get none: a model counts for itself, not all from 0.
+        """
+        placed = {"position_ids": positions} if self.takes_positions and positions is not None else {}
+        inputs = {"input_ids": input_ids, **placed, **extra}
+        if self.needs.head:
+            return self._values(columns, labeled, inputs)
+        chosen: dict[str, Any] = {"logits_to_keep": columns} if self.chooses else {}
+        logits = self.model(use_cache=False, **inputs, **chosen).logits
+        if not self.chooses:
+            logits = logits[:, columns]
+        values = compute_loss_fields(logits, labels[:, columns], self.needs) * labeled[:, columns]
+        return values.new_zeros(values.shape[0], *labels.shape).index_copy(2, columns, values)
+
+    def _values(self, columns: Tensor, labeled: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """float32 [1, b, s] of a model with a scalar head; transformers' own forward pass gives one number a row."""
+        model: Any = unwrap_peft_model(self.model)
+        hidden = model.base_model(use_cache=False, **inputs).last_hidden_state
+        values = model.score(hidden[:, columns]).float().squeeze(-1) * labeled[:, columns]
+        return values.new_zeros(1, *labeled.shape).index_copy(2, columns, values[None])

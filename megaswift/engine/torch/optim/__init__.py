@@ -1,0 +1,1 @@
+"""Optimizers of the torch engine, their states and the loss scale."""

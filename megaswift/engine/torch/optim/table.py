@@ -1,0 +1,29 @@
+"""The table of optimizers: the class for each `--optimizer`. A new optimizer is a class and a row here."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megaswift.config.parts.optimizer import GALORE, MUON, ON_PARTS, OptimConfig, is_elementwise_plugin
+from megaswift.engine.torch.optim.galore import GaloreOptimizer
+from megaswift.engine.torch.optim.local_shards import LocalShardOptimizer
+from megaswift.engine.torch.optim.muon import MuonOptimizer
+from megaswift.engine.torch.optim.states import TorchEngineOptimizer, torch_engine_optimizer_class
+from megaswift.engine.torch.vision_parts import note_parts_with_own_learning_rates
+
+
+def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> TorchEngineOptimizer:
+    """The optimizer of what trains in `module`."""
+    note_parts_with_own_learning_rates(module, optim)
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    on_parts = optim.optimizer in ON_PARTS or is_elementwise_plugin(optim.optimizer)
+    if on_parts and any(isinstance(p, DTensor) for _, p in named):
+        return LocalShardOptimizer(named, optim)
+    if optim.optimizer == MUON:
+        return MuonOptimizer(named, optim, module)
+    return (
+        GaloreOptimizer(named, optim, module)
+        if optim.optimizer in GALORE
+        else torch_engine_optimizer_class(optim.optimizer)(named, optim)
+    )

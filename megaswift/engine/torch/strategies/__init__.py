@@ -1,0 +1,1 @@
+"""Data-parallel strategies: DDP, FSDP2 and DeepSpeed's ZeRO."""

@@ -1,0 +1,166 @@
+"""Whole tensors in and out of ZeRO's shards: weights, moments and gradients of one parameter, at every stage.
+
+Owns how each of DeepSpeed's optimizers is read and written. Everything here is collective, and every rank gets, or
+gives, the full tensor. Faults of DeepSpeed 0.19.8 that are gone round:
+
+- `safe_set_full_fp32_param` and `safe_set_full_optimizer_state` at stage 3 take the rank's part from the tensor as it
+  is, without the padding of the last shard: they fail where a size is no multiple of the ranks. The local calls with a
+  padded part do it.
+- `safe_set_full_fp32_param` writes the fp32 master only; the weights that the next forward pass reads stay as they
+  were, so they are written here too.
+- Optimizer state does not exist before the first step, and `safe_get_full_optimizer_state` then fails;
+  `initialize_missing_states` makes it.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megaswift.engine.torch.strategies import zero_drive
+from megaswift.engine.torch.strategies.strategy import GRADIENT, WEIGHT
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_SHARDS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+"""Where the optimizers of stage 3, of stages 1 and 2, and of stage 1 in bfloat16 keep this rank's fp32 weights."""
+
+
+def tensors_stepped_on_this_rank(zero: Any) -> list[Tensor]:
+    """The tensors that the inner optimizer steps on this rank: flat fp32 shards, or at stage 0 the parameters
+    themselves."""
+    partitions = next((getattr(zero, name) for name in _SHARDS if hasattr(zero, name)), None)
+    return list(partitions) if partitions is not None else [p for group in zero.param_groups for p in group["params"]]
+
+
+def initialize_missing_states(
+    zero: Any, inner: torch.optim.Optimizer, names: tuple[str, ...] = MOMENTS, counter: str | None = "step"
+) -> None:
+    """The optimizer's states, all zero, where the first step has not made them."""
+    on_device = inner.defaults.get("fused") or inner.defaults.get("capturable")
+    in_files = zero_drive.shards_in_files(zero)
+    for group, shard in enumerate(tensors_stepped_on_this_rank(zero)):
+        with zero_drive.states_in_memory(zero, group) if group in in_files else nullcontext():
+            if not inner.state[shard]:
+                step = torch.zeros((), dtype=torch.float32, device=shard.device if on_device else "cpu")
+                inner.state[shard] |= {name: torch.zeros_like(shard.data) for name in names}
+                inner.state[shard] |= {} if counter is None else {counter: step}
+    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+        zero._lazy_init_hp_params_optimizer_state()
+
+
+def get_optimizer_step_count(zero: Any, inner: torch.optim.Optimizer, counter: str) -> int:
+    """The optimizer's own count of steps."""
+    return int(inner.state[tensors_stepped_on_this_rank(zero)[0]][counter])
+
+
+def set_optimizer_step_count(zero: Any, inner: torch.optim.Optimizer, counter: str, steps: int) -> None:
+    """The inverse of `get_optimizer_step_count`."""
+    for shard in tensors_stepped_on_this_rank(zero):
+        count = inner.state[shard][counter]
+        inner.state[shard][counter] = count.fill_(steps) if isinstance(count, Tensor) else steps
+
+
+class ZeroWholeTensorAccess:
+    """Reads and writes the parameters of one engine."""
+
+    def __init__(self, deepspeed: Any, engine: Any, inner: torch.optim.Optimizer) -> None:
+        self.calls = deepspeed.utils
+        self.gathered = deepspeed.zero.GatheredParameters
+        self.zero = engine.optimizer
+        self.inner = inner
+        self.stage = int(engine.zero_optimization_stage())
+
+    @torch.no_grad()
+    def get(self, param: nn.Parameter, kind: str, live: bool = False) -> Tensor:
+        """The full fp32 tensor. A parameter that does not train has its weight only. `live`: the weight that a forward
+        pass reads, in place of the optimizer's."""
+        if kind == WEIGHT and live and self.stage == 3:
+            return self._join_shards(param)
+        if kind == WEIGHT and (live or not (self.stage and param.requires_grad)):
+            return self._gather(param)
+        if kind == GRADIENT:
+            zero_drive.give_gradients(self.zero)
+            value = self.calls.safe_get_full_grad(param)
+            value = (
+                torch.zeros(getattr(param, "ds_shape", param.shape), device=param.device) if value is None else value
+            )
+        elif self.stage == 0:
+            value = self.inner.state[param][kind]
+        elif kind == WEIGHT:
+            value = self.calls.safe_get_full_fp32_param(param)
+        else:
+            value = self.calls.safe_get_full_optimizer_state(param, kind)
+        return value.detach().float().clone()
+
+    def _gather(self, param: nn.Parameter) -> Tensor:
+        if self.stage < 3:
+            return param.detach().float().clone()
+        with self.gathered([param]):
+            return param.detach().float().clone()
+
+    def _join_shards(self, param: Any) -> Tensor:
+        """The weight from the ranks' shards. DeepSpeed's own gathering fails behind a forward pass, whose prefetched
+        parameters are in flight."""
+        with zero_drive.shard_in_memory(param):
+            part = param.ds_tensor.detach().to(param.device, torch.float32).flatten()
+        whole = part.new_empty(len(part) * dist.get_world_size(param.ds_process_group))
+        dist.all_gather_into_tensor(whole, part, group=param.ds_process_group)
+        return whole[: param.ds_numel].view(param.ds_shape)
+
+    @torch.no_grad()
+    def put(self, param: nn.Parameter, kind: str, value: Tensor) -> None:
+        """The inverse of `get`, for weights and moments."""
+        value = value.to(device=param.device, dtype=torch.float32)
+        if self.stage == 3:
+            self._put_shard(param, kind, value)
+        elif self.stage == 0 and kind != WEIGHT:
+            self.inner.state[param][kind].copy_(value)
+        elif kind != WEIGHT:
+            self.calls.safe_set_full_optimizer_state(param, value, kind)
+        else:
+            if self.stage and param.requires_grad:
+                self.calls.safe_set_full_fp32_param(param, value)
+            param.data.copy_(value)
+
+    def _put_shard(self, param: Any, kind: str, value: Tensor) -> None:
+        group = param.ds_process_group
+        size = param.ds_tensor.ds_numel
+        padded = nn.functional.pad(value.flatten(), (0, size * dist.get_world_size(group) - value.numel()))
+        part = padded.narrow(0, size * dist.get_rank(group), size)
+        with zero_drive.shard_in_memory(param):
+            self._set_shard(param, kind, part)
+        if kind == WEIGHT and param.data.numel() == value.numel():  # small ones are kept whole between steps
+            param.data.copy_(value.view_as(param.data))
+
+    def _set_shard(self, param: Any, kind: str, part: Tensor) -> None:
+        if kind != WEIGHT:
+            self.calls.safe_set_local_optimizer_state(param, part, kind)
+            return
+        if param.requires_grad:
+            self.calls.safe_set_local_fp32_param(param, part)
+        param.ds_tensor.data.copy_(part.view_as(param.ds_tensor))
+
+    def sizes(self, module: nn.Module) -> tuple[int, int, int, int]:
+        """(Parameters, bytes of weights, of gradients at the end of a backward pass, of moments with fp32 masters) on
+        this rank."""
+        trained = [p for p in module.parameters() if p.requires_grad]
+        own_shards = tensors_stepped_on_this_rank(self.zero)
+        moments = sum(
+            t.nbytes
+            for shard in own_shards
+            for t in self.inner.state[shard].values()
+            if isinstance(t, Tensor) and t.numel() > 1
+        )
+        masters = sum(t.nbytes for t in own_shards) if self.stage else 0
+        if self.stage == 3:
+            gradients = self.zero.grad_partitions_flat_buffer.nbytes
+        elif self.stage == 2:
+            gradients = sum(4 * t.numel() for t in own_shards)
+        else:
+            gradients = sum(4 * p.numel() for p in trained)
+        tensors = [t for p in module.parameters() for t in (p.data, getattr(p, "ds_tensor", None)) if t is not None]
+        return sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors), gradients, moments + masters

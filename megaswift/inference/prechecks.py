@@ -1,0 +1,67 @@
+"""Checks of a model for generation that need only file names and configurations: errors are reported before torch is
+imported. No torch.
+
+Owns finding the folder and what is wrong with it; `model.py` looks again when it prepares the
+model, for callers that come past here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from megaswift.config.inference.options import CommonInferenceConfig, ModelLoadingOptions
+from megaswift.data.templates.options import check_template, read_system_message
+from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.folders.adapter import is_reward_model_adapter
+from megaswift.folders.checkpoint import find_checkpoint
+from megaswift.folders.saved_steps import refuse_damaged_part
+from megaswift.folders.source import locate_model, missing_model_file_problems
+from megaswift.models.family import read_config_json
+from megaswift.models.model_type import model_type_option_mismatch_problems
+from megaswift.models.quantized_training import quantization_package_problems
+from megaswift.models.scalar_head import has_scalar_head
+
+
+def require_package(package: str, why: str) -> None:
+    """ConfigError where a package of an extra is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(Problem(why, f"requires the package {package}", f"run pip install {package}"))
+
+
+def precheck_model(cfg: CommonInferenceConfig) -> None:
+    """The model's folder, adapters, chat template and system message, as far as they can be judged at once."""
+    locate_generation_model(cfg.weights)
+    if cfg.conversation.chat_template is not None:
+        check_template(cfg.conversation.chat_template)
+    read_system_message(cfg.conversation.system)
+
+
+def locate_generation_model(options: ModelLoadingOptions) -> Path:
+    """The folder of the model, fetched where it is a hub's; an error where it cannot be one that answers."""
+    require_package("accelerate", "inference")
+    for adapters in options.adapter_folders:
+        require_package("peft", f"--adapters {adapters}")
+        refuse_damaged_part(Path(adapters))
+    folder = locate_model(options)
+    problems = missing_model_file_problems(folder, random_init=False) + _judges(folder, options)
+    problems += model_type_option_mismatch_problems(options.model_type, read_config_json(folder))
+    if find_checkpoint(folder) is None:
+        problems += quantization_package_problems(read_config_json(folder), f"--model {options.model}")
+    if problems:
+        raise WeightsError(problems)
+    return folder
+
+
+def _judges(folder: Path, options: ModelLoadingOptions) -> list[Problem]:
+    """Reward models, which transformers would give an untrained or the base model's vocabulary head, and let write."""
+    rule = "is a reward model, which does not generate text"
+    fix = "use it as --reward_model of megaswift grpo"
+    problems = [Problem(f"--model {options.model}", rule, fix)] if has_scalar_head(read_config_json(folder)) else []
+    judging = rule.replace("is", "is of", 1)
+    problems += [
+        Problem(f"--adapters {folder}", judging, f"merge them into the model, then {fix}")
+        for folder in options.adapter_folders
+        if is_reward_model_adapter(Path(folder))
+    ]
+    return problems

@@ -1,0 +1,116 @@
+"""A user's reward function: `FILE.py:function`, called as `f(prompts=..., completions=..., **columns)`.
+
+Owns importing it and what it is called with: everything where it takes `**kwargs`, else what its parameters name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megaswift.base.user_code import import_user_file
+from megaswift.errors import ConfigError, Problem, did_you_mean_hint, missing_path_hint
+from megaswift.rewards.reward_input import RewardInput
+from megaswift.rewards.scoring import ALWAYS_PASSED
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """One call for all samples."""
+
+    name: str
+    function: Callable[..., Any]
+    takes: frozenset[str] | None
+    """Names of parameters; None: everything."""
+    columns: frozenset[str]
+    whole_groups: bool = True
+    """It may compare completions: nobody knows."""
+    flag: str = ""
+    """As typed."""
+
+    def arguments(self, samples: Sequence[RewardInput]) -> dict[str, list[Any]]:
+        """Prompts, completions and columns, each a list over the samples; None where a row lacks a column."""
+        every = dict.fromkeys(name for sample in samples for name in sample.columns)
+        given: dict[str, list[Any]] = {name: [sample.columns.get(name) for sample in samples] for name in every}
+        given |= {
+            "prompts": [s.prompt for s in samples],
+            "completions": [s.completion for s in samples],
+            "completion_ids": [list(s.token_ids) for s in samples],
+            "completion_mask": [[1] * len(s.token_ids) if s.own is None else [*map(int, s.own)] for s in samples],
+        }
+        return given if self.takes is None else {name: value for name, value in given.items() if name in self.takes}
+
+    def __call__(self, samples: Sequence[RewardInput]) -> Any:
+        """What the function returns. It gets copies: what it changes in place is not seen by the next function."""
+        return self.function(**self.arguments([_copied(sample) for sample in samples]))
+
+
+@dataclass(frozen=True)
+class AsyncUserFunction(UserFunction):
+    """Its function is `async def`."""
+
+    async def wait(self, samples: Sequence[RewardInput]) -> Any:
+        """What the function returns in the end."""
+        return await self.function(**self.arguments([_copied(sample) for sample in samples]))
+
+
+def _copied(sample: RewardInput) -> RewardInput:
+    """The sample with a prompt, a completion and columns of its own, as deep as they go."""
+    prompt, completion, columns = deepcopy((sample.prompt, sample.completion, dict(sample.columns)))
+    return replace(sample, prompt=prompt, completion=completion, columns=columns)
+
+
+def load_user_reward_function(text: str) -> UserFunction:
+    """The function of `FILE.py:function`; ConfigError with what to do where there is none."""
+    flag = f"--reward_funcs {text}"
+    file, _, name = text.rpartition(":")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ConfigError(Problem(flag, f"no such file: {path}", missing_path_hint(path)))
+    names = import_user_file(path, flag)
+    if name not in names:
+        own = [n for n, thing in names.items() if callable(thing) and not n.startswith("_")]
+        raise ConfigError(
+            Problem(
+                flag,
+                f"{path.name} has no {name}; it has {', '.join(own) or 'no function'}",
+                did_you_mean_hint(name, own),
+            )
+        )
+    function = names[name]
+    if not callable(function):
+        kind = type(function).__name__
+        raise ConfigError(
+            Problem(flag, f"{name} is {kind}, not a function", f"write def {name}(prompts, completions, **columns)")
+        )
+    if inspect.isclass(function):
+        raise ConfigError(
+            Problem(flag, f"{name} is a class", f"create an instance in {path.name}: {name.lower()} = {name}(...)")
+        )
+    return describe_user_function(name, function, flag)
+
+
+def describe_user_function(name: str, function: Callable[..., Any], flag: str) -> UserFunction:
+    """What a function takes, by its parameters."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of a function in C that says nothing
+        return UserFunction(name, function, None, frozenset())
+    unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    if unnamed:
+        raise ConfigError(
+            Problem(
+                flag,
+                f"{name} takes {', '.join(unnamed)} as positional-only parameters; it is called with keywords",
+                "remove the /",
+            )
+        )
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in named)
+    needed = frozenset(p.name for p in named if p.default is p.empty) - set(ALWAYS_PASSED)
+    waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    return (AsyncUserFunction if waits else UserFunction)(name, function, takes, needed)
