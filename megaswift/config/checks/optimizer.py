@@ -125,4 +125,16 @@ OPTIMIZER_CLASHES: tuple[ConflictingOptions, ...] = (
         "projects gradients of weight matrices, which are frozen with train_type {train_type}",
         "--optimizer adam",
     ),
+    ConflictingOptions(
+        ("precision_aware_optimizer", "distributed_optimizer"),
+        lambda c: c.optim.precision_aware_optimizer and not c.parallel.distributed_optimizer,
+        "needs distributed_optimizer",
+        "--distributed_optimizer true",
+    ),
+    ConflictingOptions(
+        ("optimizer_cpu_offload", "optimizer"),
+        lambda c: c.optim.optimizer_cpu_offload and c.optim.optimizer != "adam",
+        "offloads Adam's moments, but the optimizer is {optimizer}",
+        "--optimizer_cpu_offload false",
+    ),
 )

@@ -10,6 +10,14 @@ _SCHEDULE = ("lr_scheduler_type",)
 
 
 SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
+    IgnoredOption(
+        "num_train_epochs",
+        ("max_steps",),
+        lambda c: c.train.max_steps is not None,
+        "max_steps {max_steps} already sets the length of the run",
+        ONE_OF,
+        notice=True,
+    ),
     IgnoredOption(  # warmup_ratio is a share of it
         "lr_decay_iters",
         (*_SCHEDULE, "warmup_ratio"),

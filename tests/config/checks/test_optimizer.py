@@ -30,6 +30,8 @@ CLASHING = [
     "--engine fsdp2 --optim adafactor",
     "--fsdp offload --optim paged_adamw",
     "--engine ddp --optim galore_adamw --train_type lora",
+    "--precision_aware_optimizer --distributed_optimizer false",
+    "--optimizer_cpu_offload --optimizer sgd",
 ]
 IDLE = [
     ("--sgd_momentum 0.8", "--sgd_momentum 0.8 --optimizer sgd"),
