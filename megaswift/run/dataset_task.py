@@ -24,6 +24,7 @@ from megaswift.data.stream.batches import StreamBatchSource
 from megaswift.data.tokenizer import score_padding_token
 from megaswift.data.vision.processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
+from megaswift.errors import ConfigError
 from megaswift.losses.contract import Batch
 from megaswift.losses.kto import uses_delta, uses_kl
 from megaswift.models.scalar_head import with_pad_token_id
@@ -150,7 +151,10 @@ def choose_step_packing(
             log.info("--padding_free true: rows with images and streamed rows are padded")
         return cfg.replace(padding_free=False)
     median = int(np.median(rows.docs.length))
-    shared = cfg.replace(padding_free=True)
+    try:
+        shared = cfg.replace(padding_free=True)
+    except ConfigError:  # another option needs rows that are padded
+        return cfg
     if not asked and (median * SHORT > cfg.data.max_length or any(_reasons_against(cfg, shared, spec, layout))):
         return cfg
     capacity = cfg.data.max_length * batch_plan(cfg.train, layout.dp).per_device

@@ -44,7 +44,9 @@ def job(rank: int, world: int, run: Run) -> Any:
         snapshot(engine, result)
         result.moments["own"] = {p.entry.megatron: p.tensor.detach().clone() for p in engine.weights.placed}
 
-    asked = lambda cfg, spec, cuda: transformer_config.DTYPES[cfg.model.torch_dtype]  # noqa: E731
+    def asked(torch_dtype: str, spec: Any, cuda: bool) -> Any:
+        return transformer_config.DTYPES[torch_dtype]
+
     aware = run.options.get("precision_aware_optimizer")
     with patch.object(transformer_config, "compute_dtype", asked), patch.object(fused_adam, "snapshot", more):
         assert engine is not None

@@ -49,11 +49,11 @@ def per_step(record: RankRecord, phase: str, times: int) -> dict[str, tuple[floa
 
 @pytest.mark.process
 def test_a_step_agrees_by_one_small_reduction(records: dict[tuple[int, int], RankRecord]) -> None:
-    """Counts, signals and failures in 128 bytes; beside it the loss report with the gradient norm (32), gradients and
+    """Counts, signals and failures in 88 bytes; beside it the loss report with the gradient norm (32), gradients and
     weights. No group but that of all ranks is used, and no barrier."""
     for (world, _), record in records.items():
         step = per_step(record, STEP, STEPS)
-        assert step["all_reduce"] == (2, 128 + 32) and set(step) == {"all_reduce", "reduce_scatter", "all_gather"}
+        assert step["all_reduce"] == (2, 88 + 32) and set(step) == {"all_reduce", "reduce_scatter", "all_gather"}
         assert step["reduce_scatter"][0] == step["all_gather"][0] == 1
         assert {ranks for _, ranks in record.of(STEP)} == {world}
 

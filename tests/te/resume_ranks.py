@@ -18,7 +18,10 @@ def job(rank: int, world: int, run: Run) -> Result:
     from megaswift.engine.megatron import engine, transformer_config
 
     assert home.Adam is te.FusedAdam and engine is not None
-    asked = lambda cfg, spec, cuda: transformer_config.DTYPES[cfg.model.torch_dtype]  # noqa: E731
+
+    def asked(torch_dtype: str, spec: Any, cuda: bool) -> Any:
+        return transformer_config.DTYPES[torch_dtype]
+
     patches = [patch.object(transformer_config, "compute_dtype", asked)]
     if run.case.do and not run.options.get("optimizer_cpu_offload"):
         patches.append(patch.object(checkpoint_worker, "snapshot", fused_adam.snapshot))

@@ -82,7 +82,7 @@ class ParallelContext:
         place_seed = seed + 10_000 * place
         random.seed(place_seed)
         np.random.seed(place_seed % 2**32)
-        torch.default_generator.manual_seed(place_seed)
+        torch.manual_seed(place_seed)
         tensor_parallel.model_parallel_cuda_manual_seed(
             place_seed, te_rng_tracker=self.cuda_graphs, force_reset_rng=True
         )
