@@ -75,8 +75,8 @@ def _command_name(word: str) -> str:
 
 
 def unusable_text_rule(text: str) -> str:
-    """What is wrong with a text that no file can hold or be named by, or with a path that leads in a ring; empty where
-    nothing is."""
+    """Returns what is wrong with a text that no file can hold or be named by, or with a path that leads in a ring;
+    empty where nothing is."""
     if "\0" in text:
         return "contains a null character"
     try:

@@ -35,7 +35,7 @@ def read_plain_file(path: Path, limit: int = LARGEST_TEXT) -> bytes:
 
 
 def outside_link_rule(folder: Path, path: Path) -> str:
-    """What is wrong with a file of `folder` that is, or lies behind, a link out of it; empty where nothing is.
+    """Returns what is wrong with a file of `folder` that is, or lies behind, a link out of it; empty where nothing is.
 
     A hub's cache links its files to `blobs` beside the snapshots: these belong to the folder.
     """

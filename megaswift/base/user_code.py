@@ -172,7 +172,7 @@ def _current_task() -> asyncio.Task[Any] | None:
 
 
 def _awaiting_frames(task: asyncio.Task[Any] | None) -> list[FrameType]:
-    """Where a task waits that does not run now: the frames of its coroutines."""
+    """Returns the frames of the coroutines in which a suspended task waits."""
     frames: list[FrameType] = []
     coroutine: Any = None if task is None else task.get_coro()
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:

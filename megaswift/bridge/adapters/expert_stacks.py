@@ -19,7 +19,7 @@ TensorReader = Callable[[], Tensor]
 
 
 def module_names_of_stacked_expert_lora_keys(names: Iterable[str]) -> list[str]:
-    """What stands before `.lora_A.weight` in the names of stacked tensors: PEFT's wrapped modules of experts."""
+    """Returns the part before `.lora_A.weight` in the names of stacked tensors: PEFT's wrapped modules of experts."""
     return sorted(
         {n.rsplit(".lora_", 1)[0] for n in names if ".experts.lora_" in n or ".experts.base_layer.lora_" in n}
     )

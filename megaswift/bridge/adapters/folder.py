@@ -160,7 +160,7 @@ class PeftFolder:
         ]
 
     def _unsupported_problems(self, weights: WeightPlan, training: bool) -> Iterator[Problem]:
-        """What this model, or training, has no place for although PEFT has."""
+        """Yields a problem for each part of the adapter that PEFT supports and this model, or training, does not."""
         spec = weights.spec
         for module in self.unsupported_modules(weights):
             rule = f"has an adapter on {module}; adapters are supported in attention, MLPs and experts only"
@@ -422,7 +422,7 @@ def write_peft_folder(directory: Path, plan: AdapterPlan, tensors: Iterable[tupl
 
 
 def adapter_half_getter(source: Mapping[str, Tensor]) -> Any:
-    """What `RankAdapters.fill` asks for, from tensors by name."""
+    """Returns a function that gives `RankAdapters.fill` its tensors by name."""
 
     def value(adapter: ModuleAdapterSpec, half: Half) -> Tensor:
         return source[adapter.name(half)].to(torch.float32)

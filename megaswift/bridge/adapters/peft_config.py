@@ -21,7 +21,7 @@ ENDLESS = 1 << 30
 def build_peft_config(
     train_type: str, lora: LoraConfig, other: NonLoraPeftConfig, max_steps: int | None, task: str = "CAUSAL_LM"
 ) -> Any:
-    """What `peft.get_peft_model` takes.
+    """Returns the configuration that `peft.get_peft_model` takes.
 
     Args:
         other: The options of adapters other than LoRA.
@@ -53,7 +53,7 @@ def build_peft_config(
 
 
 def _where(lora: LoraConfig, task: str) -> dict[str, Any]:
-    """What all adapters have: the modules they are put on, those that train whole."""
+    """Returns the fields that all adapters have: the modules they are put on, those that train whole."""
     targets: Any = list(lora.target_modules)
     if targets == ["all-linear"]:
         targets = "all-linear"
