@@ -6,7 +6,7 @@ it does not have. The tables are imported only where something is not megaswift'
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megaswift.config.parts.engine import ZERO
@@ -55,14 +55,14 @@ def instead(option: str, value: Any) -> str:
     return foreign_value_advice(option, str(value))
 
 
-def notices(sections: Sections, spellings: Iterable[str], idle: Collection[str]) -> Iterator[str]:
+def notices(sections: Sections, spellings: Iterable[str]) -> Iterator[str]:
     """Yield a line about defaults that differ from those of the toolkit that the spellings are from."""
     used = list(spellings)
     if all(name in OPTIONS for name in used):
         return
     from megaswift.compat.defaults import differing_defaults_notice
 
-    yield from differing_defaults_notice(sections, used, idle)
+    yield from differing_defaults_notice(sections, used)
 
 
 def environment(environ: Mapping[str, str]) -> ConfigSource:

@@ -8,10 +8,11 @@ there are in `names/answers.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megaswift.config.parts.data import CHATS, GRPO, PREFERENCES, RL
+from megaswift.config.rules import ignored_option_names
 from megaswift.config.sections import TASKS, Sections
 
 # Toolkits whose defaults are known: ms-swift at commit 3602360 (2026-08-22), its Megatron part; scripts of TRL 1.16;
@@ -228,16 +229,15 @@ def defaults_differing_from_toolkit(c: Sections, toolkit: str) -> Iterator[Diffe
             yield row
 
 
-def differing_defaults_notice(c: Sections, names: Iterable[str], idle: Collection[str] = ()) -> Iterator[str]:
-    """One notice where the user's names are another toolkit's and options that were left out mean something else.
-
-    `idle`: options that play no part in `c`.
-    """
+def differing_defaults_notice(c: Sections, names: Iterable[str]) -> Iterator[str]:
+    """One notice where the user's names are another toolkit's and options that were left out mean something else."""
     used = list(names)
     for toolkit, spellings in SPELLINGS.items():
         foreign = [name for name in used if name in spellings]
-        rows = [row for row in defaults_differing_from_toolkit(c, toolkit) if row.option not in idle] if foreign else []
-        if rows:
+        if not foreign:
+            continue
+        idle = ignored_option_names(c)
+        if rows := [row for row in defaults_differing_from_toolkit(c, toolkit) if row.option not in idle]:
             listed = "; ".join(f"{row.option} {row.ours} ({row.theirs})" for row in rows)
             yield (
                 f"{foreign[0]} is an option name of {toolkit}. Options that are not given have different defaults in "

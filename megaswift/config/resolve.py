@@ -21,7 +21,7 @@ from megaswift.config.facts.hub_ids import dataset_hubs
 from megaswift.config.given_options import LISTS_ALL, GivenOptions, unknown_option_problem
 from megaswift.config.parts.data import ALIGNMENT, RL
 from megaswift.config.precedence import drop_contradicted, drop_superfluous
-from megaswift.config.rules import broken_option_rules, ignored_option_names
+from megaswift.config.rules import broken_option_rules
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASK_NAMES, TASKS, Sections
 from megaswift.config.sources import ConfigSource, GivenOptionValue, accepted_notice, secret_values_of
 from megaswift.config.spelling import problems_as_typed
@@ -83,7 +83,7 @@ class Resolver:
             *_learning_rate(sections),
             *engine_notices(sections),
             *((passes.text,) if passes else ()),
-            *self.toolkits.notices(sections, given.spellings, ignored_option_names(sections)),
+            *self.toolkits.notices(sections, given.spellings),
         )
 
 

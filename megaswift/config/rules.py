@@ -116,7 +116,7 @@ def options_dropped_with_notice(c: Sections, wrong: Collection[str]) -> Iterator
 
 def _ignored(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
     for r in IGNORED:
-        if not wrong & {r.option, *r.reads} and would_ignore(r, c):
+        if r.option in c.given and wrong.isdisjoint((r.option, *r.reads)) and would_ignore(r, c):
             yield Problem(
                 labels[r.option], f"would be ignored: {_fill(r.why, c)}", _way_out(r.fix, c) + ", or leave it out"
             )
@@ -124,7 +124,7 @@ def _ignored(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> I
 
 def _clashes(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
     for r in CLASHES:
-        if not wrong & set(r.options) and r.when(c):
+        if wrong.isdisjoint(r.options) and r.when(c):
             name = next((n for n in r.options if n in c.given), r.options[0])
             what = labels.get(name, f"--{name} {option_value_text(c.value(name))}")
             why = _fill(r.why, c)

@@ -5,7 +5,7 @@ The package behind it is `megaswift/compat/`; nothing else in this folder contai
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from megaswift.config.sections import Sections
@@ -36,5 +36,5 @@ class Toolkits(Protocol):
 class TrainingToolkits(Toolkits, Protocol):
     """The same for training, whose defaults differ from those of other toolkits."""
 
-    def notices(self, sections: Sections, spellings: Iterable[str], idle: Collection[str]) -> Iterable[str]:
+    def notices(self, sections: Sections, spellings: Iterable[str]) -> Iterable[str]:
         """Return lines about defaults that differ from those of the toolkit whose spellings were used."""

@@ -39,6 +39,8 @@ TORCH_ONLY = tuple(
     if o.only_with.get("engine") == but_not("megatron") and o.section != "quantization"
 )
 """Options that only torch engines have; giving one selects such an engine."""
+_IMPLY_TORCH = {*TORCH_ONLY, "train_type", "quantization_bit", "optimizer", "attn_impl"}
+"""Options of which some values, where given, only torch engines serve."""
 VISION_ONLY = tuple(name for name, o in OPTIONS.items() if "vision_model" in o.only_with)
 READS = ("engine", "deepspeed", "use_fsdp", "fsdp", "fsdp_config")
 """Options that name an engine, the last four by being given."""
@@ -62,10 +64,10 @@ def is_engine_open(c: Sections) -> bool:
 
 def first_given_torch_only_option(c: Sections) -> str:
     """The first given option that only torch engines serve, where the engine is open; else the empty string."""
-    if not is_engine_open(c):
+    if not is_engine_open(c) or not c.given & _IMPLY_TORCH:
         return ""
     values = {
-        **{name: c.value(name) not in OPTIONS[name].neutral for name in TORCH_ONLY},
+        **{name: c.value(name) not in OPTIONS[name].neutral for name in TORCH_ONLY if name in c.given},
         "train_type": c.model.train_type in METHODS,
         "quantization_bit": c.model.train_type == "lora" and c.quantization.quantization_bit is not None,
         "optimizer": c.optim.optimizer not in EVERYWHERE and not is_elementwise_plugin(c.optim.optimizer),
