@@ -55,6 +55,8 @@ _PAGE = 12
 _WIDTH = re.compile(r"%[^%a-zA-Z]*(?:\*|\d{7})|\{[^{}]*:[^{}]*(?:\{|\d{7})")
 """In a format string: a width of millions, or one from the arguments."""
 _DIGITS = re.compile(r"\d+")
+_PLAIN = frozenset({int, float, bool, type(None)})
+"""Types of values that hold no others."""
 LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 _METHODS_OF_TEXT = """
 capitalize casefold center count endswith expandtabs find format format_map index isalnum isalpha isascii isdecimal
@@ -140,12 +142,17 @@ def _weight(value: Any, most: int) -> int:
             total += sys.getsizeof(one)
             continue
         total += ITEM
+        if type(one) in _PLAIN:  # most items: a quicker answer than those of the abstract types below
+            continue
         if isinstance(one, Namespace):
             one = object.__getattribute__(one, "_Namespace__attrs")
-        if isinstance(one, (Mapping, list, tuple)):
+        if isinstance(one, (list, tuple)):
             total += CONTAINER
             left += one
-            left += one.values() if isinstance(one, Mapping) else ()
+        elif isinstance(one, Mapping):
+            total += CONTAINER
+            left += one
+            left += one.values()
     return total
 
 
@@ -165,7 +172,7 @@ def _counted(value: Any) -> Any:
         BUDGET.take(sys.getsizeof(value))
     elif isinstance(value, (list, tuple, dict)):
         BUDGET.take(ITEM * len(value))
-        if any(isinstance(one, (list, tuple, dict, Namespace)) for one in value):
+        if any(issubclass(kind, (list, tuple, dict, Namespace)) for kind in set(map(type, value))):
             _whole_weight(value)
     return value
 

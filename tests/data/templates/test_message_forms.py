@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +144,17 @@ def source(body: str) -> str:
     return "{%- for m in messages -%}" + MARK + body + "{{- '<|im_end|>\\n' }}{%- endfor -%}" + prompt
 
 
-def encoded(kind: str, text: str, row: dict[str, Any]) -> tuple[Any, Any]:
-    """(the rendered conversation, its tokens and mask)."""
+@cache
+def row_encoder(kind: str, text: str) -> RowEncoder:
+    """One for all rows of a template, as in a run: it renders a template's probes only once."""
     made = tokenizer(kind)
     made.chat_template = text
-    encoder = RowEncoder(encode_spec(config(Path("/tmp"), "x").data, made, "sft"))
+    return RowEncoder(encode_spec(config(Path("/tmp"), "x").data, made, "sft"))
+
+
+def encoded(kind: str, text: str, row: dict[str, Any]) -> tuple[Any, Any]:
+    """(the rendered conversation, its tokens and mask)."""
+    encoder = row_encoder(kind, text)
     rendered = encoder.render(row)
     return rendered, [part.tolist() for part in next(iter(encoder.tokenize([rendered])))]
 
