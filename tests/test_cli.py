@@ -215,7 +215,7 @@ def test_a_reader_that_leaves_early_is_no_error(words: list[str]) -> None:
             stdout=outlet,
             text=True,
             stderr=subprocess.PIPE,
-            timeout=60,
+            timeout=300,
         )
     finally:
         os.close(outlet)
@@ -316,7 +316,6 @@ def test_ctrl_c_while_starting(tmp_path: Path) -> None:
             break
         except OSError:
             time.sleep(0.05)
-    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and err == "megaswift: stopped\n"
@@ -365,16 +364,19 @@ SPEAK = """
 import os, sys
 from megaswift.errors import DataError
 from megaswift.error_exit import exit_worker, print_error_once
+print("ready", flush=True)
 exit_worker(print_error_once(DataError("row 7 is broken"), os.environ, patience=float(sys.argv[1])), os.environ)
 """
 
 
 def fail(*ranks: int, patience: float) -> list[str]:
-    """What each of these ranks says when they fail together; they are children of one process, as under torchrun."""
+    """What each of these ranks says when they fail together; they are children of one process, as under torchrun. Rank
+    0 starts when the others have failed."""
     shared = {"WORLD_SIZE": "4", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": os.urandom(8).hex()}
     started = []
     for r in ranks:
-        time.sleep(0.5 if r == 0 else 0)
+        if r == 0:
+            assert [p.stdout.readline() for p in started] == ["ready\n"] * len(started)
         started.append(start("-c", SPEAK, str(patience), RANK=str(r), LOCAL_RANK=str(r), **shared))
     said = [p.communicate(timeout=300)[1] for p in started]
     assert all(p.returncode == 2 for p in started) and not any("Traceback" in s for s in said)

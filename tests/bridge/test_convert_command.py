@@ -101,16 +101,17 @@ def test_scripts_and_command_are_the_same(folders: Path, tmp_path: Path) -> None
 def test_after_ctrl_c_the_same_command_resumes(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One big tensor on a slow reader: the signal comes in the middle."""
+    """The reader of the source stops in the middle, until the signal comes."""
     folder = make("dense", folders, torch.float32)
-    slow = (
-        "import sys, time\nfrom megaswift.bridge.hf import source as hf_safetensors_source\n"
+    stops = (
+        "import pathlib, sys, time\nfrom megaswift.bridge.hf import source as hf_safetensors_source\n"
         "from megaswift.commands.convert import run_converter_script\n"
         "plain = hf_safetensors_source.HfSource.slice\n"
-        "def read(*a):\n    time.sleep(0.05)\n    return plain(*a)\n"
+        "calls = []\ndef read(*a):\n    calls.append(1)\n    if len(calls) == 20:\n"
+        "        pathlib.Path(sys.argv[2] + '-stops').touch()\n        time.sleep(600)\n    return plain(*a)\n"
         "hf_safetensors_source.HfSource.slice = read\nraise SystemExit(run_converter_script('hf-to-megatron'))\n"
     )
-    command = [sys.executable, "-c", slow, str(folder), str(tmp_path / "m")]
+    command = [sys.executable, "-c", stops, str(folder), str(tmp_path / "m")]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -120,9 +121,9 @@ def test_after_ctrl_c_the_same_command_resumes(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     end = time.monotonic() + 300
-    while not list(tmp_path.glob(".m.converting")) and time.monotonic() < end:
+    while not (tmp_path / "m-stops").exists():
+        assert process.poll() is None and time.monotonic() < end
         time.sleep(0.02)
-    time.sleep(1.0)
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=300)[1]
     assert process.returncode == 130 and "the same command resumes from there" in text and "Traceback" not in text, text

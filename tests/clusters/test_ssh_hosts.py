@@ -47,12 +47,15 @@ def ssh_servers(folder: Path, two: list[Machine]) -> Iterator[list[str]]:
             words = [SSHD, "-D", "-e", "-f", "/dev/null", *(w for o in options for w in ("-o", o))]
             log = (folder / f"sshd-{machine.name}").open("wb")
             running.append(subprocess.Popen(machine.words(words), stdout=log, stderr=log, start_new_session=True))
-        time.sleep(1)
+        deadline = time.monotonic() + 300
+        while any("Server listening" not in (folder / f"sshd-{m.name}").read_text() for m in two):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         yield ["-i", str(folder / "user"), "-o", f"UserKnownHostsFile={folder}/known"]
     finally:
         for server in running:
             server.terminate()
-            server.wait(10)
+            server.wait(60)
 
 
 @pytest.mark.slow

@@ -6,8 +6,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,33 +19,47 @@ from megaswift.engine import flight_recorder as pending
 from tests.rank_context import run_ranks
 
 
-def wait_until_recorded() -> None:
-    """gloo notes an operation's end a little after its result is there."""
+def wait_until(reached: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 300
-    while pending.has_pending_collectives():
+    while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
+def wait_until_recorded() -> None:
+    """gloo notes an operation's end a little after its result is there."""
+    wait_until(lambda: not pending.has_pending_collectives())
+
+
+def waiting_call_of(thread: threading.Thread) -> Any:
+    return pending.waiting_call(sys._current_frames().get(thread.ident or 0))
+
+
 def _rank(rank: int, port: int, folder: Path) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=40))
-    group = dist.new_group([0, 1], group_desc="TENSOR_MODEL_PARALLEL_GROUP", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=400))
+    group = dist.new_group([0, 1], group_desc="TENSOR_MODEL_PARALLEL_GROUP", timeout=timedelta(seconds=300))
     dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1), group=group)
     if rank == 0:
         wait_until_recorded()
         assert not pending.pending_collectives()
+        begun = time.monotonic()
         work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        started = time.monotonic()
         thread = threading.Thread(target=dist.recv, args=(torch.ones(1), 1))
         thread.start()
+        wait_until(lambda: waiting_call_of(thread) is not None)
         time.sleep(0.5)
         assert pending.has_pending_collectives()
+        least = time.monotonic() - started
         (one,) = pending.pending_collectives()
-        assert (one.sequence, one.timeout_s, one.backend) == (2, 30.0, "gloo") and 0.4 < one.age_s < 20
+        most = time.monotonic() - begun
+        assert (one.sequence, one.timeout_s, one.backend) == (2, 300.0, "gloo")
+        assert least - 0.1 < one.age_s < most + 0.1
         assert one.text() == "all_reduce of TENSOR_MODEL_PARALLEL_GROUP (ranks 0, 1)"
         assert sorted(pending.newest_sequence_numbers().values()) == [1, 2]
-        call = pending.waiting_call(sys._current_frames()[thread.ident or 0])
+        call = waiting_call_of(thread)
         assert call is not None and call.function == "recv" and call.ranks == (), call
         store.set("go", "1")
         work.wait()
@@ -74,7 +90,7 @@ def test_waits_of_pythons_own_modules_are_left_out() -> None:
     event = threading.Event()
 
     def wait_here() -> None:
-        event.wait(60)
+        event.wait(300)
 
     thread = threading.Thread(target=wait_here)
     thread.start()

@@ -49,7 +49,7 @@ def test_the_other_nodes_end_with_the_exit_code(code: int) -> None:
     waiting = [other_node(place) for place in others]
     assert run_on_node_0(first, "export", lambda: code) == code
     for thread, ended in waiting:
-        thread.join(20)
+        thread.join(300)
         assert ended == [code]
 
 
@@ -62,7 +62,7 @@ def test_a_mistake_on_node_0_is_raised_there_and_is_exit_code_2_elsewhere() -> N
 
     with pytest.raises(ConfigError, match="is not there"):
         run_on_node_0(first, "export", refuse)
-    thread.join(20)
+    thread.join(300)
     assert ended == [2]
 
 

@@ -29,14 +29,19 @@ with (folder / f"started-{rank}").open("a") as file:
 while len(list(folder.glob("started-*"))) < 2:
     time.sleep(0.02)
 if rank == sys.argv[1]:
-    time.sleep(1)
+    while sys.argv[3] == "loses":
+        ended = list(folder.glob("ended-*"))
+        if ended and not os.path.exists(f"/proc/{ended[0].name[6:]}"):
+            break
+        time.sleep(0.02)
     sys.exit(int(sys.argv[2]))
 if sys.argv[3] == "loses":
-    time.sleep(0.2)
+    (folder / f"ended-{os.getpid()}").touch()
     sys.exit(1)
 time.sleep(600)
 """
-"""A rank that ends with a code; another hangs, or fails because of the lost peer, here even before it."""
+"""A rank that ends with a code; another hangs, or fails because of the lost peer, here even before it: its agent has
+seen that its process is gone."""
 
 
 def start_two_nodes(
@@ -94,9 +99,9 @@ def test_one_node_ends_both(restarts: int, rank: int, code: int, other: str, tmp
 STOPPED = """\
 import os, pathlib, signal, sys, time
 rank, folder = os.environ["RANK"], pathlib.Path(__file__).parent
+signal.signal(signal.SIGTERM, lambda *_: ((folder / "stop").touch(), (folder / f"signal-{rank}").touch()))
 with (folder / f"started-{rank}").open("a") as file:
     file.write("x")
-signal.signal(signal.SIGTERM, lambda *_: ((folder / "stop").touch(), (folder / f"signal-{rank}").touch()))
 while not (folder / "stop").exists():
     time.sleep(0.02)
 time.sleep(float(sys.argv[1]) if rank == "0" else 0)  # it saves
@@ -129,7 +134,9 @@ with (folder / f"started-{rank}").open("a") as file:
     file.write(os.environ.get("MEGASWIFT_RESTARTS", "0") + os.environ.get("MEGASWIFT_OOM_RETRY", "-"))
 if len((folder / f"started-{rank}").read_text()) > 2:
     sys.exit(0)
-time.sleep(1)
+other = folder / f"started-{1 - int(rank)}"
+while not other.exists() or not other.stat().st_size:
+    time.sleep(0.02)
 sys.exit(75 if rank == sys.argv[1] else 1)
 """
 LAUNCHER = """\

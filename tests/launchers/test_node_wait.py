@@ -20,7 +20,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def node(rank: int, port: int, nodes: int = 2, seconds: float = 20, **more: str) -> dict[str, str]:
+def node(rank: int, port: int, nodes: int = 2, seconds: float = 300, **more: str) -> dict[str, str]:
     return {NODE: f"{rank} {nodes} 127.0.0.1 {port} {seconds}", **more}
 
 
@@ -32,7 +32,7 @@ def test_all_nodes_get_one_job_id_and_one_may_join_again(monkeypatch: pytest.Mon
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert len(stores) == 3 and len({e[JOB_ID] for e in environs}) == 1 and all(NODE not in e for e in environs)
     again = node(2, port, 3)
     gather_nodes(again)
@@ -67,20 +67,20 @@ def test_the_next_attempt_does_not_meet_in_the_store_of_the_last() -> None:
     def gather(rank: int, attempt: str) -> threading.Thread:
         def meet() -> None:
             place = NodeOfAttempt("127.0.0.1", port, rank, 2, attempt)
-            gathered[f"{attempt}/{rank}"] = node_wait.wait_for_nodes(place, 30)
+            gathered[f"{attempt}/{rank}"] = node_wait.wait_for_nodes(place, 300)
 
         thread = threading.Thread(target=meet, daemon=True)
         thread.start()
         return thread
 
     for thread in (gather(0, "0"), gather(1, "0")):
-        thread.join(30)
+        thread.join(300)
     early = gather(1, "1")
     early.join(1)
     assert sorted(gathered) == ["0/0", "0/1"]
     gathered.clear()  # the store ends
     for thread in (gather(0, "1"), early):
-        thread.join(30)
+        thread.join(300)
     assert sorted(gathered) == ["1/0", "1/1"]
 
 

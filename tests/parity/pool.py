@@ -52,6 +52,8 @@ PRELOAD = (
 GRACE, BUSY = 5.0, 0.05
 """After the first failure the other ranks may end, or fail by themselves, until none of them has used BUSY seconds of
 processor time in GRACE seconds: on a loaded machine they need longer, and ranks that hang use none."""
+STACK_SECONDS = 10.0
+"""A rank that does not write its stack within this time is ended without it."""
 
 
 @dataclass(frozen=True)
@@ -234,8 +236,9 @@ def _run(job: Job) -> dict[int, str]:
             used = _processor_seconds(alive)
     for pid in alive:
         os.kill(pid, signal.SIGUSR1)
-    if alive:
-        time.sleep(0.3)
+    shown_by = time.monotonic() + STACK_SECONDS
+    while any(not _shows_stack(Path(job.folder), rank) for rank in alive.values()) and time.monotonic() < shown_by:
+        time.sleep(0.02)
     for pid, rank in alive.items():
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -252,6 +255,12 @@ def _processor_seconds(processes: Iterable[int]) -> float:
             times = psutil.Process(pid).cpu_times()
             total += times.user + times.system
     return total
+
+
+def _shows_stack(folder: Path, rank: int) -> bool:
+    """Whether a rank's log ends with the last line that faulthandler writes."""
+    log = folder / f"rank-{rank}.log"
+    return log.exists() and log.read_text(errors="replace").rstrip().endswith((" in <module>", "  ..."))
 
 
 def _error(folder: Path, rank: int, status: int) -> str:

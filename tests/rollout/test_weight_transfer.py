@@ -339,7 +339,7 @@ def test_a_sender_that_fails_tells_the_workers(sender_of: Callable[..., tuple[We
     sender.receive = recorded
     with pytest.raises(ValueError, match="a rank has ended"):
         sender.send(weights())
-    assert done.wait(20) and "weight sync failed: a rank has ended" in str(errors[0])
+    assert done.wait(300) and "weight sync failed: a rank has ended" in str(errors[0])
     sender.receive = receive
     sender.send(model_weights(2))
     assert all(same(got, model_weights(2)) for got in workers.loaded)

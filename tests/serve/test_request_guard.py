@@ -28,7 +28,7 @@ from megaswift.serve.request_queue import RequestQueue
 from tests.trainers.inputs import write_model
 
 BODY = 2 << 20
-RULES = AccessRules(None, BODY, seconds=0.6, log=True)
+RULES = AccessRules(None, BODY, seconds=300, log=True)
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
@@ -42,7 +42,7 @@ class Model:
 
     def generate(self, requests: Sequence[AnswerRequest], sampling: GenerationParams) -> list[Answer]:
         self.calls.append(([*requests], sampling))
-        assert self.go.wait(30)
+        assert self.go.wait(300)
         return [Answer(f"{sampling.seed}/{len(self.calls)}", 1, "stop") for _ in requests]
 
 
@@ -79,7 +79,7 @@ class Server:
 
     def close(self) -> None:
         self.uvicorn.should_exit = True
-        self.thread.join(20)
+        self.thread.join(300)
         self.served.line.close()
         self.served.close()
 
@@ -88,7 +88,7 @@ class Server:
         sent = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         named = {"Content-Type": "application/json"} if sent is not None else {}
         named |= {name.replace("_", "-"): value for name, value in headers.items()}
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)) as connection:
             connection.request(method, path, sent, named)
             answer = connection.getresponse()
             return answer.status, json.loads(answer.read())
@@ -128,7 +128,7 @@ def test_a_request_has_a_size(server: Server) -> None:
     """Declared, and where it is not."""
     large = b'{"model": "tiny", "prompt": "' + b"a" * BODY + b'"}'
     for send in (large, iter([large[:1000], large[1000:]])):
-        with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)) as connection:
             connection.request("POST", TEXT, send, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             assert answer.status == 413 and b"2097152 bytes (--max_body_size)" in answer.read()
@@ -254,7 +254,7 @@ def test_who_leaves_is_not_answered_to_the_end(stream: bool, server: Server) -> 
 def received(connection: socket.socket) -> bytes:
     """Until the server closes."""
     found = b""
-    connection.settimeout(120)
+    connection.settimeout(300)
     try:
         while part := connection.recv(4096):
             found += part
@@ -264,31 +264,39 @@ def received(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.wide
-def test_half_a_request_is_not_waited_for(server: Server) -> None:
+def test_half_a_request_is_not_waited_for(folder: Path) -> None:
     """Nothing, half the headers, headers that trickle, half a body, and half of a second request."""
-    address = ("127.0.0.1", server.port)
+    with opened(folder, replace(RULES, seconds=3)) as server:
+        answers = answers_to_half_requests(("127.0.0.1", server.port))
+    assert [answer.split(b"\r\n")[0] for answer in answers] == [b"", b"", b"", b"HTTP/1.1 408 Request Timeout", b""]
+
+
+def answers_to_half_requests(address: tuple[str, int]) -> list[bytes]:
+    """What the server sends until it closes each connection; two clients send more until then."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    started = time.monotonic()
     clients = [socket.create_connection(address) for _ in range(5)]
     clients[1].sendall(head)
-    clients[3].sendall(head + b"Content-Length: 50\r\n\r\n{")
+    clients[3].sendall(head + b"Content-Length: 500000\r\n\r\n{")
     clients[4].sendall(health)
     answer = b""
     while b'"ok"}' not in answer:
         answer += clients[4].recv(4096)
     clients[4].sendall(health[:20])
-    while time.monotonic() < started + 1.5:  # longer than the limit
-        for client, more in ((clients[2], b"a"), (clients[3], b" ")):
+    trickling = {clients[2]: b"a", clients[3]: b" "}
+    deadline = time.monotonic() + 300
+    while trickling:
+        assert time.monotonic() < deadline
+        for client, more in [*trickling.items()]:
             try:
                 client.sendall(more)
             except OSError:
-                break
+                del trickling[client]
         time.sleep(0.05)
     answers = [received(client) for client in clients]
-    assert [answer.split(b"\r\n")[0] for answer in answers] == [b"", b"", b"", b"HTTP/1.1 408 Request Timeout", b""]
     for client in clients:
         client.close()
+    return answers
 
 
 def test_requests_that_wait_to_be_read_have_a_number(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +324,7 @@ def test_connections_have_a_number(folder: Path) -> None:
         began = time.monotonic()
         assert server.ask("/health", method="GET") == (200, {"status": "ok"})
         assert received(clients[0]) == b""
-        assert time.monotonic() - began < 100, "not by the time that a request has to arrive"
+        assert time.monotonic() - began < 250, "not by the time that a request has to arrive"
         server.model.go.clear()
         with ThreadPoolExecutor(3) as pool:
             asked = [pool.submit(server.ask, TEXT, text(temperature=1 + i / 10)) for i in range(3)]
@@ -324,7 +332,7 @@ def test_connections_have_a_number(folder: Path) -> None:
             began = time.monotonic()
             with socket.create_connection(address) as late:
                 assert received(late) == b""
-            assert time.monotonic() - began < 100
+            assert time.monotonic() - began < 250
             server.model.go.set()
             assert [a.result()[0] for a in asked] == [200] * 3
         for client in clients:
@@ -359,14 +367,13 @@ def test_the_event_loop_neither_reads_nor_writes(server: Server, monkeypatch: py
 def test_health_answers_while_long_prompts_are_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A 10 MB prompt kept everyone waiting for 5.6 s."""
     monkeypatch.setattr(server.prompts, "context", None)
-    longest = 0.0
+    answers = 0
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(server.ask, TEXT, text("ab1+ " * 60000)) for _ in range(2)]
         while not all(a.done() for a in asked):
-            begun = time.monotonic()
             assert server.ask("/health", method="GET")[0] == 200
-            longest = max(longest, time.monotonic() - begun)
-    assert {a.result()[0] for a in asked} == {200} and longest < 0.8
+            answers += 1
+    assert {a.result()[0] for a in asked} == {200} and answers >= 100, "thousands on an idle machine"
 
 
 def test_each_request_leaves_a_line_without_what_it_says(server: Server, capfd: pytest.CaptureFixture[str]) -> None:

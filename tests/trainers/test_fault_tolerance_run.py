@@ -124,18 +124,17 @@ def test_a_gpu_with_errors_ends_the_run_without_a_checkpoint(tmp_path: Path) -> 
 NOTICE = (
     BACKWARD
     + """
-import os, pathlib, time
+import os, pathlib, psutil, signal, time
 
 def fault(number):
     if number == 3 and not os.path.exists("notice"):
         pathlib.Path("notice").touch()
-        time.sleep(1)
+        while not signal.getsignal(signal.SIGTERM).number:
+            time.sleep(0.01)
 """
 )
-"""Gives notice in the third backward pass, which takes a second."""
-SIGTERM = NOTICE.replace("time.sleep(1)", "os.kill(psutil.Process(os.getppid()).ppid(), 15), time.sleep(1)").replace(
-    "import os,", "import os, psutil,"
-)
+"""Gives notice in the third backward pass, which ends when the run has received a signal."""
+SIGTERM = NOTICE.replace('pathlib.Path("notice").touch()', "os.kill(psutil.Process(os.getppid()).ppid(), 15)")
 """The same, by SIGTERM to the command: the launcher's agent is between it and the rank."""
 
 

@@ -20,11 +20,14 @@ from torch.nn import functional
 embed = functional.embedding
 
 def slow(*values, **options):
-    time.sleep(0.3)
+    end = time.thread_time() + 0.3
+    while time.thread_time() < end:
+        pass
     return embed(*values, **options)
 
 functional.embedding = slow
 """
+"""Processor time, of which a busy machine gives this rank and the others equal parts."""
 
 
 def line(rank: int, slowest: float, median: float) -> dict[str, float]:
@@ -77,5 +80,5 @@ def test_the_slow_rank_of_a_run_is_named(engine: str, rank: int, tmp_path: Path)
     done = run_with_fault(tmp_path, rank, SLOW, f"--engine {engine} --nproc_per_node 2 --max_steps 3 --log_straggler")
     assert done.returncode == 0, done.stderr
     last = [json.loads(text) for text in (tmp_path / "out/metrics.jsonl").read_text().splitlines()][-1]
-    assert last["rank_step_time_slowest"] == rank and last["rank_step_time_max"] >= 0.3 > last["rank_step_time_median"]
+    assert last["rank_step_time_slowest"] == rank and last["rank_step_time_max"] > 2 * last["rank_step_time_median"]
     assert f"step 3: rank {rank} (" in done.stderr and "is slow: its passes take" in done.stderr

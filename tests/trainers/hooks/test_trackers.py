@@ -248,7 +248,7 @@ def test_a_full_disk_under_the_writer_thread_is_one_warning(
 
     thread._record_writer.write = full
     board.on_log(SimpleNamespace(), {"step": 1, "loss": 1.0})
-    thread.join(10)
+    thread.join(300)
     for step in (2, 3):
         board.on_log(SimpleNamespace(), {"step": step, "loss": 1.0})
     board.close()

@@ -124,7 +124,7 @@ def left_alone(rank: int, world: int, ends: bool) -> str:
 
 @pytest.mark.process
 def test_a_rank_that_ends_or_is_late_is_named(pool: Pool) -> None:
-    told, other = pool.run("tests.engine.megatron.cpu.test_collectives:left_alone", True, 2, timeout=30)
+    told, other = pool.run("tests.engine.megatron.cpu.test_collectives:left_alone", True, 2, timeout=240)
     assert told == f"rank 1 of a group of 2 has ended (process {other})"
-    told = pool.run("tests.engine.megatron.cpu.test_collectives:left_alone", False, 2, timeout=30)[0]
+    told = pool.run("tests.engine.megatron.cpu.test_collectives:left_alone", False, 2, timeout=240)[0]
     assert told == "timed out after 2 s waiting for rank 1 of a group of 2 (--ddp_timeout)"
