@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megaswift import log
+from megaswift.base.byte_size import byte_size_or_none
 from megaswift.compat.inference import InferenceToolkits
-from megaswift.config.facts.byte_size import byte_size_or_none
 from megaswift.config.inference.checks import deploy_option_problems, server_auth_token
 from megaswift.config.inference.options import DeployConfig
 from megaswift.config.inference.parser import CommandParser, ParsedCommand

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from megaswift import log
+from megaswift.base.byte_size import byte_size_or_none
 from megaswift.base.command_words import HELP
 from megaswift.commands.convert import hf_to_megatron_command, megatron_to_hf_command, verify_command
 from megaswift.compat.inference import InferenceToolkits
-from megaswift.config.command_line import read_command_line
-from megaswift.config.facts.byte_size import byte_size_or_none
 from megaswift.config.facts.single_process import place_among_nodes
-from megaswift.config.files import read_config_file
 from megaswift.config.inference.export import LAYOUT, conversion_notices, export_option_problems
 from megaswift.config.inference.launch import node_option_values
 from megaswift.config.inference.options import FP8, ExportConfig, ModelLoadingOptions, ModelPathOptions
@@ -27,6 +25,7 @@ from megaswift.config.inference.run_files import (
     complete_export_options,
     short_folder_name,
 )
+from megaswift.config.sections import TRAINING
 from megaswift.data.model_tokenizer import tokenizer_or_processor_for
 from megaswift.data.store.write import main as write_cached_datasets
 from megaswift.data.store.write import words_of_cached_dataset
@@ -37,6 +36,8 @@ from megaswift.folders.source import locate_model, with_fetched_adapters
 from megaswift.launchers.cluster_variables import take_cluster_variables
 from megaswift.launchers.first_node import run_on_node_0
 from megaswift.models.model_type import model_type_option_mismatch_problems
+from megaswift.options.command_line import read_command_line
+from megaswift.options.files import read_config_file
 from megaswift.trainers.hub_clients import HubRepository, hub_client, hub_client_problems
 
 Exported = TypeVar("Exported")
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         return COMMAND.run(argv, _main)
     take_cluster_variables(os.environ)
     line = read_command_line(list(argv), COMMAND.table)
-    files = [read_config_file(file).givens for file in line.files if Path(file).is_file()]
+    files = [read_config_file(file, TRAINING).givens for file in line.files if Path(file).is_file()]
     file = {one.name: one.value for givens in files for one in givens}
     flags = {one.name: one.value for one in line.givens}
     place = place_among_nodes(node_option_values(flags, os.environ, file), os.environ)

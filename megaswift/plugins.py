@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megaswift.config.option import PLUGIN_CHOICES
-from megaswift.config.plugins import PLUGINS
 from megaswift.errors import ConfigError, Problem
+from megaswift.options.option import PLUGIN_CHOICES
+from megaswift.options.plugins import PLUGINS
 
 if TYPE_CHECKING:
     from megaswift.models.family import Family
@@ -126,8 +126,8 @@ def kto_loss(name: str, formula: Callable[[Any, Any, Any], Any], needs_kl: bool 
     Raises:
         ConfigError: megaswift itself has a KTO loss of this name.
     """
-    from megaswift.config.parts.losses import KL_PAIRS
     from megaswift.losses.kto import LOSS_TYPES
+    from megaswift.losses.loss_table import KL_PAIRS
 
     _loss("kto", name, LOSS_TYPES, needs=frozenset({KL_PAIRS} if needs_kl else ()))
     LOSS_TYPES[name] = formula
@@ -208,8 +208,8 @@ def policy_loss(name: str, formula: Callable[[Any], Any], loss_agg_mode: str = "
 def _loss(
     task: str, name: str, formulas: Mapping[str, Any], mode: str | None = None, needs: frozenset[str] = frozenset()
 ) -> None:
-    from megaswift.config.parts.losses import PLUGIN_LOSSES, LossEntry, loss_names
-    from megaswift.config.parts.preference import LOSSES
+    from megaswift.losses.loss_table import PLUGIN_LOSSES, LossEntry, loss_names
+    from megaswift.losses.options import LOSSES
 
     _take(f"{task} loss", name, (*formulas, *loss_names(task)))
     PLUGIN_LOSSES[task, name] = LossEntry(name, task, "plugin", needs, loss_agg_mode=mode)
@@ -237,13 +237,13 @@ def advantage_estimator(
     Raises:
         ConfigError: megaswift itself has an estimator of this name.
     """
-    from megaswift.config.parts.estimators import (
+    from megaswift.losses.advantage_estimators import ESTIMATORS
+    from megaswift.losses.estimator_table import (
         ESTIMATOR_NAMES,
         PLUGIN_ESTIMATORS,
         AdvantageEstimatorEntry,
         advantage_estimator_names,
     )
-    from megaswift.losses.advantage_estimators import ESTIMATORS
 
     _take("advantage estimator", name, ESTIMATORS.names())
     # The table that option rules read comes first, then the function, then the choice.
@@ -294,7 +294,7 @@ def optimizer(
     Raises:
         ConfigError: megaswift itself has an optimizer of this name.
     """
-    from megaswift.config.parts.optimizer import OPTIMIZERS, PLUGIN_OPTIMIZERS, PluginOptimizerParts
+    from megaswift.engine.optimizer_options import OPTIMIZERS, PLUGIN_OPTIMIZERS, PluginOptimizerParts
 
     _take("optimizer", name, OPTIMIZERS)
     PLUGIN_OPTIMIZERS[name] = PluginOptimizerParts(make, tuple(states), step, elementwise)

@@ -1,8 +1,8 @@
 """What it takes to add a loss, an estimator or a launcher: each is added to a copy of the package by its few lines, and
 then accepted, listed, refused with the wrong options and computed.
 
-Covers: megaswift/config/parts/losses.py, megaswift/config/checks/losses.py,
-megaswift/config/parts/estimators.py, megaswift/config/parts/launchers.py.
+Covers: megaswift/losses/loss_table.py, megaswift/config/checks/losses.py,
+megaswift/losses/estimator_table.py, megaswift/launchers/launcher_table.py.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def refused(*words):
 def test_a_preference_loss_takes_three_source_files(package: Copy) -> None:
     """One of them declares the option that it reads. With docs/preference.md and a case in test_dpo.py: five files."""
     package.insert(
-        "config/parts/losses.py",
+        "losses/loss_table.py",
         '_entry("kto", "kto"',
         '    _entry("dpo", "cubic", "arXiv:0000.00000", _BELOW_HALF),\n',
     )
-    package.replace("config/parts/preference.py", '"aot_unpaired", "simpo"', '"aot_unpaired", "cubic", "simpo"')
+    package.replace("losses/options.py", '"aot_unpaired", "simpo"', '"aot_unpaired", "cubic", "simpo"')
     package.insert(
         "losses/dpo_loss_types.py",
         "LOSS_TYPES: dict",
@@ -128,12 +128,12 @@ print(terms[0].name, round(float(terms[0].sum), 6))
 def test_an_estimator_takes_three_source_files(package: Copy) -> None:
     """One of them declares the option that it reads. With docs/rl.md: four files. Wiring: tests/trainers/rl."""
     package.insert(
-        "config/parts/estimators.py",
+        "losses/estimator_table.py",
         '        "gae",',
         '        "median", "grpo", "arXiv:0000.00000", kl_in_reward=False\n    ),\n    AdvantageEstimatorEntry(\n',
     )
     package.replace(
-        "config/parts/rl.py",
+        "trainers/rl/options.py",
         '"advantage_estimator": ("rloo", "gae")',
         '"advantage_estimator": ("rloo", "median", "gae")',
     )
@@ -188,12 +188,12 @@ print([v.tolist() for v in found["advantages"]])
 def test_a_launcher_takes_three_source_files(package: Copy) -> None:
     """With the option that it reads, and a line in docs: four files."""
     package.insert(
-        "config/parts/launchers.py",
+        "launchers/launcher_table.py",
         'LauncherEntry("ray"',
         '    LauncherEntry("echo", "megaswift.launchers.echo", always_starts=True),\n',
     )
     package.replace(
-        "config/parts/launch.py",
+        "launchers/options.py",
         'unit="restarts",\n        only_with={"launcher": "torchrun"}',
         'unit="restarts",\n        only_with={"launcher": ("torchrun", "echo")}',
     )

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 from megaswift import deploy, export, infer
+from megaswift.bridge.adapters.methods import VARIANTS
 from megaswift.compat.names.answers import NAMES_ELSEWHERE
 from megaswift.compat.names.translated import RENAMED, SWITCHES
 from megaswift.config import load_config
-from megaswift.config.option import Option
-from megaswift.config.parts.peft_methods import VARIANTS
-from megaswift.config.sections import NAMES, TASKS, TRAINING
-from megaswift.config.values import FALSE, TRUE, InvalidValue, parse_option_value, resets_number_to_default
+from megaswift.config.sections import NAMES, TRAINING
 from megaswift.data.formats import FORMATS, recognize_format
+from megaswift.options.option import Option
+from megaswift.options.tasks import TASKS
+from megaswift.options.values import FALSE, TRUE, InvalidValue, parse_option_value, resets_number_to_default
 from tests.sources import FOLDERS, ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "converters/README.md"]

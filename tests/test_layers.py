@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megaswift.config.inference import options as inference_options
+from megaswift.config.sections import SECTIONS
 from tests.sources import ROOT, Source, sources
 
 LAYERS = {
@@ -18,6 +20,7 @@ LAYERS = {
     "version": 0,
     "device_copy": 0,
     "config": 1,
+    "options": 0,
     "node_download": 1,
     "error_exit": 2,
     "parallel": 2,
@@ -43,6 +46,30 @@ LAYERS = {
     "cli": 8,
     "commands": 8,
 }
+PARTS = (
+    "megaswift.bridge.adapters.methods",
+    "megaswift.bridge.adapters.options",
+    "megaswift.bridge.adapters.peft_options",
+    "megaswift.data.options",
+    "megaswift.data.templates.agent_options",
+    "megaswift.engine.optimizer_options",
+    "megaswift.engine.options",
+    "megaswift.launchers.launcher_table",
+    "megaswift.launchers.options",
+    "megaswift.losses.estimator_table",
+    "megaswift.losses.loss_table",
+    "megaswift.losses.options",
+    "megaswift.models.options",
+    "megaswift.models.quantization_options",
+    "megaswift.parallel.options",
+    "megaswift.rollout.options",
+    "megaswift.run.faults.options",
+    "megaswift.trainers.hooks.tracker_options",
+    "megaswift.trainers.options",
+    "megaswift.trainers.rl.options",
+)
+"""Declarations of options, each next to the code that reads them, and the tables of names that they take. All stand in
+layer 1 and import no torch, whatever package they are in."""
 TOP = 8
 """Entry points: every other module directly in megaswift/."""
 OWNERS = {
@@ -57,6 +84,7 @@ NO_TORCH = (
     "version",
     "node_download",
     "config",
+    "options",
     "parallel",
     "launchers",
     "compat",
@@ -77,6 +105,8 @@ torch for `megaswift doctor`; all import torch when they are called."""
 
 def layer(module: str) -> int:
     """0 is the lowest."""
+    if module in PARTS:
+        return 1
     parts = module.split(".")
     return LAYERS.get(parts[1], TOP) if len(parts) > 1 else TOP
 
@@ -135,7 +165,7 @@ def foreign(edges: dict[str, set[str]]) -> list[str]:
             if (
                 top == "torch"
                 and len(module.split(".")) > 1
-                and module.split(".")[1] in NO_TORCH
+                and (module.split(".")[1] in NO_TORCH or module in PARTS)
                 and module not in AGENT
             ):
                 wrong.append(f"{module} -> {name}")
@@ -194,6 +224,41 @@ def test_the_core_sees_other_toolkits_through_one_door() -> None:
         if name.startswith("megaswift.compat") and module.startswith("megaswift.config")
     }
     assert found == {("megaswift.config.swift_config", "megaswift.compat")}
+
+
+def test_parts_import_the_definition_of_options_and_other_parts_only() -> None:
+    below = ("megaswift.options", "megaswift.errors", "megaswift.base", *PARTS)
+    edges = graph()
+    found = {(part, name) for part in PARTS for name in edges[part] if name.split(".")[0] == "megaswift"}
+    assert {pair for pair in found if not pair[1].startswith(below)} == set()
+
+
+def test_the_loader_imports_no_part() -> None:
+    """It is handed the table of options."""
+    found = [name for module, names in graph().items() if module.startswith("megaswift.options") for name in names]
+    allowed = ("megaswift.options", "megaswift.errors", "megaswift.base", "megaswift.log", "megaswift.version")
+    assert [name for name in found if name.split(".")[0] == "megaswift" and not name.startswith(allowed)] == []
+
+
+def test_every_part_is_in_a_tree() -> None:
+    """A class with options that no command has would be dead text."""
+    declared = set()
+    for source in sources(ROOT, ("megaswift",)):
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef) and any(_declares_option(line) for line in node.body):
+                declared.add(f"{source.module}.{node.name}")
+    commands = [name for name in vars(inference_options) if name.endswith("Options")]
+    tree = {*SECTIONS.values(), *(getattr(inference_options, name) for name in commands)}
+    registered = {f"{cls.__module__}.{cls.__name__}" for part in tree for cls in part.__mro__}
+    assert declared - registered == set()
+
+
+def _declares_option(line: ast.stmt) -> bool:
+    return (
+        isinstance(line, ast.AnnAssign)
+        and isinstance(line.value, ast.Call)
+        and ast.unparse(line.value.func) == "option"
+    )
 
 
 def test_every_package_has_a_layer() -> None:

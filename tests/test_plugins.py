@@ -1,7 +1,7 @@
 """`--external_plugins`: every recipe of docs/plugins.md does what it says, against formulas by hand and runs without
 it; files that fail, names that are taken, files that are not named.
 
-Covers: megaswift/config/plugins.py, megaswift/base/user_code.py.
+Covers: megaswift/options/plugins.py, megaswift/base/user_code.py.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import torch
 from megaswift import plugins
 from megaswift.config import load_config
 from megaswift.config.facts.loss_scale import NAMED
-from megaswift.config.option import PLUGIN_CHOICES
-from megaswift.config.parts.estimators import ESTIMATOR_NAMES, PLUGIN_ESTIMATORS
-from megaswift.config.parts.losses import PLUGIN_LOSSES
-from megaswift.config.parts.optimizer import PLUGIN_OPTIMIZERS
-from megaswift.config.parts.preference import LOSSES
-from megaswift.config.plugins import PLUGINS
 from megaswift.data import tokenization
 from megaswift.data.build import load_document_splits
 from megaswift.data.formats import FORMATS
+from megaswift.engine.optimizer_options import PLUGIN_OPTIMIZERS
 from megaswift.errors import ConfigError, DataError, RewardError
 from megaswift.losses import cpo, dpo_loss_types, kto, orpo, policy_loss_types, reward
 from megaswift.losses.advantage_estimators import ESTIMATORS, estimate_advantage_fields
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_loss_types import DpoSettings
+from megaswift.losses.estimator_table import ESTIMATOR_NAMES, PLUGIN_ESTIMATORS
+from megaswift.losses.loss_table import PLUGIN_LOSSES
+from megaswift.losses.options import LOSSES
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings
 from megaswift.models.family import FAMILIES
+from megaswift.options.option import PLUGIN_CHOICES
+from megaswift.options.plugins import PLUGINS
 from megaswift.rewards.functions import load_reward_functions
 from megaswift.rewards.reward_input import RewardInput
 from megaswift.rewards.scoring import BuiltInRewardParameters

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from megaswift.base.closed_stdout import ignore_closed_stdout
 from megaswift.base.command_words import HELP, refuse_unusable_words, unknown_command_error
-from megaswift.config.sections import TASKS
 from megaswift.error_exit import end_past_calls_left_behind, print_error_once
 from megaswift.errors import UserError, storage_error
+from megaswift.options.tasks import TASKS
 from megaswift.version import __version__
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from megaswift.base.redaction import has_secret, is_secret
 from megaswift.clusters.job import Cluster
 from megaswift.clusters.options import ENVIRONMENT_NAME, RAY, options_of_launcher
 from megaswift.clusters.table import SCHEDULERS
-from megaswift.config.files import LARGEST_FILE
-from megaswift.config.yaml_limits import TooManyValuesError, compose_yaml
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line
+from megaswift.options.files import LARGEST_FILE
+from megaswift.options.yaml_limits import TooManyValuesError, compose_yaml
 
 FILE = "clusters.yaml"
 EXAMPLE = "clusters: {NAME: {launcher: slurm, partition: gpu}}"

@@ -16,19 +16,18 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megaswift.base.byte_size import byte_size_or_none, bytes_text
 from megaswift.base.command_words import HELP, UserErrorArgumentParser, unknown_command_error
 from megaswift.commands.training import launch_option_mismatch_problems, process_count
 from megaswift.config import load_config
-from megaswift.config.command_line import read_command_line
-from megaswift.config.facts.byte_size import byte_size_or_none, bytes_text
 from megaswift.config.facts.launch_variables import CHECKED, is_launched_worker
-from megaswift.config.parts.launch import LaunchConfig
-from megaswift.config.parts.layout import ParallelConfig
-from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.config.spelling import errors_as_typed
+from megaswift.config.sections import NAMES, OPTIONS, TRAINING
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import torchrun_launcher
+from megaswift.launchers.options import LaunchConfig
 from megaswift.launchers.parent_death import PARENT, end_with_parent
+from megaswift.options.command_line import read_command_line
+from megaswift.options.spelling import errors_as_typed
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.link_rates import (
     OPERATIONS,
@@ -36,6 +35,7 @@ from megaswift.parallel.link_rates import (
     infiniband_rate,
     link_rate_of_device,
 )
+from megaswift.parallel.options import ParallelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,9 @@ def _problems(given: argparse.Namespace) -> list[Problem]:
 
 def _options_without_effect(words: Sequence[str]) -> list[Problem]:
     """Options of training on the command line that are no part of a layout or launch; in a file they are the run's."""
-    named = [(g.label, OPTIONS[NAMES[g.name]]) for g in read_command_line(list(words)).givens if g.name in NAMES]
+    named = [
+        (g.label, OPTIONS[NAMES[g.name]]) for g in read_command_line(list(words), TRAINING).givens if g.name in NAMES
+    ]
     fix = "leave it out; the layout has --tp, --pp, --cp, --ep and --etp"
     return [
         Problem(label, "has no effect on communication", fix)

@@ -14,7 +14,7 @@ from typing import Any
 
 from megaswift.base.command_words import HELP, UserErrorArgumentParser, unknown_command_error
 from megaswift.base.plain_files import read_plain_file
-from megaswift.config.versions import run_folder
+from megaswift.base.versions import run_folder
 from megaswift.errors import EXIT_USER_ERROR, CheckpointError, Problem, missing_path_hint
 from megaswift.folders import saved_steps
 from megaswift.folders.checkpoint import ENGINE, FACTS

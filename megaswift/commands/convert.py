@@ -13,28 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import log
+from megaswift.base.byte_size import byte_size_or_none
 from megaswift.base.closed_stdout import ignore_closed_stdout
 from megaswift.base.command_words import HELP, UserErrorArgumentParser, unknown_command_error
-from megaswift.config.facts.byte_size import byte_size_or_none
+from megaswift.commands.file_arguments import (
+    FileArgumentParser,
+    config_files_and_words,
+    entries_of_files,
+)
 from megaswift.config.facts.single_process import (
     NodePlace,
     node_problems,
     place_among_nodes,
     unused_processes_notice,
 )
-from megaswift.config.file_arguments import (
-    FileArgumentParser,
-    config_files_and_words,
-    entries_of_files,
-)
 from megaswift.config.inference.launch import LAUNCH_OPTIONS, node_option_values, variables_as_typed
 from megaswift.config.inference.options import ExportProcessOptions
-from megaswift.config.sources import GivenOptionValue
-from megaswift.config.spelling import TypedOption, problems_as_typed
 from megaswift.error_exit import print_error_once
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.launchers.cluster_variables import take_cluster_variables
 from megaswift.launchers.first_node import run_on_node_0
+from megaswift.options.sources import GivenOptionValue
+from megaswift.options.spelling import TypedOption, problems_as_typed
 
 DTYPES = {
     "bf16": "bfloat16",

@@ -10,9 +10,9 @@ import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megaswift.base.byte_size import bytes_text
 from megaswift.base.command_words import UserErrorArgumentParser
 from megaswift.config.checks.te import has_transformer_engine
-from megaswift.config.facts.byte_size import bytes_text
 from megaswift.diagnosis.c_compiler import compiler_findings
 from megaswift.diagnosis.compiled_extensions import extension_findings
 from megaswift.diagnosis.environment import HarmConditions, variable_findings

@@ -24,9 +24,10 @@ from megaswift.compat.scripts.toolkits import (
     command_of_file,
     foreign_commands,
 )
-from megaswift.config.files import LARGEST_FILE, read_config_file
 from megaswift.config.inference.parser import CommandParser
+from megaswift.config.sections import TRAINING
 from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.options.files import LARGEST_FILE, read_config_file
 
 EXIT_OPEN = 3
 """Every command was translated, and something is left for the user."""
@@ -105,7 +106,7 @@ def _parser(command: str) -> CommandParser | None:
 def _commands(file: Path) -> list[ForeignCommand]:
     """The commands of a file; ConfigError where there is none."""
     if file.suffix.lower() in CONFIG_SUFFIXES:
-        return [command_of_file(read_config_file(str(file)), file.name)]
+        return [command_of_file(read_config_file(str(file), TRAINING), file.name)]
     found = list(foreign_commands(_text(file), file.name))
     if not found:
         rule = "has no command of ms-swift, Megatron-LM, transformers, TRL or LLaMA-Factory"

@@ -31,12 +31,12 @@ from megaswift.clusters.scheduler import Scheduler, scheduler_of
 from megaswift.clusters.shell_lines import shell_words
 from megaswift.clusters.ssh_hosts import hosts_of, with_hosts_of_its_file
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.command_line import read_command_line
-from megaswift.config.files import read_config_file
-from megaswift.config.sections import NAMES
-from megaswift.config.sources import GivenOptionValue
+from megaswift.config.sections import NAMES, TRAINING
 from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint
 from megaswift.launchers.nccl_preset import ONE_NODE
+from megaswift.options.command_line import read_command_line
+from megaswift.options.files import read_config_file
+from megaswift.options.sources import GivenOptionValue
 from megaswift.parallel.layout import PROCESSES
 
 USAGE = """\
@@ -124,7 +124,7 @@ def _job(
     except (OSError, UnicodeDecodeError) as error:
         rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise ConfigError(Problem(str(file), rule, "megaswift submit run.yaml --cluster NAME")) from None
-    line = read_command_line(list(rest))
+    line = read_command_line(list(rest), TRAINING)
     if line.files:
         raise ConfigError(Problem(f"megaswift submit {line.files[0]}", "a job has one configuration file", str(file)))
     taken = [Problem(g.label, "is set by the job", SET_BY_JOB[g.name]) for g in line.givens if g.name in SET_BY_JOB]
@@ -175,7 +175,7 @@ def _misspelt(givens: Sequence[GivenOptionValue]) -> Iterator[Problem]:
 
 def _secret_problems(cluster: Cluster, rest: Sequence[str], file: Path) -> list[Problem]:
     """Secrets among the run's options, which would be kept in the job's files."""
-    givens = [*read_config_file(str(file)).givens, *read_command_line(list(rest)).givens]
+    givens = [*read_config_file(str(file), TRAINING).givens, *read_command_line(list(rest), TRAINING).givens]
     found = [given.name for given in givens if is_secret(given.name)]
     fix = f"leave it out here; {_variable_fix(cluster)}"
     return [Problem(f"--{name}", "is a secret, which would be written into the job's files", fix) for name in found]
@@ -200,7 +200,7 @@ def _secret_text_problems(cluster: Cluster, text: str, rest: Sequence[str], file
 
 def _lines_of_secret_options(file: str) -> Iterator[int]:
     """Yields the lines of a YAML file with secret options, which `_secret_problems` names."""
-    for given in read_config_file(file).givens:
+    for given in read_config_file(file, TRAINING).givens:
         found = re.match(r":(\d+) ", given.spelling.removeprefix(file))
         if found and is_secret(given.name):
             yield int(found[1])

@@ -18,7 +18,6 @@ from megaswift import compat, log
 from megaswift.base.closed_stdout import ignore_closed_stdout
 from megaswift.base.command_words import HELP
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.command_line import read_command_line
 from megaswift.config.facts.launch_variables import (
     COUNTS,
     JOB_ID,
@@ -30,11 +29,7 @@ from megaswift.config.facts.launch_variables import (
     restart_count,
     without_local_rank,
 )
-from megaswift.config.parts.data import ALIGNMENT
-from megaswift.config.parts.launch import LaunchConfig
-from megaswift.config.sections import NAMES, TASK_NAMES
-from megaswift.config.sources import ConfigSource
-from megaswift.config.spelling import errors_as_typed
+from megaswift.config.sections import NAMES, TRAINING
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import EXIT_OOM_RETRY, ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import torchrun_launcher
@@ -44,7 +39,12 @@ from megaswift.launchers.launcher import TrainingCommand, launcher_of
 from megaswift.launchers.nccl_preset import NONE as NO_PRESET
 from megaswift.launchers.nccl_preset import apply_nccl_preset
 from megaswift.launchers.node_wait import job_of_running_nodes
+from megaswift.launchers.options import LaunchConfig
 from megaswift.launchers.parent_death import PARENT, end_with_parent
+from megaswift.options.command_line import read_command_line
+from megaswift.options.sources import ConfigSource
+from megaswift.options.spelling import errors_as_typed
+from megaswift.options.tasks import ALIGNMENT, TASK_NAMES
 
 INTERRUPTED = 128 + signal.SIGINT
 RAY_FIX = "use --num_workers N on any nodes, or --placement_strategy strict_pack for a single node"
@@ -104,7 +104,7 @@ _MISSING_TYPE = Problem("--rlhf_type", "is missing: it selects the task", f"--rl
 
 def _names_no_task(words: Sequence[str]) -> bool:
     """Whether nothing on a command line can: the rules would call it a run of sft."""
-    line = read_command_line(list(words))
+    line = read_command_line(list(words), TRAINING)
     translated = compat.translate([ConfigSource(tuple(line.givens))])
     return not line.files and not any(g.name in TASK_NAMES for source in translated for g in source.givens)
 

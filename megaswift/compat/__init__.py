@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megaswift.config.parts.engine import ZERO
-from megaswift.config.sections import NAMES, OPTIONS, TASK_NAMES, Sections
-from megaswift.config.sources import ConfigSource, GivenOptionValue
-from megaswift.config.values import FALSE, TRUE, InvalidValue, parse_option_value
+from megaswift.config.sections import NAMES, OPTIONS, Sections
+from megaswift.engine.options import ZERO
 from megaswift.errors import Problem
+from megaswift.options.sources import ConfigSource, GivenOptionValue
+from megaswift.options.tasks import TASK_NAMES
+from megaswift.options.values import FALSE, TRUE, InvalidValue, parse_option_value
 
 _VARIABLES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 """How the variables of `accelerate launch` begin."""

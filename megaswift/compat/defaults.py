@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megaswift.config.parts.data import CHATS, GRPO, PREFERENCES, RL
 from megaswift.config.rules import ignored_option_names
-from megaswift.config.sections import TASKS, Sections
+from megaswift.config.sections import Sections
+from megaswift.options.tasks import CHATS, GRPO, PREFERENCES, RL, TASKS
 
 # Toolkits whose defaults are known: ms-swift at commit 3602360 (2026-08-22), its Megatron part; scripts of TRL 1.16;
 # transformers 5.23; Megatron-LM at commit d98e8a6 and LLaMA-Factory at commit ff6d4d1 (both August 2026).

@@ -10,12 +10,12 @@ from megaswift.compat.names.answers import NAMES_ELSEWHERE, foreign_option_advic
 from megaswift.compat.names.neutral import NeutralOption, neutral_option
 from megaswift.compat.names.transformer_config import transformer_config_option
 from megaswift.compat.names.translated import KNOWN_KEYS
-from megaswift.config.given_options import unknown_option_problem
-from megaswift.config.parts.data import RL
-from megaswift.config.sections import NAMES
-from megaswift.config.sources import AcceptedOption, GivenOptionValue
-from megaswift.config.values import FALSE, option_value_text
+from megaswift.config.sections import NAMES, SECTIONS
 from megaswift.errors import Problem
+from megaswift.options.given_options import unknown_option_problem
+from megaswift.options.sources import AcceptedOption, GivenOptionValue
+from megaswift.options.tasks import RL
+from megaswift.options.values import FALSE, option_value_text
 
 ENVIRONMENT_SECTION = "ENV"
 _SAMPLING = re.compile("(vllm|sglang|lmdeploy)_")
@@ -53,7 +53,7 @@ def unknown_option_problems(given: GivenOptionValue, known: Mapping[str, str], t
     if variables := variable_problems(given):
         return variables
     advice = unknown_option_advice(given, known)
-    return [unknown_option_problem(given, known, fix=advice)] if advice else []
+    return [unknown_option_problem(given, known, SECTIONS, fix=advice)] if advice else []
 
 
 def unknown_option_advice(given: GivenOptionValue, known: Mapping[str, str]) -> str:

@@ -13,10 +13,11 @@ from megaswift.compat.names.answers import foreign_value_advice
 from megaswift.compat.names.inference import HINTS_OF, NEUTRAL_OF, PATTERNS, VALUES_ELSEWHERE_OF_INFERENCE
 from megaswift.compat.names.translated import JSON_TEXTS, PRECISIONS
 from megaswift.compat.variables import unread_variables_notices
-from megaswift.config.given_options import unknown_option_problem
-from megaswift.config.sources import AcceptedOption, ConfigSource, GivenOptionValue
-from megaswift.config.values import FALSE, TRUE
+from megaswift.config.sections import SECTIONS
 from megaswift.errors import Problem
+from megaswift.options.given_options import unknown_option_problem
+from megaswift.options.sources import AcceptedOption, ConfigSource, GivenOptionValue
+from megaswift.options.values import FALSE, TRUE
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class InferenceToolkits:
             return variables
         if not advice or str(given.value).strip().lower() in FALSE:
             advice = unknown_option_advice(given, known)
-        return [unknown_option_problem(given, known, self.command, advice)] if advice else []
+        return [unknown_option_problem(given, known, SECTIONS, self.command, advice)] if advice else []
 
     def instead(self, option: str, value: Any) -> str:
         """Return what to do in place of another toolkit's value of `option`; empty where no table has it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megaswift.config.sources import ConfigSource, GivenOptionValue
+from megaswift.options.sources import ConfigSource, GivenOptionValue
 
 MODE = "rollout_importance_sampling_mode"
 THRESHOLD = "rollout_importance_sampling_threshold"

@@ -1,5 +1,5 @@
-"""Layer 1: typed, validated configuration. One section a file, one loader for YAML, JSON, flags and Python. No
-torch.
+"""Layer 1: the configuration of a run: the options of all parts as one tree, the rules between parts, and the values
+that follow from them. No torch.
 
 `SwiftConfig` and `load_config` are looked up on first use: a module below needs the other modules only.
 """

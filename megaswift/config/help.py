@@ -6,13 +6,13 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
-from megaswift.config.option import Option
-from megaswift.config.parts.data import ALIGNMENT
-from megaswift.config.parts.estimators import advantage_estimator_names
-from megaswift.config.parts.losses import loss_names
-from megaswift.config.sections import OPTIONS, SECTIONS, TASKS
-from megaswift.config.values import option_value_text
+from megaswift.config.sections import OPTIONS, SECTIONS
 from megaswift.config.variants import variant_note
+from megaswift.losses.estimator_table import advantage_estimator_names
+from megaswift.losses.loss_table import loss_names
+from megaswift.options.option import Option
+from megaswift.options.tasks import ALIGNMENT, TASKS
+from megaswift.options.values import option_value_text
 
 USAGE = """\
 megaswift {task}: {what}

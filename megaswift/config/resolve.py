@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from megaswift.base.redaction import redact_problems
 from megaswift.config.checks.adapter import train_type_defaults
@@ -18,19 +18,25 @@ from megaswift.config.facts.generation_batch import (
     default_rl_accumulation_steps,
 )
 from megaswift.config.facts.hub_ids import dataset_hubs
-from megaswift.config.given_options import LISTS_ALL, GivenOptions, unknown_option_problem
-from megaswift.config.parts.data import ALIGNMENT, RL
 from megaswift.config.precedence import drop_contradicted, drop_superfluous
 from megaswift.config.rules import broken_option_rules
-from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASK_NAMES, TASKS, Sections
-from megaswift.config.sources import ConfigSource, GivenOptionValue, accepted_notice, secret_values_of
-from megaswift.config.spelling import problems_as_typed
-from megaswift.config.toolkits import TrainingToolkits
-from megaswift.config.values import option_value_text
+from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, Sections
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
+from megaswift.options.given_options import LISTS_ALL, GivenOptions, Toolkits, unknown_option_problem
+from megaswift.options.sources import ConfigSource, GivenOptionValue, accepted_notice, secret_values_of
+from megaswift.options.spelling import problems_as_typed
+from megaswift.options.tasks import ALIGNMENT, RL, TASK_NAMES, TASKS
+from megaswift.options.values import option_value_text
 
 SectionsCheck = Callable[[Sections], Iterable[Problem]]
 """Further checks of sections, which the options alone do not decide."""
+
+
+class TrainingToolkits(Toolkits, Protocol):
+    """The door of training, whose defaults differ from those of other toolkits."""
+
+    def notices(self, sections: Sections, spellings: Iterable[str]) -> Iterable[str]:
+        """Return lines about defaults that differ from those of the toolkit whose spellings were used."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ def _take_source(given: GivenOptions, source: ConfigSource, weight: int, toolkit
             continue
         option = OPTIONS.get(NAMES.get(one.name, ""))
         if option is None:
-            given.problems += toolkits.explain(one, NAMES, given.task) or [unknown_option_problem(one, NAMES)]
+            given.problems += toolkits.explain(one, NAMES, given.task) or [unknown_option_problem(one, NAMES, SECTIONS)]
             continue
         given.spellings.append(one.name)
         given.take(option, one, first.get(option.name), toolkits)

@@ -14,11 +14,10 @@ from megaswift.config.checks.cuda_graphs import CUDA_GRAPH_CLASHES
 from megaswift.config.checks.data import DATA_CLASHES, DATA_IGNORED
 from megaswift.config.checks.engine import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, engine_texts
 from megaswift.config.checks.evaluation import EVALUATION_CLASHES, EVALUATION_IGNORED
-from megaswift.config.checks.float16 import LOSS_SCALE_CLASHES
 from megaswift.config.checks.launch import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.checks.layout import MODEL_CLASHES
 from megaswift.config.checks.model import MODEL_SOURCE_CLASHES, MODEL_SOURCE_IGNORED
-from megaswift.config.checks.optimizer import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
+from megaswift.config.checks.optimizer import LOSS_SCALE_CLASHES, OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.checks.preference import PREFERENCE_CLASHES, PREFERENCE_IGNORED
 from megaswift.config.checks.profiling import PROFILE_CLASHES
 from megaswift.config.checks.rl import RL_CLASHES, RL_IGNORED
@@ -28,13 +27,13 @@ from megaswift.config.facts import fsdp_file
 from megaswift.config.facts.batch_sizes import batch_problems
 from megaswift.config.facts.generation_batch import generation_batch_problems
 from megaswift.config.facts.loss_scale import loss_scale_problems
-from megaswift.config.parts.data import RL
-from megaswift.config.parts.sampler import vllm_sampler_problems
 from megaswift.config.rule import ConflictingOptions, IgnoredOption, join_names
 from megaswift.config.sections import OPTIONS, Sections
-from megaswift.config.values import option_value_text
 from megaswift.config.variants import variant_rules
 from megaswift.errors import Problem
+from megaswift.options.tasks import RL
+from megaswift.options.values import option_value_text
+from megaswift.rollout.options import vllm_sampler_problems
 
 IGNORED: tuple[IgnoredOption, ...] = (
     *variant_rules(),

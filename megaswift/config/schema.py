@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaswift.config.option import Option
-from megaswift.config.parts.peft_methods import VARIANTS
-from megaswift.config.sections import OPTIONS, SECTION_ALIASES, SECTIONS, TASKS
-from megaswift.config.values import FALSE, TRUE
+from megaswift.bridge.adapters.methods import VARIANTS
+from megaswift.config.sections import OPTIONS, SECTION_ALIASES, SECTIONS
+from megaswift.options.option import Option
+from megaswift.options.tasks import TASKS
+from megaswift.options.values import FALSE, TRUE
 
 _TYPES = {"text": ["string", "integer"], "int": ["integer"], "float": ["number"]}
 _LIMITS = {"minimum": "minimum", "above": "exclusiveMinimum", "maximum": "maximum", "below": "exclusiveMaximum"}

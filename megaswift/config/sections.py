@@ -6,36 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaswift.config.option import Option, build_option_table
-from megaswift.config.parts.adapter import LoraConfig
-from megaswift.config.parts.data import DataConfig
-from megaswift.config.parts.engine import EngineBackendConfig
-from megaswift.config.parts.faults import FaultToleranceConfig
-from megaswift.config.parts.launch import LaunchConfig
-from megaswift.config.parts.layout import ParallelConfig
-from megaswift.config.parts.model import ModelConfig
-from megaswift.config.parts.optimizer import OptimConfig
-from megaswift.config.parts.peft_options import NonLoraPeftConfig
-from megaswift.config.parts.preference import PreferenceConfig
-from megaswift.config.parts.quantization import QuantizationConfig
-from megaswift.config.parts.rl import RlConfig
-from megaswift.config.parts.sampler import VllmSamplerConfig
-from megaswift.config.parts.tracker import TrackerConfig
-from megaswift.config.parts.training import TrainConfig
-from megaswift.config.spelling import TypedOption
-
-TASKS = {
-    "sft": "supervised fine-tuning on conversations",
-    "pt": "pretraining on plain text",
-    "dpo": "preference learning from pairs: DPO and variants",
-    "kto": "preference learning from labeled completions: KTO, BCO",
-    "orpo": "preference learning without a reference model: ORPO",
-    "cpo": "preference learning without a reference model: CPO",
-    "simpo": "preference learning without a reference model: SimPO",
-    "rm": "reward model training from preference pairs",
-    "grpo": "reinforcement learning without a critic: GRPO and variants",
-    "ppo": "reinforcement learning with a critic: PPO",
-}
+from megaswift.bridge.adapters.options import LoraConfig
+from megaswift.bridge.adapters.peft_options import NonLoraPeftConfig
+from megaswift.data.options import DataConfig
+from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options import EngineBackendConfig
+from megaswift.launchers.options import LaunchConfig
+from megaswift.losses.options import PreferenceConfig
+from megaswift.models.options import ModelConfig
+from megaswift.models.quantization_options import QuantizationConfig
+from megaswift.options.option import Option, build_option_table
+from megaswift.options.spelling import TypedOption
+from megaswift.parallel.options import ParallelConfig
+from megaswift.rollout.options import VllmSamplerConfig
+from megaswift.run.faults.options import FaultToleranceConfig
+from megaswift.trainers.hooks.tracker_options import TrackerConfig
+from megaswift.trainers.options import TrainConfig
+from megaswift.trainers.rl.options import RlConfig
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
@@ -74,22 +61,13 @@ SECTION_ALIASES = {
 }
 """Other headings in a file. A heading only groups: any option may stand under any of them."""
 
-TRAINING = build_option_table(SECTIONS)
+TRAINING = build_option_table(SECTIONS, SECTION_ALIASES)
 
 OPTIONS: dict[str, Option] = TRAINING.options
 """Every option by its canonical name."""
 
 NAMES: dict[str, str] = TRAINING.names
 """Any spelling to the canonical name."""
-
-
-TASK_NAMES = ("task", "rlhf_type")
-"""Names by which the sources say which task to run."""
-
-
-def is_section_entry(name: str, value: Any) -> bool:
-    """Whether `name: value` opens a section: `model: {...}` does, `model: DIR` does not."""
-    return isinstance(value, dict) and (name in SECTIONS or name in SECTION_ALIASES)
 
 
 @dataclass(frozen=True)

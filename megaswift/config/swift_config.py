@@ -10,16 +10,16 @@ from typing import Any
 
 from megaswift import compat
 from megaswift.config.checks.adapter import train_type_defaults
-from megaswift.config.command_line import read_command_line
 from megaswift.config.facts.hub_ids import hub_source_from_environment
 from megaswift.config.facts.launch_variables import is_launched_worker
-from megaswift.config.files import read_config_file
-from megaswift.config.plugins import plugins_of_sources
 from megaswift.config.resolve import Resolver
 from megaswift.config.rules import ignored_option_names
-from megaswift.config.sections import OPTIONS, SECTIONS, Sections
-from megaswift.config.sources import ConfigSource, launch_source_from_environment, source_from_mapping
+from megaswift.config.sections import OPTIONS, SECTIONS, TRAINING, Sections
 from megaswift.errors import Problem, storage_error
+from megaswift.options.command_line import read_command_line
+from megaswift.options.files import read_config_file
+from megaswift.options.plugins import plugins_of_sources
+from megaswift.options.sources import ConfigSource, launch_source_from_environment, source_from_mapping
 
 
 @dataclass(frozen=True, init=False)
@@ -31,7 +31,7 @@ class SwiftConfig(Sections):
     """
 
     def __init__(self, task: str | None = None, **options: Any) -> None:
-        self._fill(Resolver(compat).resolve(task, plugins_of_sources([source_from_mapping(options)])))
+        self._fill(Resolver(compat).resolve(task, plugins_of_sources([source_from_mapping(options, TRAINING)])))
 
     def _fill(self, sections: Sections) -> None:
         for f in fields(sections):
@@ -83,9 +83,9 @@ class SwiftConfig(Sections):
             if n not in again and self.value(n) not in (o.default, derived.get(n, o.default))
         }
         sources = [
-            replace(source_from_mapping(ambient), ambient=True),
-            source_from_mapping(given),
-            source_from_mapping(options),
+            replace(source_from_mapping(ambient, TRAINING), ambient=True),
+            source_from_mapping(given, TRAINING),
+            source_from_mapping(options, TRAINING),
         ]
         return type(self).from_sources(self.task, sources)
 
@@ -133,10 +133,10 @@ def load_config(
     a configuration whose options contradict each other, so that one error lists everything.
     """
     environ = os.environ if environ is None else environ
-    line = read_command_line(list(argv))
+    line = read_command_line(list(argv), TRAINING)
     try:
         ambient = [compat.environment(environ), hub_source_from_environment(environ)]
-        sources = [*ambient, *(read_config_file(f) for f in line.files)]
+        sources = [*ambient, *(read_config_file(f, TRAINING) for f in line.files)]
         if not is_launched_worker(environ):
             sources.append(launch_source_from_environment(environ))
         sources.append(ConfigSource(tuple(line.givens), tuple(line.problems)))

@@ -21,14 +21,14 @@ from megaswift.config.facts.rl import (
     kl_in_reward_of,
     policy_loss_of,
 )
-from megaswift.config.option import ANY, Option, Wanted
-from megaswift.config.parts.data import RL
-from megaswift.config.parts.estimators import PLUGIN_ESTIMATORS
-from megaswift.config.parts.losses import PLUGIN_LOSSES, loss_entries
-from megaswift.config.parts.preference import beta_of, loss_types_of
 from megaswift.config.rule import IgnoredOption, join_names
 from megaswift.config.sections import OPTIONS, Sections
-from megaswift.config.values import option_value_text
+from megaswift.losses.estimator_table import PLUGIN_ESTIMATORS
+from megaswift.losses.loss_table import PLUGIN_LOSSES, loss_entries
+from megaswift.losses.options import beta_of, loss_types_of
+from megaswift.options.option import ANY, Option, Wanted
+from megaswift.options.tasks import RL
+from megaswift.options.values import option_value_text
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 from megaswift import log
 from megaswift.config.checks.indexed_data import parse_indexed_blend
-from megaswift.config.parts.data import EXAMPLES, PAIRS, PREFERENCES, RL
 from megaswift.data import vocabulary
 from megaswift.data.batches.collate import PaddingShape
 from megaswift.data.batches.epoch_order import EpochOrder
@@ -57,6 +56,7 @@ from megaswift.data.vision.encode import VisionRowTokenEncoder
 from megaswift.data.vision.media import IMAGE, VIDEO
 from megaswift.data.vision.processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem
+from megaswift.options.tasks import EXAMPLES, PAIRS, PREFERENCES, RL
 
 
 def data_seed(data: Any, train: Any) -> int:

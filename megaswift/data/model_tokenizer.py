@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.parts.data import DataConfig
-from megaswift.config.parts.model import ModelConfig
+from megaswift.data.options import DataConfig
 from megaswift.data.templates.named import named_templates, template_tokens
 from megaswift.data.templates.options import read_template
 from megaswift.data.tokenizer import load_tokenizer
@@ -18,6 +17,7 @@ from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.folders.source import TOKENIZER_FILES, locate_model, missing_model_file_problems
 from megaswift.log import warn
 from megaswift.models.family import read_config_json
+from megaswift.models.options import ModelConfig
 from megaswift.models.vision import has_vision_tower, vision_task_problems
 
 

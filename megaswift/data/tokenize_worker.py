@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 from megaswift.config.facts.loss_scale import LossScale, LossWeightTable
-from megaswift.config.plugins import load_external_plugins
 from megaswift.data.encode.rows import EncodeSpec
 from megaswift.data.preference.encode import row_encoder_for_task
 from megaswift.data.sources.files import FilePart
@@ -19,6 +18,7 @@ from megaswift.data.store.token_store import write_piece
 from megaswift.data.templates.render import ChatTemplateTexts
 from megaswift.data.vision.processor import ProcessorFolderWithDigest
 from megaswift.errors import UserError
+from megaswift.options.plugins import load_external_plugins
 
 
 def main(argv: list[str]) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megaswift.config.facts.byte_size import bytes_text
+from megaswift.base.byte_size import bytes_text
 from megaswift.diagnosis.finding import Finding
 from megaswift.diagnosis.machine import Machine
 

@@ -7,7 +7,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 
-from megaswift.config.facts.byte_size import bytes_text
+from megaswift.base.byte_size import bytes_text
 from megaswift.diagnosis.finding import Finding
 from megaswift.diagnosis.machine import Machine
 

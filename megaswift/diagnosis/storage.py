@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shutil import disk_usage
 
-from megaswift.config.facts.byte_size import bytes_text
+from megaswift.base.byte_size import bytes_text
 from megaswift.diagnosis.finding import Finding
 from megaswift.errors import FULL
 

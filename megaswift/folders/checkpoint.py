@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaswift import log
-from megaswift.config.versions import run_folder
+from megaswift.base.versions import run_folder
 from megaswift.errors import CheckpointError, Problem
 from megaswift.folders.saved_steps import (
     POINTER,

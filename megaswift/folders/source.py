@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 from megaswift.base.plain_files import read_plain_file
+from megaswift.base.versions import run_folder
 from megaswift.config.inference.options import ModelPathOptions
 from megaswift.config.inference.parser import ParsedCommand
-from megaswift.config.versions import run_folder
 from megaswift.errors import Problem, WeightsError, first_line, missing_path_hint
 from megaswift.folders.adapter import CONFIG as ADAPTERS
 from megaswift.folders.adapter import adapter_given_as_model_problem

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megaswift.config.facts.byte_size import bytes_text
+from megaswift.base.byte_size import bytes_text
 from megaswift.config.inference.placement import DISK, Device
 from megaswift.engine.torch.layer_classes import decoder_layer_class_names
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint

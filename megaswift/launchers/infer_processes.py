@@ -13,9 +13,9 @@ from pathlib import Path
 from megaswift.config.facts.launch_variables import CHECKED, is_launched_worker
 from megaswift.config.inference.launch import LAUNCH_OPTIONS
 from megaswift.config.inference.options import InferProcessOptions
-from megaswift.config.parts.launch import LaunchConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import torchrun_launcher
+from megaswift.launchers.options import LaunchConfig
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 

@@ -1,4 +1,4 @@
-"""The protocol of launchers: an object `LAUNCHER` in the module that `config/parts/launchers.py` names."""
+"""The protocol of launchers: an object `LAUNCHER` in the module that `launchers/launcher_table.py` names."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from megaswift.config.parts.launch import LaunchConfig
-from megaswift.config.parts.launchers import launcher_entry
 from megaswift.errors import Problem
+from megaswift.launchers.launcher_table import launcher_entry
+from megaswift.launchers.options import LaunchConfig
 
 
 @dataclass(frozen=True)

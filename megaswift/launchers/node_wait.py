@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config.facts.launch_variables import DEFAULT_PORT, JOB_ID, NODE, RESTARTS, RUN
-from megaswift.config.parts.launch import LaunchConfig
 from megaswift.errors import Problem, UserError
+from megaswift.launchers.options import LaunchConfig
 from megaswift.log import count_text
 
 PREFIX = "megaswift/node/"

@@ -24,10 +24,10 @@ from types import FrameType
 from typing import Any
 
 from megaswift import log
-from megaswift.config.parts.launch import LaunchConfig
 from megaswift.errors import EXPLAINED, ConfigError, Problem, first_line
 from megaswift.launchers import ray_worker, torchrun_launcher
 from megaswift.launchers.launcher import TrainingCommand
+from megaswift.launchers.options import LaunchConfig
 from megaswift.launchers.ray_messages import RunMessageActor
 
 LOCAL = "local"

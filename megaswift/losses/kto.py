@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift.config.parts.losses import KL_PAIRS, RUNNING_MEAN, losses_needing
 from megaswift.losses.contract import (
     Batch,
     LossTerm,
@@ -30,6 +29,7 @@ from megaswift.losses.document_segments import (
     document_sums,
     token_mask_of_documents,
 )
+from megaswift.losses.loss_table import KL_PAIRS, RUNNING_MEAN, losses_needing
 from megaswift.losses.preference_pairs import token_mean_metric
 
 

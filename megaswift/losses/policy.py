@@ -16,16 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaswift.config.parts.losses import (
+from megaswift.losses.advantages import LARGEST_LOG_RATIO, kl_estimate
+from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, Reported, RequestedModelOutputs
+from megaswift.losses.document_segments import document_index, document_sums, masked_tokens_per_document
+from megaswift.losses.loss_table import (
     AGG_MODES,
     SEQ_MEAN_TOKEN_MEAN,
     SEQ_MEAN_TOKEN_SUM_NORM,
     TOKEN_MEAN,
     loss_entries,
 )
-from megaswift.losses.advantages import LARGEST_LOG_RATIO, kl_estimate
-from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, Reported, RequestedModelOutputs
-from megaswift.losses.document_segments import document_index, document_sums, masked_tokens_per_document
 from megaswift.losses.policy_loss_types import (
     HIGHEST,
     LOSS_TYPES,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.parts.model import ModelConfig
-from megaswift.config.parts.optimizer import OptimConfig
+from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.models.options import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megaswift.config.parts.data import VISION_TASKS
 from megaswift.errors import Problem
+from megaswift.options.tasks import VISION_TASKS
 
 PACKED = ("idefics3", "internvl", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 """Model types whose packed documents have the loss and gradients of separate ones (`tests/parity/test_vision.py`).

@@ -11,9 +11,9 @@ from itertools import combinations, product
 from math import log2
 from typing import Any
 
-from megaswift.config.values import option_value_text
 from megaswift.errors import LayoutError, Problem
 from megaswift.log import count_text
+from megaswift.options.values import option_value_text
 from megaswift.parallel.constraints import LayoutRequest, broken_rule_problems
 from megaswift.parallel.layout import FLAGS, Layout
 from megaswift.parallel.model_shape import ModelShape

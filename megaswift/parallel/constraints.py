@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megaswift.config.facts.batch_sizes import accumulation_steps, batch_problems
-from megaswift.config.parts.layout import ParallelConfig
-from megaswift.config.parts.training import TrainConfig
-from megaswift.config.values import option_value_text
 from megaswift.errors import Problem
+from megaswift.options.values import option_value_text
 from megaswift.parallel.layout import (
     FLAGS,
     AxisSizes,
@@ -24,7 +22,9 @@ from megaswift.parallel.layout import (
     uses_sequence_parallel,
 )
 from megaswift.parallel.model_shape import ModelShape
+from megaswift.parallel.options import ParallelConfig
 from megaswift.parallel.pipeline_split import PipelineSplit, divisors, nearest_values, split_problems
+from megaswift.trainers.options import TrainConfig
 
 
 @dataclass(frozen=True)

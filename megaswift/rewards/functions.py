@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.base.registry import Registry
-from megaswift.config.plugins import PLUGINS, load_external_plugins
 from megaswift.errors import ConfigError, Problem
+from megaswift.options.plugins import PLUGINS, load_external_plugins
 from megaswift.rewards import accuracy, code_reward, format_and_length_rewards
 from megaswift.rewards.ms_swift_plugins import make_plugin_reward
 from megaswift.rewards.scoring import BuiltInRewardParameters, RewardFunction

@@ -1,6 +1,6 @@
 """Rewards that `--external_plugins` register: classes and functions of ms-swift's `orms`, and of
 `megaswift.plugins.reward`, called as ms-swift calls them. Reading the files belongs to
-`config/plugins.py`."""
+`options/plugins.py`."""
 
 from __future__ import annotations
 

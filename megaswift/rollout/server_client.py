@@ -19,7 +19,7 @@ from math import isfinite
 from typing import Any
 from urllib.parse import urlsplit
 
-from megaswift.config.facts.byte_size import bytes_text
+from megaswift.base.byte_size import bytes_text
 from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 

@@ -24,17 +24,15 @@ from megaswift.config.checks.adapter import starts_otherwise
 from megaswift.config.checks.engine import NATIVE
 from megaswift.config.checks.evaluation import best_model_metric, compares_evaluations, evaluates
 from megaswift.config.facts.batch_sizes import batch_plan
-from megaswift.config.parts.data import PPO, RL
-from megaswift.config.parts.faults import FaultToleranceConfig
-from megaswift.config.parts.optimizer import PLATEAU
-from megaswift.config.parts.preference import loss_types_of, needs_reference
-from megaswift.config.saved_paths import with_absolute_paths
 from megaswift.data.batches.loader import EvaluationSource
+from megaswift.engine.optimizer_options import PLATEAU
 from megaswift.engine.protocol import Engine
 from megaswift.folders.source import locate_model
 from megaswift.losses.kto import uses_delta, uses_kl
+from megaswift.losses.options import loss_types_of, needs_reference
 from megaswift.models.family import read_config_json
 from megaswift.models.spec import ModelSpec
+from megaswift.options.tasks import PPO, RL
 from megaswift.parallel.checks import legal_layout
 from megaswift.parallel.constraints import LayoutRequest
 from megaswift.parallel.grid import rank_grid_text
@@ -54,6 +52,7 @@ from megaswift.run.checks.ranks import (
 from megaswift.run.checks.sources import verify_sources_and_locate_model
 from megaswift.run.engines import RankContext, make_engine, start_context
 from megaswift.run.faults.oom_retry import config_of_retry, forget_earlier_retry
+from megaswift.run.faults.options import FaultToleranceConfig
 from megaswift.run.lock import RunLock
 from megaswift.run.model_files import REFERENCE, ModelFiles
 from megaswift.run.output import prepare_output_folder
@@ -65,6 +64,7 @@ from megaswift.run.output_version import (
 )
 from megaswift.run.plan import RunPlan
 from megaswift.run.policy_task import critic_start_folder, rl_settings
+from megaswift.run.saved_paths import with_absolute_paths
 from megaswift.run.summary import SummaryFacts, data_text
 from megaswift.run.task import Task, TaskData
 from megaswift.run.tasks import TASKS

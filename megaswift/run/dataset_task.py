@@ -14,8 +14,6 @@ from megaswift.config.checks.cuda_graphs import uses_cuda_graphs
 from megaswift.config.checks.engine import NATIVE, requested_engine
 from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.config.facts.kto_pairs import kto_pairs_over_global_batch
-from megaswift.config.parts.data import PROMPTED
-from megaswift.config.parts.preference import beta_of, loss_types_of, needs_reference
 from megaswift.data import build as data_sources
 from megaswift.data.batches.loader import BatchSource, DocumentRows, EvaluationSource, TokenStoreBatchSource
 from megaswift.data.batches.step_packing import StepPacking
@@ -27,8 +25,10 @@ from megaswift.engine.protocol import Engine
 from megaswift.errors import ConfigError
 from megaswift.losses.contract import Batch
 from megaswift.losses.kto import uses_delta, uses_kl
+from megaswift.losses.options import beta_of, loss_types_of, needs_reference
 from megaswift.models.scalar_head import with_pad_token_id
 from megaswift.models.spec import ModelSpec
+from megaswift.options.tasks import PROMPTED
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.row_padding import needs_rows_of_full_length
 from megaswift.run.checks.prefix_sharing import shares_prefixes

@@ -16,14 +16,14 @@ from megaswift.config.checks.cuda_graphs import uses_cuda_graphs
 from megaswift.config.checks.engine import NATIVE, filled_deepspeed_config, requested_engine
 from megaswift.config.checks.te import missing_transformer_engine_problems
 from megaswift.config.facts.launch_variables import nproc_or_nnodes_started_by_launcher
-from megaswift.config.parts.data import PROMPTED, RL
-from megaswift.config.parts.engine import ZERO
 from megaswift.engine import process_group
 from megaswift.engine.cuda_connections import set_max_connections
+from megaswift.engine.options import ZERO
 from megaswift.engine.protocol import Engine
 from megaswift.errors import ConfigError
 from megaswift.memory.microbatch_setup import ComputeKernels
 from megaswift.models.spec import ModelSpec
+from megaswift.options.tasks import PROMPTED, RL
 from megaswift.parallel.layout import Coordinates, Layout
 from megaswift.parallel.row_padding import fp8_token_multiple, full_microbatch_tokens, row_padding_multiple
 

@@ -15,18 +15,18 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.base.atomic_writes import write_atomically
+from megaswift.base.versions import versions
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.engine import capabilities_of
 from megaswift.config.facts.launch_variables import JOB_ID
-from megaswift.config.files import CONFIG_HEADER
-from megaswift.config.parts.training import TRACKERS, TrainConfig
-from megaswift.config.saved_paths import with_absolute_paths
 from megaswift.config.swift_config import config_yaml_text
-from megaswift.config.versions import versions
 from megaswift.errors import Problem, UserError
 from megaswift.folders.checkpoint import find_checkpoint
+from megaswift.options.files import CONFIG_HEADER
 from megaswift.run.lock import RunLock
+from megaswift.run.saved_paths import with_absolute_paths
 from megaswift.trainers import checkpoints
+from megaswift.trainers.options import TRACKERS, TrainConfig
 from megaswift.version import __version__
 
 NAMES = (

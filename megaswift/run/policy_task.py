@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.evaluation import evaluates
-from megaswift.config.facts.byte_size import bytes_text
 from megaswift.config.facts.generation_batch import generation_batch_plan
 from megaswift.config.facts.rl import (
     advantage_estimator_entry_of,
@@ -23,19 +23,19 @@ from megaswift.config.facts.rl import (
     policy_loss_of,
     whitens_advantages,
 )
-from megaswift.config.parts.agent_templates import AGENT_TEXTS
-from megaswift.config.parts.preference import beta_of
 from megaswift.data import build as data_sources
 from megaswift.data import vocabulary
 from megaswift.data.prompts.collate import RolloutCollator
 from megaswift.data.prompts.images import PromptImageReader
 from megaswift.data.prompts.source import IndexedPrompts, Prompt, PromptSource, load_prompt_splits
+from megaswift.data.templates.agent_options import AGENT_TEXTS
 from megaswift.data.templates.options import thinking_variable
 from megaswift.data.vision.batches import media_kinds
 from megaswift.data.vision.processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
 from megaswift.log import count_text
+from megaswift.losses.options import beta_of
 from megaswift.losses.value import ValueLoss
 from megaswift.models.scalar_head import with_scalar_head
 from megaswift.models.spec import ModelSpec

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.engine import NATIVE, requested_engine
-from megaswift.config.facts.byte_size import bytes_text
 from megaswift.data.row_counters import WORDS, row_count_texts
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text

@@ -13,12 +13,12 @@ from megaswift.config.facts.rl import (
     policy_loss_of,
     weighs_kl_by_ratio,
 )
-from megaswift.config.parts.preference import beta_of, cpo_alpha_of, loss_types_of
 from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_loss_types import DpoSettings
 from megaswift.losses.kto import KTO
+from megaswift.losses.options import beta_of, cpo_alpha_of, loss_types_of
 from megaswift.losses.orpo import ORPO
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings as Formulas

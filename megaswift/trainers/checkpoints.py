@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.base.atomic_writes import fsync_path, write_atomically
-from megaswift.config.versions import run_folder
+from megaswift.base.versions import run_folder
 from megaswift.errors import CheckpointError, Problem, did_you_mean_hint
 from megaswift.folders import saved_steps
 from megaswift.folders.saved_steps import (

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaswift import distributed, log
-from megaswift.config.parts.training import TrainConfig
-from megaswift.config.versions import VERSION
+from megaswift.base.versions import VERSION
 from megaswift.trainers.hooks.progress import print_warning
 from megaswift.trainers.hub_clients import HubRepository, client_failures, hub_client
+from megaswift.trainers.options import TrainConfig
 
 END = "end"
 WHOLE = {"checkpoint": "last-checkpoint", "all_checkpoints": ""}

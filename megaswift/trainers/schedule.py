@@ -12,10 +12,10 @@ from collections.abc import Callable
 from math import ceil, cos, pi, sqrt
 from typing import Any, Protocol
 
-from megaswift.config.parts.optimizer import PLATEAU, OptimConfig
-from megaswift.config.parts.training import TrainConfig
+from megaswift.engine.optimizer_options import PLATEAU, OptimConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.log import count_text
+from megaswift.trainers.options import TrainConfig
 
 
 class ScheduleOptions(Protocol):

@@ -9,9 +9,9 @@ import pytest
 
 from megaswift import compat
 from megaswift.compat.translation import translated_sources
-from megaswift.config.command_line import read_command_line
-from megaswift.config.sections import OPTIONS
-from megaswift.config.sources import ConfigSource, source_from_mapping
+from megaswift.config.sections import OPTIONS, TRAINING
+from megaswift.options.command_line import read_command_line
+from megaswift.options.sources import ConfigSource, source_from_mapping
 from tests.net.front import PARSED
 from tests.net.options import listed_options
 from tests.sources import ROOT
@@ -20,7 +20,7 @@ LISTED = [option for option in listed_options() if option.command not in PARSED]
 
 
 def source(words: str) -> ConfigSource:
-    return ConfigSource(tuple(read_command_line(words.split()).givens))
+    return ConfigSource(tuple(read_command_line(words.split(), TRAINING).givens))
 
 
 def is_passed(sources: list[ConfigSource]) -> bool:
@@ -42,7 +42,7 @@ def test_the_tables_change_nothing_of_what_goes_past_them() -> None:
 def test_the_whole_of_a_configuration_goes_past() -> None:
     """With the defaults that can be written: names of files and words of FSDP are read further."""
     values = {name: o.default for name, o in OPTIONS.items() if o.default not in (None, (), {})}
-    sources = [source_from_mapping(values)]
+    sources = [source_from_mapping(values, TRAINING)]
     assert is_passed(sources) and translated_sources(sources)[1:] == sources
 
 

@@ -1,6 +1,6 @@
 """What is absurd, nested without end or secret: one message, at once, and without the secret.
 
-Covers: megaswift/config/option.py, megaswift/base/redaction.py.
+Covers: megaswift/options/option.py, megaswift/base/redaction.py.
 """
 
 from __future__ import annotations

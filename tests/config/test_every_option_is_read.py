@@ -11,38 +11,42 @@ from pathlib import Path
 
 from megaswift.config.sections import OPTIONS
 from tests.sources import ROOT
+from tests.test_layers import PARTS
 
 PACKAGE = ROOT / "megaswift"
 DECIDES = {
     "config": "checks options and derives their defaults",
+    "options": "reads options",
+    **dict.fromkeys((part.removeprefix("megaswift.").replace(".", "/") + ".py" for part in PARTS), "declares options"),
     "compat": "writes options",
     "run/summary.py": "shows options",
     "run/checks/preflight.py": "checks options",
     "run/checks/devices.py": "checks options",
 }
 """Parts of the package in which a read has no effect on the run, and what they do instead."""
-METHODS = "parts/peft_methods.py"
+METHODS = "bridge/adapters/methods.py"
+SAMPLER = "rollout/options.py"
 IN_CONFIG = {
     **dict.fromkeys(("init_r", "target_r", "tinit", "tfinal", "deltaT", "oft_block_size"), METHODS),
     **dict.fromkeys(("d_initial", "projection_prng_key", "n_frequency"), METHODS),
     **dict.fromkeys(
         ("num_generations", "generation_batch_size", "steps_per_generation", "num_iterations"),
-        "facts/generation_batch.py",
+        "config/facts/generation_batch.py",
     ),
-    "importance_sampling_correction": "facts/rl.py",
-    "whiten_advantages": "facts/rl.py",
-    "metric_for_best_model": "checks/evaluation.py",
-    "fsdp_config": "facts/fsdp_file.py",
-    "use_fsdp": "checks/engine.py",
-    "hostfile": "../compat/files/hostfile.py",
-    "reset_position_ids": "checks/indexed_data.py",
-    **dict.fromkeys(("vllm_enforce_eager", "vllm_limit_mm_per_prompt", "vllm_engine_kwargs"), "parts/sampler.py"),
-    "allow_biased_sampling": "checks/rl.py",
+    "importance_sampling_correction": "config/facts/rl.py",
+    "whiten_advantages": "config/facts/rl.py",
+    "metric_for_best_model": "config/checks/evaluation.py",
+    "fsdp_config": "config/facts/fsdp_file.py",
+    "use_fsdp": "config/checks/engine.py",
+    "hostfile": "compat/files/hostfile.py",
+    "reset_position_ids": "config/checks/indexed_data.py",
+    **dict.fromkeys(("vllm_enforce_eager", "vllm_limit_mm_per_prompt", "vllm_engine_kwargs"), SAMPLER),
+    "allow_biased_sampling": "config/checks/rl.py",
 }
 """Options that the configuration turns into other values, and where; the last one only permits what would be
 refused."""
 BY_PREFIX = ("enable_prefix_caching", "disable_cascade_attn", "mm_processor_cache_gb")
-"""Options of vLLM that `parts/sampler.py` reads under their names without `vllm_`."""
+"""Options of vLLM that `rollout/options.py` reads under their names without `vllm_`."""
 COMPARED = ("megatron_architecture", "ddp_backend")
 """Options that preflight compares with the model or the machine: they ask for what happens, or are refused."""
 
@@ -70,7 +74,7 @@ def test_something_acts_on_each() -> None:
 
 
 def test_the_exceptions_are_read_where_they_say() -> None:
-    assert all(name in names_in(PACKAGE / "config" / file) for name, file in IN_CONFIG.items())
-    assert set(BY_PREFIX) <= names_in(PACKAGE / "config" / "parts/sampler.py")
+    assert all(name in names_in(PACKAGE / file) for name, file in IN_CONFIG.items())
+    assert set(BY_PREFIX) <= names_in(PACKAGE / SAMPLER)
     checks = ("preflight.py", "devices.py")
     assert set(COMPARED) <= set().union(*(names_in(PACKAGE / "run/checks" / file) for file in checks))

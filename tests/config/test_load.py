@@ -1,8 +1,8 @@
 """Files, command lines and Python give the same configuration; every mistake is told, all at once, as it was
 written.
 
-Covers: megaswift/config/resolve.py, megaswift/config/given_options.py, megaswift/config/sources.py,
-megaswift/config/files.py, megaswift/config/command_line.py, megaswift/config/swift_config.py.
+Covers: megaswift/config/resolve.py, megaswift/options/given_options.py, megaswift/options/sources.py,
+megaswift/options/files.py, megaswift/options/command_line.py, megaswift/config/swift_config.py.
 """
 
 import json
@@ -16,8 +16,8 @@ import pytest
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.checks.engine import requested_engine
 from megaswift.config.facts.generation_batch import generation_batch_plan
-from megaswift.config.parts.data import RL
 from megaswift.errors import ConfigError
+from megaswift.options.tasks import RL
 from megaswift.version import __version__
 
 

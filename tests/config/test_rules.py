@@ -10,11 +10,10 @@ from megaswift.config.checks.adapter import ADAPTER_CLASHES
 from megaswift.config.checks.capacity import EXPERT_CAPACITY_CLASHES
 from megaswift.config.checks.engine import ENGINE_CLASHES
 from megaswift.config.checks.evaluation import EVALUATION_CLASHES
-from megaswift.config.checks.fit import FIT_CLASHES
-from megaswift.config.checks.float16 import LOSS_SCALE_CLASHES
 from megaswift.config.checks.indexed_data import INDEXED_DATA_CLASHES
 from megaswift.config.checks.launch import LAUNCH_CLASHES
-from megaswift.config.checks.optimizer import OPTIMIZER_CLASHES
+from megaswift.config.checks.layout import FIT_CLASHES
+from megaswift.config.checks.optimizer import LOSS_SCALE_CLASHES, OPTIMIZER_CLASHES
 from megaswift.config.checks.preference import PREFERENCE_CLASHES
 from megaswift.config.checks.profiling import PROFILE_CLASHES
 from megaswift.config.checks.rl import RL_CLASHES

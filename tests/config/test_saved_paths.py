@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.saved_paths import with_absolute_paths
 from megaswift.config.swift_config import config_yaml_text
+from megaswift.run.saved_paths import with_absolute_paths
 
 
 def test_a_file_from_another_folder_means_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

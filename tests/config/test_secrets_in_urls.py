@@ -1,6 +1,6 @@
 """URLs with credentials among a run's options, which config.yaml, logs and checkpoints would keep.
 
-Covers: megaswift/config/given_options.py.
+Covers: megaswift/options/given_options.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import pytest
 
 from megaswift import export, infer
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.given_options import CREDENTIALS
 from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
+from megaswift.options.given_options import CREDENTIALS
 from megaswift.rollout.server_client import KEY
 
 URLS = (

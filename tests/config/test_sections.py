@@ -1,17 +1,17 @@
 """The surface that users' scripts rely on: names, aliases and defaults, frozen in a file beside this test.
 
-Covers: megaswift/config/values.py.
+Covers: megaswift/options/values.py.
 """
 
 from pathlib import Path
 
 import pytest
 
+from megaswift.bridge.adapters.methods import OWNERS
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.adapter import FOUR_BITS
-from megaswift.config.parts.peft_methods import OWNERS
 from megaswift.config.sections import NAMES, OPTIONS, SECTION_ALIASES, SECTIONS
-from megaswift.config.values import option_value_text
+from megaswift.options.values import option_value_text
 
 GOLDEN = Path(__file__).with_name("surface.txt")
 

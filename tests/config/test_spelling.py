@@ -12,10 +12,10 @@ import pytest
 from megaswift import deploy, export, infer
 from megaswift.commands import training
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.option import Option
 from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.config.spelling import TypedOption, problems_as_typed
 from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.options.option import Option
+from megaswift.options.spelling import TypedOption, problems_as_typed
 
 BAD = {"int": "x", "float": "x", "bool": "maybe", "numbers": "x", "integers": "x", "map": "{q"}
 

@@ -1,6 +1,6 @@
 """What options declare in `only_with`: selectors that exist, with values that they can have.
 
-Covers: megaswift/config/variants.py, megaswift/config/option.py. Every option with every value of every selector is
+Covers: megaswift/config/variants.py, megaswift/options/option.py. Every option with every value of every selector is
 recorded in `tests/net/`.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.option import at_least, but_not, is_set, one_of
 from megaswift.config.sections import OPTIONS
 from megaswift.config.variants import FACTS, variant_note, variant_rules
 from megaswift.errors import ConfigError
+from megaswift.options.option import at_least, but_not, is_set, one_of
 
 PAIRS = [(name, selector) for name, option in OPTIONS.items() for selector in option.only_with]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megaswift.base.versions import run_folder, versions
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.inference.run_files import adapter_folder
-from megaswift.config.versions import run_folder, versions
 from megaswift.errors import ConfigError
 
 DATE = "20261128-181500"

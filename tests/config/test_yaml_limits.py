@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megaswift.config import load_config
-from megaswift.config.facts.tp_overlap import read_tp_comm_overlap_cfg
 from megaswift.config.facts.zero_file import read_deepspeed_json
-from megaswift.config.yaml_limits import TooManyValuesError, read_yaml
+from megaswift.engine.megatron.tp_comm_overlap_file import read_tp_comm_overlap_cfg
 from megaswift.errors import ConfigError
+from megaswift.options.yaml_limits import TooManyValuesError, read_yaml
 
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from megaswift.config.parts.data import EXAMPLES, PAIRS, PREFERENCES
 from megaswift.data.formats import FORMATS, recognize_format
 from megaswift.data.preference.rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, UnusablePreferenceError
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
+from megaswift.options.tasks import EXAMPLES, PAIRS, PREFERENCES
 
 S, U, V = {"role": "system", "content": "s"}, {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
 A, B, C = ({"role": "assistant", "content": c} for c in ("a1", "a2", "bad"))

@@ -25,10 +25,10 @@ import yaml
 from megaswift import log
 from megaswift.commands.training import further_problems_of_refused_config, process_count
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.parts.data import ALIGNMENT, RL
 from megaswift.config.sections import NAMES
-from megaswift.config.spelling import errors_as_typed
 from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.options.spelling import errors_as_typed
+from megaswift.options.tasks import ALIGNMENT, RL
 from megaswift.run.checks import preflight
 from megaswift.run.checks.engine_choice import resolve_engine
 from tests.front_door.commands import INFERENCE, Command, commands_in_folder

@@ -20,8 +20,8 @@ import yaml
 from megaswift import SwiftConfig
 from megaswift.commands import training
 from megaswift.config.facts.launch_variables import without_local_rank
-from megaswift.config.parts.data import RL
 from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.options.tasks import RL
 from megaswift.run.checks import preflight
 from megaswift.run.checks.engine_choice import resolve_engine
 from tests.front_door.commands import Command

@@ -1,7 +1,7 @@
 """Models as `infer` opens them: on disk, in four bits, with adapters, from checkpoints; answers equal to transformers'
 and PEFT's own.
 
-Covers: megaswift/config/facts/byte_size.py, megaswift/config/inference/placement.py,
+Covers: megaswift/base/byte_size.py, megaswift/config/inference/placement.py,
 megaswift/inference/model.py, megaswift/data/model_tokenizer.py.
 """
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megaswift.config.inference.options import ChatTemplateOptions
-from megaswift.config.parts.agent_templates import AGENT_TEXTS
 from megaswift.data.encode.rows import RowEncoder, encode_spec
+from megaswift.data.templates.agent_options import AGENT_TEXTS
 from megaswift.data.templates.render import load_chat_templates
 from megaswift.errors import ConfigError
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer

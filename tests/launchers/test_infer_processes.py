@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config.inference.options import InferProcessOptions
-from megaswift.config.parts.launch import LaunchConfig
 from megaswift.errors import ConfigError
 from megaswift.launchers import infer_processes
 from megaswift.launchers.infer_processes import (
@@ -13,6 +12,7 @@ from megaswift.launchers.infer_processes import (
     share_of_devices,
     take_share_of_devices,
 )
+from megaswift.launchers.options import LaunchConfig
 
 WORKER = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 

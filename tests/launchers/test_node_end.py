@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config.parts.launch import LaunchConfig
 from megaswift.launchers.node_end import NodesEnd, RunEnd
+from megaswift.launchers.options import LaunchConfig
 from megaswift.launchers.torchrun_launcher import free_port, torchrun_command, torchrun_environment
 from tests.sources import ROOT
 

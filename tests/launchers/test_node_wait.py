@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megaswift.config.facts.launch_variables import JOB_ID, NODE
-from megaswift.config.parts.launch import LaunchConfig
 from megaswift.launchers import node_wait
 from megaswift.launchers.node_wait import MissingNodesError, NodeOfAttempt, gather_nodes, job_of_running_nodes
+from megaswift.launchers.options import LaunchConfig
 
 
 def free_port() -> int:

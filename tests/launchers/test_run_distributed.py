@@ -11,9 +11,8 @@ import pytest
 
 import megaswift
 from megaswift.commands import training
-from megaswift.config.parts.data import RL
-from megaswift.config.sections import TASKS
 from megaswift.launchers import torchrun_launcher
+from megaswift.options.tasks import RL, TASKS
 from scripts import run_distributed
 
 KNOWN = f"tasks are {', '.join(TASKS)}"

@@ -23,8 +23,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megaswift.config.facts.zero_file import KINDS
-from megaswift.config.parts.engine import ZERO
-from megaswift.config.parts.optimizer import GALORE, LIONS, MUON, OF_BITSANDBYTES, PLUGIN_OPTIMIZERS, OptimConfig
+from megaswift.engine.optimizer_options import GALORE, LIONS, MUON, OF_BITSANDBYTES, PLUGIN_OPTIMIZERS, OptimConfig
+from megaswift.engine.options import ZERO
 from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.memory.state_bytes import HALF, HeldBytes
 from megaswift.models.family import family_of

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megaswift.base.versions import version_number, versions
 from megaswift.config import SwiftConfig
 from megaswift.config.facts.launch_variables import JOB_ID, RESTARTS, RUN
-from megaswift.config.versions import version_number, versions
 from megaswift.run import output_version
 from megaswift.run.output import OutputFolder, output_folder_problems, prepare_output_folder
 from megaswift.run.output_version import (

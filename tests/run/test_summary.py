@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.byte_size import bytes_text
 from megaswift.data.stream.batches import StreamBatchSource, StreamRowCountsAndWarnings
 from megaswift.data.stream.cursor import Cursor
 from megaswift.engine.protocol import EngineSizeReport

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.parts.data import RL
-from megaswift.config.sections import TASKS as NAMES
+from megaswift.options.tasks import RL
+from megaswift.options.tasks import TASKS as NAMES
 from megaswift.run import build, course
 from megaswift.run.dataset_task import DatasetTask
 from megaswift.run.output import OutputFolder

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift import distributed
 from megaswift.config import load_config
-from megaswift.config.files import CONFIG_HEADER
 from megaswift.data.build import load_document_splits
 from megaswift.errors import ConfigError, DataError
 from megaswift.infer import COMMAND, main
 from megaswift.inference import generator as generation
 from megaswift.launchers.torchrun_launcher import free_port
+from megaswift.options.files import CONFIG_HEADER
 from tests.inference.models import adapters, plain
 from tests.sources import ROOT
 

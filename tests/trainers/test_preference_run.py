@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megaswift.config.parts.data import PROMPTED
+from megaswift.options.tasks import PROMPTED
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import preference_inputs, write_preferences
 from tests.trainers.runs import run

@@ -25,13 +25,13 @@ from torch import Tensor
 from megaswift.base.atomic_writes import safetensors_errors_as_oserror
 from megaswift.bridge import nf4
 from megaswift.bridge.adapters.folder import write_peft_folder
+from megaswift.bridge.adapters.options import LoraConfig
 from megaswift.bridge.adapters.plan import AdapterHyperparameters, AdapterPlan
 from megaswift.bridge.hf.base_model import MARK, link_weights_copy_rest
 from megaswift.bridge.hf.source import WeightSource
 from megaswift.bridge.initial_weights import seed_by_name
 from megaswift.bridge.plan import WeightPlan
 from megaswift.bridge.weight_source import open_weights
-from megaswift.config.parts.adapter import LoraConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.models.targets import modules_to_save_tensor_names, select_projections

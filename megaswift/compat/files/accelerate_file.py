@@ -21,10 +21,10 @@ from megaswift.compat.files.accelerate_parallel import (
     unknown_keys,
     variables_of_section,
 )
-from megaswift.config.option_json import read_option_object
 from megaswift.config.sections import NAMES
-from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
+from megaswift.options.option_json import read_option_object
+from megaswift.options.sources import ConfigSource, GivenOptionValue
 
 NAME = "accelerate_config"
 _ZERO = "ACCELERATE_DEEPSPEED_"

@@ -18,11 +18,11 @@ from megaswift.compat.files.accelerate_parallel import (
     splits_model,
 )
 from megaswift.compat.names.translated import PRECISIONS
-from megaswift.config.parts.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED, PREFETCH_SPELLINGS
 from megaswift.config.sections import Sections
-from megaswift.config.sources import ConfigSource, GivenOptionValue
-from megaswift.config.values import option_value_text
+from megaswift.engine.options import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED, PREFETCH_SPELLINGS
 from megaswift.errors import Problem
+from megaswift.options.sources import ConfigSource, GivenOptionValue
+from megaswift.options.values import option_value_text
 
 ZERO = "ACCELERATE_USE_DEEPSPEED"
 FSDP = "ACCELERATE_USE_FSDP"

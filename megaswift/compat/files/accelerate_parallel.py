@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megaswift.config.sources import GivenOptionValue
 from megaswift.errors import Problem
+from megaswift.options.sources import GivenOptionValue
 
 MEGATRON = "ACCELERATE_USE_MEGATRON_LM"
 PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"

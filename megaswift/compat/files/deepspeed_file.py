@@ -20,10 +20,10 @@ from megaswift.config.facts.zero_file import (
     deepspeed_label,
     read_deepspeed_json,
 )
-from megaswift.config.parts.engine import ZERO
 from megaswift.config.sections import NAMES
-from megaswift.config.sources import ConfigSource, GivenOptionValue
+from megaswift.engine.options import ZERO
 from megaswift.errors import ConfigError
+from megaswift.options.sources import ConfigSource, GivenOptionValue
 
 _BATCH = {"train_batch_size": "global_batch_size"} | {
     key: RENAMED.get(key, key)

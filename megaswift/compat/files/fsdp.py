@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from megaswift.config.facts.fsdp_file import ddp_options_of_no_shard
-from megaswift.config.parts.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD
-from megaswift.config.sources import GivenOptionValue
-from megaswift.config.values import FALSE, TRUE
+from megaswift.engine.options import FSDP_STRATEGY_OF_SPELLING, NO_SHARD
+from megaswift.options.sources import GivenOptionValue
+from megaswift.options.values import FALSE, TRUE
 
 SHARDING = ("fsdp_sharding_strategy", "sharding_strategy")
 # The value of `reshard_after_forward`, until it is known whether a strategy gives it too.

@@ -19,8 +19,8 @@ from megaswift.compat.files.deepspeed_file import hostfile_of_deepspeed_file
 from megaswift.compat.names.translated import RENAMED
 from megaswift.config.facts.launch_variables import is_launched_worker
 from megaswift.config.sections import NAMES
-from megaswift.config.sources import ConfigSource, GivenOptionValue
 from megaswift.errors import ConfigError, Problem
+from megaswift.options.sources import ConfigSource, GivenOptionValue
 
 NAME = "hostfile"
 

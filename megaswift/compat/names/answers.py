@@ -13,8 +13,8 @@ from typing import Any
 from megaswift.compat.names.absent import OTHER_TASKS
 from megaswift.compat.names.neutral import NEUTRAL
 from megaswift.compat.names.translated import PRECISIONS, RENAMED, SWITCHES
-from megaswift.config.parts.optimizer import GALORE
-from megaswift.config.values import FALSE, option_value_text
+from megaswift.engine.optimizer_options import GALORE
+from megaswift.options.values import FALSE, option_value_text
 
 _GONE = "leave it out: "
 _NOT_SERVED = "leave it out: megaswift does not support "

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from megaswift.config.sources import GivenOptionValue
+from megaswift.options.sources import GivenOptionValue
 
 ARCHITECTURE = (
     "num_layers",

@@ -12,7 +12,7 @@ from typing import Any
 
 from megaswift.compat.names.absent import ANY, EITHER, OFF, ON, UNSUPPORTED, ForeignOptionRow
 from megaswift.compat.names.megatron_lm import NEWER_FIELDS, UNSUPPORTED_OF_MEGATRON, UNSUPPORTED_PATTERNS
-from megaswift.config.values import FALSE, TRUE
+from megaswift.options.values import FALSE, TRUE
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 from megaswift.compat.files.accelerate_file import DEEPSPEED
 from megaswift.compat.files.accelerate_launch import FSDP, ZERO
 from megaswift.compat.files.accelerate_parallel import MEGATRON, PARALLELISM, PREFIXES, variables_of_section
-from megaswift.config.files import LARGEST_FILE
 from megaswift.errors import ConfigError, Problem, first_line
+from megaswift.options.files import LARGEST_FILE
 
 BUNDLED: dict[str, dict[str, Any]] = {
     **{f"zero{n}": {"distributed_type": "DEEPSPEED", "zero_stage": n} for n in (1, 2, 3)},

@@ -23,19 +23,20 @@ from megaswift.compat.scripts.settle import add_differing_defaults, leave_out_id
 from megaswift.compat.scripts.toolkits import MEGASWIFT, ForeignCommand, file_of_script
 from megaswift.compat.swift_rollout import translate_rollout_correction_options
 from megaswift.compat.translation import RENAMED, SWITCHES, TASK_SPELLINGS, translated_options
-from megaswift.config.command_line import read_command_line
-from megaswift.config.files import read_config_file
-from megaswift.config.given_options import LISTS_ALL, unknown_option_problem
-from megaswift.config.sections import NAMES, OPTIONS, TASK_NAMES, TASKS
-from megaswift.config.sources import ConfigSource, GivenOptionValue, normalize_name
-from megaswift.config.values import (
+from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING
+from megaswift.errors import ConfigError
+from megaswift.options.command_line import read_command_line
+from megaswift.options.files import read_config_file
+from megaswift.options.given_options import LISTS_ALL, unknown_option_problem
+from megaswift.options.sources import ConfigSource, GivenOptionValue, normalize_name
+from megaswift.options.tasks import TASK_NAMES, TASKS
+from megaswift.options.values import (
     FALSE,
     InvalidValue,
     option_value_text,
     parse_option_value,
     resets_number_to_default,
 )
-from megaswift.errors import ConfigError
 
 NAMES_OF_TASK = frozenset({*TASK_SPELLINGS, "task", "rlhf_type", "pref_loss"})
 """Options that the line `task` of the file is."""
@@ -89,7 +90,7 @@ def _sources(run: MigratedRun, command: ForeignCommand, folder: Path) -> Iterabl
     if command.file is not None:
         yield command.file
         return
-    line = read_command_line([w.text for w in command.words])
+    line = read_command_line([w.text for w in command.words], TRAINING)
     for name in line.files:
         name = name.rpartition(")/")[2] if re.search(r"BASH_SOURCE|\$0", name) else name  # the script's own folder
         place = file_of_script(folder, name) or Path(name)
@@ -97,7 +98,7 @@ def _sources(run: MigratedRun, command: ForeignCommand, folder: Path) -> Iterabl
             run.ask(name, NOT_SET.format(", ".join(names)))
             continue
         try:
-            yield named_accelerate_file(read_config_file(str(place)))
+            yield named_accelerate_file(read_config_file(str(place), TRAINING))
         except ConfigError as error:
             for problem in error.problems:
                 run.ask_problem(problem)
@@ -196,7 +197,9 @@ def _comment(name: str, value: object, given: GivenOptionValue) -> str:
 def _take_unknown(run: MigratedRun, given: GivenOptionValue) -> None:
     accepted = accepted_option(given)
     if accepted is None:
-        for problem in unknown_option_problems(given, NAMES, run.task) or [unknown_option_problem(given, NAMES)]:
+        for problem in unknown_option_problems(given, NAMES, run.task) or [
+            unknown_option_problem(given, NAMES, SECTIONS)
+        ]:
             run.ask_problem(problem)
         return
     run.accepted.pop(accepted.name, None)

@@ -22,9 +22,9 @@ from megaswift.compat.scripts.shell_variables import ExpandedWord
 from megaswift.compat.scripts.toolkits import ForeignCommand, file_of_script
 from megaswift.compat.variables import OPTIONS
 from megaswift.config.sections import NAMES
-from megaswift.config.sources import ConfigSource, GivenOptionValue
-from megaswift.config.values import TRUE
 from megaswift.errors import ConfigError
+from megaswift.options.sources import ConfigSource, GivenOptionValue
+from megaswift.options.values import TRUE
 
 LAUNCH_ORDER = ("nnodes", "node_rank", "master_addr", "master_port", "nproc_per_node")
 KEPT = re.compile(

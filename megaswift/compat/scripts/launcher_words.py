@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from megaswift.compat.names.translated import RENAMED
 from megaswift.compat.scripts.shell_variables import ExpandedWord
 from megaswift.config.sections import NAMES
-from megaswift.config.sources import normalize_name
+from megaswift.options.sources import normalize_name
 
 WRAPPERS = ("env", "nohup", "exec", "sudo", "setsid", "command", "stdbuf", "numactl", "srun", "uv", "run", "conda")
 SWITCHES_OF_LAUNCHERS = frozenset({

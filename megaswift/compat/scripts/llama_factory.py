@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.compat.scripts.migrated_run import MigratedRun
-from megaswift.config.option_json import read_option_json_file
-from megaswift.config.sources import GivenOptionValue
 from megaswift.errors import ConfigError
+from megaswift.options.option_json import read_option_json_file
+from megaswift.options.sources import GivenOptionValue
 
 INFO = "dataset_info.json"
 DEFAULT_FOLDER = "data"

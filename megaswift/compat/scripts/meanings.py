@@ -12,10 +12,10 @@ from pathlib import Path
 from megaswift.compat.defaults import LLAMA_FACTORY, MEGATRON_LM, MEGATRON_SWIFT, SWIFT, TRL
 from megaswift.compat.scripts.llama_factory import with_registered_datasets
 from megaswift.compat.scripts.migrated_run import MigratedOption, MigratedRun
-from megaswift.config.parts.data import RL
-from megaswift.config.sections import OPTIONS, TASKS
-from megaswift.config.sources import GivenOptionValue
-from megaswift.config.values import FALSE
+from megaswift.config.sections import OPTIONS
+from megaswift.options.sources import GivenOptionValue
+from megaswift.options.tasks import RL, TASKS
+from megaswift.options.values import FALSE
 
 _EXPORT = {
     MEGATRON_LM: "export it to a Hugging Face folder MODEL, by AutoBridge.export_ckpt of Megatron-Bridge for example",

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaswift.base.redaction import MASK, is_secret
-from megaswift.config.given_options import LISTS_ALL
 from megaswift.config.sections import Sections
-from megaswift.config.sources import ConfigSource, GivenOptionValue
-from megaswift.config.values import option_value_text
 from megaswift.errors import Problem
+from megaswift.options.given_options import LISTS_ALL
+from megaswift.options.sources import ConfigSource, GivenOptionValue
+from megaswift.options.values import option_value_text
 
 LONGEST_LIST = 200
 """Characters of a list of options in a line."""

@@ -14,12 +14,12 @@ from pathlib import Path
 from megaswift import compat
 from megaswift.compat.defaults import DifferingDefault, defaults_differing_from_toolkit
 from megaswift.compat.scripts.migrated_run import MigratedOption, MigratedRun
-from megaswift.config.parts.data import RL
 from megaswift.config.resolve import Resolver
 from megaswift.config.rules import ignored_option_names
 from megaswift.config.sections import NAMES, OPTIONS, Sections
-from megaswift.config.values import InvalidValue, parse_option_value
 from megaswift.errors import ConfigError, Problem
+from megaswift.options.tasks import RL
+from megaswift.options.values import InvalidValue, parse_option_value
 
 ROWS_PER_STEP = 16
 """What ms-swift makes of a batch without accumulation, at least."""

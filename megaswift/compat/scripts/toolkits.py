@@ -29,8 +29,8 @@ from megaswift.compat.scripts.launcher_words import (
 )
 from megaswift.compat.scripts.shell_variables import ExpandedWord
 from megaswift.compat.scripts.shell_words import shell_commands
-from megaswift.config.sections import TASKS
-from megaswift.config.sources import ConfigSource, normalize_name
+from megaswift.options.sources import ConfigSource, normalize_name
+from megaswift.options.tasks import TASKS
 
 MEGASWIFT = "megaswift"
 CONSOLE_SCRIPTS = {"swift": SWIFT, "megatron": MEGATRON_SWIFT, "megaswift": MEGASWIFT, "trl": TRL}

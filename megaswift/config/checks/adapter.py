@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from megaswift.bridge.adapters.methods import METHODS, PeftMethod
 from megaswift.config.checks.engine import NATIVE, READS, requested_engine
-from megaswift.config.parts.data import RL
-from megaswift.config.parts.engine import ZERO
-from megaswift.config.parts.peft_methods import METHODS, PeftMethod
-from megaswift.config.parts.quantization import DEFAULT_BITS
 from megaswift.config.rule import ONE_OF, ConflictingOptions
 from megaswift.config.sections import Sections
+from megaswift.engine.options import ZERO
+from megaswift.models.quantization_options import DEFAULT_BITS
+from megaswift.options.tasks import RL
 
 SHARDED = ("fsdp2", "zero3", "zero3_offload")
 """Engines whose ranks hold a part of every weight."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megaswift.bridge.adapters.methods import METHODS
 from megaswift.config.facts.zero_file import (
     FilledDeepspeedConfig,
     deepspeed_auto_values,
@@ -15,13 +16,12 @@ from megaswift.config.facts.zero_file import (
     read_deepspeed_json,
 )
 from megaswift.config.facts.zero_keys import READ_AHEAD_ON_A_DRIVE, offload_parts_on_a_drive
-from megaswift.config.option import but_not, one_of
-from megaswift.config.parts.engine import FSDP_STRATEGIES, NOTHING_WRAPPED, ZERO
-from megaswift.config.parts.optimizer import EVERYWHERE, is_elementwise_plugin
-from megaswift.config.parts.peft_methods import METHODS
 from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption
 from megaswift.config.sections import OPTIONS, Sections
+from megaswift.engine.optimizer_options import EVERYWHERE, is_elementwise_plugin
+from megaswift.engine.options import FSDP_STRATEGIES, NOTHING_WRAPPED, ZERO
 from megaswift.errors import ConfigError
+from megaswift.options.option import but_not, one_of
 
 NATIVE = "megatron"
 AUTO = "auto"

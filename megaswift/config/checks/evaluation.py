@@ -4,10 +4,10 @@ evaluations is in `megaswift.trainers.hooks.best_model`."""
 from __future__ import annotations
 
 from megaswift.config.checks.adapter import adapter_init_changes_base_weights
-from megaswift.config.parts.data import RL
-from megaswift.config.parts.optimizer import PLATEAU
 from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
+from megaswift.engine.optimizer_options import PLATEAU
+from megaswift.options.tasks import RL
 
 REWARD = "reward"
 LOSS = "loss"

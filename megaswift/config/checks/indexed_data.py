@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaswift.config.parts.data import split_shares
 from megaswift.config.rule import ONE_OF, ConflictingOptions
 from megaswift.config.sections import Sections
+from megaswift.data.options import split_shares
 
 SUFFIXES = (".idx", ".bin")
 ALTERNATE = "a blend has a weight above 0 before each prefix: 0.3 first 0.7 second"

@@ -1,20 +1,20 @@
-"""Rules that follow from `parts/losses.py`: values that a loss refuses."""
+"""Rules that follow from `losses/loss_table.py`: values that a loss refuses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megaswift.config.facts.rl import policy_loss_of
-from megaswift.config.parts.data import RL
-from megaswift.config.parts.losses import (
+from megaswift.config.rule import ConflictingOptions, Test
+from megaswift.config.sections import Sections
+from megaswift.losses.loss_table import (
     LOSS_TABLE,
     LossEntry,
     LossOptionCondition,
     loss_entries,
 )
-from megaswift.config.parts.preference import loss_types_of
-from megaswift.config.rule import ConflictingOptions, Test
-from megaswift.config.sections import Sections
+from megaswift.losses.options import loss_types_of
+from megaswift.options.tasks import RL
 
 
 def loss_entries_of(c: Sections) -> tuple[LossEntry, ...]:

@@ -1,11 +1,14 @@
 """Rules for optimizer options, and which engines support which optimizer. The names are in
-`config/parts/optimizer.py`."""
+`engine/optimizer_options.py`."""
 
 from __future__ import annotations
 
+import math
+
 from megaswift.config.checks.engine import AUTO, NATIVE, READS, drive_parts_of_option, requested_engine
-from megaswift.config.parts.engine import ZERO
-from megaswift.config.parts.optimizer import (
+from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption, Test
+from megaswift.config.sections import Sections
+from megaswift.engine.optimizer_options import (
     EVERYWHERE,
     GALORE,
     ON_PARTS,
@@ -14,8 +17,7 @@ from megaswift.config.parts.optimizer import (
     SCALED_MOMENT_DTYPES,
     is_elementwise_plugin,
 )
-from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption, Test
-from megaswift.config.sections import Sections
+from megaswift.engine.options import ZERO
 
 
 def uses_distributed_optimizer(requested: bool, optimizer: str) -> bool:
@@ -136,5 +138,31 @@ OPTIMIZER_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.optim.optimizer_cpu_offload and c.optim.optimizer != "adam",
         "offloads Adam's moments, but the optimizer is {optimizer}",
         "--optimizer_cpu_offload false",
+    ),
+)
+
+
+_POWER = "must be a power of two, which multiplies and divides without rounding"
+
+
+def _is_power_of_two(c: Sections, name: str) -> bool:
+    return math.log2(c.value(name)).is_integer()
+
+
+LOSS_SCALE_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
+        ("initial_loss_scale",),
+        lambda c: not _is_power_of_two(c, "initial_loss_scale"),
+        _POWER,
+        "--initial_loss_scale 65536",
+    ),
+    ConflictingOptions(
+        ("min_loss_scale",), lambda c: not _is_power_of_two(c, "min_loss_scale"), _POWER, "--min_loss_scale 1"
+    ),
+    ConflictingOptions(
+        ("initial_loss_scale", "min_loss_scale"),
+        lambda c: c.optim.initial_loss_scale < c.optim.min_loss_scale,
+        "is less than min_loss_scale {min_loss_scale}",
+        "--min_loss_scale 1",
     ),
 )

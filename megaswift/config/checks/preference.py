@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from megaswift.config.checks.engine import drive_parts_of_option
 from megaswift.config.checks.losses import loss_entries_of, value_required_by_loss_rules
-from megaswift.config.parts.data import RL
-from megaswift.config.parts.losses import KL_PAIRS
-from megaswift.config.parts.preference import LOSSES, loss_types_of, needs_reference
 from megaswift.config.rule import ConflictingOptions, IgnoredOption
 from megaswift.config.sections import Sections
+from megaswift.losses.loss_table import KL_PAIRS
+from megaswift.losses.options import LOSSES, loss_types_of, needs_reference
+from megaswift.options.tasks import RL
 
 
 def _foreign(c: Sections) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megaswift.config.parts.training import TrainConfig
 from megaswift.config.rule import ConflictingOptions
 from megaswift.errors import Problem
+from megaswift.trainers.options import TrainConfig
 
 PROFILE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(

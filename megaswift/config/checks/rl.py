@@ -17,12 +17,12 @@ from megaswift.config.facts.rl import (
     policy_loss_of,
     weighs_kl_by_ratio,
 )
-from megaswift.config.parts.data import GRPO, PPO, RL
-from megaswift.config.parts.preference import beta_of
-from megaswift.config.parts.rl import SERVERS
 from megaswift.config.rule import ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem
+from megaswift.losses.options import beta_of
+from megaswift.options.tasks import GRPO, PPO, RL
+from megaswift.trainers.rl.options import SERVERS
 
 ALONE = 2
 """Completions of a prompt that a comparison within its group takes."""

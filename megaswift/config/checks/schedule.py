@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from megaswift.config.parts.optimizer import PLATEAU
 from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption
+from megaswift.engine.optimizer_options import PLATEAU
 
 _SCHEDULE = ("lr_scheduler_type",)
 

@@ -4,9 +4,9 @@ runs. No torch."""
 from __future__ import annotations
 
 from megaswift.config.checks.engine import AUTO, NATIVE, READS, requested_engine
-from megaswift.config.parts.data import RL
 from megaswift.config.rule import ConflictingOptions
 from megaswift.config.sections import Sections
+from megaswift.options.tasks import RL
 
 
 def _names_native_engine(c: Sections) -> bool:

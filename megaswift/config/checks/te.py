@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaswift.config.sections import OPTIONS, Sections
-from megaswift.config.values import option_value_text
 from megaswift.errors import Problem
+from megaswift.options.values import option_value_text
 
 _FUSED_ADAM = "Megatron-Core's implementation needs Transformer Engine's fused Adam"
 _LAYERS = "needs Transformer Engine's layers"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megaswift.config.parts.training import TrainConfig
 from megaswift.errors import ConfigError, Problem
+from megaswift.trainers.options import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.option_json import read_option_object
-from megaswift.config.parts.engine import FSDP_STRATEGIES, FSDP_STRATEGY_OF_SPELLING, NO_SHARD, PREFETCH_SPELLINGS
 from megaswift.config.sections import Sections
-from megaswift.config.values import option_value_text
+from megaswift.engine.options import FSDP_STRATEGIES, FSDP_STRATEGY_OF_SPELLING, NO_SHARD, PREFETCH_SPELLINGS
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
+from megaswift.options.option_json import read_option_object
+from megaswift.options.values import option_value_text
 
 ALWAYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "cpu_ram_efficient_loading": ((True,), "models are always loaded shard by shard"),

@@ -12,10 +12,10 @@ from typing import Any
 
 from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.config.facts.rl import DEFAULT_GENERATIONS, generations_per_prompt_of
-from megaswift.config.parts.data import PPO, RL
-from megaswift.config.parts.training import TrainConfig
 from megaswift.config.sections import Sections
 from megaswift.errors import ConfigError, Problem
+from megaswift.options.tasks import PPO, RL
+from megaswift.trainers.options import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.sources import ConfigSource, GivenOptionValue
-from megaswift.config.values import FALSE, TRUE
+from megaswift.options.sources import ConfigSource, GivenOptionValue
+from megaswift.options.values import FALSE, TRUE
 
 HUGGING_FACE = "HF"
 MODELSCOPE = "MS"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.config.facts.batch_sizes import batch_plan, batch_problems
-from megaswift.config.parts.losses import KL_PAIRS, losses_needing
-from megaswift.config.parts.preference import loss_types_of
 from megaswift.errors import Problem
+from megaswift.losses.loss_table import KL_PAIRS, losses_needing
+from megaswift.losses.options import loss_types_of
 
 
 def kto_pairs_over_global_batch(c: Any, training: bool = True) -> bool:

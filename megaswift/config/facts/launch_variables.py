@@ -12,8 +12,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megaswift.config.parts.launchers import launcher_entry
 from megaswift.errors import ConfigError, Problem
+from megaswift.launchers.launcher_table import launcher_entry
 
 IDENTITY = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Set by all. (RANK and WORLD_SIZE alone do not say so: some clusters count machines with them; LOCAL_RANK alone is a

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.option_json import read_option_json_file
-from megaswift.config.parts.data import PREFERENCES
 from megaswift.config.sections import Sections
 from megaswift.errors import ConfigError, Problem
+from megaswift.options.option_json import read_option_json_file
+from megaswift.options.tasks import PREFERENCES
 
 TURNS = ("default", "last_round", "all")
 """The assistant's turns, those after the last user message, or every token."""

@@ -1,16 +1,16 @@
-"""Defaults of reinforcement-learning options that depend on other options. The options themselves: `parts/rl.py`."""
+"""Defaults of reinforcement-learning options that depend on others, which `trainers/rl/options.py` declares."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megaswift.config.parts.data import GRPO, PPO
-from megaswift.config.parts.estimators import (
+from megaswift.losses.estimator_table import (
     AdvantageEstimatorEntry,
     advantage_estimator_entry,
     advantage_estimator_names,
 )
-from megaswift.config.parts.preference import beta_of, loss_types_of
+from megaswift.losses.options import beta_of, loss_types_of
+from megaswift.options.tasks import GRPO, PPO
 
 DEFAULT_GENERATIONS = 8
 """Completions of a prompt in grpo."""

@@ -19,9 +19,9 @@ from typing import Any
 
 from megaswift.config.facts.batch_sizes import accumulation_steps
 from megaswift.config.facts.zero_keys import unserved_key_problems, without_switched_off_keys
-from megaswift.config.option_json import read_option_object
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem, did_you_mean_hint
+from megaswift.options.option_json import read_option_object
 
 KINDS = {
     "zero0": (0, False, False),

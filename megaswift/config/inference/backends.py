@@ -5,12 +5,12 @@ Owns the options of vLLM and the names under which its engine (`EngineArgs`) has
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.config.option import option
+from megaswift.options.option import option
+from megaswift.options.option_json import json_object
 
 _SWITCH = "true|false"
 
@@ -124,15 +124,6 @@ class BackendOptions:
             settings[name] = json_object(settings[name])
         eager = {"enforce_eager": True} if self.vllm_enforce_eager else {}
         return {**settings, **eager, **(self.engine_kwargs or {})}
-
-
-def json_object(text: str) -> dict[str, Any] | None:
-    """The object that a JSON text has; None for anything else."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 ENGINE_ARGUMENTS: Mapping[str, str] = {

@@ -9,14 +9,12 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from megaswift.config.facts.byte_size import byte_size_or_none
-from megaswift.config.files import DATA_SUFFIXES
+from megaswift.base.byte_size import byte_size_or_none
 from megaswift.config.inference.backends import (
     ENGINE_ARGUMENTS,
     OBJECTS,
     SET_BY_OPTIONS,
     BackendOptions,
-    json_object,
 )
 from megaswift.config.inference.launch import infer_launch_problems
 from megaswift.config.inference.options import (
@@ -33,6 +31,8 @@ from megaswift.config.inference.parser import ParsedCommand
 from megaswift.config.inference.placement import AUTOMATIC, DISK, parse_device_map, parse_max_memory
 from megaswift.config.inference.run_files import ADAPTER_CONFIG, adapter_config
 from megaswift.errors import Problem
+from megaswift.options.files import DATA_SUFFIXES
+from megaswift.options.option_json import json_object
 
 TOKEN_VARIABLE = "MEGASWIFT_API_KEY"
 FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")

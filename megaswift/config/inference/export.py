@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megaswift.config.facts.byte_size import byte_size_or_none
+from megaswift.base.byte_size import byte_size_or_none
 from megaswift.config.facts.single_process import node_problems
 from megaswift.config.inference.checks import (
     FOUR_BITS,

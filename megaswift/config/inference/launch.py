@@ -9,8 +9,8 @@ from typing import Any
 
 from megaswift.config.inference.options import InferProcessOptions
 from megaswift.config.inference.parser import ParsedCommand
-from megaswift.config.spelling import TypedOption
 from megaswift.errors import Problem
+from megaswift.options.spelling import TypedOption
 
 OF_NODES = ("node_rank", "master_addr", "master_port")
 LAUNCH_OPTIONS = ("nproc_per_node", "nnodes", *OF_NODES)

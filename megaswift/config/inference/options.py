@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaswift.config.inference.backends import BackendOptions
-from megaswift.config.option import option
-from megaswift.config.parts.agent_templates import AGENT_TEMPLATES
-from megaswift.config.parts.model import DTYPES
+from megaswift.data.templates.agent_options import AGENT_TEMPLATES
+from megaswift.models.options import DTYPES
+from megaswift.options.option import option
 
 COLD = 1e-5
 """The lowest temperature at which tokens are drawn, as in vLLM: scores divided by less overflow."""

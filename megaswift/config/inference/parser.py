@@ -18,17 +18,17 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from megaswift import log
 from megaswift.base.command_words import HELP
 from megaswift.base.redaction import redact_problems
-from megaswift.config.command_line import read_command_line
 from megaswift.config.facts.hub_ids import dataset_hubs, hub_source_from_environment
 from megaswift.config.facts.launch_variables import CHECKED
-from megaswift.config.files import read_config_file
-from megaswift.config.given_options import GivenOptions, unknown_option_problem
 from megaswift.config.help import option_lines, section_heading
-from megaswift.config.option import OptionTable, build_option_table
-from megaswift.config.sources import ConfigSource, GivenOptionValue, accepted_notice, secret_values_of
-from megaswift.config.spelling import TypedOption, errors_as_typed, problems_as_typed
-from megaswift.config.toolkits import Toolkits
+from megaswift.config.sections import SECTIONS, TRAINING
 from megaswift.errors import ConfigError, Problem
+from megaswift.options.command_line import read_command_line
+from megaswift.options.files import read_config_file
+from megaswift.options.given_options import GivenOptions, Toolkits, unknown_option_problem
+from megaswift.options.option import OptionTable, build_option_table
+from megaswift.options.sources import ConfigSource, GivenOptionValue, accepted_notice, secret_values_of
+from megaswift.options.spelling import TypedOption, errors_as_typed, problems_as_typed
 
 LEGEND = (
     "Each option is shown with its default and unit; CAPITALS: not set by default. Dashes and underscores are "
@@ -102,7 +102,7 @@ class CommandParser(Generic[Config]):
         """The sections; ConfigError with all mistakes."""
         line = read_command_line(list(argv), self.table)
         state = GivenOptions()
-        sources = [read_config_file(file) for file in line.files]
+        sources = [read_config_file(file, TRAINING) for file in line.files]
         state.problems += line.problems
         state.problems += [problem for source in sources for problem in source.problems]
         state.notices += [notice for source in sources for notice in source.notices]
@@ -139,7 +139,7 @@ class CommandParser(Generic[Config]):
             option = self.table.options.get(names.get(given.name, ""))
             if option is None:
                 known = self.toolkits.explain(given, names, None)
-                state.problems += known or [unknown_option_problem(given, names, self.name)]
+                state.problems += known or [unknown_option_problem(given, names, SECTIONS, self.name)]
                 continue
             state.take(option, given, first.get(option.name), self.toolkits)
             first.setdefault(option.name, given)

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.facts.byte_size import byte_size_or_none
+from megaswift.base.byte_size import byte_size_or_none
 from megaswift.errors import Problem, missing_path_hint
 
 Device = int | str

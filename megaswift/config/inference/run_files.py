@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megaswift.base.versions import run_folder
 from megaswift.config.facts.single_process import unused_processes_notice
-from megaswift.config.files import CONFIG_HEADER, read_config_file
 from megaswift.config.inference.launch import with_launch_variables
 from megaswift.config.inference.options import (
     ExportOptions,
@@ -24,11 +24,12 @@ from megaswift.config.inference.options import (
     split_adapter_name,
 )
 from megaswift.config.inference.parser import ParsedCommand
-from megaswift.config.parts.agent_templates import AGENT_TEXTS
-from megaswift.config.spelling import TypedOption
+from megaswift.config.sections import TRAINING
 from megaswift.config.swift_config import SwiftConfig, load_config
-from megaswift.config.versions import run_folder
+from megaswift.data.templates.agent_options import AGENT_TEXTS
 from megaswift.errors import ConfigError
+from megaswift.options.files import CONFIG_HEADER, read_config_file
+from megaswift.options.spelling import TypedOption
 
 ADAPTER_CONFIG = "adapter_config.json"
 RUN_CONFIG = "config.yaml"
@@ -140,7 +141,7 @@ def _with_agent_template_of_run(parsed: ParsedCommand) -> ParsedCommand:
     if source is None or parsed.given("agent_template"):
         return parsed
     try:
-        given = read_config_file(str(source)).givens
+        given = read_config_file(str(source), TRAINING).givens
     except ConfigError:
         return parsed
     name = next((one.value for one in given if one.name == "agent_template" and one.value in AGENT_TEXTS), None)

@@ -17,8 +17,6 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
 from megaswift.config.facts.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
-from megaswift.config.parts.agent_templates import AGENT_FORMATS, AGENT_TEXTS, REFUSED_AGENT_FORMATS
-from megaswift.config.plugins import files_with_data_formats
 from megaswift.data.encode.pieces import DistinctPieceEncoder
 from megaswift.data.encode.split_points import token_safe_split_patterns
 from megaswift.data.formats import parse_sample
@@ -27,6 +25,7 @@ from megaswift.data.sources.columns import fill_self_cognition_name_placeholders
 from megaswift.data.sources.files import FilePart
 from megaswift.data.sources.readers import LocatedRow
 from megaswift.data.store.shared_build import data_cache_folder
+from megaswift.data.templates.agent_options import AGENT_FORMATS, AGENT_TEXTS, REFUSED_AGENT_FORMATS
 from megaswift.data.templates.options import read_system_message
 from megaswift.data.templates.render import (
     ChatRenderer,
@@ -39,6 +38,7 @@ from megaswift.data.untokenized_sample import RowError, UntokenizedSample, with_
 from megaswift.data.vision.placeholders import reject_media
 from megaswift.data.vision.processor import Processor, ProcessorFolderWithDigest, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import ConfigError, DataError, Problem, without_control_characters
+from megaswift.options.plugins import files_with_data_formats
 
 BATCH = 256
 SHOWN = 10

@@ -16,10 +16,10 @@ from typing import Any
 
 from megaswift.base.registry import Registry
 from megaswift.base.user_code import convert_user_code_errors
-from megaswift.config.parts.data import RL, SFT
 from megaswift.data.preference.rows import PreferenceExample
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.errors import CONTROL, DataError, Problem
+from megaswift.options.tasks import RL, SFT
 
 Row = Mapping[str, Any]
 OTHER_NAMES = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaswift.config.parts.data import PAIRS
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.formats.alpaca import parse as parse_alpaca
 from megaswift.data.preference.rows import PreferenceExample, make_pair, number_in_column
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample, describe_value, text_in_column
+from megaswift.options.tasks import PAIRS
 
 OPTIONAL = ("input", "history", "system", "tools", "margin")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from os.path import commonprefix
 
-from megaswift.config.parts.data import EXAMPLES, PAIRS
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.preference.rows import (
     PreferenceExample,
@@ -27,6 +26,7 @@ from megaswift.data.untokenized_sample import (
     text_or_messages_in_column,
     with_default_system_message,
 )
+from megaswift.options.tasks import EXAMPLES, PAIRS
 
 
 def _said(value: str | UntokenizedSample, role: str) -> UntokenizedSample:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megaswift.config.parts.data import EXAMPLES
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.formats.rejected_response import has_sft_conversation, read_sft_conversation
 from megaswift.data.preference.rows import PreferenceExample, label_in_column, make_labeled_example
+from megaswift.options.tasks import EXAMPLES
 
 
 def parse(row: Row) -> PreferenceExample:

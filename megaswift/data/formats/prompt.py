@@ -3,7 +3,6 @@ As TRL has it."""
 
 from __future__ import annotations
 
-from megaswift.config.parts.data import RL
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.untokenized_sample import (
     RowError,
@@ -13,6 +12,7 @@ from megaswift.data.untokenized_sample import (
     text_in_column,
     text_or_messages_in_column,
 )
+from megaswift.options.tasks import RL
 
 
 def parse(row: Row) -> UntokenizedSample:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megaswift.config.parts.data import SFT
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.untokenized_sample import (
     RowError,
@@ -16,6 +15,7 @@ from megaswift.data.untokenized_sample import (
     text_in_column,
     text_or_messages_in_column,
 )
+from megaswift.options.tasks import SFT
 
 
 def parse(row: Row) -> UntokenizedSample:

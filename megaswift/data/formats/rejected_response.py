@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megaswift.config.parts.data import PAIRS
 from megaswift.data.formats import FORMATS, Row, RowFormat, parse_sample
 from megaswift.data.preference.rows import (
     ASKING,
@@ -27,6 +26,7 @@ from megaswift.data.untokenized_sample import (
     text_in_column,
     with_default_system_message,
 )
+from megaswift.options.tasks import PAIRS
 
 
 def read_sft_conversation(row: Row) -> UntokenizedSample:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaswift.config.parts.data import PAIRS
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.formats.conversations import parse as parse_conversations
 from megaswift.data.preference.rows import PreferenceExample, make_pair, number_in_column
@@ -15,6 +14,7 @@ from megaswift.data.untokenized_sample import (
     decode_json_cell,
     describe_value,
 )
+from megaswift.options.tasks import PAIRS
 
 TURN = 'an object {"from": "gpt", "value": ...}, or a list of such'
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.config.parts.data import PREFERENCES, RL
 from megaswift.data.encode.rows import BATCH, SHOWN, EncodedRows, EncodeSpec, RowEncoder, malformed_row_problem
 from megaswift.data.formats import recognize_format
 from megaswift.data.preference.rows import (
@@ -32,6 +31,7 @@ from megaswift.data.untokenized_sample import RowError, UntokenizedSample, with_
 from megaswift.data.vision.encode import VisionRowTokenEncoder
 from megaswift.data.vision.placeholders import reject_media, reject_media_beside_plain_text
 from megaswift.errors import Problem
+from megaswift.options.tasks import PREFERENCES, RL
 
 Side = tuple[np.ndarray, np.ndarray]
 """(int32 tokens [n], loss weights [n])."""

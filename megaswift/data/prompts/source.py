@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from megaswift import log
-from megaswift.config.parts.data import DataConfig
-from megaswift.config.parts.training import TrainConfig
 from megaswift.data.batches.epoch_order import EpochOrder
 from megaswift.data.build import data_seed
+from megaswift.data.options import DataConfig
 from megaswift.data.prompts.images import PromptImages
 from megaswift.data.resume_check import check_same_data, documents_fingerprint
 from megaswift.data.sources.mixture import interleave_documents, interleaving_of
@@ -35,6 +34,7 @@ from megaswift.data.store.documents import (
 )
 from megaswift.data.tokenization import tokenize_datasets
 from megaswift.errors import DataError, Problem
+from megaswift.trainers.options import TrainConfig
 
 
 @dataclass(frozen=True)

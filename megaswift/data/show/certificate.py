@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megaswift.config.parts.data import PREFERENCES, RL
 from megaswift.data.encode.rows import EncodeSpec, encode_spec
 from megaswift.data.show.loss_mask import FAULTS, NOTES, Findings, LossMaskCertifier, certify_first_rows
 from megaswift.data.sources import readers
@@ -24,6 +23,7 @@ from megaswift.data.sources.remote import with_local_copy
 from megaswift.data.store.shared_build import data_cache_folder
 from megaswift.data.tokenization import resolve_or_download_dataset_files
 from megaswift.log import count_text
+from megaswift.options.tasks import PREFERENCES, RL
 
 PROCESS_BYTES = 4 << 20
 """Input that is worth the start of another process (some seconds)."""

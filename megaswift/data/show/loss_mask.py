@@ -23,7 +23,6 @@ import numpy as np
 from tokenizers import Encoding
 
 from megaswift.config.facts.loss_scale import LossScale
-from megaswift.config.parts.data import RL
 from megaswift.data.encode.rows import BATCH, EncodeSpec, RowEncoder
 from megaswift.data.preference.encode import EncodedPreference, PreferenceEncoder, row_encoder_for_task
 from megaswift.data.prompts.encode import RenderedPrompt
@@ -38,6 +37,7 @@ from megaswift.data.templates.text_search import AnswerPlace, AnswerSearch
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.data.vision.encode import TokenizedVisionRow
 from megaswift.data.vision.media import RowMedia
+from megaswift.options.tasks import RL
 
 PROMPT_TRAINED = "prompt_trained"
 ANSWER_UNTRAINED = "answer_untrained"

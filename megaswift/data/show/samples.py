@@ -17,12 +17,9 @@ from typing import TYPE_CHECKING, Any
 from megaswift.base.atomic_writes import write_atomically
 from megaswift.config import load_config
 from megaswift.config.checks.indexed_data import IndexedBlend, parse_indexed_blend
-from megaswift.config.command_line import read_command_line
 from megaswift.config.facts.loss_scale import parse_loss_scale
-from megaswift.config.parts.data import DataConfig
-from megaswift.config.parts.model import ModelConfig
-from megaswift.config.parts.training import TrainConfig
-from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.config.sections import NAMES, OPTIONS, TRAINING
+from megaswift.data.options import DataConfig
 from megaswift.data.row_counters import row_count_texts
 from megaswift.data.show.report import (
     Block,
@@ -36,6 +33,9 @@ from megaswift.data.show.report import (
 from megaswift.data.show.words import split_own_options
 from megaswift.errors import DataError, Problem
 from megaswift.log import count_text, info
+from megaswift.models.options import ModelConfig
+from megaswift.options.command_line import read_command_line
+from megaswift.trainers.options import TrainConfig
 
 if TYPE_CHECKING:
     from megaswift.data.store.documents import Documents
@@ -70,7 +70,7 @@ SPLIT_OPTIONS = ("seed", "data_seed")
 def _check(model: str | None, data: DataConfig, words: Sequence[str]) -> None:
     """DataError for what this command lacks, and for options on its command line that it would ignore."""
     problems = []
-    for given in read_command_line(list(words)).givens:
+    for given in read_command_line(list(words), TRAINING).givens:
         name = NAMES.get(given.name, "")
         if not name:
             continue  # the task

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megaswift.config.sections import NAMES, SECTIONS
-from megaswift.config.sources import normalize_name
 from megaswift.errors import DataError, Problem, did_you_mean_hint
+from megaswift.options.sources import normalize_name
 
 
 def split_own_options(argv: Sequence[str], defaults: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

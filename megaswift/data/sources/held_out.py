@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaswift.config.parts.data import PREFERENCES, RL, DataConfig
-from megaswift.config.parts.training import TrainConfig
 from megaswift.data.build import data_seed, load_document_splits, load_preference_splits
+from megaswift.data.options import DataConfig
 from megaswift.data.prompts.source import limit_prompt_lengths
 from megaswift.data.sources.mixture import interleave_documents, interleaving_of
 from megaswift.data.store.documents import (
@@ -19,6 +18,8 @@ from megaswift.data.store.documents import (
     hold_out_documents,
 )
 from megaswift.data.tokenization import tokenize_datasets
+from megaswift.options.tasks import PREFERENCES, RL
+from megaswift.trainers.options import TrainConfig
 
 
 def validation_row_places(

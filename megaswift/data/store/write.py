@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import load_config
-from megaswift.config.parts.data import DataConfig
-from megaswift.config.parts.model import ModelConfig
-from megaswift.config.sources import normalize_name
-from megaswift.config.values import FALSE, TRUE
+from megaswift.data.options import DataConfig
 from megaswift.data.show.words import split_own_options
 from megaswift.errors import DataError, Problem
 from megaswift.log import info
+from megaswift.models.options import ModelConfig
+from megaswift.options.sources import normalize_name
+from megaswift.options.values import FALSE, TRUE
 
 USAGE = """\
 megaswift data cache DATASET... --model DIR --output_dir FOLDER [options]

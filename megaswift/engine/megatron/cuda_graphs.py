@@ -17,9 +17,9 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megaswift.config.parts.model import ModelConfig
 from megaswift.engine.megatron.cpu.patches import install_cuda_graph_patches
 from megaswift.engine.megatron.layers.implementation import megatron_version_at_least
+from megaswift.models.options import ModelConfig
 
 _MANAGER = "cudagraph_manager"
 

@@ -16,16 +16,13 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from megaswift.bridge.adapters.folder import write_peft_folder
+from megaswift.bridge.adapters.options import LoraConfig
 from megaswift.bridge.checkpoint.hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.hf.export import HfExportOptions, source_tensor_dtypes, write_hf_export
 from megaswift.bridge.hf.source import WeightSource
 from megaswift.bridge.plan import WeightPlan
 from megaswift.bridge.scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
 from megaswift.bridge.weight_source import open_weights
-from megaswift.config.parts.adapter import LoraConfig
-from megaswift.config.parts.layout import ParallelConfig
-from megaswift.config.parts.model import ModelConfig
-from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.compute_time import OwnComputeClock
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron.checkpoint import save_load
@@ -67,6 +64,7 @@ from megaswift.engine.objective import (
     named_head_outputs,
     start_count_global_batch,
 )
+from megaswift.engine.optimizer_options import OptimConfig
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights, replicated_by_group
@@ -74,7 +72,9 @@ from megaswift.errors import ConfigError
 from megaswift.families import family_of
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
 from megaswift.models import qlora
+from megaswift.models.options import ModelConfig
 from megaswift.models.spec import ModelSpec
+from megaswift.parallel.options import ParallelConfig
 
 
 class MegatronEngine(EngineState):

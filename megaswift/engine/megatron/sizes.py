@@ -10,12 +10,12 @@ from torch import nn
 from megaswift import distributed
 from megaswift.bridge.adapters.plan import AdapterPlan
 from megaswift.bridge.plan import WeightPlan
-from megaswift.config.parts.optimizer import PLUGIN_OPTIMIZERS
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.megatron.optim import optimizer as optim
 from megaswift.engine.megatron.optim.fp8_weights import is_fp8_weight
 from megaswift.engine.megatron.optim.host_adam import HostAdam
 from megaswift.engine.megatron.state import EngineState
+from megaswift.engine.optimizer_options import PLUGIN_OPTIMIZERS
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.models.spec import ModelSpec
 

@@ -9,12 +9,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.bridge.hf.source import WeightSource
 from megaswift.bridge.plan import WeightPlan
-from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.megatron.lora.adapters import RankAdapters
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.settings import EngineSettings
 from megaswift.engine.megatron.weights import RankWeights
+from megaswift.engine.optimizer_options import OptimConfig
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 

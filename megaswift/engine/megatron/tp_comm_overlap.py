@@ -13,9 +13,9 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megaswift.config.parts.layout import ParallelConfig
 from megaswift.engine.megatron.layers.implementation import TORCH, LayerImplementationChoice
 from megaswift.errors import ConfigError, Problem
+from megaswift.parallel.options import ParallelConfig
 
 OPTION = "--tp_comm_overlap true"
 _OFF = "--tp_comm_overlap false"

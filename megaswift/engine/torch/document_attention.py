@@ -23,11 +23,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from megaswift.config.parts.model import ModelConfig
 from megaswift.engine.document_attention import JOINED, AttentionRule, RowDocuments, attend_documents
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 from megaswift.losses.contract import Batch
+from megaswift.models.options import ModelConfig
 
 CHECKED = "per_document"
 """In place of transformers' `_attn_implementation` while `rows_of` lasts, for a model that is compared with it at

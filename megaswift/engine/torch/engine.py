@@ -26,8 +26,6 @@ from megaswift.bridge.hf.model_folder import (
     persistent_buffers,
     tensor_metas_with_source_dtypes,
 )
-from megaswift.config.parts.engine import ZERO
-from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.device_copy import copy_to_device_async, pin_where_copied
 from megaswift.engine.compute_time import OwnComputeClock
 from megaswift.engine.objective import (
@@ -36,6 +34,8 @@ from megaswift.engine.objective import (
     named_head_outputs,
     start_count_global_batch,
 )
+from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options import ZERO
 from megaswift.engine.process_group import set_timeout_of_all_groups
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights

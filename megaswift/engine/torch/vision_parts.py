@@ -15,9 +15,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from megaswift.config.parts.model import ModelConfig
-from megaswift.config.parts.optimizer import OptimConfig
+from megaswift.engine.optimizer_options import OptimConfig
 from megaswift.errors import ConfigError, Problem
+from megaswift.models.options import ModelConfig
 
 VIT = "vit"
 ALIGNER = "aligner"

@@ -12,10 +12,10 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
+from megaswift.bridge.adapters.options import LoraConfig
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.adapter import base_quantization_bits
 from megaswift.config.checks.engine import capabilities_of
-from megaswift.config.parts.adapter import LoraConfig
 from megaswift.errors import Problem
 from megaswift.families import family_of
 from megaswift.folders.checkpoint import find_checkpoint

@@ -11,7 +11,7 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.cuda_graphs import cuda_graph_environment_problems, uses_cuda_graphs
 from megaswift.config.checks.engine import requested_engine
-from megaswift.config.parts.engine import ZERO
+from megaswift.engine.options import ZERO
 from megaswift.errors import Problem
 
 

@@ -21,7 +21,7 @@ from megaswift.config.checks.engine import (
     uses_model_parallelism,
 )
 from megaswift.config.facts import fsdp_file
-from megaswift.config.parts.optimizer import EVERYWHERE, ON_PARTS, is_elementwise_plugin
+from megaswift.engine.optimizer_options import EVERYWHERE, ON_PARTS, is_elementwise_plugin
 from megaswift.errors import UserError
 from megaswift.families import FAMILIES
 from megaswift.folders.source import locate_model

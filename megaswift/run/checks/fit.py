@@ -6,15 +6,15 @@ look at a device.
 
 from __future__ import annotations
 
+from megaswift.base.byte_size import byte_size_or_none, bytes_text
 from megaswift.config import SwiftConfig
 from megaswift.config.facts.batch_sizes import batch_plan
-from megaswift.config.facts.byte_size import byte_size_or_none, bytes_text
-from megaswift.config.values import option_value_text
 from megaswift.errors import ConfigError, Problem
 from megaswift.memory.estimate import MemoryEstimate, RunParameters, uncovered_features, usable_bytes
 from megaswift.memory.fit import ALL, FitChoice, NoFit, Settings, choose_settings_that_fit
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.spec import ModelSpec
+from megaswift.options.values import option_value_text
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit
 

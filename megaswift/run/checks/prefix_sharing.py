@@ -14,11 +14,11 @@ from megaswift.config import SwiftConfig
 from megaswift.config.checks.engine import NATIVE, requested_engine
 from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.config.facts.extra_kwargs import extra_kwargs_values
-from megaswift.config.parts.data import PROMPTED, RL
 from megaswift.errors import Problem
 from megaswift.models.any_model import dropout_fields, spec_from_family
 from megaswift.models.spec import ModelSpec
 from megaswift.models.vision import has_vision_tower
+from megaswift.options.tasks import PROMPTED, RL
 from megaswift.parallel.layout import Layout
 
 CUDNN = 90700

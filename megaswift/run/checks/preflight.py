@@ -29,12 +29,9 @@ from megaswift.config.checks.te import missing_transformer_engine_problems, set_
 from megaswift.config.facts.extra_kwargs import extra_kwargs_problems
 from megaswift.config.facts.kto_pairs import kto_batch_problems
 from megaswift.config.facts.zero_file import missing_deepspeed_problems
-from megaswift.config.parts.data import RL
-from megaswift.config.parts.engine import ZERO
-from megaswift.config.parts.training import TRACKERS
-from megaswift.config.values import option_value_text
 from megaswift.data.vision.processor import image_support_problems
 from megaswift.engine.determinism import determinism_environment_problems
+from megaswift.engine.options import ZERO
 from megaswift.engine.tf32 import tf32_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of
@@ -55,6 +52,8 @@ from megaswift.models.vision import (
     vision_packing_problems,
     vision_task_problems,
 )
+from megaswift.options.tasks import RL
+from megaswift.options.values import option_value_text
 from megaswift.parallel.checks import layout_problems
 from megaswift.parallel.constraints import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
@@ -77,6 +76,7 @@ from megaswift.run.checks.rl import (
 )
 from megaswift.run.checks.torch_engine import native_compiler_problems, torch_engine_machine_problems
 from megaswift.trainers.hub_clients import hub_client_problems
+from megaswift.trainers.options import TRACKERS
 
 EXPERT_OPTIONS = (
     "moe_aux_loss_coeff",

@@ -6,11 +6,11 @@ import re
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.config.parts.data import RL
 from megaswift.errors import ConfigError, UserError
 from megaswift.folders.source import locate_model
 from megaswift.models.family import read_config_json
 from megaswift.models.vision import has_vision_tower
+from megaswift.options.tasks import RL
 
 OPTION = "rollout_backend"
 

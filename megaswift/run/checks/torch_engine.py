@@ -15,9 +15,9 @@ from pathlib import Path
 from megaswift.config import SwiftConfig
 from megaswift.config.facts.zero_file import deepspeed_label, read_deepspeed_json
 from megaswift.config.facts.zero_keys import offload_parts_on_a_drive
-from megaswift.config.parts.engine import ZERO
-from megaswift.config.parts.optimizer import OF_BITSANDBYTES, PAGED
 from megaswift.diagnosis.c_compiler import FIX, missing_for_triton
+from megaswift.engine.optimizer_options import OF_BITSANDBYTES, PAGED
+from megaswift.engine.options import ZERO
 from megaswift.errors import Problem
 
 _CALLS_LIBAIO = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"

@@ -15,12 +15,12 @@ from typing import Any
 
 from megaswift import distributed, log
 from megaswift.base.plain_files import files_below, refuse_links_outside
-from megaswift.config.parts.training import TrainConfig
 from megaswift.errors import CheckpointError, ConfigError, Problem, did_you_mean_hint
 from megaswift.folders.checkpoint import ENGINE
 from megaswift.trainers.file_hashes import damaged_file_problems_all_ranks
 from megaswift.trainers.hook import Hook, Line, Run
 from megaswift.trainers.hooks.progress import print_line
+from megaswift.trainers.options import TrainConfig
 
 
 class BestModelHook(Hook):

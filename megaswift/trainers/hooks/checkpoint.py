@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaswift import distributed
+from megaswift.base.byte_size import bytes_text
 from megaswift.config.facts.batch_sizes import BatchPlan
-from megaswift.config.facts.byte_size import bytes_text
 from megaswift.engine.protocol import FileEntries
 from megaswift.errors import CheckpointError, Problem
 from megaswift.folders import saved_steps

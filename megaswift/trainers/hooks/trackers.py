@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import distributed, log
-from megaswift.config.parts.tracker import TrackerConfig
 from megaswift.error_exit import calls_left_behind
 from megaswift.errors import first_line
 from megaswift.trainers.hook import Hook, Line, Run
 from megaswift.trainers.hooks.progress import print_line, print_warning
+from megaswift.trainers.hooks.tracker_options import TrackerConfig
 
 WRITER_THREAD = "_AsyncWriterThread"
 """tensorboard 2.x, summary/writer/event_file_writer.py."""

@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megaswift.config.parts.rl import RlConfig
 from megaswift.memory.kv_cache_bytes import kv_cache_bytes_per_token
 from megaswift.models.spec import ModelSpec
 from megaswift.rollout.sampler import SamplingParams
 from megaswift.rollout.sync_folders import SHARED_MEMORY
+from megaswift.trainers.rl.options import RlConfig
 
 EVERYWHERE = ("vllm",)
 """Backends that are made on every rank: engines of vLLM in the ranks of a run make their process groups together, all

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.parts.estimators import advantage_estimator_entry
-from megaswift.config.parts.losses import COVARIANCES, losses_needing
-from megaswift.config.parts.rl import RlConfig
+from megaswift.losses.estimator_table import advantage_estimator_entry
+from megaswift.losses.loss_table import COVARIANCES, losses_needing
 from megaswift.losses.sampler_correction import SamplerCorrection
+from megaswift.trainers.rl.options import RlConfig
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from megaswift import distributed
-from megaswift.config.parts.estimators import advantage_estimator_entry
 from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.data.prompts.collate import (
     RolloutCollator,
@@ -28,6 +27,7 @@ from megaswift.data.prompts.images import PromptImages
 from megaswift.engine.protocol import Engine
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, RequestedModelOutputs
+from megaswift.losses.estimator_table import advantage_estimator_entry
 from megaswift.trainers.hook import StepExtras, timed
 from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.trainers.rl.critic import CriticTrainer

@@ -13,8 +13,8 @@ import yaml
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.checks.engine import filled_deepspeed_config, requested_engine
 from megaswift.config.facts.fsdp_file import fsdp_file_options
-from megaswift.config.saved_paths import with_absolute_paths
 from megaswift.errors import ConfigError
+from megaswift.run.saved_paths import with_absolute_paths
 
 COMMON: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",

@@ -1,6 +1,6 @@
 """accelerate's settings, as `accelerate launch` (1.15) leaves them in the environment: taken, told, or refused.
 
-Covers: megaswift/config/option_json.py.
+Covers: megaswift/options/option_json.py.
 """
 
 from __future__ import annotations

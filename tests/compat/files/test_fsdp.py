@@ -11,7 +11,7 @@ import pytest
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.checks.engine import requested_engine
 from megaswift.config.facts.fsdp_file import fsdp_file_options
-from megaswift.config.parts.engine import FSDP_STRATEGY_OF_SPELLING as STRATEGIES
+from megaswift.engine.options import FSDP_STRATEGY_OF_SPELLING as STRATEGIES
 from megaswift.errors import ConfigError
 
 GIVEN = ["--model", "m", "--dataset", "d.jsonl"]

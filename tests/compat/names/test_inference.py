@@ -17,8 +17,8 @@ from megaswift.compat.inference import InferenceToolkits
 from megaswift.compat.names.inference import HINTS_OF, NEUTRAL_OF
 from megaswift.compat.names.neutral import ANY
 from megaswift.config.inference.placement import parse_device_map
-from megaswift.config.sources import GivenOptionValue
 from megaswift.errors import ConfigError, Problem
+from megaswift.options.sources import GivenOptionValue
 
 COMMANDS = {"infer": infer.COMMAND, "deploy": deploy.COMMAND, "export": export.COMMAND}
 WORDS = {"infer": [], "deploy": [], "export": ["--quant", "4", "--output_dir", "new"]}

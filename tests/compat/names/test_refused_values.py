@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from megaswift import cli
+from megaswift.bridge.adapters.methods import VARIANTS
 from megaswift.compat.names.answers import VALUES_ELSEWHERE, foreign_value_advice
 from megaswift.config import load_config
-from megaswift.config.option import Option
-from megaswift.config.parts.peft_methods import VARIANTS
 from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.config.values import InvalidValue, parse_option_value
 from megaswift.errors import ConfigError
+from megaswift.options.option import Option
+from megaswift.options.values import InvalidValue, parse_option_value
 
 MS_SWIFT_TUNERS = (
     *("lora", "full", "lora_llm", "longlora", "adalora", "llamapro", "adapter", "vera", "boft", "fourierft", "reft"),

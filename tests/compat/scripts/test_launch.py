@@ -15,7 +15,8 @@ from megaswift.compat.scripts.accelerate_settings import accelerate_environment,
 from megaswift.compat.scripts.commands import migrated_run
 from megaswift.compat.scripts.launch import command_line
 from megaswift.compat.scripts.toolkits import command_of_file
-from megaswift.config.files import read_config_file
+from megaswift.config.sections import TRAINING
+from megaswift.options.files import read_config_file
 from tests.compat.scripts.translated import loaded, translated
 
 WORDS = "train.py --model_name_or_path m --dataset_name d --num_train_epochs 1"
@@ -192,7 +193,7 @@ def test_a_file_of_accelerate_by_itself(tmp_path: Path) -> None:
         "main_process_ip: host0\nmain_process_port: 29501\n"
         "deepspeed_config:\n  zero_stage: 3\n  deepspeed_hostfile: /job/hosts\n"
     )
-    run = migrated_run(command_of_file(read_config_file(str(file)), file.name), tmp_path)
+    run = migrated_run(command_of_file(read_config_file(str(file), TRAINING), file.name), tmp_path)
     assert (run.toolkit, run.task) == ("accelerate", "sft")
     assert {name: o.value for name, o in run.options.items()} == {"torch_dtype": "bfloat16", "deepspeed": "zero3"}
     assert run.launch == {

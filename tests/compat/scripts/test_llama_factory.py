@@ -11,7 +11,8 @@ import pytest
 from megaswift.compat.scripts.commands import migrated_run
 from megaswift.compat.scripts.migrated_run import MigratedRun
 from megaswift.compat.scripts.toolkits import command_of_file
-from megaswift.config.files import read_config_file
+from megaswift.config.sections import TRAINING
+from megaswift.options.files import read_config_file
 from tests.compat.scripts.translated import loaded
 
 INFO: dict[str, Any] = {
@@ -46,7 +47,7 @@ def run_of(folder: Path, dataset: str, place: str = "data") -> MigratedRun:
     file.write_text(
         f"stage: sft\nmodel_name_or_path: m\nfinetuning_type: full\ndataset: {dataset}\ndataset_dir: {place}\n"
     )
-    return migrated_run(command_of_file(read_config_file(str(file)), file.name), file.parent)
+    return migrated_run(command_of_file(read_config_file(str(file), TRAINING), file.name), file.parent)
 
 
 def test_files_hub_ids_and_columns(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from megaswift.compat.defaults import (
     TRL,
 )
 from megaswift.compat.scripts.toolkits import ForeignCommand, command_of_file, foreign_commands
-from megaswift.config.sources import source_from_mapping
+from megaswift.config.sections import TRAINING
+from megaswift.options.sources import source_from_mapping
 
 
 def only(text: str) -> ForeignCommand:
@@ -120,5 +121,5 @@ def test_several_commands_and_conditions() -> None:
     ],
 )
 def test_files(values: dict[str, object], name: str, toolkit: str, task: str | None) -> None:
-    command = command_of_file(source_from_mapping(values), name)
+    command = command_of_file(source_from_mapping(values, TRAINING), name)
     assert (command.toolkit, command.task) == (toolkit, task)

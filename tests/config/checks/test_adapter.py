@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megaswift.bridge.adapters.methods import METHODS, OWNERS
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.adapter import ADAPTER_CLASHES, base_quantization_bits
-from megaswift.config.parts.peft_methods import METHODS, OWNERS
 from megaswift.errors import ConfigError
 from tests.config.refusals import problems
 from tests.config.test_sections import other_value

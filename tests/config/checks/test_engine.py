@@ -19,11 +19,11 @@ from megaswift.config.checks.engine import (
     capabilities_of,
     requested_engine,
 )
-from megaswift.config.option import one_of
 from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES, ModelSpec, family_of
 from megaswift.models.any_model import spec_from_size_fields
+from megaswift.options.option import one_of
 from megaswift.run.checks.engine_choice import MachineFacts, approximate_parameter_count, choose_engine, resolve_engine
 from tests.config.refusals import problems
 from tests.config.test_sections import NEEDS, other_value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.checks.fit import FIT_CLASHES
+from megaswift.config.checks.layout import FIT_CLASHES
 from megaswift.errors import ConfigError
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.config.checks.float16 import LOSS_SCALE_CLASHES
-from megaswift.config.parts.optimizer import OptimConfig
+from megaswift.config.checks.optimizer import LOSS_SCALE_CLASHES
+from megaswift.engine.optimizer_options import OptimConfig
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = ["--initial_loss_scale 1024", "--min_loss_scale 2", "--loss_scale_window 100", "--hysteresis 1"]

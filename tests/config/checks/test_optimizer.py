@@ -9,8 +9,8 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.optimizer import OPTIMIZER_CLASHES, uses_distributed_optimizer
-from megaswift.config.option import PLUGIN_CHOICES
-from megaswift.config.parts.optimizer import OPTIMIZERS, PLUGIN_OPTIMIZERS, SPELLINGS, PluginOptimizerParts
+from megaswift.engine.optimizer_options import OPTIMIZERS, PLUGIN_OPTIMIZERS, SPELLINGS, PluginOptimizerParts
+from megaswift.options.option import PLUGIN_CHOICES
 from megaswift.run.checks.engine_choice import resolve_engine
 from tests.config.refusals import assert_idle, problems
 from tests.trainers.inputs import write_model

@@ -1,7 +1,7 @@
 """Options of preference learning: each row of the rules fires when it should and is silent when its condition is met;
 what tasks take.
 
-Covers: megaswift/config/parts/preference.py.
+Covers: megaswift/losses/options.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import pytest
 
 from megaswift.config import load_config
 from megaswift.config.checks.preference import PREFERENCE_CLASHES
-from megaswift.config.parts.losses import ALPHAPO, loss_names
-from megaswift.config.parts.preference import beta_of, cpo_alpha_of, loss_types_of, needs_reference
 from megaswift.losses import cpo, dpo_loss_types, kto, orpo, reward
+from megaswift.losses.loss_table import ALPHAPO, loss_names
+from megaswift.losses.options import beta_of, cpo_alpha_of, loss_types_of, needs_reference
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = [

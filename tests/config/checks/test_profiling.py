@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megaswift.config.checks.profiling import PROFILE_CLASHES, profile_rank_problems
-from megaswift.config.parts.training import TrainConfig
+from megaswift.trainers.options import TrainConfig
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = [

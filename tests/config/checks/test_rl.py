@@ -25,11 +25,11 @@ from megaswift.config.facts.rl import (
     whitens_advantages,
 )
 from megaswift.config.help import task_help
-from megaswift.config.parts.losses import loss_names
-from megaswift.config.parts.preference import beta_of, needs_reference
-from megaswift.config.parts.rl import BACKENDS, MODES, RlConfig
 from megaswift.config.variants import readers
 from megaswift.errors import ConfigError
+from megaswift.losses.loss_table import loss_names
+from megaswift.losses.options import beta_of, needs_reference
+from megaswift.trainers.rl.options import BACKENDS, MODES, RlConfig
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 SERVER = "--rollout_backend vllm_server"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.recompute import selective_recompute_modules
+from megaswift.models.options import selective_recompute_modules
 
 SELECTIVE = SwiftConfig(task="sft", recompute_granularity="selective")
 

@@ -1,7 +1,7 @@
 """Processes and nodes of `megaswift infer`, by options and variables; commands that are one process.
 
 Covers: megaswift/config/inference/launch.py, megaswift/config/inference/run_files.py,
-megaswift/config/facts/single_process.py, megaswift/config/file_arguments.py.
+megaswift/config/facts/single_process.py, megaswift/commands/file_arguments.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 from megaswift import export, infer
 from megaswift.cli import main
 from megaswift.commands import convert
+from megaswift.commands.file_arguments import FileArgumentParser
 from megaswift.config.facts.single_process import NodePlace, place_among_nodes
-from megaswift.config.file_arguments import FileArgumentParser
 from megaswift.config.inference.launch import LAUNCH_OPTIONS, node_option_values
 from megaswift.config.inference.options import InferProcessOptions
 from megaswift.config.swift_config import load_config

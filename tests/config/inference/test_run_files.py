@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megaswift import deploy, export, infer
-from megaswift.config.files import CONFIG_HEADER
 from megaswift.errors import ConfigError, UserError
+from megaswift.options.files import CONFIG_HEADER
 
 ROWS = '{"query": "1+2?", "response": "3"}\n'
 

@@ -20,7 +20,6 @@ import torch
 
 from megaswift.cli import main
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.parts.model import ModelConfig
 from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.data.build import build_train_and_eval_sources
 from megaswift.data.model_tokenizer import tokenizer_or_processor_for
@@ -28,6 +27,7 @@ from megaswift.data.store.write import main as cache
 from megaswift.data.store.write import words_of_cached_dataset
 from megaswift.errors import DataError
 from megaswift.export import main as export
+from megaswift.models.options import ModelConfig
 from megaswift.run.checks.data import data_problems
 from tests.data.makers import chat, jsonl, tokenizer
 from tests.data.of_config import prompt_splits

@@ -1,7 +1,7 @@
 """Chat templates by name: the texts of the templates that TRL ships, hand-written renderings, masks, and names;
 `--agent_template` and `--add_non_thinking_prefix`.
 
-Covers: megaswift/config/parts/agent_templates.py.
+Covers: megaswift/data/templates/agent_options.py.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
+from megaswift.bridge.adapters.options import LoraConfig
 from megaswift.bridge.plan import WeightPlan
-from megaswift.config.parts.adapter import LoraConfig
 from megaswift.engine.megatron.lora.adapters import adapter_plan_from_lora_config
 from megaswift.engine.megatron.sizes import active_adapter_parameter_count, flop_parameter_count
 from megaswift.engine.torch.engine import flop_parameter_counts

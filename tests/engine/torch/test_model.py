@@ -18,11 +18,11 @@ from torch import nn
 from megaswift.bridge.hf.source import HfSource
 from megaswift.bridge.initial_weights import initial_lora_a
 from megaswift.config import SwiftConfig
-from megaswift.config.parts.model import ModelConfig
 from megaswift.engine.torch.conversions import conversion_groups, unused_weights
 from megaswift.engine.torch.model import add_peft, attention_to_load_with, build_model, freeze_parts
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
+from megaswift.models.options import ModelConfig
 from megaswift.models.scalar_head import with_scalar_head
 from megaswift.run.engines import model_build
 from tests.parity.models import VOCAB, build

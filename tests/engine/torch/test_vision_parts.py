@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megaswift.config import load_config
-from megaswift.config.parts.model import ModelConfig
 from megaswift.data.vision.processor import Processor, processor_folder_and_files_digest
 from megaswift.engine.torch import vision_parts
 from megaswift.engine.torch.logit_fields import LossFieldsModel
 from megaswift.engine.torch.optim.table import make_torch_optimizer
 from megaswift.engine.torch.strategies.strategy import set_param_groups_lr_and_weight_decay
 from megaswift.errors import ConfigError
+from megaswift.models.options import ModelConfig
 from tests.parity.vision import KINDS, image, inputs_of, part, tokenizer, write_images, write_model
 
 ALIGNERS = {

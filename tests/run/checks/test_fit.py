@@ -1,6 +1,6 @@
 """`--fit`: what the run summary says, what is refused, and runs of one and two ranks that take the choice.
 
-Covers: megaswift/run/checks/fit.py, megaswift/config/checks/fit.py.
+Covers: megaswift/run/checks/fit.py, megaswift/config/checks/layout.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.byte_size import bytes_text
 from megaswift.errors import UserError
 from megaswift.families import load_spec
 from megaswift.memory.estimate import usable_bytes

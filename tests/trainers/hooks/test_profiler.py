@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megaswift.config.parts.training import TrainConfig
 from megaswift.run import report
 from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.hooks.profiler import (
@@ -23,6 +22,7 @@ from megaswift.trainers.hooks.profiler import (
     time_by_kind,
 )
 from megaswift.trainers.loop import train
+from megaswift.trainers.options import TrainConfig
 from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run
 from tests.trainers.tiny import tiny_loop

@@ -16,12 +16,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-from megaswift.config.parts.optimizer import PluginOptimizerParts
 from megaswift.engine.megatron.optim.adam_update import initialize_fused_adam_state
 from megaswift.engine.megatron.optim.bf16_remainders import REMAINDER_DTYPE, join_bf16_remainder, split_bf16_remainder
 from megaswift.engine.megatron.optim.fp8_weights import is_fp8_weight
 from megaswift.engine.megatron.optim.host_adam import HostAdam
 from megaswift.engine.megatron.optim.optimizer import optimizer_parts, plugin_of_part, uses_precision_aware_optimizer
+from megaswift.engine.optimizer_options import PluginOptimizerParts
 
 MAIN = "param"
 """The float32 weight that a half-precision weight is a copy of."""

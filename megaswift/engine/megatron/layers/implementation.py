@@ -14,8 +14,8 @@ import megatron.core
 import torch
 
 from megaswift.config.checks.te import ATTENTION, PRODUCTS
-from megaswift.config.parts.model import ModelConfig
 from megaswift.errors import ConfigError, Problem
+from megaswift.models.options import ModelConfig
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.model_shape import ModelShape

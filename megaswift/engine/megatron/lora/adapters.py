@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megaswift import distributed
 from megaswift.bridge.adapters.folder import PeftFolder, adapter_half_getter
+from megaswift.bridge.adapters.options import LoraConfig
 from megaswift.bridge.adapters.plan import (
     AdapterHyperparameters,
     AdapterPlan,
@@ -25,7 +26,6 @@ from megaswift.bridge.adapters.plan import (
 from megaswift.bridge.initial_weights import initial_lora_a
 from megaswift.bridge.plan import EntriesOfSameHfTensors, WeightPlan
 from megaswift.bridge.scalar_head import NEW
-from megaswift.config.parts.adapter import LoraConfig
 from megaswift.engine.megatron.lora import layers
 from megaswift.engine.megatron.lora.experts import GroupedAdapters, attach_grouped_adapters_to_layer
 from megaswift.engine.megatron.model import SwiftGPT

@@ -30,7 +30,6 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megaswift.config.parts.optimizer import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
 from megaswift.engine.megatron.optim.clipping import (
     clipping_by,
     clips_in_update,
@@ -40,6 +39,7 @@ from megaswift.engine.megatron.optim.clipping import (
 )
 from megaswift.engine.megatron.optim.host_adam import HostAdam, materialize_host_adam_state
 from megaswift.engine.objective import StepNumbers
+from megaswift.engine.optimizer_options import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtypes of main gradients and moments, by Megatron-LM's names."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megaswift.bridge.hf.source import TensorMeta
-from megaswift.config.parts.optimizer import OptimConfig
 from megaswift.engine.objective import ReadNumbers
+from megaswift.engine.optimizer_options import OptimConfig
 from megaswift.engine.squared_norm import sum_of_squares
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
 from megaswift.engine.torch.meta_init import allocate_storage

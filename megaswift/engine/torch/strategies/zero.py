@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from megaswift.bridge.hf.source import TensorMeta
 from megaswift.config.facts.zero_file import KINDS, matching_deepspeed_preset, offloads_optimizer_and_weights
 from megaswift.config.facts.zero_keys import offload_parts_on_a_drive
-from megaswift.config.parts.optimizer import PLUGIN_OPTIMIZERS, OptimConfig
 from megaswift.engine.objective import ReadNumbers
+from megaswift.engine.optimizer_options import PLUGIN_OPTIMIZERS, OptimConfig
 from megaswift.engine.squared_norm import sum_of_squares
 from megaswift.engine.torch.meta_init import allocate_storage, is_unallocated
 from megaswift.engine.torch.optim.loss_scale import DynamicLossScale

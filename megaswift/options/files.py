@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.base.redaction import MASK, is_secret
-from megaswift.config.sections import is_section_entry
-from megaswift.config.sources import ConfigSource, GivenOptionValue, normalize_name
-from megaswift.config.values import option_value_text
-from megaswift.config.yaml_limits import TooManyValuesError, compose_yaml
 from megaswift.errors import ConfigError, Problem, missing_path_hint
+from megaswift.options.option import OptionTable
+from megaswift.options.sources import ConfigSource, GivenOptionValue, normalize_name
+from megaswift.options.values import option_value_text
+from megaswift.options.yaml_limits import TooManyValuesError, compose_yaml
 from megaswift.version import __version__
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
@@ -23,8 +23,12 @@ LARGEST_FILE = 1 << 20
 """Bytes of a configuration file."""
 
 
-def read_config_file(path: str) -> ConfigSource:
-    """A configuration file; every entry with its line."""
+def read_config_file(path: str, table: OptionTable) -> ConfigSource:
+    """Returns the entries of a configuration file, each with its line.
+
+    Args:
+        table: The options whose headings the file may have.
+    """
     file = Path(path)
     try:
         folder = file.is_dir()
@@ -42,7 +46,7 @@ def read_config_file(path: str) -> ConfigSource:
         )
     try:
         text = _text(file)
-        pairs = list(_json_pairs(text) if file.suffix.lower() == ".json" else _yaml_pairs(text))
+        pairs = list(_json_pairs(text, table) if file.suffix.lower() == ".json" else _yaml_pairs(text, table))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(path, f"cannot be read: {error}")) from None
     except _Malformed as error:
@@ -54,7 +58,7 @@ def read_config_file(path: str) -> ConfigSource:
     for section, name, value, line in pairs:
         own = normalize_name(name)
         label = f"{path}{line} {name}: {MASK if is_secret(own) else option_value_text(value)}"
-        is_empty_section = not section and value is None and is_section_entry(own, {})
+        is_empty_section = not section and value is None and table.opens_section(own, {})
         if (section, name) in seen:
             problems.append(Problem(label, "occurs twice in the file", "remove one of the two"))
         elif not is_empty_section:
@@ -96,12 +100,12 @@ _Pair = tuple[str, str, Any, str]
 """Section or the empty string, name, value (a mapping that is no section, too), `:line`."""
 
 
-def _yaml_pairs(text: str) -> Iterator[_Pair]:
+def _yaml_pairs(text: str, table: OptionTable) -> Iterator[_Pair]:
     import yaml  # 20 ms that --help need not pay
 
     try:
         loader, root = compose_yaml(text)
-        yield from _walk(loader, root, "")
+        yield from _walk(loader, root, "", table)
     except RecursionError:
         raise _Malformed("is nested too deeply") from None
     except TooManyValuesError as error:
@@ -114,7 +118,7 @@ def _yaml_pairs(text: str) -> Iterator[_Pair]:
         raise _Malformed(f"is not YAML: {what}", f":{mark.line + 1}" if mark else "") from None
 
 
-def _walk(loader: Any, node: Any, section: str) -> Iterator[_Pair]:
+def _walk(loader: Any, node: Any, section: str, table: OptionTable) -> Iterator[_Pair]:
     import yaml
 
     if node is None:
@@ -125,13 +129,13 @@ def _walk(loader: Any, node: Any, section: str) -> Iterator[_Pair]:
         name = str(key.value)
         line = f":{key.start_mark.line + 1}"
         plain = loader.construct_object(value, deep=True)
-        if not section and is_section_entry(normalize_name(name), plain):
-            yield from _walk(loader, value, name)
+        if not section and table.opens_section(normalize_name(name), plain):
+            yield from _walk(loader, value, name, table)
         else:
             yield section, name, plain, line
 
 
-def _json_pairs(text: str) -> Iterator[_Pair]:
+def _json_pairs(text: str, table: OptionTable) -> Iterator[_Pair]:
     try:
         root = json.loads(text, object_pairs_hook=_Pairs)
     except json.JSONDecodeError as error:
@@ -143,7 +147,7 @@ def _json_pairs(text: str) -> Iterator[_Pair]:
     if not isinstance(root, _Pairs):
         raise _Malformed("must contain a JSON object of options")
     for name, value in root:
-        if isinstance(value, _Pairs) and is_section_entry(normalize_name(name), {}):
+        if isinstance(value, _Pairs) and table.opens_section(normalize_name(name), {}):
             yield from ((name, n, _plain(v), "") for n, v in value)
         else:
             yield "", name, _plain(value), ""

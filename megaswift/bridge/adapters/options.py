@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import but_not, option
-from megaswift.config.parts.peft_methods import LORAS, adapters_with
+from megaswift.bridge.adapters.methods import LORAS, adapters_with
+from megaswift.options.option import but_not, option
 
 
 @dataclass(frozen=True)

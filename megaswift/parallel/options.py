@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import at_least, option
+from megaswift.options.option import at_least, option
 
 _SUPERVISED = ("sft", "pt")
 """Tasks whose micro-batches have one shape."""

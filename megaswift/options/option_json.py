@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.yaml_limits import read_yaml
 from megaswift.errors import ConfigError, Problem
+from megaswift.options.yaml_limits import read_yaml
 
 
 def read_option_json_file(path: Path, what: str, fix: str) -> dict[str, Any]:
@@ -43,3 +43,12 @@ def read_option_object(named: str, what: str, fix: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(Problem(what, "does not contain names with values", fix))
     return value
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The object that a JSON text has; None for anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -6,30 +6,9 @@ import math
 import re
 from dataclasses import dataclass
 
-from megaswift.config.option import LARGEST_SEED, but_not, is_set, one_of, option
-from megaswift.config.parts.agent_templates import AGENT_TEMPLATES
-
-SFT = ("sft",)
-PAIRS = ("dpo", "orpo", "cpo", "simpo", "rm")
-"""Tasks whose unit is a pair of answers to one prompt, one chosen and one rejected."""
-EXAMPLES = ("kto",)
-"""Tasks whose unit is one answer with a label: desirable or not."""
-PREFERENCES = PAIRS + EXAMPLES
-LIKELIHOODS = ("dpo", "cpo", "simpo", "kto")
-"""Preference tasks that compare likelihoods of answers alone (orpo trains on the prompt too, rm on the last token)."""
-GRPO = ("grpo",)
-PPO = ("ppo",)
-RL = GRPO + PPO
-"""Tasks whose rows are prompts, and whose unit is a completion that the model has sampled."""
-PROMPTED = ("dpo", "cpo", "simpo", "rm", *RL)
-"""Tasks with several answers to a prompt that carries no loss."""
-ALIGNMENT = PREFERENCES + RL
-"""Tasks that `rlhf_type` may name."""
-CHATS = SFT + ALIGNMENT
-"""Tasks of conversations."""
-VISION_TASKS = (*SFT, "dpo", "cpo", "simpo", *GRPO)
-"""Tasks that vision-language models train on, images and all."""
-
+from megaswift.data.templates.agent_options import AGENT_TEMPLATES
+from megaswift.options.option import LARGEST_SEED, but_not, is_set, one_of, option
+from megaswift.options.tasks import CHATS, LIKELIHOODS, PREFERENCES, PROMPTED, SFT, VISION_TASKS
 
 SHARE = re.compile(r"\s*(?:[0-9]+\.?[0-9]*|\.[0-9]+)\s*", re.ASCII)
 """A number without sign or exponent."""

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.config.inference.backends import json_object
-from megaswift.config.option import option
-from megaswift.config.parts.data import RL
 from megaswift.errors import Problem
+from megaswift.options.option import option
+from megaswift.options.option_json import json_object
+from megaswift.options.tasks import RL
 
 TRANSPORTS = ("auto", "folder", "shared_memory", "cuda_ipc", "gloo", "nccl")
 _SYNC = "weight sync relies on it"

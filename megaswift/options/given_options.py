@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from megaswift.base.redaction import has_url_credentials, redacted_urls
-from megaswift.config.option import Option
-from megaswift.config.sections import NAMES, SECTIONS
-from megaswift.config.sources import AcceptedOption, GivenOptionValue
-from megaswift.config.spelling import TypedOption
-from megaswift.config.toolkits import Toolkits
-from megaswift.config.values import (
+from megaswift.errors import Problem, did_you_mean_hint
+from megaswift.options.option import Option
+from megaswift.options.sources import AcceptedOption, ConfigSource, GivenOptionValue
+from megaswift.options.spelling import TypedOption
+from megaswift.options.values import (
     InvalidValue,
     option_value_text,
     parse_option_value,
     resets_number_to_default,
 )
-from megaswift.errors import Problem, did_you_mean_hint
 
 LISTS_ALL = "megaswift {task} --help lists them all"
 """The fix of an unknown option; the task is filled in once all sources are read, because a later one may name it."""
@@ -29,6 +27,27 @@ CREDENTIALS = {
     **dict.fromkeys(("dataset", "val_dataset"), _FOR_DATA),
 }
 """By option: the variables that replace credentials in a URL, which config.yaml, logs and checkpoints would keep."""
+
+
+class Toolkits(Protocol):
+    """The door to names and values of other toolkits, for the options of one command. The package behind it is
+    `megaswift/compat/`, and the command hands it in."""
+
+    def translate(self, sources: Sequence[ConfigSource], known: Mapping[str, str]) -> list[ConfigSource]:
+        """Return the sources in megaswift's names and values; what nobody knows stays as it is.
+
+        Args:
+            known: Any spelling of an option of the command, and its canonical name.
+        """
+
+    def explain(self, given: GivenOptionValue, known: Mapping[str, str], task: str | None) -> list[Problem]:
+        """Return what is wrong with an option that the command does not have; empty for a name that is in no table."""
+
+    def instead(self, option: str, value: Any) -> str:
+        """Return what to do in place of a value that `option` does not take; empty where that is not known."""
+
+    def unread_variables(self, environ: Mapping[str, str]) -> Iterable[str]:
+        """Return a line for variables of other toolkits that no command of megaswift reads."""
 
 
 @dataclass
@@ -101,18 +120,23 @@ class GivenOptions:
 
 
 def unknown_option_problem(
-    given: GivenOptionValue, known: Mapping[str, str], command: str | None = None, fix: str = ""
+    given: GivenOptionValue,
+    known: Mapping[str, str],
+    sections: Iterable[str],
+    command: str | None = None,
+    fix: str = "",
 ) -> Problem:
     """Return the mistake of an option that is none of `known`.
 
     Args:
+        sections: Headings that a configuration file may have.
         command: Whose options these are; None: training's.
         fix: What to do, where that is known.
     """
     if isinstance(given.value, dict):
-        rule = f"is not a section of options; sections are {', '.join(SECTIONS)}"
+        rule = f"is not a section of options; sections are {', '.join(sections)}"
         last = "leave the mapping out; options stand at the top level or in these sections, and TASK --help lists them"
-        names = [*SECTIONS, *NAMES]
+        names = [*sections, *known]
         return Problem(given.spelling.rstrip(":"), rule, fix or did_you_mean_hint(given.name, names) or last)
     positive = given.name.removeprefix("no_")
     if not fix and positive != given.name and positive in known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import option
+from megaswift.options.option import option
 
 ZERO = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 ENGINES = ("auto", "megatron", "ddp", *ZERO, "fsdp2")

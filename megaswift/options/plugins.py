@@ -24,8 +24,8 @@ from types import ModuleType
 from typing import Any
 
 from megaswift.base.user_code import import_user_file
-from megaswift.config.sources import ConfigSource
 from megaswift.errors import ConfigError, Problem, missing_path_hint
+from megaswift.options.sources import ConfigSource
 
 OPTION = "external_plugins"
 ALIAS = "custom_register_path"

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaswift.base.redaction import MASK, is_secret
-from megaswift.config.files import DATA_SUFFIXES
-from megaswift.config.option import OptionTable
-from megaswift.config.sections import TRAINING
-from megaswift.config.sources import GivenOptionValue, normalize_name
-from megaswift.config.values import FALSE, TRUE, example_flag_text
 from megaswift.errors import Problem
+from megaswift.options.files import DATA_SUFFIXES
+from megaswift.options.option import OptionTable
+from megaswift.options.sources import GivenOptionValue, normalize_name
+from megaswift.options.values import FALSE, TRUE, example_flag_text
 
 _FLAG = re.compile(r"^--[A-Za-z]")
 SINGLE_VALUE_FIXES = {
@@ -51,7 +50,7 @@ def _with_two_dashes(words: Sequence[str]) -> Problem:
     return Problem(typed, "is not an option: option names begin with two dashes", f"-{typed}")
 
 
-def read_command_line(argv: list[str], table: OptionTable = TRAINING) -> ParsedCommandLine:
+def read_command_line(argv: list[str], table: OptionTable) -> ParsedCommandLine:
     """A first word that is no flag, and --config, name files; the rest are `--name value...`, `--name=value`,
     `--switch`."""
     line = ParsedCommandLine()

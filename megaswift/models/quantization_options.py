@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import but_not, option
-from megaswift.config.parts.model import DTYPES
+from megaswift.models.options import DTYPES
+from megaswift.options.option import but_not, option
 
 DEFAULT_BITS = 4
 

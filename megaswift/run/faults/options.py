@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import but_not, is_set, option
+from megaswift.options.option import but_not, is_set, option
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.base.command_words import UserErrorArgumentParser
-from megaswift.config.files import read_config_file
 from megaswift.config.inference.launch import LAUNCH_OPTIONS
-from megaswift.config.sources import GivenOptionValue
+from megaswift.config.sections import TRAINING
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
+from megaswift.options.files import read_config_file
+from megaswift.options.sources import GivenOptionValue
 
 
 class FileArgumentParser(UserErrorArgumentParser):
@@ -73,7 +74,7 @@ def config_files_and_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def entries_of_files(files: Sequence[str]) -> list[GivenOptionValue]:
     """ConfigError where a file cannot be read."""
-    sources = [read_config_file(file) for file in files]
+    sources = [read_config_file(file, TRAINING) for file in files]
     if problems := [problem for source in sources for problem in source.problems]:
         raise ConfigError(problems)
     return [given for source in sources for given in source.givens]

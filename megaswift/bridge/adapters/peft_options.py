@@ -1,12 +1,12 @@
-"""Section `peft`: options of adapters other than LoRA, with PEFT's names. `peft_methods.py` lists which
+"""Section `peft`: options of adapters other than LoRA, with PEFT's names. `methods.py` lists which
 adapter has which."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import option
-from megaswift.config.parts.peft_methods import METHODS
+from megaswift.bridge.adapters.methods import METHODS
+from megaswift.options.option import option
 
 
 @dataclass(frozen=True)

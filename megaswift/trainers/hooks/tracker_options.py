@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import option
+from megaswift.options.option import option
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """PEFT's adapters as a table: a value of `train_type` to PEFT's class, and how options map to its fields. No torch, no
 peft.
 
-LoRA with its variants is not here: every engine serves it (`config/parts/adapter.py`). Adapters that lengthen the input
-(prompt and prefix tuning) are left out: losses are computed on the rows as the data give them.
+LoRA with its variants is not here: every engine serves it (`bridge/adapters/options.py`). Adapters that lengthen the
+input (prompt and prefix tuning) are left out: losses are computed on the rows as the data give them.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.config.option import but_not, is_set, option
-from megaswift.config.parts.data import GRPO, PREFERENCES
+from megaswift.options.option import but_not, is_set, option
+from megaswift.options.tasks import GRPO, PREFERENCES
 
 PLATEAU = "reduce_lr_on_plateau"
 NO_CRITIC = ("sft", "pt", *PREFERENCES, *GRPO)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import LARGEST_SEED, but_not, is_set, one_of, option
-from megaswift.config.parts.data import PREFERENCES
+from megaswift.options.option import LARGEST_SEED, but_not, is_set, one_of, option
+from megaswift.options.tasks import PREFERENCES
 
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 """Each is also the name of the package that it needs."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from megaswift.config.yaml_limits import read_yaml
 from megaswift.errors import ConfigError, Problem
+from megaswift.options.yaml_limits import read_yaml
 
 OPTION = "tp_comm_overlap_cfg"
 PRODUCTS = (

@@ -1,13 +1,13 @@
 """One configuration option: declared once, on the field itself, with all its spellings, its unit and its range.
 
-Owns `option(...)` and what can be read back from a section's fields. Turning text into values is
-`values.py`.
+Owns `option(...)`, and the table of all options of a command, which is read back from its parts. `values.py` turns text
+into values.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, TypedDict, Unpack, get_args, get_origin, get_type_hints
@@ -215,14 +215,22 @@ class OptionTable:
     """By canonical name."""
     names: dict[str, str]
     """Any spelling to the canonical name."""
+    sections: Mapping[str, type]
+    """The parts that declare them, by the heading in a file."""
+    headings: frozenset[str]
+    """Headings that a file may have, other names of the parts included."""
+
+    def opens_section(self, name: str, value: Any) -> bool:
+        """Returns whether `name: value` opens a section: `model: {...}` does, `model: DIR` does not."""
+        return isinstance(value, dict) and name in self.headings
 
 
-def build_option_table(sections: Mapping[str, type]) -> OptionTable:
-    """The options of these sections; two that share a spelling are a programming error."""
+def build_option_table(sections: Mapping[str, type], other_headings: Iterable[str] = ()) -> OptionTable:
+    """Returns the options of these parts; two that share a spelling are a programming error."""
     options = {o.name: o for key, cls in sections.items() for o in options_of(key, cls)}
     names: dict[str, str] = {}
     for o in options.values():
         for name in o.names:
             assert name not in names, f"{name} names both {names.get(name)} and {o.name}"
             names[name] = o.name
-    return OptionTable(options, names)
+    return OptionTable(options, names, sections, frozenset((*sections, *other_headings)))

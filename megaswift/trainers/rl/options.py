@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import but_not, is_set, option
-from megaswift.config.parts.data import GRPO, PPO, RL
-from megaswift.config.parts.estimators import ESTIMATOR_NAMES, advantage_estimator_names
-from megaswift.config.parts.losses import AGG_MODES
+from megaswift.losses.estimator_table import ESTIMATOR_NAMES, advantage_estimator_names
+from megaswift.losses.loss_table import AGG_MODES
+from megaswift.options.option import but_not, is_set, option
+from megaswift.options.tasks import GRPO, PPO, RL
 
 BACKENDS = ("transformers", "vllm", "vllm_server", "sglang")
 SERVERS = ("vllm_server", "sglang")

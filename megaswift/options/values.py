@@ -11,8 +11,8 @@ import os
 from typing import Any
 
 from megaswift.base.command_words import unusable_text_rule
-from megaswift.config.option import Option
 from megaswift.errors import did_you_mean_hint
+from megaswift.options.option import Option
 
 LARGEST = 2**53
 """The largest whole number, unless an option says otherwise: every format and library keeps it exactly."""

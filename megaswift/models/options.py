@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megaswift.config.option import but_not, is_set, option
-from megaswift.config.parts.data import ALIGNMENT, PREFERENCES
-from megaswift.config.parts.peft_methods import METHODS
+from megaswift.bridge.adapters.methods import METHODS
+from megaswift.options.option import but_not, is_set, option
+from megaswift.options.tasks import ALIGNMENT, PREFERENCES
 
 DTYPES = {
     "fp32": "float32",
@@ -308,3 +309,19 @@ class ModelConfig:
     def has_frozen_weights(self) -> bool:
         """Whether some of the model's weights do not train."""
         return self.train_type != "full" or bool(self.freeze_parameters)
+
+
+def selective_recompute_modules(model: ModelConfig, moe_layers: Sequence[bool]) -> tuple[str, ...]:
+    """Those of `--recompute_modules`; unset: the MLPs and the experts. `moe_layers`: for each layer whether it has
+    experts.
+
+    Megatron-Core's own default is core_attn, which pays only where attention keeps its scores: flash and fused
+    attention keep none.
+    """
+    if model.recompute_granularity != "selective":
+        return ()
+    if model.recompute_modules:
+        return model.recompute_modules
+    if model.attn_impl == "unfused":
+        return ("core_attn",)
+    return tuple(name for name, kind in (("mlp", False), ("moe", True)) if kind in moe_layers)

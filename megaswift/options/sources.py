@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.base.redaction import MASK, is_secret
-from megaswift.config.sections import OPTIONS, SECTIONS, is_section_entry
 from megaswift.errors import Problem
+from megaswift.options.option import OptionTable
 
 ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 LONGEST = 200
@@ -77,14 +77,14 @@ def launch_source_from_environment(environ: Mapping[str, str]) -> ConfigSource:
     return ConfigSource(tuple(givens), ambient=True)
 
 
-def source_from_mapping(options: Mapping[str, Any]) -> ConfigSource:
-    """Options of the Python API: flat names, or sections as dicts or section objects."""
+def source_from_mapping(options: Mapping[str, Any], table: OptionTable) -> ConfigSource:
+    """Returns the options of a Python call: flat names, or sections as dicts or section objects."""
     givens: list[GivenOptionValue] = []
     for name, value in options.items():
-        if name in SECTIONS and isinstance(value, SECTIONS[name]):
-            fields = {f: getattr(value, f) for f, o in OPTIONS.items() if o.section == name}
-            value = {f: v for f, v in fields.items() if v != OPTIONS[f].default}
-        inner = value if is_section_entry(name, value) else {name: value}
+        if name in table.sections and isinstance(value, table.sections[name]):
+            fields = {f: getattr(value, f) for f, o in table.options.items() if o.section == name}
+            value = {f: v for f, v in fields.items() if v != table.options[f].default}
+        inner = value if table.opens_section(name, value) else {name: value}
         givens += [
             GivenOptionValue(
                 normalize_name(n), v, f"{n}={MASK if is_secret(normalize_name(n)) else _shown(v)}", f"{n}="

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import at_least, option
-from megaswift.config.parts.launchers import LAUNCHERS
+from megaswift.launchers.launcher_table import LAUNCHERS
+from megaswift.options.option import at_least, option
 
 NCCL_PRESETS = ("none", "auto", "ethernet", "roce", "infiniband", "nvlink_node")
 """The names of `megaswift.clusters.network_presets`; none: NCCL chooses; auto: by this node's devices."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.config.option import but_not, option
-from megaswift.config.parts.data import RL
-from megaswift.config.parts.losses import ALPHAPO, loss_names
+from megaswift.losses.loss_table import ALPHAPO, loss_names
+from megaswift.options.option import but_not, option
+from megaswift.options.tasks import RL
 
 LOSSES = {task: loss_names(task) for task in ("dpo", "kto", "orpo", "cpo", "rm", "grpo")}
 """The values of `loss_type` by task, the default first."""

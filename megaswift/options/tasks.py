@@ -1,0 +1,39 @@
+"""The tasks of training, and the groups of tasks that options name in `tasks=`."""
+
+from __future__ import annotations
+
+TASKS = {
+    "sft": "supervised fine-tuning on conversations",
+    "pt": "pretraining on plain text",
+    "dpo": "preference learning from pairs: DPO and variants",
+    "kto": "preference learning from labeled completions: KTO, BCO",
+    "orpo": "preference learning without a reference model: ORPO",
+    "cpo": "preference learning without a reference model: CPO",
+    "simpo": "preference learning without a reference model: SimPO",
+    "rm": "reward model training from preference pairs",
+    "grpo": "reinforcement learning without a critic: GRPO and variants",
+    "ppo": "reinforcement learning with a critic: PPO",
+}
+TASK_NAMES = ("task", "rlhf_type")
+"""Names by which the sources say which task to run."""
+
+SFT = ("sft",)
+PAIRS = ("dpo", "orpo", "cpo", "simpo", "rm")
+"""Tasks whose unit is a pair of answers to one prompt, one chosen and one rejected."""
+EXAMPLES = ("kto",)
+"""Tasks whose unit is one answer with a label: desirable or not."""
+PREFERENCES = PAIRS + EXAMPLES
+LIKELIHOODS = ("dpo", "cpo", "simpo", "kto")
+"""Preference tasks that compare likelihoods of answers alone (orpo trains on the prompt too, rm on the last token)."""
+GRPO = ("grpo",)
+PPO = ("ppo",)
+RL = GRPO + PPO
+"""Tasks whose rows are prompts, and whose unit is a completion that the model has sampled."""
+PROMPTED = ("dpo", "cpo", "simpo", "rm", *RL)
+"""Tasks with several answers to a prompt that carries no loss."""
+ALIGNMENT = PREFERENCES + RL
+"""Tasks that `rlhf_type` may name."""
+CHATS = SFT + ALIGNMENT
+"""Tasks of conversations."""
+VISION_TASKS = (*SFT, "dpo", "cpo", "simpo", *GRPO)
+"""Tasks that vision-language models train on, images and all."""
