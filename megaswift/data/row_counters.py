@@ -14,6 +14,7 @@ UNUSED_SYSTEM = "unused_system"
 UNUSED_CALLS = "unused_calls"
 UNUSED_MESSAGES = "unused_messages"
 UNUSED_PARTS = "unused_parts"
+WITHOUT_CONTENT = "without_content"
 TAGS_WITHOUT_FILES = "tags_without_files"
 SPLIT_REASONING = "split_reasoning"
 MALFORMED = "malformed"
@@ -23,8 +24,11 @@ NOTES = {
     UNUSED_TOOLS: "with tools that the chat template does not use",
     UNUSED_SYSTEM: "with a system message that the chat template omits",
     UNUSED_CALLS: "with a tool call that the chat template omits, which is not trained",
-    UNUSED_MESSAGES: "with a message of the assistant or of a tool that the chat template omits",
-    UNUSED_PARTS: "with a content part that the chat template omits or prints as Python data",
+    UNUSED_MESSAGES: "with a message that the chat template omits",
+    UNUSED_PARTS: "with a content part that the chat template omits or prints as Python data, or whose image, video or "
+    "audio the model does not read",
+    WITHOUT_CONTENT: "with a message of the system, a user or a tool without content, which the chat template writes "
+    "as empty, as None or not at all",
     SPLIT_REASONING: "with </think> in a content, before which the chat template writes another </think>; give the "
     "reasoning as reasoning_content",
     TAGS_WITHOUT_FILES: "with <image>, <video> or <audio> in a text and no file for it, which stays text",

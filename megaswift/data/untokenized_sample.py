@@ -83,7 +83,9 @@ def says_nothing(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
     if isinstance(content, str) and content and not content.isspace() or message.get("tool_calls"):
         return False
-    if isinstance(content, list) and any(p.get("type") != "text" or p["text"].strip() for p in content):
+    if is_parts(content) and any(p["type"] != "text" or p["text"].strip() for p in content):
+        return False
+    if is_data(content):
         return False
     return not any(message.get(key) for key in REASONING)
 
@@ -137,7 +139,7 @@ def is_parts(content: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def is_data(content: Any) -> bool:
-    """Whether a content is neither text nor parts: JSON that a tool returned."""
+    """Whether a content is neither text nor parts: other JSON, as tools return it."""
     return content is not None and not isinstance(content, str) and not is_parts(content)
 
 
@@ -151,18 +153,14 @@ def is_json(value: Any) -> bool:
 
 
 def _content(message: Mapping[str, Any], role: str, where: str) -> None:
-    """RowError for a content that no template reads. The result of a tool may be any JSON: the template decides."""
+    """RowError for a content that no template can be given: the template decides about every other."""
     content = message.get("content")
-    if content is None and (message.get("tool_calls") or any(message.get(key) for key in REASONING)):
-        return
-    if content is None and role == "assistant" and not any(_holds_text(message, key) for key in message):
-        return  # an empty turn
-    if role in RESULTS:
-        if not is_json(content):
-            raise RowError(f"{where}.content", describe_value(content), "what JSON can hold")
-    elif not isinstance(content, str) and not is_parts(content):
-        expected = "a string (or a list of parts with a `type`, text parts with a string `text`)"
-        raise RowError(f"{where}.content", describe_value(content), expected)
+    if content is None and role not in RESULTS and "content" not in message:
+        named = [key for key in message if _holds_text(message, key)]
+        if named and not message.get("tool_calls") and not any(message.get(key) for key in REASONING):
+            raise RowError(f"{where}.content", f"nothing, but a text in {named[0]!r}", "a string in `content`")
+    if not is_json(content):
+        raise RowError(f"{where}.content", describe_value(content), "what JSON can hold")
 
 
 def _holds_text(message: Mapping[str, Any], key: str) -> bool:

@@ -22,7 +22,7 @@ from megaswift.data.templates.sandbox import REFUSED
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample, checked_conversation_sample
 from megaswift.data.vision.files import open_image
 from megaswift.data.vision.media import RowMedia, plural_of_kinds
-from megaswift.data.vision.placeholders import TYPES, RowImageFolders, attach_media
+from megaswift.data.vision.placeholders import TYPES, RowImageFolders, attach_media, reject_unread_contents
 from megaswift.data.vision.processor import Processor
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.inference.generator import AnswerRequest, Listener, ProcessedImageInputs
@@ -168,7 +168,9 @@ class ChatInputRenderer:
         if not self.tokenizer.chat_template:
             raise ChatInputError("the model has no chat template")
         try:
-            sample, media = attach_media(row, checked_conversation_sample(turns, "messages", tools=tools), self.home)
+            asked = checked_conversation_sample(turns, "messages", tools=tools)
+            reject_unread_contents(asked)
+            sample, media = attach_media(row, asked, self.home)
             text = self._chat.prompt(sample)
             return self._looked(reader, TokenizedChat((), text, media, stop=self._stops(turns, tools)))
         except RowError as error:

@@ -60,7 +60,7 @@ def test_calls_and_results_that_a_template_leaves_out_are_counted(
         assert tok.decode(ids[np.flatnonzero(mask)]) == "a<|im_end|>"
     said = capsys.readouterr().err
     assert "d.jsonl: 1 rows with a tool call that the chat template omits, which is not trained" in said
-    assert "d.jsonl: 2 rows with a message of the assistant or of a tool that the chat template omits" in said
+    assert "d.jsonl: 2 rows with a message that the chat template omits" in said
     cfg, tok = made(tmp_path, rows, streaming=True)
     source, _ = build_train_and_eval_sources(cfg.data, cfg.train, tok, LoaderGeometry(per_device=2))
     source.next()

@@ -124,6 +124,30 @@ ROWS: dict[str, dict[str, Any]] = {
         ],
         "tools": TOOLS,
     },
+    "a question that is null": {"messages": [ASK, ONE, {"role": "user", "content": None}, TWO]},
+    "a question without content": {"messages": [{"role": "user"}, TWO]},
+    "a system message that is null": {"messages": [{"role": "system", "content": None}, ASK, TWO]},
+    "a question with audio": {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "QUESTIONONE"}, {"type": "input_audio", "data": "x"}],
+            },
+            TWO,
+        ]
+    },
+    "a question with a document": {
+        "messages": [ASK, ONE, {"role": "user", "content": [{"type": "document", "text": "QUESTIONTWO"}]}, TWO]
+    },
+    "a question with an image": {
+        "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "QUESTIONONE"}]}, TWO]
+    },
+    "a question that is an object": {"messages": [{"role": "user", "content": {"key": "QUESTIONONE"}}, TWO]},
+    "an answer with audio": {
+        "messages": [ASK, {"role": "assistant", "content": [{"type": "text", "text": "ANSWERONE"}, {"type": "audio"}]}]
+    },
+    "an answer without loss": {"messages": [ASK, {**ONE, "content": "RESULTTEXT", "weight": 0}, AGAIN, TWO]},
+    "a call without loss": {"messages": [ASK, calling("", {"cityparam": "RESULTTEXT"}, train=False), RESULT, TWO]},
     "a call last": {"messages": [ASK, ONE, AGAIN, calling(None, TEXT)], "tools": TOOLS},
 }
 

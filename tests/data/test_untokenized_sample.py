@@ -1,13 +1,21 @@
-"""What a message's fields say of its loss in each dialect, and names of the user's file in messages."""
+"""What a message's fields say of its loss in each dialect, contents of every kind as transformers renders them, and
+names of the user's file in messages."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 
+from megaswift.data.encode.rows import RowEncoder, encode_spec
 from megaswift.data.formats import parse_sample
+from megaswift.data.row_counters import UNUSED_MESSAGES, UNUSED_PARTS, WITHOUT_CONTENT
+from megaswift.data.templates.render import RenderedConversation
 from megaswift.data.untokenized_sample import RowError
+from tests.data.makers import config, tokenizer
 
 Q = {"role": "user", "content": "q"}
 NAMES = ("weight", "loss_weight", "train", "training")
@@ -75,3 +83,163 @@ def test_control_characters_of_a_row_do_not_reach_the_terminal(text: str) -> Non
             parse_sample(row, "sft")
         errors += [e.value.where, e.value.found, e.value.fix]
     assert not any(text in one for one in errors)
+
+
+PUBLISHED = [
+    *(("qwen", name) for name in ("qwen3", "qwen3_8", "qwen2_5_vl", "qwen3_training")),
+    ("llama", "llama3_1"),
+    ("gemma", "gemma3"),
+    ("gemma", "gemma4"),
+    ("glm", "glm4moe"),
+    ("harmony", "gptoss"),
+]
+CALL = {"name": "f", "arguments": {}}
+CALLING = {"role": "assistant", "tool_calls": [{"type": "function", "id": "abcdefghi", "function": CALL}]}
+RESULT = {"role": "tool", "name": "f", "tool_call_id": "abcdefghi"}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+ABSENT: Any = "absent"
+
+
+def saying(role: str, content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": role} | ({} if content is ABSENT else {"content": content}) | fields
+
+
+def turn(name: str, content: Any) -> dict[str, Any]:
+    return {"from": name} | ({} if content is ABSENT else {"value": content})
+
+
+def parts(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "value": text}]
+
+
+def rows_of(content: Any) -> dict[str, dict[str, Any]]:
+    """Conversations with a message of this content, in each dialect."""
+    swift = {"role": "tool_call", "content": json.dumps(CALL)}
+    return {
+        "user": {"messages": [Q, answer("one"), saying("user", content), answer("two")]},
+        "first user": {"messages": [saying("user", content), answer("one"), Q, answer("two")]},
+        "system": {"messages": [saying("system", content), Q, answer("two")]},
+        "tool": {"messages": [Q, CALLING, {**RESULT, **saying("tool", content)}, answer("two")], "tools": TOOLS},
+        "ms-swift": {"messages": [Q, swift, saying("tool_response", content), answer("two")], "tools": TOOLS},
+        "ShareGPT": {
+            "conversations": [turn("human", "q"), turn("gpt", "one"), turn("human", content), turn("gpt", "two")]
+        },
+        "LLaMA-Factory": {
+            "conversations": [
+                turn("human", "q"),
+                turn("function_call", json.dumps(CALL)),
+                turn("observation", content),
+                turn("gpt", "two"),
+            ],
+            "tools": json.dumps(TOOLS),
+        },
+        "LLaMA-Factory v1": {
+            "messages": [
+                saying("user", parts("q")),
+                saying("assistant", parts("one"), loss_weight=1.0),
+                saying("user", content, loss_weight=0.0),
+                saying("assistant", parts("two"), loss_weight=1.0),
+            ]
+        },
+        "axolotl": {
+            "messages": [Q, answer("one", train=True), saying("user", content, train=False), answer("two", train=True)]
+        },
+    }
+
+
+def rendered(tok: Any, row: dict[str, Any]) -> RenderedConversation:
+    return RowEncoder(encode_spec(config(Path("/tmp"), "x").data, tok, "sft")).render(row)
+
+
+def of_transformers(tok: Any, row: dict[str, Any]) -> str | None:
+    """transformers' text of the row as it is parsed; None where the template raises."""
+    sample = parse_sample(row, "sft")
+    try:
+        tools = None if sample.tools is None else list(sample.tools)
+        return tok.apply_chat_template([dict(m) for m in sample.messages], tools=tools, tokenize=False)
+    except (TemplateError, TypeError, ValueError):
+        return None
+
+
+@pytest.mark.parametrize("dialect", rows_of(""))
+@pytest.mark.parametrize(("kind", "name"), PUBLISHED, ids=lambda v: v)
+def test_messages_without_content_are_trained_as_transformers_renders_them(kind: str, name: str, dialect: str) -> None:
+    """Null and absent alike; with an empty content where the template raises for both."""
+    tok = tokenizer(kind, name)
+    empty = of_transformers(tok, rows_of("")[dialect])
+    said = rows_of("MIDDLE")[dialect]
+    want = rendered(tok, said) if of_transformers(tok, said) is not None else None
+    for content in (None, ABSENT):
+        row = rows_of(content)[dialect]
+        own = of_transformers(tok, row) or empty
+        if own is None:  # as it is; calls may go to the template in another form (test_message_forms.py)
+            if "tools" not in row:
+                with pytest.raises(RowError, match="rejects this conversation"):
+                    rendered(tok, row)
+            continue
+        made = rendered(tok, row)
+        assert made.text == own and WITHOUT_CONTENT in made.notes
+        if want is not None:
+            assert WITHOUT_CONTENT not in want.notes
+            assert [made.text[a:b] for a, b in made.spans] == [want.text[a:b] for a, b in want.spans]
+
+
+OTHERS: dict[str, Any] = {
+    "audio": [{"type": "text", "text": "MIDDLE"}, {"type": "input_audio", "input_audio": {"data": "x"}}],
+    "a document": [{"type": "document", "text": "DOC"}, {"type": "text", "text": "MIDDLE"}],
+    "an image": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "MIDDLE"}],
+    "audio alone": [{"type": "input_audio", "input_audio": {"data": "x"}}],
+    "another text": [{"type": "input_text", "text": "MIDDLE"}],
+    "no type": [{"text": "MIDDLE"}],
+    "no text": [{"type": "text", "text": None}, {"type": "text", "text": "MIDDLE"}],
+    "strings": ["MIDDLE", "END"],
+    "an object": {"key": "MIDDLE"},
+    "a number": 70717,
+    "true": True,
+}
+
+
+@pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize(("kind", "name"), PUBLISHED, ids=lambda v: v)
+def test_contents_of_other_kinds_are_trained_as_transformers_renders_them(kind: str, name: str, content: Any) -> None:
+    """Of each role; a row is refused where the template raises, and only there."""
+    tok = tokenizer(kind, name)
+    for dialect in ("user", "system", "tool", "ShareGPT", "assistant"):
+        if dialect == "assistant":
+            row = {"messages": [Q, answer("one"), Q, answer(content)]}
+        else:
+            row = rows_of(content)[dialect]
+        own = of_transformers(tok, row)
+        if own is None:
+            with pytest.raises(RowError, match="the chat template rejects"):
+                rendered(tok, row)
+            continue
+        made = rendered(tok, row)
+        assert made.text == own
+        spans = [made.text[a:b] for a, b in made.spans]
+        if dialect != "assistant":
+            assert "two" in spans[-1] and not any("MIDDLE" in one or "70717" in one for one in spans)
+        elif "MIDDLE" in own:
+            assert "MIDDLE" in spans[-1] and "one" in spans[0]
+        omitted = "MIDDLE" in json.dumps(content) and "MIDDLE" not in own
+        assert not omitted or {UNUSED_MESSAGES, UNUSED_PARTS} & {*made.notes}
+
+
+def test_lost_parts_are_counted() -> None:
+    tok = tokenizer("qwen", "qwen2_5_vl")
+    for content in (OTHERS["audio"], OTHERS["a document"][::-1], OTHERS["an image"], OTHERS["audio alone"]):
+        notes = rendered(tok, {"messages": [saying("user", content), answer()]}).notes
+        assert (UNUSED_PARTS in notes) == (content[-1].get("text") != "DOC")
+    plain = {"messages": [saying("user", [{"type": "text", "text": "q"}]), answer()]}
+    assert rendered(tok, plain).notes == ()
+
+
+def test_a_turn_may_have_its_text_in_content() -> None:
+    turns = [{"from": "human", "content": "q"}, {"from": "gpt", "content": "a"}]
+    assert parse_sample({"conversations": turns}, "sft").messages == (Q, answer())
+
+
+def test_a_refusal_of_openai_is_an_empty_answer() -> None:
+    """Its field is none that templates read."""
+    row = {"messages": [Q, {"role": "assistant", "content": None, "refusal": "no"}]}
+    assert rendered(tokenizer("qwen", "qwen3"), row).notes == ("empty_answers",)

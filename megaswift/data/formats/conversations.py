@@ -24,10 +24,8 @@ def _turn(turn: Any, where: str) -> Any:
     role = canonical_role_or_none(turn["from"], TURN_ROLE_OF)
     if role is None:
         raise RowError(f"{where}.from", describe_value(turn["from"]), f"one of {KNOWN}")
-    if turn.get("value") is None and role != "assistant" and not turn.get("tool_calls"):
-        raise RowError(f"{where}.value", "nothing", "a string")
     fields = {k: v for k, v in turn.items() if k not in ("from", "value") and v is not None}
-    return fields | {"role": role, "content": turn.get("value")}
+    return fields | {"role": role} | ({"content": turn["value"]} if "value" in turn else {})
 
 
 def sample_of_turns(row: Row, column: str) -> UntokenizedSample:

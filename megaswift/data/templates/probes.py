@@ -17,6 +17,7 @@ from megaswift.data.row_counters import (
     UNUSED_MESSAGES,
     UNUSED_SYSTEM,
     UNUSED_TOOLS,
+    WITHOUT_CONTENT,
 )
 from megaswift.data.templates.message_forms import NAME, PROBE_ID, MessageForms, Render, tools_of_probe
 from megaswift.data.untokenized_sample import UntokenizedSample, says_nothing
@@ -68,6 +69,8 @@ class RenderedPartsProbe:
         carries = iter(trained)
         for message in sample.messages:
             role = message["role"]
+            if role != "assistant" and message.get("content") is None:
+                notes.append(WITHOUT_CONTENT)
             if role == "user":
                 continue
             if role == "assistant":

@@ -31,6 +31,7 @@ from megaswift.data.templates.agent_text import (
     locate_turn_parts,
     write_tools_as_agent_text,
 )
+from megaswift.data.templates.generation_blocks import blocks_at_turns, blocks_by_prefixes
 from megaswift.data.templates.message_forms import ASK, CALLING, NAME, PROBE_ID, MessageForms, tools_of_probe
 from megaswift.data.templates.message_loss import TurnLoss, UniformLoss, loss_flag
 from megaswift.data.templates.options import read_template, thinking_variable
@@ -40,7 +41,7 @@ from megaswift.data.templates.sandbox import REFUSED, TemplateLimitExceeded, ins
 from megaswift.data.templates.turn_weights import TurnWeights, WeightedSpan
 from megaswift.data.templates.turns import AssistantTurnFinder, omits_call
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample, is_data, is_parts
-from megaswift.data.vision.placeholders import TYPES
+from megaswift.data.vision.placeholders import AUDIO_TYPES, TYPES
 from megaswift.errors import DataError, Problem, first_line
 
 install_template_limits()
@@ -199,14 +200,14 @@ class ChatRenderer:
         return texts[0], spans[0] if track else []
 
     def _reads_no_strings(self, template: str) -> bool:
-        """Whether contents must be lists of parts: strings do not come out."""
-        try:
-            text = self._text(
-                template, [{"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}], None
-            )
-        except RowError:
-            return True
-        return "\ue000" not in text or "\ue001" not in text
+        """Whether contents must be lists of parts: they come out, and strings do not."""
+        strings: list[dict[str, Any]] = [
+            {"role": "user", "content": "\ue000"},
+            {"role": "assistant", "content": "\ue001"},
+        ]
+        render = self._text_of_probe(template)
+        texts = [render(messages, None) or "" for messages in (strings, [_in_parts(m) for m in strings])]
+        return ["\ue000" in text and "\ue001" in text for text in texts] == [False, True]
 
     def _joined(self, template: str, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """Messages with contents that are lists of text parts as one text, where the template does not read lists."""
@@ -273,7 +274,7 @@ class ChatRenderer:
             except RejectedByTemplate as error:
                 refused = refused or error
         assert refused is not None
-        if (other := _other_part(sample.messages)) is not None:
+        if (other := self._unread_part(sample.messages)) is not None:
             i, kind = other
             fault = f"a part of type {kind!r}: {refused.found}"
             expected = "text parts; calls and results of tools as messages of their own"
@@ -285,32 +286,73 @@ class ChatRenderer:
         template = self.templates.pick(sample.tools)
         notes = list(self._probe(template).notes(sample, trained))
         notes += [UNUSED_PARTS] if self._omits_a_part(template, sample) else []
-        notes += [UNUSED_MESSAGES] if self._omits_data(sample) else []
+        notes += self._omitted_texts(sample)
         return tuple(dict.fromkeys(notes))
 
-    def _omits_data(self, sample: UntokenizedSample) -> bool:
-        """Whether the template omits a tool's result that is no text, as Qwen3's does."""
-        messages = sample.messages
-        data = [i for i, message in enumerate(messages) if is_data(message.get("content"))]
-        text = self.text_or_none(messages, sample.tools, False) if data else None
-        return text is not None and any(
-            text
-            == self.text_or_none(
-                [*messages[:i], {**messages[i], "content": ""}, *messages[i + 1 :]], sample.tools, False
-            )
-            for i in data
-        )
+    def _omitted_texts(self, sample: UntokenizedSample) -> Iterator[str]:
+        """What is counted of a row with a text part that the template omits, or with another content that is no text
+        and is omitted as a whole, as Qwen3's does with tools' results."""
+        marks: list[tuple[str, Sequence[str]]] = []
+        messages = []
+        for i, message in enumerate(sample.messages):
+            content = message.get("content")
+            if is_data(content):
+                mark = f"{NAME}{i};"
+                marks.append((UNUSED_MESSAGES, [mark]))
+                message = {**message, "content": _with_mark(content, mark)}
+            elif is_parts(content) and self._may_lose_texts(content):
+                own = [f"{NAME}{i}.{n};" for n in range(len(content))]
+                has_text = [isinstance(part.get("text"), str) for part in content]
+                marks.append((UNUSED_PARTS, [mark for mark, written in zip(own, has_text, strict=True) if written]))
+                parts = zip(content, own, has_text, strict=True)
+                content = [part | {"text": mark} if written else part for part, mark, written in parts]
+                message = {**message, "content": content}
+            messages.append(message)
+        text = self.text_or_none(messages, sample.tools, False) if marks else None
+        for note, written_marks in marks:
+            if text is not None and not all(mark in text for mark in written_marks):
+                yield note
+
+    def _may_lose_texts(self, parts: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a template may write some of these parts and not others, or none."""
+        return sum(part["type"] == "text" for part in parts) > 1 or not all(map(self._reads, parts))
 
     def _omits_a_part(self, template: str, sample: UntokenizedSample) -> bool:
-        """Whether the template omits a content's part that is neither text nor media, or prints it as Python does."""
-        other = _other_part(sample.messages)
+        """Whether a content's part is lost: the template omits it or prints it as Python does, or the model does not
+        read its image, video or audio."""
+        other = self._unread_part(sample.messages)
         if other is None:
             return False
         if not self._reads_lists(template, sample.messages[other[0]]["role"]):
             return True
-        without = [_without_other_parts(m) for m in sample.messages]
+        contents = [content for m in sample.messages if is_parts(content := m.get("content"))]
+        if any(p["type"] in AUDIO_TYPES or (p["type"] in TYPES and not self._asks) for c in contents for p in c):
+            return True
+        without = [self._without_unread_parts(m) for m in sample.messages]
         texts = [self.text_or_none(messages, sample.tools, False) for messages in (sample.messages, without)]
         return texts[0] == texts[1]
+
+    def _reads(self, part: Mapping[str, Any]) -> bool:
+        """Whether a part is text, or an image or a video of a model that reads them."""
+        return part["type"] == "text" or (self._asks and part["type"] in TYPES)
+
+    def _unread_part(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
+        """(the message, the type) of the first part of a content that the model does not read. The result of a tool has
+        no parts of its own but images and videos."""
+        for i, message in enumerate(messages):
+            content = message.get("content")
+            if not is_parts(content):
+                continue
+            for part in content:
+                if not self._reads(part) and (message["role"] not in RESULTS or part["type"] in TYPES):
+                    return i, part["type"]
+        return None
+
+    def _without_unread_parts(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        content = message.get("content")
+        if not is_parts(content):
+            return dict(message)
+        return {**message, "content": [part for part in content if self._reads(part)]}
 
     def text_or_none(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool) -> str | None:
         """The text of a conversation, with a generation prompt if `prompt`; None when the template refuses it."""
@@ -397,36 +439,53 @@ class ChatRenderer:
             return RenderedConversation(text, ((0, len(text)),), notes=notes)
         if marked and all(wanted) and whole and (inner is None or len(spans) != len(wanted)):
             return RenderedConversation(text, tuple(spans), notes=notes)
-        # Find the turns: by the template's generation marks, else by searching the rendered text.
-        questions = _questions(sample)
-        if not marked:
+        # Find the turns: the template's generation blocks, else by searching the rendered text.
+        try:
             found = self._finder(template, sample.tools).find(sample.messages, sample.tools, text)
             notes = (*notes, *_omitted_turns(sample, found, text))
-            if inner is not None:
-                inner = _of_rendered_turns(inner, found)
-            wanted = [loss for loss, parts in zip(wanted, found, strict=True) for _ in parts]
-            questions = [asked for asked, parts in zip(questions, found, strict=True) for _ in parts]
-            turns = sorted(span for parts in found for span in parts)
-        elif len(spans) == len(wanted):
-            turns = list(spans)
-        else:
-            raise RowError(
-                "messages",
-                f"the template marks {len(spans)} generation blocks for {len(wanted)} assistant messages",
-                "one per message if some messages have `loss: false`, or if --loss_scale weighs parts of a turn",
-            )
+        except RowError:
+            if not marked:
+                raise
+            found = [[] for _ in wanted]
+        if marked:
+            found = self._blocks_of_messages(template, sample, spans, blocks_at_turns(text, spans, found, wanted))
+        places = sorted((span, n) for n, own in enumerate(found) for span in own)
+        owners = [n for _, n in places]
+        turns = [span for span, _ in places]
         # Reasoning: note a split block, and remove empty ones if asked to.
         if any(text[a:b].count(CLOSING) > 1 for a, b in turns) and _has_one_closing(sample):
             notes = (*notes, SPLIT_REASONING)
         if not self.templates.keep_empty_reasoning:
             text, turns = without_empty_reasoning(text, turns)
+        losses = [wanted[n] for n in owners]
         if inner is not None:
-            # Split the turns into their parts, each with its own loss.
-            located = [locate_turn_parts(text, a, b, own) for (a, b), own in zip(turns, inner[0], strict=True)]
-            questions = [asked for asked, own in zip(questions, inner[0], strict=True) for _ in own]
-            turns = [span for spans in located for span in spans]
-            wanted = inner[1]
-        return self._weighted(text, turns, wanted, questions, tuple(dict.fromkeys(notes)))
+            turns, losses, owners = _located_parts(text, turns, owners, inner)
+        questions = _questions(sample)
+        return self._weighted(text, turns, losses, [questions[n] for n in owners], tuple(dict.fromkeys(notes)))
+
+    def _blocks_of_messages(
+        self, template: str, sample: UntokenizedSample, blocks: Sequence[_Span], by_turns: list[list[_Span]] | None
+    ) -> list[list[_Span]]:
+        """The generation blocks of each assistant message: `by_turns` if its turns can be located, else those that each
+        message adds to the conversation."""
+        ends = [i + 1 for i, message in enumerate(sample.messages) if message["role"] == "assistant"]
+        found = by_turns or blocks_by_prefixes(blocks, [self._blocks_of_prefix(template, sample, end) for end in ends])
+        if found is None:
+            raise RowError(
+                "messages",
+                f"{len(blocks)} generation blocks for {len(ends)} assistant messages, some of which carry no loss or "
+                "are weighed in parts: it is undecidable whose block is whose, as the chat template changes contents "
+                "and renders the first messages alone differently",
+                "rows without `loss: false` and --loss_scale default, or another template (--chat_template FILE)",
+            )
+        return found
+
+    def _blocks_of_prefix(self, template: str, sample: UntokenizedSample, end: int) -> list[_Span] | None:
+        """The generation blocks of the first messages alone; None where the template refuses these."""
+        try:
+            return self._render(template, sample.messages[:end], sample.tools, False, True)[1]
+        except RowError:
+            return None
 
     def _weighted(
         self, text: str, turns: Sequence[_Span], wanted: Sequence[TurnLoss], questions: Sequence[str], notes: Notes
@@ -508,12 +567,22 @@ def _omitted_turns(sample: UntokenizedSample, found: Sequence[Sequence[_Span]], 
             yield UNUSED_MESSAGES
 
 
-def _of_rendered_turns(inner: _InnerParts, found: Sequence[Sequence[_Span]]) -> _InnerParts:
-    """The parts of those assistant messages that the template writes."""
+def _located_parts(
+    text: str, turns: Sequence[_Span], owners: Sequence[int], inner: _InnerParts
+) -> tuple[list[_Span], list[TurnLoss], list[int]]:
+    """The parts of those assistant messages that the template writes: (places, losses, the message of each). `turns`
+    are places of the messages `owners`."""
+    located = []
     losses = iter(inner[1])
-    kept = [(own, [next(losses) for _ in own], spans) for own, spans in zip(inner[0], found, strict=True)]
-    written = [(own, loss) for own, loss, spans in kept if spans]
-    return [own for own, _ in written], [one for _, loss in written for one in loss]
+    for n, parts in enumerate(inner[0]):
+        own = [span for span, owner in zip(turns, owners, strict=True) if owner == n]
+        carried = [next(losses) for _ in parts]
+        if not own:
+            continue
+        for (begin, end), loss in zip(locate_turn_parts(text, own[0][0], own[-1][1], parts), carried, strict=True):
+            within = [(max(begin, a), min(end, b)) for a, b in own]
+            located += [(span, loss, n) for span in within if span[0] < span[1]]
+    return [span for span, _, _ in located], [loss for _, loss, _ in located], [n for _, _, n in located]
 
 
 def _with_joined_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -525,24 +594,13 @@ def _with_joined_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
-def _other_part(messages: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
-    """(the message, the type) of the first part of a content that is neither text nor media. The result of a tool has
-    no parts of its own."""
-    for i, message in enumerate(messages):
-        content = message.get("content")
-        if message["role"] in RESULTS or not is_parts(content):
-            continue
-        for part in content:
-            if part["type"] != "text" and part["type"] not in TYPES:
-                return i, part["type"]
-    return None
-
-
-def _without_other_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if not is_parts(content):
-        return dict(message)
-    return {**message, "content": [part for part in content if part["type"] == "text" or part["type"] in TYPES]}
+def _with_mark(value: Any, mark: str) -> Any:
+    """JSON with the mark in place of all values but types and null, which make it no list of parts."""
+    if isinstance(value, Mapping):
+        return {key: item if key == "type" else _with_mark(item, mark) for key, item in value.items()} or mark
+    if isinstance(value, list):
+        return [_with_mark(item, mark) for item in value] or mark
+    return None if value is None else mark
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:

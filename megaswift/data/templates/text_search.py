@@ -380,6 +380,8 @@ def _is_data(content: Any) -> bool:
 def content_pieces(message: Mapping[str, Any]) -> list[str]:
     """The texts of a message, without outer white space, cut where images and videos stand."""
     content = message.get("content")
+    if _is_data(content):
+        return [str(leaf).strip() for leaf in _leaves(content) if str(leaf).strip()]
     if isinstance(content, list):
         content = "<image>".join(str(part.get("text") or "") for part in content)
     return [piece.strip() for piece in MEDIUM.split(str(content or "")) if piece.strip()]

@@ -69,7 +69,10 @@ class _Marking:
     outside: bool
     """Marks outside of contents' outer white space: exact, but in the way of templates that trim it."""
     printed: bool = False
-    """A tool's result that is no text is marked as the text that Jinja prints, else within its texts (`tojson`)."""
+    """A content that is neither text nor parts is marked as the text that Jinja prints, else within its texts
+    (`tojson`)."""
+    printed_parts: bool = False
+    """A content of parts is marked as the text that Jinja prints, else within the texts of its parts."""
 
 
 _MARKINGS = tuple(
@@ -119,14 +122,21 @@ def _marked(message: _Message, i: int, how: _Marking) -> _Message:
             changed["tool_calls"] = _marked_calls(calls, i)
     if isinstance(content, str):
         changed["content"] = _mark_text(content, i, how, answers)
-    elif is_parts(content) and len(texts := [p for p in content if p["type"] == "text"]) == 1:
-        part = {**texts[0], "text": _mark_text(texts[0]["text"], i, how, answers)}
-        changed["content"] = [part if p is texts[0] else p for p in content]
+    elif is_parts(content) and how.printed_parts:
+        changed["content"] = _mark_text(str(content), i, how, answers)
+    elif is_parts(content):
+        marked = [p | {"text": _mark_text(p["text"], i, how, answers)} if _has_text(p) else p for p in content]
+        changed["content"] = marked
     elif is_data(content) and how.printed:
-        changed["content"] = _mark_text(str(content), i, how, False)
+        changed["content"] = _mark_text(str(content), i, how, answers)
     elif is_data(content):
-        changed["content"] = _mark_data(_mark_data(content, _end(i), last=True), _start(i) if how.fronts else "")
+        front = _start(i) if (how.starts if answers else how.fronts) else ""
+        changed["content"] = _mark_data(_mark_data(content, _end(i), last=True), front)
     return changed
+
+
+def _has_text(part: _Message) -> bool:
+    return isinstance(part.get("text"), str)
 
 
 def _mark_data(value: Any, mark: str, last: bool = False) -> Any:
@@ -140,6 +150,8 @@ def _mark_data(value: Any, mark: str, last: bool = False) -> Any:
     copy = value.copy()
     keys = list(value) if isinstance(value, dict) else list(range(len(value)))
     for key in reversed(keys) if last else keys:
+        if key == "type":  # templates look at the types of parts
+            continue
         copy[key] = _mark_data(value[key], mark, last)
         if copy[key] != value[key]:
             break
@@ -371,8 +383,13 @@ class AssistantTurnFinder:
             rendered = self._render(messages, tools, False)
             text = rendered if len(rendered) == len(text) else text
         edges = any(isinstance(c := m.get("content"), str) and c != c.strip() for m in messages)
-        data = any(is_data(m.get("content")) for m in messages)
-        ways = [replace(how, printed=printed) for how in _MARKINGS for printed in (True, False)] if data else _MARKINGS
+        ways = list(_MARKINGS)
+        if any(is_data(m.get("content")) for m in messages):
+            ways = [replace(how, printed=printed) for how in ways for printed in (True, False)]
+        if any(is_parts(m.get("content")) for m in messages):
+            answers = [c for m in messages if m["role"] == "assistant" and is_parts(c := m.get("content"))]
+            printed_first = not all(any(map(_has_text, parts)) for parts in answers)
+            ways = [replace(how, printed_parts=one) for how in ways for one in (printed_first, not printed_first)]
         for how in ways:
             if how.outside and not edges:
                 continue
@@ -423,7 +440,7 @@ class AssistantTurnFinder:
 
     def _content(self, i: int, places: _Places) -> tuple[int, int]:
         """Where the content of message `i` stands that the template writes apart from its calls."""
-        begin = places.last[_start(i)]
+        begin = places.text.index(_start(i), places.following(i))
         end = places.content_end(i)
         assert end is not None
         bound = min((at for at in places.first.values() if at >= end), default=len(places.text))

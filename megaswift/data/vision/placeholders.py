@@ -24,6 +24,7 @@ from megaswift.data.untokenized_sample import (
     UntokenizedSample,
     decode_json_cell,
     describe_value,
+    is_data,
     is_parts,
 )
 from megaswift.data.vision.media import (
@@ -52,6 +53,8 @@ RATES = ("fps", "sample_fps")
 """The keys that may hold the frames per second of a video that is a list of frames."""
 TYPES = {"image": IMAGE, "image_url": IMAGE, "video": VIDEO, "video_url": VIDEO}
 """Kinds of media by the types of parts."""
+AUDIO_TYPES = ("audio", "audio_url", "input_audio")
+"""Types of parts that hold audio, which no model here reads."""
 Part = dict[str, Any]
 DATA_URL = "data:image/png;base64,..."
 CARRIED = "(in the row)"
@@ -96,9 +99,13 @@ def places_without_files(sample: UntokenizedSample, kind: str) -> int:
 
 
 def kinds_of_media(row: Mapping[str, Any], sample: UntokenizedSample) -> frozenset[str]:
-    """What a row speaks of, images or videos: parts of contents, a column `images`, or a column `image` with a place
-    for it."""
-    found = {TYPES[part["type"]] for part in _parts_of(sample) if part["type"] in TYPES}
+    """What a row speaks of, images or videos: parts of contents, and columns."""
+    return _kinds_of_columns(row, sample) | {TYPES[part["type"]] for part in _parts_of(sample) if part["type"] in TYPES}
+
+
+def _kinds_of_columns(row: Mapping[str, Any], sample: UntokenizedSample) -> frozenset[str]:
+    """Whether a row has a column `images`, or a column `image` with a place for it in its texts; `videos` alike."""
+    found = set()
     for kind, (plural, one) in COLUMNS.items():
         if row.get(plural) or (row.get(one) and any(TAGS[kind] in text for text in texts_of(sample))):
             found.add(kind)
@@ -151,9 +158,10 @@ def reject_unread_columns(row: Mapping[str, Any], sample: UntokenizedSample) -> 
 
 
 def reject_media(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
-    """RowError for a row that speaks of images, videos or audio where the model reads text only."""
+    """RowError for a row with columns of images, videos or audio where the model reads text only. Parts of contents go
+    to the chat template, which decides about them."""
     reject_unread_columns(row, sample)
-    for kind in sorted(kinds_of_media(row, sample)):
+    for kind in sorted(_kinds_of_columns(row, sample)):
         found = f"{kind}s, but this model accepts only text"
         raise RowError(f"{kind}s", found, "rows without them, or a vision-language model")
 
@@ -164,6 +172,20 @@ def reject_media_beside_plain_text(row: Mapping[str, Any], sample: UntokenizedSa
     for kind in sorted(kinds_of_media(row, sample)):
         fault = f"plain text, which is used without a chat template, so its {kind}s have no place"
         raise RowError("prompt", fault, "messages")
+
+
+def reject_unread_contents(sample: UntokenizedSample) -> None:
+    """RowError for a content that a model cannot be asked with: a part other than text, images and videos, or JSON that
+    is neither text nor parts where no tool returned it."""
+    for i, message in enumerate(sample.messages):
+        content = message.get("content")
+        where = f"messages[{i}].content"
+        if message["role"] in RESULTS or _may_hold_media(content):
+            continue
+        if not is_parts(content):
+            raise RowError(where, describe_value(content), "a string, or a list of parts")
+        other = next(part["type"] for part in content if part["type"] != "text" and part["type"] not in TYPES)
+        raise RowError(where, f"a part of type {other!r}", "text, image and video parts")
 
 
 def attach_media(
@@ -178,12 +200,13 @@ def attach_media(
         given[VIDEO] = []  # a column `video` alone says nothing
     attached = _AttachedMedia(home, {kind: iter(values) for kind, values in given.items()}, settings_of_row(row))
     messages = []
-    for i, message in enumerate(sample.messages):
-        if message["role"] in RESULTS and not _may_hold_media(message.get("content")):
+    for message in sample.messages:
+        content = message.get("content")
+        if is_data(content) or (message["role"] in RESULTS and not _may_hold_media(content)):
             messages.append(message)
             continue
         tagged = [kind for kind, values in given.items() if values]
-        parts = list(_parts(message.get("content"), tagged, f"messages[{i}].content"))
+        parts = list(_parts(content, tagged))
         if any(p["type"] in TYPES for p in parts):
             message = {**message, "content": [attached.filed(p) for p in parts]}
         messages.append(message)
@@ -257,21 +280,22 @@ class _AttachedMedia:
 
 
 def _may_hold_media(content: Any) -> bool:
-    """Whether a tool's result is text or parts, not other JSON."""
+    """Whether a content is text, or parts that are texts, images and videos."""
     if is_parts(content):
         return all(part["type"] == "text" or part["type"] in TYPES for part in content)
     return content is None or isinstance(content, str)
 
 
-def _parts(content: Any, tagged: list[str], where: str) -> Iterator[Part]:
-    """A content as parts; a placeholder in a text is one where the row has a column of such files."""
+def _parts(content: Any, tagged: list[str]) -> Iterator[Part]:
+    """A content as parts; a placeholder in a text is one where the row has a column of such files. Parts of other types
+    go to the chat template as they are."""
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or []:
         if part["type"] == "text":
             yield from _split_at_tags(part, tagged)
         elif part["type"] in TYPES:
             yield {k: v for k, v in part.items() if v is not None} | {"type": TYPES[part["type"]]}
         else:
-            raise RowError(where, f"a part of type {part['type']!r}", "text, image and video parts")
+            yield part
 
 
 def _with_tags_for_paths(sample: UntokenizedSample) -> tuple[UntokenizedSample, list[str]]:
@@ -303,7 +327,8 @@ def _split_at_tags(part: Part, tagged: list[str]) -> Iterator[Part]:
 
 def _in_front(messages: list[dict[str, Any]], kind: str, parts: list[Part]) -> None:
     """Images or videos that no text has a place for stand before the first question."""
-    first_user = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
+    asking = (i for i, m in enumerate(messages) if m["role"] == "user" and not is_data(m.get("content")))
+    first_user = next(asking, None)
     if first_user is None:
         raise RowError(f"{kind}s", f"{len(parts)} files but no user message", "a user message that refers to them")
     content = messages[first_user].get("content") or []

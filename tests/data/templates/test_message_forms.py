@@ -457,7 +457,7 @@ def test_an_answer_without_content_is_an_empty_turn(kind: str, name: str, last: 
 
 def test_a_misspelled_content_is_no_empty_turn() -> None:
     row = {"messages": [ASK, {"role": "assistant", "text": "done"}]}
-    with pytest.raises(RowError, match="nothing; expected a string"):
+    with pytest.raises(RowError, match="nothing, but a text in 'text'"):
         encoded("qwen", template("qwen3"), row)
 
 

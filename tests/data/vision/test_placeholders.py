@@ -124,7 +124,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (turns("<image> and <image>") | {"images": ["images/0.png"]}, "no file for image 2"),
     (turns("<image>") | {"images": ["images/0.png", "images/1.png"]}, "2 files for 1 placeholders"),
     (turns(ASK) | {"images": [7]}, "int 7"),
-    (turns([{"type": "audio", "audio": "a.wav"}]), "a part of type 'audio'"),
     (turns([{"type": "video", "video": "a.mp4"}]), "column videos: no such file: .*a.mp4"),
     (turns("<video>?") | {"videos": ["images/0.png"]}, "data.jsonl:1: column videos: videos, but this model accepts"),
     (turns("<video> what?") | {"video": ["images/0.png"]}, "column videos: videos, but this model accepts only text"),
@@ -167,13 +166,55 @@ def test_a_placeholder_without_a_file_is_counted(tmp_path: Path) -> None:
     assert notes == {"tags_without_files": 1}
 
 
-def test_text_models_refuse_images() -> None:
+OTHERS: list[dict[str, Any]] = [
+    {"type": "audio", "audio": "a.wav"},
+    {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
+    {"type": "document", "document": {"title": "t"}},
+]
+"""Parts that no model here reads."""
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda part: part["type"])
+def test_parts_that_no_model_reads_are_rendered_as_transformers_has_them(
+    other: dict[str, Any], processor: Processor, folder: Path
+) -> None:
+    """Beside an image, before it, alone, and as an answer; without them, as this template omits them."""
+    plain = [turns(PARTS), turns(PARTS), turns([]), turns(PARTS, [vision.part(ANSWER)])]
+    rows = [turns([*PARTS, other]), turns([other, *PARTS]), turns([other]), turns(PARTS, [vision.part(ANSWER), other])]
+    source = sources(processor, folder, *rows)
+    for i, (row, want) in enumerate(zip(rows, plain, strict=True)):
+        texts = [processor.inner.apply_chat_template(one["messages"], tokenize=False) for one in (row, want)]
+        assert texts[0] == texts[1]
+        made = vision.inputs_of(processor.inner, json.dumps(want | {"messages": _in_parts(want)}), folder)
+        ids, loss = source.data.docs.read(i)
+        assert ids.tolist() == made["input_ids"][0].tolist()
+        assert loss.tolist() == made["assistant_masks"][0].tolist()
+    assert source.data.docs.stores[0].manifest["notes"] == {"unused_parts": 4}
+
+
+def _in_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages with all contents as parts, which the processor asks for."""
+    contents = [
+        m["content"] if isinstance(m["content"], list) else [vision.part(m["content"])] for m in row["messages"]
+    ]
+    return [m | {"content": content} for m, content in zip(row["messages"], contents, strict=True)]
+
+
+def test_a_part_that_the_template_rejects_is_refused_with_its_words(processor: Processor, folder: Path) -> None:
+    template = processor.tokenizer.chat_template
+    strict = template.replace("{{ p['text'] }}", "{{ p['text'] if 'text' in p else raise_exception('only text') }}")
+    assert strict != template
+    with pytest.raises(DataError, match=r"content: a part of type 'audio': .* rejects this conversation .only text"):
+        sources(processor, folder, turns([*PARTS, OTHERS[0]]), chat_template=strict)
+
+
+def test_text_models_refuse_columns_of_images() -> None:
     tokens = vision.tokenizer("llava")
     data = SwiftConfig(task="sft", model="unused", dataset=["x"]).data
     encoder = RowEncoder(encode_spec(data, tokens, "sft"))
     from megaswift.data.untokenized_sample import RowError
 
-    for row in FORMS:
+    for row in FORMS[3:]:
         with pytest.raises(RowError, match="accepts only text"):
             encoder.render(row)
     for media, told in (({"videos": ["a.mp4"]}, "videos, but .* only text"), ({"audios": [["a.wav"]]}, "no model is")):
@@ -182,6 +223,17 @@ def test_text_models_refuse_images() -> None:
     with pytest.raises(RowError, match="enable_thinking, which is not read from rows"):
         encoder.render(turns(ASK) | {"chat_template_kwargs": {"enable_thinking": False}})
     encoder.render(turns(ASK) | {"image": "an unused column", "video": "another", "videos": [], "audios": 3})
+
+
+def test_text_models_train_parts_of_images_as_the_template_writes_them() -> None:
+    """With a count, even where it writes a placeholder: the image is lost."""
+    tokens = vision.tokenizer("llava")
+    encoder = RowEncoder(encode_spec(SwiftConfig(task="sft", model="unused", dataset=["x"]).data, tokens, "sft"))
+    for row in (*FORMS[:3], turns([vision.part(ASK), OTHERS[0]])):
+        rendered = encoder.render(row)
+        assert rendered.text == tokens.apply_chat_template(row["messages"], tokenize=False)
+        assert [rendered.text[a:b] for a, b in rendered.spans] == [ANSWER + "<e>"]
+        assert rendered.notes == ("unused_parts",)
 
 
 def test_rows_with_images_are_certified(processor: Processor, folder: Path) -> None:
