@@ -147,7 +147,6 @@ ROWS: dict[str, dict[str, Any]] = {
         "messages": [ASK, {"role": "assistant", "content": [{"type": "text", "text": "ANSWERONE"}, {"type": "audio"}]}]
     },
     "an answer without loss": {"messages": [ASK, {**ONE, "content": "RESULTTEXT", "weight": 0}, AGAIN, TWO]},
-    "a call without loss": {"messages": [ASK, calling("", {"cityparam": "RESULTTEXT"}, train=False), RESULT, TWO]},
     "a call last": {"messages": [ASK, ONE, AGAIN, calling(None, TEXT)], "tools": TOOLS},
 }
 
