@@ -18,7 +18,6 @@ import torch
 from megaswift import distributed, log
 from megaswift.bridge.adapters.initial import write_initial_adapter
 from megaswift.bridge.hf.base_model import write_changed_model_folder
-from megaswift.bridge.hf.fingerprint import sampled_weights_fingerprint
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.adapter import starts_otherwise
 from megaswift.config.checks.engine import NATIVE
@@ -54,7 +53,7 @@ from megaswift.run.engines import RankContext, make_engine, start_context
 from megaswift.run.faults.oom_retry import config_of_retry, forget_earlier_retry
 from megaswift.run.faults.options import FaultToleranceConfig
 from megaswift.run.lock import RunLock
-from megaswift.run.model_files import REFERENCE, ModelFiles
+from megaswift.run.model_files import REFERENCE, ModelFiles, sampled_weights_fingerprint
 from megaswift.run.output import prepare_output_folder
 from megaswift.run.output_version import (
     config_of_new_version,

@@ -23,7 +23,6 @@ from megaswift.bridge.hf import finite
 from megaswift.bridge.initial_weights import seeded_normal
 from megaswift.bridge.plan import EntriesOfSameHfTensors, PlanEntry, WeightPlan
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
-from megaswift.engine.megatron.local_param import LocalParam, splitting_ranks
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.optim.fp8_weights import is_fp8_weight
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -31,6 +30,35 @@ from megaswift.errors import Problem, UserError, WeightsError
 from megaswift.models import qlora
 from megaswift.models.spec import ModelSpec
 from megaswift.models.weights.table import padded_vocabulary_size
+
+
+@dataclass(frozen=True)
+class LocalParam:
+    """A parameter, buffer or quantized matrix of this rank and its entry in the weight plan."""
+
+    entry: PlanEntry
+    owner: nn.Module
+    name: str
+    """The owner's attribute: looked up at each use, because a change of precision replaces buffers."""
+
+    @property
+    def held(self) -> Tensor | NF4Matrix:
+        """The parameter or buffer, or what stands for it."""
+        return getattr(self.owner, self.name)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter or buffer; of a quantized matrix its values, a copy."""
+        value = self.held
+        return value.dequantized() if isinstance(value, NF4Matrix) else value
+
+
+def splitting_ranks(entry: PlanEntry, context: ParallelContext) -> tuple[int, int]:
+    """(ranks, rank) that split this entry: ETP for experts, TP otherwise."""
+    layout = context.layout
+    coords = context.coordinates
+    return (layout.etp, coords.etp) if entry.expert is not None else (layout.tp, coords.tp)
+
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")

@@ -25,7 +25,7 @@ from megaswift.bridge.hf.loading_report import LOADING_INFO, check_all_weights_l
 from megaswift.bridge.initial_weights import initial_lora_a
 from megaswift.bridge.scalar_head import NEW, new_scalar_head_weight
 from megaswift.bridge.weight_source import open_weights
-from megaswift.engine.torch import document_attention, liger, meta_init, quantized_weights, vision_parts
+from megaswift.engine.torch import document_attention, meta_init, quantized_weights, vision_parts
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
 from megaswift.engine.torch.layer_classes import decoder_layer_class_names
 from megaswift.engine.torch.logit_fields import LossFieldsModel
@@ -227,7 +227,7 @@ def build_model_for_wrapping(
     model = build_model(folder, options, build.seed, weights, spec, further, empty)
     meta_init.meta_parameters_to_expanded_zeros(model)
     if options.use_liger:
-        liger.apply_liger(model)
+        apply_liger(model)
     document_attention.set_per_document_attention(model, options, is_tested_class(spec, model))
     freeze_parts(model, options)
     vision_parts.recompute_layers(model, options)
@@ -264,3 +264,15 @@ def _compile(layer: Any, cfg: ModelConfig) -> None:
         return compiled(*args, **kwargs)
 
     layer.forward = compiled if uncompiled is None else forward
+
+
+def apply_liger(model: Any) -> None:
+    """Patches `model`, and functions of its module in transformers. ConfigError where liger-kernel does not know the
+    architecture."""
+    patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    kind = model.config.model_type
+    if kind not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(
+            Problem("--use_liger true", f"liger-kernel has no kernels for model_type {kind}", "--use_liger false")
+        )
+    patches._apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)

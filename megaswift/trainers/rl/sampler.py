@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megaswift.memory.kv_cache_bytes import kv_cache_bytes_per_token
 from megaswift.models.spec import ModelSpec
 from megaswift.rollout.sampler import SamplingParams
 from megaswift.rollout.sync_folders import SHARED_MEMORY
@@ -112,3 +111,11 @@ def seeds_requests(backend: str, asked: bool | None, cuda: bool) -> bool:
 def samples_on_every_rank(backend: str) -> bool:
     """Whether every rank has a sampler."""
     return backend in EVERYWHERE
+
+
+def kv_cache_bytes_per_token(spec: ModelSpec, width: int) -> int:
+    """Returns the bytes of one token in all layers, with `width` bytes per element. Layers under a window count as
+    whole ones: the decode loop allocates their columns too. Latent attention is cached compressed, as by transformers
+    since 5.17."""
+    elements = spec.latent_width if "kv_lora_rank" in spec.transformer else 2 * spec.kv_width
+    return spec.num_layers * elements * width

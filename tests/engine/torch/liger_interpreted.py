@@ -23,7 +23,7 @@ from liger_kernel.ops import geglu, rms_norm
 from transformers import AutoModelForCausalLM
 from triton.runtime import interpreter
 
-from megaswift.engine.torch import liger
+from megaswift.engine.torch.model import apply_liger
 from tests.parity.models import config, randomize
 
 _plain = interpreter._implicit_cvt
@@ -55,7 +55,7 @@ def main(variant: str) -> dict[str, Any]:
     plain = AutoModelForCausalLM.from_config(config(variant), dtype=torch.float32)
     randomize(plain, 3)
     fast = copy.deepcopy(plain)
-    liger.apply_liger(fast)
+    apply_liger(fast)
     ids = torch.randint(3, 60, (2, 9))
     ours, theirs = fast(input_ids=ids).logits, plain(input_ids=ids).logits
     kernels = {node.name() for node in _nodes(ours.grad_fn) if "Liger" in node.name()}

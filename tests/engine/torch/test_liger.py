@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from megaswift.engine.torch import liger
+from megaswift.engine.torch.model import apply_liger
 from megaswift.errors import ConfigError
 from tests.parity.models import VARIANTS, config
 from tests.sources import ROOT
@@ -29,7 +29,7 @@ def test_layers_are_replaced_and_the_head_is_not() -> None:
     pytest.importorskip("liger_kernel")
     made = model("dense")
     forward, names = type(made).forward, list(made.state_dict())
-    liger.apply_liger(made)
+    apply_liger(made)
     assert type(made).forward is forward and "forward" not in vars(made)
     assert "logits_to_keep" in inspect.signature(made.forward).parameters
     norms = [m for n, m in made.named_modules() if n.endswith("norm")]
@@ -41,7 +41,7 @@ def test_an_architecture_without_kernels_is_refused() -> None:
     pytest.importorskip("liger_kernel")
     assert "minimax_m2" in VARIANTS
     with pytest.raises(ConfigError, match="has no kernels for model_type minimax_m2"):
-        liger.apply_liger(model("minimax_m2"))
+        apply_liger(model("minimax_m2"))
 
 
 @pytest.mark.process
