@@ -190,10 +190,13 @@ Run.emit = planted
 @pytest.mark.parametrize(
     "launcher",
     [
-        "-m megaswift sft --nproc_per_node 2 --max_restarts 1",
-        "-m torch.distributed.run --standalone --nproc_per_node 2 --max-restarts 1 megaswift/sft.py",
+        pytest.param("-m megaswift sft --nproc_per_node 2 --max_restarts 1", id="own"),
+        pytest.param(
+            "-m torch.distributed.run --standalone --nproc_per_node 2 --max-restarts 1 megaswift/sft.py",
+            id="torchrun",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["own", "torchrun"],
 )
 def test_ranks_agree_and_a_restart_keeps_the_folder(launcher: str, tmp_path: Path) -> None:
     from tests.trainers.planted import STARTER
