@@ -9,7 +9,7 @@ Each case runs in its own process for at most --limit seconds and appends one li
 already have a result are skipped, so the command can be rerun until all are done (--redo repeats those that match
 --only, --redo_failed those of them that failed or could not be run). The exit code is 1 after a failure, else 77 if a
 case could not be run on this machine. Models have published shapes and random weights, created on the
-device. FLOPs are counted in the same way for every contender (`megaswift.trainers.flops`); MFU is relative to the
+device. FLOPs are counted in the same way for every contender (`megaswift.engine.flops`); MFU is relative to the
 device's bf16 peak. Without a GPU the shapes are scaled down (--small), which only shows that the cases run.
 """
 

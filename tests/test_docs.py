@@ -7,6 +7,7 @@ import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -161,6 +162,40 @@ def test_files() -> None:
         if not re.fullmatch(r"rewards/[\w/]+", name)  # a metric
     ]
     assert len(named) > 100 and [(page, name) for page, root, name in named if not list(root.glob(name))] == []
+
+
+def unknown_files(text: str, paths: set[str]) -> list[str]:
+    """Python files in backticks, under a folder or by their name alone, that no path ends with. A name with a part to
+    fill in (`<name>.py`, `FILE.py`) is not looked for."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    named = [name for code in re.findall(r"`([^`]+)`", prose) for name in re.findall(r"[^\s:]+\.py\b", code)]
+    return [
+        name
+        for name in named
+        if not re.search(r"[<>]|[A-Z]{2}", name) and not any(fnmatch(path, f"*/{name}") for path in paths)
+    ]
+
+
+FILES_OF_OTHERS = {
+    "examples/scripts/*.py",
+    "my_rewards.py",
+    "plugin.py",
+    "preprocess_data.py",
+    "pretrain_*.py",
+    "swift/cli/*.py",
+    "trl/scripts/*.py",
+}
+"""Python files of other toolkits, and of the reader's own."""
+
+
+def test_python_files_exist() -> None:
+    """Those that a page names in any way: `layers/spec.py` and `spec.py` too."""
+    paths = {f"/{file.relative_to(ROOT)}" for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")}
+    paths |= {f"/{file.name}" for file in ROOT.glob("*.py")}
+    texts = TEXTS | {"CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")}
+    found = {(page, name) for page, text in texts.items() for name in unknown_files(text, paths)}
+    assert sorted(pair for pair in found if pair[1] not in FILES_OF_OTHERS) == []
+    assert unknown_files("`gone.py`, `a/b.py --x`, `<name>.py`, `c/*_b.py`", {"/z/a/b.py"}) == ["gone.py", "c/*_b.py"]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from megaswift.config.checks.engine import NATIVE
 from megaswift.config.checks.evaluation import best_model_metric, compares_evaluations, evaluates
 from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.data.batches.loader import EvaluationSource
+from megaswift.engine.flops import StepFlopFormula, peak_tflops, step_flop_formula
 from megaswift.engine.optimizer_options import PLATEAU
 from megaswift.engine.protocol import Engine
 from megaswift.folders.source import locate_model
@@ -68,7 +69,6 @@ from megaswift.run.summary import SummaryFacts, data_text
 from megaswift.run.task import Task, TaskData
 from megaswift.run.tasks import TASKS
 from megaswift.trainers.batch_fields import batch_logprobs
-from megaswift.trainers.flops import StepFlopFormula, peak_tflops, step_flop_formula
 from megaswift.trainers.hook import PLUGIN_HOOKS, Hook, Rate, Run, interval_of, timed
 from megaswift.trainers.hooks.best_model import best_model_hook
 from megaswift.trainers.hooks.checkpoint import CheckpointHook

@@ -32,6 +32,7 @@ from megaswift.data.templates.agent_options import AGENT_TEXTS
 from megaswift.data.templates.options import thinking_variable
 from megaswift.data.vision.batches import media_kinds
 from megaswift.data.vision.processor import Processor, tokenizer_of_tokenizer_or_processor
+from megaswift.engine.flops import step_flop_formula
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
 from megaswift.log import count_text
@@ -58,7 +59,6 @@ from megaswift.run.plan import RunPlan
 from megaswift.run.summary import SummaryFacts, trained_parameter_share_text
 from megaswift.run.task import Task, TaskData, TaskParts
 from megaswift.trainers.batch_fields import ReferenceLogprobs
-from megaswift.trainers.flops import step_flop_formula
 from megaswift.trainers.hook import Hook, Rate, interval_of, unchanged
 from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.trainers.rl.chat_turns import ChatTurns

@@ -17,8 +17,8 @@ import torch
 
 from gpu_benchmark.cases import BenchmarkCase, document_lengths
 from gpu_benchmark.contenders import Contender, NotRun, build_contender, micro_batches
+from megaswift.engine.flops import peak_tflops
 from megaswift.losses.contract import Batch
-from megaswift.trainers.flops import peak_tflops
 
 MATMUL = 8192
 """Side of the square product whose rate is measured in every process: clocks and temperature differ between them."""

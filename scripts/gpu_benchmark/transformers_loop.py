@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from gpu_benchmark.cases import BenchmarkCase
+from megaswift.engine.flops import StepFlopFormula
 from megaswift.losses.contract import Batch
-from megaswift.trainers.flops import StepFlopFormula
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """Parameters of transformers' experts, which are no linear layers: PEFT adapts them by name, gate and up as one with
@@ -176,7 +176,7 @@ def _compilation() -> str:
 
 
 def _flops_of(model: Any) -> StepFlopFormula:
-    """The FLOP rule of `megaswift.trainers.flops`; a token goes through some of the experts."""
+    """The FLOP rule of `megaswift.engine.flops`; a token goes through some of the experts."""
     config = model.config
     counted = {id(p): (name, p) for name, p in model.named_parameters()}
     if not config.tie_word_embeddings:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megaswift.config.facts.batch_sizes import BatchPlan
+from megaswift.engine.flops import StepFlopFormula
 from megaswift.errors import CheckpointError
 from megaswift.folders.saved_steps import manifest_seal
 from megaswift.trainers import checkpoints
 from megaswift.trainers.checkpoints import CheckpointStore
-from megaswift.trainers.flops import StepFlopFormula
 from megaswift.trainers.hook import Hook, Run
 from megaswift.trainers.hooks.checkpoint import CheckpointHook, global_batch_size_change_notice, restore_run
 from megaswift.trainers.hooks.metrics import MetricsJsonlHook, ThroughputFormula, read_lines

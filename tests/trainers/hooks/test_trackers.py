@@ -21,7 +21,7 @@ import pytest
 
 from megaswift import distributed, error_exit
 from megaswift.config import load_config
-from megaswift.trainers.flops import StepFlopFormula
+from megaswift.engine.flops import StepFlopFormula
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.hooks import trackers
 from megaswift.trainers.hooks.metrics import MetricsJsonlHook, ThroughputFormula, read_lines

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import load_config
+from megaswift.engine.flops import StepFlopFormula, peak_tflops
 from megaswift.run.build import forward_pass_count_before_step
-from megaswift.trainers.flops import StepFlopFormula, peak_tflops
 
 
 def test_the_rule_equals_counting_the_products_of_a_small_transformer() -> None:
