@@ -131,6 +131,10 @@ def changed(out: Path, base: Path) -> tuple[set[str], set[str]]:
     return moved, {*after} - moved
 
 
+def test_only_accepted_rows_are_run() -> None:
+    assert [wanted.label for wanted in RUNS if BY_LABEL[wanted.label].answer] == []
+
+
 @pytest.mark.parametrize("wanted", [pytest.param(r, id=r.label, marks=[pytest.mark.slow] * r.slow) for r in RUNS])
 def test_to_the_export(wanted: Run, folder: Path, tmp_path: Path) -> None:
     row, out, base = BY_LABEL[wanted.label], tmp_path / "out", folder / wanted.model
