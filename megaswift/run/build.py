@@ -178,7 +178,7 @@ def settle(cfg: SwiftConfig, processes: Processes) -> SettledRun:
 
 def base_model_folder(cfg: SwiftConfig, folder: Path, output: Path) -> Path:
     """The folder that the run starts from: `folder`, or OUT/base_model, which rank 0 makes. Collective."""
-    if not changed_model.changes_model(cfg):
+    if not changed_model.changes_model(cfg.model):
         return folder
 
     def make() -> Path:
@@ -374,7 +374,7 @@ def model_facts(plan: RunPlan) -> dict[str, Any]:
         return shape
     based = {"base_weights": plan.folder}
     if plan.cfg.task in PPO:
-        based["critic_weights"] = critic_start_folder(plan.cfg, plan.folder)
+        based["critic_weights"] = critic_start_folder(plan.cfg.rl, plan.folder)
     return shape | {
         name: distributed.run_on_rank0(partial(sampled_weights_fingerprint, folder)) for name, folder in based.items()
     }

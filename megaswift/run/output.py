@@ -22,6 +22,7 @@ from megaswift.config.facts.launch_variables import JOB_ID
 from megaswift.config.swift_config import config_yaml_text
 from megaswift.errors import Problem, UserError
 from megaswift.folders.checkpoint import find_checkpoint
+from megaswift.launchers.options import LaunchConfig
 from megaswift.options.files import CONFIG_HEADER
 from megaswift.run.lock import RunLock
 from megaswift.run.saved_paths import with_absolute_paths
@@ -215,7 +216,7 @@ def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
         return [Problem(flag, f"{occupied} is a file", "give a folder")]
     if unusable := [p for name in OPENED if (p := _unusable_kind_problem(outputs.root / name)) is not None]:
         return unusable
-    if not is_new and not _joins_own_run(cfg, outputs) and (locked := RunLock(outputs.root).problems()):
+    if not is_new and not _joins_own_run(cfg.launch, outputs) and (locked := RunLock(outputs.root).problems()):
         return locked
     # The checkpoint to resume from must exist and be of this engine.
     resume = None
@@ -257,11 +258,11 @@ def _unusable_kind_problem(path: Path) -> Problem | None:
     return Problem(str(path), "is neither a file nor a folder: reading or writing it may never end", "remove it")
 
 
-def _joins_own_run(cfg: SwiftConfig, outputs: OutputFolder) -> bool:
+def _joins_own_run(launch: LaunchConfig, outputs: OutputFolder) -> bool:
     """Whether this is another node of the run that writes to the folder: started again, it comes while rank 0 still
     has the lock, until it has noticed the loss."""
     job = os.environ.get(JOB_ID)
-    return bool(cfg.launch.node_rank) and bool(job) and outputs.job_id() == job
+    return bool(launch.node_rank) and bool(job) and outputs.job_id() == job
 
 
 def _other_engine(cfg: SwiftConfig, step: Path) -> list[Problem]:

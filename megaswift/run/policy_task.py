@@ -69,6 +69,7 @@ from megaswift.trainers.rl.evaluation import RewardEvaluationHook
 from megaswift.trainers.rl.generation import CompletionGenerator, is_sampling_rank
 from megaswift.trainers.rl.monitor import RolloutMonitor
 from megaswift.trainers.rl.multi_turn import MultiTurnRunner
+from megaswift.trainers.rl.options import RlConfig
 from megaswift.trainers.rl.sampler import (
     rollout_batch_size,
     samples_on_every_rank,
@@ -171,7 +172,7 @@ def add_rl_summary_rows(
 def rewards_text(cfg: SwiftConfig) -> str:
     """What gives rewards, each with its weight."""
     names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
-    weighted = [f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg), strict=True)]
+    weighted = [f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg.rl), strict=True)]
     return ", ".join([*weighted, *([f"turns of {cfg.rl.environment}"] if cfg.rl.environment else [])])
 
 
@@ -216,9 +217,9 @@ class SamplerCloser(Hook):
         self.scheduler.generation.close()
 
 
-def critic_start_folder(cfg: SwiftConfig, folder: Path) -> Path:
+def critic_start_folder(rl: RlConfig, folder: Path) -> Path:
     """Where the critic of a run starts; `folder`: the policy's."""
-    return folder if cfg.rl.critic_model is None else Path(cfg.rl.critic_model)
+    return folder if rl.critic_model is None else Path(rl.critic_model)
 
 
 def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, fresh: bool) -> Engine:
@@ -228,7 +229,7 @@ def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Rank
     starts near 0: values of the size of weights would be noise in every advantage until the critic has unlearnt them.
     """
     scored = with_scalar_head(spec)
-    start = critic_start_folder(cfg, folder)
+    start = critic_start_folder(cfg.rl, folder)
     scored = replace(scored, hf_config={**scored.hf_config}, new_head_std=1 / (1 + scored.hidden_size))
     engine = make_engine(cfg, scored, start, context)
     if fresh or cfg.model.train_type != "full":
@@ -339,7 +340,7 @@ def rollout_dependencies(
         scheduler,
         RewardScorer(
             reward_functions_of(cfg),
-            reward_weights_of(cfg),
+            reward_weights_of(cfg.rl),
             lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         ),
         AdvantageEstimator(cfg.rl, settings, settings.beta),
@@ -448,7 +449,6 @@ def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
     return [*functions, *load_reward_models(rl.reward_model, options, {f.name for f in functions})]
 
 
-def reward_weights_of(cfg: SwiftConfig) -> list[float]:
+def reward_weights_of(rl: RlConfig) -> list[float]:
     """One for each reward."""
-    rl = cfg.rl
     return [*rl.reward_weights] or [1.0] * (len(rl.reward_funcs) + len(rl.reward_model))

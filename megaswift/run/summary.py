@@ -14,9 +14,12 @@ from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.engine import NATIVE, requested_engine
 from megaswift.data.row_counters import WORDS, row_count_texts
+from megaswift.engine.optimizer_options import OptimConfig
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text
+from megaswift.models.options import ModelConfig
 from megaswift.trainers.hook import steps_of
+from megaswift.trainers.options import TrainConfig
 from megaswift.trainers.schedule import final_rate, warmup_steps
 
 Rows = list[tuple[str, str]]
@@ -78,8 +81,8 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
         *([("fit", facts.fit)] if facts.fit else []),
         ("layout", layout),
         ("kernels", facts.kernels + (", deterministic" if train.deterministic else "")),
-        *([("experts", capacity)] if (capacity := expert_capacity_text(cfg)) else []),
-        *([("not proven", extra)] if (extra := extra_kwargs_text(cfg)) else []),
+        *([("experts", capacity)] if (capacity := expert_capacity_text(cfg.model)) else []),
+        *([("not proven", extra)] if (extra := extra_kwargs_text(cfg.model)) else []),
         ("data", facts.data),
         *facts.more,
         (
@@ -89,24 +92,24 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
             f" = {count_text(batch, facts.unit.removesuffix('s'))} a step, "
             f"at most {batch * cfg.data.max_length:,} tokens",
         ),
-        ("steps", steps_text(cfg, facts)),
-        ("optimizer", optimizer_text(cfg, facts.total_steps)),
+        ("steps", steps_text(cfg.train, facts)),
+        ("optimizer", optimizer_text(cfg.optim, facts.total_steps)),
         ("output", output_text(train, facts.total_steps)),
     ]
 
 
-def expert_capacity_text(cfg: SwiftConfig) -> str:
+def expert_capacity_text(model: ModelConfig) -> str:
     """What experts take at most; empty where they take every token."""
-    factor = cfg.model.moe_expert_capacity_factor
+    factor = model.moe_expert_capacity_factor
     if factor is None:
         return ""
-    padded = ", inputs padded to that" if cfg.model.moe_pad_expert_input_to_capacity else ""
+    padded = ", inputs padded to that" if model.moe_pad_expert_input_to_capacity else ""
     return f"at most {factor:g} x an equal share of a micro-batch's tokens each{padded}; further tokens skip the expert"
 
 
-def extra_kwargs_text(cfg: SwiftConfig) -> str:
+def extra_kwargs_text(model: ModelConfig) -> str:
     """The fields of `megatron_extra_kwargs`; empty without any."""
-    given = cfg.model.megatron_extra_kwargs
+    given = model.megatron_extra_kwargs
     fields = ", ".join(f"{name} {value}" for name, value in given.items())
     return (
         f"Megatron-Core's {fields} (megatron_extra_kwargs): no test compares such a run with Hugging Face"
@@ -128,19 +131,19 @@ def trained_parameter_share_text(p: EngineSizeReport) -> str:
     return f"; {p.parameters_trained:,} trained ({p.parameters_trained / p.parameters_total:.2%})"
 
 
-def steps_text(cfg: SwiftConfig, facts: SummaryFacts) -> str:
+def steps_text(train: TrainConfig, facts: SummaryFacts) -> str:
     """`250 = 2 epochs of 1,000 rows`."""
     text = f"{facts.total_steps:,}"
     if facts.rows_per_epoch:
-        rows_a_step = facts.dp * facts.accumulation * cfg.train.per_device_train_batch_size
+        rows_a_step = facts.dp * facts.accumulation * train.per_device_train_batch_size
         epochs = count_text(facts.total_steps * rows_a_step / facts.rows_per_epoch, "epoch", ".4g")
         text += f" = {epochs} of {count_text(facts.rows_per_epoch, facts.unit.removesuffix('s'))}"
     return text + (f", resuming after step {facts.start:,}" if facts.start else "")
 
 
-def optimizer_text(cfg: SwiftConfig, total_steps: int) -> str:
+def optimizer_text(optim: OptimConfig, total_steps: int) -> str:
     """Optimizer and schedule in one line."""
-    o = cfg.optim
+    o = optim
     warmup = warmup_steps(total_steps, o)
     low = final_rate(o)
     parts = [f"{o.optimizer}, learning rate {o.learning_rate:g} {o.lr_scheduler_type}"]

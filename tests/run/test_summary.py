@@ -141,8 +141,8 @@ def test_a_reward_model_learns_of_answers_not_of_tokens() -> None:
 
 
 def test_warm_up_is_the_schedule_s_own() -> None:
-    assert ", 2 warm-up steps," in optimizer_text(SwiftConfig(warmup_ratio=0.1), 14)
-    assert ", 3 warm-up steps," in optimizer_text(SwiftConfig(warmup_steps=3), 14)
+    assert ", 2 warm-up steps," in optimizer_text(SwiftConfig(warmup_ratio=0.1).optim, 14)
+    assert ", 3 warm-up steps," in optimizer_text(SwiftConfig(warmup_steps=3).optim, 14)
 
 
 def test_the_course_of_the_learning_rate_is_told_as_it_is() -> None:
@@ -152,7 +152,7 @@ def test_the_course_of_the_learning_rate_is_told_as_it_is() -> None:
         ({"lr_scheduler_type": "inverse_sqrt"}, "inverse_sqrt,"),
         ({"lr_scheduler_type": "inverse_sqrt", "min_lr": 1e-6}, "inverse_sqrt, at least 1e-06,"),
     ):
-        assert f"learning rate 1e-05 {text} weight decay" in optimizer_text(SwiftConfig(**options), 10)
+        assert f"learning rate 1e-05 {text} weight decay" in optimizer_text(SwiftConfig(**options).optim, 10)
 
 
 def test_bytes() -> None:
@@ -225,4 +225,4 @@ def test_what_is_written_when(options: dict[str, object], text: str) -> None:
     ],
 )
 def test_experts_that_drop_tokens_are_on_the_screen(options: dict[str, object], text: str) -> None:
-    assert expert_capacity_text(SwiftConfig(**options)) == text
+    assert expert_capacity_text(SwiftConfig(**options).model) == text

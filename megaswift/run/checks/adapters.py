@@ -11,6 +11,7 @@ from megaswift.errors import Problem, UserError
 from megaswift.folders.adapter import adapter_peft_type_or_lora, is_reward_model_adapter
 from megaswift.models import quantized_training
 from megaswift.models.family import read_config_json
+from megaswift.models.options import ModelConfig
 from megaswift.options.tasks import RL
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -89,13 +90,13 @@ def quantized_or_peft_run_problems(cfg: SwiftConfig, folder: Path) -> list[Probl
             + lacking
             + (
                 missing_adapter_file_problems(cfg.lora.adapters)
-                or adapter_train_type_problems(cfg, Path(cfg.lora.adapters)) + adapter_task_type_problems(cfg)
+                or adapter_train_type_problems(cfg.model, Path(cfg.lora.adapters)) + adapter_task_type_problems(cfg)
             )
         )
     return problems + (lacking or peft_config_problems(cfg))
 
 
-def adapter_train_type_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
+def adapter_train_type_problems(model: ModelConfig, folder: Path) -> list[Problem]:
     """A folder of another kind than `train_type`, or of one that cannot go on."""
     kind = adapter_peft_type_or_lora(folder)
     label = f"--adapters {folder}"
@@ -107,10 +108,10 @@ def adapter_train_type_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]
                 "run megaswift export --merge_lora true, then train new adapters on the merged model",
             )
         ]
-    wanted = {"qlora": "lora"}.get(cfg.model.train_type, cfg.model.train_type)
+    wanted = {"qlora": "lora"}.get(model.train_type, model.train_type)
     if kind == wanted:
         return []
-    return [Problem(label, f"contains {kind} adapters (train_type is {cfg.model.train_type})", f"--train_type {kind}")]
+    return [Problem(label, f"contains {kind} adapters (train_type is {model.train_type})", f"--train_type {kind}")]
 
 
 def peft_config_problems(cfg: SwiftConfig) -> list[Problem]:

@@ -15,6 +15,7 @@ from megaswift.data.model_tokenizer import named_special_tokens
 from megaswift.errors import ConfigError, Problem
 from megaswift.folders.checkpoint import find_checkpoint
 from megaswift.models.family import read_config_json
+from megaswift.models.options import ModelConfig
 from megaswift.models.rope_scaling import config_with_rope_scaling
 from megaswift.models.vision import has_vision_tower
 
@@ -26,9 +27,9 @@ RESIDUAL = "residual_model"
 """Folder of the base model without that adapter."""
 
 
-def changes_model(cfg: SwiftConfig) -> bool:
+def changes_model(model: ModelConfig) -> bool:
     """Whether the run starts from a model that differs from the folder's."""
-    return cfg.model.rope_scaling is not None or bool(cfg.model.new_special_tokens)
+    return model.rope_scaling is not None or bool(model.new_special_tokens)
 
 
 def changed_config_and_tokenizer(cfg: SwiftConfig, folder: Path) -> tuple[dict[str, Any], Any]:
@@ -56,7 +57,7 @@ def changed_config_and_tokenizer(cfg: SwiftConfig, folder: Path) -> tuple[dict[s
 @contextmanager
 def changed_config_folder(cfg: SwiftConfig, folder: Path) -> Iterator[Path]:
     """`folder`, or within the block a temporary folder with the changed config.json and links to its other files."""
-    if not changes_model(cfg):
+    if not changes_model(cfg.model):
         yield folder
         return
     config, _ = changed_config_and_tokenizer(cfg, folder)

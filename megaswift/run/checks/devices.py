@@ -11,7 +11,7 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.checks.cuda_graphs import cuda_graph_environment_problems, uses_cuda_graphs
 from megaswift.config.checks.engine import requested_engine
-from megaswift.engine.options import ZERO
+from megaswift.engine.options import ZERO, EngineBackendConfig
 from megaswift.errors import Problem
 
 
@@ -24,12 +24,12 @@ def device_dependent_option_problems(cfg: SwiftConfig, environ: Mapping[str, str
     import torch
 
     if torch.cuda.is_available():
-        return _problems_with_cuda(cfg) + cuda_graph_environment_problems(cfg, environ)
+        return _problems_with_cuda(cfg.engine) + cuda_graph_environment_problems(cfg, environ)
     return _problems_without_cuda(cfg, half)
 
 
-def _problems_with_cuda(cfg: SwiftConfig) -> list[Problem]:
-    if cfg.engine.ddp_backend != "gloo":
+def _problems_with_cuda(engine: EngineBackendConfig) -> list[Problem]:
+    if engine.ddp_backend != "gloo":
         return []
     rule = "is for CPUs: GPUs communicate through NCCL"
     return [Problem("--ddp_backend gloo", rule, "--ddp_backend nccl")]

@@ -12,6 +12,7 @@ from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families import FAMILIES, ModelSpec, load_spec
 from megaswift.models.any_model import spec_from_family_or_size_fields
 from megaswift.models.family import read_config_json, rope_and_epsilon_problems, unreadable_value_problems
+from megaswift.models.options import ModelConfig
 from megaswift.models.scalar_head import with_scalar_head
 from megaswift.models.vision import has_vision_tower
 from megaswift.run.checks.changed_model import changed_config_folder
@@ -56,18 +57,18 @@ def _with_known_score(spec: ModelSpec) -> ModelSpec:
     return spec
 
 
-def transformers_class_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
+def transformers_class_problems(model: ModelConfig, spec: ModelSpec) -> list[Problem]:
     """Whether transformers has the class by which torch engines load a model that is no family here."""
     kind = str(spec.hf_config.get("model_type"))
     code = spec.hf_config.get("auto_map")
     if kind in FAMILIES or spec.scored:
         return []
-    if isinstance(code, Mapping) and (cfg.model.trust_remote_code or kind not in _transformers_model_types()):
+    if isinstance(code, Mapping) and (model.trust_remote_code or kind not in _transformers_model_types()):
         auto = "AutoModelForImageTextToText" if has_vision_tower(spec.hf_config) else "AutoModelForCausalLM"
         if auto not in code:
             rule = f"is Python code in the folder without a class for {auto}"
             return [Problem(f"config.json, model_type {kind!r}", rule, _OTHER_MODEL)]
-        if not cfg.model.trust_remote_code:
+        if not model.trust_remote_code:
             rule = "is Python code in the folder, which runs only with trust_remote_code"
             return [Problem(f"config.json, model_type {kind!r}", rule, "--trust_remote_code true")]
         return []

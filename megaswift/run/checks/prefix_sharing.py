@@ -16,6 +16,7 @@ from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.config.facts.extra_kwargs import extra_kwargs_values
 from megaswift.errors import Problem
 from megaswift.models.any_model import dropout_fields, spec_from_family
+from megaswift.models.options import ModelConfig
 from megaswift.models.spec import ModelSpec
 from megaswift.models.vision import has_vision_tower
 from megaswift.options.tasks import PROMPTED, RL
@@ -75,7 +76,7 @@ def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) ->
     torch_engine = engine != NATIVE
     reasons: tuple[tuple[Any, str], ...] = (
         (
-            torch_engine and (not _attends_by_torch(cfg, spec) or cfg.model.torch_compile),
+            torch_engine and (not _attends_by_torch(cfg.model, spec) or cfg.model.torch_compile),
             f"is supported on the engine {engine} with --attn_impl sdpa and without --torch_compile",
         ),
         (has_vision_tower(spec.hf_config), "is not supported with vision-language models"),
@@ -90,7 +91,7 @@ def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) ->
             "have their own",
         ),
         (
-            spec.experts and _counts_tokens(cfg, spec),
+            spec.experts and _counts_tokens(cfg.model, spec),
             "router losses, capacity, jitter and bias updates count a prompt once for each completion",
         ),
         (
@@ -105,10 +106,10 @@ def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) ->
     return next((why for applies, why in reasons if applies), "")
 
 
-def _attends_by_torch(cfg: SwiftConfig, spec: ModelSpec) -> bool:
+def _attends_by_torch(model: ModelConfig, spec: ModelSpec) -> bool:
     """On the torch engines; without the option config.json may choose. Soft caps and sinks are eager in any case."""
-    if cfg.model.attn_impl != "auto":
-        return cfg.model.attn_impl == "sdpa"
+    if model.attn_impl != "auto":
+        return model.attn_impl == "sdpa"
     eager = spec.features.attention_softcap is not None or spec.transformer.get("softmax_type") == "learnable"
     chosen = (spec.hf_config.get(name) for name in ("attn_implementation", "_attn_implementation"))
     return all(name in (None, "eager" if eager else "sdpa") for name in chosen)
@@ -120,12 +121,11 @@ def _drops_out(cfg: SwiftConfig, spec: ModelSpec) -> bool:
     return bool(adapters or unread or any(spec.transformer.get(name) for name in DROPOUTS))
 
 
-def _counts_tokens(cfg: SwiftConfig, spec: ModelSpec) -> bool:
-    m = cfg.model
+def _counts_tokens(model: ModelConfig, spec: ModelSpec) -> bool:
     default = spec.transformer.get("moe_aux_loss_coeff") or 0.0
-    balances = default if m.moe_aux_loss_coeff is None else m.moe_aux_loss_coeff
-    more = {**spec.transformer, **extra_kwargs_values(m.megatron_extra_kwargs)}
-    counted = (balances, m.moe_z_loss_coeff, m.moe_expert_capacity_factor, *map(more.get, ROUTER_FIELDS))
+    balances = default if model.moe_aux_loss_coeff is None else model.moe_aux_loss_coeff
+    more = {**spec.transformer, **extra_kwargs_values(model.megatron_extra_kwargs)}
+    counted = (balances, model.moe_z_loss_coeff, model.moe_expert_capacity_factor, *map(more.get, ROUTER_FIELDS))
     return any(counted)
 
 

@@ -29,6 +29,7 @@ from megaswift.config.checks.te import missing_transformer_engine_problems, set_
 from megaswift.config.facts.extra_kwargs import extra_kwargs_problems
 from megaswift.config.facts.kto_pairs import kto_batch_problems
 from megaswift.config.facts.zero_file import missing_deepspeed_problems
+from megaswift.data.options import DataConfig
 from megaswift.data.vision.processor import image_support_problems
 from megaswift.engine.determinism import determinism_environment_problems
 from megaswift.engine.options import ZERO
@@ -41,6 +42,7 @@ from megaswift.models import qlora
 from megaswift.models.family import read_config_json
 from megaswift.models.megatron_options import megatron_architecture_problems
 from megaswift.models.model_type import model_type_option_mismatch_problems
+from megaswift.models.options import ModelConfig
 from megaswift.models.targets import (
     Projection,
     dora_problems,
@@ -206,11 +208,11 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     if not spec.experts:
         idle += expert_option_problems(cfg)
     elif all(spec.moe_layers):
-        idle += recompute_mlp_without_dense_layer_problems(cfg)
+        idle += recompute_mlp_without_dense_layer_problems(cfg.model)
     adapters = adapter_target_and_folder_problems(cfg, spec) if cfg.model.train_type != "full" else []
-    idle += rope_length_problems(cfg, spec)
+    idle += rope_length_problems(cfg.data, spec)
     request = LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train)
-    unfit = layout_problems(ModelShape.of(spec), request) + native_compiler_problems(cfg)
+    unfit = layout_problems(ModelShape.of(spec), request) + native_compiler_problems(cfg.model)
     if cfg.model.train_type == "qlora" and not unfit:
         unfit = qlora.four_bit_block_size_problems(family_of(spec.hf_config), spec, request.tp, request.etp)
     return problems + idle + adapters + unfit or fit_problems(cfg, spec, request.layout)
@@ -221,7 +223,7 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
     problems = layout_problems(
         ModelShape.of(spec), LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train)
     ) + torch_engine_machine_problems(cfg)
-    problems += transformers_class_problems(cfg, spec)
+    problems += transformers_class_problems(cfg.model, spec)
     if "moe_router_score_function" not in spec.transformer:
         rule = f"applies only to MoE models, and model_type {spec.family} is not a supported one"
         problems += [
@@ -266,15 +268,15 @@ def adapter_target_and_folder_problems(cfg: SwiftConfig, spec: ModelSpec) -> lis
     return problems
 
 
-def rope_length_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
+def rope_length_problems(data: DataConfig, spec: ModelSpec) -> list[Problem]:
     """Sequences for which the model would have other rotary frequencies than it is built with."""
     longest = spec.features.longest
-    if longest is None or cfg.data.max_length <= longest:
+    if longest is None or data.max_length <= longest:
         return []
     kind = (spec.rope.scaling or {}).get("rope_type")
     return [
         Problem(
-            f"--max_length {cfg.data.max_length}",
+            f"--max_length {data.max_length}",
             f"exceeds {longest}, above which this model's {kind} RoPE changes its frequencies for the whole batch",
             f"--max_length {longest}",
         )
@@ -300,9 +302,9 @@ def expert_option_problems(cfg: SwiftConfig) -> list[Problem]:
     return given
 
 
-def recompute_mlp_without_dense_layer_problems(cfg: SwiftConfig) -> list[Problem]:
+def recompute_mlp_without_dense_layer_problems(model: ModelConfig) -> list[Problem]:
     """Recomputing dense MLPs, asked for a model that has none."""
-    idle = "mlp" in cfg.model.recompute_modules
+    idle = "mlp" in model.recompute_modules
     return (
         [
             Problem(
@@ -354,5 +356,5 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
                 "use --streaming false: images are read on demand, and only tokens are cached",
             )
         )
-    problems += vision_rollout_problems(cfg) if cfg.task in RL else []
+    problems += vision_rollout_problems(cfg.rl) if cfg.task in RL else []
     return problems + image_support_problems(locate_model(cfg.model, weights=False), model)

@@ -19,6 +19,7 @@ from megaswift.models.scalar_head import scalar_head_problems
 from megaswift.options.plugins import PLUGINS, load_external_plugins
 from megaswift.parallel.constraints import LayoutRequest
 from megaswift.rewards.functions import NAMED, SPELLINGS, is_file_function
+from megaswift.trainers.rl.options import RlConfig
 
 TRANSFORMERS = "transformers"
 CONFIG = "config.json"
@@ -32,7 +33,7 @@ def rl_run_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     return [
         *_found([lambda: batch_problems_of(cfg, world_size)]),
         *reward_environment_and_model_problems(cfg),
-        *_found([lambda: missing_sampler_backend_problems(cfg), lambda: engine_size_problems(cfg, world_size)]),
+        *_found([lambda: missing_sampler_backend_problems(cfg.rl), lambda: engine_size_problems(cfg, world_size)]),
     ]
 
 
@@ -52,9 +53,8 @@ def _found(checks: Sequence[Callable[[], Iterator[Problem]]]) -> list[Problem]:
     return problems
 
 
-def vision_rollout_problems(cfg: SwiftConfig) -> list[Problem]:
+def vision_rollout_problems(rl: RlConfig) -> list[Problem]:
     """What sampling from a vision-language model does not support."""
-    rl = cfg.rl
     model = "a vision-language model"
     problems = []
     if rl.rollout_backend != TRANSFORMERS:
@@ -176,9 +176,8 @@ def engine_size_problems(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]
         yield Problem(label, f"does not divide the model's {heads} heads", f"--vllm_tensor_parallel_size {fits}")
 
 
-def missing_sampler_backend_problems(cfg: SwiftConfig) -> Iterator[Problem]:
+def missing_sampler_backend_problems(rl: RlConfig) -> Iterator[Problem]:
     """What a backend lacks on this machine."""
-    rl = cfg.rl
     if rl.rollout_backend == TRANSFORMERS:
         return
     from megaswift.rollout.sampler import SamplerOptions, sampler_backend_problems  # brings torch

@@ -9,6 +9,7 @@ from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, UserError
 from megaswift.folders.source import locate_model
 from megaswift.models.family import read_config_json
+from megaswift.models.options import ModelConfig
 from megaswift.models.vision import has_vision_tower
 from megaswift.options.tasks import RL
 
@@ -24,7 +25,7 @@ def resolve_sampler_backend(cfg: SwiftConfig, tell: bool = True) -> SwiftConfig:
 
     if not torch.cuda.is_available():
         return cfg
-    if _reads_images(cfg):
+    if _reads_images(cfg.model):
         if tell:
             log.info("rollout_backend transformers: only it gets the images of prompts")
         return cfg
@@ -47,10 +48,10 @@ def resolve_sampler_backend(cfg: SwiftConfig, tell: bool = True) -> SwiftConfig:
     return cfg
 
 
-def _reads_images(cfg: SwiftConfig) -> bool:
+def _reads_images(model: ModelConfig) -> bool:
     """Whether the model is a vision-language model; False where it cannot be read, which is reported later."""
     try:
-        return has_vision_tower(read_config_json(locate_model(cfg.model, weights=False)))
+        return has_vision_tower(read_config_json(locate_model(model, weights=False)))
     except UserError:
         return False
 

@@ -16,9 +16,10 @@ from megaswift.config import SwiftConfig
 from megaswift.config.facts.zero_file import deepspeed_label, read_deepspeed_json
 from megaswift.config.facts.zero_keys import offload_parts_on_a_drive
 from megaswift.diagnosis.c_compiler import FIX, missing_for_triton
-from megaswift.engine.optimizer_options import OF_BITSANDBYTES, PAGED
-from megaswift.engine.options import ZERO
+from megaswift.engine.optimizer_options import OF_BITSANDBYTES, PAGED, OptimConfig
+from megaswift.engine.options import ZERO, EngineBackendConfig
 from megaswift.errors import Problem
+from megaswift.models.options import ModelConfig
 
 _CALLS_LIBAIO = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"
 
@@ -26,12 +27,12 @@ _CALLS_LIBAIO = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0)
 def torch_engine_machine_problems(cfg: SwiftConfig) -> list[Problem]:
     """All of them."""
     return [
-        *bitsandbytes_optimizer_problems(cfg),
-        *attention_problems(cfg),
-        *liger_problems(cfg),
-        *compiler_problems(cfg),
+        *bitsandbytes_optimizer_problems(cfg.optim),
+        *attention_problems(cfg.model),
+        *liger_problems(cfg.model),
+        *compiler_problems(cfg.model),
         *boft_extension_problems(cfg),
-        *nvme_problems(cfg),
+        *nvme_problems(cfg.engine),
     ]
 
 
@@ -55,10 +56,10 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def bitsandbytes_optimizer_problems(cfg: SwiftConfig) -> list[Problem]:
+def bitsandbytes_optimizer_problems(optim: OptimConfig) -> list[Problem]:
     """bitsandbytes, and a GPU where its states are paged: without one it would keep them as ever, and say so on
     standard error."""
-    name = cfg.optim.optimizer
+    name = optim.optimizer
     if name not in (*OF_BITSANDBYTES, "galore_adamw_8bit"):
         return []
     problems = missing_package_problem("bitsandbytes", f"--optimizer {name}")
@@ -69,10 +70,10 @@ def bitsandbytes_optimizer_problems(cfg: SwiftConfig) -> list[Problem]:
     return problems
 
 
-def attention_problems(cfg: SwiftConfig) -> list[Problem]:
+def attention_problems(model: ModelConfig) -> list[Problem]:
     """Kernels that a CPU has not, or not for training; on a GPU, the package of the kernels."""
-    kind = cfg.model.attn_impl
-    wanted = f"--attn_impl {cfg.model.attn_impl}"
+    kind = model.attn_impl
+    wanted = f"--attn_impl {model.attn_impl}"
     if kind not in ("flash", "flash_3", "flex"):
         return []
     if not has_gpu():
@@ -85,9 +86,9 @@ def attention_problems(cfg: SwiftConfig) -> list[Problem]:
     return missing_package_problem("flash_attn", wanted) if kind == "flash" else triton_problems(wanted)
 
 
-def liger_problems(cfg: SwiftConfig) -> list[Problem]:
+def liger_problems(model: ModelConfig) -> list[Problem]:
     """liger-kernel's are Triton kernels."""
-    if not cfg.model.use_liger:
+    if not model.use_liger:
         return []
     problems = missing_package_problem("liger_kernel", "--use_liger true")
     if not has_gpu():
@@ -104,18 +105,17 @@ def triton_problems(option: str) -> list[Problem]:
     return [Problem(option, f"needs Triton kernels, which cannot be launched here: {missing}", fix)] if missing else []
 
 
-def native_compiler_problems(cfg: SwiftConfig) -> list[Problem]:
+def native_compiler_problems(model: ModelConfig) -> list[Problem]:
     """The native engine's options that ask for Triton kernels: they are off by themselves where there can be none."""
-    model = cfg.model
     asked = [name for name in ("jit_fuser", "moe_permute_fusion") if getattr(model, name)]
     if not asked or not has_gpu():
         return []
     return [problem for name in asked for problem in triton_problems(f"--{name} true")]
 
 
-def compiler_problems(cfg: SwiftConfig) -> list[Problem]:
+def compiler_problems(model: ModelConfig) -> list[Problem]:
     """The inductor writes Triton for a GPU and C++ for a CPU."""
-    if not cfg.model.torch_compile or cfg.model.torch_compile_backend != "inductor":
+    if not model.torch_compile or model.torch_compile_backend != "inductor":
         return []
     if has_gpu():
         return triton_problems("--torch_compile_backend inductor")
@@ -130,9 +130,9 @@ def compiler_problems(cfg: SwiftConfig) -> list[Problem]:
     ]
 
 
-def nvme_problems(cfg: SwiftConfig) -> list[Problem]:
+def nvme_problems(engine: EngineBackendConfig) -> list[Problem]:
     """Shards in files are read and written by DeepSpeed's extension async_io, which is compiled at its first use."""
-    named = cfg.engine.deepspeed
+    named = engine.deepspeed
     if named is None or named in ZERO:
         return []
     parts = offload_parts_on_a_drive(read_deepspeed_json(named))

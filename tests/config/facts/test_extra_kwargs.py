@@ -54,7 +54,9 @@ def test_values_reach_megatron_core() -> None:
         "fp32_residual_connection": True,
         "moe_layer_recompute": False,
     }
-    assert "fp32_residual_connection true" in extra_kwargs_text(cfg) and not extra_kwargs_text(SwiftConfig())
+    assert "fp32_residual_connection true" in extra_kwargs_text(cfg.model) and not extra_kwargs_text(
+        SwiftConfig().model
+    )
     assert not made().fp32_residual_connection
     assert made(megatron_extra_kwargs={"fp32_residual_connection": True}).fp32_residual_connection
     assert made(megatron_extra_kwargs='{"heterogeneous_block_specs": false}').hidden_size == SPEC.hidden_size

@@ -343,7 +343,7 @@ def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr("megaswift.rewards.reward_model.load_reward_models", lambda folders, options, taken: [*folders])
     assert reward_functions_of(cfg) == ["m"] and asked == [(names, BuiltInRewardParameters(**numbers), ("p.py",))]
-    assert reward_weights_of(cfg) == [1, 2, 3, 4, 5] and reward_weights_of(run(reward_model=["m"])) == [1.0] * 2
+    assert reward_weights_of(cfg.rl) == [1, 2, 3, 4, 5] and reward_weights_of(run(reward_model=["m"]).rl) == [1.0] * 2
 
 
 @pytest.mark.parametrize("most", [None, 2])
