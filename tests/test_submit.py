@@ -344,7 +344,7 @@ def test_names_and_folders(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_local_job_runs_to_its_export(folder: Path) -> None:
     """Submitted, looked at, ended by itself; its record is complete, and its configuration is the one that ran."""
-    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "NPROC_PER_NODE": "4"}
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "NPROC_PER_NODE": "2"}
 
     def megaswift(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "megaswift", *words]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.sources import ROOT
 from tests.trainers.inputs import write_inputs
+from tests.trainers.runs import run
 
 STARTER = """\
 import os, sys, time
@@ -57,16 +58,23 @@ autograd.graph._engine_run_backward = autograd._engine_run_backward = planted
 """Calls `fault(n)` before the n-th backward pass, whatever the engine."""
 
 
+def _words(folder: Path) -> list[str]:
+    return [*write_inputs(folder), "--train_type", "full", "--logging_steps", "1", "--global_batch_size", "8"]
+
+
+def run_without_fault(folder: Path, *options: str, ranks: int = 1) -> str:
+    """The run of `run_with_fault` in forked ranks, which have paid for their imports; what they printed."""
+    return run(_words(folder), folder / "out", "--max_steps", 6, *options, ranks=ranks)
+
+
 def run_with_fault(
     folder: Path, rank: int, fault: str, options: str, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Six steps of eight rows each on a tiny model, its output in `folder`/out; `fault` is a module's code."""
     (folder / "sitecustomize.py").write_text(STARTER)
     (folder / "planted_fault.py").write_text(fault)
-    words = [*write_inputs(folder), "--train_type", "full", "--output_dir", str(folder / "out"), "--logging_steps", "1"]
+    words = [*_words(folder), "--output_dir", str(folder / "out")]
     words += [
-        "--global_batch_size",
-        "8",
         *([] if "max_steps" in options else ["--max_steps", "6"]),
         *(word.replace("\0", " ") for word in options.split()),
     ]
