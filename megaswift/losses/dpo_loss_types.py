@@ -20,7 +20,7 @@ from megaswift.losses.preference_pairs import PairTensors
 
 @dataclass(frozen=True)
 class DpoSettings:
-    """Numbers that loss types read."""
+    """Numbers that loss types read, under the names of their options."""
 
     beta: float = 0.1
     label_smoothing: float = 0.0

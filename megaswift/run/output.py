@@ -27,7 +27,8 @@ from megaswift.options.files import CONFIG_HEADER
 from megaswift.run.lock import RunLock
 from megaswift.run.saved_paths import with_absolute_paths
 from megaswift.trainers import checkpoints
-from megaswift.trainers.options import TRACKERS, TrainConfig
+from megaswift.trainers.hooks.tracker_options import TRACKERS
+from megaswift.trainers.options import TrainConfig
 from megaswift.version import __version__
 
 NAMES = (
@@ -44,9 +45,7 @@ NAMES = (
     "loss.png",
     "report.html",
     "runs",
-    "wandb",
-    "swanlab",
-    "mlflow",
+    *TRACKERS,
     "train.log",
     "profile",
     "job_id",

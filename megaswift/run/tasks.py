@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from megaswift.base.registry import Registry
 from megaswift.config import SwiftConfig
@@ -18,7 +19,7 @@ from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_loss_types import DpoSettings
 from megaswift.losses.kto import KTO
-from megaswift.losses.options import beta_of, cpo_alpha_of, loss_types_of
+from megaswift.losses.options import PreferenceConfig, beta_of, cpo_alpha_of, loss_types_of
 from megaswift.losses.orpo import ORPO
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings as Formulas
@@ -27,7 +28,13 @@ from megaswift.losses.sft import CrossEntropy
 from megaswift.run.dataset_task import DatasetTask
 from megaswift.run.policy_task import PolicyTask
 from megaswift.run.task import Task
+from megaswift.trainers.rl.options import RlConfig
 from megaswift.trainers.rl.settings import correction_of
+
+
+def _options_of(settings: type[DpoSettings | Formulas], section: PreferenceConfig | RlConfig) -> dict[str, Any]:
+    """Returns the options that formulas read: the fields of their settings bear the options' names."""
+    return {field.name: getattr(section, field.name) for field in fields(settings)}
 
 
 def _cross_entropy(cfg: SwiftConfig) -> Loss:
@@ -36,7 +43,7 @@ def _cross_entropy(cfg: SwiftConfig) -> Loss:
 
 def _dpo(cfg: SwiftConfig) -> Loss:
     p = cfg.preference
-    settings = DpoSettings(beta=beta_of(cfg), label_smoothing=p.label_smoothing, discopop_tau=p.discopop_tau)
+    settings = DpoSettings(**{**_options_of(DpoSettings, p), "beta": beta_of(cfg)})
     return DPO(
         loss_types_of(cfg),
         p.loss_weights,
@@ -62,7 +69,7 @@ def _cpo(cfg: SwiftConfig) -> Loss:
 
 def _policy(cfg: SwiftConfig) -> Loss:
     rl = cfg.rl
-    formulas = Formulas(**{f.name: getattr(rl, f.name) for f in fields(Formulas)})
+    formulas = Formulas(**_options_of(Formulas, rl))
     return PolicyLoss(
         loss_type=policy_loss_of(cfg),
         settings=formulas,

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from megaswift.options.option import LARGEST_SEED, but_not, is_set, one_of, option
 from megaswift.options.tasks import PREFERENCES
-
-TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
-"""Each is also the name of the package that it needs."""
+from megaswift.trainers.hooks.tracker_options import TRACKERS
 
 
 @dataclass(frozen=True)

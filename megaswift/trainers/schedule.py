@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import ceil, cos, pi, sqrt
-from typing import Any, Protocol
+from typing import Any
 
 from megaswift.engine.optimizer_options import PLATEAU, OptimConfig
 from megaswift.errors import ConfigError, Problem
@@ -18,64 +18,29 @@ from megaswift.log import count_text
 from megaswift.trainers.options import TrainConfig
 
 
-class ScheduleOptions(Protocol):
-    """What a schedule reads of `megaswift.config`'s section `optim`."""
-
-    @property
-    def learning_rate(self) -> float: ...  # noqa: D102
-    @property
-    def min_lr(self) -> float: ...  # noqa: D102
-    @property
-    def lr_scheduler_type(self) -> str: ...  # noqa: D102
-    @property
-    def warmup_steps(self) -> int: ...  # noqa: D102
-    @property
-    def warmup_ratio(self) -> float: ...  # noqa: D102
-    @property
-    def wsd_decay_ratio(self) -> float: ...  # noqa: D102
-    @property
-    def wsd_decay_style(self) -> str: ...  # noqa: D102
-    @property
-    def lr_warmup_init(self) -> float: ...  # noqa: D102
-    @property
-    def lr_warmup_init_ratio(self) -> float | None: ...  # noqa: D102
-    @property
-    def wsd_stable_steps(self) -> int | None: ...  # noqa: D102
-    @property
-    def min_lr_ratio(self) -> float | None: ...  # noqa: D102
-    @property
-    def lr_decay_iters(self) -> int | None: ...  # noqa: D102
-    @property
-    def wsd_decay_steps(self) -> int | None: ...  # noqa: D102
-    @property
-    def lr_num_cycles(self) -> int: ...  # noqa: D102
-    @property
-    def lr_power(self) -> float: ...  # noqa: D102
-
-
-def warmup_steps(total_steps: int, optim: ScheduleOptions) -> int:
+def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
     """Steps that warm up: `warmup_steps` when given, else that share of the schedule's steps, rounded up (as
     transformers does)."""
     return optim.warmup_steps if optim.warmup_steps > 0 else ceil(optim.warmup_ratio * decay_steps(total_steps, optim))
 
 
-def decay_steps(total_steps: int, optim: ScheduleOptions) -> int:
+def decay_steps(total_steps: int, optim: OptimConfig) -> int:
     """Steps until the schedule has reached its final rate: `lr_decay_iters`, else all."""
     return optim.lr_decay_iters or total_steps
 
 
-def final_rate(optim: ScheduleOptions) -> float:
+def final_rate(optim: OptimConfig) -> float:
     """The rate at the end of the schedule."""
     return optim.min_lr if optim.min_lr_ratio is None else optim.min_lr_ratio * optim.learning_rate
 
 
-def first_warmup_rate(optim: ScheduleOptions) -> float:
+def first_warmup_rate(optim: OptimConfig) -> float:
     """The rate at the first step of the warmup."""
     ratio = optim.lr_warmup_init_ratio
     return optim.lr_warmup_init if ratio is None else ratio * optim.learning_rate
 
 
-def check_schedule_length(total_steps: int, optim: ScheduleOptions) -> None:
+def check_schedule_length(total_steps: int, optim: OptimConfig) -> None:
     """ConfigError for a warm-up that outlasts the run, which would never come to its learning rate, and for a decay
     longer than the schedule."""
     if optim.lr_scheduler_type == "wsd" and (optim.wsd_decay_steps or 0) > decay_steps(total_steps, optim):
@@ -91,7 +56,7 @@ def check_schedule_length(total_steps: int, optim: ScheduleOptions) -> None:
         )
 
 
-def lr_at(step: int, total_steps: int, optim: ScheduleOptions) -> float:
+def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
     """The learning rate of step `step` (from 0) of `total_steps`."""
     high = optim.learning_rate
     low = final_rate(optim)
@@ -135,7 +100,7 @@ def cosine_decay(progress: float) -> float:
     return (1 + cos(pi * progress)) / 2
 
 
-def _remaining_share(kind: str, progress: float, optim: ScheduleOptions) -> float:
+def _remaining_share(kind: str, progress: float, optim: OptimConfig) -> float:
     """What is left of the rate above `min_lr`, at progress 0 to 1 of the falling part."""
     if kind == "cosine_with_restarts":
         return 0.0 if progress >= 1 else cosine_decay(optim.lr_num_cycles * progress % 1.0)

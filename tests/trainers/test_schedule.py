@@ -2,36 +2,21 @@
 
 import itertools
 import json
-from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from transformers import get_scheduler
 
 from megaswift.config import SwiftConfig, load_config
+from megaswift.engine.optimizer_options import OptimConfig
 from megaswift.errors import ConfigError
 from megaswift.trainers.schedule import check_schedule_length, lr_at, warmup_steps, weight_decay_at
 
 STEPS = 37
 
 
-@dataclass
-class Optim:
-    learning_rate: float = 3e-4
-    min_lr: float = 0.0
-    lr_scheduler_type: str = "cosine"
-    warmup_steps: int = 0
-    warmup_ratio: float = 0.0
-    wsd_decay_ratio: float = 0.1
-    wsd_decay_style: str = "cosine"
-    lr_warmup_init: float = 0.0
-    lr_num_cycles: int = 1
-    lr_power: float = 1.0
-    min_lr_ratio: float | None = None
-    lr_decay_iters: int | None = None
-    wsd_decay_steps: int | None = None
-    lr_warmup_init_ratio: float | None = None
-    wsd_stable_steps: int | None = None
+Optim = partial(OptimConfig, learning_rate=3e-4)
 
 
 def rates(**given):

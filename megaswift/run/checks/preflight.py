@@ -77,8 +77,8 @@ from megaswift.run.checks.rl import (
     vision_rollout_problems,
 )
 from megaswift.run.checks.torch_engine import native_compiler_problems, torch_engine_machine_problems
+from megaswift.trainers.hooks.tracker_options import TRACKERS
 from megaswift.trainers.hub_clients import hub_client_problems
-from megaswift.trainers.options import TRACKERS
 
 EXPERT_OPTIONS = (
     "moe_aux_loss_coeff",

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from megaswift.options.option import option
 
+TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
+"""Values of `report_to`. Each is also the name of the package that it needs, and of its folder in the output folder."""
+
 
 @dataclass(frozen=True)
 class TrackerConfig:
