@@ -1,5 +1,6 @@
-"""What it takes to add a loss, an estimator or a launcher: each is added to a copy of the package by its few lines, and
-then accepted, listed, refused with the wrong options and computed.
+"""The recipes of CONTRIBUTING.md: an option, a loss, an estimator, a family with a new activation, a tracker and a
+launcher are each added to a copy of the package by a few lines, and then accepted, listed, refused with the wrong
+options and run.
 
 Covers: megaswift/losses/loss_table.py, megaswift/config/checks/losses.py,
 megaswift/losses/estimator_table.py, megaswift/launchers/launcher_table.py.
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import megaswift
+from tests.sources import ROOT
 
 PACKAGE = Path(megaswift.__file__).parent
 
@@ -41,6 +43,11 @@ class Copy:
         content = file.read_text(encoding="utf-8")
         assert old in content
         file.write_text(content.replace(old, new, 1), encoding="utf-8")
+        self.touched.add(path)
+
+    def write(self, path: str, text: str) -> None:
+        """Adds a file."""
+        (self.root / "megaswift" / path).write_text(text, encoding="utf-8")
         self.touched.add(path)
 
     def run(self, program: str, exit_code: int = 0) -> str:
@@ -70,9 +77,47 @@ def refused(*words):
 """
 
 
+def test_an_option_takes_two_source_files(package: Copy) -> None:
+    """The file of its declaration and the one that reads it."""
+    package.insert(
+        "engine/optimizer_options.py",
+        "wsd_decay_ratio: float",
+        "    lr_share: float = option(\n"
+        '        0.0, "Least share of the peak rate in polynomial", minimum=0, maximum=1,\n'
+        '        only_with={"lr_scheduler_type": "polynomial"},\n'
+        "    )\n",
+    )
+    package.replace(
+        "trainers/schedule.py",
+        "return float((1 - progress) ** optim.lr_power)",
+        "return max(optim.lr_share, float((1 - progress) ** optim.lr_power))",
+    )
+    told = package.run(
+        REFUSED
+        + """
+import sys
+from megaswift.config import SwiftConfig, load_config
+from megaswift.config.help import task_help
+from megaswift.trainers.schedule import lr_at
+polynomial = ("sft", "--lr_scheduler_type", "polynomial", "--learning_rate", "1")
+print(refused(*polynomial, "--lr_share", "0.3"))
+print(refused("sft", "--lr_share", "0.3"))
+print(refused(*polynomial, "--lr_share", "1.5"))
+cfg = load_config("sft", [*polynomial[1:], "--lr_share", "0.3"], environ={})
+print("lr_share: 0.3" in cfg.to_yaml(), SwiftConfig.from_dict(cfg.to_dict()).optim.lr_share)
+print([round(lr_at(step, 4, cfg.optim), 3) for step in range(5)])
+print("--lr_share" in task_help("sft", 120), "torch" in sys.modules)
+"""
+    ).splitlines()
+    assert told[0] == "accepted"
+    assert "applies only to --lr_scheduler_type polynomial" in told[1] and "must be >= 0 and <= 1" in told[2]
+    assert told[3:] == ["True 0.3", "[1.0, 0.75, 0.5, 0.3, 0.3]", "True False"]
+    assert len(package.touched) == 2
+
+
 @pytest.mark.wide
-def test_a_preference_loss_takes_three_source_files(package: Copy) -> None:
-    """One of them declares the option that it reads. With docs/preference.md and a case in test_dpo.py: five files."""
+def test_a_loss_with_an_option_of_its_own_takes_three_source_files(package: Copy) -> None:
+    """With docs/preference.md and a case in test_dpo.py: five files."""
     package.insert(
         "losses/loss_table.py",
         '_entry("kto", "kto"',
@@ -80,11 +125,17 @@ def test_a_preference_loss_takes_three_source_files(package: Copy) -> None:
     )
     package.replace("losses/options.py", '"aot_unpaired", "simpo"', '"aot_unpaired", "cubic", "simpo"')
     package.insert(
+        "losses/options.py",
+        "discopop_tau: float",
+        '    cubic_power: int = option(3, "Power", minimum=1, tasks=("dpo",), only_with={"loss_type": "cubic"})\n',
+    )
+    package.insert("losses/dpo_loss_types.py", "discopop_tau: float", "    cubic_power: int = 3\n")
+    package.insert(
         "losses/dpo_loss_types.py",
         "LOSS_TYPES: dict",
         "def _cubic(x: PairLogprobsAndRatios) -> Tensor:\n"
         '    """By hand: (1 - margin)^3, smoothed."""\n'
-        "    return (1 - x.settings.label_smoothing) * (1 - x.margin) ** 3\n\n\n",
+        "    return (1 - x.settings.label_smoothing) * (1 - x.margin) ** x.settings.cubic_power\n\n\n",
     )
     package.insert("losses/dpo_loss_types.py", '"sigmoid": _sigmoid,', '    "cubic": _cubic,\n')
     told = package.run(
@@ -97,20 +148,23 @@ print(refused("dpo", "--loss_type", "cubic", "--discopop_tau", "0.1"))
 print(refused("dpo", "--loss_type", "cubic", "--f_divergence_type", "forward_kl"))
 print(refused("dpo", "--loss_type", "cubic", "--label_smoothing", "0.6"))
 print(refused("cpo", "--loss_type", "cubic"))
+print(refused("dpo", "--cubic_power", "2"))
 page = " ".join(task_help("dpo", 120).split())
 print("sigmoid_norm | cubic]" in page, "loss_type sigmoid, exo_pair, robust, aot, aot_unpaired, cubic" in page)
 print("torch" in sys.modules)
 import torch
+from megaswift.config import load_config
 from megaswift.losses.contract import Batch, ModelOutputs
-from megaswift.losses.dpo import DPO
-from megaswift.losses.dpo_loss_types import DpoSettings
+from megaswift.run.tasks import TASKS
+words = ["--loss_type", "cubic", "--cubic_power", "2", "--label_smoothing", "0.25"]
+loss = TASKS.get("dpo").loss(load_config("dpo", words, environ={}))
 ids = torch.zeros(2, 3, dtype=torch.long)
 rows = torch.arange(3).expand(2, 3)
 batch = Batch(ids, ids, torch.ones(2, 3), rows, torch.ones(2, 3, dtype=torch.bool),
               fields={"pairs": torch.tensor([[0, 1]]), "reference": torch.zeros(2, 3)})
 x = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -2.0, -2.0]])
 outputs = ModelOutputs(logprobs=x, entropy=x, correct=x, mean_logit=x)
-terms, _ = DPO(("cubic",), settings=DpoSettings(0.1, 0.25))(outputs, batch)
+terms, _ = loss(outputs, batch)
 print(terms[0].name, round(float(terms[0].sum), 6))
 """
     ).splitlines()
@@ -119,8 +173,9 @@ print(terms[0].name, round(float(terms[0].sum), 6))
     assert "applies only to --loss_type sigmoid, hinge, ipo" in told[2]
     assert "must be < 0.5" in told[3]
     assert "--loss_type cubic" in told[4] and "another task" in told[4]
-    assert told[5:7] == ["True True", "False"]
-    assert told[7] == f"loss/cubic {round(0.75 * 0.7**3, 6)}"  # margin 0.1 x (-3 + 6)
+    assert "applies only to --loss_type cubic" in told[5]
+    assert told[6:8] == ["True True", "False"]
+    assert told[8] == f"loss/cubic {round(0.75 * 0.7**2, 6)}"  # margin 0.1 x (-3 + 6)
     assert len(package.touched) == 3
 
 
@@ -197,7 +252,8 @@ def test_a_launcher_takes_three_source_files(package: Copy) -> None:
         'unit="restarts",\n        only_with={"launcher": "torchrun"}',
         'unit="restarts",\n        only_with={"launcher": ("torchrun", "echo")}',
     )
-    (package.root / "megaswift/launchers/echo.py").write_text(
+    package.write(
+        "launchers/echo.py",
         '''"""Prints what it would start."""
 from megaswift.errors import Problem
 class EchoLauncher:
@@ -207,7 +263,7 @@ class EchoLauncher:
         print(command.task, *command.words)
         return 7
 LAUNCHER = EchoLauncher()
-'''
+''',
     )
     told = package.run(
         REFUSED
@@ -238,4 +294,144 @@ print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model",
         and told[4:6] == ["sft --launcher echo --max_restarts 2", told[5]]
         and told[5].startswith("True 7 --launcher echo: this process was already started")
     )
+    assert len(package.touched) == 3
+
+
+@pytest.mark.process
+def test_a_family_with_a_new_activation_takes_two_source_files(package: Copy) -> None:
+    """Its file and a row of activations. The oracle is transformers' Qwen3 with its own function of that name."""
+    source = (PACKAGE / "families/qwen3.py").read_text(encoding="utf-8")
+    for old, new in (
+        ('"qwen3"', '"qwen3_relu2"'),
+        ('"qk_layernorm": True', '"qk_layernorm": True, "activation_func": "relu2"'),
+        ("config=(FFN,", 'config=(RequiredValue("hidden_act", ("relu2",), "the activation of the gated MLP"), FFN,'),
+        (
+            "from megaswift.models.fields.windows",
+            "from megaswift.models.fields.rows import RequiredValue\nfrom megaswift.models.fields.windows",
+        ),
+    ):
+        source = source.replace(old, new)
+    package.write("families/qwen3_relu2.py", source)
+    package.replace(
+        "engine/megatron/transformer_config.py", '"silu": F.silu,', '"silu": F.silu, "relu2": lambda x: F.relu(x) ** 2,'
+    )
+    told = package.run(
+        f"import sys\nsys.path.append({str(ROOT)!r})\n"
+        + """
+import json
+from pathlib import Path
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from megaswift.commands.training import main
+from megaswift.errors import WeightsError
+from megaswift.models.family import load_spec
+from megaswift.trainers.hooks.metrics import read_lines
+from tests.trainers.inputs import write_conversations, write_model
+
+write_model(Path("model"))
+data = write_conversations(Path("data.jsonl"), 4)
+torch.manual_seed(5)
+model = Qwen3ForCausalLM(Qwen3Config.from_pretrained("model", hidden_act="relu2"))
+for name, weight in model.named_parameters():
+    if ".mlp." in name:
+        weight.data *= 20  # so that the activation decides about the loss
+model.save_pretrained("model")
+tokenizer = AutoTokenizer.from_pretrained("model")
+total, count = 0.0, 0
+for line in data.read_text().splitlines():
+    ask, answer = (turn["content"] for turn in json.loads(line)["messages"])
+    prompt, end = (tokenizer(text, add_special_tokens=False).input_ids for text in (f"<u>{ask}<e><a>", f"{answer}<e>"))
+    loss = model(torch.tensor([prompt + end]), labels=torch.tensor([[-100] * len(prompt) + end])).loss
+    total, count = total + loss.item() * len(end), count + len(end)
+
+config = Path("model/config.json")
+fields = json.loads(config.read_text())
+words = ["--model", "model", "--dataset", "data.jsonl", "--dataset_cache_dir", "cache", "--output_dir", "out",
+         "--max_steps", "1", "--global_batch_size", "4", "--engine", "megatron", "--report_to", "none"]
+config.write_text(json.dumps(fields | {"model_type": "qwen3_relu2", "hidden_act": "silu"}))
+try:
+    load_spec("model")
+except WeightsError as error:
+    print(error.problems[0].rule)
+config.write_text(json.dumps(fields | {"model_type": "qwen3_relu2"}))
+print(main("sft", words))
+print(total / count, read_lines(Path("out/metrics.jsonl"))[0]["loss"])
+"""
+    ).splitlines()
+    rule, code, losses = told[-5], told[-2], [float(word) for word in told[-1].split()]
+    assert rule == "must be 'relu2': the activation of the gated MLP" and code == "0"
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert len(package.touched) == 2
+
+
+def test_a_tracker_takes_two_source_files(package: Copy) -> None:
+    """With an option of its own. The package `echo` stands for the tracker's library."""
+    package.replace("trainers/hooks/tracker_options.py", '"swanlab", "mlflow")', '"swanlab", "mlflow", "echo")')
+    package.insert(
+        "trainers/hooks/tracker_options.py",
+        "wandb_project: str",
+        '    echo_title: str | None = option(None, "Echo: title", only_with={"report_to": "echo"})\n',
+    )
+    package.insert(
+        "trainers/hooks/trackers.py",
+        "ONLINE: dict",
+        '''class Echo(TrackerHook):
+    """Lines of a file."""
+    def __init__(self, run):
+        super().__init__(run.directory)
+        self.run = run
+    def open(self, step):
+        import echo
+        return echo.start(self.directory, self.run.places.echo_title, step)
+    def send(self, scalars, step):
+        self.session.say(step, scalars)
+    def end(self):
+        self.session.say("end")
+''',
+    )
+    package.replace("trainers/hooks/trackers.py", '"mlflow": MLflow}', '"mlflow": MLflow, "echo": Echo}')
+    program = (
+        REFUSED
+        + """
+from pathlib import Path
+from types import SimpleNamespace
+from megaswift.config import load_config
+from megaswift.config.help import task_help
+from megaswift.run.checks.preflight import tracker_problems
+from megaswift.trainers.hooks.trackers import TrackedRun, tracker_hooks
+words = ["--report_to", "echo", "--echo_title", "a"]
+print(refused("sft", *words), *(p.rule for p in tracker_problems(("echo",))))
+print(refused("sft", "--echo_title", "a"))
+print("mlflow | echo]" in " ".join(task_help("sft", 120).split()))
+"""
+    )
+    told = package.run(program).splitlines()
+    assert told[0] == "accepted the package echo is not installed"
+    assert "applies only to --report_to echo" in told[1] and told[2] == "True"
+    (package.root / "echo.py").write_text(
+        "from types import SimpleNamespace\n"
+        "def start(folder, *words):\n"
+        "    def say(*words):\n"
+        '        with (folder / "said").open("a") as file:\n'
+        "            print(*words, file=file)\n"
+        "    say(*words)\n"
+        "    return SimpleNamespace(say=say)\n",
+        encoding="utf-8",
+    )
+    told = package.run(
+        program
+        + """
+cfg = load_config("sft", words, environ={})
+hooks = tracker_hooks(cfg.train.report_to, TrackedRun(Path("."), {}, None, cfg.trackers))
+run = SimpleNamespace(step=3)
+for hook in hooks:
+    hook.on_start(run)
+    hook.on_log(run, {"step": 4, "loss": 2.5})
+    hook.on_evaluate(run, {"step": 4, "loss": 3.5})
+    hook.close()
+print(Path("said").read_text())
+"""
+    ).splitlines()
+    assert told[0] == "accepted"
+    assert told[3:7] == ["a 3", "4 {'train/loss': 2.5}", "4 {'eval/loss': 3.5}", "end"]
     assert len(package.touched) == 2
