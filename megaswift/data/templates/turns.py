@@ -71,8 +71,6 @@ class _Marking:
     printed: bool = False
     """A content that is neither text nor parts is marked as the text that Jinja prints, else within its texts
     (`tojson`)."""
-    printed_parts: bool = False
-    """A content of parts is marked as the text that Jinja prints, else within the texts of its parts."""
 
 
 _MARKINGS = tuple(
@@ -122,14 +120,12 @@ def _marked(message: _Message, i: int, how: _Marking) -> _Message:
             changed["tool_calls"] = _marked_calls(calls, i)
     if isinstance(content, str):
         changed["content"] = _mark_text(content, i, how, answers)
-    elif is_parts(content) and how.printed_parts:
-        changed["content"] = _mark_text(str(content), i, how, answers)
-    elif is_parts(content):
+    elif is_parts(content) and any(map(_has_text, content)):
         marked = [p | {"text": _mark_text(p["text"], i, how, answers)} if _has_text(p) else p for p in content]
         changed["content"] = marked
     elif is_data(content) and how.printed:
         changed["content"] = _mark_text(str(content), i, how, answers)
-    elif is_data(content):
+    elif content is not None:
         front = _start(i) if (how.starts if answers else how.fronts) else ""
         changed["content"] = _mark_data(_mark_data(content, _end(i), last=True), front)
     return changed
@@ -156,6 +152,15 @@ def _mark_data(value: Any, mark: str, last: bool = False) -> Any:
         if copy[key] != value[key]:
             break
     return copy
+
+
+def _with_marks_around_printed(rendered: str, message: _Message, marked: _Message, i: int, how: _Marking) -> str:
+    """A text in which marks stand around a list or an object that the template prints: Python escapes those within."""
+    content = message.get("content")
+    if content is None or isinstance(content, str) or marked["content"] == content:
+        return rendered
+    around = _mark_text(str(content), i, how, message["role"] == "assistant")
+    return rendered.replace(str(marked["content"]), around)
 
 
 def _without_marks(value: Any) -> Any:
@@ -386,10 +391,6 @@ class AssistantTurnFinder:
         ways = list(_MARKINGS)
         if any(is_data(m.get("content")) for m in messages):
             ways = [replace(how, printed=printed) for how in ways for printed in (True, False)]
-        if any(is_parts(m.get("content")) for m in messages):
-            answers = [c for m in messages if m["role"] == "assistant" and is_parts(c := m.get("content"))]
-            printed_first = not all(any(map(_has_text, parts)) for parts in answers)
-            ways = [replace(how, printed_parts=one) for how in ways for one in (printed_first, not printed_first)]
         for how in ways:
             if how.outside and not edges:
                 continue
@@ -398,6 +399,8 @@ class AssistantTurnFinder:
                 rendered = self._render(marked, tools, False)
             except RowError:
                 continue
+            for i, (message, other) in enumerate(zip(messages, marked, strict=True)):
+                rendered = _with_marks_around_printed(rendered, message, other, i, how)
             if MARKS.sub("", rendered) == text:
                 return self._turns(messages, tools, _Places.of(rendered))
         raise RowError(
