@@ -495,3 +495,15 @@ def test_parts_that_a_template_omits_are_counted_and_those_it_rejects_are_named(
     assert spans_and_notes(LISTS, [_in_parts(Q), both])[1] == ()  # a bar is left
     omits = LISTS.replace("{{ p.text }}|", "{{ p.text }}")
     assert spans_and_notes(omits, [_in_parts(Q), both]) == (["hm"], (UNUSED_PARTS,))
+
+
+def test_an_answer_that_a_template_prints_as_python_data_is_trained_whole() -> None:
+    """Strings, which could be marked, are written otherwise."""
+    said = [{"type": "text", "text": "hm"}, {"type": "audio", "audio": "a.wav"}]
+    source = (
+        "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.content is string %}{{ 'say: ' }}{% endif %}"
+        "{{ m.content }}{{ '<eos>' }}{% endfor %}"
+    )
+    answers = [{"role": "assistant", "content": said}, {"role": "assistant", "content": [said[1]]}]
+    spans, notes = spans_and_notes(source, [Q, answers[0], user("and?"), answers[1]])
+    assert spans == [f"{said}<eos>", f"{[said[1]]}<eos>"] and notes == (UNUSED_PARTS,)
