@@ -43,6 +43,13 @@ class Source:
         return f"{self.path}:{getattr(node, 'lineno', 1)} {what}"
 
 
+def called_name(call: ast.Call) -> str:
+    """The last part of the name of what is called; empty for what has none."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
 def sources(root: Path = ROOT, folders: tuple[str, ...] = FOLDERS) -> Iterator[Source]:
     """Every Python file below `folders`, in order. Those of the repository are read and parsed once a session."""
     if root == ROOT:

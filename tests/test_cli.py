@@ -432,4 +432,4 @@ def test_a_path_that_no_file_system_can_have(words: list[str], tmp_path: Path, c
 
 def test_a_path_that_no_file_system_can_have_from_python() -> None:
     with pytest.raises(StorageError, match="File name too long"):
-        load_config("sft", ["--model", "x" * 5000, "--dataset", "d.jsonl"], environ={})
+        load_config("sft", ["--model", "m", "--dataset", "x" * 5000], environ={})

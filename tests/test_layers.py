@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from megaswift.config.inference import options as inference_options
 from megaswift.config.sections import SECTIONS
-from tests.sources import ROOT, Source, sources
+from tests.sources import ROOT, Source, called_name, sources
 
 LAYERS = {
     "base": 0,
@@ -127,15 +128,12 @@ def imported(source: Source, known: set[str]) -> set[str]:
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 found.add(full if full in known or base == "megatron" else base)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
-            "importlib.import_module",
-            "import_module",
-            "__import__",
-        ):
+        elif isinstance(node, ast.Call) and called_name(node) in ("import_module", "__import__"):
             found.update(str(a.value) for a in node.args[:1] if isinstance(a, ast.Constant))
     return found - {source.module}
 
 
+@cache
 def graph(root: Path = ROOT) -> dict[str, set[str]]:
     """Module -> what it imports, of the package: lazily and for types too."""
     files = list(sources(root, ("megaswift",)))

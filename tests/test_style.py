@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import FOLDERS, ROOT, Source, sources
+from tests.sources import FOLDERS, ROOT, Source, called_name, sources
 
 NOT_NAMES = ("utils", "util", "helpers", "helper", "common", "misc", "tools")
 IMPORT_NAMES = {
@@ -96,6 +96,9 @@ def handlers(source: Source) -> Iterator[str]:
                 yield source.at(node, "catches everything and does not say why in this line")
 
 
+JUDGED_KEYWORDS = ("allow_pickle", "shell", "weights_only")
+
+
 def calls(source: Source) -> Iterator[str]:
     """What runs text or data as code."""
     for node in source.nodes:
@@ -108,7 +111,7 @@ def calls(source: Source) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+        keywords = {k.arg: ast.unparse(k.value) for k in node.keywords if k.arg in JUDGED_KEYWORDS}
         judged = name == "exec" and source.path.as_posix() in RUNS_PROGRAMS
         if (name in FORBIDDEN_CALLS and not judged) or keywords.get("allow_pickle") == "True":
             yield source.at(node, f"calls {name}")
@@ -122,7 +125,7 @@ def skips(source: Source) -> Iterator[str]:
     """A test that is left out where a library that the tests install is missing: it is not missing, so the test would
     hide."""
     for node in source.nodes:
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("importorskip"):
+        if isinstance(node, ast.Call) and called_name(node) == "importorskip":
             name = ast.unparse(node.args[0]).strip("'")
             if name.split(".")[0] in BASE:
                 yield source.at(node, f"importorskip of {name}, which is always there")
@@ -131,7 +134,7 @@ def skips(source: Source) -> Iterator[str]:
 def claims(function: ast.AST, names: set[str]) -> bool:
     """Whether something in it can fail a test: an assertion, an expected error, a call of one of `names`, `check` or
     `assert_...`."""
-    called = {ast.unparse(n.func).split(".")[-1] for n in ast.walk(function) if isinstance(n, ast.Call)}
+    called = {called_name(n) for n in ast.walk(function) if isinstance(n, ast.Call)}
     return (
         any(isinstance(n, ast.Assert) for n in ast.walk(function))
         or bool(called & {"raises", "fail", "check", *names})
