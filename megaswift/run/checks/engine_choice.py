@@ -104,6 +104,9 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
     elif kind != "ddp" and optimizer not in EVERYWHERE and not is_elementwise_plugin(optimizer):
         kind = "ddp"
         why = f"the optimizer {optimizer} needs whole matrices"
+    elif kind == "zero2" and optimizer == "sgd":
+        kind = "fsdp2"
+        why = "ZeRO does not support the optimizer sgd"
     if non_lora_peft_method_of(cfg) is not None or base_quantization_bits(cfg) is not None:
         kind, why = restrict_engine_for_adapters(cfg, kind, why)
     if tell:

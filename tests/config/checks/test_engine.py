@@ -24,6 +24,7 @@ from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES, ModelSpec, family_of
 from megaswift.models.any_model import spec_from_size_fields
 from megaswift.options.option import one_of
+from megaswift.run.checks import engine_choice
 from megaswift.run.checks.engine_choice import MachineFacts, approximate_parameter_count, choose_engine, resolve_engine
 from tests.config.refusals import problems
 from tests.config.test_sections import NEEDS, other_value
@@ -130,6 +131,13 @@ def test_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         and not capsys.readouterr().err
     )
     assert resolve_engine(SwiftConfig(model=model, engine="auto", tp=2), 2).engine.engine == "megatron"
+
+
+def test_auto_takes_no_engine_that_refuses_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_choice, "choose_engine", lambda *_: ("zero2", "its size"))
+    model = str(write_model(tmp_path / "m"))
+    assert resolve_engine(SwiftConfig(model=model, engine="auto"), 2).engine.engine == "zero2"
+    assert resolve_engine(SwiftConfig(model=model, engine="auto", optimizer="sgd"), 2).engine.engine == "fsdp2"
 
 
 SIZES = {  # layers, width, MLP; the published sizes of Qwen3 0.6 B, 4 B and 8 B, of Llama 3 70 B
