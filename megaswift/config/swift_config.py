@@ -24,10 +24,14 @@ from megaswift.options.sources import ConfigSource, launch_source_from_environme
 
 @dataclass(frozen=True, init=False)
 class SwiftConfig(Sections):
-    """A run's configuration: `SwiftConfig(task="sft", parallel={"tp": 4}, dtype="bf16")`, sections or flat names, any
-    spelling.
+    """Hold the options of one run, checked and frozen: `SwiftConfig(task="sft", parallel={"tp": 4}, dtype="bf16")`.
 
-    ConfigError with every mistake when something is wrong.
+    Args:
+        task: The task, such as `sft`; without it the one that the options name, else sft.
+        options: Options by any of their spellings, or whole sections as dictionaries.
+
+    Raises:
+        ConfigError: With every mistake, each with a valid value.
     """
 
     def __init__(self, task: str | None = None, **options: Any) -> None:
@@ -45,7 +49,17 @@ class SwiftConfig(Sections):
         complete: bool = False,
         beyond: _ConfigCheck | None = None,
     ) -> SwiftConfig:
-        """From what was read elsewhere, later sources over earlier ones. `beyond`: as `load_config` has it."""
+        """Build a configuration from values that were read from files, a command line or the environment.
+
+        Args:
+            task: The task; None where the sources name it.
+            sources: Values by place; later places override earlier ones.
+            complete: A model and a data set must be given.
+            beyond: Finds further problems in options that contradict each other, so that one error lists everything.
+
+        Raises:
+            ConfigError: With every mistake of every source.
+        """
         config = cls.__new__(cls)
 
         def seen(refused: Sections) -> Iterable[Problem]:
@@ -57,19 +71,38 @@ class SwiftConfig(Sections):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SwiftConfig:
-        """The inverse of `to_dict`; also takes flat names."""
+        """Build a configuration from the dictionary that `to_dict` returned, or from flat names.
+
+        Args:
+            values: Options by section or by name, and the `task`.
+
+        Raises:
+            ConfigError: With every mistake, each with a valid value.
+        """
         return cls(**values)
 
     def with_adapter_folder(self, folder: str) -> SwiftConfig:
-        """The same configuration with `--adapters`, also where options are given that the folder's maker has used, and
-        that are refused beside it. `replace` keeps the folder."""
+        """Return the same configuration with `--adapters`, which also later calls of `replace` keep.
+
+        The options that made the folder stay, although they are refused together with `--adapters`.
+
+        Args:
+            folder: The PEFT folder from which training starts.
+        """
         started = copy.copy(self)
         object.__setattr__(started, "lora", replace(self.lora, adapters=folder))
         object.__setattr__(started, "_made_from", self)
         return started
 
     def replace(self, **options: Any) -> SwiftConfig:
-        """The same configuration with these options over it; a value of None unsets one."""
+        """Return a copy with other values of some options; derived values and defaults are worked out again.
+
+        Args:
+            options: New values by name or section; None unsets an option.
+
+        Raises:
+            ConfigError: With every mistake that the new values cause.
+        """
         made_from: SwiftConfig | None = vars(self).get("_made_from")
         if made_from is not None:
             return made_from.replace(**options).with_adapter_folder(str(self.lora.adapters))
@@ -90,8 +123,11 @@ class SwiftConfig(Sections):
         return type(self).from_sources(self.task, sources)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values by section, complete enough to repeat the run; options that play no part, and secrets, are left
-        out."""
+        """Return the options as plain values by section, enough to repeat the run.
+
+        Returns:
+            The task, and a dictionary for each section, without secrets and options that have no effect.
+        """
         idle = ignored_option_names(self) | {name for name, o in OPTIONS.items() if o.details.get("secret")}
         sections: dict[str, Any] = {"task": self.task}
         for key in SECTIONS:
@@ -99,7 +135,11 @@ class SwiftConfig(Sections):
         return sections
 
     def to_yaml(self) -> str:
-        """`to_dict` as the text of a file that `megaswift sft FILE` takes."""
+        """Return the text of a configuration file, which `megaswift sft FILE` reads.
+
+        Returns:
+            YAML with the content of `to_dict`.
+        """
         return config_yaml_text(self.to_dict())
 
 
@@ -126,11 +166,20 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     beyond: _ConfigCheck | None = None,
 ) -> SwiftConfig:
-    """A configuration from a command line: file, then environment (launch options only), then flags; later
-    sources override earlier ones. Settings of `accelerate launch` and USE_HF have the lowest priority.
+    """Read a command line into a configuration, with the files that it names and launch options of the environment.
 
-    `complete`: it must name a model and a data set. `task` None: the file names it. `beyond` finds further problems in
-    a configuration whose options contradict each other, so that one error lists everything.
+    Flags override the environment, which overrides files. Settings of `accelerate launch` and USE_HF come last.
+
+    Args:
+        task: The task; None where a file names it.
+        argv: The words behind the command.
+        complete: A model and a data set must be given.
+        environ: The environment; None for the one of this process.
+        beyond: Finds further problems in options that contradict each other, so that one error lists everything.
+
+    Raises:
+        ConfigError: With every mistake of every source.
+        UserError: A file cannot be read.
     """
     environ = os.environ if environ is None else environ
     line = read_command_line(list(argv), TRAINING)

@@ -93,10 +93,18 @@ class StartedSave(Protocol):
     """A save whose content is fixed and not yet written."""
 
     def write(self) -> None:
-        """This rank's files, on disk when this returns; in any thread. OSError where they cannot be written."""
+        """Write this rank's files; may run in any thread, and returns when they are on disk.
+
+        Raises:
+            OSError: The files cannot be written.
+        """
 
     def finish(self) -> FileEntries:
-        """What is written once all ranks have written. The entries of this rank's files. Collective."""
+        """Write what comes last, once all ranks have written. Collective.
+
+        Returns:
+            The entries of this rank's files.
+        """
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,10 @@ class EngineSizeReport:
 
 
 class Engine(Protocol):
-    """A model spread over ranks, with its optimizer."""
+    """Train one model that is spread over ranks, together with its optimizer.
+
+    Trainers use this interface only, so a run on any engine gives the same curve.
+    """
 
     layout: Layout
     rank: int
@@ -134,13 +145,29 @@ class Engine(Protocol):
 
     @property
     def kernels(self) -> str:
-        """For the first screen: which layers, why, and the precision."""
+        """Text for the first screen: which layers compute, why, and in which precision."""
 
     def start_count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> StartedCount:
-        """The counts of the global batch, and `beside` added up over all ranks in the same reduction. Collective."""
+        """Start to sum the counts of the global batch over the ranks. Collective; does not wait.
+
+        Args:
+            microbatches: This rank's micro-batches.
+            loss: Its `counts` are summed over data-parallel ranks and micro-batches.
+            beside: Further numbers, which are summed over all ranks in the same reduction.
+
+        Returns:
+            A function that waits for the sums and returns them.
+        """
 
     def prepare_ahead(self, microbatches: list[Batch]) -> list[Batch]:
-        """The same micro-batches with what the engine computes of them in host memory, for loader threads."""
+        """Compute in host memory what can be computed before the step; loader threads call this.
+
+        Args:
+            microbatches: This rank's micro-batches.
+
+        Returns:
+            The same micro-batches with the results.
+        """
 
     def train_batch(
         self,
@@ -151,73 +178,159 @@ class Engine(Protocol):
         counted: Counted = None,
         before_read: Callable[[], None] | None = None,
     ) -> StepResult:
-        """Forward, backward and one optimizer step (or a skipped one) over this rank's micro-batches. `counted`: of
-        `start_count` for them; None: they are counted here. `before_read` is called once, with all passes launched,
-        before the host waits for the step's numbers."""
+        """Run the forward and backward passes of a global batch and take one optimizer step. Collective.
+
+        The step is skipped where a gradient is not finite.
+
+        Args:
+            microbatches: This rank's micro-batches; every data-parallel rank has the same number.
+            loss: Its terms are divided by their counts over the global batch.
+            lr: The learning rate of the step.
+            weight_decay: The weight decay of the step; None for the configuration's.
+            counted: The counts of these micro-batches from `start_count`; None: they are counted here.
+            before_read: Called once, when all passes are launched, before the host waits for the numbers of the step.
+
+        Returns:
+            The numbers of the step.
+        """
 
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
-        """The same numbers, no gradient, no state touched."""
+        """Compute the numbers of `train_batch` without dropout, gradients or a change of state. Collective.
+
+        Args:
+            microbatches: This rank's micro-batches.
+            loss: The loss that is evaluated.
+
+        Returns:
+            The numbers, averaged as in training.
+        """
 
     def score(self, microbatches: Sequence[Batch], needs: RequestedModelOutputs) -> list[ModelOutputs]:
-        """Evaluation mode, no RNG use, input order, on every model-parallel rank."""
+        """Compute log-probabilities or other fields in evaluation mode, without use of random numbers. Collective.
+
+        Args:
+            microbatches: This rank's micro-batches.
+            needs: The fields to compute.
+
+        Returns:
+            Outputs of each micro-batch in order, float32 [b, s], on every model-parallel rank.
+        """
 
     def keep_reference(self, on_host: bool = False) -> None:
-        """From now on `reference` is the model as it is now; `on_host`: its values lie in host memory between uses."""
+        """Make the model as it is now the reference model.
+
+        Args:
+            on_host: Keep its values in host memory between uses.
+        """
 
     def reference(self) -> AbstractContextManager[None]:
-        """The reference model for the length of a block: `score` and `evaluate` inside it, never `train_batch`.
+        """Put the reference model in place of the model for a block, which may call `score` and `evaluate`.
         Collective."""
 
     def move_reference(self, share: float) -> None:
-        """reference = share x model + (1 - share) x reference."""
+        """Move the reference model towards the model: reference = share x model + (1 - share) x reference.
+
+        Args:
+            share: Between 0 and 1.
+        """
 
     def hf_weights(
         self, dtype: Any = None, everywhere: bool = False, on_device: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Streamed (Hugging Face name, full tensor), adapters merged in: export and rollout sync.
+        """Stream the weights, adapters merged in, as (Hugging Face name, whole tensor). Collective.
 
-        Collective; rank 0 gets tensors, or every rank; in host memory, or on the ranks' device.
+        Args:
+            dtype: The dtype of all tensors; None for the model's own.
+            everywhere: Every rank gets the tensors, else rank 0 alone.
+            on_device: The tensors lie on the ranks' device, else in host memory.
         """
 
     def load_hf(self, directory: Path) -> None:
-        """Weights from a Hugging Face folder, each rank reading its own slices."""
+        """Load weights from a Hugging Face folder; each rank reads its own slices.
+
+        Args:
+            directory: The folder, or a checkpoint of a run.
+
+        Raises:
+            WeightsError: A tensor is missing, left over or of another shape.
+        """
 
     def random_init(self, seed: int) -> None:
-        """Weights from the seed."""
+        """Draw the weights from a seed."""
 
     def keep(self, directory: Path) -> None:
-        """No weights yet: a checkpoint of a run on the model in `directory` brings them."""
+        """Prepare an engine whose weights a checkpoint will bring.
+
+        Args:
+            directory: The folder of the model on which the run of the checkpoint trains.
+        """
 
     def export(self, folder: Path, source: Path, dtype: Any = None) -> None:
-        """A Hugging Face folder, each tensor in the dtype that it has in `source`, or all in `dtype`. Replaces an older
-        one. Collective."""
+        """Write the model as a Hugging Face folder, in place of an older one. Collective.
+
+        Args:
+            folder: The folder to write.
+            source: The model's original folder, for its other files and the dtype of each tensor.
+            dtype: One dtype for all tensors; None for those of `source`.
+        """
 
     def write_adapter(self, folder: Path, base: str) -> None:
-        """The PEFT folder of a run with adapters on the model named `base`. Collective."""
+        """Write the adapters of a run as a PEFT folder. Collective.
+
+        Args:
+            folder: The folder to write.
+            base: The name of the base model in the folder's configuration.
+        """
 
     def describe(self, target: Path, folder: Path) -> None:
-        """The files that tell what a checkpoint is of (config.json, tokenizer, dtypes), from the model in `folder`. On
-        one rank."""
+        """Write the files that a checkpoint needs besides its tensors: config.json, tokenizer, dtypes. Called on one
+        rank.
+
+        Args:
+            target: The checkpoint.
+            folder: The folder of the model that trains.
+        """
 
     def replicated_weights(self) -> list[ReplicatedWeights]:
-        """The weights that several data-parallel ranks hold, by their process groups; none where they are sharded."""
+        """Return the weights that several data-parallel ranks hold, by process group; none where weights are
+        sharded."""
 
     def save(self, directory: Path) -> FileEntries:
-        """Sharded state: weights, optimizer, RNG of every rank, on disk when this returns. The entries of files that
-        this rank has hashed as it wrote them. Collective."""
+        """Save weights, optimizer and the random state of every rank; all is on disk when this returns. Collective.
+
+        Args:
+            directory: The folder of the checkpoint.
+
+        Returns:
+            The entries of the files that this rank hashed while it wrote them.
+        """
 
     def start_save(self, directory: Path) -> StartedSave:
-        """The same from copies in host memory, written while training goes on (`--async_save`). Collective."""
+        """Copy the state to host memory for a save that is written while training goes on (`--async_save`). Collective.
+
+        Args:
+            directory: The folder of the checkpoint.
+
+        Returns:
+            The save, whose content is fixed.
+        """
 
     def load(self, directory: Path) -> None:
-        """The inverse of `save`, on the same or another layout."""
+        """Restore what `save` wrote, on the same or another layout. Collective.
+
+        Args:
+            directory: The folder of the checkpoint.
+        """
 
     def offload(self, what: frozenset[str]) -> None:
-        """`optimizer` (its state, and gradients, which are dropped) or `model` (the weights) leave the device until
-        `onload`."""
+        """Free memory of the device until `onload`, for example for a sampler.
+
+        Args:
+            what: `optimizer` moves its state and drops gradients; `model` moves the weights.
+        """
 
     def onload(self) -> None:
-        """Everything is back, bit by bit."""
+        """Bring back what `offload` moved, bit by bit."""
 
     def report(self) -> EngineSizeReport:
-        """Exact sizes for the first screen."""
+        """Return exact sizes of the model and its state."""

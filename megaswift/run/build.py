@@ -231,15 +231,18 @@ class BuiltRun:
 def build_run(
     plan: RunPlan, seconds: dict[str, float], memory_advice: Callable[[], AbstractContextManager[None]]
 ) -> BuiltRun:
-    """The parts of the run, in order: data, engine, hooks, what the task adds to them, loss. Collective.
+    """Build the parts of a run in order: data, engine, hooks, what the task adds to them, loss. Collective.
 
     Args:
-        plan: what the ranks have agreed on.
-        seconds: wall time by part of the run, to which this adds.
-        memory_advice: a context that explains an out-of-memory error of the engine.
+        plan: What the ranks have agreed on.
+        seconds: Wall time by part of the run, to which this adds.
+        memory_advice: A context that explains an out-of-memory error of the engine.
+
+    Returns:
+        The run at its first step, the writer of the model's files, and the facts of the first screen.
 
     Raises:
-        UserError: the data are malformed or too short, or the device has too little memory.
+        UserError: The data are malformed or too short, or the device has too little memory.
     """
     task = TASKS.get(plan.cfg.task)
 

@@ -24,7 +24,7 @@ Line = Mapping[str, Any]
 
 @contextmanager
 def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
-    """Adds the block's wall time to this part of `seconds`, also when the block fails."""
+    """Add the wall time of the block to this part of `seconds`, also when the block fails."""
     began = time.perf_counter()
     try:
         yield
@@ -33,7 +33,7 @@ def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
 
 
 class BatchStream(Protocol):
-    """Where the batches come from."""
+    """Source of the global batches of a run, with a position that can be saved."""
 
     @property
     def epoch(self) -> float:
@@ -41,16 +41,16 @@ class BatchStream(Protocol):
 
     @property
     def data_fingerprint(self) -> str:
-        """Identifies the data: equal on all ranks, unless they read different files."""
+        """A text that identifies the data: equal on all ranks, unless they read different files."""
 
     def next(self) -> list[Batch]:
-        """This data-parallel rank's micro-batches of the next global batch."""
+        """Return this data-parallel rank's micro-batches of the next global batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, the same on every rank."""
+        """Return the position, which is the same on every rank."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a position."""
+        """Restore a position that `state_dict` returned."""
 
 
 Rate = Callable[[int, int], float]
@@ -60,7 +60,7 @@ Prepare = Callable[[Engine, list[Batch], bool], list[Batch]]
 
 
 def unchanged(engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
-    """Adds nothing."""
+    """Return the micro-batches as they are: the `prepare` of tasks whose loss reads nothing besides."""
     return batches
 
 
@@ -114,7 +114,11 @@ class StepRecord:
 
 
 class Hook:
-    """Does nothing; hooks override what they need."""
+    """Act at fixed points of the train loop; subclasses override the methods that they need.
+
+    The loop calls every hook of a run, in order, on every rank. `run.step` counts the optimizer steps that are taken.
+    A method may be collective if all ranks reach it at the same step, which holds for all methods but `close`.
+    """
 
     part = "logging"
     """Under which name the hook's time stands in the report."""
@@ -123,46 +127,75 @@ class Hook:
     """Whether this rank works in the background; `Run.busy_ranks` counts the ranks that do."""
 
     def on_start(self, run: Run) -> None:
-        """Before the first step, after a checkpoint was restored."""
+        """Prepare the first step; a checkpoint has been restored by now."""
 
     def on_step_begin(self, run: Run) -> None:
-        """Before each optimizer step."""
+        """Act before each optimizer step."""
 
     def on_batch_begin(self, run: Run) -> None:
-        """Before a batch is requested: on several ranks it is the next step's, and `run.step` does not count the
-        present one yet."""
+        """Act before a batch is requested.
+
+        On several ranks it is the batch of the next step, and `run.step` does not count the present step yet.
+        """
 
     def on_batch(self, run: Run) -> None:
-        """The batch is there."""
+        """Act when the requested batch has arrived."""
 
     def on_launched(self, run: Run) -> None:
-        """All passes of a step are launched, and the host has not waited for them; `run.step` does not count it yet.
-        May be collective."""
+        """Do work on the host while the device is still busy with all passes of a step; `run.step` does not count it
+        yet."""
 
     def on_step(self, run: Run, step: StepRecord) -> None:
-        """After each optimizer step."""
+        """Act after each optimizer step.
+
+        Args:
+            run: The run, which counts the step.
+            step: The numbers and times of the step.
+        """
 
     def on_log(self, run: Run, line: Line) -> None:
-        """A line of metrics was made (every `logging_steps`)."""
+        """Take a line of metrics, which is made every `logging_steps` steps.
+
+        Args:
+            run: The run at the step of the line.
+            line: Metrics by name, as in metrics.jsonl.
+        """
 
     def on_evaluate(self, run: Run, line: Line) -> None:
-        """An evaluation was done."""
+        """Take the result of an evaluation.
+
+        Args:
+            run: The run at the step of the evaluation.
+            line: Metrics by name, as in eval.jsonl.
+        """
 
     def on_end(self, run: Run) -> None:
-        """After the last step, or after an interruption (`run.interrupted`)."""
+        """Finish after the last step, or after an interruption (`run.interrupted` is the signal)."""
 
     def check_progress(self, run: Run) -> None:
-        """Where a resumed run has no step left: an error if it has learned nothing."""
+        """Check a resumed run that has no step left.
+
+        Raises:
+            UserError: The run has learned nothing.
+        """
 
     def close(self) -> None:
-        """Always called last, after an error too: files and bars are closed here, nothing collective happens."""
+        """Close files and bars. Called last, also after an error; makes no collective call."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a continued run needs; plain values."""
+        """Return what a resumed run needs of this hook.
+
+        Returns:
+            Plain values, which rank 0 writes into the checkpoint.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restore the hook before a resumed run starts.
+
+        Args:
+            state: What `state_dict` returned when the checkpoint was written.
+        """
 
 
 PLUGIN_HOOKS: dict[str, Callable[[], Hook]] = {}
@@ -218,13 +251,17 @@ class Run:
 
     @property
     def position(self) -> Mapping[str, Any]:
-        """State of the data behind the last batch that was trained on: a batch taken ahead is taken again by a resumed
-        run."""
+        """State of the data behind the last batch that was trained on.
+
+        A batch that was taken ahead does not count: a resumed run takes it again.
+        """
         return self.data.state_dict() if self.ahead is None else self.ahead.before
 
     def emit(self, event: str, *values: Any) -> None:
-        """Calls every hook's method of this name; the time of an event that a hook emits itself counts as that
-        hook's."""
+        """Call every hook's method of this name and add its time to the hook's part of the run.
+
+        An event that a hook emits itself counts as time of that hook.
+        """
         inner = self._inside
         self._inside = True
         for hook in self.hooks:
@@ -241,17 +278,17 @@ Every = int | float | str | None
 
 
 def interval_of(strategy: str | None, steps: int | float | None) -> Every:
-    """The interval that a strategy and a number of steps name together."""
+    """Return the interval that a strategy and a number of steps describe together."""
     return steps if strategy in (None, "steps") else strategy
 
 
 def steps_of(steps: float, total_steps: int) -> int:
-    """An interval in steps; below 1 it is a fraction of all steps, rounded up (as transformers does)."""
+    """Return an interval in steps; below 1 it is a fraction of all steps, rounded up (as transformers does)."""
     return ceil(total_steps * steps) if steps < 1 else int(steps)
 
 
 class StepInterval:
-    """An interval and where it stands."""
+    """Decides at which steps something falls due, and keeps count of epochs for it."""
 
     def __init__(self, every: Every) -> None:
         self.every = every
@@ -259,14 +296,14 @@ class StepInterval:
         """Epochs that are complete; None before the run starts."""
 
     def start(self, run: Run) -> None:
-        """At the first step, or the step of the checkpoint."""
+        """Start counting at the first step of the run, or at the step of the checkpoint."""
         if isinstance(self.every, float):
             self.every = steps_of(self.every, run.total_steps)
         if self.epochs is None:
             self.epochs = floor(run.data.epoch)
 
     def due(self, step: StepRecord) -> bool:
-        """Whether this step is one of the interval's. Asked once a step.
+        """Return whether something falls due at this step. Called once a step.
 
         A global batch may go on into the next epoch: the step that takes an epoch's last row completes it.
         """
@@ -277,9 +314,9 @@ class StepInterval:
         return isinstance(self.every, int) and step.number % self.every == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The count, where it matters."""
+        """Return the count of epochs, where the interval depends on it."""
         return {"epochs": self.epochs} if self.every == EPOCH else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """Restore the count that `state_dict` returned."""
         self.epochs = None if state.get("epochs") is None else int(state["epochs"])

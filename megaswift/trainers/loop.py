@@ -22,13 +22,19 @@ how many have no batch, `StepRecord.squares`, and how many have a hook that work
 
 
 def train(run: Run) -> None:
-    """Trains until the last step, a signal or an unusable row; then the hooks finish their work: nothing trained is
-    lost. Collective.
+    """Train until the last step, a signal or an unusable row; then let the hooks save what was trained. Collective.
 
-    Every rank takes the same steps: what only one rank knows (a signal, an unusable row, work in the background) is
-    added up over the ranks in the reduction that counts the batch, so that no step has a reduction more for it. On
-    several ranks the batch of the next step is taken, and its counts are added up, while the device still works on the
+    All ranks take the same steps: what only one rank has seen (a signal, an unusable row, a hook that works in the
+    background) is summed over the ranks in the reduction that counts the batch, so a step needs no further reduction.
+    On several ranks the batch of the next step is taken, and its counts are summed, while the device still works on the
     present one (`take_ahead`).
+
+    Args:
+        run: The parts of the run and its position, which the loop moves on.
+
+    Raises:
+        UserError: A row was unusable on some rank, or a hook ended the run; hooks have saved unless no step was taken.
+        KeyboardInterrupt: A second Ctrl-C arrived.
     """
     try:
         run.emit("on_start")
