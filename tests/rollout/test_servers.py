@@ -45,7 +45,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def client(kind: str, model: Path, *urls: str, **options: Any) -> Sampler:
-    return make_sampler(kind, model, SamplerOptions(base_urls=urls, timeout=20, **options))
+    return make_sampler(kind, model, SamplerOptions(base_urls=urls, timeout=300, **options))
 
 
 def test_two_servers_answer_as_the_sampler_that_they_are_made_of(
