@@ -4,6 +4,7 @@ names of the user's file in messages."""
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,19 @@ def rows_of(content: Any) -> dict[str, dict[str, Any]]:
     }
 
 
+@cache
+def chat_tokenizer(kind: str, name: str) -> Any:
+    return tokenizer(kind, name)
+
+
+@cache
+def row_encoder(tok: Any) -> RowEncoder:
+    """One for all rows of a tokenizer, as in a run: it renders a template's probes only once."""
+    return RowEncoder(encode_spec(config(Path("/tmp"), "x").data, tok, "sft"))
+
+
 def rendered(tok: Any, row: dict[str, Any]) -> RenderedConversation:
-    return RowEncoder(encode_spec(config(Path("/tmp"), "x").data, tok, "sft")).render(row)
+    return row_encoder(tok).render(row)
 
 
 def of_transformers(tok: Any, row: dict[str, Any]) -> str | None:
@@ -165,7 +177,7 @@ def of_transformers(tok: Any, row: dict[str, Any]) -> str | None:
 @pytest.mark.parametrize(("kind", "name"), PUBLISHED, ids=lambda v: v)
 def test_messages_without_content_are_trained_as_transformers_renders_them(kind: str, name: str, dialect: str) -> None:
     """Null and absent alike; with an empty content where the template raises for both."""
-    tok = tokenizer(kind, name)
+    tok = chat_tokenizer(kind, name)
     empty = of_transformers(tok, rows_of("")[dialect])
     said = rows_of("MIDDLE")[dialect]
     want = rendered(tok, said) if of_transformers(tok, said) is not None else None
@@ -203,7 +215,7 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize(("kind", "name"), PUBLISHED, ids=lambda v: v)
 def test_contents_of_other_kinds_are_trained_as_transformers_renders_them(kind: str, name: str, content: Any) -> None:
     """Of each role; a row is refused where the template raises, and only there."""
-    tok = tokenizer(kind, name)
+    tok = chat_tokenizer(kind, name)
     for dialect in ("user", "system", "tool", "ShareGPT", "assistant"):
         if dialect == "assistant":
             row = {"messages": [Q, answer("one"), Q, answer(content)]}
@@ -226,7 +238,7 @@ def test_contents_of_other_kinds_are_trained_as_transformers_renders_them(kind: 
 
 
 def test_lost_parts_are_counted() -> None:
-    tok = tokenizer("qwen", "qwen2_5_vl")
+    tok = chat_tokenizer("qwen", "qwen2_5_vl")
     for content in (OTHERS["audio"], OTHERS["a document"][::-1], OTHERS["an image"], OTHERS["audio alone"]):
         notes = rendered(tok, {"messages": [saying("user", content), answer()]}).notes
         assert (UNUSED_PARTS in notes) == (content[-1].get("text") != "DOC")
@@ -242,4 +254,4 @@ def test_a_turn_may_have_its_text_in_content() -> None:
 def test_a_refusal_of_openai_is_an_empty_answer() -> None:
     """Its field is none that templates read."""
     row = {"messages": [Q, {"role": "assistant", "content": None, "refusal": "no"}]}
-    assert rendered(tokenizer("qwen", "qwen3"), row).notes == ("empty_answers",)
+    assert rendered(chat_tokenizer("qwen", "qwen3"), row).notes == ("empty_answers",)
