@@ -1,7 +1,7 @@
 """`megaswift bench comm`: mistakes, what is reported, a real run of four processes over gloo.
 
 Covers: megaswift/commands/bench.py, megaswift/commands/bandwidth_report.py,
-megaswift/engine/communication_benchmark.py.
+megaswift/engine/diagnostics/communication_benchmark.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megaswift.cli import main
 from megaswift.commands import bench
 from megaswift.commands.bandwidth_report import BenchReport, GroupPlacement
 from megaswift.config.facts.launch_variables import IDENTITY
-from megaswift.engine.communication_benchmark import CommunicationPlan, CommunicationTiming, run_benchmark
+from megaswift.engine.diagnostics.communication_benchmark import CommunicationPlan, CommunicationTiming, run_benchmark
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.link_rates import OPERATIONS, communication_groups
 from tests.sources import ROOT

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaswift.base.atomic_writes import atomic_file, write_atomically
 from megaswift.base.byte_size import bytes_text
-from megaswift.engine.communication_benchmark import CommunicationTiming
+from megaswift.engine.diagnostics.communication_benchmark import CommunicationTiming
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.link_rates import bus_factor, hardware_figure
 from megaswift.run.loss_png import GRID, INK

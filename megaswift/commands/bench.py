@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from megaswift.commands.bandwidth_report import GroupPlacement
-    from megaswift.engine.communication_benchmark import CommunicationTiming
+    from megaswift.engine.diagnostics.communication_benchmark import CommunicationTiming
 
 USAGE = """\
 Measures all-reduce, all-gather, reduce-scatter, all-to-all and send/receive for each group of a parallel layout, all
@@ -185,7 +185,7 @@ def _measure(given: argparse.Namespace, ddp_timeout: float, layout: Layout) -> N
 
     from megaswift import log
     from megaswift.commands.bandwidth_report import BenchReport
-    from megaswift.engine.communication_benchmark import CommunicationPlan, run_benchmark
+    from megaswift.engine.diagnostics.communication_benchmark import CommunicationPlan, run_benchmark
     from megaswift.engine.process_group import init_default_and_gloo_process_groups
 
     log.quiet_libraries()

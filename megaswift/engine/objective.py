@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megaswift import distributed
 from megaswift.device_copy import HostCopy, copy_to_device_async
-from megaswift.engine.compute_time import OwnComputeClock
+from megaswift.engine.diagnostics.compute_time import OwnComputeClock
 from megaswift.engine.protocol import GlobalBatchCounts, MicrobatchLossAndSamples, StartedCount, StepResult
 from megaswift.engine.reported_numbers import ReportOrder
 from megaswift.losses.contract import (

@@ -15,7 +15,7 @@ from collections.abc import Mapping, MutableMapping
 import torch.distributed as dist
 
 from megaswift import distributed
-from megaswift.engine.flight_recorder import record_collectives
+from megaswift.engine.diagnostics.flight_recorder import record_collectives
 from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.launchers.local_address import interface_of_address, local_address
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megaswift.engine.replica_checksums import ReplicatedWeights
+from megaswift.engine.diagnostics.replica_checksums import ReplicatedWeights
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
 from megaswift.parallel.layout import Layout
 

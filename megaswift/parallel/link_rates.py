@@ -1,7 +1,7 @@
 """Figures of communication: bytes moved by each operation, and the rates of links by device name.
 
 Owns the formulas of nccl-tests (its PERFORMANCE.md), the table of NVLink and PCIe rates and what a link allows a group
-of ranks. Measuring is the engine's (`engine/communication_benchmark.py`).
+of ranks. Measuring is the engine's (`engine/diagnostics/communication_benchmark.py`).
 """
 
 from __future__ import annotations

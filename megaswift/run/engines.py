@@ -17,7 +17,7 @@ from megaswift.config.checks.engine import NATIVE, filled_deepspeed_config, requ
 from megaswift.config.checks.te import missing_transformer_engine_problems
 from megaswift.config.facts.launch_variables import nproc_or_nnodes_started_by_launcher
 from megaswift.engine import process_group
-from megaswift.engine.cuda_connections import set_max_connections
+from megaswift.engine.diagnostics.cuda_connections import set_max_connections
 from megaswift.engine.options import ZERO
 from megaswift.engine.protocol import Engine
 from megaswift.errors import ConfigError

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megaswift.engine import compute_time
-from megaswift.engine.compute_time import OwnComputeClock
+from megaswift.engine.diagnostics import compute_time
+from megaswift.engine.diagnostics.compute_time import OwnComputeClock
 
 NOW = [0.0]
 """The time, which nothing else in these tests takes."""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.engine import cuda_connections
-from megaswift.engine.cuda_connections import VARIABLE, gpu_compute_capability_major, set_max_connections
+from megaswift.engine.diagnostics import cuda_connections
+from megaswift.engine.diagnostics.cuda_connections import VARIABLE, gpu_compute_capability_major, set_max_connections
 from megaswift.parallel.layout import Layout
 from megaswift.run import engines
 

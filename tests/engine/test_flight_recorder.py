@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaswift.engine import flight_recorder as pending
+from megaswift.engine.diagnostics import flight_recorder as pending
 from tests.rank_context import run_ranks
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megaswift import distributed
-from megaswift.engine.compute_time import OwnComputeClock
+from megaswift.engine.diagnostics.compute_time import OwnComputeClock
 from megaswift.engine.objective import GlobalBatchCounts, GlobalBatchLossCallback, StepReport
 from megaswift.engine.protocol import StepResult
 from megaswift.losses.contract import MaxMetric, MeanMetric, Metric, MinMetric, Reported, SumMetric

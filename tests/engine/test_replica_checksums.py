@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaswift.engine.replica_checksums import (
+from megaswift.engine.diagnostics.replica_checksums import (
     ReplicaDifference,
     ReplicatedWeights,
     replica_differences,
@@ -34,7 +34,7 @@ def test_every_flipped_bit_shows(dtype: torch.dtype, size: int) -> None:
 
 
 def test_exchanged_values_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaswift.engine.replica_checksums.CHUNK", 8)
+    monkeypatch.setattr("megaswift.engine.diagnostics.replica_checksums.CHUNK", 8)
     values = torch.arange(40, dtype=torch.float32)
     exchanged = values.clone()
     exchanged[[3, 30]] = values[[30, 3]]

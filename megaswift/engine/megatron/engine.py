@@ -23,7 +23,8 @@ from megaswift.bridge.hf.source import WeightSource
 from megaswift.bridge.plan import WeightPlan
 from megaswift.bridge.scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
 from megaswift.bridge.weight_source import open_weights
-from megaswift.engine.compute_time import OwnComputeClock
+from megaswift.engine.diagnostics.compute_time import OwnComputeClock
+from megaswift.engine.diagnostics.replica_checksums import ReplicatedWeights, replicated_by_group
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron.checkpoint import save_load
 from megaswift.engine.megatron.checkpoint.optimizer_states import MainWeightFiller
@@ -67,7 +68,6 @@ from megaswift.engine.objective import (
 from megaswift.engine.optimizer_options import OptimConfig
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
-from megaswift.engine.replica_checksums import ReplicatedWeights, replicated_by_group
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs

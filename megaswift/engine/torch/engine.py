@@ -27,7 +27,8 @@ from megaswift.bridge.hf.model_folder import (
     tensor_metas_with_source_dtypes,
 )
 from megaswift.device_copy import copy_to_device_async, pin_where_copied
-from megaswift.engine.compute_time import OwnComputeClock
+from megaswift.engine.diagnostics.compute_time import OwnComputeClock
+from megaswift.engine.diagnostics.replica_checksums import ReplicatedWeights
 from megaswift.engine.objective import (
     GlobalBatchLossCallback,
     StepReport,
@@ -39,7 +40,6 @@ from megaswift.engine.options import ZERO
 from megaswift.engine.process_group import set_timeout_of_all_groups
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
-from megaswift.engine.replica_checksums import ReplicatedWeights
 from megaswift.engine.torch import checkpoint, document_attention, model_check, quantized_weights, weights
 from megaswift.engine.torch.adapters import peft_names
 from megaswift.engine.torch.adapters.adalora import find_adalora_rank_allocator

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaswift import distributed
-from megaswift.engine.flight_recorder import (
+from megaswift.engine.diagnostics.flight_recorder import (
     PendingCollective,
     WaitingCall,
     frame_text,

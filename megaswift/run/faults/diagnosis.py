@@ -21,7 +21,7 @@ from typing import IO
 import torch.distributed as dist
 
 from megaswift import distributed
-from megaswift.engine.flight_recorder import PendingCollective, WaitingCall, failed_call
+from megaswift.engine.diagnostics.flight_recorder import PendingCollective, WaitingCall, failed_call
 from megaswift.errors import Problem, UserError
 from megaswift.log import count_text
 from megaswift.run.faults.blocking_ranks import (

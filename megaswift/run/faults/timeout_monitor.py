@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megaswift.engine.flight_recorder import (
+from megaswift.engine.diagnostics.flight_recorder import (
     PendingCollective,
     has_pending_collectives,
     pending_collectives,

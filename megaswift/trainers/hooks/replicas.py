@@ -8,8 +8,8 @@ from __future__ import annotations
 import socket
 
 from megaswift import distributed
+from megaswift.engine.diagnostics.replica_checksums import ReplicaDifference, replica_differences
 from megaswift.engine.protocol import Engine
-from megaswift.engine.replica_checksums import ReplicaDifference, replica_differences
 from megaswift.errors import Problem, UserError
 from megaswift.trainers.hook import Hook, Run, StepRecord
 

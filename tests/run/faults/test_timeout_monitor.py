@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.engine.flight_recorder import PendingCollective
+from megaswift.engine.diagnostics.flight_recorder import PendingCollective
 from megaswift.run.faults import timeout_monitor
 from megaswift.run.faults.diagnosis import RankDiagnosis
 from megaswift.run.faults.timeout_monitor import CollectiveTimeoutMonitor, allowed_age, late_collective

@@ -149,7 +149,7 @@ def test_engines_name_the_samples_of_their_parts() -> None:
     """A real objective: two micro-batches, their shares add up to the loss."""
     import torch
 
-    from megaswift.engine.compute_time import OwnComputeClock
+    from megaswift.engine.diagnostics.compute_time import OwnComputeClock
     from megaswift.engine.objective import GlobalBatchCounts, GlobalBatchLossCallback, StepReport
     from megaswift.losses.contract import Batch
     from megaswift.losses.sft import CrossEntropy
