@@ -149,14 +149,14 @@ def test_truncation(tmp_path: Path) -> None:
 def test_malformed_rows_are_told_with_file_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     good = json.dumps(ROWS[0])
-    path.write_text(f'{good}\n\n{{"messages": [\n{good}\n{{"messages": [{{"role": "user"}}]}}\n[1]\n')
+    path.write_text(f'{good}\n\n{{"messages": [\n{good}\n{{"messages": [{{"role": "user", "text": "q"}}]}}\n[1]\n')
     with pytest.raises(DataError) as e:
         texts(tmp_path, str(path))
     said = str(e.value)
     assert "(3 problems)" in said and "--strict false" in said
     for part in (
         f"{path}:3: character ",
-        f"{path}:5: column messages[0].content: nothing; expected a string",
+        f"{path}:5: column messages[0].content: nothing, but a text in 'text'",
         f"{path}:6: line: ",
     ):
         assert part in said
