@@ -1,4 +1,4 @@
-"""SmolLM3: every fourth layer without rotary embedding (NoPE, arXiv:2501.18795), tied embeddings."""
+"""SmolLM3: no rotary embedding in every fourth layer (NoPE, arXiv:2501.18795), tied embeddings."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_ml
 
 
 def _without_rotation(reading: ConfigReading) -> None:
-    """`no_rope_layers` (1 for a layer with rotary embedding, as transformers has it), else every
-    `no_rope_layer_interval`-th without."""
+    """Reads which layers have no rotary embedding: the zeros of `no_rope_layers`, where despite the name 1 stands for a
+    layer with rotary embedding (as in transformers); without that list, every `no_rope_layer_interval`-th layer."""
     layers = reading.layers()
-    every = reading.get("no_rope_layer_interval", int, 4, 1)
-    if layers is None or every is None:
+    interval = reading.get("no_rope_layer_interval", int, 4, 1)
+    if layers is None or interval is None:
         return
-    no_rope = reading.raw.get("no_rope_layers")
-    rotated = [int((i + 1) % every != 0) for i in range(layers)] if no_rope is None else no_rope
+    rotated = reading.raw.get("no_rope_layers")
+    if rotated is None:
+        rotated = [int((i + 1) % interval != 0) for i in range(layers)]
     if not isinstance(rotated, list) or len(rotated) != layers or set(rotated) - {0, 1}:
         reading.problem("no_rope_layers", f"must have {layers} entries, each 0 or 1")
         return
     if not all(rotated):
-        reading.values["no_rope_freq"] = [1 - r for r in rotated]
+        reading.values["no_rope_freq"] = [1 - with_rope for with_rope in rotated]
 
 
 def _smollm3_windowed(reading: ConfigReading, layer: int) -> bool:
-    """transformers gives windows to layers without rotary embedding, where there are windows at all."""
-    without = reading.values.get("no_rope_freq")
-    return reading.raw.get("sliding_window") is not None and without is not None and bool(without[layer])
+    """Whether `layer` attends within a window. As in transformers, only layers without rotary embedding do."""
+    no_rope = reading.values.get("no_rope_freq")
+    return reading.raw.get("sliding_window") is not None and no_rope is not None and bool(no_rope[layer])
 
 
 SMOLLM3: tuple[ConfigRow, ...] = (

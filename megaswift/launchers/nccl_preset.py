@@ -1,7 +1,8 @@
-"""`--nccl_preset`: NCCL's variables for a kind of network, in a process of a run before it joins a process group.
+"""`--nccl_preset`: sets NCCL's variables for a kind of network, in each process of a run before it joins a process
+group.
 
-Owns the choice by the node's devices (`auto`), and that a variable of the user's stays. The variables themselves, with
-their reasons: `clusters/network_presets.py`.
+Owns the choice of a preset by the node's devices (`auto`). Variables that the user has set are kept. The presets
+themselves, with their reasons, are in `clusters/network_presets.py`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,21 @@ OPTION = "--nccl_preset"
 
 
 def apply_nccl_preset(preset: str, environ: MutableMapping[str, str], gpu: bool, machine: Machine | None = None) -> str:
-    """Sets the preset's variables that are not set; returns the line for the user.
+    """Sets those variables of the preset that are not set yet.
 
-    `gpu`: whether this run communicates through NCCL.
+    Args:
+        preset: A preset's name, or `auto`.
+        environ: The environment, which is changed.
+        gpu: Whether this run communicates through NCCL.
+        machine: The machine whose devices `auto` looks at; None: this one.
+
+    Returns:
+        A line for the user: what was set and kept, or why nothing was.
 
     Raises:
-        ConfigError: the preset is not for this number of nodes.
+        ConfigError: The preset is not for this number of nodes.
     """
+    # Runs for which the preset is wrong or has no effect.
     nodes = node_count(environ)
     if preset == ONE_NODE and nodes > 1:
         rule = f"is for a single node, and the launcher started {nodes}"
@@ -39,23 +48,27 @@ def apply_nccl_preset(preset: str, environ: MutableMapping[str, str], gpu: bool,
         return f"{OPTION} {preset} has no effect: without a GPU, processes do not communicate through NCCL"
     if int(environ.get("WORLD_SIZE", "1")) == 1:
         return f"{OPTION} {preset} has no effect: the run is one process"
-    why = ""
+
+    # The preset.
+    reason = ""
     if preset == AUTO:
-        found, why = preset_by_devices(machine or Machine(dict(environ)), nodes)
+        found, devices = preset_by_devices(machine or Machine(dict(environ)), nodes)
         if found is None:
-            return f"{OPTION} auto: {why}; nothing is set, NCCL chooses"
+            return f"{OPTION} auto: {devices}; nothing is set, NCCL chooses"
         preset = found
-        why = f" (auto: {why})"
-    wanted = network_variables(preset)
-    own = {name: environ[name] for name in wanted if name in environ}
-    made = {name: value for name, value in wanted.items() if name not in environ}
-    environ.update(made)
-    kept = f"; set before and kept: {_text(own)}" if own else ""
-    return f"{OPTION} {preset}{why}: {_text(made) or 'nothing to set'}{kept}"
+        reason = f" (auto: {devices})"
+
+    # Its variables; those of the user stay.
+    variables = network_variables(preset)
+    kept = {name: environ[name] for name in variables if name in environ}
+    added = {name: value for name, value in variables.items() if name not in environ}
+    environ.update(added)
+    kept_text = f"; set before and kept: {_text(kept)}" if kept else ""
+    return f"{OPTION} {preset}{reason}: {_text(added) or 'nothing to set'}{kept_text}"
 
 
 def node_count(environ: Mapping[str, str]) -> int:
-    """Returns the number of nodes of the run whose worker this process is; 1 for a process on its own."""
+    """Returns the number of nodes of the run to which this process belongs; 1 for a process without a launcher."""
     given = nproc_or_nnodes_started_by_launcher("nnodes", environ)
     if given is not None:
         return given
@@ -65,10 +78,14 @@ def node_count(environ: Mapping[str, str]) -> int:
 
 
 def preset_by_devices(machine: Machine, nodes: int) -> tuple[str | None, str]:
-    """(preset, the devices that it is for); None where no preset is for them."""
+    """Returns the preset for this machine's devices, and the devices in words; None in place of the preset if none
+    fits.
+
+    A single node is judged by its NVLink connections, several nodes by the ports between them.
+    """
     if nodes == 1:
-        done = machine.program(["nvidia-smi", "topo", "-m"], LIMIT_S)
-        pairs = parse_topology(done.text) if done is not None and not done.code else {}
+        topology = machine.program(["nvidia-smi", "topo", "-m"], LIMIT_S)
+        pairs = parse_topology(topology.text) if topology is not None and not topology.code else {}
         links = {link for names, link in pairs.items() if all(n.startswith("GPU") for n in names)}
         if links and all(link.startswith("NV") for link in links):
             return ONE_NODE, f"one node, {', '.join(sorted(links))} between all GPUs"

@@ -1,7 +1,7 @@
-"""Merges adapters with PEFT itself: those that are not LoRA, and those of models of no supported family.
+"""Merges adapters with PEFT itself: adapters other than LoRA, and adapters of models outside the supported families.
 
-Unlike `merge`, which streams, this builds the model: in float32, in the memory of one process. Each
-tensor is rounded once, to the dtype that it had.
+Unlike `merge`, which streams, this loads the whole model in float32 into the memory of one process. Each merged tensor
+is rounded once, to the dtype that it has on disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megaswift.models.scalar_head import config_with_scalar_head, with_pad_token
 from megaswift.models.vision import has_vision_tower
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError)
-"""What transformers and PEFT raise for what they cannot load or merge."""
+"""Errors that transformers and PEFT raise when they cannot load or merge something."""
 
 
 def streaming_merge_unsupported(home: Path, adapter: Path) -> bool:
@@ -43,8 +43,16 @@ def streaming_merge_unsupported(home: Path, adapter: Path) -> bool:
 
 
 def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwrite: bool) -> Path:
-    """`target`: the model in `base`, a Hugging Face folder, with the adapters merged in. It appears whole or not at
-    all."""
+    """Writes the model in `base`, a Hugging Face folder, with the adapters merged into it, to `target`. The folder
+    appears complete or not at all.
+
+    Returns:
+        `target`.
+
+    Raises:
+        WeightsError: The adapter or the base model is not supported, or PEFT cannot merge them.
+    """
+    # Refusals.
     kind = adapter_peft_type_or_lora(adapter)
     quantized = quant_method(read_config_json(base))
     if not train_type_for_peft_type(kind):
@@ -53,12 +61,16 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
         raise WeightsError(
             Problem(str(base), f"has quantized weights ({quantized}); adapters cannot be merged into them", PLAIN)
         )
+
+    # The merge.
     try:
         merged, tied = _merged(base, adapter)
     except UserError:
         raise
     except REFUSALS as error:
         raise WeightsError(Problem(f"{adapter} on {base}", f"PEFT cannot merge it: {first_line(error)}")) from None
+
+    # The config.json, and the tied tensors: they are written once, unless the adapter made them differ.
     tensors = {**dict(merged.named_parameters(remove_duplicate=False)), **persistent_buffers(merged)}
     config: dict[str, Any] | None = None
     if is_reward_model_adapter(adapter):
@@ -67,35 +79,40 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
         tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
     else:
         config = untied_config(config or read_config_json(base))
-    stored = tensors_by_disk_name(merged, {n: t.detach() for n, t in tensors.items()})
+
+    stored = tensors_by_disk_name(merged, {name: tensor.detach() for name, tensor in tensors.items()})
     write_transformers_folder(target, stored, base, max_shard_bytes, overwrite, config)
     warn_non_finite_written(target, [name for name, tensor in stored.items() if not all_values_finite(tensor)])
     return target
 
 
 def config_with_tokenizer_pad_token_id(config: Mapping[str, Any], home: Path) -> dict[str, Any]:
-    """The config.json of a reward model whose tokenizer lies in `home`: transformers reads a row's score at its last
-    token."""
+    """Returns the config.json of a reward model with the padding token of the tokenizer in `home`, by which
+    transformers finds the last token of a row, where it reads the score."""
     tokenizer = load_tokenizer(home, False, "put the tokenizer's files into the base model's folder")
     return with_pad_token_id(config, score_padding_token(tokenizer, config))
 
 
 def _merged(base: Path, adapter: Path) -> tuple[Any, dict[str, str]]:
-    """The model, and which of its tensors were one with another before: adapters on one of the two part them."""
+    """Returns the merged model, and the tensors that were tied before the merge, each with the first name of its
+    tensor. An adapter on only one of two tied modules unties them."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    auto: Any = AutoModelForImageTextToText if has_vision_tower(read_config_json(base)) else AutoModelForCausalLM
-    auto, how = (
-        (AutoModelForSequenceClassification, {"num_labels": 1}) if is_reward_model_adapter(adapter) else (auto, {})
-    )
-    model, loading_info = auto.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **how, **LOADING_INFO)
-    check_all_weights_loaded(str(base), loading_info, new=(NEW,) if how else ())
+    scores = is_reward_model_adapter(adapter)
+    auto: Any = AutoModelForCausalLM
+    if scores:
+        auto = AutoModelForSequenceClassification
+    elif has_vision_tower(read_config_json(base)):
+        auto = AutoModelForImageTextToText
+    head: dict[str, Any] = {"num_labels": 1} if scores else {}
+    model, loading_info = auto.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **head, **LOADING_INFO)
+    check_all_weights_loaded(str(base), loading_info, new=(NEW,) if scores else ())
     check_adapter_sizes(model, adapter, str(base))
     tied = tied_tensors(model)
     with warnings.catch_warnings():
-        # PEFT would merge an adapter on one of two tied modules into both, and warns of it.
+        # PEFT warns that it would merge an adapter on one of two tied modules into both; they are untied below.
         warnings.filterwarnings("ignore", "Model with .tie_word_embeddings=True.")
         adapted = load_whole_adapter(model, adapter)
         untie_adapted_modules(adapted)

@@ -1,4 +1,4 @@
-"""Rules of the section `data`: mixing, streaming, order of rows, truncation; with those of indexed data."""
+"""Rules of the section `data`: mixing, streaming, order of rows, truncation, and the rules of indexed data."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megaswift.config.sections import Sections
 
 
 def _no_random_order(c: Sections) -> bool:
+    """Whether the data depend on no seed. `FILE#1000` draws rows of a file at random."""
     return (
         not c.data.shuffle
         and not c.data.split_dataset_ratio
@@ -19,9 +20,11 @@ def _no_random_order(c: Sections) -> bool:
 
 
 _STREAM = ("streaming", "val_dataset")
+"""Options that decide `_only_streams`."""
 
 
 def _only_streams(c: Sections) -> bool:
+    """Whether all data are streamed: a `val_dataset` is tokenized as a whole in any case."""
     return c.data.streaming and not c.data.val_dataset
 
 
@@ -46,7 +49,7 @@ DATA_IGNORED: tuple[IgnoredOption, ...] = (
         _only_streams,
         "streaming tokenizes rows as they are read",
         "--streaming false",
-        (1,),
+        neutral=(1,),
         notice=True,
     ),
     IgnoredOption(

@@ -1,4 +1,4 @@
-"""`instruction`, `input`, `output`, as Stanford Alpaca has them: the input follows the instruction on a new line."""
+"""The columns of Stanford Alpaca: `instruction`, `input`, `output`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megaswift.data.untokenized_sample import (
 
 
 def parse(row: Row) -> UntokenizedSample:
-    """The question is the instruction and, where it is not empty, the input below it."""
-    question = "\n".join(
-        t for t in (text_in_column(row, "instruction"), text_in_column(row, "input", optional=True)) if t
-    )
+    """Returns a conversation whose question is the instruction, followed on a new line by the input, if there is
+    any."""
+    parts = (text_in_column(row, "instruction"), text_in_column(row, "input", optional=True))
+    question = "\n".join(text for text in parts if text)
     messages = history_messages(row) + [
         {"role": "user", "content": question},
         {"role": "assistant", "content": text_in_column(row, "output")},

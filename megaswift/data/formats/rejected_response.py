@@ -1,7 +1,8 @@
-"""A conversation in any SFT format, whose last answer is the chosen one, and the rejected answer.
+"""ms-swift's preference formats: a conversation in any SFT format, which ends with the chosen answer, and the rejected
+answer.
 
-`rejected_response`: a string in the last assistant message's place. `rejected_messages`: the whole other conversation,
-or the messages of its answer. Both with [`margin`]. As ms-swift has them.
+`rejected_response` is a string that replaces the last assistant message. `rejected_messages` is the whole rejected
+conversation, or only the messages of the rejected answer. Both may have a `margin`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from megaswift.options.tasks import PAIRS
 
 
 def read_sft_conversation(row: Row) -> UntokenizedSample:
-    """The conversation of a row without the columns of preferences, read as a row of SFT."""
-    bare = {k: v for k, v in row.items() if k not in COLUMNS}
-    return parse_sample(bare, "sft")
+    """Returns the conversation of a row, read as an SFT row without its preference columns."""
+    sft_row = {k: v for k, v in row.items() if k not in COLUMNS}
+    return parse_sample(sft_row, "sft")
 
 
 def _chosen(row: Row) -> UntokenizedSample:
@@ -48,22 +49,25 @@ def _chosen(row: Row) -> UntokenizedSample:
 
 
 def parse(row: Row) -> PreferenceExample:
-    """The rejected text takes the place of the last assistant message."""
+    """Returns the pair of a row whose `rejected_response` replaces the last assistant message."""
     chosen = _chosen(row)
     answer: dict[str, Any] = {"role": "assistant", "content": text_in_column(row, "rejected_response", optional=True)}
-    flags = (*chosen.loss[:-1], loss_flag(chosen.loss[-1]))  # the chosen answer's own weight is not this one's
-    rejected = replace(chosen, messages=(*chosen.messages[:-1], answer), loss=flags)
+    loss = (*chosen.loss[:-1], loss_flag(chosen.loss[-1]))  # a loss weight of the chosen answer is not for this one
+    rejected = replace(chosen, messages=(*chosen.messages[:-1], answer), loss=loss)
     return make_pair(chosen, rejected, number_in_column(row), ("messages", "rejected_response"))
 
 
 def parse_rejected_messages(row: Row) -> PreferenceExample:
-    """Another conversation; one that begins with the assistant follows the last question of the chosen one."""
+    """Returns the pair of a row with `rejected_messages`: a conversation, or an answer to the chosen one's last
+    question if it begins with the assistant and the chosen one does not."""
     chosen = _chosen(row)
     rejected = checked_conversation_sample(row["rejected_messages"], "rejected_messages")
     roles = [m["role"] for m in chosen.messages]
-    if rejected.messages[0]["role"] == "assistant" != roles[0]:
-        begin = max(i for i, role in enumerate(roles) if role in ASKING) + 1
-        rejected = UntokenizedSample(chosen.messages[:begin] + rejected.messages, chosen.loss[:begin] + rejected.loss)
+    if rejected.messages[0]["role"] == "assistant" and roles[0] != "assistant":
+        answer_at = max(i for i, role in enumerate(roles) if role in ASKING) + 1
+        rejected = UntokenizedSample(
+            chosen.messages[:answer_at] + rejected.messages, chosen.loss[:answer_at] + rejected.loss
+        )
     else:
         rejected = with_default_system_message(rejected, text_in_column(row, "system", optional=True))
     return make_pair(
@@ -72,9 +76,9 @@ def parse_rejected_messages(row: Row) -> PreferenceExample:
 
 
 def has_sft_conversation(row: Row) -> bool:
-    """Whether a row holds a conversation of SFT beside the columns of preferences."""
-    bare = {k for k, v in row.items() if v is not None and k not in COLUMNS}
-    return any(bare.issuperset(f.required) and "sft" in f.tasks for f in FORMATS)
+    """Returns whether a row without its preference columns has the columns of an SFT format."""
+    columns = {k for k, v in row.items() if v is not None and k not in COLUMNS}
+    return any(columns.issuperset(f.required) and "sft" in f.tasks for f in FORMATS)
 
 
 FORMATS.register(
@@ -84,10 +88,10 @@ FORMATS.register(
         ("rejected_response",),
         parse,
         ("margin", "tools", "system"),
-        PAIRS,
-        has_sft_conversation,
-        -2,
-        ("messages",),
+        tasks=PAIRS,
+        detect=has_sft_conversation,
+        rank=-2,
+        beside=("messages",),
     ),
 )
 FORMATS.register(
@@ -97,9 +101,9 @@ FORMATS.register(
         ("rejected_messages",),
         parse_rejected_messages,
         ("margin", "tools", "system"),
-        PAIRS,
-        has_sft_conversation,
-        -1,
-        ("messages",),
+        tasks=PAIRS,
+        detect=has_sft_conversation,
+        rank=-1,
+        beside=("messages",),
     ),
 )

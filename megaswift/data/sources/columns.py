@@ -1,5 +1,5 @@
-"""`--columns` renames the columns of rows, and `--model_name` and `--model_author` fill in placeholders; names that no
-row has are reported."""
+"""Renames the columns of rows (`--columns`), reports columns that no row has, and fills in the placeholders of
+self-cognition data (`--model_name`, `--model_author`)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from megaswift.errors import DataError, Problem, did_you_mean_hint, without_cont
 from megaswift.log import warn
 
 LOOKED_AT = 1000
-"""Rows of a file in which a column must turn up."""
+"""`check_columns_exist` reads at most this many rows of each file."""
 
 
 def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The row under its new names; a renamed column goes before one that has the name already."""
-    own = {name: value for name, value in row.items() if name not in columns}
-    return own | {new: row[old] for old, new in columns.items() if old in row}
+    """Returns the row with its columns renamed. A renamed column replaces a column that already has the new name."""
+    unchanged = {name: value for name, value in row.items() if name not in columns}
+    return unchanged | {new: row[old] for old, new in columns.items() if old in row}
 
 
 def fill_self_cognition_name_placeholders(value: Any, texts: Mapping[str, Sequence[str]], chinese: bool = False) -> Any:
-    """A row, or a value of it, with {{NAME}} and {{AUTHOR}} replaced, as rows of self-cognition data sets have them;
-    {{name}} and {{author}}, as LLaMA-Factory's have them, too.
+    """Returns a row, or a value inside a row, with the placeholders of self-cognition data replaced: {{NAME}} and
+    {{AUTHOR}}, or {{name}} and {{author}} in LLaMA-Factory's data.
 
-    `texts`: placeholder -> its text, or two, of which the first is for rows whose column `tag` is zh.
+    Args:
+        value: The row, or any value inside it.
+        texts: Upper-case placeholder -> its text; or two texts, the first for rows whose column `tag` is `zh`.
+        chinese: Whether `value` is inside such a row.
     """
     if isinstance(value, str):
         for placeholder, words in texts.items():
@@ -34,26 +37,35 @@ def fill_self_cognition_name_placeholders(value: Any, texts: Mapping[str, Sequen
     if isinstance(value, Mapping):
         chinese = chinese or value.get("tag") == "zh"
         return {key: fill_self_cognition_name_placeholders(v, texts, chinese) for key, v in value.items()}
-    return (
-        [fill_self_cognition_name_placeholders(v, texts, chinese) for v in value] if isinstance(value, list) else value
-    )
+    if isinstance(value, list):
+        return [fill_self_cognition_name_placeholders(v, texts, chinese) for v in value]
+    return value
 
 
 def check_columns_exist(sources: Sequence[DatasetFiles], columns: Mapping[str, str]) -> None:
-    """DataError for columns that no row of any data set has; a warning where not all rows were looked at."""
-    lacking = dict(columns)
-    seen = dict[str, None]()
-    whole = True
+    """Checks that each renamed column is in some row of some data set.
+
+    Raises:
+        DataError: No row has one of the columns. If a file has more than `LOOKED_AT` rows, the rest is not read, and
+            this is a warning instead.
+    """
+    # Read rows until every column was found.
+    missing = dict(columns)
+    seen: dict[str, None] = {}
+    all_rows_read = True
     for source, path in ((s, path) for s in sources for path in s.files):
-        for number, located in enumerate(FilePart(str(path), source.kind(path), 0, 1 << 62).rows() if lacking else ()):
+        whole_file = FilePart(str(path), source.kind(path), 0, 1 << 62)
+        for number, located in enumerate(whole_file.rows() if missing else ()):
             if number == LOOKED_AT:
-                whole = False
+                all_rows_read = False
                 break
             if isinstance(located.row, Mapping):
                 seen |= dict.fromkeys(located.row)
-                lacking = {old: new for old, new in lacking.items() if old not in located.row}
-            if not lacking:
+                missing = {old: new for old, new in missing.items() if old not in located.row}
+            if not missing:
                 break
+
+    # Report the others.
     names = [without_control_characters(name) for name in seen]
     problems = [
         Problem(
@@ -61,9 +73,9 @@ def check_columns_exist(sources: Sequence[DatasetFiles], columns: Mapping[str, s
             f"no row has a column {old}; columns are {', '.join(names[:20])}",
             did_you_mean_hint(old, names) or "FROM=TO, the file's name first",
         )
-        for old, new in lacking.items()
+        for old, new in missing.items()
     ]
-    if problems and whole:
+    if problems and all_rows_read:
         raise DataError(problems)
     for problem in problems:
         warn(f"{problem.what}: {problem.rule} in the first {LOOKED_AT:,} rows of each file")

@@ -1,8 +1,8 @@
 """Weights that are stored and gathered in FP8 (`--fp8_param_gather`), and their exact values.
 
-The exact values are the optimizer's float32 main weights, of which each data-parallel rank has a part. Exports and
-checkpoints take these: dequantized FP8 weights have three significant bits. Owns quantizing from the main weights and
-gathering them; which linear modules have FP8 weights is Transformer Engine's choice.
+The exact values are the optimizer's float32 main weights, which are sharded over the data-parallel ranks. Exports and
+checkpoints use the main weights, because dequantized FP8 weights have only three significant bits. Owns quantizing from
+the main weights and gathering them; Transformer Engine chooses which linear modules have FP8 weights.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ def is_fp8_weight(tensor: object) -> bool:
 
 
 def gather_weights_now(chunk: DistributedDataParallel) -> None:
-    """Every rank's parts of the weights, at once, and the transposes of FP8 ones for the backward pass: with
-    `overlap_param_gather` Megatron-Core (0.16, 0.19) makes them only where a module's call waits for its gather.
-    Collective."""
+    """Gathers all weights of a chunk at once, and makes the transposes of FP8 weights for the backward pass.
+    Collective.
+
+    With `overlap_param_gather`, Megatron-Core (0.16, 0.19) makes the transposes only when a module's forward pass waits
+    for its gather.
+    """
     chunk.start_param_sync(force_sync=True)
     fp8 = [p for p in chunk.parameters() if is_fp8_weight(p)]
     if fp8 and chunk.ddp_config.overlap_param_gather:
@@ -37,7 +40,7 @@ def gather_weights_now(chunk: DistributedDataParallel) -> None:
 
 @torch.no_grad()
 def quantize_from_main_weights(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> None:
-    """Every weight of `chunks` from the main weights, as after an optimizer step. Collective."""
+    """Sets every weight of `chunks` from the main weights, as an optimizer step does. Collective."""
     for part in optimizer_parts(optimizer):
         part._copy_main_params_to_model_params()
     for chunk in chunks:
@@ -46,17 +49,19 @@ def quantize_from_main_weights(optimizer: MegatronOptimizer, chunks: Sequence[Di
 
 @torch.no_grad()
 def forget_weight_amaxes(weights: Iterable[Tensor]) -> None:
-    """Sets the FP8 weights' largest magnitudes of delayed scaling to 0: Transformer Engine has recorded those of
-    uninitialized memory."""
+    """Sets the amaxes (largest magnitudes, for delayed scaling) of FP8 weights to 0: those that Transformer Engine has
+    recorded are of uninitialized memory."""
     for weight in weights:
         weight._get_quantizer().amax.zero_()  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
 def start_delayed_weight_scales(weights: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Delayed scaling's scale of each FP8 weight from the weight itself, where Transformer Engine starts with 1: at
-    that scale, weights below 0.01 have at most two significant bits. Call it between two quantizations from the main
-    weights: the first one measures. Collective over `group`, the ranks that hold the weights' shards."""
+    """Sets the scale of each FP8 weight, for delayed scaling, from its amax. Collective over `group`, the ranks that
+    hold the weights' shards.
+
+    Transformer Engine starts with a scale of 1, at which weights below 0.01 have at most two significant bits. Call
+    this between two quantizations from the main weights: the first measures the amaxes, the second uses the scales."""
     quantizers = [weight._get_quantizer() for weight in weights]  # type: ignore[attr-defined]
     amaxes = torch.cat([quantizer.amax.view(1) for quantizer in quantizers])
     dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
@@ -66,7 +71,7 @@ def start_delayed_weight_scales(weights: Iterable[Tensor], group: dist.ProcessGr
 
 
 class ExactWeights:
-    """The values that weights are trained with, by parameter."""
+    """Reads the exact values of weights: the main weights of an FP8 weight, any other weight itself."""
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         parts = [part for part in optimizer_parts(optimizer) if isinstance(part, DistributedOptimizer)]
@@ -74,11 +79,12 @@ class ExactWeights:
 
     @torch.no_grad()
     def __call__(self, weight: Tensor) -> Tensor:
-        """In the weight's (nominal) dtype and shape: an FP8 weight's main weights, gathered; another weight itself.
-        Collective over the data-parallel ranks that hold an FP8 weight."""
+        """Returns the exact value in the (nominal) dtype and shape of `weight`. Collective, for an FP8 weight, over the
+        data-parallel ranks that hold its shards."""
         if not is_fp8_weight(weight):
             return weight.data
         part = self._part[id(weight)]
+        # Each rank fills in its shard (possibly none); the sum over the ranks is the whole.
         main = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
         if weight in part.model_param_group_index_map:
             group, order = part.model_param_group_index_map[weight]

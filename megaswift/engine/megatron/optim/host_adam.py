@@ -1,13 +1,14 @@
-"""Adam with its moments in host memory: a step brings gradients and weights there, updates, and takes the weights back.
+"""Adam with its moments in host memory: a step copies gradients and weights to the host, updates the weights there, and
+copies them back.
 
-Owns where the moments lie and what a step moves. A fraction of the elements may be all that is offloaded, in whole
-parameters; the moments of the others stay beside their weights, which are updated there. The formula is torch's AdamW,
-which all of Megatron-Core's choices for adam (torch's, apex's, Transformer Engine's) implement. Weights that the
-optimizer keeps in float32 stay on their device.
+Owns the placement of the moments and the copies of a step. Only a fraction of the elements may be offloaded, in whole
+parameters; the other parameters keep their moments on their own device and are updated there. The formula is torch's
+AdamW, which all of Megatron-Core's choices for adam (torch's, apex's, Transformer Engine's) implement. The float32 main
+weights stay on their device between steps.
 
-On a GPU the copies are asynchronous, from and to pinned memory: while a chunk is updated on the host, the next one
-arrives and the one before returns. All of them are on the current stream, so a buffer is filled again only after the
-device has read it, and the host waits once a chunk, for its arrival.
+On a GPU the copies are asynchronous and use pinned memory: while the host updates one chunk, the next chunk arrives and
+the previous one is copied back. All copies are on the current stream, so a buffer is not overwritten before the device
+has read it, and the host waits once per chunk, for the chunk to arrive.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 CHUNK = 2**23
-"""Elements moved and updated at a time: 32 MiB of gradients and as much of weights. A multiple of every vector width,
-so that the kernel splits a tensor as it would without chunks; a power of two, which pinned memory is rounded up to."""
+"""Elements moved and updated at a time: 32 MiB of gradients and 32 MiB of weights. A multiple of every vector width, so
+that the kernel vectorizes the same elements as without chunks; a power of two, because torch rounds pinned allocations
+up to one."""
 SLOTS = 2
-"""Pairs of buffers, one for weights and one for gradients: a chunk arrives in one while the other one is updated."""
+"""Buffer pairs. Each pair holds the weights and gradients of a chunk: one pair is filled while the other is updated."""
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True)
 class _MovedChunk:
-    """Elements of a parameter on their way through a pair of buffers."""
+    """A slice of a parameter, and its copies in a pair of host buffers."""
 
     parameter: Tensor
     group: dict[str, Any]
@@ -39,31 +41,34 @@ class _MovedChunk:
     weight: Tensor
     gradient: Tensor
     arrived: torch.cuda.Event | None
-    """After both copies; None where they are done already."""
+    """Recorded after both copies to the host; None without a GPU, where the copies are synchronous."""
 
 
 class HostAdam(torch.optim.AdamW):
     """torch.optim.AdamW whose state (`step`, `exp_avg`, `exp_avg_sq`) is on the CPU, whatever device its parameters are
-    on; but for those in `resident`."""
+    on."""
 
     resident: list[Tensor]
+    """Parameters that are not offloaded: their state is on their own device."""
     grad_scale: float | None = None
-    """What the next step divides gradients by, as torch's fused kernel does with its tensor of this name."""
+    """The number by which the next step divides gradients (`grad_scale` of torch's fused kernel)."""
 
     @classmethod
     def instead_of(cls, optimizer: torch.optim.Optimizer, fraction: float = 1.0) -> HostAdam:
-        """Over the same groups as a fresh `optimizer`, at most `fraction` of the elements offloaded. Its defaults fill
-        what a group does not say.
+        """Returns a HostAdam that takes over the parameter groups of `optimizer`, which has taken no step yet.
 
-        Groups are handed over as they are: torch's constructor refuses the distributed optimizer's shards, which are
-        views.
+        The groups themselves are taken over, because torch's constructor refuses views, and the distributed optimizer's
+        shards are views. Settings that a group lacks come from the defaults of `optimizer`.
+
+        Args:
+            fraction: At most this fraction of the elements is offloaded.
         """
         assert not optimizer.state, "its state would be lost"
         host_adam = cls([torch.empty(0)], **{name: optimizer.defaults[name] for name in SETTINGS})
         for group in optimizer.param_groups:
             for name, value in host_adam.defaults.items():
                 group.setdefault(name, value)
-            group["fused"] = group["foreach"] = None  # kernels for states beside the weights
+            group["fused"] = group["foreach"] = None  # both need the states on the device of the weights
         host_adam.param_groups = optimizer.param_groups
         host_adam.resident = parameters_beyond_fraction(
             [p for group in optimizer.param_groups for p in group["params"]], fraction
@@ -76,7 +81,8 @@ class HostAdam(torch.optim.AdamW):
         return id(p) not in self._resident
 
     def materialize(self, p: Tensor) -> dict[str, Tensor]:
-        """The state of `p`; zeros before its first step. Not pinned: only gradients and weights travel."""
+        """Returns the state of `p`, made of zeros if there is none yet. The state is never copied, so it is not
+        pinned."""
         state = self.state[p]
         device = "cpu" if self.offloads(p) else p.device
         if "exp_avg" not in state:
@@ -87,18 +93,20 @@ class HostAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         assert closure is None, "Megatron-Core gives gradients, no closure"
-        before: _MovedChunk | None = None
+        # One chunk behind: while the host updates a chunk, the copies of the next one are under way.
+        previous: _MovedChunk | None = None
         for chunk in self._arriving_chunks():
-            if before is not None:
-                self._update(before)
-            before = chunk
-        if before is not None:
-            self._update(before)
+            if previous is not None:
+                self._update(previous)
+            previous = chunk
+        if previous is not None:
+            self._update(previous)
 
     def _arriving_chunks(self) -> Iterator[_MovedChunk]:
-        """Each chunk of what is offloaded, once its copies are under way; updates the other parameters."""
+        """Yields each chunk of the offloaded parameters once its copies have been started. Updates the other parameters
+        on their device on the way."""
         buffers = cycle(self._buffers())
         for group in self.param_groups:
             for p in group["params"]:
@@ -123,7 +131,7 @@ class HostAdam(torch.optim.AdamW):
         state["step"] += 1
 
     def _update(self, chunk: _MovedChunk) -> None:
-        """Waits for the chunk, updates it, and sends its weights back."""
+        """Waits until the chunk has arrived, updates it, and starts copying its weights back."""
         state = self.materialize(chunk.parameter)
         moments = tuple(state[name].view(-1)[chunk.part] for name in ("exp_avg", "exp_avg_sq"))
         if chunk.arrived is not None:
@@ -136,7 +144,7 @@ class HostAdam(torch.optim.AdamW):
     def _adamw(
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]
     ) -> None:
-        """One update in place, the counter left as it is."""
+        """Updates `weight` and `moments` in place. `step` is not advanced: the chunks of a parameter share it."""
         scale = self.grad_scale
         adamw(
             [weight],
@@ -156,30 +164,31 @@ class HostAdam(torch.optim.AdamW):
             maximize=False,
         )
 
-    def _staged(self) -> int:
-        """Elements of a buffer."""
-        return min(CHUNK, max(self._offloaded(), default=0))
+    def _buffer_elements(self) -> int:
+        return min(CHUNK, max(self._offloaded_sizes(), default=0))
 
-    def _offloaded(self) -> list[int]:
-        """Elements of each parameter whose state is on the CPU."""
+    def _offloaded_sizes(self) -> list[int]:
+        """Returns the number of elements of each offloaded parameter."""
         return [p.numel() for group in self.param_groups for p in group["params"] if self.offloads(p)]
 
     def _buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs for weights and gradients, pinned where a GPU copies from and to them; torch keeps them for the next
-        step."""
+        """Returns buffer pairs (weights, gradients), pinned if there is a GPU. They are freed after the step; torch
+        caches pinned memory, so the next step gets the same memory."""
         pinned = torch.cuda.is_available()
+        elements = self._buffer_elements()
         buffers = [
-            torch.empty(self._staged(), dtype=torch.float32, device="cpu", pin_memory=pinned) for _ in range(2 * SLOTS)
+            torch.empty(elements, dtype=torch.float32, device="cpu", pin_memory=pinned) for _ in range(2 * SLOTS)
         ]
         return list(zip(buffers[:SLOTS], buffers[SLOTS:], strict=True))
 
     def host_bytes(self) -> int:
-        """Host bytes of the moments of offloaded parameters, which exist from the first step on, and of the buffers of
-        a step."""
-        return 8 * (sum(self._offloaded()) + SLOTS * self._staged())
+        """Returns the host bytes of the offloaded moments, which exist from the first step on, and of a step's
+        buffers."""
+        return 8 * (sum(self._offloaded_sizes()) + SLOTS * self._buffer_elements())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would leave the moments beside the weights."""
+        """Loads the state as torch does, then moves each parameter's moments to where this optimizer keeps them: torch
+        puts them on the device of the weights."""
         super().load_state_dict(state_dict)
         for p, state in self.state.items():
             device = "cpu" if self.offloads(p) else p.device
@@ -187,13 +196,13 @@ class HostAdam(torch.optim.AdamW):
 
 
 def parameters_beyond_fraction(parameters: list[Tensor], fraction: float) -> list[Tensor]:
-    """Those that are not offloaded: in order, a parameter is offloaded while all offloaded ones are at most `fraction`
-    of the elements."""
-    most = fraction * sum(p.numel() for p in parameters)
+    """Returns the parameters that are not offloaded. A parameter is offloaded, in order, if the offloaded elements then
+    are at most `fraction` of all."""
+    limit = fraction * sum(p.numel() for p in parameters)
     offloaded = 0
     beyond = []
     for p in parameters:
-        if offloaded + p.numel() <= most:
+        if offloaded + p.numel() <= limit:
             offloaded += p.numel()
         else:
             beyond.append(p)
@@ -201,7 +210,7 @@ def parameters_beyond_fraction(parameters: list[Tensor], fraction: float) -> lis
 
 
 def _event_on_current_stream(p: Tensor) -> torch.cuda.Event | None:
-    """That all copies so far are done; None without a GPU, where they are."""
+    """Returns an event behind all copies so far; None without a GPU, where copies are synchronous."""
     if not p.is_cuda:
         return None
     event = torch.cuda.Event()
@@ -210,7 +219,7 @@ def _event_on_current_stream(p: Tensor) -> torch.cuda.Event | None:
 
 
 def materialize_host_adam_state(optimizer: HostAdam, config: Any = None) -> None:
-    """Every parameter's state exists afterwards. Megatron-Core's own function for it makes the moments beside the
+    """Makes the state of every parameter. Replaces Megatron-Core's function, which would make it on the device of the
     weights."""
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -1,4 +1,4 @@
-"""The table of optimizers: the class for each `--optimizer`. A new optimizer is a class and a row here."""
+"""Chooses the optimizer class for `--optimizer`. A new optimizer is a class and a branch here."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from megaswift.engine.torch.vision_parts import note_parts_with_own_learning_rat
 
 
 def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> TorchEngineOptimizer:
-    """The optimizer of what trains in `module`."""
+    """Returns the optimizer of the trainable parameters of `module`."""
     note_parts_with_own_learning_rates(module, optim)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    on_parts = optim.optimizer in ON_PARTS or is_elementwise_plugin(optim.optimizer)
-    if on_parts and any(isinstance(p, DTensor) for _, p in named):
-        return LocalShardOptimizer(named, optim)
+    elementwise = optim.optimizer in ON_PARTS or is_elementwise_plugin(optim.optimizer)
+    if elementwise and any(isinstance(p, DTensor) for _, p in named):
+        return LocalShardOptimizer(named, optim)  # on the local shards of fsdp2's parameters
     if optim.optimizer == MUON:
         return MuonOptimizer(named, optim, module)
-    return (
-        GaloreOptimizer(named, optim, module)
-        if optim.optimizer in GALORE
-        else torch_engine_optimizer_class(optim.optimizer)(named, optim)
-    )
+    if optim.optimizer in GALORE:
+        return GaloreOptimizer(named, optim, module)
+    return torch_engine_optimizer_class(optim.optimizer)(named, optim)
