@@ -25,7 +25,7 @@ _RAISED = "does not have a deterministic implementation"
 
 
 def determinism_environment_problems(deterministic: bool, environ: Mapping[str, str]) -> list[Problem]:
-    """Variables that are set to what prevents it."""
+    """Return the environment variables whose values prevent deterministic runs."""
     if not deterministic:
         return []
     return [
@@ -54,7 +54,7 @@ def enable_determinism(deterministic: bool, environ: MutableMapping[str, str]) -
 
 
 def nondeterministic_op_error(deterministic: bool, error: BaseException) -> ConfigError | None:
-    """The error for a run that torch stopped because an operation has no deterministic form."""
+    """Return the error for a run that torch stopped because an operation has no deterministic form."""
     text = str(error)
     if not deterministic or _RAISED not in text:
         return None

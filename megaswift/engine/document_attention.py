@@ -74,8 +74,11 @@ class RowDocuments:
         return made
 
     def join_short(self, most: int) -> RowDocuments:
-        """The same rows with neighbours of at most so many tokens together as one document, where they have the same
-        prefix and are none. Not under context parallelism."""
+        """Join neighbouring documents of at most so many tokens, where they have the same prefix and are none
+        themselves.
+
+        Not under context parallelism.
+        """
         assert self.cp == 1
         made = RowDocuments(self.bounds[-1])
         used = {prefix for prefix, _ in self.prefixes}
@@ -104,9 +107,11 @@ class RowDocuments:
         return any(prefix >= 0 for prefix, _ in self.prefixes)
 
     def mask(self, queries: int, keys: int, rule: AttentionRule, like: Tensor) -> Tensor | None:
-        """The mask of queries of which the last is at the last key: None for plain causal; where the keys begin
-        earlier, a name on a GPU, which torch's kernels take without a mask in memory; else [queries, sinks + keys] to
-        add to scores."""
+        """Return the mask of queries, the last of which is at the last key.
+
+        None for plain causal; where the keys begin earlier, a name on a GPU, which torch's kernels take without a mask
+        in memory; else [queries, sinks + keys] to add to scores.
+        """
         if rule.window is None or rule.window >= keys:
             if queries == keys:
                 return None
@@ -116,7 +121,8 @@ class RowDocuments:
         return self._kept((queries, keys), rule, like, lambda: visible_keys(queries, keys, rule.window, like.device))
 
     def joined_mask(self, lengths: tuple[int, ...], before: int, rule: AttentionRule, like: Tensor) -> Tensor:
-        """[queries, sinks + keys] of documents of these lengths side by side, after `before` tokens that all see."""
+        """Return the mask [queries, sinks + keys] of documents of these lengths side by side, after `before` tokens
+        that all see."""
 
         def visible() -> Tensor:
             number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -165,7 +171,10 @@ class RowDocuments:
 
 
 def prefixes_of_documents(prefixes: Tensor, positions: Tensor, bounds: Sequence[int]) -> list[tuple[int, int]]:
-    """(number of the document that is its prefix, tokens of it) for each document of a packed row; (-1, 0): none."""
+    """Return for each document of a packed row the number of the document that is its prefix, and the tokens of it.
+
+    (-1, 0) for a document without a prefix.
+    """
     numbers = prefixes.tolist()
     row = positions[0].tolist()
     found = []
@@ -178,7 +187,7 @@ def prefixes_of_documents(prefixes: Tensor, positions: Tensor, bounds: Sequence[
 
 
 def visible_keys(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [queries, keys], True where seen; the last query is at the last key."""
+    """Return bool [queries, keys], True where a query sees a key; the last query is at the last key."""
     q_at = torch.arange(keys - queries, keys, device=device)[:, None]
     k_at = torch.arange(keys, device=device)[None]
     seen = k_at <= q_at
@@ -186,8 +195,11 @@ def visible_keys(queries: int, keys: int, window: int | None, device: torch.devi
 
 
 def additive_mask(visible: Tensor, sinks: int, dtype: torch.dtype) -> Tensor:
-    """[queries, sinks + keys]: 0 for sinks and where bool [queries, keys] is True, else -inf. In the queries' dtype and
-    with aligned rows, so that torch's kernels keep this one for the backward pass of all layers, and no copies."""
+    """Return [queries, sinks + keys]: 0 for sinks and where bool [queries, keys] is True, else -inf.
+
+    In the queries' dtype and with aligned rows, so that torch's kernels keep this one for the backward pass of all
+    layers, and no copies.
+    """
     queries = visible.shape[0]
     width = sinks + visible.shape[1]
     rows = torch.zeros(queries, width + -width % ALIGNED, dtype=dtype, device=visible.device)[:, :width]
@@ -196,8 +208,11 @@ def additive_mask(visible: Tensor, sinks: int, dtype: torch.dtype) -> Tensor:
 
 
 def windowed_query_blocks(parts: Parts, window: int | None) -> Iterator[Parts]:
-    """Windowed queries in blocks with the keys that any of them sees: all blocks inside a document share one mask of
-    block x (block + window), where one for the whole document would have queries x keys."""
+    """Cut windowed queries into blocks, each with the keys that any of its queries sees.
+
+    All blocks inside a document share one mask of block x (block + window), where one for the whole document would have
+    queries x keys.
+    """
     if window is None:
         yield parts
         return
@@ -211,8 +226,11 @@ def windowed_query_blocks(parts: Parts, window: int | None) -> Iterator[Parts]:
 
 
 def attend_documents(query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, rule: AttentionRule) -> Tensor:
-    """[b, heads, local s, d] of queries [b, heads, local s, d], and keys and values [b, key heads, s, d] of the whole
-    rows."""
+    """Let each document of a row attend to itself and to its prefix.
+
+    Queries are [b, heads, local s, d]; keys and values are [b, key heads, s, d] of the whole rows. Returns
+    [b, heads, local s, d].
+    """
     assert rule.softcap is None or (not rule.dropout and rule.sink is None), "a soft cap goes with neither"
     outs = []
     for run, start, joined in documents.parts(query, key, value):
@@ -250,7 +268,7 @@ def _attend(parts: Parts, mask: Tensor | None, rule: AttentionRule) -> Tensor:
 
 
 def with_key_heads_repeated(parts: Parts) -> Parts:
-    """Keys and values [b, key heads, n, d] repeated to the heads of the queries."""
+    """Repeat keys and values [b, key heads, n, d] so that each query head has its own."""
     query, key, value = parts
     repeat = query.shape[1] // key.shape[1]
     if repeat == 1:
@@ -261,7 +279,7 @@ def with_key_heads_repeated(parts: Parts) -> Parts:
 def sink_attention(
     qkv: tuple[Tensor, Tensor, Tensor], sink: Tensor, scale: float, mask: Tensor | None, dropout: float = 0.0
 ) -> Tensor:
-    """Attention with a learned sink in each head's softmax (gpt-oss, arXiv:2508.10925), by PyTorch's fused kernels.
+    """Attend with a learned sink in each head's softmax (gpt-oss, arXiv:2508.10925), by PyTorch's fused kernels.
 
     Probabilities are exp(score) / (sum of exp(score) + exp(sink)): the sink is one more key, whose score is the sink
     for every query and whose value is zero. Returns [b, h, s, d] from q [b, h, s, d], k and v [b, h, n, d], sink [h];
@@ -308,7 +326,7 @@ class SoftcapScores:
     """How many keys a query sees, itself among them; None: all before it."""
 
     def chunks(self, query: Tensor, keys: int) -> Iterator[tuple[slice, slice]]:
-        """(queries, the keys that any of them sees)."""
+        """Yield chunks of queries, each with the keys that any of them sees."""
         b, h, queries, _ = query.shape
         rows = max(1, CHUNK_BYTES // (4 * b * h * keys))
         for first in range(0, queries, rows):
@@ -317,7 +335,7 @@ class SoftcapScores:
             yield slice(first, last), slice(low, min(keys, self.offset + last))
 
     def probabilities(self, query: Tensor, key: Tensor, rows: slice, seen: slice) -> tuple[Tensor, Tensor]:
-        """(probabilities, tanh of the scores / cap), float32 [b, h, rows, seen]."""
+        """Return the probabilities and the tanh of scores / cap, float32 [b, h, rows, seen] each."""
         capped = torch.tanh((query[:, :, rows] @ key[:, :, seen].transpose(-1, -2)).float() * (self.scale / self.cap))
         positions = torch.arange(rows.start, rows.stop, device=query.device)[:, None] + self.offset
         keys = torch.arange(seen.start, seen.stop, device=query.device)[None]
@@ -343,7 +361,10 @@ class SoftCappedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Each chunk's probabilities again, then softmax, cap and product backwards; sums over chunks in float32."""
+        """Compute each chunk's probabilities again, and differentiate softmax, cap and products.
+
+        Sums over chunks are in float32.
+        """
         query, key, value = ctx.saved_tensors
         scores: SoftcapScores = ctx.scores
         d_query = torch.empty_like(query)

@@ -52,7 +52,7 @@ class StepFlopFormula:
     """Parameters that count in such a pass."""
 
     def step(self, tokens: float, squares: float) -> float:
-        """FLOPs of a step over `tokens` tokens in documents whose squared lengths add up to `squares`."""
+        """Return the FLOPs of a step over `tokens` tokens in documents whose squared lengths add up to `squares`."""
         beside = 2.0 * self.passes * (self.forward * tokens + self.attention * squares)
         return 6.0 * self.parameters * tokens + 6.0 * self.attention * squares + beside
 
@@ -65,8 +65,10 @@ def step_flop_formula(engine: Engine, spec: ModelSpec, passes: float) -> StepFlo
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:
-    """Peak of a device in bf16 or fp16; None where it is not known, and for float32, whose peak depends on TF32
-    settings."""
+    """Return the peak of a device in bf16 or fp16; None where it is unknown.
+
+    None for float32 too, whose peak depends on TF32 settings.
+    """
     if dtype not in ("bfloat16", "float16"):
         return None
     return next((peak for pattern, peak in PEAK_TFLOPS if re.search(pattern, device_name)), None)

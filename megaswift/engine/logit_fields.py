@@ -43,7 +43,7 @@ class VocabularyRows:
 
 
 def logits_of(products: Tensor, shard: VocabularyHeadShardSpec) -> Tensor:
-    """float32 logits [r, n] of products [r, n] without padding; may be the same tensor."""
+    """Convert products [r, n] without padding to float32 logits; may return the same tensor."""
     x = products.float()
     if shard.scale != 1.0:
         x = x * shard.scale
@@ -65,7 +65,7 @@ def _triton_kernels(products: Tensor) -> Any:
 
 
 def row_statistics(products: Tensor, labels: Tensor, shard: VocabularyHeadShardSpec) -> Tensor:
-    """This shard's statistics, float32 [6, t], of products [t, v] in any float type."""
+    """Return this shard's statistics, float32 [6, t], of products [t, v] in any float type."""
     width = shard.columns(products.shape[1])
     stats = torch.zeros(6, len(products), dtype=torch.float32, device=products.device)
     if not width:
@@ -109,7 +109,7 @@ def _write_tile_statistics(
 
 
 def join_shards(stats: Tensor, labels: Tensor, width: int, shard: VocabularyHeadShardSpec) -> VocabularyRows:
-    """The fields from every shard's statistics [6, t]. Two reductions over the vocabulary's ranks, however many rows.
+    """Compute the fields from every shard's statistics [6, t], in two reductions over the vocabulary's ranks.
 
     The label's exponential is kept out of the sum of the others. Where its probability is near 1, log p = -log1p(rest)
     and 1 - p from this sum keep all digits, which 1 - p of a rounded p would lose.
@@ -149,8 +149,10 @@ def join_shards(stats: Tensor, labels: Tensor, width: int, shard: VocabularyHead
 
 
 def gradient_coefficients(grads: Tensor, rows: VocabularyRows, width: int, shard: VocabularyHeadShardSpec) -> Tensor:
-    """float32 [9, t] from the fields' gradients [f, t], the factors of temperature and scale included. One reduction
-    over the vocabulary's ranks where the mean logit has a gradient."""
+    """Return float32 coefficients [9, t] from the fields' gradients [f, t], with the factors of temperature and scale.
+
+    One reduction over the vocabulary's ranks where the mean logit has a gradient.
+    """
     by_name = {name: grads[i] for i, name in enumerate(shard.fields) if name in shard.differentiable}
     values = {name: rows.fields[i] for i, name in enumerate(shard.fields)}
     top, total, rest = rows.kept
@@ -175,7 +177,7 @@ def gradient_coefficients(grads: Tensor, rows: VocabularyRows, width: int, shard
 def write_gradient(
     products: Tensor, labels: Tensor, coefficients: Tensor, shard: VocabularyHeadShardSpec, out: Tensor
 ) -> None:
-    """The gradient of products [t, v] from the coefficients [9, t] into `out` [t, v], which may be `products`."""
+    """Write the gradient of products [t, v] from the coefficients [9, t] into `out` [t, v], which may be `products`."""
     width = shard.columns(products.shape[1])
     local, in_shard = shard.local_labels(labels, products.shape[1])
     kernels = _triton_kernels(products)

@@ -117,7 +117,10 @@ def _logit_gradient_kernel(
 def write_row_statistics_by_triton(
     products: Tensor, labels: tuple[Tensor, Tensor], shard: VocabularyHeadShardSpec, stats: Tensor
 ) -> None:
-    """Statistics [6, t] of products [t, n] without padding; `labels` [t]: their columns, whether they lie here."""
+    """Write statistics [6, t] of products [t, n] without padding.
+
+    `labels` [t]: each label's column, and whether it lies on this shard.
+    """
     if not len(products):
         return
     assert products.stride(1) == stats.stride(1) == 1
@@ -135,7 +138,7 @@ def write_row_statistics_by_triton(
 def write_logit_gradient_by_triton(
     products: Tensor, labels: tuple[Tensor, Tensor], coefficients: Tensor, shard: VocabularyHeadShardSpec, out: Tensor
 ) -> None:
-    """The gradient [t, n] into `out`; `labels` as above."""
+    """Write the gradient [t, n] into `out`; `labels` are those of the statistics."""
     if not len(products):
         return
     assert products.stride(1) == out.stride(1) == coefficients.stride(1) == 1

@@ -40,7 +40,7 @@ class StepNumbers(Protocol):
     """Scalars [] of a step: added up over ranks, then read from the device, which may be given more to do between."""
 
     def reduce(self, more: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> list[Tensor]:
-        """The numbers, added up on the device; `groups` as in `ReadNumbers`. Collective; once."""
+        """Sum the numbers over ranks on the device; `groups` as in `ReadNumbers`. Collective; called once."""
 
     def start_read(self, more: Sequence[Tensor] = ()) -> Callable[[], list[float]]:
         """Waits for numbers that are the same on all ranks, and returns them. After `reduce`; to be called once,
@@ -90,14 +90,14 @@ def start_count_global_batch(
 
 
 def all_sum_on_device(values: Tensor) -> Tensor:
-    """Element-wise sum over all ranks, in place, of a tensor on this rank's device: no host waits. Collective."""
+    """Sum a tensor on this rank's device over all ranks, in place; no host waits. Collective."""
     if distributed.global_world_size() > 1:
         dist.all_reduce(values)
     return values
 
 
 def named_head_outputs(fields: Tensor, needs: RequestedModelOutputs) -> ModelOutputs:
-    """[f, b, s] as the head returns them to named fields."""
+    """Name the fields [f, b, s] that the head returned."""
     return ModelOutputs(
         **{
             name: fields[i] if name in needs.differentiable else fields[i].detach()
@@ -209,7 +209,7 @@ class StepReport:
         return finish
 
     def read(self, more: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> list[float]:
-        """Both at once."""
+        """Reduce the numbers and read them, one after the other."""
         return self.start_read(self.reduce(more, groups))()
 
     def read_result(self) -> StepResult:

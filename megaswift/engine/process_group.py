@@ -108,7 +108,7 @@ def choose_gloo_interface(environ: MutableMapping[str, str]) -> None:
 def launcher_store_of_this_attempt(
     environ: Mapping[str, str], rank: int, world: int, timeout: datetime.timedelta
 ) -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT, with keys of this attempt only.
+    """Open the store at MASTER_ADDR and MASTER_PORT for keys of this attempt only.
 
     torchrun's agent keeps one store over all attempts (`--max-restarts`), and `init_process_group` reads addresses of
     dead processes from it. On several machines agents may count attempts differently, so the number is no common
@@ -137,7 +137,7 @@ def launcher_store_of_this_attempt(
 
 
 def shared_rdzv_store_restart_warning(environ: Mapping[str, str]) -> str:
-    """What torchrun's restarts lack on several machines, as text for a warning; empty when nothing is missing."""
+    """Return a warning about torchrun's restarts on several machines; empty when nothing is missing."""
     several = environ.get("GROUP_WORLD_SIZE", "1") != "1" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if not several or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""

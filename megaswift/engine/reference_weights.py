@@ -30,7 +30,7 @@ class ReferenceWeights:
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
-        """The model has the reference's values inside the block, and its own again after it, bit by bit."""
+        """Give the model the reference's values inside the block, and its own again after it, bit by bit."""
         self._exchange()
         try:
             yield
@@ -48,7 +48,7 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def blend(self, share: float) -> None:
-        """reference = share x model + (1 - share) x reference (TR-DPO, arXiv:2404.09656, equation 5)."""
+        """Set reference = share x model + (1 - share) x reference (TR-DPO, arXiv:2404.09656, equation 5)."""
         for tensor, pieces in zip(self._live(), self._values, strict=True):
             for part, piece in _parts(tensor, pieces):
                 piece.lerp_(part.to(piece.device), share) if piece.is_floating_point() else piece.copy_(part)

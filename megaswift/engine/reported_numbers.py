@@ -38,7 +38,7 @@ class ReportOrder:
         self.size = self.added + len(self.largest) + len(self.smallest)
 
     def row(self, terms: Mapping[str, Tensor], metrics: Mapping[str, Metric]) -> list[Tensor | float]:
-        """The numbers [] of one micro-batch."""
+        """Put the numbers of one micro-batch into the order of the report; each is a number or a 0-d tensor."""
         assert terms.keys() == {*self.terms}, f"terms {sorted(terms)}, declared {self.terms}"
         assert metrics.keys() == self.metrics, f"metrics {sorted(metrics)}, declared {sorted(self.metrics)}"
         means = [metric for name in self.means if isinstance(metric := metrics[name], MeanMetric)]
@@ -51,7 +51,7 @@ class ReportOrder:
         return values
 
     def named(self, numbers: Sequence[float], counts: Mapping[str, float]) -> NamedReport:
-        """The report of a batch of these counts, from its numbers in this order."""
+        """Return the report of a batch of these counts from its numbers in this order."""
         following = iter(numbers)
         terms = {name: next(following) for name in self.terms}
         totals = {name: next(following) for name in self.sums}
@@ -79,7 +79,7 @@ def ratios(means: Mapping[str, tuple[float, float]]) -> dict[str, float]:
 
 
 def differences(addends: Addends, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Those of which both means are known."""
+    """Return the differences whose two means are known."""
     return {
         name: metrics[of] - metrics[less]
         for name, (of, less) in addends.differences.items()

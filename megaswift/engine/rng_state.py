@@ -29,7 +29,7 @@ NONE: Mapping[str, Tensor] = {}
 
 
 def rng_file(directory: Path, rank: int) -> Path:
-    """The file of a rank."""
+    """Return the path of a rank's file."""
     return directory / f"rng-{rank:05d}.safetensors"
 
 
@@ -50,13 +50,16 @@ def _collect(own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def rng_state_file_content(own: Mapping[str, Tensor] = NONE) -> bytes:
-    """What the file of this rank's states holds, with the engine's `own`."""
+    """Return the content of this rank's file: its random states and the engine's `own`."""
     tensors, plain = _collect(own)
     return save(tensors, metadata={"plain": json.dumps(plain)})
 
 
 def write_rng_state(directory: Path, rank: int, own: Mapping[str, Tensor] = NONE) -> dict[str, FileEntry]:
-    """This rank's states, with the engine's `own`, on disk when this returns; the file's entry by its name."""
+    """Write this rank's random states with the engine's `own`; they are on disk when this returns.
+
+    Returns the file's entry by its name.
+    """
     path = rng_file(directory, rank)
     with HashedFile(path) as file:
         file.write(rng_state_file_content(own))
@@ -64,7 +67,7 @@ def write_rng_state(directory: Path, rank: int, own: Mapping[str, Tensor] = NONE
 
 
 def read_rng_state_file(directory: Path, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]] | Problem:
-    """The states that `write_rng_state` wrote, or what is wrong with the file."""
+    """Read the states that `write_rng_state` wrote, or return what is wrong with the file."""
     file = rng_file(directory, rank)
     if not file.is_file():
         return Problem(str(file), "is missing")
@@ -78,8 +81,10 @@ def read_rng_state_file(directory: Path, rank: int) -> tuple[dict[str, Tensor], 
 
 
 def reseeding_reason(directory: Path, saved: bool, where: str) -> str:
-    """What a resumed run says of random states that are not restored. `saved`: they are in the checkpoint; `where`: how
-    it was saved."""
+    """Return the message of a resumed run whose random states are not restored.
+
+    `saved`: the checkpoint has them; `where`: how it was saved.
+    """
     if saved:
         return f"{directory} was saved {where}: weights and optimizer states are restored, random states are reseeded"
     return (
@@ -95,7 +100,7 @@ def rng_state_fits_generators(tensors: dict[str, Tensor], own: Mapping[str, Tens
 
 
 def restore_rng_state(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, Tensor]:
-    """Every generator of this rank back to where it stood; the states that are the engine's own are returned."""
+    """Restore every generator of this rank, and return the states that are the engine's own."""
     version, gauss = plain["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), gauss))
     position, has_gauss, cached = plain["numpy"]
@@ -107,8 +112,11 @@ def restore_rng_state(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict
 
 
 def seed_from_saved_rng_state(directory: Path, seed: int = 0, step: int = 0) -> int:
-    """From the saved states of rank 0, or from the run's seed and step where they were not saved (save_rng false):
-    repeatable, and no dropout mask comes twice. Python and NumPy have it already."""
+    """Seed Python and NumPy for a resumed run whose random states are not restored, and return the seed for torch.
+
+    The seed comes from the saved states of rank 0, or from the run's seed and step where none were saved (save_rng
+    false). It is repeatable, and no dropout mask comes twice.
+    """
     file = rng_file(directory, 0)
     seed = zlib.crc32(file.read_bytes() if file.is_file() else f"seed {seed}, step {step}".encode()) >> 1
     random.seed(seed)

@@ -12,7 +12,7 @@ AMPERE = 8
 
 
 def tf32_problems(tf32: bool | None, dtype: str, transformer_engine: bool) -> list[Problem]:
-    """A device without TF32, or modules that always use it.
+    """Return problems of `--tf32`: a device without TF32, or modules that always use it.
 
     Args:
         tf32: `--tf32`; None: nothing is asked for.
@@ -37,7 +37,7 @@ def tf32_problems(tf32: bool | None, dtype: str, transformer_engine: bool) -> li
 
 
 def set_tf32(tf32: bool | None) -> None:
-    """Torch's switches for products and convolutions; None leaves them."""
+    """Set torch's switches for products and convolutions; None leaves them as they are."""
     if tf32 is not None:
         import torch
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def runs_triton_kernels(tensor: Tensor) -> bool:
-    """On a GPU where Triton can launch kernels."""
+    """Return whether this is a GPU where Triton can launch kernels."""
     return tensor.is_cuda and triton_launches()
 
 

@@ -30,17 +30,17 @@ class VocabularyHeadShardSpec:
     2.2)."""
 
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """All-reduce over the vocabulary's ranks, in place."""
+        """Reduce a tensor over the vocabulary's ranks, in place."""
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(x, op, self.group)
         return x
 
     def columns(self, width: int) -> int:
-        """Those of `width` columns of products that are not padding."""
+        """Return how many of `width` columns of products are not padding."""
         return max(0, min(self.real, width))
 
     def local_labels(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """(label within the columns that are not padding, clamped; whether it lies here), each [t]."""
+        """Return each label's column among those that are not padding, clamped, and whether it lies here: [t] each."""
         local = labels - self.first
         count = self.columns(width)
         return local.clamp(0, max(count - 1, 0)), (local >= 0) & (local < count)

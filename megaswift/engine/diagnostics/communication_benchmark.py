@@ -49,7 +49,7 @@ class CommunicationPlan:
     """At most so many calls of one measurement."""
 
     def measurements(self) -> list[tuple[int, str, str]]:
-        """(size, group, operation), small sizes first: what does not fit into the time is the largest."""
+        """Return (size, group, operation) of each measurement, small sizes first: a lack of time drops the largest."""
         return [
             (size, group, operation)
             for size in sorted(self.sizes)
@@ -61,9 +61,10 @@ class CommunicationPlan:
 def run_benchmark(
     plan: CommunicationPlan, device: torch.device, after_each: Callable[[CommunicationTiming], None] | None = None
 ) -> tuple[list[CommunicationTiming], list[tuple[int, str, str]]]:
-    """The timings, and the measurements that the time did not allow. Collective; the same on every rank.
+    """Measure collectives as far as the time allows. Collective; the same on every rank.
 
-    `after_each` is called with each timing as soon as it is there.
+    `after_each` is called with each timing as soon as it is there. Returns the timings, and the measurements for which
+    there was no time.
     """
     mine = {name: _own_group(groups) for name, groups in plan.groups.items()}
     measurements = plan.measurements()

@@ -32,7 +32,7 @@ class OwnComputeClock:
             module.register_forward_hook(self._forward_ends, prepend=True)
 
     def take(self) -> float:
-        """Seconds since the last call; on a GPU it waits for the passes to be done."""
+        """Return the seconds of compute since the last call; on a GPU this waits until the passes are done."""
         spans = self._spans
         self._spans = []
         return sum(_seconds(began, ended) for began, ended in spans)

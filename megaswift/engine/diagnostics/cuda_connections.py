@@ -20,7 +20,7 @@ NVML = "libnvidia-ml.so.1"
 
 
 def gpu_compute_capability_major() -> int | None:
-    """The major compute capability of this machine's first GPU, by NVML; None where there is none."""
+    """Return the major compute capability of this machine's first GPU, by NVML; None without a GPU."""
     try:
         nvml = ctypes.CDLL(NVML)
         if nvml.nvmlInit_v2() != 0:

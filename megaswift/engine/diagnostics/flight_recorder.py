@@ -49,7 +49,7 @@ class PendingCollective:
     backend: str
 
     def text(self) -> str:
-        """For a message."""
+        """Describe the collective for a message."""
         return f"{self.operation} of {group_text(self.description, group_ranks(self.group))}"
 
 
@@ -65,7 +65,7 @@ def has_pending_collectives() -> bool:
 
 
 def pending_collectives() -> list[PendingCollective]:
-    """Oldest first."""
+    """Return the collectives that have not finished, oldest first."""
     now = time.time()
     found = []
     for entry in _entries():
@@ -99,7 +99,7 @@ def _recorded(entries: bool) -> dict[str, Any]:
 
 
 def group_ranks(name: str) -> list[int]:
-    """Global ranks of the group of this name; empty where it is not known (any more)."""
+    """Return the global ranks of the process group of this name; none where the group is unknown or gone."""
     for group, known in dist.distributed_c10d._world.pg_names.items():
         if known == name:
             return dist.get_process_group_ranks(group)
@@ -107,7 +107,7 @@ def group_ranks(name: str) -> list[int]:
 
 
 def group_text(description: str, ranks: list[int]) -> str:
-    """A group for a message: its description, and its ranks where they are few."""
+    """Describe a process group for a message, with its ranks where they are few."""
     if description == DEFAULT_GROUP:
         return "all ranks"
     shown = ", ".join(map(str, ranks[:8])) + (f", ... ({len(ranks)} ranks)" if len(ranks) > 8 else "")
@@ -125,12 +125,12 @@ class WaitingCall:
     description: str = ""
 
     def text(self) -> str:
-        """For a message."""
+        """Describe the call for a message."""
         return f"{self.function} of {group_text(self.description, list(self.ranks))}" if self.ranks else self.function
 
 
 def waiting_call(frame: FrameType | None) -> WaitingCall | None:
-    """The outermost of the calls around the innermost frame that wait for other ranks; None in other code."""
+    """Return the outermost call around the innermost frame that waits for other ranks; None in other code."""
     name = ""
     group = None
     while frame is not None and _waits(frame):
@@ -145,7 +145,7 @@ def waiting_call(frame: FrameType | None) -> WaitingCall | None:
 
 
 def failed_call(traceback: TracebackType | None) -> WaitingCall | None:
-    """The last call of an exception's way that waits for other ranks."""
+    """Return the last call on an exception's way that waits for other ranks."""
     last: FrameType | None = None
     while traceback is not None:
         last = traceback.tb_frame if _waits(traceback.tb_frame) else last
@@ -154,12 +154,15 @@ def failed_call(traceback: TracebackType | None) -> WaitingCall | None:
 
 
 def main_thread_frame() -> FrameType | None:
-    """The innermost Python frame of the main thread."""
+    """Return the innermost Python frame of the main thread."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def frame_text(frame: FrameType | None) -> str:
-    """The innermost calls, below those of Python's own modules, which only wait: `loop.py:12 take < loop.py:88 run`."""
+    """Describe the innermost calls below those of Python's own modules: `loop.py:12 take < loop.py:88 run`.
+
+    Calls of Python's own modules only wait.
+    """
     calls: list[str] = []
     own = frame
     while own is not None and _is_standard(own):

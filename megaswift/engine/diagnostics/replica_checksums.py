@@ -41,7 +41,7 @@ class ReplicaDifference:
 
 
 def tensor_checksums(tensor: Tensor) -> Tensor:
-    """int64 of shape [2] on the tensor's device: the plain and the weighted sum of its 32-bit words, modulo 2^64."""
+    """Return the plain and the weighted sum of a tensor's 32-bit words, modulo 2^64: int64 [2] on its device."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     rest = raw.numel() % 4
     words = raw[: raw.numel() - rest].view(torch.int32)
@@ -56,7 +56,7 @@ def tensor_checksums(tensor: Tensor) -> Tensor:
 
 
 def replica_differences(replicated: Iterable[ReplicatedWeights]) -> list[ReplicaDifference]:
-    """The tensors that are not equal on all ranks of their group, the same on every rank of it. Collective."""
+    """Return the tensors that differ between ranks of their group; the same on every rank of it. Collective."""
     differences: list[ReplicaDifference] = []
     for part in replicated:
         ranks = dist.get_process_group_ranks(part.group)
@@ -72,7 +72,10 @@ def replica_differences(replicated: Iterable[ReplicatedWeights]) -> list[Replica
 
 
 def replicated_by_group(named: Iterable[tuple[str, Tensor]], group: Any, expert_group: Any) -> list[ReplicatedWeights]:
-    """Megatron-Core's parameters by what their gradients are summed over: `allreduce` is False on experts."""
+    """Group Megatron-Core's parameters by the ranks over which their gradients are summed.
+
+    `allreduce` is False on experts.
+    """
     dense: dict[str, Tensor] = {}
     experts: dict[str, Tensor] = {}
     for name, parameter in named:
