@@ -136,7 +136,7 @@ def _gae(x: EstimatorInput) -> Mapping[str, Tensor]:
 
 
 def estimate_advantage_fields(name: str, x: EstimatorInput) -> dict[str, Tensor]:
-    """`advantages`, and whatever else the estimator gives, [n, t] each.
+    """Return `advantages` and any further fields of the estimator, [n, t] each.
 
     Raises RewardError for an estimator of a user's file that fails or returns something else.
     """

@@ -19,7 +19,8 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def mean_and_std(rewards: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Both along `dim`, kept, over what is not NaN; the standard deviation is Bessel's, and NaN for fewer than two."""
+    """Return mean and standard deviation along `dim`, which is kept, over all values that are not NaN; the standard
+    deviation is Bessel's, and NaN for fewer than two."""
     count = (~rewards.isnan()).sum(dim, keepdim=True)
     mean = rewards.nanmean(dim, keepdim=True)
     return mean, (
@@ -33,7 +34,7 @@ def _scaled(rewards: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tensor:
-    """[n]: rewards less the mean of their group, over a standard deviation.
+    """Return [n]: rewards less the mean of their group, over a standard deviation.
 
     `scale`: the group's (arXiv 2402.03300), the batch's (arXiv 2508.08221) or none (arXiv 2503.20783).
     """
@@ -48,7 +49,7 @@ def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tenso
 
 
 def rloo_advantages(rewards: Tensor, group: int, normalize: bool = False) -> Tensor:
-    """[n]: rewards less the mean of the others of their group (arXiv 2402.14740); `normalize` over the batch."""
+    """Return [n]: rewards less the mean of the others of their group (arXiv 2402.14740); `normalize` over the batch."""
     grouped = rewards.view(-1, group)
     others = (~grouped.isnan()).sum(1, keepdim=True) - 1
     advantages = (grouped - (grouped.nansum(1, keepdim=True) - grouped) / others).flatten()
@@ -56,8 +57,8 @@ def rloo_advantages(rewards: Tensor, group: int, normalize: bool = False) -> Ten
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """[n, t]: at each token in `mask` the sum of its reward and of those of later tokens, each later token discounted
-    once more."""
+    """Return [n, t]: at each token in `mask` the sum of its reward and of those of later tokens, each later token
+    discounted once more."""
     returns = torch.zeros_like(rewards)
     after = rewards.new_zeros(rewards.shape[0])
     for t in reversed(range(rewards.shape[1])):
@@ -67,7 +68,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
 
 
 def reinforce_plus_plus(rewards: Tensor, totals: Tensor, mask: Tensor, group: int = 1, gamma: float = 1.0) -> Tensor:
-    """[n, t]: advantages of tokens (REINFORCE++, arXiv 2501.03262 eq. 8 to 10).
+    """Return the advantages of tokens, [n, t] (REINFORCE++, arXiv 2501.03262 eq. 8 to 10).
 
     The return of a token is the sum of the rewards from it on, so that the KL counts from the token on and not from the
     beginning. Returns are normalized over all tokens in `mask`.
@@ -90,14 +91,14 @@ def reinforce_plus_plus(rewards: Tensor, totals: Tensor, mask: Tensor, group: in
 
 
 def weighted_sum(per_function: Tensor, weights: Tensor) -> Tensor:
-    """[n] of [n, functions] and [functions]; NaN where no function gave a reward."""
+    """Sum rewards [n, functions] with weights [functions] to [n]; NaN where no function gave a reward."""
     return (per_function * weights).nansum(1).masked_fill(per_function.isnan().all(1), torch.nan)
 
 
 def multi_reward_group_advantages(
     per_function: Tensor, weights: Tensor, group: int, how: str, scale: str = "group"
 ) -> Tensor:
-    """[n]: group advantages of several rewards [n, functions], with a weight each.
+    """Return [n]: group advantages of several rewards [n, functions], with a weight each.
 
     `how`: `sum_then_normalize`, or `normalize_then_sum` (GDPO, arXiv 2601.05242), which normalizes each function within
     its group and the weighted sum over the batch, and does not read `scale`.
@@ -113,13 +114,13 @@ def multi_reward_group_advantages(
 
 
 def groups_without_spread(rewards: Tensor, group: int) -> Tensor:
-    """bool [groups]: groups whose rewards are all the same up to rounding, so that their advantages are 0."""
+    """Return bool [groups]: True where all rewards are the same up to rounding, so that the advantages are 0."""
     std = mean_and_std(rewards.view(-1, group), 1)[1].squeeze(1)
     return std.isclose(torch.zeros_like(std))
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: str = "k3") -> Tensor:
-    """A token's estimate of KL(policy, reference) from log-probabilities of what the policy wrote.
+    """Estimate KL(policy, reference) at each token from log-probabilities of what the policy wrote.
 
     Named as in Schulman's note "Approximating KL divergence" (2020): k1 and k3 are unbiased, k2 and k3 never negative.
     """
@@ -134,8 +135,8 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: str = "k3") -> Tensor
 
 
 def kl_penalized_token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor, documents: Tensor) -> Tensor:
-    """[b, s]: minus the penalty at each token in `mask`, and a completion's score at its last one (InstructGPT, arXiv
-    2203.02155).
+    """Return [b, s]: minus the penalty at each token in `mask`, and a completion's score at its last one (InstructGPT,
+    arXiv 2203.02155).
 
     Args:
         scores: [documents], of every document of the batch; read where it has a token in the mask.
@@ -154,8 +155,8 @@ def kl_penalized_token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor, 
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), [b, s] each: generalized advantage estimation (arXiv 1506.02438 eq. 16) over the tokens in
-    `mask`.
+    """Return advantages and returns, [b, s] each, by generalized advantage estimation (arXiv 1506.02438 eq. 16) over
+    the tokens in `mask`.
 
     The token after a masked one is the next in the mask: what tools write passes no time. A document ends its episode;
     `documents`, int64 [b, s], numbers the documents of a row.
@@ -176,14 +177,14 @@ def gae(
 
 
 def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
-    """float64 [3]: count, sum and sum of squares of x in `mask`; these add up over micro-batches and ranks."""
+    """Return float64 [3]: count, sum and sum of squares of x in `mask`; these add up over micro-batches and ranks."""
     chosen = x[mask].double()
     return torch.stack([chosen.new_tensor(float(chosen.numel())), chosen.sum(), (chosen**2).sum()])
 
 
 def whiten(x: Tensor, mask: Tensor, total: Tensor | None = None, shift_mean: bool = True) -> Tensor:
-    """x [b, s] over its standard deviation in `mask`, 0 elsewhere; the mean is 0, or stays what it was without
-    `shift_mean`.
+    """Divide x [b, s] by its standard deviation in `mask`; the result is 0 elsewhere. The mean is 0, or stays what it
+    was without `shift_mean`.
 
     `total`: the `masked_moments` of everything that is whitened together, if that is more than x.
     """
@@ -195,8 +196,9 @@ def whiten(x: Tensor, mask: Tensor, total: Tensor | None = None, shift_mean: boo
 
 
 def entropy_threshold(entropies: Tensor, share: float) -> Tensor:
-    """0-d: tokens of at least this entropy are the `share` of all with the highest (arXiv 2506.01939). [k]: of all
-    completion tokens.
+    """Return the entropy (0-d) that the `share` of all tokens with the highest entropy reaches (arXiv 2506.01939).
+
+    [k]: of all completion tokens.
 
     The quantile 1 - share, linear between neighbours; `torch.quantile` takes 16 million numbers at most.
     """
@@ -208,6 +210,6 @@ def entropy_threshold(entropies: Tensor, share: float) -> Tensor:
 
 
 def next_kl_coefficient(coefficient: float, kl: float, target: float, samples: int, horizon: int) -> float:
-    """The adaptive controller of arXiv 1909.08593, section 2.2: up by at most a fifth of samples / horizon where KL
-    exceeds its target."""
+    """Return the next KL coefficient by the adaptive controller of arXiv 1909.08593, section 2.2. It rises by at most a
+    fifth of samples / horizon where KL exceeds its target."""
     return coefficient * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)

@@ -51,11 +51,11 @@ class Batch:
     """What an engine has computed of this batch beforehand (`Engine.prepare_ahead`), for itself."""
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on `device`."""
+        """Copy the batch to `device`."""
         return self.with_tensors(lambda tensor: copy_to_device_async(tensor, device))
 
     def with_tensors(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with what `function` makes of each of its tensors, and nothing computed ahead."""
+        """Return the batch with `function` applied to each of its tensors, without anything that was computed ahead."""
 
         def move(v: Any) -> Any:
             if isinstance(v, Tensor):
@@ -200,7 +200,7 @@ class Reported:
 def metrics_reported(
     means: tuple[str, ...] = (), largest: tuple[str, ...] = (), smallest: tuple[str, ...] = ()
 ) -> Reported:
-    """Metrics that several losses share, to be added to what a loss reports."""
+    """Return the declaration of metrics that several losses share, for the sum with a loss's own."""
     return Reported((), {}, means, largest=largest, smallest=smallest)
 
 
@@ -216,7 +216,8 @@ class Loss(Protocol):
         """The names of its counts, terms and metrics."""
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        """The numbers by which terms are divided, of this micro-batch; the engine sums them over the global batch."""
+        """Return this micro-batch's part of the numbers by which terms are divided; the engine sums them over the
+        global batch."""
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """Terms and metrics of one micro-batch: all that are `reported`, and no others."""

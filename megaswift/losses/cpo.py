@@ -68,7 +68,7 @@ class CPO:
         return own + IMPLICIT_REWARDS + PREFERENCE_LOGPS
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""
+        """Return `pairs` and `chosen_tokens`: tokens of the chosen answers."""
         return pair_and_chosen_token_counts(batch)
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:

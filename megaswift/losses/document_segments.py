@@ -13,12 +13,12 @@ from megaswift.losses.contract import Batch
 
 
 def document_count(batch: Batch) -> int:
-    """How many documents there are, those without weight included."""
+    """Return the number of documents, those without weight included."""
     return batch.input_ids.shape[0] if batch.cu_seqlens is None else batch.cu_seqlens.numel() - 1
 
 
 def document_index(batch: Batch) -> Tensor:
-    """int64 [b, s]: the number of each token's document; padding belongs to the document before it."""
+    """Return int64 [b, s]: the number of each token's document; padding belongs to the document before it."""
     rows, length = batch.input_ids.shape
     if batch.cu_seqlens is None:
         return torch.arange(rows, device=batch.input_ids.device).unsqueeze(1).expand(rows, length)
@@ -28,7 +28,7 @@ def document_index(batch: Batch) -> Tensor:
 
 
 def document_sums(batch: Batch, x: Tensor) -> Tensor:
-    """[documents]: the sum of x [b, s] over each document, in x's type; differentiable.
+    """Sum x [b, s] over each document, to [documents] in x's type; differentiable.
 
     Added up in float64: log-probabilities of long answers are sums of thousands of terms of which small differences
     count, and the order in which a GPU adds them then leaves no trace in float32.
@@ -38,37 +38,37 @@ def document_sums(batch: Batch, x: Tensor) -> Tensor:
 
 
 def masked_tokens_per_document(batch: Batch, mask: Tensor) -> Tensor:
-    """int64 [documents]: how many tokens of each document are in `mask` (bool [b, s])."""
+    """Count each document's tokens in `mask` (bool [b, s]): int64 [documents]."""
     return document_sums(batch, mask.double()).long()
 
 
 def masked_token_number_in_document(batch: Batch, mask: Tensor) -> Tensor:
-    """int64 [b, s]: the running number, from 1, of a masked token among the masked tokens of its document; meaningless
-    elsewhere."""
+    """Return int64 [b, s]: the running number, from 1, of a masked token among the masked tokens of its document;
+    meaningless elsewhere."""
     counts = masked_tokens_per_document(batch, mask)
     before = counts.cumsum(0) - counts
     return mask.flatten().cumsum(0).view_as(mask) - before[document_index(batch)]
 
 
 def token_mask_of_documents(batch: Batch, documents: Tensor, marked: Tensor | None = None) -> Tensor:
-    """bool [b, s]: tokens that belong to one of `documents` (int64 [n], each once), of those that are `marked` (bool
-    [n])."""
+    """Mark the tokens, bool [b, s], of those `documents` (int64 [n], each once) that are `marked` (bool [n])."""
     member = torch.zeros(document_count(batch), dtype=torch.bool, device=documents.device)
     marked = torch.ones_like(documents, dtype=torch.bool) if marked is None else marked
     return member.scatter(0, documents, marked)[document_index(batch)]
 
 
 def completion_weights(batch: Batch) -> Tensor:
-    """float32 [b, s]: the loss weights of the answers' tokens: `fields["completion"]`, else of every label."""
+    """Return float32 [b, s]: the loss weights of the answers' tokens: `fields["completion"]`, else of every label."""
     return batch.fields.get("completion", batch.loss_weights)
 
 
 def completion_mask(batch: Batch) -> Tensor:
-    """bool [b, s]: positions whose label is a token of the answer."""
+    """Return bool [b, s]: positions whose label is a token of the answer."""
     return completion_weights(batch) != 0
 
 
 def completion_weight_per_document(batch: Batch) -> Tensor:
-    """[documents]: the sum of `completion_weights`, by which means over an answer are divided; 1 where it is 0."""
+    """Sum `completion_weights` over each document, to [documents]; 1 where the sum is 0. Means over an answer are
+    divided by it."""
     weights = document_sums(batch, completion_weights(batch))
     return weights.masked_fill(weights == 0, 1)

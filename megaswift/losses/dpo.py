@@ -96,7 +96,7 @@ class DPO:
         return own + IMPLICIT_REWARDS + PREFERENCE_LOGPS
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""
+        """Return `pairs` and `chosen_tokens`: tokens of the chosen answers."""
         return pair_and_chosen_token_counts(batch)
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
@@ -145,7 +145,7 @@ class DPO:
         return torch.where(within, 1.0, self.ld_alpha)
 
     def pair_weights(self, outputs: ModelOutputs, batch: Batch) -> Tensor:
-        """[p], without a gradient: WPO's weights (eq. 2), or 1."""
+        """Return the weight of each pair [p], without a gradient: WPO's (eq. 2), or 1."""
         assert outputs.logprobs is not None
         if not self.use_weighting:
             return torch.ones(pair_count(batch), dtype=outputs.logprobs.dtype, device=outputs.logprobs.device)

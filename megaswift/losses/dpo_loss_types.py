@@ -192,6 +192,6 @@ DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def divergence_scores(ratios: PairTensors, divergence: str, alpha: float) -> PairTensors:
-    """The scores of an f-divergence."""
+    """Compute the scores f'(exp(ratios)) of an f-divergence."""
     f = DIVERGENCES[divergence]
     return PairTensors(f(ratios.chosen, alpha), f(ratios.rejected, alpha))

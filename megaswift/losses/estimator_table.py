@@ -63,12 +63,12 @@ PLUGIN_ESTIMATORS: dict[str, AdvantageEstimatorEntry] = {}
 
 
 def advantage_estimator_names(task: str | None = None) -> tuple[str, ...]:
-    """The estimators of a task, the default first; None: all."""
+    """Return the estimators of a task, the default first; all estimators for None."""
     return tuple(e.name for e in (*ESTIMATOR_TABLE, *PLUGIN_ESTIMATORS.values()) if task in (None, e.task))
 
 
 def advantage_estimator_entry(name: str) -> AdvantageEstimatorEntry:
-    """The row of an estimator."""
+    """Return the row of the estimator with this name."""
     return next(e for e in (*ESTIMATOR_TABLE, *PLUGIN_ESTIMATORS.values()) if e.name == name)
 
 

@@ -34,7 +34,7 @@ from megaswift.losses.preference_pairs import token_mean_metric
 
 
 def log_ratios(logprobs: Tensor, batch: Batch) -> Tensor:
-    """[n]: log-probability of each example's answer under the policy less that under the reference.
+    """Return [n]: log-probability of each example's answer under the policy less that under the reference.
 
     Their mean over mismatched answers, averaged over data-parallel ranks and not below 0, is KTO's z0.
     """
@@ -103,7 +103,7 @@ class KTO:
         return Reported(("examples",), {"loss": "examples"}, ("entropy", *sides, *zero), differences=margins)
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        """`examples`."""
+        """Return the number of `examples`."""
         return {"examples": float(batch.fields["examples"].numel())}
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:

@@ -159,16 +159,16 @@ PLUGIN_LOSSES: dict[tuple[str, str], LossEntry] = {}
 
 
 def loss_entries(task: str, names: tuple[str, ...] | None = None) -> tuple[LossEntry, ...]:
-    """The losses of a task, in the order of the table; with `names`, those of these names."""
+    """Return the rows of a task in the order of the table, or those that `names` lists."""
     rows = (e for e in (*LOSS_TABLE, *PLUGIN_LOSSES.values()) if e.task == TASK_OF.get(task, task))
     return tuple(e for e in rows if names is None or e.name in names)
 
 
 def loss_names(task: str) -> tuple[str, ...]:
-    """What `loss_type` may be in a task, the default first."""
+    """Return the values that `loss_type` takes in a task, the default first."""
     return tuple(e.name for e in loss_entries(task))
 
 
 def losses_needing(task: str, need: str) -> frozenset[str]:
-    """The losses of a task with a need."""
+    """Return the losses of a task that have this need."""
     return frozenset(e.name for e in loss_entries(task) if need in e.needs)

@@ -153,20 +153,20 @@ class PreferenceConfig:
 
 
 def beta_of(c: Any) -> float:
-    """`beta`, or the default of the task."""
+    """Return `beta`, or the default of the task."""
     given: float | None = c.preference.beta
     return given if given is not None else BETAS.get(c.task, 0.1)
 
 
 def loss_types_of(c: Any) -> tuple[str, ...]:
-    """`loss_type`, or the first of the task."""
+    """Return `loss_type`, or the first of the task."""
     if c.task == "simpo" or c.preference.loss_type == (ALPHAPO,):
         return ("simpo",)
     return c.preference.loss_type or LOSSES.get(c.task, ())[:1]
 
 
 def cpo_alpha_of(c: Any) -> float:
-    """`cpo_alpha`, or the default of the task."""
+    """Return `cpo_alpha`, or the default of the task."""
     given = c.preference.cpo_alpha
     return float(c.task == "cpo" and c.preference.loss_type != (ALPHAPO,)) if given is None else given
 

@@ -50,7 +50,7 @@ class ORPO:
         return own + IMPLICIT_REWARDS + PREFERENCE_LOGPS
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        """`pairs`, and `chosen_tokens`: labels of chosen documents, prompts included."""
+        """Return `pairs` and `chosen_tokens`: labels of chosen documents, prompts included."""
         return {"pairs": float(pair_count(batch)), "chosen_tokens": float(_chosen(batch).sum())}
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:

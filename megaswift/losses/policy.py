@@ -145,7 +145,8 @@ class PolicyLoss:
         return reported
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        """`completions`, those without a label included; `completion_tokens`; and `kept_tokens` for the entropy."""
+        """Return `completions`, those without a label included; `completion_tokens`; and `kept_tokens` for the
+        entropy."""
         counts = {
             "completions": float(batch.fields["completions"].numel()),
             "completion_tokens": float(batch.label_tokens),
@@ -178,7 +179,7 @@ class PolicyLoss:
         return terms, metrics
 
     def weigh(self, logprobs: Tensor, old: Tensor, batch: Batch) -> PolicyLossInputs:
-        """What the formulas read, from log-probabilities [b, s] of the policy and of the old one."""
+        """Prepare the input of the formulas from log-probabilities [b, s] of the policy and of the old policy."""
         mask = batch.loss_weights != 0
         log_ratio = torch.where(mask, logprobs - old, 0.0)
         whole = self._completion_log_weights(log_ratio.detach(), batch) if self.kind.corrects else torch.zeros_like(old)

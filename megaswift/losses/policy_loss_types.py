@@ -103,8 +103,8 @@ def _sapo(x: PolicyLossInputs) -> Tensor:
 
 
 def vespo_weights(x: PolicyLossInputs) -> Tensor:
-    """[b, s], without a gradient: w^k exp(lambda (1 - w)) of the completion's weight w, which is 1 at w = 1 (arXiv
-    2602.10693)."""
+    """Return VESPO's weights [b, s], without a gradient: w^k exp(lambda (1 - w)) of the completion's weight w, which is
+    1 at w = 1 (arXiv 2602.10693)."""
     s = x.settings
     good = x.advantages >= 0
     k = torch.where(good, s.vespo_k_pos, s.vespo_k_neg)

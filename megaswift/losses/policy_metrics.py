@@ -16,12 +16,12 @@ from megaswift.losses.preference_pairs import pair_mean_metric, token_mean_metri
 
 
 def masked_tokens_per_completion(batch: Batch, mask: Tensor) -> Tensor:
-    """int64 [n]: tokens in the mask of each completion."""
+    """Count each completion's tokens in the mask: int64 [n]."""
     return masked_tokens_per_document(batch, mask)[batch.fields["completions"]]
 
 
 def token_mean_per_completion(batch: Batch, x: Tensor, mask: Tensor, empty: float = 0.0) -> Tensor:
-    """[n]: the mean of x [b, s] over the masked tokens of each completion; `empty` for one that has none.
+    """Average x [b, s] over the masked tokens of each completion, to [n]; a completion without any gets `empty`.
     Differentiable."""
     lengths = masked_tokens_per_completion(batch, mask)
     means = document_sums(batch, x * mask)[batch.fields["completions"]] / lengths.clamp(min=1)
@@ -29,7 +29,7 @@ def token_mean_per_completion(batch: Batch, x: Tensor, mask: Tensor, empty: floa
 
 
 def token_or_completion_mean_metric(batch: Batch, x: Tensor, by_completion: bool, empty: float = 0.0) -> MeanMetric:
-    """The mean over labeled tokens, or over completions."""
+    """Return the metric for a mean over labeled tokens, or over completions."""
     mask = batch.loss_weights != 0
     return (
         pair_mean_metric(token_mean_per_completion(batch, x, mask, empty))
@@ -49,7 +49,7 @@ VESPO_WEIGHTS = metrics_reported(("vespo/phi_seq_mean",))
 
 
 def clip_metrics(x: PolicyLossInputs, batch: Batch, by_completion: bool) -> dict[str, Metric]:
-    """The share of weights that a bound holds back, below, above and both; the smallest and largest share of a
+    """Measure the share of weights that a bound holds back, below, above and both; the smallest and largest share of a
     completion."""
     s = x.settings
     mask = batch.loss_weights != 0
@@ -69,13 +69,13 @@ def clip_metrics(x: PolicyLossInputs, batch: Batch, by_completion: bool) -> dict
 
 
 def cispo_clip_metrics(x: PolicyLossInputs, batch: Batch, by_completion: bool) -> dict[str, Metric]:
-    """The share of weights that CISPO truncates where the advantage is positive."""
+    """Measure the share of weights that CISPO truncates where the advantage is positive."""
     clipped = (x.weights > x.settings.cap) & (x.advantages > 0)
     return {"cispo_clip_ratio": token_or_completion_mean_metric(batch, clipped.to(x.weights.dtype), by_completion)}
 
 
 def vespo_metrics(x: PolicyLossInputs, batch: Batch) -> dict[str, Metric]:
-    """The mean weight of a completion; 1 for one without labels, whose log-ratio is 0."""
+    """Measure the mean weight of a completion; a completion without labels has weight 1, because its log-ratio is 0."""
     return {
         "vespo/phi_seq_mean": token_or_completion_mean_metric(batch, vespo_weights(x), by_completion=True, empty=1.0)
     }

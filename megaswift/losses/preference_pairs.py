@@ -27,7 +27,7 @@ class PairTensors:
         return self.chosen - self.rejected
 
     def detach(self) -> PairTensors:
-        """The same numbers without their history."""
+        """Return the same numbers without a gradient."""
         return PairTensors(self.chosen.detach(), self.rejected.detach())
 
     def __add__(self, other: PairTensors) -> PairTensors:
@@ -44,13 +44,13 @@ class PairTensors:
 
 
 def split_pairs(batch: Batch, per_document: Tensor) -> PairTensors:
-    """The two sides of [documents]."""
+    """Split values of [documents] into those of chosen and of rejected documents."""
     pairs = batch.fields["pairs"]
     return PairTensors(per_document[pairs[:, 0]], per_document[pairs[:, 1]])
 
 
 def pair_count(batch: Batch) -> int:
-    """How many pairs; none in a filler."""
+    """Count the pairs; a filler has none."""
     return batch.fields["pairs"].shape[0]
 
 
@@ -59,24 +59,24 @@ PAIR_COUNTS = ("pairs", "chosen_tokens")
 
 
 def pair_and_chosen_token_counts(batch: Batch) -> dict[str, float]:
-    """`pairs`, and `chosen_tokens`: the sum of the loss weights of the chosen answers' tokens."""
+    """Return `pairs` and `chosen_tokens`: the sum of the loss weights of the chosen answers' tokens."""
     chosen, _ = chosen_and_rejected(batch, completion_weights(batch))
     return {"pairs": float(pair_count(batch)), "chosen_tokens": float(chosen.sum())}
 
 
 def chosen_and_rejected(batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
-    """[b, s] each: x (a mask or weights) where it belongs to chosen, and to rejected documents; 0 elsewhere."""
+    """Split x [b, s] (a mask or weights) into its part on chosen and its part on rejected documents; 0 elsewhere."""
     pairs = batch.fields["pairs"]
     return x * token_mask_of_documents(batch, pairs[:, 0]), x * token_mask_of_documents(batch, pairs[:, 1])
 
 
 def pair_mean_metric(values: Tensor) -> MeanMetric:
-    """The mean over pairs or examples of values [n]."""
+    """Return the metric for the mean of values [n] over pairs or examples."""
     return MeanMetric(values.detach().sum(), values.numel())
 
 
 def token_mean_metric(values: Tensor, mask: Tensor) -> MeanMetric:
-    """The mean over the tokens in `mask` of values [b, s]."""
+    """Return the metric for the mean of values [b, s] over the tokens in `mask`."""
     return MeanMetric((values.detach() * mask).sum(), mask.sum())
 
 
@@ -89,7 +89,7 @@ PREFERENCE_LOGPS = metrics_reported(("logps/chosen", "logps/rejected", "logits/c
 
 
 def implicit_reward_metrics(rewards: PairTensors) -> dict[str, Metric]:
-    """Implicit rewards, how often the chosen one is the larger, and by how much."""
+    """Measure implicit rewards, how often the chosen answer's is the larger, and by how much."""
     rewards = rewards.detach()
     return {
         "rewards/chosen": pair_mean_metric(rewards.chosen),

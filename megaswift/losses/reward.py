@@ -29,8 +29,8 @@ from megaswift.losses.preference_pairs import PairTensors, pair_count, pair_mean
 
 
 def weight_last_tokens_only(batch: Batch) -> Batch:
-    """The batch with a weight of 1 at the last token of each document and none elsewhere; fillers and shared prefixes
-    have none."""
+    """Return the batch with a weight of 1 at the last token of each document and none elsewhere; fillers and shared
+    prefixes have none."""
     documents = document_index(batch).flatten()
     valid = batch.valid.flatten()
     if batch.prefixes is not None:
@@ -68,7 +68,7 @@ class RewardLoss:
         return Reported(("pairs",), terms, means, largest=("max_reward",), smallest=("min_reward",))
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        """`pairs`."""
+        """Return the number of `pairs`."""
         return {"pairs": float(pair_count(batch))}
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:

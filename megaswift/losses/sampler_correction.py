@@ -44,8 +44,8 @@ class SamplerCorrection:
         return "token" if self.mode.startswith("token") else "sequence"
 
     def weights(self, gap: Tensor, mask: Tensor) -> Tensor:
-        """[n, t], without a gradient: the weights of completions from old - sampled log-probabilities [n, t]; 1 outside
-        of `mask` (bool [n, t])."""
+        """Compute the weights of completions [n, t], without a gradient, from old - sampled log-probabilities [n, t]; 1
+        outside of `mask` (bool [n, t])."""
         gap = torch.where(mask, gap.detach().nan_to_num(nan=0.0), 0.0)
         # Added up in float64: of long completions float32 sums depend on the order.
         total = gap.double().sum(1, keepdim=True)
@@ -89,8 +89,8 @@ CORRECTION_WEIGHTS = metrics_reported(
 
 
 def logprob_gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
-    """Mean and largest |difference|, and the mean of exp |difference|: the factor by which a token's probability is
-    off, 1 for none.
+    """Measure the mean and largest |difference|, and the mean of exp |difference|: the factor by which a token's
+    probability is off, 1 for none.
 
     The last one is NeMo-RL's.
     """
@@ -105,7 +105,7 @@ def logprob_gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
 
 
 def correction_weight_metrics(batch: Batch, level: str) -> dict[str, Metric]:
-    """Smallest, mean and largest of the weights that a loss was given."""
+    """Measure the smallest, mean and largest weight that a loss was given."""
     ratio = batch.fields["ratio"]
     mask = batch.loss_weights != 0
     by_completion = level == "sequence"

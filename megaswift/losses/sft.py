@@ -31,7 +31,7 @@ class CrossEntropy:
         return Reported(("label_weight",), {"loss": "label_weight"}, means=("token_accuracy",))
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        """`label_weight`: the sum of the loss weights."""
+        """Return `label_weight`: the sum of the loss weights."""
         return {"label_weight": float(batch.loss_weights.sum())}
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:

@@ -11,20 +11,20 @@ from torch import Tensor
 
 
 def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """float64 [N]: (log p - mean log p) x (A - mean A) of each token."""
+    """Compute (log p - mean log p) x (A - mean A) of each token, float64 [N]."""
     logprobs = logprobs.double()
     advantages = advantages.double()
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
 def ratio_clipped_token_mask(log_ratios: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float) -> Tensor:
-    """bool [N]: tokens whose ratio the clipped surrogate bounds, so that they have no gradient in it."""
+    """Mark the tokens, bool [N], whose ratio the clipped surrogate bounds, so that they have no gradient in it."""
     ratios = log_ratios.double().exp()
     return ratios.clamp(1 - epsilon, 1 + epsilon_high) * advantages < ratios * advantages
 
 
 def clip_cov_token_mask(covariances: Tensor, ratio: float, bounds: tuple[float, float], seed: int) -> Tensor:
-    """bool [N]: of the tokens whose covariance is between `bounds`, max(1, floor(ratio x N)) at random."""
+    """Mark max(1, floor(ratio x N)) random tokens, bool [N], among those whose covariance is between `bounds`."""
     low, high = bounds
     candidates = ((covariances > low) & (covariances < high)).nonzero().squeeze(1)
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
@@ -32,7 +32,7 @@ def clip_cov_token_mask(covariances: Tensor, ratio: float, bounds: tuple[float, 
 
 
 def kl_cov_token_mask(covariances: Tensor, ratio: float) -> Tensor:
-    """bool [N]: the max(1, floor(ratio x N)) tokens of the largest covariance."""
+    """Mark the max(1, floor(ratio x N)) tokens of the largest covariance, bool [N]."""
     order = covariances.argsort(descending=True, stable=True)
     return _selected(covariances, order[: _share(ratio, len(covariances))])
 

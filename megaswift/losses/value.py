@@ -35,7 +35,7 @@ class ValueLoss:
         return Reported(("completion_tokens",), {"loss/value": "completion_tokens"}, means)
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        """`completion_tokens`."""
+        """Return the number of `completion_tokens`."""
         return {"completion_tokens": float(batch.label_tokens)}
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
@@ -65,7 +65,7 @@ class ValueLoss:
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float | None:
-    """1 - variance of the critic's errors / variance of returns, from reduced metrics; None where returns do not
+    """Return 1 - variance of the critic's errors / variance of returns, from reduced metrics; None where returns do not
     vary."""
     if not all(name in metrics for name in PARTS):
         return None
