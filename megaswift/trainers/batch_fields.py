@@ -33,7 +33,7 @@ def batch_logprobs(engine: Engine, batches: Sequence[Batch]) -> list[torch.Tenso
 
 
 def with_field(batches: Sequence[Batch], name: str, values: Sequence[torch.Tensor]) -> list[Batch]:
-    """The micro-batches with one more field."""
+    """Return the micro-batches with one more field."""
     return [replace(b, fields={**b.fields, name: v}) for b, v in zip(batches, values, strict=True)]
 
 
@@ -42,7 +42,8 @@ class BatchTransform(Hook, ABC):
 
     @abstractmethod
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
-        """The micro-batches of one step; `training` False in evaluation, which changes no state."""
+        """Add to the micro-batches of one step what the loss reads; `training` False in evaluation, which changes no
+        state."""
 
 
 class ReferenceLogprobs(BatchTransform):
@@ -56,7 +57,7 @@ class ReferenceLogprobs(BatchTransform):
         asked."""
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
-        """The micro-batches with what the loss reads."""
+        """Add the reference's log-probabilities to the micro-batches."""
         if self.known:
             return with_field(batches, "reference", [self.known[training].of(b) for b in batches])
         with engine.reference():
@@ -88,7 +89,7 @@ class KtoBaseline(ReferenceLogprobs):
         self.over_global_batch = over_global_batch
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
-        """The micro-batches with both fields."""
+        """Add both fields to the micro-batches."""
         whole = self.over_global_batch(training)
         others = self.mismatched(batches, whole)
         with engine.reference():
@@ -114,7 +115,7 @@ class BcoReferencePoint(ReferenceLogprobs):
         """On the device, [] in float64, once they have grown."""
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
-        """The micro-batches with both fields; evaluation leaves the mean as it is."""
+        """Add both fields to the micro-batches; evaluation leaves the mean as it is."""
         prepared = super().prepare(engine, batches, training)
         if training:
             total, count = _sums_and_counts(batch_logprobs(engine, prepared), prepared).sum(0).unbind()
@@ -124,11 +125,11 @@ class BcoReferencePoint(ReferenceLogprobs):
         return with_field(prepared, "delta", [delta] * len(prepared))
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums."""
+        """Return the sums of which the mean is made."""
         return {"sum": float(self.sum), "count": float(self.count)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """Restore the sums that `state_dict` returned."""
         self.sum = float(state["sum"])
         self.count = float(state["count"])
 
@@ -145,5 +146,5 @@ class LastTokens(BatchTransform):
     """For reward models: the head looks at the last token of each conversation, and nowhere else."""
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
-        """The micro-batches with those positions marked."""
+        """Mark those positions in the micro-batches."""
         return [weight_last_tokens_only(b) for b in batches]

@@ -38,23 +38,23 @@ REPLACED = ".replaced"
 
 
 def write_json_durably(path: Path, value: Mapping[str, Any]) -> None:
-    """JSON at `path`, whole or not at all, on disk when this returns."""
+    """Write JSON to `path`, whole or not at all; it is on disk when this returns."""
     write_atomically(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def step_files(folder: Path) -> list[Path]:
-    """All files of a step folder but the marker, sorted."""
+    """Return all files of a step folder but the marker, sorted."""
     return sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MARKER)
 
 
 def unhashed_files(folder: Path, known: Container[str]) -> list[str]:
-    """The files of a step folder that are not among `known`, by path within it."""
+    """Return the files of a step folder that are not among `known`, by their paths within it."""
     names = [path.relative_to(folder).as_posix() for path in step_files(folder)]
     return [name for name in names if name not in known]
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of these files, flushed to disk."""
+    """Flush these files to disk, and return their sizes and SHA-256."""
     entries = {}
     for name in names:
         fsync_path(folder / name)
@@ -78,15 +78,15 @@ class CheckpointStore:
         self.root = root
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of this step lies."""
+        """Return the folder of this step's checkpoint."""
         return self.root / f"step-{step}"
 
     def saving(self, step: int) -> Path:
-        """Where it is written."""
+        """Return the folder in which this step's checkpoint lies while it is written."""
         return self.root / f"step-{step}{SAVING}"
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write to; what a killed save of this step left is removed."""
+        """Create an empty folder to write to; what a killed save of this step left is removed."""
         self.recover()
         folder = self.saving(step)
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -123,20 +123,22 @@ class CheckpointStore:
         return folder
 
     def complete(self) -> list[SavedStep]:
-        """Every checkpoint with a valid manifest, by step."""
+        """Return every checkpoint with a valid manifest, by step."""
         return saved_steps.steps_with_valid_manifest(self.root)
 
     def incomplete(self) -> list[Path]:
-        """Folders without a valid manifest, and those being written or deleted: ignored, and worth a notice."""
+        """Return folders without a valid manifest, and those being written or deleted: a run ignores them with a
+        notice."""
         whole = {s.path for s in self.complete()}
         return sorted(p for p in self.root.glob("step-*") if p.is_dir() and p not in whole)
 
     def pointed(self) -> Path | None:
-        """The folder that the pointer names, if its manifest is valid."""
+        """Return the folder that the pointer names, if its manifest is valid."""
         return saved_steps.step_named_by_latest_json(self.root)
 
     def latest(self) -> Path | None:
-        """The pointed-at checkpoint; the highest step where the pointer is missing or names nothing complete."""
+        """Return the checkpoint that the pointer names, or the one of the highest step where the pointer is missing or
+        names nothing complete."""
         return next(iter(saved_steps.steps_in_resume_order(self.root)), None)
 
     def recover(self) -> None:
@@ -203,15 +205,15 @@ def names_newest_of_run(wanted: str | None, output: Path) -> bool:
 
 
 def select_resume_step(wanted: str, output: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from by its manifest, and notices: `latest` (None when none was saved yet) or a
-    folder."""
+    """Return the checkpoint to resume from, chosen by manifests, and notices. `wanted`: `latest` (None when none was
+    saved yet) or a folder."""
     steps, notes = resume_step_candidates(wanted, output)
     return next(iter(steps), None), notes
 
 
 def resume_step_candidates(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
-    """The checkpoints to resume from, in the order in which they are tried, and notices. Empty where none was saved
-    yet; a single one where `wanted` names it. CheckpointError where steps were saved and none is left."""
+    """Return the checkpoints to resume from, in the order in which they are tried, and notices. Empty where none was
+    saved yet; a single one where `wanted` names it. CheckpointError where steps were saved and none is left."""
     if names_newest_of_run(wanted, output):
         store = CheckpointStore(output / "checkpoints")
         return _steps(store.root), [_notice(p) for p in store.incomplete()]

@@ -17,7 +17,8 @@ from megaswift.folders import saved_steps
 
 
 def damaged_file_problems_all_ranks(step: Path, parts: Iterable[str] = ()) -> list[Problem]:
-    """What of a step (or of these folders of it) is not as it was saved, the same on every rank. Collective."""
+    """Report the files of a step (or of these folders of it) that are not as they were saved, the same on every rank.
+    Collective."""
     rank = distributed.global_rank()
     ranks = distributed.global_world_size()
     began = time.perf_counter()
@@ -34,7 +35,7 @@ def damaged_file_problems_all_ranks(step: Path, parts: Iterable[str] = ()) -> li
 
 
 def first_intact_step(steps: Sequence[Path]) -> Path | None:
-    """The first of these steps that is not damaged; a warning for each before it. CheckpointError where all are
+    """Return the first of these steps that is not damaged, and warn of each before it. CheckpointError where all are
     damaged. Collective."""
     problems: list[Problem] = []
     for step in steps:

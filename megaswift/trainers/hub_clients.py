@@ -32,10 +32,10 @@ class HubClient(Protocol):
     """Uploads a folder from a shell."""
 
     def create(self, name: str, private: bool) -> str:
-        """The repository's full name. One that exists is left as it is."""
+        """Create the repository unless it exists, and return its full name."""
 
     def send(self, repository: str, folder: Path, message: str, place: str = "") -> None:
-        """All files of the folder, in a commit, into the repository's folder `place`."""
+        """Upload all files of the folder, in a commit, to the repository's folder `place`."""
 
 
 class HuggingFaceHub:
@@ -54,14 +54,14 @@ class HuggingFaceHub:
         return HfApi(token=self.token)
 
     def create(self, name: str, private: bool) -> str:
-        """None for visibility: an organization's own default. The branch too."""
+        """Create the repository and its branch; without a given visibility the organization's default applies."""
         repository = str(self._api().create_repo(name, private=private or None, exist_ok=True).repo_id)
         if self.branch is not None:
             self._api().create_branch(repository, branch=self.branch, exist_ok=True)
         return repository
 
     def send(self, repository: str, folder: Path, message: str, place: str = "") -> None:
-        """One commit."""
+        """Upload the files in one commit."""
         self._api().upload_folder(
             repo_id=repository,
             folder_path=folder,
@@ -86,7 +86,7 @@ class ModelScopeHub:
         return HubApi(token=self.token, config=HubConfig())
 
     def create(self, name: str, private: bool) -> str:
-        """Without an owner: the token's user."""
+        """Create the repository; a name without an owner belongs to the token's user."""
         from modelscope_hub.errors import AlreadyExistsError
 
         api = self._api()
@@ -99,8 +99,8 @@ class ModelScopeHub:
         return repository
 
     def send(self, repository: str, folder: Path, message: str, place: str = "") -> None:
-        """One commit, or several for many files. A repository deleted meanwhile fails: the client would create a public
-        one. Its report is not printed."""
+        """Upload the files in one commit, or in several for many files. A repository deleted meanwhile fails: the
+        client would create a public one. Its report is not printed."""
         api = self._api()
         api.get_repo(repository, "model")
         with contextlib.redirect_stdout(io.StringIO()):
@@ -114,7 +114,7 @@ def hub_client(use_hf: bool, token: str | None, branch: str | None = None) -> Hu
 
 
 def client_failures() -> tuple[type[Exception], ...]:
-    """What the clients raise: no access, no network, a name that the hub does not accept."""
+    """Return the exceptions that the clients raise: no access, no network, a name that the hub does not accept."""
     loaded = [getattr(sys.modules[name], kind) for name, kind in HTTP_CLIENTS.items() if name in sys.modules]
     if errors := sys.modules.get("modelscope_hub.errors"):
         loaded.append(errors.HubError)
@@ -131,7 +131,8 @@ class HubRepository:
         """As given; once it is created, its full name."""
 
     def create(self, private: bool) -> str:
-        """Its full name. ConfigError where the hub gives no access."""
+        """Create the repository unless it exists, and return its full name. Raises ConfigError where the hub gives no
+        access."""
         try:
             self.name = self.client.create(self.name, private)
         except client_failures() as error:
@@ -141,19 +142,19 @@ class HubRepository:
         return self.name
 
     def reason(self, error: BaseException) -> str:
-        """What a client says, in a line."""
+        """Return a client's error in one line."""
         text = " ".join(str(error).split()) if str(error).startswith(WRONG_CARD) else first_line(error)
         return text.replace(self.token, MASK) if self.token else text
 
     def send(self, folder: Path, message: str, place: str = "") -> str:
-        """A line about the upload; raises one of `client_failures()`, and WeightsError for a link out of the folder:
-        clients upload what it leads to."""
+        """Upload a folder and return a line about it; raises one of `client_failures()`, and WeightsError for a link
+        out of the folder: clients upload what it leads to."""
         refuse_links_outside(folder, files_below(folder))
         self.client.send(self.name, folder, message, place)
         return f"uploaded {folder} to {self.name}" + (f", {place}" if place else "")
 
     def send_or_explain(self, folder: Path, message: str) -> str:
-        """The same; ConfigError with the command that uploads the folder later."""
+        """Upload a folder; where that fails, raise ConfigError with the command that uploads it later."""
         try:
             return self.send(folder, message)
         except client_failures() as error:
@@ -165,7 +166,7 @@ class HubRepository:
 
 
 def hub_client_problems(push_to_hub: bool, use_hf: bool) -> list[Problem]:
-    """An upload to ModelScope without its client."""
+    """Report an upload to ModelScope without its client."""
     if not push_to_hub or use_hf or importlib.util.find_spec("modelscope_hub") is not None:
         return []
     rule = "use_hf false uploads to ModelScope, whose client modelscope-hub is not installed"

@@ -31,8 +31,8 @@ class HubUpload:
         self.repository.name = distributed.run_on_rank0(lambda: self.repository.create(train.hub_private_repo))
 
     def after_save(self, step_folder: Path, step: int) -> None:
-        """The weights of a checkpoint, where it holds them by themselves, and the checkpoint itself. What fails is
-        tried again at the next one. Collective."""
+        """Upload the weights of a checkpoint, where it holds them by themselves, and the checkpoint itself. A failed
+        upload is tried again after the next save. Collective."""
         folder = next((path for name in ("hf", "adapter") if (path := step_folder / name).is_dir()), None)
         uploads = [] if self.strategy == END or folder is None else [(folder, "")]
         if self.strategy in WHOLE:
@@ -51,7 +51,7 @@ class HubUpload:
         distributed.run_on_rank0(send, hours=24)
 
     def at_end(self, folder: Path, step: int) -> None:
-        """The export. ConfigError where it fails: everything is on disk by then. Collective."""
+        """Upload the export; raise ConfigError where that fails, when everything is on disk. Collective."""
 
         def send() -> None:
             log.print_result(self.repository.send_or_explain(folder, f"step {step}"))

@@ -51,7 +51,7 @@ class ReceivedSignal:
             raise KeyboardInterrupt
 
     def stop(self, number: int) -> None:
-        """The run stops for this signal, of any rank: this rank's own is the same one, when it comes."""
+        """Note that the run stops for this signal, which any rank may have received."""
         self.stopped = True
         if not self.number:
             self._take(number)

@@ -109,7 +109,8 @@ def train(run: Run) -> None:
 
 
 def start_taking(run: Run) -> TakenBatch:
-    """The next global batch, whose counts, with what the ranks have to agree on, are on their way. Collective."""
+    """Take the next global batch and start to sum its counts, together with what the ranks have to agree on.
+    Collective."""
     # The way back, before the data move.
     state = run.data.state_dict() if run.mark is None else {}
     back = (lambda: run.data.load_state_dict(state)) if run.mark is None else run.mark()
@@ -142,8 +143,10 @@ def while_device_works(run: Run) -> None:
 
 
 def take_ahead(run: Run) -> None:
-    """On several ranks takes the next step's batch and starts to add up its counts, before the host waits for this
-    step's numbers: the counts have then arrived with them, and the host does not wait for the device again. Collective.
+    """Take the next step's batch on several ranks and start to sum its counts, before the host waits for this step's
+    numbers: the counts have then arrived with them, and the host does not wait for the device again.
+
+    Collective.
 
     One rank has nothing to add up; a batch that takes minutes, or needs the weights of this step, is not taken.
     """
@@ -168,19 +171,19 @@ class StepTimer(Hook):
         self.waited = 0.0
 
     def on_step_begin(self, run: Run) -> None:
-        """The clock starts."""
+        """Start the clock of the step."""
         self.began = time.perf_counter()
 
     def on_batch_begin(self, run: Run) -> None:
-        """A wait begins: in a step may be one for its own batch and one for the next step's."""
+        """Start to measure a wait; a step may wait for its own batch and for the next step's."""
         self.asked = time.perf_counter()
 
     def on_batch(self, run: Run) -> None:
-        """The wait ends."""
+        """Add the time of the wait."""
         self.waited += time.perf_counter() - self.asked
 
     def on_step(self, run: Run, step: StepRecord) -> None:
-        """Seconds of the step, and of each part of the run."""
+        """Note the seconds of the step and add them to the parts of the run."""
         extras = step.extras
         step.seconds = time.perf_counter() - self.began
         step.data_wait = self.waited - extras.waiting

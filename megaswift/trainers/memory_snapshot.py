@@ -20,14 +20,18 @@ HISTORY = 100_000
 
 
 def record_allocation_history() -> None:
-    """From now on a GPU's snapshots say which code allocated what; nothing on a CPU. Not run."""
+    """Record from now on which code allocates memory of the GPU; does nothing on a CPU. Not run."""
     if torch.cuda.is_available():
         torch.cuda.memory._record_memory_history(max_entries=HISTORY)
 
 
 def write_memory_snapshot(folder: Path, holders: Mapping[str, int], peak_gib: float, error: str) -> list[Path]:
-    """The files that were written: `rank-N.memory.json` with `holders` (bytes by name, largest first), on a GPU also
-    `rank-N.memory.pickle` for https://pytorch.org/memory_viz. A warning where they cannot be: it hides no error."""
+    """Write `rank-N.memory.json` with `holders` (bytes by name, largest first), and return the paths of all files
+    written.
+
+    On a GPU also `rank-N.memory.pickle` for https://pytorch.org/memory_viz. A file that cannot be written is a warning,
+    so that it hides no error.
+    """
     rank = distributed.global_rank()
     file = folder / f"rank-{rank}.memory.json"
     trace = folder / f"rank-{rank}.memory.pickle"

@@ -38,8 +38,8 @@ class PrecomputedReferenceLogprobs:
 
     @classmethod
     def room(cls, units: PreferenceDataset) -> PrecomputedReferenceLogprobs:
-        """With a place for every row and no number yet; infinite, so that the smallest over ranks is the one that was
-        found."""
+        """Make room for every row, without any number yet. Places hold infinity, so that the smallest over ranks is the
+        one that was found."""
         docs = units.docs
         width = units.units.width
         samples, first = np.unique(docs.sample[::width], return_index=True)
@@ -48,7 +48,7 @@ class PrecomputedReferenceLogprobs:
         return cls(samples, edges, torch.full((int(edges[-1]),), torch.inf))
 
     def places(self, batch: Batch, width: int) -> list[slice]:
-        """Where the numbers of the batch's rows are, in its order; fillers have none."""
+        """Return the places of the numbers of the batch's rows, in its order; fillers have none."""
         assert batch.sample_ids is not None
         numbers = batch.sample_ids[batch.sample_ids >= 0].numpy()[::width]
         rows = np.searchsorted(self.samples, numbers).clip(max=len(self.samples) - 1)
@@ -66,7 +66,7 @@ class PrecomputedReferenceLogprobs:
         assert first == len(given), f"{len(given)} labels in a batch whose rows have {first}"
 
     def of(self, batch: Batch) -> torch.Tensor:
-        """float32 [b, s]: the numbers at a batch's labels, 0 elsewhere."""
+        """Return float32 [b, s]: the numbers at a batch's labels, 0 elsewhere."""
         return scatter_completion_values(
             batch,
             torch.cat(
@@ -76,12 +76,13 @@ class PrecomputedReferenceLogprobs:
 
 
 def documents_per_row(batch: Batch) -> int:
-    """Documents of a row: those of a pair follow each other."""
+    """Return the number of documents of a row; those of a pair follow each other."""
     return 2 if "pairs" in batch.fields else 1
 
 
 def compute_reference_logprobs(source: EvaluationSource, score: Score, what: str) -> PrecomputedReferenceLogprobs:
-    """Every row once, spread over data-parallel ranks. Collective; the same on every rank."""
+    """Compute the reference's log-probabilities of every row once, spread over data-parallel ranks. Collective; the
+    same on every rank."""
     rows = source.data
     assert isinstance(rows, PreferenceDataset)
     known = PrecomputedReferenceLogprobs.room(rows)

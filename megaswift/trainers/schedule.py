@@ -30,19 +30,18 @@ def decay_steps(total_steps: int, optim: OptimConfig) -> int:
 
 
 def final_rate(optim: OptimConfig) -> float:
-    """The rate at the end of the schedule."""
+    """Return the rate at the end of the schedule."""
     return optim.min_lr if optim.min_lr_ratio is None else optim.min_lr_ratio * optim.learning_rate
 
 
 def first_warmup_rate(optim: OptimConfig) -> float:
-    """The rate at the first step of the warmup."""
+    """Return the rate at the first step of the warmup."""
     ratio = optim.lr_warmup_init_ratio
     return optim.lr_warmup_init if ratio is None else ratio * optim.learning_rate
 
 
 def check_schedule_length(total_steps: int, optim: OptimConfig) -> None:
-    """ConfigError for a warm-up that outlasts the run, which would never come to its learning rate, and for a decay
-    longer than the schedule."""
+    """Raise ConfigError for a warm-up longer than the run, or a decay longer than the schedule."""
     if optim.lr_scheduler_type == "wsd" and (optim.wsd_decay_steps or 0) > decay_steps(total_steps, optim):
         rule = f"is longer than the schedule of {count_text(decay_steps(total_steps, optim), 'step')}"
         raise ConfigError(Problem(f"--wsd_decay_steps {optim.wsd_decay_steps}", rule, "--wsd_decay_ratio 0.1"))
@@ -57,7 +56,7 @@ def check_schedule_length(total_steps: int, optim: OptimConfig) -> None:
 
 
 def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """The learning rate of step `step` (from 0) of `total_steps`."""
+    """Return the learning rate of step `step` (from 0) of `total_steps`."""
     high = optim.learning_rate
     low = final_rate(optim)
     warm = warmup_steps(total_steps, optim)
@@ -84,19 +83,19 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
 
 
 def inverse_sqrt(step: int, warm: int) -> float:
-    """sqrt(t / (step + t - warm)) with the time scale t = warm-up steps, or 10,000 without (big_vision, as in
+    """Return sqrt(t / (step + t - warm)) with the time scale t = warm-up steps, or 10,000 without (big_vision, as in
     transformers)."""
     scale = warm or 10_000
     return sqrt(scale / (step + scale - warm))
 
 
 def linear_decay(progress: float) -> float:
-    """From 1 to 0 on a line."""
+    """Fall from 1 to 0 on a line."""
     return 1 - progress
 
 
 def cosine_decay(progress: float) -> float:
-    """From 1 to 0 on half a cosine (Loshchilov and Hutter, arXiv 1608.03983, without restarts)."""
+    """Fall from 1 to 0 on half a cosine (Loshchilov and Hutter, arXiv 1608.03983, without restarts)."""
     return (1 + cos(pi * progress)) / 2
 
 
@@ -121,8 +120,8 @@ which stays at the full rate and falls over the last `wsd_decay_ratio` of all st
 
 
 def weight_decay_at(step: int, total_steps: int, optim: OptimConfig) -> float | None:
-    """The weight decay of step `step` (from 0), which rises over all steps (Megatron-LM's incr_style); None: always
-    `weight_decay`."""
+    """Return the weight decay of step `step` (from 0), which rises over all steps (Megatron-LM's incr_style); None:
+    always `weight_decay`."""
     if optim.weight_decay_incr_style == "constant" or optim.start_weight_decay is None:
         return None
     progress = min(1.0, step / max(1, total_steps))
@@ -131,7 +130,7 @@ def weight_decay_at(step: int, total_steps: int, optim: OptimConfig) -> float | 
 
 
 def count_steps(train: TrainConfig, source: Any) -> int:
-    """Optimizer steps of the run: `max_steps`, else what the epochs need, the last one rounded up."""
+    """Return the optimizer steps of the run: `max_steps`, else what the epochs need, the last one rounded up."""
     if train.max_steps is not None:
         return train.max_steps
     if source.rows is None:

@@ -45,8 +45,10 @@ class BestModelHook(Hook):
         """Evaluations since the last improvement by more than the threshold."""
 
     def on_start(self, run: Run) -> None:
-        """A resumed run that had stopped early takes no further step. A checkpoint of another run's folder, or one that
-        was deleted, is not the best."""
+        """Stop a resumed run that had stopped early, and forget a best checkpoint that is not among this run's.
+
+        It may have been deleted, or belong to another run's folder.
+        """
         if self.saved is not None and self.root is not None:
             folder = self.root / f"step-{self.saved[0]}"
             if not distributed.run_on_rank0(folder.is_dir):
@@ -87,23 +89,23 @@ class BestModelHook(Hook):
         return self.evaluated is not None and self.evaluated[0] == step and self.better(self.evaluated, self.saved)
 
     def before_save(self, step: int) -> None:
-        """This step is about to become a checkpoint."""
+        """Note that this step becomes a checkpoint."""
         if self.improved_at(step):
             self.saved = self.evaluated
 
     def reason(self) -> str:
-        """Why the run ends early."""
+        """Return why the run ends early."""
         best = "" if self.best is None else f" over {self.best[1]:.6g} at step {self.best[0]}"
         return f"early stopping: {log.count_text(self.waited, 'evaluation')} without improvement of {self.metric}{best}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values; an evaluation that is not a number is kept as null."""
+        """Return plain values; an evaluation that is not a number is kept as null."""
         pairs = {"evaluated": self.evaluated, "best": self.best, "saved": self.saved}
         plain = {name: pair and [pair[0], pair[1] if math.isfinite(pair[1]) else None] for name, pair in pairs.items()}
         return {"metric": self.metric, "greater_is_better": self.greater_is_better, "waited": self.waited, **plain}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse; what was compared by another metric is left out."""
+        """Restore the state; comparisons by another metric are left out."""
         if (state["metric"], state["greater_is_better"]) != (self.metric, self.greater_is_better):
             return
         self.waited = int(state["waited"])
@@ -114,14 +116,14 @@ class BestModelHook(Hook):
 
 
 def unknown_metric_error(metric: str, line: Line) -> ConfigError:
-    """For a metric that evaluations do not have."""
+    """Return the error for a metric that evaluations do not have."""
     names = [name for name in line if name not in ("step", "seconds")]
     fix = did_you_mean_hint(metric, names) or f"use one of {', '.join(names)}"
     return ConfigError(Problem(f"--metric_for_best_model {metric}", "is not a metric of this run's evaluations", fix))
 
 
 def best_model_hook(train: TrainConfig, metric: str, root: Path) -> BestModelHook:
-    """The hook that compares evaluations by `metric`; `root`: of the checkpoints."""
+    """Build the hook that compares evaluations by `metric`; `root` is the folder of checkpoints."""
     greater = not metric.endswith("loss") if train.greater_is_better is None else train.greater_is_better
     hook = BestModelHook(metric, greater, train.early_stopping_patience, train.early_stopping_threshold)
     hook.root = root
@@ -129,7 +131,7 @@ def best_model_hook(train: TrainConfig, metric: str, root: Path) -> BestModelHoo
 
 
 def best_checkpoint(run: Run, root: Path) -> Path | None:
-    """The checkpoint of the best model among `root`'s steps; None where the present model is the one to take.
+    """Return the checkpoint of the best model among `root`'s steps; None where the present model is the best.
     CheckpointError where it is damaged. Collective."""
     hook = next(hook for hook in run.hooks if isinstance(hook, BestModelHook))
     if hook.saved is None:
@@ -146,13 +148,13 @@ def best_checkpoint(run: Run, root: Path) -> Path | None:
 
 
 def load_best_checkpoint(run: Run, folder: Path) -> None:
-    """The engine's state of a checkpoint, where it holds one. Collective."""
+    """Load the engine's state of a checkpoint, where the checkpoint holds one. Collective."""
     if (folder / ENGINE).is_dir():
         run.engine.load(folder / ENGINE)
 
 
 def copy_export(source: Path, target: Path) -> None:
-    """A folder of a checkpoint as an export of the run, in place of an earlier one. Collective."""
+    """Copy a folder of a checkpoint as the export of the run, in place of an earlier one. Collective."""
 
     def copy() -> None:
         refuse_links_outside(source, files_below(source))

@@ -63,7 +63,7 @@ class CheckpointHook(Hook):
         """The step of the last checkpoint, or of the one the run went on from."""
 
     def on_start(self, run: Run) -> None:
-        """What was restored needs no saving."""
+        """Start the interval; the restored step needs no saving."""
         self.saved = run.step
         self.interval.start(run)
 
@@ -87,7 +87,7 @@ class CheckpointHook(Hook):
             self.save(run)
 
     def close(self) -> None:
-        """After an error, a checkpoint that is still being written is given up: other ranks may have ended."""
+        """Give up a checkpoint that is still being written after an error: other ranks may have ended."""
         if self.pending is not None:
             print_warning(f"the checkpoint of step {self.pending.step} was still being written, and is not used")
             self.pending = None
@@ -98,15 +98,15 @@ class CheckpointHook(Hook):
         return self.pending is not None and self.pending.writer.busy
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the interval stands."""
+        """Return the state of the interval."""
         return self.interval.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """Restore the state of the interval."""
         self.interval.load_state_dict(state)
 
     def save(self, run: Run, background: bool = False) -> None:
-        """One checkpoint, on every rank together, complete when this returns unless it is written in the
+        """Save a checkpoint, on every rank together; it is complete when this returns unless it is written in the
         `background`."""
         self.finish_pending()
         began = time.perf_counter()
@@ -181,7 +181,7 @@ class CheckpointHook(Hook):
 
 
 def check_space(root: Path, size: int, step: int) -> None:
-    """CheckpointError where the file system has no room for another checkpoint of `size` bytes."""
+    """Raise CheckpointError where the file system has no room for another checkpoint of `size` bytes."""
     there = next(path for path in (root, *root.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < size:
@@ -202,8 +202,9 @@ def restore_run(
     on_manifest: Callable[[Mapping[str, Any]], object] = lambda manifest: None,
     data: bool = True,
 ) -> dict[str, Any]:
-    """Everything back to where `folder` was saved, on this or another layout; returns its manifest. `data` False: the
-    data begin with their first row (ignore_data_skip).
+    """Restore a run to where `folder` was saved, on this or another layout, and return the manifest.
+
+    `data` False: the data begin with their first row (ignore_data_skip).
 
     `on_manifest` is called with the manifest before anything is loaded, so that a notice of changed options comes
     before a refusal that they cause.
@@ -251,8 +252,8 @@ def _load_states(folder: Path, states: Sequence[tuple[str, _Stateful, Any]]) -> 
 
 
 def global_batch_size_change_notice(manifest: Mapping[str, Any], plan: BatchPlan) -> str:
-    """What is said of steps that are larger or smaller now, as on other data-parallel ranks where no global batch is
-    given."""
+    """Return the notice for steps that are larger or smaller than the checkpoint's, as on other data-parallel ranks
+    without a given global batch."""
     size = plan.global_batch_size
     was = manifest.get("global_batch_size", size)  # absent from older checkpoints
     fix = "fewer data-parallel ranks keep" if was % (size // plan.accumulation) else f"--global_batch_size {was} keeps"
@@ -260,7 +261,7 @@ def global_batch_size_change_notice(manifest: Mapping[str, Any], plan: BatchPlan
 
 
 def resume_format_and_model_mismatch_problems(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[Problem]:
-    """What makes a checkpoint unfit for this run: another format, another model."""
+    """Report what makes a checkpoint unfit for this run: another format, another model."""
     problems = []
     if manifest["format"] != checkpoints.FORMAT:
         rule = f"has format {manifest['format']}; this version reads {checkpoints.FORMAT}"

@@ -28,7 +28,7 @@ class AddendsOfBatches:
         self.differences: dict[str, tuple[str, str]] = {}
 
     def add(self, batch: Addends) -> None:
-        """One batch more."""
+        """Add the numbers of one batch."""
         for kind, sums in self.sums.items():
             for name, (total, count) in getattr(batch, kind).items():
                 before = sums.get(name, (0.0, 0.0))
@@ -80,7 +80,7 @@ class EvaluationHook(IntervalLinesHook):
             self.evaluate(run, step.epoch)
 
     def evaluate(self, run: Run, epoch: float) -> dict[str, Any]:
-        """One pass over the validation set, one line."""
+        """Evaluate the whole validation set and write one line."""
         began = time.perf_counter()
         window = MetricsWindow()
         added = AddendsOfBatches()

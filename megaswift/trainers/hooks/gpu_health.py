@@ -63,7 +63,7 @@ class GpuErrors:
 
 
 def query_nvidia_smi(device: str) -> dict[str, str] | None:
-    """What nvidia-smi answers about a GPU, by index or UUID: its value by each text of `QUERIES` that the driver knows.
+    """Ask nvidia-smi about a GPU, by index or UUID; return the value of each text of `QUERIES` that the driver has.
     None without the program."""
     values: dict[str, str] = {}
     for option, fields in QUERIES:
@@ -85,7 +85,7 @@ def query_nvidia_smi(device: str) -> dict[str, str] | None:
 
 
 def gpu_errors(values: Mapping[str, str] | None) -> GpuErrors:
-    """What the values of `query_nvidia_smi` say is wrong."""
+    """Return the errors that the values of `query_nvidia_smi` show."""
     if values is None:
         return GpuErrors(unchecked="nvidia-smi is not installed")
     found: dict[bool, list[str]] = {True: [], False: []}
@@ -97,14 +97,14 @@ def gpu_errors(values: Mapping[str, str] | None) -> GpuErrors:
 
 
 def own_device(environ: Mapping[str, str]) -> str:
-    """The index or UUID by which nvidia-smi knows the GPU of this process."""
+    """Return the index or UUID of this process's GPU for nvidia-smi."""
     local = int(environ.get("LOCAL_RANK", "0"))
     visible = [one.strip() for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     return visible[local] if local < len(visible) else str(local)
 
 
 def node_name(environ: Mapping[str, str]) -> str:
-    """The name by which the cluster, or else the network, knows this node."""
+    """Return this node's name in the cluster, or else in the network."""
     return next((environ[name] for name in NODE_NAMES if environ.get(name)), socket.gethostname())
 
 
@@ -124,7 +124,7 @@ class GpuHealthHook(Hook):
         self._warned: set[str] = set()
 
     def on_start(self, run: Run) -> None:
-        """A GPU that is ill from the start is found before the first step."""
+        """Check the GPUs before the first step."""
         self.check(run.step)
 
     def on_step(self, run: Run, step: StepRecord) -> None:
@@ -133,7 +133,7 @@ class GpuHealthHook(Hook):
             self.check(step.number)
 
     def check(self, step: int) -> None:
-        """`UnhealthyGpu` on every rank where one of them has errors; warnings once. Collective."""
+        """Raise `UnhealthyGpu` on every rank where any GPU has errors; each warning is printed once. Collective."""
         device = own_device(os.environ)
         errors = gpu_errors(self._query(device))
         where = f"GPU {device} of {node_name(os.environ)} (rank {distributed.global_rank()})"

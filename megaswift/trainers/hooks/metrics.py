@@ -29,7 +29,7 @@ from megaswift.trainers.hook import Every, Hook, Run, StepInterval, StepRecord, 
 
 @contextmanager
 def os_errors_as_storage_error(path: Path) -> Iterator[None]:
-    """StorageError where the system does not let us write a file of ours."""
+    """Turn an OSError of a block that writes `path` into a StorageError."""
     try:
         yield
     except OSError as error:
@@ -40,7 +40,7 @@ GIB = 2**30
 
 
 def peak_gib() -> float:
-    """Peak of this rank in GiB: what torch allocated on the GPU, the resident set on a CPU."""
+    """Return the peak memory of this rank in GiB: what torch allocated on the GPU, the resident set on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
     unit = 1 if sys.platform == "darwin" else 1024
@@ -63,7 +63,7 @@ class MetricsWindow:
     skipped: int = 0
 
     def add(self, step: StepRecord, weight: float) -> None:
-        """One step more. `weight` is the count by which the step's loss was divided."""
+        """Add a step. `weight` is the count by which the step's loss was divided."""
         result = step.result
         self.steps += 1
         if weight:
@@ -90,13 +90,14 @@ class OwnTimes:
     compute_seconds: float = 0.0
 
     def add(self, step: StepRecord) -> None:
-        """One step more."""
+        """Add a step."""
         self.steps += 1
         self.data_wait += step.data_wait
         self.compute_seconds += step.result.compute_seconds
 
     def slots(self) -> list[float]:
-        """Seconds a step of both, and the peak of memory in GiB, in this rank's places of a sum over the ranks."""
+        """Return both times in seconds a step, and the peak of memory in GiB, in this rank's places of a sum over the
+        ranks."""
         slots = [0.0] * (self.EACH * distributed.global_world_size())
         steps = max(self.steps, 1)
         first = self.EACH * distributed.global_rank()
@@ -146,11 +147,11 @@ class IntervalLinesHook(JsonLinesHook):
         self.interval.start(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the interval stands."""
+        """Return the state of the interval."""
         return self.interval.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """Restore the state of the interval."""
         self.interval.load_state_dict(state)
 
 
@@ -183,8 +184,8 @@ class MetricsJsonlHook(Hook):
         return at_interval or (self.first_step and number == 1)
 
     def on_launched(self, run: Run) -> None:
-        """Where a line is due: the ranks' own times and memory are on their way while the step is computed, and arrive
-        before its numbers, so that no host waits for another. Those of the last line are exchanged after its step."""
+        """Send the ranks' own times and memory where a line is due. They arrive while the step is computed, before its
+        numbers, so that no host waits for another. Those of the last line are exchanged after its step."""
         number = run.step + 1
         if distributed.global_world_size() > 1 and number < run.total_steps and self._due(number, run):
             own = self.own
@@ -205,7 +206,7 @@ class MetricsJsonlHook(Hook):
             run.emit("on_log", line)
 
     def line(self, step: StepRecord) -> dict[str, Any]:
-        """The line of this window. step_time and what is divided by it are this rank's; the file has rank 0's."""
+        """Make the line of this window. step_time and what is divided by it are this rank's; the file has rank 0's."""
         w = self.window
         speed = self.speed
         data_wait, ranks, memory_gib = self._largest_of_ranks()
@@ -261,7 +262,7 @@ class MetricsJsonlHook(Hook):
             self._file = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The open window: any layout can go on with it."""
+        """Return the open window, with which a run on any layout can go on."""
         return asdict(self.window)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -271,18 +272,18 @@ class MetricsJsonlHook(Hook):
 
 
 def step_mean_weight(step: StepRecord, count: str) -> float:
-    """The count that weighs a step's means; a step without one (no label at all) weighs nothing."""
+    """Return the count that weighs a step's means; a step without one (no label at all) weighs nothing."""
     return float(step.result.counts.get(count, step.result.label_tokens))
 
 
 def strict_json_text(line: Mapping[str, Any]) -> str:
-    """Strict JSON in full precision; what is not finite becomes null."""
+    """Write a line as strict JSON in full precision; numbers that are not finite become null."""
     plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     return json.dumps(plain, allow_nan=False, ensure_ascii=False)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file of ours; a last line that a crash cut short is left out."""
+    """Read the lines of a JSONL file of ours; a last line that a crash cut short is left out."""
     lines = []
     for text in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
         try:

@@ -53,7 +53,7 @@ class ReduceOnPlateauHook(Hook):
             print_line(f"learning rate {before:g} -> {self.rate:g}: no better {self.metric} than {self.best:.6g}")
 
     def take(self, value: float) -> None:
-        """One evaluation."""
+        """Compare an evaluation with the best one, and lower the rate when it is due."""
         optim = self.optim
         if self._improves(value):
             self.best = value
@@ -81,11 +81,11 @@ class ReduceOnPlateauHook(Hook):
         return value > limit if self.greater_is_better else value < limit
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers as text where JSON has none for them."""
+        """Return the state; infinite numbers are texts, because JSON lacks them."""
         return {"share": self.share, "best": str(self.best), "waited": self.waited, "cooldown": self.cooldown}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """Restore what `state_dict` returned."""
         self.share = float(state["share"])
         self.best = float(state["best"])
         self.waited = int(state["waited"])
@@ -93,11 +93,12 @@ class ReduceOnPlateauHook(Hook):
 
 
 def plateau_hook(optim: OptimConfig, metric: str, greater_is_better: bool | None) -> ReduceOnPlateauHook:
-    """The hook that watches `metric`; without `greater_is_better` a smaller loss is better, else the larger value."""
+    """Build the hook that watches `metric`; without `greater_is_better` a smaller loss is better, else the larger
+    value."""
     greater = not metric.endswith("loss") if greater_is_better is None else greater_is_better
     return ReduceOnPlateauHook(optim, metric, greater)
 
 
 def lowered_rate(rate: Rate, plateau: ReduceOnPlateauHook, step: int, total_steps: int) -> float:
-    """The schedule's rate, lower where evaluations have reduced it."""
+    """Return the schedule's rate, lower where evaluations have reduced it."""
     return min(rate(step, total_steps), plateau.rate)

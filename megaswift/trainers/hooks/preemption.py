@@ -27,13 +27,13 @@ class PreemptionNoticeHook(Hook):
         self._thread: threading.Thread | None = None
 
     def on_start(self, run: Run) -> None:
-        """Polling begins."""
+        """Start polling."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
             self._thread = threading.Thread(target=self._poll, name="preemption notice", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Polling ends, at the latest with the poll that is under way."""
+        """Stop polling, at the latest after the poll that is under way."""
         self._closed.set()
 
     def _poll(self) -> None:

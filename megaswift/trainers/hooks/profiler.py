@@ -40,12 +40,12 @@ ROWS = 40
 
 
 def kind_of_operation(name: str) -> str:
-    """The kind in `KINDS` of an operation or kernel."""
+    """Return the kind in `KINDS` of an operation or kernel."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name.lower())), OTHER)
 
 
 def time_by_kind(operations: Sequence[tuple[str, float]], wall_ms: float) -> dict[str, float]:
-    """Milliseconds by kind, largest first, and what is left of the wall time last.
+    """Return milliseconds by kind, largest first, and what is left of the wall time last.
 
     `operations`: (name, milliseconds of its own) each. On a GPU kernels of several streams overlap, so that their sum
     may exceed the wall time; nothing is left then.
@@ -58,8 +58,8 @@ def time_by_kind(operations: Sequence[tuple[str, float]], wall_ms: float) -> dic
 
 
 def operation_times(events: Any, on_device: bool) -> list[tuple[str, float, int]]:
-    """(name, milliseconds of its own, calls) of the profiler's averages: kernels of the GPU, or operations of the
-    CPU."""
+    """Return (name, milliseconds of its own, calls) from the profiler's averages: kernels of the GPU, or operations of
+    the CPU."""
     if on_device:
         kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
         return [(e.key, e.self_device_time_total / 1000, e.count) for e in kernels]
@@ -92,7 +92,10 @@ class StepProfilerHook(Hook):
         self.calls: dict[str, int] = defaultdict(int)
 
     def on_start(self, run: Run) -> None:
-        """The first start of a process takes seconds, which are no step's. Any rank may run out of memory."""
+        """Start the profiler once, because a process's first start takes seconds that belong to no step.
+
+        Every rank records its allocations, because any of them may run out of memory.
+        """
         record_allocation_history()
         if self.chosen:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # a line at each start and stop otherwise
@@ -135,7 +138,7 @@ class StepProfilerHook(Hook):
             self._write()
 
     def on_end(self, run: Run) -> None:
-        """A run that ended before its last profiled step writes what there is; one without any says so."""
+        """Write the steps that were profiled where the run ended early, or warn that there are none."""
         self._report()
         if not self.chosen:
             return
@@ -176,7 +179,7 @@ class StepProfilerHook(Hook):
         return "\n".join(lines) + "\n"
 
     def close(self) -> None:
-        """After an error within a profiled step the profiler stops."""
+        """Stop the profiler after an error within a profiled step."""
         if self.profiler is not None:
             self.profiler.stop()
             self.profiler = None

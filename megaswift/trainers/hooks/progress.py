@@ -22,19 +22,19 @@ PLAIN_SECONDS = 10.0
 
 
 def print_line(text: str) -> None:
-    """A message to the user that leaves the bar whole."""
+    """Print a message to the user without cutting the bar."""
     with tqdm.external_write_mode(file=sys.stderr):
         log.info(text)
 
 
 def print_warning(text: str) -> None:
-    """The same for what should not be missed."""
+    """Print a warning to the user without cutting the bar."""
     with tqdm.external_write_mode(file=sys.stderr):
         log.warn(text)
 
 
 def duration_text(seconds: float) -> str:
-    """`0:42`, `7:05`, `2:03:44`, `3d 04:05`."""
+    """Write a duration as `0:42`, `7:05`, `2:03:44` or `3d 04:05`."""
     s = round(max(seconds, 0.0))
     days = s // 86400
     hours = s // 3600 % 24
@@ -45,13 +45,13 @@ def duration_text(seconds: float) -> str:
 
 
 def preference_accuracy_text(line: Line) -> str:
-    """How often a pair's chosen answer has the larger reward; nothing where there are no pairs."""
+    """Write how often a pair's chosen answer has the larger reward; empty where there are no pairs."""
     rate = next((line[name] for name in ("rewards/accuracies", "accuracy") if line.get(name) is not None), None)
     return "" if rate is None else f"  reward accuracy {rate:.0%}"
 
 
 def progress_figures(line: Line) -> str:
-    """The figures of a line that matter while one waits."""
+    """Write the few figures of a line that the progress shows."""
     if "reward" in line:
         loss = f"reward {line['reward']:.4f}"
     else:
@@ -101,7 +101,7 @@ class Progress(Hook):
                     print(text, file=self.stream, flush=True)
 
     def on_evaluate(self, run: Run, line: Line) -> None:
-        """One line an evaluation."""
+        """Print a line about an evaluation."""
         if "prompts" in line:  # of a policy; without a reward where every function returned None
             reward = "none" if line.get("reward") is None else f"{line['reward']:.4f}"
             print_line(f"step {line['step']}: evaluation reward {reward} over {line['prompts']:,} prompts")

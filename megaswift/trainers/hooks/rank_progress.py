@@ -33,10 +33,10 @@ class ProgressStore(Protocol):
     rank: int
 
     def publish_progress(self, value: int) -> None:
-        """This rank's number."""
+        """Publish this rank's progress."""
 
     def progress_of(self, rank: int) -> str:
-        """Another rank's; empty where it has published none."""
+        """Return another rank's progress; empty where it has published none."""
 
     def is_set(self, key: str) -> bool:
         """Whether a key is in the store."""

@@ -32,7 +32,7 @@ class ReplicaCheckHook(Hook):
         """The last step whose weights were equal."""
 
     def on_start(self, run: Run) -> None:
-        """What was loaded is compared, too."""
+        """Compare the weights that were loaded."""
         self.check(run)
 
     def on_step(self, run: Run, step: StepRecord) -> None:
@@ -41,14 +41,14 @@ class ReplicaCheckHook(Hook):
             self.check(run)
 
     def check(self, run: Run) -> None:
-        """`ReplicasDiffer` on every rank where one of them has other weights. Collective."""
+        """Raise `ReplicasDiffer` on every rank where replicas have different weights. Collective."""
         for folder, engine in {"": run.engine, **run.engines}.items():
             refuse_differing_replicas(engine, run.step, self.checked, f"{folder}: " if folder else "")
         self.checked = run.step
 
 
 def refuse_differing_replicas(engine: Engine, step: int, checked: int, prefix: str = "") -> None:
-    """`ReplicasDiffer`, on every rank, with the tensors and the ranks that hold other values. Collective."""
+    """Raise `ReplicasDiffer`, on every rank, with the tensors and the ranks that hold other values. Collective."""
     own = replica_differences(engine.replicated_weights())
     hosts = distributed.all_gather_objects(socket.gethostname() if own else "")
     problems = [_problem(one, hosts, step, checked, prefix) for one in own]

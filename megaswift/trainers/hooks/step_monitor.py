@@ -96,12 +96,12 @@ class SkippedStepAndLossSpikeMonitor(Hook):
         return True
 
     def on_end(self, run: Run) -> None:
-        """Before the last checkpoint: a run that has learned nothing keeps the ones it has."""
+        """Check progress before the last checkpoint, so that a run that has learned nothing keeps its earlier ones."""
         if not run.interrupted and run.step >= run.total_steps:
             self.check_progress(run)
 
     def check_progress(self, run: Run) -> None:
-        """At the end of a run: `TrainingDiverged` where nothing was learned, a warning where steps were skipped."""
+        """Raise `TrainingDiverged` at the end of a run that learned nothing; warn where steps were skipped."""
         last = self.at_the_end
         if last >= LAST_IN_A_ROW or (last and last == self.skipped == run.step):
             what = "every step" if last == run.step else f"the last {count_text(last, 'step')}"
@@ -119,11 +119,11 @@ class SkippedStepAndLossSpikeMonitor(Hook):
             )
 
     def summary(self) -> str:
-        """For the status of the report; empty where no step was skipped."""
+        """Describe skipped steps for the status of the report; empty where no step was skipped."""
         return f", {count_text(self.skipped, 'step')} skipped (gradient not finite)" if self.skipped else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Skipped steps and the last losses."""
+        """Return the counts of skipped steps and the last losses."""
         return {
             "in_a_row": self.in_a_row,
             "at_the_end": self.at_the_end,
@@ -132,7 +132,7 @@ class SkippedStepAndLossSpikeMonitor(Hook):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse; older checkpoints count only the steps in a row."""
+        """Restore the counts and losses; older checkpoints count only the steps in a row."""
         self.in_a_row = int(state["in_a_row"])
         self.at_the_end = int(state.get("at_the_end", self.in_a_row))
         self.skipped = int(state.get("skipped", self.in_a_row))
@@ -164,8 +164,8 @@ def worst_microbatches_text(parts: Sequence[MicrobatchLossAndSamples]) -> str:
 def worst_microbatches(
     parts: Sequence[tuple[int, MicrobatchLossAndSamples]],
 ) -> list[tuple[int, MicrobatchLossAndSamples]]:
-    """Micro-batches by the rank that has them: all with a loss that is not finite, else the one with the largest. Ranks
-    that share their data are named once."""
+    """Return the micro-batches to name, each with its rank: all with a loss that is not finite, else the one with the
+    largest. Ranks that share their data are named once."""
     once = {part.samples: (rank, part) for rank, part in reversed(parts)}.values()
     bad = sorted(one for one in once if not math.isfinite(one[1].loss))
     return bad[:MOST_ROWS] or sorted(once, key=lambda one: one[1].loss)[-1:]

@@ -27,7 +27,7 @@ class StragglerHook(Hook):
         self._hosts: list[str] = []
 
     def on_start(self, run: Run) -> None:
-        """Host names of the ranks. Collective."""
+        """Collect the host names of the ranks. Collective."""
         self._hosts = distributed.all_gather_objects(socket.gethostname())
 
     def on_step(self, run: Run, step: StepRecord) -> None:
@@ -46,7 +46,7 @@ class StragglerHook(Hook):
 
 
 def slow_rank(line: Line, hosts: list[str], ratio: float) -> list[str]:
-    """A text about the slowest rank of a line of metrics, where it needs `ratio` times the median's seconds or more."""
+    """Describe the slowest rank of a line of metrics, if it needs at least `ratio` times the seconds of the median."""
     if "rank_step_time_slowest" not in line:
         return []
     rank = line["rank_step_time_slowest"]
@@ -61,7 +61,7 @@ def slow_rank(line: Line, hosts: list[str], ratio: float) -> list[str]:
 
 
 def slow_inputs(waits: list[float], hosts: list[str], ratio: float) -> list[str]:
-    """A text for each rank, the slowest first, that waits for data `ratio` times as long as the median or longer."""
+    """Describe each rank that waits for data at least `ratio` times as long as the median, the slowest first."""
     median = statistics.median_low(waits)
     slow = [r for r, wait in enumerate(waits) if wait >= ratio * median and wait - median >= SHORT_WAIT_S]
     return [

@@ -29,7 +29,7 @@ WRITER_THREAD = "_AsyncWriterThread"
 
 
 def scalars_of(prefix: str, line: Line) -> dict[str, float]:
-    """The figures of a line under `prefix/name`; the step itself is the axis."""
+    """Return the figures of a line under `prefix/name`, without the step, which is the axis."""
     return {
         f"{prefix}/{k}": v
         for k, v in line.items()
@@ -261,7 +261,7 @@ class TrackerHook(Hook, ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Flushes and ends a run that was opened."""
+        """Flush and end a run that was opened."""
 
 
 class TensorBoard(TrackerHook):
@@ -277,12 +277,12 @@ class TensorBoard(TrackerHook):
         return SummaryWriter(str(self.directory), purge_step=step + 1)
 
     def send(self, scalars: dict[str, float], step: int) -> None:
-        """One event a figure."""
+        """Write one event for each figure."""
         for name, value in scalars.items():
             self.session.add_scalar(name, value, step)
 
     def end(self) -> None:
-        """Flushes the events."""
+        """Flush the events."""
         self.session.close()
 
 
@@ -304,7 +304,7 @@ class TrackedRun:
         return self.name or self.directory.resolve().name
 
     def identity(self, tracker: str) -> str:
-        """A random id in OUT/<tracker>/run-id, so that a resumed run goes on as the same one."""
+        """Return a random id that OUT/<tracker>/run-id keeps, so that a resumed run goes on as the same one."""
         file = self.directory / tracker / "run-id"
         if not file.exists():
             file.parent.mkdir(exist_ok=True)
@@ -324,7 +324,7 @@ class WandB(TrackerHook):
         self.run = run
 
     def open(self, step: int) -> Any:
-        """A new run, or the one of an earlier start."""
+        """Start a new run, or resume the one of an earlier start."""
         import wandb
 
         session = wandb.init(
@@ -342,7 +342,7 @@ class WandB(TrackerHook):
         return session
 
     def send(self, scalars: dict[str, float], step: int) -> None:
-        """One record."""
+        """Send one record."""
         self.session.log({**scalars, "step": step})
 
     def end(self) -> None:
@@ -358,7 +358,7 @@ class SwanLab(TrackerHook):
         self.run = run
 
     def open(self, step: int) -> Any:
-        """A new run, or the one of an earlier start."""
+        """Start a new run, or resume the one of an earlier start."""
         import swanlab
 
         hook = sys.excepthook
@@ -379,7 +379,7 @@ class SwanLab(TrackerHook):
         return session
 
     def send(self, scalars: dict[str, float], step: int) -> None:
-        """One record."""
+        """Send one record."""
         self.session.log(scalars, step=step)
 
     def end(self) -> None:
@@ -439,7 +439,7 @@ class MLflow(TrackerHook):
         return self.started
 
     def send(self, scalars: dict[str, float], step: int) -> None:
-        """One request."""
+        """Send the figures in one request."""
         import mlflow
 
         mlflow.log_metrics(scalars, step=step, run_id=self.session.info.run_id)
@@ -455,7 +455,7 @@ ONLINE: dict[str, Callable[[TrackedRun], TrackerHook]] = {"wandb": WandB, "swanl
 
 
 def tracker_hooks(report_to: Sequence[str], run: TrackedRun) -> list[Hook]:
-    """The hooks for `report_to`, checked before. They end together."""
+    """Build the hooks for `report_to`, which `preflight` has checked. They end together."""
     events = Path(run.places.tensorboard_dir or run.directory / "runs")
     hooks: list[TrackerHook] = [TensorBoard(events)] if "tensorboard" in report_to else []
     hooks += [make(run) for name, make in ONLINE.items() if name in report_to]

@@ -56,7 +56,7 @@ class AdvantageEstimator:
         }
 
     def penalties(self, completed: Sequence[RolloutTokens], mask: Tensor) -> Tensor:
-        """[n, t]: what the divergence from the reference costs in rewards; moves the controller."""
+        """Return [n, t]: what the divergence from the reference costs in rewards; also moves the controller."""
         if not self.settings.kl_in_reward:
             return torch.zeros(mask.shape)
         kl = (
@@ -84,7 +84,7 @@ class AdvantageEstimator:
     def inputs(
         self, rollouts: Sequence[ScoredCompletion], completed: Sequence[RolloutTokens], tokens: tuple[Tensor, Tensor]
     ) -> EstimatorInput:
-        """What the estimators read; `tokens`: the KL penalties and the mask, [n, t] each."""
+        """Collect what the estimators read; `tokens`: the KL penalties and the mask, [n, t] each."""
         penalties, mask = tokens
         rl = self.rl
         entry = advantage_estimator_entry(self.settings.estimator)
@@ -112,8 +112,8 @@ class AdvantageEstimator:
         old: Sequence[np.ndarray],
         seed: Sequence[int],
     ) -> list[np.ndarray]:
-        """bool [own tokens] of each completion: the tokens that clip_cov or kl_cov select. `old`: log-probabilities of
-        the old policy; `seed` identifies the step."""
+        """Select tokens by clip_cov or kl_cov: bool [own tokens] for each completion. `old`: log-probabilities of the
+        old policy; `seed` identifies the step."""
         if not logprobs:
             return []
         now, advantage, before = [torch.from_numpy(np.concatenate(values)) for values in (logprobs, advantages, old)]
@@ -141,8 +141,8 @@ class AdvantageEstimator:
 
 
 def penalized_rewards_by_token(rollouts: Sequence[ScoredCompletion], penalties: Tensor, mask: Tensor) -> Tensor:
-    """[n, t]: rewards of tokens and turns where they stand, those of a completion at its last token, less what the
-    divergence costs."""
+    """Return [n, t]: rewards of tokens and turns where they stand, those of a completion at its last token, less what
+    the divergence costs."""
     documents = torch.arange(len(rollouts)).unsqueeze(1).expand(mask.shape)
     by_token = [r.by_token for r in rollouts]
     at_end = torch.tensor([r.total if tokens is None else 0.0 for r, tokens in zip(rollouts, by_token, strict=True)])
@@ -155,13 +155,13 @@ def penalized_rewards_by_token(rollouts: Sequence[ScoredCompletion], penalties: 
 
 
 def trained_token_mask(completed: Sequence[RolloutTokens]) -> Tensor:
-    """bool [n, t]: places of own tokens, from the left; none of completions without loss."""
+    """Mark the places of own tokens, bool [n, t], from the left; completions without loss have none."""
     counts = torch.tensor([0 if c.silent else c.count for c in completed])
     return torch.arange(max(1, int(counts.max()))) < counts.unsqueeze(1)
 
 
 def padded_field(completed: Sequence[RolloutTokens], name: str, mask: Tensor) -> Tensor:
-    """float32 [n, t]: a field of all completions, 0 elsewhere."""
+    """Place a field of all completions in float32 [n, t], 0 elsewhere."""
     values = [c.values[name] for c in completed if not c.silent]
     flat = torch.from_numpy(np.concatenate(values)) if values else torch.zeros(0)
     return torch.zeros(mask.shape).masked_scatter(mask, flat)

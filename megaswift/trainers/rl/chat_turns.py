@@ -82,14 +82,14 @@ class ChatTurns:
         return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
     def begin(self, content: str | Sequence[Message], tools: Any = None, added: int = 0) -> Conversation:
-        """A conversation up to the model's first turn, whose last `added` messages are the environment's. A prompt that
-        is text counts as a user's message."""
+        """Begin a conversation up to the model's first turn, whose last `added` messages are the environment's. A
+        prompt that is text counts as a user's message."""
         asked = ({"role": "user", "content": content},) if isinstance(content, str) else tuple(content)
         self._check_rendered(asked, added, tools)
         return Conversation(asked, self._text(asked, tools), tools)
 
     def go_on(self, before: Conversation, turn: ModelTurn, answers: Sequence[Message]) -> Continuation:
-        """The conversation with the model's turn and the messages that answer it.
+        """Add the model's turn and the messages that answer it to the conversation.
 
         Raises RowError where the template refuses it, OmittedError where it leaves a part of it out.
         """
@@ -109,7 +109,7 @@ class ChatTurns:
         return Continuation(Conversation(messages, text, before.tools), rest, rewritten)
 
     def tokens(self, end: str, between: str) -> list[int]:
-        """The tokens of `between`, as they are behind the token that ended the turn."""
+        """Return the tokens of `between`, as they are behind the token that ended the turn."""
         if end:
             end_ids = self._encode(end)
             ids = self._encode(end + between)
@@ -194,5 +194,5 @@ REFUSALS = (RowError, OmittedError)
 
 
 def refusal_text(error: RowError | OmittedError | UserError) -> str:
-    """Why a conversation cannot be rendered, in one line."""
+    """Return in one line why a conversation cannot be rendered."""
     return error.found if isinstance(error, RowError) else str(error)

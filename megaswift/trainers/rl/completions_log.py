@@ -22,13 +22,13 @@ class CompletionsLog(JsonLinesHook):
         """Maximum lines of a generation; None: all."""
 
     def on_step(self, run: Run, step: StepRecord) -> None:
-        """The generation that this step was the first to use."""
+        """Write the generation if this step is the first to use it."""
         if self.source.fresh:
             self.write(*(completion_line(step.number, *sample) for sample in self.source.fresh[: self.most]))
 
 
 def completion_line(step: int, rollout: ScoredCompletion, advantage: float) -> dict[str, Any]:
-    """What is written of a completion."""
+    """Return the line of a completion."""
     rewards: dict[str, Any] = {f"rewards/{name}": value for name, value in rollout.rewards.items()}
     rewards |= {} if rollout.tokens is None else {"token_rewards": rollout.by_token}
     rewards |= (
@@ -47,5 +47,5 @@ def completion_line(step: int, rollout: ScoredCompletion, advantage: float) -> d
 
 
 def completion_text(rollout: ScoredCompletion) -> Any:
-    """The text; of a conversation its messages."""
+    """Return the text of a completion; for a conversation its messages."""
     return list(rollout.completion.messages) if isinstance(rollout.completion, MultiTurnCompletion) else rollout.text

@@ -37,11 +37,11 @@ class CriticTrainer(BatchTransform):
         self.total_steps = run.total_steps
 
     def on_end(self, run: Run) -> None:
-        """As of the policy: a critic that has learned nothing fails the run."""
+        """Check the critic's progress: like the policy, a critic that has learned nothing fails the run."""
         self.watch.on_end(run)
 
     def check_progress(self, run: Run) -> None:
-        """The same where a resumed run has nothing left to do."""
+        """Check the critic's progress where a resumed run has no step left."""
         self.watch.check_progress(run)
 
     def state_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class CriticTrainer(BatchTransform):
         self.watch.load_state_dict(state)
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
-        """The micro-batches as they are, learnt from."""
+        """Train the critic on the micro-batches, and return them unchanged."""
         began = time.perf_counter()
         rate = self.learning_rate(self.steps - self.watch.skipped, self.total_steps)
         result = self.engine.train_batch(batches, self.loss, rate)

@@ -29,14 +29,15 @@ class Environment(Protocol):
     """What a class of the user's has."""
 
     def reset(self, prompt: Any, **columns: Any) -> Observation | None:
-        """A new conversation begins: the row's prompt, as text or messages, and its other columns."""
+        """Begin a new conversation, given the row's prompt, as text or messages, and its other columns."""
 
     def step(self, answer: str) -> Turn:
-        """What the model has said, without special tokens."""
+        """Answer what the model has said, which comes without special tokens."""
 
 
 def load_environment_class(text: str) -> Callable[[], Environment]:
-    """The class (or function that makes one) of `FILE.py:NAME`; ConfigError with what to do where there is none."""
+    """Load the class (or function that makes an environment) of `FILE.py:NAME`; ConfigError with what to do where there
+    is none."""
     flag = f"--environment {text}"
     file, _, name = text.rpartition(":")
     names = import_user_file(Path(file).expanduser(), flag)
@@ -75,7 +76,7 @@ class EnvironmentWithNamedErrors:
 
     @classmethod
     def make(cls, flag: str, environment: Callable[[], Environment]) -> EnvironmentWithNamedErrors:
-        """A new one; RewardError where it cannot be created."""
+        """Create an environment; RewardError where that fails."""
         fix = "it is called without arguments, once for each completion"
         with convert_user_code_errors(lambda trace: RewardError(Problem(flag, f"cannot be created\n{trace}", fix))):
             inner = environment()
@@ -100,7 +101,7 @@ class EnvironmentWithNamedErrors:
         return self._checked_messages(returned, "reset", fix)
 
     def step(self, answer: str) -> Turn:
-        """One turn; RewardError where it raises or returns something else."""
+        """Take one turn; RewardError where it raises or returns something else."""
         with convert_user_code_errors(
             lambda trace: RewardError(Problem(self.flag, f"step failed on {answer[:80]!r}\n{trace}"))
         ):

@@ -43,7 +43,7 @@ class RewardEvaluationHook(IntervalLinesHook):
             self.evaluate(run, step)
 
     def evaluate(self, run: Run, step: StepRecord) -> dict[str, Any]:
-        """One pass over the prompts, one line."""
+        """Evaluate all prompts and write one line."""
         began = time.perf_counter()
         self.scheduler.settle()
         with self.scheduler.room(lambda _: nullcontext(), again=False):

@@ -27,7 +27,7 @@ def is_sampling_rank(coordinates: Coordinates) -> bool:
 
 
 def completion_seeds(seed: int, generation: int, count: int) -> list[int]:
-    """One for each completion, below 2^63."""
+    """Return a seed below 2^63 for each completion."""
     return [
         int(np.random.SeedSequence([seed, generation, i]).generate_state(1, np.uint64)[0] >> 1) for i in range(count)
     ]
@@ -63,7 +63,7 @@ class CompletionGenerator:
         return self.engine.layout
 
     def sampled_completions(self, count: int) -> range:
-        """Which of `count` completions this rank's sampler writes; ranks of one engine have the same."""
+        """Return which of `count` completions this rank's sampler writes; the same on all ranks of one engine."""
         if self.sampler is None:
             return range(0)
         if not self.everywhere:
@@ -72,7 +72,7 @@ class CompletionGenerator:
         return _share(count, distributed.global_rank() // ranks, self.layout.world_size // ranks)
 
     def scored_completions(self, count: int, group: int = 1) -> range:
-        """Which of `count` completions this rank scores, in whole groups; no two ranks have the same."""
+        """Return which of `count` completions this rank scores, in whole groups; different on every rank."""
         if self.sampler is None:
             return range(0)
         if self.everywhere:
@@ -90,7 +90,7 @@ class CompletionGenerator:
         return self.sampler is not None and (self.at.dp == 0 or not self.sampler.shared)
 
     def synchronize(self) -> None:
-        """The samplers get what the engine has: all weights, or what of them changes. Collective."""
+        """Send the engine's weights to the samplers: all of them, or those that change. Collective."""
         if self.adapters is not None:
             self.send_adapters(self.adapters)
             return
@@ -113,18 +113,19 @@ class CompletionGenerator:
             rounds.taken(folder)
 
     def close(self) -> None:
-        """Samplers give their memory back, and files go. Nothing collective."""
+        """Free the samplers' memory and remove their files. Not collective."""
         if self.sampler is not None:
             self.sampler.close()
         if self.adapters is not None:
             self.adapters.close()  # only rank 0 has some
 
     def write(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
-        """One completion for each prompt, on every rank; every `greedy_every`-th is greedy, 0: none. Collective."""
+        """Write one completion for each prompt, and return all of them on every rank. Every `greedy_every`-th is
+        greedy; 0: none. Collective."""
         return self.joined(lambda: self.share(prompts, generation, greedy_every))
 
     def share(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
-        """This rank's completions; nothing collective."""
+        """Write this rank's completions. Not collective."""
         mine = self.sampled_completions(len(prompts))
         drawn = completion_seeds(self.seed, generation, len(prompts))
         if self.sampler is None or not mine:
@@ -141,7 +142,7 @@ class CompletionGenerator:
     def complete(
         self, sampler: Sampler, prompts: Sequence[Prompt], sampling: SamplingParams, row_seeds: Sequence[int]
     ) -> list[Completion]:
-        """One completion for each prompt, in conversation with the environment where there is one."""
+        """Write one completion for each prompt, in conversation with the environment where there is one."""
         if self.multi_turn is not None:
             return self.multi_turn.write(sampler, sampling, prompts, row_seeds)
         tokens = [p.token_ids for p in prompts]
@@ -152,7 +153,7 @@ class CompletionGenerator:
         return sampler.generate(tokens, sampling, row_seeds)
 
     def joined(self, work: Callable[[], list[Completion]]) -> list[Completion]:
-        """All engines' shares, on every rank. Collective."""
+        """Gather all engines' shares on every rank. Collective."""
         shares = distributed.run_and_gather_on_all_ranks(work)
         return [completion for share in shares[:: self.ranks_per_engine] for completion in share]
 

@@ -26,7 +26,7 @@ def _differ(values: Sequence[float]) -> bool:
 
 
 def rollout_statistics(rollouts: Sequence[ScoredCompletion], group: int) -> dict[str, float]:
-    """`reward` and `reward_std` over all of them, each function's, lengths, and shares of odd ones."""
+    """Measure `reward` and `reward_std` over all of them, each function's, lengths, and shares of odd ones."""
     totals = np.asarray([r.total for r in rollouts], dtype=np.float64).reshape(-1, group)
     same = groups_without_spread(torch.from_numpy(totals.ravel()), group).numpy() if group > 1 else np.ones(len(totals))
     metrics = _moments("reward", "reward_std", totals.ravel()) | {"frac_reward_zero_std": same.mean()}

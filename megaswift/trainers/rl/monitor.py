@@ -41,7 +41,7 @@ class RolloutMonitor(Hook):
         """Whether no completion of the last generation had a reward."""
 
     def on_start(self, run: Run) -> None:
-        """A checkpoint without these counts is taken as one of a run that had rewards."""
+        """Start counting; a checkpoint without these counts is taken as one of a run that had rewards."""
         if run.step and not self.completions:
             self.completions = self.rewarded = 1
 
@@ -67,16 +67,16 @@ class RolloutMonitor(Hook):
         self.silent = not given
 
     def flags(self) -> str:
-        """The reward functions as typed."""
+        """Return the options of the reward functions as the user typed them."""
         return ", ".join(reward_function_flag(function) for function in self.source.parts.scorer.functions)
 
     def on_end(self, run: Run) -> None:
-        """Before the last checkpoint, as for skipped steps."""
+        """Check progress before the last checkpoint, as for skipped steps."""
         if not run.interrupted and run.step >= run.total_steps:
             self.check_progress(run)
 
     def check_progress(self, run: Run) -> None:
-        """`NoRewardsError` where no completion of the whole run had a reward."""
+        """Raise `NoRewardsError` where no completion of the whole run had a reward."""
         if self.completions and not self.rewarded:
             raise NoRewardsError(
                 Problem(
@@ -97,7 +97,7 @@ class RolloutMonitor(Hook):
         self.rewarded = int(state["rewarded"])
 
     def troubles(self, step: StepRecord) -> dict[str, str]:
-        """By kind what is wrong with the generation; empty where nothing is."""
+        """Return what is wrong with the generation, by kind; empty where nothing is."""
         metrics = self.source.metrics
         settings = self.source.settings
         spread = metrics.get("reward_std", math.inf)

@@ -53,12 +53,12 @@ class MultiTurnCompletion(Completion):
 
 
 def model_token_mask(completion: Completion) -> tuple[bool, ...]:
-    """Which tokens are the model's own: all, but in a conversation."""
+    """Mark the tokens that are the model's own: all of them, except in a conversation."""
     return completion.own if isinstance(completion, MultiTurnCompletion) else (True,) * len(completion.token_ids)
 
 
 def asked_prompt(given: Prompt, completion: Completion) -> Prompt:
-    """The prompt that a completion answers."""
+    """Return the prompt that a completion answers."""
     return completion.prompt(given) if isinstance(completion, MultiTurnCompletion) else given
 
 
@@ -117,7 +117,7 @@ class MultiTurnRunner:
     def write(
         self, sampler: Sampler, sampling: SamplingParams, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> list[Completion]:
-        """One conversation for each prompt."""
+        """Write one conversation for each prompt."""
         every = [self.begin(p, s, sampling.max_tokens) for p, s in zip(prompts, seeds, strict=True)]
         while under_way := [one for one in every if not one.ended]:
             room = max(one.room - len(one.tokens) for one in under_way)
@@ -132,7 +132,7 @@ class MultiTurnRunner:
         return [one.closed() for one in every]
 
     def begin(self, prompt: Prompt, seed: int, most: int) -> _Open:
-        """A conversation with its environment, which may have something to say first."""
+        """Begin a conversation with its environment, which may speak first."""
         environment = self.make()
         content: Any = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
         observation = environment.reset(content, prompt.columns)
@@ -225,7 +225,7 @@ def _with_text(content: Any, text: str) -> Any:
 
 @contextmanager
 def rendering(flag: str, roles: Sequence[str]) -> Iterator[None]:
-    """RewardError that names the environment (`flag`) where the template refuses or omits its messages."""
+    """Raise RewardError, naming the environment (`flag`), where the template refuses or omits its messages."""
     try:
         yield
     except REFUSALS as error:

@@ -37,7 +37,7 @@ ROUNDS = 2
 
 
 def sampling_params_of(rl: RlConfig, tokenizer: Any, folder: Path) -> SamplingParams:
-    """How tokens are drawn; completions end at the tokenizer's end of a turn, or where the model's generation
+    """Return how tokens are drawn; completions end at the tokenizer's end of a turn, or where the model's generation
     configuration says."""
     return SamplingParams(
         max_tokens=rl.max_completion_length,
@@ -51,7 +51,7 @@ def sampling_params_of(rl: RlConfig, tokenizer: Any, folder: Path) -> SamplingPa
 
 
 def stop_token_ids(tokenizer: Any, folder: Path) -> tuple[int, ...]:
-    """Tokens that end a completion: the tokenizer's, and those of generation_config.json."""
+    """Return the tokens that end a completion: the tokenizer's, and those of generation_config.json."""
     from transformers import GenerationConfig
 
     token_ids = [tokenizer.eos_token_id]
@@ -62,8 +62,8 @@ def stop_token_ids(tokenizer: Any, folder: Path) -> tuple[int, ...]:
 
 
 def sync_folder(rl: RlConfig, output: Path, folder: Path) -> Path:
-    """Where weights and adapters lie for samplers to read: where the option says, else in shared memory where all
-    samplers are on this machine and the model of `folder` fits twice, else in the output directory."""
+    """Return the folder of weights and adapters for samplers: the option's, else in shared memory where all samplers
+    are on this machine and the model of `folder` fits twice, else in the output directory."""
     if rl.rollout_sync_folder is not None:
         return Path(rl.rollout_sync_folder)
     if _on_this_machine(rl.rollout_server_url) and _fits_in_shared_memory(folder):
@@ -87,9 +87,11 @@ def _fits_in_shared_memory(folder: Path) -> bool:
 
 
 def rollout_batch_size(rl: RlConfig, max_length: int, dtype: str | None, spec: ModelSpec) -> int:
-    """Concurrent completions of a sampler. vLLM queues what its KV cache has no room for, so its limit may be high; our
-    own decode loop allocates the cache of all, each for `max_length` tokens. `dtype`: of the weights; None: the
-    model's."""
+    """Return how many completions a sampler writes at a time. vLLM queues what its KV cache has no room for, so its
+    limit may be high; our own decode loop allocates the cache of all, each for `max_length` tokens.
+
+    `dtype`: of the weights; None: the model's.
+    """
     backend = rl.rollout_backend
     if rl.rollout_batch_size is not None:
         return rl.rollout_batch_size

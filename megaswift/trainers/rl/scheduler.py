@@ -59,8 +59,8 @@ class CompletionSamplingScheduler:
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "sampler"))
 
     def draw(self, number: int, again: bool, timed: Timed) -> tuple[list[Prompt], list[Completion]]:
-        """Prompts, each as often as it has completions, and these. `again`: the sampler has the weights already.
-        Collective."""
+        """Draw prompts and sample their completions; each prompt is listed once for each completion. `again`: the
+        sampler has the weights already. Collective."""
         if self.ahead is not None:
             with timed("generation"):
                 self.settle()
@@ -88,13 +88,13 @@ class CompletionSamplingScheduler:
             self.ahead.completions = self.generation.joined(future.result)
 
     def take(self) -> list[Prompt]:
-        """The prompts of the next generation, each as often as it has completions."""
+        """Take the prompts of the next generation, each once for each completion."""
         return [prompt for prompt in self.prompts.next() for _ in range(self.draws)]
 
     @contextmanager
     def room(self, timed: Timed, again: bool) -> Iterator[None]:
-        """The device's memory belongs to the sampler inside, which then has the model's weights; afterwards to the
-        trainer, in any case."""
+        """Give the device's memory to the sampler inside the block, with the model's weights, and back to the trainer
+        after it, in any case."""
         try:
             with timed("weight sync"):
                 self.make_room(again)
@@ -119,7 +119,7 @@ class CompletionSamplingScheduler:
         return [self.generation.engine, *(() if self.critic is None else (self.critic,))]
 
     def make_room(self, again: bool) -> None:
-        """Everything in its order, up to the first prompt. Collective."""
+        """Hand the device to the sampler, step by step, up to the first prompt. Collective."""
         policy, *others = self.engines
         if self.leaves:
             for other in others:
@@ -156,7 +156,7 @@ class CompletionSamplingScheduler:
 
 
 def completion_from_dict(state: Mapping[str, Any]) -> Completion:
-    """The inverse of `asdict`."""
+    """Build a completion from what `asdict` returned."""
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list | tuple) else value for name, value in state.items()
     }

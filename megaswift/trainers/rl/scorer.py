@@ -64,7 +64,7 @@ class RewardScorer:
     """Tokens to text, without special tokens."""
 
     def reward_input(self, prompt: Prompt, completion: Completion, text: str) -> RewardInput:
-        """Text, or a message where the prompt was messages."""
+        """Return a completion as reward functions read it: text, or a message where the prompt was messages."""
         content: Any = text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
         if isinstance(completion, MultiTurnCompletion):
             content = list(completion.messages)
@@ -111,7 +111,7 @@ class RewardScorer:
 
 
 def with_environment_reward(rollout: ScoredCompletion, conversation: MultiTurnCompletion) -> ScoredCompletion:
-    """The rollout with what its environment gave."""
+    """Add the reward of its environment to a rollout."""
     given = 0.0 if math.isnan(rollout.total) else rollout.total
     return replace(
         rollout, rewards={**rollout.rewards, ENVIRONMENT: conversation.reward}, total=given + conversation.reward

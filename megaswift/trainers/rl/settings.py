@@ -77,7 +77,7 @@ class RlSettings:
 
 
 def correction_of(rl: RlConfig) -> SamplerCorrection:
-    """The weights of samples against what the sampler's probabilities were."""
+    """Return the correction of samples for the probabilities with which the sampler drew them."""
     return SamplerCorrection(
         rl.importance_sampling_mode,
         rl.importance_sampling_clip_max,

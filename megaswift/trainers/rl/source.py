@@ -81,7 +81,7 @@ class RolloutSource:
         return self.parts.scheduler.prompts.prompts.fingerprint
 
     def next(self) -> list[Batch]:
-        """The micro-batches of the next optimizer step. Collective."""
+        """Return the micro-batches of the next optimizer step. Collective."""
         self.seconds = {}
         self.fresh = []
         if self.used >= self.settings.steps:
@@ -97,7 +97,7 @@ class RolloutSource:
         return self.parts.layout.batches(micros)
 
     def step_extras(self) -> StepExtras:
-        """Metrics of the generation that the last step was on, and where the time went."""
+        """Return metrics of the generation of the last step, and where the time went."""
         metrics = self.metrics
         seconds = dict(self.seconds)
         critic = self.parts.critic
@@ -108,7 +108,7 @@ class RolloutSource:
         return StepExtras(metrics | times, seconds, sum(self.seconds.values()), "time/training")
 
     def generate(self) -> None:
-        """A new generation, ready for its first step."""
+        """Make a new generation, ready for its first step."""
         late = self.settings.steps if self.parts.scheduler.ahead is not None else 0
         rollouts = self.sample()
         self.completed = [scored_completion_to_rollout_tokens(i, r, self.settings) for i, r in enumerate(rollouts)]
@@ -130,7 +130,7 @@ class RolloutSource:
         ]
 
     def sample(self) -> list[ScoredCompletion]:
-        """Prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for
+        """Draw prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for
         it."""
         settings = self.settings
         selected = list[ScoredCompletion]()
@@ -169,7 +169,7 @@ class RolloutSource:
             self.put("values", self.numbers(critic.engine, critic.loss.needs))
 
     def rollout_logprobs(self) -> CompletionScores:
-        """The sampler's log-probabilities, where the run takes them as the old policy's and it knows them all."""
+        """Return the sampler's log-probabilities, where the run takes them as the old policy's and all are known."""
         sampled = {c.number: c.values["sampled"] for c in self.completed if not c.silent}
         known = self.settings.use_rollout_logprobs and not any(np.isnan(v).any() for v in sampled.values())
         return sampled if known else {}
@@ -182,13 +182,13 @@ class RolloutSource:
         )
 
     def put(self, name: str, numbers: CompletionScores) -> None:
-        """One more field of every completion; of silent ones without numbers."""
+        """Add a field to every completion; silent completions get no numbers."""
         self.completed = [
             replace(c, values={**c.values, name: NOTHING if c.silent else numbers[c.number]}) for c in self.completed
         ]
 
     def micros(self, part: int) -> list[RolloutMicrobatch]:
-        """This rank's micro-batches of one of the generation's optimizer steps, as completions."""
+        """Return this rank's micro-batches of one of the generation's optimizer steps, as completions."""
         order = np.random.default_rng([self.settings.seed, self.generations]).permutation(len(self.completed))
         which = order[part * self.settings.batch : (part + 1) * self.settings.batch].tolist()
         if self.parts.layout.shares_prefixes:  # those of a prompt side by side; the first of a prompt keeps its place
@@ -222,7 +222,7 @@ class RolloutSource:
         ]
 
     def with_selected(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
-        """`selected`: the tokens of high covariance, over all ranks (arXiv:2505.22617)."""
+        """Add `selected`: the tokens of high covariance, over all ranks (arXiv:2505.22617)."""
         engine = self.parts.scheduler.generation.engine
         first = self.parts.scheduler.generation.first
         needs = RequestedModelOutputs(temperature=self.settings.temperature)
@@ -251,7 +251,8 @@ class RolloutSource:
         return timed(self.seconds, part)
 
     def mark(self) -> Callable[[], None]:
-        """What takes it back to where it is now, in this process. Cheap: a draw that is under way stays under way."""
+        """Return a function that takes the source back to its present position, in this process. Cheap: a draw that is
+        under way stays under way."""
         attributes = dict(vars(self))
         scheduler = self.parts.scheduler
         estimator = self.parts.estimator
@@ -298,12 +299,13 @@ class RolloutSource:
 
 
 def split_off_greedy_baseline(draws: list[ScoredCompletion], group: int) -> list[ScoredCompletion]:
-    """The first `group` rollouts of a prompt; with one more, the greedy one, its total is their baseline."""
+    """Return the first `group` rollouts of each prompt; the total of one more, the greedy one, is their baseline."""
     return draws if len(draws) == group else [replace(r, baseline=draws[group].total) for r in draws[:group]]
 
 
 def scored_completion_to_rollout_tokens(number: int, rollout: ScoredCompletion, settings: RlSettings) -> RolloutTokens:
-    """A rollout as the loss sees it. A critic learns nothing from a completion that no reward function applies to."""
+    """Convert a rollout to what the loss reads. A critic learns nothing from a completion that no reward function
+    applies to."""
     completion = rollout.completion
     silent = settings.mask_truncated and not completion.finished
     silent = silent or advantage_estimator_entry(settings.estimator).critic and math.isnan(rollout.total)
@@ -320,7 +322,7 @@ def scored_completion_to_rollout_tokens(number: int, rollout: ScoredCompletion, 
 
 
 def rollout_tokens_to_dict(c: RolloutTokens) -> dict[str, Any]:
-    """A completion as plain values; float32 survives."""
+    """Convert a completion to plain values, which keep float32 exactly."""
     values = {name: [str(v.dtype), v.tolist()] for name, v in c.values.items()}
     return {
         "number": c.number,
@@ -334,7 +336,7 @@ def rollout_tokens_to_dict(c: RolloutTokens) -> dict[str, Any]:
 
 
 def rollout_tokens_from_dict(state: Mapping[str, Any]) -> RolloutTokens:
-    """The inverse."""
+    """Build a completion from what `rollout_tokens_to_dict` returned."""
     values = {name: np.asarray(v, dtype=dtype) for name, (dtype, v) in state["values"].items()}
     own = [*map(bool, state["own"])]
     images = PromptImages.from_dict(state.get("images"))
@@ -352,8 +354,8 @@ def compute_rollout_token_outputs(
     needs: RequestedModelOutputs,
     first: bool,
 ) -> CompletionScores:
-    """The one output that `needs` names, of all ranks' completions. `first`: this rank speaks for its data-parallel
-    replica. Collective."""
+    """Compute the one output that `needs` names for all ranks' completions. `first`: this rank stands for its
+    data-parallel replica. Collective."""
     (name,) = needs.names
     batches = layout.batches(micros)
     scores: CompletionScores = {}
