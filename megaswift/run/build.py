@@ -142,7 +142,7 @@ class SettledRun:
 
 
 def settle(cfg: SwiftConfig, processes: Processes) -> SettledRun:
-    """Agrees on the configuration, checks the files that the run reads, and opens the output folder. Collective."""
+    """Agree on the configuration, checks the files that the run reads, and opens the output folder. Collective."""
     layout = processes.layout
 
     # Which attempt of which run this is.
@@ -177,7 +177,7 @@ def settle(cfg: SwiftConfig, processes: Processes) -> SettledRun:
 
 
 def base_model_folder(cfg: SwiftConfig, folder: Path, output: Path) -> Path:
-    """The folder that the run starts from: `folder`, or OUT/base_model, which rank 0 makes. Collective."""
+    """Return the folder from which the run starts: `folder`, or OUT/base_model, which rank 0 makes. Collective."""
     if not changed_model.changes_model(cfg.model):
         return folder
 
@@ -195,8 +195,8 @@ def base_model_folder(cfg: SwiftConfig, folder: Path, output: Path) -> Path:
 
 
 def with_initial_adapter(cfg: SwiftConfig, folder: Path, output: Path) -> tuple[SwiftConfig, Path]:
-    """The configuration of a run that starts from OUT/initial_adapter, and the model that it belongs to, which rank 0
-    makes (`--init_weights`). Collective."""
+    """Make OUT/initial_adapter on rank 0 (`--init_weights`), and return the configuration that starts from it and the
+    model to which it belongs. Collective."""
     if not starts_otherwise(cfg):
         return cfg, folder
     adapter = output / changed_model.ADAPTER
@@ -304,8 +304,8 @@ def build_run(
 
 
 def load_start_weights(plan: RunPlan, engine: Engine) -> None:
-    """The weights that the run starts from, unless a checkpoint brings them: that of a run with adapters has the
-    adapters only."""
+    """Load the weights from which the run starts, unless a checkpoint brings them; the checkpoint of a run with
+    adapters has the adapters only."""
     if plan.cfg.model.random_init:
         engine.random_init(plan.cfg.train.seed)
     elif plan.resumed is None or plan.adapts:
@@ -338,7 +338,7 @@ def start_from_reference(
 def ask_reference(
     plan: RunPlan, engine: Engine, every_row_once: Mapping[bool, EvaluationSource]
 ) -> dict[bool, PrecomputedReferenceLogprobs]:
-    """The reference's scores of all rows; nothing of it stays in memory but adapters that go on."""
+    """Compute the reference's scores of all rows; afterwards only adapters that train on stay in memory."""
     if plan.adapts:
         engine.keep_reference()
     names = {True: "the training data", False: "the evaluation data"}
@@ -350,8 +350,8 @@ def ask_reference(
 
 
 def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:
-    """How often a step goes through the model before it trains: by the reference, for KTO's point, for BCO's mean, for
-    a policy's numbers.
+    """Count the forward passes of a step before it trains: by the reference, for KTO's point, for BCO's mean, for a
+    policy's numbers.
 
     KTO's other answers have the tokens of its own.
     """
@@ -365,13 +365,14 @@ def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:
 
 
 def model_files(plan: RunPlan, engine: Engine, tokenizer: Any) -> ModelFiles:
-    """What writes the Hugging Face files of the model that trains."""
+    """Build the writer of the Hugging Face files of the model that trains."""
     template = tokenizer.chat_template if plan.cfg.data.chat_template else None
     return ModelFiles(engine, plan.folder, plan.base, plan.adapts, plan.cfg.lora.merge_lora, template)
 
 
 def model_facts(plan: RunPlan) -> dict[str, Any]:
-    """What must be the same when a checkpoint is resumed; with adapters the base model itself. Collective."""
+    """Collect the facts that must be the same when a checkpoint is resumed; with adapters the base model itself.
+    Collective."""
     shape = {name: getattr(plan.spec, name) for name in SHAPE}
     if not plan.adapts:
         return shape
@@ -393,7 +394,7 @@ def run_hooks(
     flops: Sequence[StepFlopFormula],
     facts: Mapping[str, Any],
 ) -> list[Hook]:
-    """In the order of their work within a step: lines first, the checkpoint last."""
+    """Build the hooks of every run, in the order of their work within a step: lines first, the checkpoint last."""
     cfg = plan.cfg
     train = cfg.train
     outputs = plan.outputs
@@ -449,7 +450,8 @@ def run_hooks(
 
 
 def fault_tolerance_hooks(options: FaultToleranceConfig, checkpoint: CheckpointHook) -> list[Hook]:
-    """Those that are asked for. They stand before `checkpoint`, which saves no state that one of them refuses."""
+    """Build the hooks for faults that the options ask for. They stand before `checkpoint`, which saves no state that
+    one of them refuses."""
     hooks: list[Hook] = []
     if options.log_straggler:
         hooks.append(StragglerHook(options.straggler_ratio))
@@ -470,7 +472,7 @@ def fault_tolerance_hooks(options: FaultToleranceConfig, checkpoint: CheckpointH
 
 
 def summary_facts(plan: RunPlan, task: Task, data: TaskData, engine: Engine, run: Run) -> SummaryFacts:
-    """For the first screen. Collective."""
+    """Collect the facts of the first screen. Collective."""
     spec = plan.spec
     layout = plan.layout
     experts = f", {spec.experts} experts, {spec.topk} active" if spec.experts else ""
@@ -503,7 +505,7 @@ def summary_facts(plan: RunPlan, task: Task, data: TaskData, engine: Engine, run
 
 
 def reference_text(cfg: SwiftConfig, adapts: bool) -> str:
-    """The reference on the first screen; empty where the task has none."""
+    """Describe the reference on the first screen; empty where the task has none."""
     if not needs_reference(cfg):
         return ""
     p = cfg.preference

@@ -30,7 +30,8 @@ class ChartSeries:
 
 
 def thin_points(points: Points, most: int = MOST_POINTS) -> Points:
-    """Few enough points to draw: of each stretch the lowest and the highest, so that no spike is lost."""
+    """Reduce points to as many as can be drawn: the lowest and the highest of each stretch, so that no spike is
+    lost."""
     points = [p for p in points if math.isfinite(p[1])]
     if len(points) <= most:
         return points
@@ -54,7 +55,7 @@ def axis_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def axis_label(value: float, digits: int | None = None) -> str:
-    """A short label: 1.2k, 0.25, 3e-05; with that many significant digits, or as many as its size asks for."""
+    """Write a short label: 1.2k, 0.25, 3e-05; with that many significant digits, or as many as its size asks for."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -67,7 +68,7 @@ def axis_label(value: float, digits: int | None = None) -> str:
 
 
 def axis_labels(values: Sequence[float]) -> list[str]:
-    """Labels of one axis: no two alike, with more digits where the range is narrow beside its values."""
+    """Write the labels of one axis: no two alike, with more digits where the range is narrow beside its values."""
     short = [axis_label(value) for value in values]
     longer = ([axis_label(value, digits) for value in values] for digits in range(3, 16))
     return next((texts for texts in (short, *longer) if len(set(texts)) == len(values)), short)
@@ -76,7 +77,7 @@ def axis_labels(values: Sequence[float]) -> list[str]:
 def line_chart_svg(
     title: str, series: Sequence[ChartSeries], bounds: tuple[float, float], width: int = 560, height: int = 220
 ) -> str:
-    """An SVG of the series over the step, `bounds` on the vertical axis; points outside are cut at the frame."""
+    """Draw an SVG of the series over the step, `bounds` on the vertical axis; points outside are cut at the frame."""
     steps = [x for s in series for x, _ in s.points]  # those without a finite value too: all charts have one range
     series = [ChartSeries(s.name, thin_points(s.points), s.style, s.marks) for s in series]
     if not any(s.points for s in series):

@@ -81,7 +81,8 @@ class Story:
 
 
 def run_to_the_end(settled: SettledRun, start_up_seconds: float) -> Path:
-    """Everything, in order; a page about it also when it fails. Returns the output folder. Collective."""
+    """Build, train, export and report a run, and return its output folder. The report is written also when the run
+    fails. Collective."""
     cfg = settled.cfg
     plan = settled.plan
     story = Story()
@@ -156,7 +157,7 @@ def end_trackers(sending: list[trackers.TrackerHook], seconds: float = trackers.
 
 
 def step_to_resume(settled: SettledRun, seconds: dict[str, float]) -> Path | None:
-    """The checkpoint to go on from. Collective."""
+    """Return the checkpoint from which the run resumes. Collective."""
     wanted = settled.cfg.train.resume_from_checkpoint
     root = settled.plan.outputs.root
     if wanted is None:
@@ -173,7 +174,7 @@ def step_to_resume(settled: SettledRun, seconds: dict[str, float]) -> Path | Non
 
 
 def warn_of_long_documents(max_length: int, spec: ModelSpec, scaled: bool) -> None:
-    """Documents that are longer than those on which the model was trained."""
+    """Warn of documents longer than those on which the model was trained."""
     if max_length > spec.max_positions and not scaled:
         log.warn(
             f"--max_length {max_length} exceeds the model's max_position_embeddings "
@@ -203,7 +204,7 @@ def restore(plan: RunPlan, built: BuiltRun, seconds: dict[str, float]) -> None:
 
 
 def tell_changed_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """`learning_rate 1e-05 -> 2e-05` for every option that a resumed run has otherwise; on rank 0."""
+    """Print `learning_rate 1e-05 -> 2e-05` for every option that has changed since the checkpoint; on rank 0."""
     quiet = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir", "add_version"}
     changes = []
     for section, values in now.items():
@@ -221,7 +222,7 @@ def tell_changed_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> No
 def train_or_skip(
     run: Run, story: Story, diagnosis: RankDiagnosis | None, advice: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """The loop; nothing is left to do when the checkpoint is at the last step. Collective.
+    """Train, unless the checkpoint is at the last step. Collective.
 
     Raises:
         InterruptedBySignal: a signal ended the run early, and its state is saved.
@@ -278,7 +279,7 @@ def memory_advice(cfg: SwiftConfig, plan: RunPlan, diagnosis: RankDiagnosis | No
 
 
 def tell_streamed_rows(source: object, rows: summary.Rows) -> None:
-    """What was left out of a stream since this start, on the screen and in the report."""
+    """Report the rows of a stream that were left out since this start, on the screen and on the page."""
     if not isinstance(source, StreamBatchSource):
         return
     text = summary.streamed_rows_text(source.stats)
@@ -288,7 +289,8 @@ def tell_streamed_rows(source: object, rows: summary.Rows) -> None:
 
 
 def write_page(cfg: SwiftConfig, outputs: OutputFolder, story: Story) -> None:
-    """loss.png and report.html from what is on disk. Rank 0. What fails here hides no error of the run itself."""
+    """Write loss.png and report.html from the files on disk. Rank 0. What fails here hides no error of the run
+    itself."""
     title = f"{TASKS.get(cfg.task).title}: {short_name(str(cfg.model.model))}"
     try:
         loss_png.draw_loss_png(outputs.metrics, outputs.evaluation, outputs.curves, title)
@@ -302,17 +304,17 @@ def write_page(cfg: SwiftConfig, outputs: OutputFolder, story: Story) -> None:
 
 
 def checkpoint_hook(run: Run) -> CheckpointHook:
-    """The hook that saves."""
+    """Return the hook that saves."""
     return next(hook for hook in run.hooks if isinstance(hook, CheckpointHook))
 
 
 def step_monitor(run: Run) -> SkippedStepAndLossSpikeMonitor:
-    """The hook that counts skipped steps."""
+    """Return the hook that counts skipped steps."""
     return next(hook for hook in run.hooks if isinstance(hook, SkippedStepAndLossSpikeMonitor))
 
 
 def failure_reason(error: UserError, where: str) -> str:
-    """`: OPTION: the rule`, in one line, for the status of a run that failed; `where` says it already."""
+    """Write `: OPTION: the rule` for the status of a failed run, in one line; `where` is known already."""
     first = error.problems[0]
     lines = (text.partition("\n")[0] for text in (first.what, first.rule) if text and text != where)
     return "".join(f": {line}" for line in lines)

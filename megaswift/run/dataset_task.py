@@ -53,7 +53,7 @@ class DatasetTask(Task):
     """Batches come from rows; the loss may read scores of a reference besides."""
 
     def read(self, plan: RunPlan) -> tuple[RunPlan, TaskData]:
-        """Tokenized rows, and the packing of a step where that is chosen by them."""
+        """Read tokenized rows, and choose the packing of a step by them."""
         plan, data = read_rows(plan, self)
         cfg = choose_step_packing(plan.cfg, plan.spec, plan.layout, data.source, data.evaluation)
         if cfg.task in PROMPTED and shares_prefixes(cfg, plan.spec, plan.layout):
@@ -61,7 +61,7 @@ class DatasetTask(Task):
         return replace(plan, cfg=cfg), replace(data, total_steps=count_steps(cfg.train, data.source))
 
     def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:
-        """What the loss reads besides, added to each batch."""
+        """Add to each batch what the loss reads besides its rows."""
         if isinstance(data.source, TokenStoreBatchSource):
             data.source.prepare_ahead = engine.prepare_ahead
             # Megatron-Core captures the graphs of backward passes at the end of the first step, in the mode in which no
@@ -75,8 +75,8 @@ class DatasetTask(Task):
 
 
 def read_rows(plan: RunPlan, task: Task) -> tuple[RunPlan, TaskData]:
-    """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a pipeline
-    has stages."""
+    """Load the tokenizer, then build training and evaluation batches. Evaluation passes as many micro-batches at a time
+    as a pipeline has stages."""
     # The tokenizer; a model that scores conversations finds their ends by its padding token.
     reader = plan.reader()
     tokenizer = tokenizer_of_tokenizer_or_processor(reader)
@@ -113,7 +113,7 @@ def read_rows(plan: RunPlan, task: Task) -> tuple[RunPlan, TaskData]:
 
 
 def mismatched_answers(plan: RunPlan, data: TaskData) -> Mismatched:
-    """What gives KTO's other answers, in batches of the run's shape."""
+    """Build the source of KTO's mismatched answers, in batches of the run's shape."""
     geometry = plan.geometry()
     place = plan.context.coordinates
 
@@ -140,8 +140,8 @@ def choose_step_packing(
     source: BatchSource,
     evaluation: EvaluationSource | None,
 ) -> SwiftConfig:
-    """The configuration with `padding_free` decided; the sources then pack. Says so where it was not asked for. The
-    same on every rank."""
+    """Decide `padding_free`, with a notice where it was not asked for; the sources then pack. The same on every
+    rank."""
     asked = cfg.data.padding_free
     if asked is False or cfg.data.packing or cfg.task not in ("sft", "pt"):
         return cfg
@@ -183,8 +183,8 @@ def _reasons_against(cfg: SwiftConfig, shared: SwiftConfig, spec: ModelSpec, lay
 
 
 def eval_accumulation(cfg: SwiftConfig, layout: Layout) -> int:
-    """Micro-batches that evaluation passes at a time: as many as a pipeline has stages; where KTO takes completions
-    from the whole global batch, as many as hold the rows of a step."""
+    """Return how many micro-batches evaluation passes at a time: as many as a pipeline has stages; where KTO takes
+    completions from the whole global batch, as many as hold the rows of a step."""
     if kto_pairs_over_global_batch(cfg, training=False):
         plan = batch_plan(cfg.train, layout.dp)
         return plan.per_device * plan.accumulation
@@ -194,7 +194,7 @@ def eval_accumulation(cfg: SwiftConfig, layout: Layout) -> int:
 def make_batch_transform(
     cfg: SwiftConfig, mismatched: Mismatched, known: Mapping[bool, PrecomputedReferenceLogprobs]
 ) -> BatchTransform | None:
-    """What this run's loss needs; None where a batch says it all."""
+    """Build what adds fields for this run's loss to batches; None where rows have all."""
     if cfg.task == "rm":
         return LastTokens()
     if not needs_reference(cfg):

@@ -70,14 +70,14 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> RankContext:
 
 
 def make_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> Engine:
-    """The engine, without weights yet."""
+    """Build the engine, without weights yet."""
     if requested_engine(cfg) == NATIVE:
         return native_engine(cfg, spec, context)
     return _torch_engine(cfg, spec, folder, context)
 
 
 def native_engine(cfg: SwiftConfig, spec: ModelSpec, context: Any) -> MegatronEngine:
-    """The native engine, without weights yet."""
+    """Build the native engine, without weights yet."""
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.engine.megatron.layers.implementation import transformer_engine_unusable_reason
 
@@ -125,7 +125,7 @@ def _torch_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any)
 
 
 def base_quantization(cfg: SwiftConfig) -> BaseQuantization | None:
-    """How bitsandbytes quantizes the frozen weights of a run; None: it does not."""
+    """Return how bitsandbytes quantizes the frozen weights of a run; None where it does not."""
     from megaswift.engine.torch.quantized_weights import BaseQuantization
 
     bits = base_quantization_bits(cfg)
@@ -136,7 +136,7 @@ def base_quantization(cfg: SwiftConfig) -> BaseQuantization | None:
 
 
 def model_build(cfg: SwiftConfig, scored: bool) -> ModelBuild:
-    """How transformers' model of a run is built and adapted; `scored`: it gives a number in place of tokens."""
+    """Return how transformers' model of a run is built and adapted; `scored`: with a scalar head."""
     from megaswift.bridge.adapters.peft_config import build_peft_config
     from megaswift.engine.torch.model import ModelBuild
 
@@ -148,7 +148,7 @@ def model_build(cfg: SwiftConfig, scored: bool) -> ModelBuild:
 
 
 def native_engine_settings(cfg: SwiftConfig, layout: Layout) -> EngineSettings:
-    """What the native engine reads of a run beside its four parts."""
+    """Collect what the native engine reads besides the configs of its parts."""
     from megaswift.engine.megatron.settings import EngineSettings
 
     row_multiple = row_padding_multiple(layout, fp8_token_multiple(cfg.model, layout.sequence_parallel))
@@ -164,7 +164,7 @@ def native_engine_settings(cfg: SwiftConfig, layout: Layout) -> EngineSettings:
 
 
 def layer_implementation(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> LayerImplementationChoice:
-    """Whose layers the native engine takes on this machine."""
+    """Choose whose layers the native engine uses on this machine."""
     from megaswift.engine.megatron.layers.implementation import choose_layer_implementation
 
     exchange = cfg.parallel.cp_exchange if layout.cp > 1 else None
@@ -172,7 +172,7 @@ def layer_implementation(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> L
 
 
 def native_kernels(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> ComputeKernels:
-    """Whose kernels the native engine would take on this machine, and its precision."""
+    """Return whose kernels the native engine would use on this machine, and its precision."""
     from megaswift.engine.megatron.transformer_config import compute_dtype
 
     choice = layer_implementation(cfg, spec, layout)

@@ -88,7 +88,7 @@ class RunLock:
         self._file = -1
 
     def taken(self, fix: str = FIX) -> Problem:
-        """The message about the run that has the lock."""
+        """Return the message about the run that has the lock."""
         try:
             holder = json.loads(self.path.read_text(encoding="utf-8"))
             who = f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
@@ -97,7 +97,7 @@ class RunLock:
         return Problem(f"--output_dir {self.folder}", f"a run is writing to this folder: {who}", fix)
 
     def problems(self) -> list[Problem]:
-        """What a look without locking finds; changes nothing."""
+        """Report a folder that another run has locked; changes nothing."""
         try:
             descriptor = self._open(os.O_RDONLY)
         except CheckpointError as error:

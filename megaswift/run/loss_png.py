@@ -20,10 +20,11 @@ GRID = "#e3e6ea"
 
 
 def median_smooth(values: Sequence[float], window: int) -> list[float]:
-    """Median of the `window` values around each, so that a spike stays a spike; as many on either side, hence fewer at
-    the ends.
+    """Return the median of the `window` values around each, so that a spike stays a spike; as many on either side,
+    hence fewer at the ends.
 
-    NaN leaves a gap and counts nowhere."""
+    NaN leaves a gap and counts nowhere.
+    """
     out = []
     for i, value in enumerate(values):
         half = min(window // 2, i, len(values) - 1 - i)
@@ -33,7 +34,7 @@ def median_smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def metric_column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """One field of all lines, NaN where it is null or missing."""
+    """Return one field of all lines, NaN where it is null or missing."""
     return [float(v) if isinstance(v := line.get(name), (int, float)) else math.nan for line in lines]
 
 
@@ -44,7 +45,8 @@ def smoothing_window(count: int) -> int:
 
 
 def plot_limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """The range to show: all of a tame curve, without the first spikes of a wild one; None when there is nothing."""
+    """Return the range to show: all of a tame curve, without the first spikes of a wild one; None when there is
+    nothing."""
     finite = sorted(v for v in values if math.isfinite(v))
     if not finite:
         return None
@@ -95,7 +97,8 @@ def draw_loss_png(metrics: Path, evaluation: Path, picture: Path, title: str) ->
 
 
 def primary_metric(lines: Sequence[Mapping[str, Any]]) -> str:
-    """What one watches: the loss, or the reward where there is one; the loss of a policy says nothing."""
+    """Return the metric to plot: the reward where there is one, because a policy's loss shows nothing, else the
+    loss."""
     return "reward" if any("reward" in line for line in lines) else "loss"
 
 

@@ -50,15 +50,15 @@ class ModelFiles:
         self._write_template(target)
 
     def write_weights_of_step(self, step: Path) -> None:
-        """The Hugging Face folder of a checkpoint that holds weights only."""
+        """Write the Hugging Face folder of a checkpoint that holds weights only."""
         self._export(step / HF)
 
     def write_adapter_of_step(self, step: Path) -> None:
-        """The PEFT folder of a checkpoint."""
+        """Write the PEFT folder of a checkpoint."""
         self.engine.write_adapter(step / ADAPTER, self.base)
 
     def write_moved_reference(self, step: Path) -> None:
-        """A reference that has moved is part of the run's state: in float32, which loses nothing of it."""
+        """Write a reference that has moved, which is part of the run's state, in float32 to keep it exactly."""
         with self.engine.reference():
             self.engine.export(step / REFERENCE, self.folder, torch.float32)
 
@@ -75,8 +75,8 @@ class ModelFiles:
             (target / TEMPLATE).write_text(self.template, encoding="utf-8")
 
     def export(self, outputs: OutputFolder, best: Path | None) -> None:
-        """The weights of all ranks, or of the checkpoint `best`, each tensor in the dtype it was loaded with. An export
-        of an earlier start is replaced once it is whole."""
+        """Export the weights of all ranks, or of the checkpoint `best`, each tensor in the dtype it was loaded with. An
+        export of an earlier start is replaced once it is whole."""
         if best is not None and (best / HF).is_dir():  # of weights only
             copy_export(best / HF, outputs.hf)
         else:
@@ -84,8 +84,8 @@ class ModelFiles:
         log.print_result(f"exported {outputs.hf}")
 
     def export_adapter(self, outputs: OutputFolder, best: Path | None) -> None:
-        """OUT/adapter, of the checkpoint `best` where there is one; with --merge_lora OUT/hf from it and the base
-        model's own files, so that nothing is rounded twice."""
+        """Write OUT/adapter, from the checkpoint `best` where there is one; with --merge_lora OUT/hf from it and the
+        base model's own files, so that nothing is rounded twice."""
         if best is not None:
             copy_export(best / ADAPTER, outputs.adapter)
         else:
@@ -97,7 +97,7 @@ class ModelFiles:
 
 
 def export_model(run: Run, files: ModelFiles, outputs: OutputFolder, takes_best: bool) -> None:
-    """The model or the adapters as they are, or `takes_best`: those of the best checkpoint. Collective."""
+    """Export the model or the adapters as they are, or with `takes_best` those of the best checkpoint. Collective."""
     best = best_checkpoint(run, outputs.store.root) if takes_best else None
     if files.adapts:
         files.export_adapter(outputs, best)

@@ -127,7 +127,7 @@ class OutputFolder:
         return self.root / "job_id"
 
     def job_id(self) -> str:
-        """The id of the cluster's job that wrote this run; empty for none."""
+        """Return the id of the cluster's job that wrote this run; empty for none."""
         return self.job.read_text(encoding="utf-8").strip() if self.job.is_file() else ""
 
     @property
@@ -143,7 +143,7 @@ class OutputFolder:
             return []
 
     def present(self) -> list[Path]:
-        """What of a run is there. What a start that failed before its first step left behind is no run."""
+        """Return the files of a run that exist. The files of a start that failed before its first step do not count."""
         present = [p for name in NAMES if (p := self.root / name).exists() and not _empty(p)]
         failed_start = {
             "config.yaml",
@@ -200,7 +200,7 @@ def resumed_version(train: TrainConfig) -> tuple[Path, str] | None:
 
 
 def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
-    """What speaks against this output directory; changes nothing."""
+    """Report what forbids this output directory; changes nothing."""
     # The folder that the run would use: a new version, the one to resume, or --output_dir itself.
     train = cfg.train
     resumed = resumed_version(train) if train.add_version else None

@@ -76,6 +76,6 @@ class RunPlan:
         return read_tokenizer(self.folder, self.cfg.model.trust_remote_code, self.cfg.data.chat_template)
 
     def scheduled(self, total_steps: int) -> SwiftConfig:
-        """The configuration with the steps over which AdaLoRA allocates ranks."""
+        """Return the configuration with the steps over which AdaLoRA allocates ranks."""
         allocates = self.cfg.model.train_type == "adalora" and self.cfg.peft.total_step is None
         return self.cfg.replace(total_step=total_steps) if allocates else self.cfg

@@ -94,7 +94,7 @@ class PolicyTask(Task):
     """Batches are rollouts: completions of prompts, with rewards. PPO's other engine is the critic."""
 
     def read(self, plan: RunPlan) -> tuple[RunPlan, TaskData]:
-        """The prompts to train on, and the held-out ones."""
+        """Read the prompts to train on, and the held-out ones."""
         cfg = plan.cfg
         reader: Any = plan.reader()
         tokenizer = tokenizer_of_tokenizer_or_processor(reader)
@@ -110,7 +110,7 @@ class PolicyTask(Task):
         return plan, TaskData(source, None, held_out or [], tokenizer, processor, total)
 
     def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:
-        """Sampler, critic, rewards."""
+        """Build sampler, critic and rewards."""
         cfg = plan.cfg
         critic_of = partial(build_critic, plan, rate, data.total_steps)
         dependencies = rollout_dependencies(plan, data, engine, critic_of)
@@ -138,14 +138,14 @@ class PolicyTask(Task):
 
 
 def common_columns(prompts: IndexedPrompts) -> frozenset[str]:
-    """Columns that every row has, as far as looked at."""
+    """Return the columns that every row has, as far as rows are examined."""
     return frozenset.intersection(*(frozenset(prompts.read(i).columns) for i in range(min(len(prompts), LOOKED_AT))))
 
 
 def add_rl_summary_rows(
     facts: SummaryFacts, plan: RunPlan, source: PromptSource, critic: Engine | None
 ) -> SummaryFacts:
-    """The first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
+    """Add the first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
     cfg = plan.cfg
     generation = generation_batch_plan(plan.cfg, plan.layout.dp)
     samplers = plan.layout.world_size if samples_on_every_rank(cfg.rl.rollout_backend) else plan.layout.dp
@@ -170,7 +170,7 @@ def add_rl_summary_rows(
 
 
 def rewards_text(cfg: SwiftConfig) -> str:
-    """What gives rewards, each with its weight."""
+    """List what gives rewards, each with its weight."""
     names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
     weighted = [f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg.rl), strict=True)]
     return ", ".join([*weighted, *([f"turns of {cfg.rl.environment}"] if cfg.rl.environment else [])])
@@ -191,7 +191,7 @@ def weight_sync_summary_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 def critic_summary_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
-    """What PPO's second model is and costs. Collective."""
+    """Describe PPO's second model and its cost. Collective."""
     sizes = critic.report()
     start = cfg.rl.critic_model or "the initial model"
     memory = bytes_text(sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes)
@@ -212,18 +212,18 @@ class SamplerCloser(Hook):
         self.scheduler = scheduler
 
     def close(self) -> None:
-        """The draw under way first."""
+        """Close the samplers, after the draw that is under way."""
         self.scheduler.close()
         self.scheduler.generation.close()
 
 
 def critic_start_folder(rl: RlConfig, folder: Path) -> Path:
-    """Where the critic of a run starts; `folder`: the policy's."""
+    """Return the folder from which the critic of a run starts; `folder`: the policy's."""
     return folder if rl.critic_model is None else Path(rl.critic_model)
 
 
 def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, fresh: bool) -> Engine:
-    """The critic of a run: the policy's model, or `critic_model`, with a scalar head, trained as the policy is.
+    """Build the critic's engine: the policy's model, or `critic_model`, with a scalar head, trained as the policy is.
 
     With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains. A new head
     starts near 0: values of the size of weights would be noise in every advantage until the critic has unlearnt them.
@@ -240,7 +240,7 @@ def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Rank
 
 
 def build_critic(plan: RunPlan, rate: Rate, total_steps: int) -> CriticTrainer | None:
-    """The critic of a run that has one."""
+    """Build the critic of a run that has one."""
     cfg = plan.scheduled(total_steps)
     if not advantage_estimator_entry_of(cfg).critic:
         return None
@@ -254,7 +254,7 @@ def build_critic(plan: RunPlan, rate: Rate, total_steps: int) -> CriticTrainer |
 
 
 def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None:
-    """How conversations go, where the run has an environment."""
+    """Build what leads conversations, where the run has an environment."""
     text = cfg.rl.environment
     if text is None:
         return None
@@ -270,7 +270,7 @@ def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None
 
 
 def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
-    """The settings of a run on `dp` data-parallel ranks."""
+    """Collect the settings of a run on `dp` data-parallel ranks."""
     rl = cfg.rl
     plan = generation_batch_plan(cfg, dp)
     return RlSettings(
@@ -298,7 +298,7 @@ def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
 def rollout_dependencies(
     plan: RunPlan, data: TaskData, engine: Engine, critic_of: Callable[[], CriticTrainer | None]
 ) -> RolloutDependencies:
-    """What rollouts are made by: the sampler, the reward functions, the estimator."""
+    """Build what makes rollouts: the sampler, the reward functions, the estimator."""
     cfg = plan.cfg
     context = plan.context
     tokenizer = data.tokenizer
@@ -359,7 +359,8 @@ def rollout_dependencies(
 def sampler_options(
     cfg: SwiftConfig, spec: ModelSpec, sync: Path, device: str = "cpu", dtype: str = "auto", rank: int = 0
 ) -> SamplerOptions:
-    """What the backend for a model is made of; `sync`: the sync folder, `rank`: of adapters that come alone."""
+    """Collect the options of a model's backend. `sync`: the sync folder; `rank`: the rank of adapters that are sent
+    alone."""
     rl = cfg.rl
     return SamplerOptions(
         dtype=dtype,
@@ -385,7 +386,7 @@ def sampler_options(
 def build_sampler(
     cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, dtype: str, rank: int
 ) -> Sampler | None:
-    """This rank's sampler; None where another rank of the replica has it."""
+    """Build this rank's sampler; None where another rank of the replica has it."""
     if not samples_on_every_rank(cfg.rl.rollout_backend) and not is_sampling_rank(context.coordinates):
         return None
     options = sampler_options(
@@ -398,7 +399,7 @@ def build_sampler(
 
 
 def build_sampler_in_freed_memory(plan: RunPlan, engine: Engine, leaves: frozenset[str], rank: int) -> Sampler | None:
-    """This rank's sampler, built while `leaves` of the engine are off the device: vLLM refuses to start where less than
+    """Build this rank's sampler while `leaves` of the engine are off the device: vLLM refuses to start where less than
     its share of the memory is free. `rank`: of adapters that come alone."""
     if leaves:
         engine.offload(leaves)
@@ -410,7 +411,7 @@ def build_sampler_in_freed_memory(plan: RunPlan, engine: Engine, leaves: frozens
 
 
 def rollout_hooks(plan: RunPlan, rollouts: RolloutSource) -> Iterator[Hook]:
-    """The hooks of a policy's run that come before those of every run."""
+    """Build the hooks of a policy's run that come before those of every run."""
     cfg = plan.cfg
     parts = rollouts.parts
     yield SamplerCloser(parts.scheduler)
@@ -424,7 +425,7 @@ def rollout_hooks(plan: RunPlan, rollouts: RolloutSource) -> Iterator[Hook]:
 
 
 def reward_evaluation_hooks(plan: RunPlan, rollouts: RolloutSource, held_out: Sequence[Prompt]) -> Iterator[Hook]:
-    """Evaluation on the held-out prompts, where there are any."""
+    """Build the evaluation on held-out prompts, where there are any."""
     if held_out and evaluates(plan.cfg):
         work = (rollouts.parts.scheduler, rollouts.parts.scorer)
         train = plan.cfg.train
@@ -433,7 +434,7 @@ def reward_evaluation_hooks(plan: RunPlan, rollouts: RolloutSource, held_out: Se
 
 
 def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
-    """In the order of `reward_weights`; ConfigError with all that is wrong."""
+    """Load the reward functions in the order of `reward_weights`; ConfigError with all that is wrong."""
     rl = cfg.rl
     functions = load_reward_functions(
         rl.reward_funcs,
@@ -450,5 +451,5 @@ def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
 
 
 def reward_weights_of(rl: RlConfig) -> list[float]:
-    """One for each reward."""
+    """Return a weight for each reward."""
     return [*rl.reward_weights] or [1.0] * (len(rl.reward_funcs) + len(rl.reward_model))

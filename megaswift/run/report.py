@@ -110,7 +110,7 @@ class RunReportHeaderAndTimes:
 
 
 def environment_versions() -> Rows:
-    """Versions of what took part, and the machine."""
+    """Return the versions of the libraries that took part, and the machine."""
     import torch
 
     rows = [("python", f"{platform.python_version()} on {platform.platform()}")]
@@ -135,7 +135,7 @@ def environment_versions() -> Rows:
 
 
 def headline_figures(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], total: float) -> Rows:
-    """The figures one looks for first: value, what it is."""
+    """Return the most important figures, each with its label."""
     if not lines:
         return [("0", "logged steps")]
     watched = primary_metric(lines)
@@ -175,7 +175,7 @@ def headline_figures(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping
 
 
 def chart_cards_html(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
-    """The cards with curves."""
+    """Render the cards with curves."""
 
     def points(name: str, of: list[dict[str, Any]]) -> Points:
         return list(zip(metric_column(of, "step"), metric_column(of, name), strict=True))
@@ -228,7 +228,7 @@ def _rewards(lines: Sequence[Mapping[str, Any]]) -> Rows:
 
 
 def two_column_html_table(rows: Sequence[tuple[str, str]], given: frozenset[str] = frozenset(), style: str = "") -> str:
-    """Two columns; text of several lines keeps its shape."""
+    """Render a table of two columns; text of several lines keeps its shape."""
     html = []
     for label, text in rows:
         cell = f"<pre>{escape(text)}</pre>" if "\n" in text else escape(text)
@@ -237,7 +237,7 @@ def two_column_html_table(rows: Sequence[tuple[str, str]], given: frozenset[str]
 
 
 def sample_table_html(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Completions of the last generation with their rewards; nothing where there are none."""
+    """Render completions of the last generation with their rewards; nothing where there are none."""
     last = [row for row in rows if row["step"] == rows[-1]["step"]][:SAMPLES]
     if not last:
         return ""
@@ -257,8 +257,8 @@ def sample_table_html(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def profile_html(folder: Path) -> str:
-    """Time of a step by kind of operation on each profiled rank, and what held the memory of those that ran out of it;
-    nothing where there is neither."""
+    """Render the time of a step by kind of operation on each profiled rank, and what held the memory of those that ran
+    out of it; nothing where there is neither."""
     html = [
         f"<h3>rank {rank}: {summary['ms_per_step']:,.1f} ms a step, {count_text(summary['steps'], 'step')}</h3>"
         + timing_bars_html(summary["by_kind_ms_per_step"], "ms")
@@ -277,7 +277,7 @@ def profile_html(folder: Path) -> str:
 
 
 def timing_bars_html(times: Mapping[str, float], unit: str = "s") -> str:
-    """Times by name as bars."""
+    """Render times by name as bars."""
     longest = max([*times.values(), 1e-9])
     rows = "".join(
         f'<tr><td>{escape(name)}</td><td class="right">{value:,.2f} {unit}</td>'
@@ -288,7 +288,7 @@ def timing_bars_html(times: Mapping[str, float], unit: str = "s") -> str:
 
 
 def configuration_table_html(cfg: SwiftConfig) -> str:
-    """Every option by section, those the user set marked."""
+    """Render every option by section, with marks on those that the user set."""
     html = []
     for section, values in cfg.to_dict().items():
         if isinstance(values, dict):
@@ -306,7 +306,7 @@ def report_page_html(
     evals: list[dict[str, Any]],
     sections: str = "",
 ) -> str:
-    """The page's text; `sections`: more of them, HTML."""
+    """Render the page; `sections` are further sections in HTML."""
     figures = "".join(
         f'<div class="card tile"><b>{escape(v)}</b><span>{escape(w)}</span></div>'
         for v, w in headline_figures(lines, evals, sum(story.seconds.values()))
@@ -329,7 +329,7 @@ def report_page_html(
 
 
 def write_report(path: Path, cfg: SwiftConfig, story: RunReportHeaderAndTimes, logs: tuple[Path, Path, Path]) -> None:
-    """The page on disk, whole or not at all. `logs`: metrics.jsonl, eval.jsonl and completions.jsonl."""
+    """Write the page, whole or not at all. `logs`: metrics.jsonl, eval.jsonl and completions.jsonl."""
     lines, evals, answers = (read_lines(log) for log in logs)
     sections = sample_table_html(answers) + profile_html(path.parent / "profile")
     write_atomically(path, report_page_html(cfg, story, lines, evals, sections))

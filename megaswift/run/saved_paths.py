@@ -21,7 +21,7 @@ SUFFIXES = ("#", ":")
 
 
 def with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """`SwiftConfig.to_dict()` with absolute paths."""
+    """Make the paths in `SwiftConfig.to_dict()` absolute."""
     return {
         key: {n: _value(n, v) for n, v in part.items()} if key in SECTIONS and isinstance(part, dict) else part
         for key, part in values.items()

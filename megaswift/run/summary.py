@@ -58,7 +58,7 @@ class SummaryFacts:
 
 
 def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
-    """Label and text; a text may have several lines."""
+    """Return the rows of the first screen: label and text, which may have several lines."""
     p = facts.parameters
     train = cfg.train
     state = p.weight_bytes + p.gradient_bytes + p.optimizer_bytes
@@ -99,7 +99,7 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
 
 
 def expert_capacity_text(model: ModelConfig) -> str:
-    """What experts take at most; empty where they take every token."""
+    """Describe the capacity of experts; empty where they take every token."""
     factor = model.moe_expert_capacity_factor
     if factor is None:
         return ""
@@ -108,7 +108,7 @@ def expert_capacity_text(model: ModelConfig) -> str:
 
 
 def extra_kwargs_text(model: ModelConfig) -> str:
-    """The fields of `megatron_extra_kwargs`; empty without any."""
+    """List the fields of `megatron_extra_kwargs`; empty without any."""
     given = model.megatron_extra_kwargs
     fields = ", ".join(f"{name} {value}" for name, value in given.items())
     return (
@@ -119,20 +119,20 @@ def extra_kwargs_text(model: ModelConfig) -> str:
 
 
 def engine_suffix(cfg: SwiftConfig) -> str:
-    """`, fsdp2 (hybrid_shard)`, nothing for the native engine."""
+    """Write `, fsdp2 (hybrid_shard)`; nothing for the native engine."""
     how = f" ({' '.join(cfg.engine.fsdp)})" if cfg.engine.fsdp else ""
     return "" if requested_engine(cfg) == NATIVE else f", {cfg.engine.engine}{how}"
 
 
 def trained_parameter_share_text(p: EngineSizeReport) -> str:
-    """`; 1,234 trained (0.12%)`, nothing where all do."""
+    """Write `; 1,234 trained (0.12%)`; nothing where all parameters train."""
     if p.parameters_trained is None:
         return ""
     return f"; {p.parameters_trained:,} trained ({p.parameters_trained / p.parameters_total:.2%})"
 
 
 def steps_text(train: TrainConfig, facts: SummaryFacts) -> str:
-    """`250 = 2 epochs of 1,000 rows`."""
+    """Write `250 = 2 epochs of 1,000 rows`."""
     text = f"{facts.total_steps:,}"
     if facts.rows_per_epoch:
         rows_a_step = facts.dp * facts.accumulation * train.per_device_train_batch_size
@@ -142,7 +142,7 @@ def steps_text(train: TrainConfig, facts: SummaryFacts) -> str:
 
 
 def optimizer_text(optim: OptimConfig, total_steps: int) -> str:
-    """Optimizer and schedule in one line."""
+    """Describe optimizer and schedule in one line."""
     o = optim
     warmup = warmup_steps(total_steps, o)
     low = final_rate(o)
@@ -160,7 +160,7 @@ def optimizer_text(optim: OptimConfig, total_steps: int) -> str:
 
 
 def output_text(train: Any, total_steps: int) -> str:
-    """The folder and what is written when."""
+    """Describe the output folder and what is written when."""
     keep = f", the last {train.save_total_limit} kept" if train.save_total_limit else ""
     save = {
         "epoch": f"every epoch{keep}",
@@ -178,7 +178,7 @@ def output_text(train: Any, total_steps: int) -> str:
 
 
 def render_summary(title: str, table: Rows) -> str:
-    """The rows as text."""
+    """Render the rows as text."""
     width = max(len(label) for label, _ in table)
     lines = [title]
     for label, text in table:
@@ -189,8 +189,8 @@ def render_summary(title: str, table: Rows) -> str:
 
 
 def data_text(stats: Mapping[str, Any], evaluation_rows: int = 0, scored: bool = False) -> str:
-    """What the data source says of itself, in its own order, and the rows of evaluation. `scored`: answers are judged
-    as wholes."""
+    """Describe the data by the source's statistics, in their order, and the rows of evaluation. `scored`: whole answers
+    are judged."""
     words = []
     stats = {name: value for name, value in stats.items() if name != "rows" or not {"pairs", "examples"} & set(stats)}
     if scored:
@@ -213,6 +213,6 @@ def data_text(stats: Mapping[str, Any], evaluation_rows: int = 0, scored: bool =
 
 
 def streamed_rows_text(stats: Mapping[str, float]) -> str:
-    """At the end of a stream: how many rows were read, and what happened to some; empty where all were used."""
+    """Describe at the end of a stream how many rows were read, and what happened to some; empty where all were used."""
     counted = row_count_texts({name: count for name, count in stats.items() if name != "rows_read"})
     return f"of {count_text(int(stats['rows_read']), 'row')} read: {', '.join(counted)}" if counted else ""

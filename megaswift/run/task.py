@@ -82,9 +82,8 @@ class Task(ABC):
 
     @abstractmethod
     def read(self, plan: RunPlan) -> tuple[RunPlan, TaskData]:
-        """The data, and the plan with what depends on them. Collective."""
+        """Read the data, and return the plan with what depends on them. Collective."""
 
     @abstractmethod
     def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:
-        """What the task needs besides `engine`, which has its weights. `rate`: the schedule.
-        Collective."""
+        """Build what the task needs besides `engine`, which has its weights. `rate`: the schedule. Collective."""

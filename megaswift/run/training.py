@@ -72,7 +72,7 @@ still goes."""
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Objects made inside are taken to live as long as the process: the collector does not visit them later either."""
+    """Pause the garbage collector in the block, and exempt objects made there: they live as long as the process."""
     before = gc.get_threshold()
     gc.set_threshold(ALLOCATIONS, *before[1:])
     try:

@@ -37,13 +37,13 @@ def syncs_adapters_only(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> bool
 
 
 def adapter_sync_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> Iterator[Problem]:
-    """Problems of adapters that should be synchronized without the base and cannot be."""
+    """Report adapters that should be synchronized without the base and cannot be."""
     if cfg.rl.rollout_lora and (why := merged_sync_reason(cfg, spec, folder)):
         yield Problem("--rollout_lora true", why, "leave it out: megaswift then sends merged weights")
 
 
 def merged_sync_reason(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
-    """Why samplers cannot have adapters alone, with the model in `folder`; empty where they can."""
+    """Return why samplers cannot have adapters alone, with the model in `folder`; empty where they can."""
     stored = _stored(cfg.lora.adapters)
     reasons: tuple[tuple[Any, str], ...] = (
         (cfg.model.train_type == "full", "there are no adapters"),
@@ -79,7 +79,7 @@ def merged_sync_reason(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
 
 
 def adapter_rank(lora: LoraConfig) -> int:
-    """The adapters' rank."""
+    """Return the adapters' rank."""
     return int(_stored(lora.adapters).get("r", lora.lora_rank))
 
 

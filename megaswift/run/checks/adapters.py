@@ -18,7 +18,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def missing_adapter_file_problems(adapters: str) -> list[Problem]:
-    """What a folder of adapters lacks."""
+    """Report files that a folder of adapters lacks."""
     folder = Path(adapters)
     lacking = [name for name in ADAPTER_FILES if not (folder / name).is_file()]
     if not lacking:
@@ -28,7 +28,7 @@ def missing_adapter_file_problems(adapters: str) -> list[Problem]:
 
 
 def adapter_task_type_problems(cfg: SwiftConfig) -> list[Problem]:
-    """A folder of a reward model's adapters for another task, or of a language model's for task rm."""
+    """Report a folder of a reward model's adapters for another task, or of a language model's for task rm."""
     if cfg.lora.adapters is None or missing_adapter_file_problems(cfg.lora.adapters):
         return []
     label = f"--adapters {cfg.lora.adapters}"
@@ -97,7 +97,7 @@ def quantized_or_peft_run_problems(cfg: SwiftConfig, folder: Path) -> list[Probl
 
 
 def adapter_train_type_problems(model: ModelConfig, folder: Path) -> list[Problem]:
-    """A folder of another kind than `train_type`, or of one that cannot go on."""
+    """Report a folder of another kind than `train_type`, or of a kind that cannot be trained further."""
     kind = adapter_peft_type_or_lora(folder)
     label = f"--adapters {folder}"
     if kind == "adalora":
@@ -115,8 +115,8 @@ def adapter_train_type_problems(model: ModelConfig, folder: Path) -> list[Proble
 
 
 def peft_config_problems(cfg: SwiftConfig) -> list[Problem]:
-    """What PEFT says of an adapter's settings; asked (which loads torch) only for adapters whose rules are PEFT's
-    alone."""
+    """Report what PEFT refuses in an adapter's settings; PEFT is asked (which loads torch) only for adapters whose
+    rules are PEFT's alone."""
     if non_lora_peft_method_of(cfg) is None:
         return []
     from megaswift.bridge.adapters import peft_config

@@ -33,8 +33,8 @@ def changes_model(model: ModelConfig) -> bool:
 
 
 def changed_config_and_tokenizer(cfg: SwiftConfig, folder: Path) -> tuple[dict[str, Any], Any]:
-    """(config.json, the tokenizer, None where it is the folder's own). ConfigError where the model cannot be
-    changed."""
+    """Return config.json and the tokenizer; None where the tokenizer is the folder's own. ConfigError where the model
+    cannot be changed."""
     raw = read_config_json(folder)
     flag = "--rope_scaling" if cfg.model.rope_scaling is not None else "--new_special_tokens"
     if has_vision_tower(raw):
@@ -56,7 +56,7 @@ def changed_config_and_tokenizer(cfg: SwiftConfig, folder: Path) -> tuple[dict[s
 
 @contextmanager
 def changed_config_folder(cfg: SwiftConfig, folder: Path) -> Iterator[Path]:
-    """`folder`, or within the block a temporary folder with the changed config.json and links to its other files."""
+    """Yield `folder`, or a temporary folder for the block with the changed config.json and links to its other files."""
     if not changes_model(cfg.model):
         yield folder
         return

@@ -16,7 +16,7 @@ from megaswift.errors import Problem, UserError, missing_path_hint
 
 
 def data_problems(cfg: SwiftConfig) -> list[Problem]:
-    """Data sets that are not there, a chat template that cannot be had; what is in them `megaswift.data` reads."""
+    """Report data sets and chat templates that do not exist. `megaswift.data` reads their content later."""
     problems: list[Problem] = []
     checks: list[Callable[[], object]] = [
         check for option in ("dataset", "val_dataset") for check in _data_set_checks(cfg.value(option), f"--{option}")

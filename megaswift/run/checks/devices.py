@@ -16,7 +16,7 @@ from megaswift.errors import Problem
 
 
 def device_dependent_option_problems(cfg: SwiftConfig, environ: Mapping[str, str]) -> list[Problem]:
-    """What a CPU alone cannot do, and what a GPU or its allocator's settings rule out."""
+    """Report options that need a GPU, and those that this GPU or its allocator's settings rule out."""
     half = cfg.model.torch_dtype == "float16" and requested_engine(cfg) in ZERO
     asked = (cfg.optim.optimizer_cpu_offload, half, cfg.engine.ddp_backend, uses_cuda_graphs(cfg), cfg.model.jit_fuser)
     if not any(asked):

@@ -56,7 +56,8 @@ class MachineFacts:
     """False: adapters only, so that weights are nearly all there is."""
 
     def need(self, kind: str, size: int) -> float:
-        """Bytes on a rank: 4 a parameter for weights, 12 for its gradient and Adam's two moments, whole or in parts."""
+        """Return the bytes on a rank: 4 a parameter for weights, 12 for its gradient and Adam's two moments, whole or
+        in parts."""
         weights = 4.0 * size
         rest = 12.0 * size * self.trains_all
         whole = {"ddp": (1, 1), "zero2": (1, self.processes), "fsdp2": (self.processes, self.processes)}[kind]
@@ -68,7 +69,7 @@ class MachineFacts:
 
 
 def available_memory_bytes_per_process(processes: int) -> float:
-    """Bytes: a GPU's, or the processes' share of this machine's."""
+    """Return a GPU's memory in bytes, or a process's share of this machine's memory."""
     import torch
 
     if torch.cuda.is_available():
@@ -78,8 +79,8 @@ def available_memory_bytes_per_process(processes: int) -> float:
 
 
 def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
-    """The configuration with its engine named; `auto` and the options that mean one are resolved. `tell`: which, and
-    why."""
+    """Choose the engine where the options leave it open, and return the configuration with its name. `tell`: print
+    which engine, and why."""
     requested = requested_engine(cfg)
     if tell and (cfg.engine.fsdp or cfg.engine.fsdp_config):
         log.info("engine fsdp2: the FSDP options select torch's fully_shard (FSDP2); FSDP1 is not used")
@@ -115,7 +116,8 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
 
 
 def reason_for_torch_engine(cfg: SwiftConfig) -> str:
-    """Why the default engine gives way to one of torch; empty where it stays, or where the user named an engine."""
+    """Return why a torch engine replaces the default engine; empty where none does, or where the user named an
+    engine."""
     if not is_engine_open(cfg):
         return ""
     if name := first_given_torch_only_option(cfg):
@@ -133,7 +135,7 @@ def reason_for_torch_engine(cfg: SwiftConfig) -> str:
 
 
 def restrict_engine_for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
-    """The same where the adapters, or the weights under them, leave the choice to fewer engines."""
+    """Choose again where the adapters, or the weights under them, allow fewer engines."""
     name = f"train_type {cfg.model.train_type}"
     method = non_lora_peft_method_of(cfg)
     if kind == NATIVE and cfg.model.train_type != "qlora" and not uses_model_parallelism(cfg):
@@ -150,7 +152,7 @@ def restrict_engine_for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple
 
 
 def choose_engine(spec: ModelSpec, axes: bool, machine: MachineFacts, torch_only: bool = False) -> tuple[str, str]:
-    """(engine, reason). `torch_only`: the native engine does not serve this run."""
+    """Return the engine and the reason. `torch_only`: the native engine does not serve this run."""
     size = approximate_parameter_count(spec)
     text = f"{size / 1e9:.3g} B parameters" if size >= 1e8 else f"{size / 1e6:.2f} M parameters"
     if axes:

@@ -22,8 +22,8 @@ FIT = "--fit true"
 
 
 def fit_problems(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> list[Problem]:
-    """Why this run cannot be fitted, as far as one process knows: where no memory is given, GPUs are asked on the
-    ranks."""
+    """Report why this run cannot be fitted, as far as one process knows: where no memory is given, GPUs are asked on
+    the ranks."""
     if not cfg.train.fit:
         return []
     if uncovered := list(uncovered_features(cfg.model, spec, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
@@ -38,8 +38,10 @@ def fit_problems(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> list[Prob
 
 
 def fit_to_device(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> tuple[SwiftConfig, str]:
-    """(the configuration with the chosen settings, the row of the run summary), the same on every rank; without --fit
-    as it is. Collective.
+    """Choose settings that fit the device; return the configuration and the row of the run summary, the same on every
+    rank.
+
+    Without --fit nothing changes. Collective.
 
     Raises:
         ConfigError: nothing fits.
@@ -83,7 +85,7 @@ def _choice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout, memory: int) -> F
 
 
 def choose_settings_for_run(cfg: SwiftConfig, parameters: RunParameters, usable: int) -> FitChoice | NoFit:
-    """The choice among the options that the user has not set; `none`, in words, is the user's choice too. Accumulation
+    """Choose among the options that the user has not set; an explicit `none` is the user's choice too. Accumulation
     follows from a global batch that is set."""
     left_open = {n for n in ALL if n not in cfg.given and not (n in cfg.typed and cfg.value(n) is None)}
     if cfg.train.global_batch_size is not None:
@@ -96,7 +98,7 @@ def choose_settings_for_run(cfg: SwiftConfig, parameters: RunParameters, usable:
 
 
 def step_options(cfg: SwiftConfig, dp: int) -> StepOptions:
-    """What decides the memory of a run's step on `dp` data-parallel ranks."""
+    """Collect the options that decide the memory of a step on `dp` data-parallel ranks."""
     plan = batch_plan(cfg.train, dp)
     return StepOptions(
         cfg.model,
@@ -110,7 +112,7 @@ def step_options(cfg: SwiftConfig, dp: int) -> StepOptions:
 
 
 def settings_text(settings: Settings) -> str:
-    """As flags; what is set to nothing is left out."""
+    """Write settings as flags, without those that are unset."""
     return " ".join(f"--{name} {option_value_text(value)}" for name, value in settings.items() if value != ())
 
 
@@ -131,7 +133,7 @@ def fit_text(chosen: FitChoice, memory: int, cuda: bool) -> str:
 
 
 def estimate_text(estimate: MemoryEstimate) -> str:
-    """The total and its parts."""
+    """Write the total of an estimate and its parts."""
     held = estimate.held
     activations = estimate.activations
     parts = {

@@ -19,7 +19,7 @@ from megaswift.run.checks.changed_model import changed_config_folder
 
 
 def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
-    """What the folder's config.json describes; ConfigError where the task cannot use it."""
+    """Return the model that the folder's config.json describes; ConfigError where the task cannot use it."""
     raw = read_config_json(folder)
     if unfit := [*rope_and_epsilon_problems(raw), *unreadable_value_problems(raw)]:
         raise WeightsError(unfit)

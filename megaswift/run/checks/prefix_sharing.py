@@ -35,7 +35,7 @@ def shares_prefixes(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> bool:
 
 
 def prefix_sharing_rows(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """For the first screen; none for tasks that have nothing to share."""
+    """Return the rows of the first screen; none for tasks that have nothing to share."""
     if cfg.task not in PROMPTED:
         return ()
     why = _reason_why_not(cfg, spec, layout)
@@ -64,14 +64,14 @@ def _why_not_by_default(cfg: SwiftConfig, spec: ModelSpec) -> str:
 
 
 def prefix_sharing_problems(cfg: SwiftConfig, spec: ModelSpec, cp: int) -> Iterator[Problem]:
-    """Why prompts cannot be shared where that was asked for."""
+    """Report why prompts cannot be shared where the options ask for it."""
     if cfg.data.prefix_sharing and (why := reason_against_prefix_sharing(cfg, spec, cp)):
         yield Problem("--prefix_sharing true", why, "leave it out")
 
 
 def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) -> str:
-    """Why the numbers of a run would not be those of separate prompts; empty where they are. `cp`: context-parallel
-    ranks."""
+    """Return why the numbers of a run would differ from those of separate prompts; empty where they do not. `cp`:
+    context-parallel ranks."""
     engine = requested_engine(cfg)
     torch_engine = engine != NATIVE
     reasons: tuple[tuple[Any, str], ...] = (

@@ -127,8 +127,8 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
 
 
 def layout_data_output_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
-    """What layout, data and output directory say of a configuration whose options do not go together: the part of
-    `preflight` that asks little of these. Nothing of the model where none is named."""
+    """Report problems of layout, data and output directory for a configuration whose options contradict each other: the
+    part of `preflight` that asks little of these. Nothing of the model where none is named."""
 
     def layout() -> list[Problem]:
         if cfg.model.model is None:
@@ -156,7 +156,7 @@ def data_output_and_tracker_checks(cfg: SwiftConfig) -> list[Check]:
 
 
 def preemption_command_problems(command: str | None) -> list[Problem]:
-    """A command that cannot be run on this machine."""
+    """Report a command that cannot be run on this machine."""
     if not command:
         return []
     what = f"--preemption_command {command}"
@@ -171,7 +171,7 @@ def preemption_command_problems(command: str | None) -> list[Problem]:
 
 
 def collect_check_errors(checks: Iterable[Check]) -> list[UserError]:
-    """What each check raises or returns."""
+    """Run the checks and collect what each raises or returns."""
     errors: list[UserError] = []
     for check, kind in checks:
         try:
@@ -185,7 +185,7 @@ def collect_check_errors(checks: Iterable[Check]) -> list[UserError]:
 
 
 def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
-    """The model's files and its layout."""
+    """Report problems of the model's files and its layout."""
     folder = locate_model(cfg.model, weights=False)
     local = Path(str(cfg.model.model)).is_dir()
     problems = (
@@ -219,7 +219,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
 
 
 def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world_size: int) -> list[Problem]:
-    """What the torch engine needs beside a model that transformers loads."""
+    """Report what the torch engine lacks besides a model that transformers loads."""
     problems = layout_problems(
         ModelShape.of(spec), LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train)
     ) + torch_engine_machine_problems(cfg)
@@ -245,7 +245,7 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
 
 
 def adapter_target_and_folder_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
-    """Targets that match nothing; an adapter folder that is none (what is in it, the bridge reads)."""
+    """Report targets that match nothing, and an adapter folder that is none; the bridge reads its content later."""
     lora = cfg.lora
     problems = []
     if lora.adapters is not None:
@@ -269,7 +269,7 @@ def adapter_target_and_folder_problems(cfg: SwiftConfig, spec: ModelSpec) -> lis
 
 
 def rope_length_problems(data: DataConfig, spec: ModelSpec) -> list[Problem]:
-    """Sequences for which the model would have other rotary frequencies than it is built with."""
+    """Report sequences for which the model would have other rotary frequencies than it is built with."""
     longest = spec.features.longest
     if longest is None or data.max_length <= longest:
         return []
@@ -284,7 +284,7 @@ def rope_length_problems(data: DataConfig, spec: ModelSpec) -> list[Problem]:
 
 
 def expert_option_problems(cfg: SwiftConfig) -> list[Problem]:
-    """Options for experts, given for a dense model: they would be ignored."""
+    """Report options for experts with a dense model: they would be ignored."""
     rule = "applies only to MoE models; this model is dense"
     given = [
         Problem(f"--{name} {option_value_text(getattr(cfg.model, name))}", rule, "leave it out")
@@ -303,7 +303,7 @@ def expert_option_problems(cfg: SwiftConfig) -> list[Problem]:
 
 
 def recompute_mlp_without_dense_layer_problems(model: ModelConfig) -> list[Problem]:
-    """Recomputing dense MLPs, asked for a model that has none."""
+    """Report recomputation of dense MLPs for a model that has none."""
     idle = "mlp" in model.recompute_modules
     return (
         [
@@ -319,7 +319,7 @@ def recompute_mlp_without_dense_layer_problems(model: ModelConfig) -> list[Probl
 
 
 def tracker_problems(report_to: Sequence[str]) -> list[Problem]:
-    """Trackers that are requested and not installed."""
+    """Report trackers that are requested and not installed."""
     return [
         Problem(
             f"--report_to {name}",
@@ -332,7 +332,7 @@ def tracker_problems(report_to: Sequence[str]) -> list[Problem]:
 
 
 def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
-    """Options that do not fit the model; what reading images needs."""
+    """Report options that do not fit a vision-language model, and packages that reading images needs."""
     model = f"--model {cfg.model.model}"
     if not has_vision_tower(spec.hf_config):
         return [

@@ -36,8 +36,8 @@ FIXES = {
 
 
 def refuse_ranks_that_differ(facts: Mapping[str, str]) -> None:
-    """ConfigError on every rank, where a fact has another value on some. Collective. `facts`: the same names on every
-    rank, short values."""
+    """Raise ConfigError on every rank where a fact has another value on some rank. Collective. `facts`: the same names
+    on every rank, short values."""
     everyone = distributed.all_gather_objects((socket.gethostname(), dict(facts)))
     problems = []
     for name in facts:
@@ -54,7 +54,7 @@ def refuse_ranks_that_differ(facts: Mapping[str, str]) -> None:
 
 
 def refuse_ranks_with_other_options(cfg: SwiftConfig) -> None:
-    """ConfigError on every rank, with the options that differ. Collective."""
+    """Raise ConfigError on every rank, with the options that differ between ranks. Collective."""
     own = {name: json.dumps(value, sort_keys=True, default=str) for name, value in _options(cfg)}
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
     if len(set(distributed.all_gather_objects(digest))) > 1:
@@ -62,7 +62,7 @@ def refuse_ranks_with_other_options(cfg: SwiftConfig) -> None:
 
 
 def program_and_device_facts(folder: Path, device: torch.device) -> dict[str, str]:
-    """Versions, this package's source, the model's configuration and tokenizer, the kind of device."""
+    """Collect versions, this package's source, the model's configuration and tokenizer, the kind of device."""
     facts = {"megaswift": f"{__version__}, source {package_source_digest()}"}
     for package in PACKAGES:
         try:
@@ -76,7 +76,8 @@ def program_and_device_facts(folder: Path, device: torch.device) -> dict[str, st
 
 
 def package_source_digest(folder: Path | None = None) -> str:
-    """12 hexadecimal digits of this package's own modules: two checkouts may have one version. `folder`: of another."""
+    """Return a hash of this package's own modules in 12 hexadecimal digits, because two checkouts may have one version.
+    `folder`: that of another package."""
     root = Path(__file__).parents[2] if folder is None else folder
     return _digest_of_files(root, root.rglob("*.py"))
 
@@ -89,8 +90,7 @@ def _digest_of_files(root: Path, files: Iterable[Path]) -> str:
 
 
 def refuse_unshared_output_folder(file: Path) -> None:
-    """ConfigError on every rank where some do not see `file`, which rank 0 has just written, as it is there.
-    Collective."""
+    """Raise ConfigError on every rank where some rank does not see `file` as rank 0 has just written it. Collective."""
     wanted = distributed.run_on_rank0(lambda: _digest(file))
     deadline = time.monotonic() + VISIBLE_SECONDS
     while (seen := _digest(file)) != wanted and time.monotonic() < deadline:

@@ -51,7 +51,7 @@ _TRAINING = (
 
 
 def model_difference_problems(step: Path, config: Mapping[str, Any]) -> list[Problem]:
-    """Fields in which the model of a step and the model of `config` compute another function."""
+    """Report the fields in which the model of a step and the model of `config` compute another function."""
     folder = step / MODEL
     if not (folder / CONFIG).is_file():
         return []
@@ -73,7 +73,7 @@ def model_difference_problems(step: Path, config: Mapping[str, Any]) -> list[Pro
 
 
 def refuse_other_model(step: Path, config: Mapping[str, Any]) -> None:
-    """CheckpointError that names every such field."""
+    """Raise CheckpointError with every such field."""
     if problems := model_difference_problems(step, config):
         raise CheckpointError(problems)
 

@@ -29,7 +29,8 @@ EXPORT = "hf"
 
 
 def rl_run_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
-    """All problems of an RL run on `world_size` processes, except those of the layout itself (`parallel/checks.py`)."""
+    """Report all problems of an RL run on `world_size` processes, except those of the layout itself
+    (`parallel/checks.py`)."""
     return [
         *_found([lambda: batch_problems_of(cfg, world_size)]),
         *reward_environment_and_model_problems(cfg),
@@ -54,7 +55,7 @@ def _found(checks: Sequence[Callable[[], Iterator[Problem]]]) -> list[Problem]:
 
 
 def vision_rollout_problems(rl: RlConfig) -> list[Problem]:
-    """What sampling from a vision-language model does not support."""
+    """Report options that sampling from a vision-language model does not support."""
     model = "a vision-language model"
     problems = []
     if rl.rollout_backend != TRANSFORMERS:
@@ -70,7 +71,7 @@ def vision_rollout_problems(rl: RlConfig) -> list[Problem]:
 
 
 def batch_problems_of(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:
-    """Generations that no whole groups or batches fill."""
+    """Report generations that whole groups or batches do not fill."""
     try:
         dp = LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train).known_dp
     except UserError:
@@ -81,7 +82,7 @@ def batch_problems_of(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:
 
 
 def reward_problems(cfg: SwiftConfig) -> Iterator[Problem]:
-    """Reward functions that nobody knows, files and environments that are not there."""
+    """Report unknown reward functions, and files and environments that do not exist."""
     files = [file for file in cfg.train.external_plugins if Path(file).expanduser().is_file()]
     load_external_plugins(files)  # mostly read already, with the configuration
     registered = PLUGINS.rewards if files else {}
@@ -107,7 +108,7 @@ def reward_problems(cfg: SwiftConfig) -> Iterator[Problem]:
 
 
 def undefined_name_problems(flag: str, file: Path, name: str) -> Iterator[Problem]:
-    """A name that a file of Python does not define, as far as its text says: nothing is run."""
+    """Report a name that a Python file does not define, by its text: the file is not run."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, OSError) as error:
@@ -139,7 +140,7 @@ def _bound(body: Sequence[ast.stmt]) -> Iterator[str]:
 
 
 def other_model_folder_problems(cfg: SwiftConfig) -> Iterator[Problem]:
-    """Models beside the policy that are not there, and reward models that are none."""
+    """Report missing models besides the policy, and reward models that are none."""
     named = [("critic_model", cfg.rl.critic_model), ("ref_model", cfg.preference.ref_model)]
     named += [("reward_model", m) for m in cfg.rl.reward_model]
     for flag, folder in named:
@@ -161,7 +162,7 @@ def other_model_folder_problems(cfg: SwiftConfig) -> Iterator[Problem]:
 
 
 def engine_size_problems(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:
-    """A tensor parallel size of vLLM's engines that does not divide the ranks of a node or the model's heads."""
+    """Report a tensor parallel size of vLLM's engines that does not divide the ranks of a node or the model's heads."""
     size = cfg.vllm.vllm_tensor_parallel_size
     label = f"--vllm_tensor_parallel_size {size}"
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -177,7 +178,7 @@ def engine_size_problems(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]
 
 
 def missing_sampler_backend_problems(rl: RlConfig) -> Iterator[Problem]:
-    """What a backend lacks on this machine."""
+    """Report what a backend lacks on this machine."""
     if rl.rollout_backend == TRANSFORMERS:
         return
     from megaswift.rollout.sampler import SamplerOptions, sampler_backend_problems  # brings torch

@@ -17,8 +17,8 @@ OPTION = "rollout_backend"
 
 
 def resolve_sampler_backend(cfg: SwiftConfig, tell: bool = True) -> SwiftConfig:
-    """The configuration with `rollout_backend vllm` where the user named no backend, a GPU is there, a build of vLLM
-    for it is installed, and no other option forbids it. `tell`: says so, or why not."""
+    """Select `rollout_backend vllm` where the user named no backend, a GPU is there, a build of vLLM for it is
+    installed, and no other option forbids it. `tell`: says so, or why not."""
     if cfg.task not in RL or OPTION in cfg.given or OPTION in cfg.typed:
         return cfg
     import torch

@@ -24,8 +24,8 @@ def verify_source_steps(cfg: SwiftConfig) -> None:
 
 
 def verify_sources_and_locate_model(cfg: SwiftConfig, folder: Path) -> Path:
-    """The model's folder once it and the run's other models are checked: `folder`, or the one in an older step where
-    --model is an output directory whose latest step is damaged. Collective."""
+    """Check the model's folder and the run's other models, and return the folder: `folder`, or the one in an older step
+    where --model is an output directory whose latest step is damaged. Collective."""
     verify_source_steps(cfg)
     if cfg.lora.adapters is not None:
         saved_steps.refuse_damaged_part(Path(cfg.lora.adapters))

@@ -25,7 +25,7 @@ _CALLS_LIBAIO = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0)
 
 
 def torch_engine_machine_problems(cfg: SwiftConfig) -> list[Problem]:
-    """All of them."""
+    """Report all that a torch engine lacks on this machine."""
     return [
         *bitsandbytes_optimizer_problems(cfg.optim),
         *attention_problems(cfg.model),
@@ -37,7 +37,7 @@ def torch_engine_machine_problems(cfg: SwiftConfig) -> list[Problem]:
 
 
 def missing_package_problem(package: str, wanted: str) -> list[Problem]:
-    """Nothing where it is installed."""
+    """Report a package that is not installed; None where it is."""
     if find_spec(package) is not None:
         return []
     return [
@@ -57,8 +57,7 @@ def has_gpu() -> bool:
 
 
 def bitsandbytes_optimizer_problems(optim: OptimConfig) -> list[Problem]:
-    """bitsandbytes, and a GPU where its states are paged: without one it would keep them as ever, and say so on
-    standard error."""
+    """Report missing bitsandbytes, and a missing GPU for paged states, which bitsandbytes would keep unpaged there."""
     name = optim.optimizer
     if name not in (*OF_BITSANDBYTES, "galore_adamw_8bit"):
         return []
@@ -71,7 +70,7 @@ def bitsandbytes_optimizer_problems(optim: OptimConfig) -> list[Problem]:
 
 
 def attention_problems(model: ModelConfig) -> list[Problem]:
-    """Kernels that a CPU has not, or not for training; on a GPU, the package of the kernels."""
+    """Report attention kernels that a CPU lacks, or lacks for training, and on a GPU a missing package."""
     kind = model.attn_impl
     wanted = f"--attn_impl {model.attn_impl}"
     if kind not in ("flash", "flash_3", "flex"):
@@ -87,7 +86,7 @@ def attention_problems(model: ModelConfig) -> list[Problem]:
 
 
 def liger_problems(model: ModelConfig) -> list[Problem]:
-    """liger-kernel's are Triton kernels."""
+    """Report what liger-kernel, whose kernels are Triton's, lacks on this machine."""
     if not model.use_liger:
         return []
     problems = missing_package_problem("liger_kernel", "--use_liger true")
@@ -99,14 +98,15 @@ def liger_problems(model: ModelConfig) -> list[Problem]:
 
 
 def triton_problems(option: str) -> list[Problem]:
-    """Why kernels that an option asks for cannot be launched on the GPU of this machine."""
+    """Report why kernels that an option asks for cannot be launched on the GPU of this machine."""
     missing = missing_for_triton(os.environ)
     fix = "run pip install triton" if "package" in missing else FIX
     return [Problem(option, f"needs Triton kernels, which cannot be launched here: {missing}", fix)] if missing else []
 
 
 def native_compiler_problems(model: ModelConfig) -> list[Problem]:
-    """The native engine's options that ask for Triton kernels: they are off by themselves where there can be none."""
+    """Report options of the native engine that ask for Triton kernels where there can be none; their defaults are off
+    there."""
     asked = [name for name in ("jit_fuser", "moe_permute_fusion") if getattr(model, name)]
     if not asked or not has_gpu():
         return []
@@ -114,7 +114,7 @@ def native_compiler_problems(model: ModelConfig) -> list[Problem]:
 
 
 def compiler_problems(model: ModelConfig) -> list[Problem]:
-    """The inductor writes Triton for a GPU and C++ for a CPU."""
+    """Report a missing compiler for the inductor, which writes Triton for a GPU and C++ for a CPU."""
     if not model.torch_compile or model.torch_compile_backend != "inductor":
         return []
     if has_gpu():
@@ -143,9 +143,11 @@ def nvme_problems(engine: EngineBackendConfig) -> list[Problem]:
 
 
 def missing_for_async_io() -> str:
-    """Why DeepSpeed's extension async_io cannot be compiled; empty where it can, or has been with DeepSpeed itself.
+    """Return why DeepSpeed's extension async_io cannot be compiled; empty where it can, or has been with DeepSpeed
+    itself.
 
-    As DeepSpeed looks for it: a program that calls libaio is compiled and linked, with CFLAGS and LDFLAGS."""
+    As DeepSpeed looks for it: a program that calls libaio is compiled and linked, with CFLAGS and LDFLAGS.
+    """
     spec = find_spec("deepspeed")
     if spec is not None and spec.origin and list(Path(spec.origin).parent.glob("ops/aio/async_io_op*.so")):
         return ""
@@ -162,8 +164,8 @@ def missing_for_async_io() -> str:
 
 
 def boft_extension_problems(cfg: SwiftConfig) -> list[Problem]:
-    """PEFT compiles BOFT's CUDA extension when adapters are made; where it cannot, it takes a factor of 1 whatever is
-    asked for."""
+    """Report a butterfly factor that needs BOFT's CUDA extension where PEFT cannot compile it. PEFT would use a factor
+    of 1 there."""
     factor = cfg.peft.boft_n_butterfly_factor
     tools = shutil.which("ninja") and (shutil.which("nvcc") or os.environ.get("CUDA_HOME"))
     if cfg.model.train_type != "boft" or factor == 1 or (tools and has_gpu()):

@@ -69,12 +69,12 @@ class PatientCall(WaitingCall):
     """A wait for work of others that takes as long as it progresses."""
 
     def text(self) -> str:
-        """For a message."""
+        """Describe the call for a message."""
         return self.function
 
 
 def patient_call(ranks: Iterable[int] = ()) -> PatientCall | None:
-    """The wait in which the main thread is, of all of its ranks or of these; None outside of such a wait."""
+    """Return the wait in which the main thread is, with all of its ranks or these; None outside of such a wait."""
     if not distributed.patient_waits:
         return None
     waited = tuple(ranks) or tuple(r for r in distributed.patient_waits[-1].ranks if r != distributed.global_rank())
@@ -82,7 +82,7 @@ def patient_call(ranks: Iterable[int] = ()) -> PatientCall | None:
 
 
 def own_state(step: int, failed: PendingCollective | WaitingCall | None = None) -> RankState:
-    """This rank's state. `failed`: the operation that has just failed, where it is not pending any more."""
+    """Return this rank's state. `failed`: the operation that has just failed, where it is not pending any more."""
     frame = main_thread_frame()
     pending = pending_collectives()
     operation = failed or (pending[0] if pending else waiting_call(frame)) or patient_call()
@@ -167,7 +167,7 @@ class RankStateStore:
         return False
 
     def publish(self, state: RankState) -> None:
-        """This rank's state, for the others; only the first one counts."""
+        """Publish this rank's state for the others; only the first one counts."""
         if self._published.is_set():
             return
         self._published.set()
@@ -175,17 +175,17 @@ class RankStateStore:
             self._store.set(f"megaswift/state/{self.rank}", json.dumps(asdict(state)))
 
     def state_of(self, rank: int) -> RankState | None:
-        """What a rank has published, None without."""
+        """Return the state that a rank has published; None without."""
         text = self._get(f"megaswift/state/{rank}")
         return None if text is None else RankState(**_fields(text))
 
     def publish_progress(self, value: int) -> None:
-        """A number that changes with this rank's progress."""
+        """Publish a number that changes with this rank's progress."""
         with suppress(RuntimeError):
             self._store.set(f"megaswift/progress/{self.rank}", str(value))
 
     def progress_of(self, rank: int) -> str:
-        """The number of a rank; empty where it has published none."""
+        """Return the number of a rank; empty where it has published none."""
         return self._get(f"megaswift/progress/{rank}") or ""
 
     def is_set(self, key: str) -> bool:
@@ -195,7 +195,7 @@ class RankStateStore:
         return True
 
     def host_of(self, rank: int) -> str:
-        """The machine of a rank; empty where unknown."""
+        """Return the machine of a rank; empty where unknown."""
         return (self._get(f"megaswift/process/{rank}") or "").partition(" ")[0]
 
     def ask_for_stacks(self, rank: int) -> bool:

@@ -75,8 +75,8 @@ _own: list[RankDiagnosis] = []
 
 
 def dump_stacks_on_signal(root: Path) -> RankDiagnosis | None:
-    """From now on a signal, or a crash in a library, writes this rank's stacks below `root`, and this rank answers what
-    others ask. None on a single rank."""
+    """Write this rank's stacks below `root` on a signal or a crash in a library from now on, and answer other ranks'
+    questions. None on a single rank."""
     if distributed.global_world_size() == 1:
         return None
     folder = root / FOLDER
@@ -110,7 +110,7 @@ def lost_ranks_explained(timeout_s: float) -> Iterator[None]:
 
 
 def explain_lost_rank(error: RuntimeError, timeout_s: float) -> LostRankError:
-    """The message, after all ranks that can have written their stacks."""
+    """Return the message about lost ranks, once all ranks that can have written their stacks."""
     failed = failed_call(error.__traceback__)
     if not _own:  # before training has begun
         return LostRankError(Problem(f"rank {distributed.global_rank()}", _connection_rule(error, failed)))

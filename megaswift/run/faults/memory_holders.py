@@ -21,7 +21,7 @@ REST = "kept for the backward pass, and temporary"
 
 
 def tensor_memory_holders(device: torch.device) -> dict[str, int]:
-    """Bytes on `device` by kind or, for other tensors, by dtype and shape; largest first.
+    """Measure the bytes on `device` by kind or, for other tensors, by dtype and shape; largest first.
 
     A storage counts once, also where several tensors are views of it. On a GPU the rest of what the allocator has given
     out stands under `REST`.

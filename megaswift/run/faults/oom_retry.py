@@ -30,8 +30,8 @@ class OutOfMemoryRetry(UserError):
 
 
 def smaller_microbatch(cfg: SwiftConfig, dp: int) -> SwiftConfig | None:
-    """The configuration with the largest micro-batch of at most half the rows that divides a data-parallel rank's share
-    of the global batch; None where there is none."""
+    """Return the configuration with the largest micro-batch of at most half the rows that divides a data-parallel
+    rank's share of the global batch; None where there is none."""
     plan = batch_plan(cfg.train, dp)
     rows = plan.per_device * plan.accumulation
     for per_device in range(plan.per_device // 2, 0, -1):
@@ -50,7 +50,7 @@ def _with_microbatch(cfg: SwiftConfig, per_device: int, global_batch_size: int) 
 
 
 def config_of_retry(cfg: SwiftConfig, environ: Mapping[str, str]) -> SwiftConfig:
-    """The configuration of this attempt: with the micro-batch of an earlier attempt's file, if there was one."""
+    """Return the configuration of this attempt: with the micro-batch of an earlier attempt's file, if there was one."""
     file = Path(cfg.train.output_dir, FILE)
     if not restart_count(environ) or not file.is_file():
         return cfg
@@ -72,8 +72,8 @@ def forget_earlier_retry(root: Path, environ: Mapping[str, str]) -> None:
 
 
 def retry_after(error: UserError, cfg: SwiftConfig, dp: int, environ: Mapping[str, str]) -> UserError:
-    """`OutOfMemoryRetry` in place of the error, and the file for the next attempt; the error itself where no attempt
-    follows, or an earlier attempt was out of memory."""
+    """Return `OutOfMemoryRetry` in place of the error, and write the file for the next attempt; the error itself where
+    no attempt follows, or an earlier attempt was out of memory."""
     file = Path(cfg.train.output_dir, FILE)
     attempt = restart_count(environ)
     if not cfg.fault_tolerance.oom_retry or not is_started_again(environ):

@@ -41,12 +41,14 @@ SAID = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for torch's own error on a GPU, for a failed allocation on a CPU, and for those of CUDA's libraries."""
+    """Return whether an error is torch's out-of-memory error on a GPU, a failed allocation on a CPU, or one of CUDA's
+    libraries for lack of memory."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in SAID)
 
 
 def out_of_memory_error(cfg: Any, experts: int, error: BaseException, profile: Path | None = None) -> OutOfMemory:
-    """The error for the user: what to try, cheapest first; what holds memory is written into the folder `profile`."""
+    """Build the error for the user: what to try, cheapest first; what holds memory is written into the folder
+    `profile`."""
     tries = "\n".join(f"         {i}. {text}" for i, text in enumerate(out_of_memory_advice(cfg, experts), 1))
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -59,7 +61,7 @@ def out_of_memory_error(cfg: Any, experts: int, error: BaseException, profile: P
 
 
 def largest_holders_text(sizes: Mapping[str, int]) -> str:
-    """`; largest: weights 15.3 GiB, ...`; empty where nothing large is held."""
+    """Write `; largest: weights 15.3 GiB, ...`; empty where nothing large is held."""
     holders = [(name, size) for name, size in sizes.items() if size > SMALLEST_HOLDER]
     named = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in holders[:HOLDERS])
     return f"; largest: {named}" if named else ""
@@ -71,7 +73,7 @@ def _recomputes_attention_alone(cfg: Any) -> bool:
 
 
 def out_of_memory_advice(cfg: Any, experts: int) -> list[str]:
-    """Settings that lower the peak, in the order of what they cost; those already in use are left out."""
+    """Return settings that lower the peak, the cheapest first, without those already in use."""
     m = cfg.model
     p = cfg.parallel
     d = cfg.data

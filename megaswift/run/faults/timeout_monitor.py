@@ -92,12 +92,12 @@ class CollectiveTimeoutMonitor:
 
 
 def late_collective(pending: list[PendingCollective]) -> PendingCollective | None:
-    """The first one that has been pending for too long for its backend."""
+    """Return the first collective that has been pending for too long for its backend."""
     return next((one for one in pending if one.age_s > allowed_age(one)), None)
 
 
 def allowed_age(one: PendingCollective) -> float:
-    """Seconds after which the monitor ends the process."""
+    """Return the seconds after which the monitor ends the process."""
     if one.backend == "nccl":
         return one.timeout_s - min(BEFORE_NCCL_S, one.timeout_s / 2)
     return one.timeout_s + AFTER_OTHERS_S
