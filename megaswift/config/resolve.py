@@ -1,6 +1,5 @@
-"""Resolves sources of options, the most important one last, to one checked set of sections; all mistakes of all sources
-are in one ConfigError.
-"""
+"""Resolves sources of options to one checked set of sections. Later sources override earlier ones, and one ConfigError
+lists all mistakes of all sources."""
 
 from __future__ import annotations
 
@@ -29,11 +28,11 @@ from megaswift.options.tasks import ALIGNMENT, RL, TASK_NAMES, TASKS
 from megaswift.options.values import option_value_text
 
 SectionsCheck = Callable[[Sections], Iterable[Problem]]
-"""Further checks of sections, which the options alone do not decide."""
+"""Further checks of sections, which need more than the options, such as the model's configuration."""
 
 
 class TrainingToolkits(Toolkits, Protocol):
-    """The door of training, whose defaults differ from those of other toolkits."""
+    """Translation from other toolkits for training, including notices about defaults that differ."""
 
     def notices(self, sections: Sections, spellings: Iterable[str]) -> Iterable[str]:
         """Return lines about defaults that differ from those of the toolkit whose spellings were used."""
@@ -45,27 +44,26 @@ class Resolver:
 
     toolkits: TrainingToolkits
     complete: bool = False
-    """Model and dataset must be given."""
+    """Whether model and dataset must be given."""
     beyond: SectionsCheck | None = None
-    """Runs only if the sections are refused although each value is valid; its problems are reported with the
-    others."""
+    """Runs only if each value is valid but the sections are refused, so that one error also lists its problems."""
 
     def resolve(self, task: str | None, sources: Iterable[ConfigSource]) -> Sections:
-        """Return the checked sections of `task` (None: what the sources name, else sft).
+        """Return the checked sections of `task` (None: the task that the sources name, else sft).
 
         Raises:
             ConfigError: With every mistake of every source.
         """
-        # Every option of every source, later ones over earlier ones
+        # Take every option of every source; a later source overrides an earlier one.
         given = GivenOptions(task=task)
         for weight, source in enumerate(self.toolkits.translate(list(sources), NAMES)):
             _take_source(given, source, weight, self.toolkits)
-        # Options of earlier sources that later ones contradict, and options that change nothing
+        # Drop options of earlier sources that later ones contradict, and options that change nothing.
         if "task" not in given.wrong:
             drop_contradicted(given, _sections)
             drop_superfluous(given, _sections)
         sections = _sections(given)
-        # All that is wrong
+        # Collect all problems.
         problems = [*given.problems, *_check(sections, given)]
         if self.complete:
             problems += _missing(sections, given)
@@ -75,107 +73,115 @@ class Resolver:
             reported = {p.what for p in problems}
             further = problems_as_typed(self.beyond(sections), given.typed, NAMES)
             problems += [p for p in further if p.what not in reported]
-        raise _refused(problems, given)
+        raise _config_error(problems, given)
 
     def _notices(self, sections: Sections, given: GivenOptions) -> tuple[str, ...]:
-        """What was taken otherwise than written, then defaults that depend on other options, then other toolkits'."""
-        passes = _passes(given)
+        """Return the notices: options read differently from what was written, then defaults that depend on other
+        options, then defaults that differ from those of another toolkit."""
         accepted = accepted_notice(given.accepted.values())
-        room = _room_for_prompts(given).values()
+        max_lengths = _default_max_length(given).values()
+        accumulation = _default_accumulation(given)
         return (
             *given.notices,
             *([accepted] if accepted else ()),
-            *(f"max_length {n}: room for prompts beside max_completion_length" for n in room),
-            *_learning_rate(sections),
+            *(f"max_length {n}: room for prompts beside max_completion_length" for n in max_lengths),
+            *_learning_rate_notice(sections),
             *engine_notices(sections),
-            *((passes.text,) if passes else ()),
+            *((accumulation.text,) if accumulation else ()),
             *self.toolkits.notices(sections, given.spellings),
         )
 
 
-def _refused(problems: Iterable[Problem], given: GivenOptions) -> ConfigError:
-    """All problems, each once: one given value may set several options. Without secrets."""
-    some = f"megaswift TASK --help lists them all (TASK: {', '.join(TASKS)})"
-    help_line = LISTS_ALL.format(task=given.task) if given.task else some
-    complete = [replace(p, fix=help_line) if p.fix == LISTS_ALL else p for p in problems]
-    return ConfigError(list(dict.fromkeys(redact_problems(complete, given.secrets))))
+def _config_error(problems: Iterable[Problem], given: GivenOptions) -> ConfigError:
+    """Return one error with all problems, without secrets. A problem is listed once, although one given value may set
+    several options and be wrong for each."""
+    any_task = f"megaswift TASK --help lists them all (TASK: {', '.join(TASKS)})"
+    help_line = LISTS_ALL.format(task=given.task) if given.task else any_task
+    with_help = [replace(p, fix=help_line) if p.fix == LISTS_ALL else p for p in problems]
+    return ConfigError(list(dict.fromkeys(redact_problems(with_help, given.secrets))))
 
 
-# ---- taking
+# ---- taking the options of the sources
 
 
 def _take_source(given: GivenOptions, source: ConfigSource, weight: int, toolkits: TrainingToolkits) -> None:
     given.problems += source.problems
     given.notices += source.notices
     given.secrets += secret_values_of(source.givens)
-    first: dict[str, GivenOptionValue] = {}
-    for one in source.givens:
-        if one.name in TASK_NAMES:
-            _take_task(given, one, toolkits)
+    first_of_source: dict[str, GivenOptionValue] = {}
+    for value in source.givens:
+        if value.name in TASK_NAMES:
+            _take_task(given, value, toolkits)
             continue
-        option = OPTIONS.get(NAMES.get(one.name, ""))
+        option = OPTIONS.get(NAMES.get(value.name, ""))
         if option is None:
-            given.problems += toolkits.explain(one, NAMES, given.task) or [unknown_option_problem(one, NAMES, SECTIONS)]
+            explained = toolkits.explain(value, NAMES, given.task)
+            given.problems += explained or [unknown_option_problem(value, NAMES, SECTIONS)]
             continue
-        given.spellings.append(one.name)
-        given.take(option, one, first.get(option.name), toolkits)
-        first.setdefault(option.name, one)
+        given.spellings.append(value.name)
+        given.take(option, value, first_of_source.get(option.name), toolkits)
+        first_of_source.setdefault(option.name, value)
         given.weights[option.name] = weight
-        for marks, holds in ((given.ambient, source.ambient), (given.compared, source.compared)):
-            (marks.add if holds else marks.discard)(option.name)
+        # The marks of an option are those of the source that its value is from.
+        for marked, applies in ((given.ambient, source.ambient), (given.compared, source.compared)):
+            if applies:
+                marked.add(option.name)
+            else:
+                marked.discard(option.name)
     for accepted in source.accepted:
         given.spellings.append(accepted.spelling)
         given.accepted[accepted.name] = accepted
 
 
-def _take_task(given: GivenOptions, one: GivenOptionValue, toolkits: TrainingToolkits) -> None:
-    name = str(one.value).lower()
+def _take_task(given: GivenOptions, value: GivenOptionValue, toolkits: TrainingToolkits) -> None:
+    name = str(value.value).lower()
     if name not in TASKS:
         listed = ", ".join(f"{n} ({text})" for n, text in TASKS.items())
-        kinds = ALIGNMENT if one.name == "rlhf_type" else tuple(TASKS)
-        known = toolkits.instead("rlhf_type", name) or did_you_mean_hint(name, kinds)
+        allowed = ALIGNMENT if value.name == "rlhf_type" else tuple(TASKS)
+        hint = toolkits.instead("rlhf_type", name) or did_you_mean_hint(name, allowed)
         rule = f"is not a supported task; tasks are {listed}"
-        given.problems.append(Problem(one.label, rule, known or f"use one of {', '.join(kinds)}"))
+        given.problems.append(Problem(value.label, rule, hint or f"use one of {', '.join(allowed)}"))
         given.wrong.add("task")
     elif given.task is None:
         given.task = name
     elif name != given.task:
         rule = f"conflicts with the command, which is {given.task}"
-        given.problems.append(Problem(one.label, rule, f"megaswift {name} ..."))
+        given.problems.append(Problem(value.label, rule, f"megaswift {name} ..."))
 
 
-# ---- sections
+# ---- building the sections
 
 
 def _values(given: GivenOptions) -> dict[str, Any]:
-    """The given values over those defaults that depend on `train_type`."""
+    """Return the given values, data sets with their hub, and the defaults of `train_type` for values not given."""
     return {**train_type_defaults(given.values.get("train_type")), **dataset_hubs(given.values, given.wrong)}
 
 
 def _sections(given: GivenOptions) -> Sections:
-    values = _values(given) | _room_for_prompts(given)
-    names = frozenset(name for name in given.typed if values.get(name) is not None and name not in given.ambient)
+    values = _values(given) | _default_max_length(given)
+    set_by_user = frozenset(name for name in given.typed if values.get(name) is not None and name not in given.ambient)
     if values.get("packing") is None:
         values["packing"] = given.task in ALIGNMENT
     if values.get("add_version") is None:
-        values["add_version"] = "output_dir" not in names and not values.get("overwrite_output_dir")
-    if passes := _passes(given):
-        values["gradient_accumulation_steps"] = passes.number
+        values["add_version"] = "output_dir" not in set_by_user and not values.get("overwrite_output_dir")
+    if accumulation := _default_accumulation(given):
+        values["gradient_accumulation_steps"] = accumulation.number
     parts = {
         key: cls(**{n: v for n, v in values.items() if OPTIONS[n].section == key}) for key, cls in SECTIONS.items()
     }
-    return Sections(task=given.task or "sft", **parts, given=names, typed=dict(given.typed))
+    return Sections(task=given.task or "sft", **parts, given=set_by_user, typed=dict(given.typed))
 
 
-def _passes(given: GivenOptions) -> DefaultGradientAccumulation | None:
-    """Forward passes of a step of reinforcement learning where no batch size was given."""
+def _default_accumulation(given: GivenOptions) -> DefaultGradientAccumulation | None:
+    """Return `gradient_accumulation_steps` for reinforcement learning without a given batch size; None elsewhere."""
     if given.wrong & {"num_generations", *BATCH_OPTIONS}:
         return None
     return default_rl_accumulation_steps(given.task, _values(given))
 
 
-def _room_for_prompts(given: GivenOptions) -> dict[str, int]:
-    """`max_length` where only `max_completion_length` is given and leaves nothing of the default to prompts."""
+def _default_max_length(given: GivenOptions) -> dict[str, int]:
+    """Return a larger `max_length` if it is not given and `max_completion_length` would leave no room for prompts in
+    the default; else nothing."""
     default = OPTIONS["max_length"].default
     completion = given.values.get("max_completion_length")
     if given.task not in RL or "max_length" in {*given.values, *given.wrong} or completion is None:
@@ -183,14 +189,12 @@ def _room_for_prompts(given: GivenOptions) -> dict[str, int]:
     return {"max_length": completion + default} if completion >= default else {}
 
 
-def _learning_rate(c: Sections) -> Iterator[str]:
+def _learning_rate_notice(c: Sections) -> Iterator[str]:
     default = OPTIONS["learning_rate"].default
     if c.optim.learning_rate != default and "learning_rate" not in c.given:
         yield (
             f"learning_rate {option_value_text(c.optim.learning_rate)}, the default with train_type "
-            f"{c.model.train_type} "
-            f"(full: "
-            f"{option_value_text(default)})"
+            f"{c.model.train_type} (full: {option_value_text(default)})"
         )
 
 
@@ -198,19 +202,21 @@ def _learning_rate(c: Sections) -> Iterator[str]:
 
 
 def _check(sections: Sections, given: GivenOptions) -> list[Problem]:
-    """What the options mean together; nothing where the task, on which it depends, is not known."""
+    """Return the problems of options taken together. An unknown task hides them, since they depend on the task."""
     if "task" in given.wrong:
         return []
-    contrary: list[Problem] = []
+    problems: list[Problem] = []
+    # Options of other toolkits that usually change nothing, but would here.
     for accepted in given.accepted.values():
         if accepted.unless in sections.given:
             rule = f"conflicts with {given.labels[accepted.unless]}"
-            contrary.append(Problem(accepted.label, rule, "leave one of the two out"))
+            problems.append(Problem(accepted.label, rule, "leave one of the two out"))
     for accepted in given.accepted.values():
         option, value = accepted.only_with
         if option and sections.value(option) != value:
-            contrary.append(Problem(accepted.label, f"is not supported: {accepted.reason}", f"--{option} {value}"))
-    return contrary + list(broken_option_rules(sections, given.labels, frozenset(given.wrong)))
+            problems.append(Problem(accepted.label, f"is not supported: {accepted.reason}", f"--{option} {value}"))
+    # The rules of our own options.
+    return problems + list(broken_option_rules(sections, given.labels, frozenset(given.wrong)))
 
 
 def _missing(sections: Sections, given: GivenOptions) -> Iterable[Problem]:

@@ -1,4 +1,4 @@
-"""All sections together: the tables of options and aliases, and the record that rules read."""
+"""All sections of a training configuration together: the table of their options, and the record that rules read."""
 
 from __future__ import annotations
 
@@ -59,20 +59,22 @@ SECTION_ALIASES = {
     "rollout": "rl",
     "rewards": "rl",
 }
-"""Other headings in a file. A heading only groups: any option may stand under any of them."""
+"""Other names of sections in a file. A heading only groups: any option may stand under any heading."""
 
 TRAINING = build_option_table(SECTIONS, SECTION_ALIASES)
+"""The option table of the training commands."""
 
 OPTIONS: dict[str, Option] = TRAINING.options
 """Every option by its canonical name."""
 
 NAMES: dict[str, str] = TRAINING.names
-"""Any spelling to the canonical name."""
+"""Any spelling of an option -> its canonical name."""
 
 
 @dataclass(frozen=True)
 class Sections:
-    """A configuration whose values are of the right type and range each, not yet checked against each other."""
+    """A configuration in which each value has the right type and range; the rules check the values against each
+    other."""
 
     task: str
     model: ModelConfig
@@ -91,9 +93,9 @@ class Sections:
     fault_tolerance: FaultToleranceConfig
     launch: LaunchConfig
     given: frozenset[str] = field(compare=False)
-    """Canonical names of what the user set."""
+    """Canonical names of the options that the user set."""
     notices: tuple[str, ...] = field(default=(), compare=False)
-    """What the user should know, though it is no mistake."""
+    """Lines for the user that are not mistakes."""
     typed: Mapping[str, TypedOption] = field(default_factory=dict, compare=False, repr=False)
     """How the user wrote each option."""
 

@@ -1,7 +1,7 @@
-"""One configuration option: declared once, on the field itself, with all its spellings, its unit and its range.
+"""Configuration options: each is declared once, as a dataclass field, with its spellings, unit and range.
 
-Owns `option(...)`, and the table of all options of a command, which is read back from its parts. `values.py` turns text
-into values.
+Owns `option(...)`, which declares an option, and the table of all options of a command, which is read from the
+dataclasses. `values.py` turns text into values.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from typing import Any, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
 @dataclass(frozen=True)
 class Wanted:
-    """Values of a selector with which an option exists."""
+    """The condition under which an option exists: the value that a selector (such as `optimizer`) must have.
+
+    At most one of `values`, `excluded` and `least` is given; without any, the selector must be set. `ANY` always holds.
+    """
 
     values: tuple[Any, ...] = ()
-    """One of these; empty: see the other fields."""
+    """The selector has one of these values."""
     excluded: tuple[Any, ...] = ()
-    """Any value but these."""
+    """The selector has any value but these."""
     least: int | None = None
-    """At least this number."""
+    """The selector is at least this number."""
     notice: bool = False
-    """Elsewhere the option is left out with a notice, because the run is the same without it."""
+    """If the condition fails, leave the option out with a notice instead of an error: the run is the same without
+    it."""
 
     def holds(self, actual: Any) -> bool:
-        """Returns whether the selector's value is a wanted one; of several values, any."""
+        """Returns whether the selector's actual value meets the condition; if it is a tuple, whether any entry does."""
         present = actual if isinstance(actual, tuple) else (actual,)
         if ANY in present:
             return True
@@ -65,48 +69,48 @@ def is_set(notice: bool = False) -> Wanted:
 
 
 PLUGIN_CHOICES: dict[str, list[str]] = {}
-"""By option, choices that `--external_plugins` have registered."""
+"""Option -> the choices that `--external_plugins` have registered."""
 NEUTRAL: tuple[Any, ...] = (None, False, 0, ())
-"""Values that say by themselves that an option is not used."""
+"""Values that mean that an option is not used; they are accepted where the option does not exist."""
 LARGEST_SEED = 2**62
-"""Room below 2^64, torch's limit, for what is added for ranks and steps."""
+"""Below 2^64, torch's limit, because ranks and steps add to the seed."""
 
 
 class OptionDetails(TypedDict, total=False):
-    """What an option may say about itself besides default and help."""
+    """What the declaration of an option may state besides default and help."""
 
     aliases: tuple[str, ...]
     unit: str
     choices: tuple[str, ...]
     choices_of: dict[str, tuple[str, ...]]
-    """By task, where each has choices of its own."""
+    """Task -> its choices, for an option whose choices depend on the task."""
     spellings: dict[str, str]
     """Other ways to write a choice: `fp32` for `float32`."""
     unset: tuple[str, ...]
-    """Other toolkits' values for "not set": -1."""
+    """Values that mean "not set" in other toolkits, such as -1."""
     fraction: bool
-    """A number of steps that may also be a fraction of all steps, above 0 and below 1."""
+    """Whether a number of steps may also be a fraction of all steps, above 0 and below 1."""
     minimum: float
     above: float
     maximum: float
     below: float
     tasks: tuple[str, ...]
-    """The tasks that have this option; none named: all."""
+    """The tasks that have this option; absent: all tasks."""
     secret: bool
-    """Never shown or written."""
+    """Whether the value must never be shown or written."""
     free_text: bool
-    """Words for a model or a reader, in which a URL is part of the text and no address of the run."""
+    """Whether the value is prose for a model or a reader: a URL in it is not refused for the credentials it holds."""
     only_with: Mapping[str, Any]
-    """Selectors and their values with which the option exists: `{"optimizer": "muon"}`, a tuple for several values, or
-    a `Wanted`. A selector is an option, or a fact of `variants.py`."""
+    """Selector -> the value with which the option exists: `{"optimizer": "muon"}`, a tuple of values, or a `Wanted`. A
+    selector is another option, or a fact of `variants.py`."""
     neutral: tuple[Any, ...]
-    """Values that change nothing and are accepted where the option does not exist."""
+    """Values that are accepted where the option does not exist, in place of `NEUTRAL`."""
     metavar: str
-    """What `--help` shows in place of a default that is not set."""
+    """Placeholder for the value in `--help`, such as `DIR`, shown if there is no default."""
 
 
 def option(default: Any, help: str, **details: Unpack[OptionDetails]) -> Any:
-    """A dataclass field that is an option. `help` is one line without a full stop."""
+    """Returns a dataclass field that declares an option. `help` is one line without a full stop."""
     metadata = {"help": help, **details}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
@@ -115,14 +119,14 @@ def option(default: Any, help: str, **details: Unpack[OptionDetails]) -> Any:
 
 @dataclass(frozen=True)
 class Option:
-    """An option as the loader, the help and the schema see it."""
+    """An option as the loader, `--help` and the JSON schema read it."""
 
     name: str
     section: str
     kind: str
     """text | int | float | bool | list | numbers | integers | map."""
     optional: bool
-    """None is a value: not set, decided elsewhere."""
+    """Whether None is allowed: not set, so that other code decides the value."""
     default: Any
     help: str
     details: OptionDetails
@@ -139,20 +143,20 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The only values allowed; empty when any will do."""
+        """The only allowed values; empty: any value."""
         return (*self.details.get("choices", ()), *PLUGIN_CHOICES.get(self.name, ()))
 
     def choices_in(self, task: str | None) -> tuple[str, ...]:
-        """The choices that a task has (None: whichever)."""
+        """Returns the choices of the option for a task (None: those that do not depend on the task)."""
         return self.details.get("choices_of", {}).get(task or "", self.choices)
 
     def of_task(self, task: str | None) -> Option:
-        """The option with the choices of a task."""
+        """Returns the option with the choices of a task."""
         return dataclasses.replace(self, details={**self.details, "choices": self.choices_in(task)})
 
     @property
     def switches(self) -> bool:
-        """Whether it may also be written as a switch: alone, or with true and false."""
+        """Whether the option may also be written like a flag: alone, or with true or false."""
         return "true" in self.details.get("spellings", {})
 
     @property
@@ -162,7 +166,7 @@ class Option:
 
     @property
     def only_with(self) -> dict[str, Wanted]:
-        """The selectors that decide whether the option exists."""
+        """Selector -> the condition that it must meet for the option to exist."""
         return {name: _as_wanted(value) for name, value in self.details.get("only_with", {}).items()}
 
     @property
@@ -171,7 +175,7 @@ class Option:
         return self.details.get("neutral", NEUTRAL)
 
     def belongs_to(self, task: str) -> bool:
-        """Whether `task` has this option."""
+        """Returns whether `task` has this option."""
         return task in self.details.get("tasks", (task,))
 
 
@@ -194,16 +198,18 @@ _KINDS: dict[Any, str] = {
 
 
 def options_of(section: str, cls: type) -> tuple[Option, ...]:
-    """The options of a section class, in order."""
+    """Returns the options that a section class declares, in order."""
     hints = get_type_hints(cls)
     options = []
     for f in dataclasses.fields(cls):
-        arms = get_args(hints[f.name]) if isinstance(hints[f.name], UnionType) else (hints[f.name],)
-        inner = next(a for a in arms if a is not type(None))
+        hint = hints[f.name]
+        members = get_args(hint) if isinstance(hint, UnionType) else (hint,)  # `int | None` has the members int, None
+        value_type = next(member for member in members if member is not type(None))
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         details = {k: v for k, v in f.metadata.items() if k != "help"}
-        kind = _KINDS.get(inner) or _KINDS[get_origin(inner) or inner]
-        options.append(Option(f.name, section, kind, type(None) in arms, default, f.metadata["help"], details))  # type: ignore[arg-type]
+        kind = _KINDS.get(value_type) or _KINDS[get_origin(value_type) or value_type]
+        optional = type(None) in members
+        options.append(Option(f.name, section, kind, optional, default, f.metadata["help"], details))  # type: ignore[arg-type]
     return tuple(options)
 
 
@@ -214,11 +220,11 @@ class OptionTable:
     options: dict[str, Option]
     """By canonical name."""
     names: dict[str, str]
-    """Any spelling to the canonical name."""
+    """Any spelling -> the canonical name."""
     sections: Mapping[str, type]
-    """The parts that declare them, by the heading in a file."""
+    """Heading in a file -> the class that declares the options of this section."""
     headings: frozenset[str]
-    """Headings that a file may have, other names of the parts included."""
+    """All headings that a file may have, including the other names of sections."""
 
     def opens_section(self, name: str, value: Any) -> bool:
         """Returns whether `name: value` opens a section: `model: {...}` does, `model: DIR` does not."""
@@ -226,11 +232,16 @@ class OptionTable:
 
 
 def build_option_table(sections: Mapping[str, type], other_headings: Iterable[str] = ()) -> OptionTable:
-    """Returns the options of these parts; two that share a spelling are a programming error."""
-    options = {o.name: o for key, cls in sections.items() for o in options_of(key, cls)}
+    """Returns the table of the options that these section classes declare.
+
+    Args:
+        sections: Heading in a file -> section class.
+        other_headings: Further headings that a file may have.
+    """
+    options = {option.name: option for heading, cls in sections.items() for option in options_of(heading, cls)}
     names: dict[str, str] = {}
-    for o in options.values():
-        for name in o.names:
-            assert name not in names, f"{name} names both {names.get(name)} and {o.name}"
-            names[name] = o.name
+    for declared in options.values():
+        for name in declared.names:
+            assert name not in names, f"{name} names both {names.get(name)} and {declared.name}"
+            names[name] = declared.name
     return OptionTable(options, names, sections, frozenset((*sections, *other_headings)))
