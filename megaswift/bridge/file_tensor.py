@@ -37,13 +37,13 @@ class FileTensor:
 
 
 def bytes_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """View the bytes of a contiguous CPU tensor without a copy."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 def empty_releasable_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An empty tensor; a large one's memory goes back to the system with it.
+    """Create an empty tensor; a large one's memory goes back to the system with it.
 
     malloc keeps what was freed, and finds no use for it when the next block is to be aligned: reading a model block by
     block grew a process by 130 to 180 MiB in place of two blocks of 16.
@@ -73,7 +73,7 @@ def _mapping(descriptor: int, dtype: torch.dtype, first: int, stop: int) -> Tens
 
 
 def mapped_tensor(stored: FileTensor) -> Tensor:
-    """The tensor, none of it read yet, over a mapping that ends with it and with all views of it."""
+    """Map a stored tensor without reading it yet, over a mapping that ends with it and with all views of it."""
     count = math.prod(stored.shape)
     if not count:
         return torch.empty(stored.shape, dtype=stored.dtype)
@@ -90,7 +90,7 @@ class OpenFileReader:
         self._open: dict[Path, int] = {}
 
     def descriptor(self, path: Path) -> int:
-        """Opened on first use."""
+        """Return the descriptor of a file, which is opened on first use."""
         if path not in self._open:
             self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._open[path]
@@ -128,7 +128,7 @@ class OpenFileReader:
         self.bytes_read += out.numel() * width
 
     def region(self, stored: FileTensor, corner: Sequence[int], extent: Sequence[int]) -> Tensor:
-        """A part of a stored tensor in memory of its own."""
+        """Read a part of a stored tensor into memory of its own."""
         out = empty_releasable_tensor(extent, stored.dtype)
         self.fill(stored, corner, out)
         return out

@@ -12,18 +12,19 @@ CPU = torch.device("cpu")
 
 
 def seed_by_name(seed: int, name: str) -> int:
-    """A seed of 32 bits: torch's generator on a CPU takes no more, and leaves out the upper ones."""
+    """Return a seed of 32 bits for a tensor: torch's generator on a CPU takes no more, and leaves out the upper
+    ones."""
     return zlib.crc32(f"{seed} {name}".encode())
 
 
 def seeded_normal(name: str, shape: tuple[int, ...], std: float, seed: int, device: torch.device = CPU) -> Tensor:
-    """Normal numbers that depend on the seed, the tensor's name and the kind of device alone."""
+    """Draw normal numbers that depend on the seed, the tensor's name and the kind of device alone."""
     generator = torch.Generator(device).manual_seed(seed_by_name(seed, name))
     return torch.randn(shape, generator=generator, device=device).mul_(std)
 
 
 def initial_lora_a(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """A [r, in] in float32, uniform in (-1/sqrt(in), 1/sqrt(in)) as PEFT draws it; `name`: the tensor's in Hugging
+    """Draw A [r, in] in float32, uniform in (-1/sqrt(in), 1/sqrt(in)) as PEFT draws it; `name`: the tensor's in Hugging
     Face's terms (`model.layers.0.self_attn.q_proj.lora_A.weight`)."""
     generator = torch.Generator().manual_seed(seed_by_name(seed, name))
     return torch.rand(shape, generator=generator).mul_(2).sub_(1).div_(math.sqrt(shape[1]))

@@ -54,7 +54,8 @@ def _bands(shape: tuple[int, ...], device: torch.device) -> Iterator[slice]:
 
 @torch.no_grad()
 def nf4_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] to (two values a byte, uint8 [out, in / 2]; largest magnitudes, float32 [out, in / 64])."""
+    """Quantize [out, in] to two values a byte, uint8 [out, in / 2], and the largest magnitudes, float32 [out, in /
+    64]."""
     out, width = weight.shape
     assert width % BLOCK == 0, f"rows of {width} are not a multiple of {BLOCK}"
     packed = torch.empty(out, width // 2, dtype=torch.uint8, device=weight.device)
@@ -72,7 +73,7 @@ def nf4_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def nf4_dequantize(packed: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse: [out, in], each product of code and scale rounded once to `dtype`."""
+    """Undo `nf4_quantize`: [out, in], each product of code and scale rounded once to `dtype`."""
     out = torch.empty(packed.shape[0], packed.shape[1] * 2, dtype=dtype, device=packed.device)
     for rows in _bands(out.shape, packed.device):
         values = _pairs(packed.device).index_select(0, packed[rows].flatten().int())  # [rows x in / 2, 2]

@@ -76,7 +76,7 @@ class PlanEntry:
         return self.rule.shapes(self.spec)
 
     def pieces(self, shard: TensorParallelShard) -> list[SliceMap]:
-        """What a shard is made of."""
+        """Return the pieces of Hugging Face tensors of which a shard is made."""
         return self.rule.pieces(self.spec, replace(shard, expert=self.expert))
 
     def shard_shape(self, tp: int = 1, padded_vocab: int | None = None) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ class EntriesOfSameHfTensors:
     entries: tuple[PlanEntry, ...]
 
     def write(self, shards: Iterable[Sequence[Tensor]]) -> dict[str, Tensor]:
-        """HF name -> full tensor; `shards` are those of each entry, taken one entry at a time."""
+        """Join the shards to full tensors by HF name; `shards` are those of each entry, taken one entry at a time."""
         tensors: dict[str, Tensor] = {}
         covered = sum(entry.put(tensors, parts) for entry, parts in zip(self.entries, shards, strict=True))
         assert covered == sum(t.numel() for t in tensors.values()), (
@@ -219,7 +219,7 @@ class WeightPlan:
         return sum(math.prod(shape) for name, shape in self.hf_shapes.items() if name not in buffers)
 
     def kept(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that are carried along unchanged, sorted."""
+        """Return those of `names` that are carried along unchanged, sorted."""
         return sorted(name for name in names if self._kept is not None and re.fullmatch(self._kept, name))
 
     def hf_tensors(self, dtypes: Mapping[str, torch.dtype] | torch.dtype) -> dict[str, TensorMeta]:

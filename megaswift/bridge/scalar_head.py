@@ -18,7 +18,8 @@ NEW = "score.weight"
 
 
 def new_scalar_head_weight(spec: ModelSpec, seed: int) -> Tensor:
-    """float32 [1, h], as transformers initializes a linear layer of this model, or as the spec says."""
+    """Draw the weight of a new scalar head, float32 [1, h], as transformers initializes a linear layer of this model,
+    or as the spec says."""
     std = spec.hf_config.get("initializer_range", 0.02) if spec.new_head_std is None else spec.new_head_std
     return seeded_normal(NEW, (1, spec.hidden_size), float(std), seed)
 
@@ -37,27 +38,27 @@ class NewScalarHeadSource:
         return self.base.bytes_read
 
     def names(self) -> list[str]:
-        """The base's and the new one."""
+        """Return the names of the base's tensors and of the new one."""
         return [*self.base.names(), NEW]
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
-        """A part of a tensor."""
+        """Return a part of a tensor."""
         return self.head[tuple(where)] if name == NEW else self.base.slice(name, where)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its dtype."""
+        """Return the dtype of a tensor."""
         return self.head.dtype if name == NEW else self.base.dtype(name)
 
     def dtype_name(self, name: str) -> str:
-        """Its dtype as a file spells it."""
+        """Return the dtype of a tensor as a file spells it."""
         return "F32" if name == NEW else self.base.dtype_name(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return tuple(self.head.shape) if name == NEW else self.base.shape(name)
 
     def file(self, name: str) -> Path:
-        """The file that holds it; of the new one the folder."""
+        """Return the file that holds a tensor; for the new tensor the folder."""
         return self.directory if name == NEW else self.base.file(name)
 
     def close(self) -> None:

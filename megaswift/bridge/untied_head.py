@@ -16,12 +16,12 @@ from megaswift.models.spec import ModelSpec
 
 
 def untied_spec(spec: ModelSpec) -> ModelSpec:
-    """The same model with an output layer of its own."""
+    """Describe the same model with an output layer of its own."""
     return replace(spec, tied=False, hf_config=untied_config(spec.hf_config))
 
 
 def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Its config.json; a vision-language model has the field in both places."""
+    """Return the config.json of the untied model; a vision-language model has the field in both places."""
     changed = {**config, "tie_word_embeddings": False}
     inner = config.get("text_config")
     return {**changed, "text_config": {**inner, "tie_word_embeddings": False}} if isinstance(inner, dict) else changed
@@ -53,27 +53,27 @@ class UntiedSource:
         return self.base.bytes_read
 
     def names(self) -> list[str]:
-        """The base's and the output layer."""
+        """Return the names of the base's tensors and of the output layer."""
         return list(dict.fromkeys([*self.base.names(), OUTPUT]))
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
-        """A part of a tensor."""
+        """Return a part of a tensor."""
         return self.base.slice(_stored(name), where)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its dtype."""
+        """Return the dtype of a tensor."""
         return self.base.dtype(_stored(name))
 
     def dtype_name(self, name: str) -> str:
-        """Its dtype as the file spells it."""
+        """Return the dtype of a tensor as a file spells it."""
         return self.base.dtype_name(_stored(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape."""
+        """Return the shape of a tensor."""
         return self.base.shape(_stored(name))
 
     def file(self, name: str) -> Path:
-        """The file that holds it."""
+        """Return the file that holds a tensor."""
         return self.base.file(_stored(name))
 
     def close(self) -> None:

@@ -16,7 +16,8 @@ from megaswift.folders.checkpoint import CheckpointTensorAndModelPaths, find_int
 
 
 def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSource:
-    """A Hugging Face folder, a converted checkpoint, `OUT/checkpoints/step-N`, or OUT (meaning its latest checkpoint).
+    """Open a Hugging Face folder, a converted checkpoint, `OUT/checkpoints/step-N`, or OUT (meaning its latest
+    checkpoint).
 
     The files of a step are compared with their SHA-256 first. `dtype` is for checkpoints: all tensors in it, instead of
     each in the dtype it once had.
@@ -36,5 +37,5 @@ def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSo
 def open_checkpoint_weight_source(
     checkpoint: CheckpointTensorAndModelPaths, dtype: torch.dtype | None = None
 ) -> WeightSource:
-    """The weights of a checkpoint: each in the dtype it once had, or all in `dtype`."""
+    """Open the weights of a checkpoint: each in the dtype it once had, or all in `dtype`."""
     return MegatronSource(checkpoint, dtype) if checkpoint.sharded else TorchStepSource(checkpoint, dtype)

@@ -28,7 +28,8 @@ def module_names_of_stacked_expert_lora_keys(names: Iterable[str]) -> list[str]:
 def per_expert_lora_readers(
     stack: str, a: TensorReader, b: TensorReader, known: Mapping[str, Projection]
 ) -> Iterator[tuple[str, TensorReader]]:
-    """(name, how to read it) of an A and B for each expert's module; nothing where the stack fits none of the model's.
+    """Yield the name and a reader of A and B for each expert's module; nothing where the stack fits none of the
+    model's.
 
     The module's name does not say which of its parameters a stack is for; shapes do: [2 f, h] is never [h, f]. Where
     gate and up are two modules here, both get a copy of the A that they share in this form.
@@ -68,7 +69,7 @@ def _expert_b(read: TensorReader, which: tuple[int, int], rows: slice, alternati
 
 
 def target_parameter_of_expert_module(module: str) -> str:
-    """`mlp.experts.3.up_proj` to the parameter that PEFT's patterns name: `mlp.experts.gate_up_proj`."""
+    """Convert `mlp.experts.3.up_proj` to the parameter that PEFT's patterns name: `mlp.experts.gate_up_proj`."""
     experts, _, leaf = module.rpartition(".")
     return f"{experts.rpartition('.')[0]}.{'down_proj' if leaf in ('down_proj', 'w2') else 'gate_up_proj'}"
 

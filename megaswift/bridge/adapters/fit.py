@@ -26,7 +26,8 @@ NAMED = 12
 
 
 def check_adapter_sizes(skeleton: Any, folder: Path, model: str) -> None:
-    """LoRA tensors against the layers of `skeleton`, whose weights need no memory; `model`: what the user calls it."""
+    """Check LoRA tensors against the layers of `skeleton`, whose weights need no memory; `model`: what the user calls
+    it."""
     modules = dict(skeleton.named_modules())
     depth = getattr(skeleton.config.get_text_config(), "num_hidden_layers", None)
     for name, shape in adapter_folder_tensor_shapes(folder).items():
@@ -65,7 +66,7 @@ def _is_embedding(model: Any, module: torch.nn.Module) -> bool:
 
 
 def load_whole_adapter(model: Any, folder: Path, **how: Any) -> Any:
-    """PEFT's model with the adapter of a folder; WeightsError where tensors are missing or PEFT refuses it."""
+    """Load the adapter of a folder into PEFT's model; WeightsError where tensors are missing or PEFT refuses it."""
     from peft import PeftModel
 
     try:
@@ -81,7 +82,7 @@ def load_whole_adapter(model: Any, folder: Path, **how: Any) -> Any:
 
 
 def check_adapter_is_whole(adapted: Any, folder: Path, name: str = "default") -> None:
-    """WeightsError where the folder lacks tensors of the adapter that PEFT has loaded from it as `name`."""
+    """Raise WeightsError where the folder lacks tensors of the adapter that PEFT has loaded from it as `name`."""
     from peft import get_peft_model_state_dict
 
     stored = adapter_folder_tensor_shapes(folder)

@@ -149,7 +149,8 @@ class PeftFolder:
         return any(map(self.trains, stored))
 
     def unsupported_modules(self, weights: WeightPlan) -> list[str]:
-        """Modules of this model with adapters that are not supported: the embedding, the output layer, routers."""
+        """Return the modules of this model with adapters that are not supported: the embedding, the output layer,
+        routers."""
         known = {p.module for p in projections(weights.family, weights.spec)}
         modules = dict.fromkeys(match["module"] for name in self._stored if (match := ADAPTER_TENSOR.match(name)))
         own = {*weights.hf_shapes, OUTPUT}
@@ -176,7 +177,7 @@ class PeftFolder:
                 yield Problem(f"{self.directory}, tensor {name}", rule, MERGE_FIRST)
 
     def plan(self, weights: WeightPlan, training: bool = False) -> AdapterPlan:
-        """The adapters of the folder on this model; a WeightsError names every tensor that does not fit it.
+        """Plan the adapters of the folder on this model; a WeightsError names every tensor that does not fit it.
 
         Args:
             weights: The model's.
@@ -278,8 +279,8 @@ class PeftFolder:
             raise WeightsError(Problem(what, f"cannot be read: {error}")) from None
 
     def read(self, plan: AdapterPlan) -> Mapping[str, Tensor]:
-        """All tensors of the plan by name, and of the modules that are saved whole; each is read when it is needed
-        for."""
+        """Return all tensors of the plan and of the modules that are saved whole, by name; each is read when it is
+        needed."""
         tensors = self._tensors({a.module: a.projection for a in plan.adapters})
         if EMBEDDING in plan.saved and EMBEDDING not in tensors:  # of a tied model, saved under its other name
             tensors[EMBEDDING] = tensors[OUTPUT]
@@ -346,7 +347,7 @@ def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def peft_adapter_config_json(plan: AdapterPlan, base: str) -> dict[str, Any]:
-    """adapter_config.json, with every module and parameter that PEFT has to find.
+    """Return adapter_config.json, with every module and parameter that PEFT has to find.
 
     Where experts have adapters, dropout is left out: PEFT has none for parameters, and does not load a folder that asks
     for it.
@@ -405,7 +406,7 @@ def _parameters(plan: AdapterPlan) -> list[str]:
 
 
 def write_peft_folder(directory: Path, plan: AdapterPlan, tensors: Iterable[tuple[str, Tensor]], base: str) -> Path:
-    """The folder, each file whole or not there. On one rank."""
+    """Write the folder on one rank, each file whole or not at all."""
     stored = {PREFIX + name: tensor.contiguous() for name, tensor in tensors}
     expected = {PREFIX + name for name in plan.shapes()}
     assert stored.keys() == expected, f"adapter tensors differ from the plan: {sorted(stored.keys() ^ expected)[:4]}"

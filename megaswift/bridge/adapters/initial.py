@@ -40,7 +40,7 @@ NITER = "_niter_"
 
 
 def first_matrices(weight: Tensor, method: str, rank: int, scale: float, seed: int) -> tuple[Tensor, Tensor]:
-    """(A [r, in], B [out, r]) of a weight [out, in], float32. `seed`: of what is drawn."""
+    """Return A [r, in] and B [out, r] of a weight [out, in], float32. `seed`: that of random numbers."""
     generator = torch.Generator().manual_seed(seed)
     out, width = weight.shape
     if method in ("false", "gaussian"):
@@ -66,7 +66,7 @@ def first_matrices(weight: Tensor, method: str, rank: int, scale: float, seed: i
 
 
 def adapter_plan_of(lora: LoraConfig, expert_adapters: bool, folder: Path) -> AdapterPlan:
-    """The adapters of the options on the model in `folder`. ConfigError where they cannot start otherwise.
+    """Plan the options' adapters on the model in `folder`. ConfigError where they cannot start from its weights.
 
     Args:
         expert_adapters: Whether the run's engine trains adapters of experts.

@@ -36,7 +36,7 @@ from megaswift.models.scalar_head import with_scalar_head
 def merged_tensor_blocks(
     source: WeightSource, name: str, plan: AdapterPlan, tensors: Mapping[str, Tensor]
 ) -> Iterator[Tensor]:
-    """The merged tensor of this name in row-major order, in the dtype it has in `source`."""
+    """Yield the merged tensor of this name in row-major order, in the dtype it has in `source`."""
     shape = source.shape(name)
     dtype = source.dtype(name)
     adapter = next(iter(plan.by_weight.get(name, ())), None)

@@ -53,18 +53,18 @@ class AdapterHyperparameters:
     """alpha of modules that differ: PEFT's patterns on the end of a name."""
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module's adapter."""
+        """Return the rank of a module's adapter."""
         return self.ranks.get(module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """alpha / r, with rslora alpha / sqrt(r)."""
+        """Return alpha / r, with rslora alpha / sqrt(r)."""
         alpha = pattern_value_for_module(self.alphas, module, self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 def pattern_value_for_module(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that is the end of the module's name, as PEFT reads `rank_pattern` and
+    """Return the value of the first pattern that is the end of the module's name, as PEFT reads `rank_pattern` and
     `alpha_pattern`."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
@@ -106,7 +106,7 @@ class ModuleAdapterSpec:
         return self.entry.shard == ("row" if half == "A" else "column")
 
     def ranges(self, half: Half, tp: int, rank: int) -> list[tuple[int, int]]:
-        """Which columns of A, or which rows of B and M, a rank holds, in its order."""
+        """Return which columns of A, or which rows of B and M, a rank holds, in its order."""
         size = self.shape(half)[tp_dim_of_adapter_half(half)]
         if not self.sharded(half):
             return [(0, size)]
@@ -118,18 +118,18 @@ class ModuleAdapterSpec:
         return [(start, start + p.length) for start, p in zip(first, rank_pieces, strict=True)]
 
     def local_shape(self, half: Half, tp: int, rank: int) -> tuple[int, ...]:
-        """Shape of a rank's part."""
+        """Return the shape of a rank's part."""
         n = sum(stop - start for start, stop in self.ranges(half, tp, rank))
         return (self.rank, n) if half == "A" else (n, *self.shape(half)[1:])
 
     def take(self, half: Half, full: Tensor, tp: int, rank: int) -> Tensor:
-        """A rank's part of the whole tensor."""
+        """Cut a rank's part out of the whole tensor."""
         dim = tp_dim_of_adapter_half(half)
         parts = [full.narrow(dim, start, stop - start) for start, stop in self.ranges(half, tp, rank)]
         return torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
 
     def join(self, half: Half, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from the parts of all ranks in order; of a replicated one the first counts."""
+        """Join the parts of all ranks, in order, to the whole tensor; of a replicated one the first counts."""
         if not self.sharded(half):
             return parts[0]
         dim = tp_dim_of_adapter_half(half)
@@ -142,31 +142,31 @@ class ModuleAdapterSpec:
         return joined
 
     def rows(self, b: Tensor) -> Tensor:
-        """B with its rows in Hugging Face's order."""
+        """Return B with its rows in Hugging Face's order."""
         return interleave_gate_up(b, self.projection.alternating)
 
     @torch.no_grad()
     def merged(self, weight: Tensor, a: Tensor, b: Tensor, m: Tensor | None = None) -> Tensor:
-        """The weight with this adapter in it, float32 [out, in]; of an expert in a stack [in, out]."""
+        """Merge this adapter into the weight: float32 [out, in], or [in, out] for an expert in a stack."""
         change = (self.rows(b).float() @ a.float()).mul_(self.scale)
         merged = (change.t() if self.projection.stack else change).add_(weight.float())
         return merged if m is None else merged.mul_(dora_row_scale(m, merged.square().sum(1))[:, None])
 
 
 def interleave_gate_up(rows: Tensor, kinds: int) -> Tensor:
-    """[gates; ups] to gate, up, gate, up, ..."""
+    """Reorder [gates; ups] to gate, up, gate, up, ..."""
     return rows if kinds == 1 else rows.unflatten(0, (kinds, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def deinterleave_gate_up(rows: Tensor, kinds: int) -> Tensor:
-    """The inverse."""
+    """Undo `interleave_gate_up`."""
     return rows if kinds == 1 else rows.unflatten(0, (-1, kinds)).transpose(0, 1).flatten(0, 1)
 
 
 def merge_adapters_into_weight(
     adapters: Sequence[ModuleAdapterSpec], weight: Tensor, halves: Sequence[Sequence[Tensor]]
 ) -> Tensor:
-    """A Hugging Face tensor with its adapters in it, float32: one, or one for each expert of a stack [experts, in,
+    """Merge adapters into a Hugging Face tensor, float32: one adapter, or one for each expert of a stack [experts, in,
     out]."""
     if not adapters[0].projection.stack:
         return adapters[0].merged(weight, *halves[0])
@@ -174,7 +174,8 @@ def merge_adapters_into_weight(
 
 
 def dora_row_scale(m: Tensor, squares: Tensor) -> Tensor:
-    """What DoRA multiplies each row with: m over the row's length, float32 [out], from the sums of squares of the rows.
+    """Return the factor of each row under DoRA, m over the row's length, float32 [out], from the sums of squares of the
+    rows.
 
     The length is rounded as m is, so that m = length gives 1 in any dtype: a new adapter changes nothing.
     """
@@ -182,15 +183,15 @@ def dora_row_scale(m: Tensor, squares: Tensor) -> Tensor:
 
 
 def tp_dim_of_adapter_half(half: Half) -> int:
-    """The dimension that tensor parallelism cuts: columns of A, rows of B and M."""
+    """Return the dimension that tensor parallelism cuts: columns of A, rows of B and M."""
     return 1 if half == "A" else 0
 
 
 def rank_output_rows_by_adapter(
     adapters: Sequence[ModuleAdapterSpec], tp: int, rank: int
 ) -> list[tuple[int | None, int]]:
-    """(number of the adapter, or None; rows) of each run of rows in a rank's output of the layer that these adapters
-    share."""
+    """Return (number of the adapter, or None; rows) for each run of rows in a rank's output of the layer that these
+    adapters share."""
     entry = adapters[0].entry
     if shard_dim(entry.rule) == 1:
         return [(0, adapters[0].projection.shape[0])]
@@ -217,8 +218,7 @@ class PeftFolderTensor:
         return tuple(shape)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The tensor from those of its adapters: A expert by expert, B's columns rank by rank (PEFT's
-        `ParamWrapper`)."""
+        """Join the tensors of its adapters: A expert by expert, B's columns rank by rank (PEFT's `ParamWrapper`)."""
         if self.half == "A":
             return torch.cat(list(parts))
         rows = [a.rows(part) for a, part in zip(self.adapters, parts, strict=True)]
@@ -279,7 +279,7 @@ class AdapterPlan:
         self.stored: tuple[PeftFolderTensor, ...] = tuple(_stored(self.adapters))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name (without PEFT's prefix) -> shape of every tensor of the adapter folder."""
+        """Return the shape of every tensor of the adapter folder, by name without PEFT's prefix."""
         shapes: dict[str, tuple[int, ...]] = {s.name: s.shape for s in self.stored}
         return shapes | {name: self.plan.hf_shapes[name] for name in self.saved}
 

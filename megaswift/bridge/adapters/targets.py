@@ -15,7 +15,7 @@ _LAYER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")
 def targeted_modules(
     config: Mapping[str, Any], projections: Mapping[str, Projection], stored: Collection[str]
 ) -> Iterator[str]:
-    """The modules of a model that should have an adapter.
+    """Return the modules of a model that should have an adapter.
 
     Args:
         config: adapter_config.json.

@@ -81,8 +81,9 @@ class SavedChunk:
 
 
 def copy_chunks_to_host(boxes: Iterable[RankTensorChunk]) -> list[RankTensorChunk]:
-    """The boxes with copies of their content in host memory. Boxes whose content lies in files that do not change are
-    left as they are.
+    """Copy the content of boxes to host memory.
+
+    Boxes whose content lies in files that do not change are left as they are.
 
     What comes from a GPU goes to pinned chunks, and is put together when it is written, one box at a time: CUDA's
     allocator would round the memory of each tensor up to a power of two, and keep it.
@@ -113,8 +114,8 @@ def _joined(pieces: Sequence[Tensor], outline: Tensor) -> Tensor:
 
 
 def write_rank_chunks(directory: Path, rank: int, boxes: Iterable[RankTensorChunk]) -> tuple[list[SavedChunk], Entries]:
-    """This rank's boxes in one file that is on disk when this returns: where each lies, and the file's entry. Not
-    collective, and may run in any thread."""
+    """Write this rank's boxes to one file, which is on disk when this returns; return where each lies, and the file's
+    entry. Not collective, and may run in any thread."""
     boxes = list(boxes)
     if not boxes:
         return [], {}
@@ -146,9 +147,11 @@ StatelessBox = tuple[str, tuple[int, ...], tuple[int, ...]]
 def write_gathered_metadata(
     directory: Path, own: Sequence[SavedChunk], stateless: Sequence[StatelessBox] = ()
 ) -> Entries:
-    """`.metadata` and what Megatron-Core's loader looks for, from the boxes of all ranks. Rank 0 writes them and
-    returns their entries. Collective; CheckpointError where the boxes are not the whole of each tensor, but for what is
-    `stateless` on any rank."""
+    """Write `.metadata` and what Megatron-Core's loader looks for, from the boxes of all ranks.
+
+    Rank 0 writes them and returns their entries. Collective; CheckpointError where the boxes are not the whole of each
+    tensor, but for what is `stateless` on any rank.
+    """
     gathered = distributed.gather_on_rank0(([tuple(vars(box).values()) for box in own], list(stateless)))
     problems: list[Problem] = []
     entries: Entries = {}
@@ -179,8 +182,8 @@ def _with_stateless(metadata: Metadata, stateless: Sequence[StatelessBox]) -> Me
 
 
 def dcp_save_rank_tensor_chunks(directory: Path, boxes: Sequence[RankTensorChunk]) -> Entries:
-    """Every rank's boxes, on disk when this returns; the entries of the files that this rank has written. Collective;
-    CheckpointError on all ranks when one fails."""
+    """Write every rank's boxes, which are on disk when this returns; return the entries of this rank's files.
+    Collective; CheckpointError on all ranks when one fails."""
     saved: list[SavedChunk] = []
     entries: Entries = {}
     problems = []
@@ -213,7 +216,8 @@ def _write_tables(directory: Path, metadata: Metadata) -> Entries:
 
 
 def write_checkpoint_metadata(directory: Path, saved: Iterable[SavedChunk]) -> None:
-    """`.metadata`, metadata.json and common.pt for boxes that were written without `dcp_save_rank_tensor_chunks`."""
+    """Write `.metadata`, metadata.json and common.pt for boxes that were written without
+    `dcp_save_rank_tensor_chunks`."""
     _write_tables(directory, _metadata(saved))
 
 
@@ -258,7 +262,7 @@ def _fits(box: RankTensorChunk, saved: TensorStorageMetadata) -> bool:
 
 
 def plan_chunk_reads(index: Metadata, boxes: Sequence[RankTensorChunk]) -> tuple[list[planner.ReadItem], list[Problem]]:
-    """What to read to fill `boxes`, and which of them the checkpoint cannot fill."""
+    """Return what to read to fill `boxes`, and which of them the checkpoint cannot fill."""
     items: list[planner.ReadItem] = []
     problems: dict[str, Problem] = {}
     for number, box in enumerate(boxes):
@@ -287,7 +291,7 @@ def plan_chunk_reads(index: Metadata, boxes: Sequence[RankTensorChunk]) -> tuple
 
 
 def damaged_item_problems(directory: Path, index: Metadata, items: Iterable[planner.ReadItem]) -> list[Problem]:
-    """The stored tensors of `items` that are not what the tables say. Only their descriptions are read, so that
+    """Report the stored tensors of `items` that differ from the tables. Only their descriptions are read, so that
     torch.load meets none that it cannot read, or not in bounded time."""
     problems: dict[MetadataIndex, Problem] = {}
     seen: set[MetadataIndex] = set()

@@ -8,7 +8,7 @@ from megaswift.errors import Problem
 
 
 def saved_dtype_problem(name: str, saved: torch.dtype, expected: torch.dtype, state: bool) -> Problem | None:
-    """Why a tensor saved in one dtype cannot be read as another; None where it can.
+    """Return why a tensor saved in one dtype cannot be read as another; None where it can.
 
     Weights are read between floating dtypes, an optimizer's `state` only where nothing is lost.
     """

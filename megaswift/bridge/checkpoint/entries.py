@@ -35,7 +35,7 @@ class ShardedStateDictEntry:
 
 
 def sharded_state_dict_entry(entry: PlanEntry, padded_vocab: int | None = None) -> ShardedStateDictEntry:
-    """Where a parameter lies; vocabulary rows padded to `padded_vocab`."""
+    """Return where a parameter lies; vocabulary rows padded to `padded_vocab`."""
     shape = entry.full_shape(padded_vocab)
     if entry.expert is None:
         return ShardedStateDictEntry(entry.megatron, shape, (0,) * len(shape), shape)
@@ -47,5 +47,5 @@ def sharded_state_dict_entry(entry: PlanEntry, padded_vocab: int | None = None) 
 def sharded_state_dict_entries(
     entries: Iterable[PlanEntry], padded_vocab: int | None = None
 ) -> dict[str, ShardedStateDictEntry]:
-    """Megatron name -> place."""
+    """Return where each parameter lies, by Megatron name."""
     return {entry.megatron: sharded_state_dict_entry(entry, padded_vocab) for entry in entries}

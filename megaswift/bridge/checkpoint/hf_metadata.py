@@ -66,7 +66,7 @@ def name_padding_token(folder: Path, config: Mapping[str, Any]) -> None:
 def write_checkpoint_hf_metadata(
     target: Path, config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], source: Path | None
 ) -> None:
-    """The whole folder; side files come from `source`."""
+    """Write the whole folder; side files come from `source`."""
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(
         json.dumps(config_without_quantization(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
@@ -92,7 +92,7 @@ class OriginalTensorDtypes:
 
 
 def read_original_tensor_dtypes(model: Path) -> OriginalTensorDtypes:
-    """What weights.json says."""
+    """Read weights.json: the original dtype of each tensor."""
     path = model / FACTS
     try:
         facts = json.loads(read_plain_file(path).decode("utf-8"))

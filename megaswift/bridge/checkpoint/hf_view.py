@@ -96,30 +96,30 @@ class MegatronSource:
         return self.tensors.files.bytes_read
 
     def names(self) -> list[str]:
-        """All tensors in the order of export; those carried along come last."""
+        """Return all tensors in the order of export; those carried along come last."""
         return [*self.plan.hf_shapes, *self._kept]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return self.plan.hf_shapes[name] if name in self.plan.hf_shapes else self.tensors.shape(KEPT + name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its dtype. What is carried along keeps its own."""
+        """Return the dtype of a tensor; what is carried along keeps its own."""
         return self._wanted or self._had[name] if name in self.plan.hf_shapes else self.tensors.dtype(KEPT + name)
 
     def dtype_name(self, name: str) -> str:
-        """Its dtype as a file would spell it."""
+        """Return the dtype of a tensor as a file spells it."""
         return DTYPE_NAMES[self.dtype(name)]
 
     def file(self, name: str) -> Path:
-        """The first file that holds a part of it."""
+        """Return the first file that holds a part of a tensor."""
         is_kept = name not in self.plan.hf_shapes
         return self.tensors.file(
             KEPT + name if is_kept else self._places[self.plan.by_hf[name].entries[0].megatron].key
         )
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
-        """A part of a tensor, read into memory of its own."""
+        """Read a part of a tensor into memory of its own."""
         spans = slice_bounds_per_dim(where, self.shape(name))
         extent = [stop - start for start, stop in spans]
         if name not in self.plan.hf_shapes:

@@ -94,7 +94,7 @@ class _Tables(pickle.Unpickler):
 
 
 def read_torch_dist_metadata(directory: Path) -> Metadata | Problem:
-    """The tables of a checkpoint, or why there are none."""
+    """Read the tables of a checkpoint, or return why there are none."""
     path = directory / INDEX
     try:
         data = read_plain_file(path, LARGEST)
@@ -185,7 +185,7 @@ def _lies_within(chunk: ChunkStorageMetadata, whole: torch.Size) -> bool:
 
 
 def missing_or_short_file_problems(directory: Path, index: Metadata) -> list[Problem]:
-    """Files that the tables name and that are missing or too short."""
+    """Report files of the tables that are missing or too short."""
     need: dict[str, int] = {}
     for info in index.storage_data.values():
         need[info.relative_path] = max(need.get(info.relative_path, 0), info.offset + info.length)

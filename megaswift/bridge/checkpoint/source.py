@@ -65,27 +65,27 @@ class TorchDistSource:
         self._items: dict[tuple[str, _Saved], FileTensor] = {}
 
     def keys(self) -> list[str]:
-        """All tensors."""
+        """Return the names of all tensors."""
         return list(self._tables)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Return the shape of a tensor."""
         return tuple(self._tables[key].size)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Its dtype."""
+        """Return the dtype of a tensor."""
         return self._tables[key].properties.dtype
 
     def file(self, key: str) -> Path:
-        """The first file that holds a part of it."""
+        """Return the first file that holds a part of a tensor."""
         return self.directory / self._storage[MetadataIndex(key, self._tables[key].chunks[0].offsets)].relative_path
 
     def missing(self, key: str) -> int:
-        """Elements of the tensor that no box holds; boxes of one tensor never overlap."""
+        """Count the elements of a tensor that no box holds; boxes of one tensor never overlap."""
         return math.prod(self.shape(key)) - sum(math.prod(chunk.sizes) for chunk in self._tables[key].chunks)
 
     def region(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The part of `shape` at `offset` of a tensor, in its stored dtype."""
+        """Return the part of `shape` at `offset` of a tensor, in its stored dtype."""
         out = empty_releasable_tensor(shape, self.dtype(key))
         self.fill(key, offset, out)
         return out

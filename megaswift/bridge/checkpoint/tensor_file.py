@@ -84,7 +84,7 @@ class ZipBytesAroundTensor(NamedTuple):
 
 
 def torch_save_zip_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> ZipBytesAroundTensor:
-    """The archive without the tensor's bytes."""
+    """Return the archive without the tensor's bytes."""
     nbytes = math.prod(shape) * dtype.itemsize
     head = bytearray()
     central = bytearray()
@@ -184,7 +184,7 @@ class _Facts(pickle.Unpickler):
 
 
 def locate_torch_save_tensor(path: Path, start: int, length: int) -> FileTensor:
-    """Where the bytes of the item at `start` lie; a ValueError says why they cannot be read."""
+    """Locate the bytes of the item at `start`; a ValueError explains why they cannot be read."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(io.BufferedReader(_Part(file, start, length))) as archive:
             entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}

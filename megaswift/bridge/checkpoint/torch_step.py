@@ -54,30 +54,30 @@ class TorchStepSource:
         return self._stored.bytes_read
 
     def names(self) -> list[str]:
-        """All weights."""
+        """Return the names of all weights."""
         return [name.removeprefix(PREFIX) for name in self._stored.names() if name.startswith(PREFIX)]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return self._stored.shape(PREFIX + name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its dtype."""
+        """Return the dtype of a tensor."""
         if self._wanted is not None:
             return self._wanted
         assert self._had is not None
         return self._had[name]
 
     def dtype_name(self, name: str) -> str:
-        """Its dtype as a file would spell it."""
+        """Return the dtype of a tensor as a file spells it."""
         return DTYPE_NAMES[self.dtype(name)]
 
     def file(self, name: str) -> Path:
-        """The file that holds it."""
+        """Return the file that holds a tensor."""
         return self._stored.file(PREFIX + name)
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
-        """A part of a tensor, read into memory of its own."""
+        """Read a part of a tensor into memory of its own."""
         return self._stored.slice(PREFIX + name, where).to(self.dtype(name))
 
     def close(self) -> None:

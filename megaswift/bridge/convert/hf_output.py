@@ -46,8 +46,8 @@ class HfFolderPlan:
 def write_hf_folder_resumably(
     folder: HfFolderPlan, blocks: Callable[[str], Iterator[Tensor]], made_from: Mapping[str, Any]
 ) -> Path:
-    """The folder, whole or not at all; `blocks` gives a tensor in row-major order, `made_from` is what decides its
-    bytes."""
+    """Write the folder, whole or not at all. `blocks` yields a tensor in row-major order; `made_from` is what decides
+    its bytes."""
     files = plan_safetensors_shards(folder.tensors, folder.max_shard_bytes)
     items = [
         TensorJob(

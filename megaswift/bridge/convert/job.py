@@ -70,7 +70,8 @@ class FolderJob:
 
 
 def split_region_into_blocks(spans: Sequence[Span], width: int, limit: int = BLOCK) -> Iterator[tuple[slice, ...]]:
-    """A region in row-major order as parts of at most `limit` bytes, each contiguous; `width` bytes an element."""
+    """Split a region in row-major order into parts of at most `limit` bytes, each contiguous; `width` bytes an
+    element."""
     row = width * math.prod(stop - start for start, stop in spans[1:])
     if not spans or row * (spans[0][1] - spans[0][0]) <= limit:
         yield tuple(slice(*span) for span in spans)
@@ -91,13 +92,13 @@ def split_region_into_blocks(spans: Sequence[Span], width: int, limit: int = BLO
 
 
 def read_tensor_blocks(source: WeightSource, name: str, region: Sequence[Span] | None = None) -> Iterator[Tensor]:
-    """A region of a tensor (None: all of it) in row-major order, in contiguous parts of at most BLOCK bytes."""
+    """Read a region of a tensor (None: all of it) in row-major order, in contiguous parts of at most BLOCK bytes."""
     spans = [(0, n) for n in source.shape(name)] if region is None else region
     return (source.slice(name, where) for where in split_region_into_blocks(spans, source.dtype(name).itemsize))
 
 
 def file_change_stamps(files: Sequence[Path], root: Path) -> dict[str, list[int]]:
-    """Name -> size and time of change, in nanoseconds: another value means another source."""
+    """Return each file's size and time of change in nanoseconds: another value means another source."""
     return {path.relative_to(root).as_posix(): [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)}
 
 
@@ -115,7 +116,7 @@ class ProgressMeter:
             self.bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, dynamic_ncols=True, file=self.stream)
 
     def add(self, count: int) -> None:
-        """So many bytes more."""
+        """Add bytes that are done."""
         self.done += count
         now = time.monotonic()
         if self.bar is not None:
@@ -125,7 +126,7 @@ class ProgressMeter:
             print(self.text(now), file=self.stream, flush=True)
 
     def text(self, now: float) -> str:
-        """`3.2 of 16.0 GB, 1.07 GB/s, ETA 0:12`."""
+        """Write `3.2 of 16.0 GB, 1.07 GB/s, ETA 0:12`."""
         speed = (self.done - self.first) / max(now - self.began, 1e-9)
         seconds_left = round((self.total - self.done) / speed) if speed else 0
         return (

@@ -52,7 +52,7 @@ class PromptLogitsDifference:
 
 
 def builtin_probe_prompts(vocabulary: int, positions: int) -> list[ProbePrompt]:
-    """Random tokens of several lengths, and one token again and again."""
+    """Make prompts of random tokens of several lengths, and one token again and again."""
     generator = torch.Generator().manual_seed(20)
     lengths = sorted({min(n, positions) for n in LENGTHS})
     prompts = [
@@ -63,7 +63,7 @@ def builtin_probe_prompts(vocabulary: int, positions: int) -> list[ProbePrompt]:
 
 
 def read_probe_prompts(path: Path, tokenizer_of: Path, trust: bool) -> list[ProbePrompt]:
-    """One prompt a line: text, or token ids as a JSON list."""
+    """Read one prompt from each line: text, or token ids as a JSON list."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -98,7 +98,8 @@ def _token_ids(line: str) -> tuple[int, ...] | None:
 
 
 def load_float32_model(side: WeightComparisonSide, trust: bool) -> Any:
-    """transformers' model in float32 with the weights of `side`; folders that it can read itself it reads itself."""
+    """Load transformers' model in float32 with the weights of `side`; transformers reads folders itself where it
+    can."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -127,7 +128,7 @@ def load_float32_model(side: WeightComparisonSide, trust: bool) -> Any:
 
 @torch.no_grad()
 def logits_per_prompt(model: Any, prompts: Sequence[ProbePrompt]) -> list[Tensor]:
-    """[tokens, vocabulary] of each prompt."""
+    """Return the logits [tokens, vocabulary] of each prompt."""
     return [
         model(input_ids=torch.tensor([prompt.ids]), use_cache=False, return_dict=True).logits[0].float()
         for prompt in prompts
@@ -135,7 +136,7 @@ def logits_per_prompt(model: Any, prompts: Sequence[ProbePrompt]) -> list[Tensor
 
 
 def require_prompt_ids_in_vocabulary(model: Any, prompts: Sequence[ProbePrompt]) -> None:
-    """Tokens that the model does not have are the user's mistake."""
+    """Raise an error for prompts with tokens that the model does not have."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     wrong = [p for p in prompts if max(p.ids) >= vocabulary]
     if wrong:
@@ -150,8 +151,8 @@ def require_prompt_ids_in_vocabulary(model: Any, prompts: Sequence[ProbePrompt])
 def logits_numerical_noise(
     model: Any, prompts: Sequence[ProbePrompt], first: Sequence[Tensor]
 ) -> tuple[list[float], str]:
-    """How far the model is from itself on each prompt, and between what: sdpa and eager attention; where it has no two,
-    float64."""
+    """Measure how far two computations of one model differ on each prompt, and name them: sdpa and eager attention, or
+    float32 and float64."""
     other = "eager" if model.config._attn_implementation == "sdpa" else "sdpa"
     try:
         model.set_attn_implementation(other)
@@ -169,7 +170,8 @@ def logits_numerical_noise(
 def compare_logits(
     a: WeightComparisonSide, b: WeightComparisonSide, prompts: Sequence[ProbePrompt] | None, trust: bool
 ) -> tuple[list[PromptLogitsDifference], float, str]:
-    """(a verdict on each prompt, the tolerance, what the spread is between). One model is in memory at a time."""
+    """Return a verdict on each prompt, the tolerance, and the two computations that give it. One model is in memory at
+    a time."""
     model = load_float32_model(a, trust)
     config = model.config.get_text_config()
     chosen = prompts or builtin_probe_prompts(

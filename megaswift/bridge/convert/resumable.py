@@ -43,7 +43,7 @@ class _Block(NamedTuple):
 
 
 def recover_and_check_target(target: Path, overwrite: bool) -> None:
-    """Nothing is replaced unasked; an earlier replacement that was cut between its two renames is undone."""
+    """Undo an earlier replacement that was cut between its two renames, and refuse to replace `target` unasked."""
     restore_replaced_folder(target)
     if target.exists() and not target.is_dir():
         raise CheckpointError(Problem(str(target), "is a file", "give a folder"))
@@ -54,7 +54,7 @@ def recover_and_check_target(target: Path, overwrite: bool) -> None:
 
 
 def check_disk_space(target: Path, need: int, used: int = 0) -> None:
-    """`need` bytes fit on the disk of `target`, where files that it has left there already take `used`."""
+    """Check that `need` bytes fit on the disk of `target`, where its earlier files already take `used`."""
     free = shutil.disk_usage(target.parent).free + used
     if need > free:
         raise CheckpointError(
@@ -135,7 +135,7 @@ class ResumableFolder:
         os.fsync(self._log.fileno())
 
     def put(self, file: str, offset: int, data: memoryview | bytes, done: int | None = None) -> None:
-        """Bytes for a place in a file; with the last ones, the number of the item that is now complete."""
+        """Write bytes to a place in a file; `done` is the number of an item that these bytes complete."""
         with self._room:
             if self._waiting >= WAITING:
                 self._room.wait_for(lambda: self._waiting <= FEW)
@@ -198,7 +198,7 @@ class ResumableFolder:
         settler.join()
 
     def commit(self) -> None:
-        """The folder under its name. Other files may have been added to it meanwhile."""
+        """Rename the folder to its final name. Other files may have been added to it meanwhile."""
         self._drain()
         if self._failure is not None:
             raise self._told()

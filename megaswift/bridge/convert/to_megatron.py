@@ -168,7 +168,7 @@ def _cast(blocks: functools.partial[Iterator[Tensor]], dtype: torch.dtype) -> It
 def read_megatron_parameter_in_blocks(
     entry: PlanEntry, weights: WeightSource, padded_vocab: int | None
 ) -> Iterator[Tensor]:
-    """A whole parameter in row-major order, in parts; at once where it is no row of ranges of rows (an expert's
+    """Read a whole parameter in row-major order, in parts; at once where it is no row of ranges of rows (an expert's
     transposed matrix)."""
     pieces = entry.pieces(TensorParallelShard(1, 0, padded_vocab))
     dim = shard_dim(entry.rule)

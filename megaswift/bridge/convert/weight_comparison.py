@@ -44,7 +44,7 @@ class WeightComparisonSide:
 
     @classmethod
     def open(cls, path: Path | str) -> WeightComparisonSide:
-        """A Hugging Face folder or a checkpoint. Headers only are read."""
+        """Open a Hugging Face folder or a checkpoint; only headers are read."""
         folder = Path(path)
         weights = open_weights(folder)
         checkpoint = find_intact_checkpoint(folder)
@@ -83,7 +83,7 @@ class TensorVerdict:
 
 
 def check_same_architecture(a: WeightComparisonSide, b: WeightComparisonSide) -> None:
-    """A comparison of two different kinds of model is an error, raised before any tensor is read."""
+    """Refuse to compare two different kinds of model, before any tensor is read."""
     for key in ("model_type", "architectures"):
         value_a, value_b = ((side.config or {}).get(key) for side in (a, b))
         if value_a and value_b and value_a != value_b:
@@ -97,8 +97,8 @@ def check_same_architecture(a: WeightComparisonSide, b: WeightComparisonSide) ->
 
 
 def model_spec_differences(a: WeightComparisonSide, b: WeightComparisonSide) -> list[tuple[str, Any, Any]] | None:
-    """(setting, of A, of B) where the two config.json describe different models; None where they cannot be read as
-    models."""
+    """Return (setting, of A, of B) where the two config.json describe different models; None where they cannot be read
+    as models."""
     sides = []
     for side in (a, b):
         if side.config is None or str(side.config.get("model_type")) not in FAMILIES:
@@ -124,7 +124,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def bytes_to_compare(a: WeightComparisonSide, b: WeightComparisonSide) -> int:
-    """What `compare_weights` reads of A, and of B alone."""
+    """Return the bytes that `compare_weights` reads of A, and of B alone."""
     names = set(a.weights.names())
     return sum(_nbytes(a, n) for n in names) + sum(_nbytes(b, n) for n in b.weights.names() if n not in names)
 
@@ -139,8 +139,8 @@ def compare_weights(
     dtype: torch.dtype | None = None,
     done: Callable[[int], None] = lambda _: None,
 ) -> Iterator[TensorVerdict]:
-    """A verdict on each tensor, those of A first, in its order. `dtype`: both are cast before; `done` hears of bytes
-    read."""
+    """Yield a verdict on each tensor, those of A first, in its order. `dtype`: both are cast first; `done` is called
+    with the bytes read."""
     names_a = a.weights.names()
     names_b = b.weights.names()
     known_a = set(names_a)
@@ -174,7 +174,7 @@ def _one(
 
 
 def extra_tensor_ignore_reason(side: WeightComparisonSide, name: str) -> str:
-    """Why a tensor of one side alone carries nothing of its own; the empty string when it does."""
+    """Return why a tensor of one side alone carries nothing of its own; the empty string when it does."""
     if INV_FREQ.matches(name):
         return INV_FREQ.why
     weights = side.weights
@@ -246,7 +246,7 @@ def _cast(part: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def differing_count_and_max_abs_diff(x: Tensor, y: Tensor) -> tuple[int, float]:
-    """(elements that differ, largest |x - y|); nan where one side alone is not a number."""
+    """Return how many elements differ, and the largest |x - y|; nan where one side alone is not a number."""
     if x.dtype == y.dtype:
         unequal = x.view(BITS[x.element_size()]) != y.view(BITS[y.element_size()])
     else:
@@ -258,7 +258,7 @@ def differing_count_and_max_abs_diff(x: Tensor, y: Tensor) -> tuple[int, float]:
 
 
 def verdict_json_rows(rows: Sequence[TensorVerdict]) -> list[dict[str, Any]]:
-    """The rows of a report; JSON knows no nan, so that it is written as text."""
+    """Return the rows of a report; nan is written as text, because JSON lacks it."""
     records = [asdict(row) for row in rows]
     for row in records:
         worst = row["max_abs_diff"]

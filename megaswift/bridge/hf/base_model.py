@@ -40,7 +40,7 @@ PER_TOKEN = (
 
 
 def link_weights_copy_rest(source: Path, target: Path, without: Sequence[str] = ()) -> None:
-    """`target` gets every file of `source` but these: weights as hard links (copies where the file system has none),
+    """Give `target` every file of `source` but these: weights as hard links (copies where the file system has none),
     the others as copies, so that an edited one leaves `source` as it is.
 
     Symbolic links would lead out of the folder, which `WeightSource` rejects in a model's folder; WeightsError where
@@ -58,7 +58,7 @@ def link_weights_copy_rest(source: Path, target: Path, without: Sequence[str] = 
 
 
 def tokenizer_with_tokens(source: Path, trust: bool, tokens: Sequence[str]) -> Any:
-    """The folder's tokenizer with these as further special tokens."""
+    """Return the folder's tokenizer with these further special tokens."""
     tokenizer = load_tokenizer(source, trust, "use the model's own tokenizer files")
     tokenizer.add_tokens(list(tokens), special_tokens=True)
     return tokenizer
@@ -67,7 +67,7 @@ def tokenizer_with_tokens(source: Path, trust: bool, tokens: Sequence[str]) -> A
 def write_changed_model_folder(
     source: Path, target: Path, config: Mapping[str, Any], tokenizer: Any, weights: bool
 ) -> Path:
-    """`target`: the model of `source` with `config`, and with `tokenizer` where it is given; embeddings have
+    """Write to `target` the model of `source` with `config`, and with `tokenizer` where it is given; embeddings have
     `config`'s number of rows. What an earlier start has made of the same model is kept."""
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     words = "" if tokenizer is None else json.dumps(sorted(tokenizer.get_vocab().items()))
@@ -133,6 +133,6 @@ def _grow(source: Path, target: Path, before: int, after: int) -> None:
 
 
 def with_mean_rows(tensor: Tensor, rows: int) -> Tensor:
-    """[rows, ..] with the mean of the old rows in those that are new."""
+    """Extend a tensor to [rows, ..]; new rows are the mean of the old ones."""
     mean = tensor.float().mean(dim=0, keepdim=True).to(tensor.dtype)
     return torch.cat([tensor, mean.expand(rows - tensor.shape[0], *tensor.shape[1:])]).contiguous()

@@ -9,8 +9,8 @@ import torch
 
 
 def bitsandbytes_config(bits: int, dtype: torch.dtype, kind: str = "nf4", double: bool = False) -> Any:
-    """NF4 (or FP4) whose products are in `dtype`, its scales quantized too (`double`); or LLM.int8()
-    (arXiv:2208.07339)."""
+    """Return the configuration of NF4 (or FP4) whose products are in `dtype`, its scales quantized too (`double`); or
+    LLM.int8() (arXiv:2208.07339)."""
     from transformers import BitsAndBytesConfig
 
     if bits == 8:
@@ -21,7 +21,7 @@ def bitsandbytes_config(bits: int, dtype: torch.dtype, kind: str = "nf4", double
 
 
 def disable_4bit_cpu_repacking(model: Any) -> Any:
-    """The model with bitsandbytes' repacking of 4-bit layers for CPUs with AVX512-BF16 switched off.
+    """Switch off bitsandbytes' repacking of a model's 4-bit layers for CPUs with AVX512-BF16.
 
     There `Linear4bit.forward` rewrites a layer's weight in place on its first call in evaluation mode
     (bitsandbytes 0.50: `_convert_weight_packed_for_cpu`): scales become bfloat16, doubly quantized scales are lost, and

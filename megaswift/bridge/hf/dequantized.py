@@ -81,7 +81,7 @@ class Fp8Weight:
         return (self.name, self.scale)
 
     def fill(self, read: _SliceReader, ranges: Sequence[Span], out: Tensor) -> None:
-        """W = float32(W) x scale of its block, rounded once: what transformers computes."""
+        """Compute W = float32(W) x scale of its block, rounded once: what transformers computes."""
         *lead, (top, bottom), (left, right) = ranges
         rows, columns = self.block
         single_scale = read(self.scale, ()).reshape(1, 1) if self.scalar else None
@@ -128,7 +128,7 @@ class Mxfp4Weight:
         return (self.blocks, self.scales)
 
     def fill(self, read: _SliceReader, ranges: Sequence[Span], out: Tensor) -> None:
-        """W = value x 2^exponent, exact in bfloat16 but for what overflows."""
+        """Compute W = value x 2^exponent, exact in bfloat16 but for what overflows."""
         (first, last), (left, right), (top, bottom) = ranges
         near = left // GROUP
         far = -(-right // GROUP)
@@ -153,7 +153,7 @@ def _wrong(stored: HfSource, name: str, rule: str) -> Problem:
 def find_fp8_weights(
     stored: HfSource, scheme: Fp8Scheme, problems: list[Problem]
 ) -> Iterator[tuple[str, QuantizedWeight]]:
-    """Every float8 weight with its scale, of the shape that the block size asks for; scales that scale nothing are
+    """Find every float8 weight with its scale, of the shape that the block size asks for; scales that scale nothing are
     problems."""
     names = set(stored.names())
     for scale in stored.names():
@@ -196,7 +196,7 @@ def find_fp8_weights(
 
 
 def find_mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tuple[str, QuantizedWeight]]:
-    """Every pair of blocks and exponents; one without the other is a problem."""
+    """Find every pair of blocks and exponents; one without the other is a problem."""
     names = set(stored.names())
     for scales in stored.names():
         if scales.endswith("_scales") and scales.removesuffix("_scales") + "_blocks" not in names:
@@ -261,27 +261,27 @@ class DequantizedSource:
         return self.stored.bytes_read
 
     def names(self) -> list[str]:
-        """All tensors, quantized ones under their plain names."""
+        """Return the names of all tensors, quantized ones under their plain names."""
         return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return self._packed[name].shape if name in self._packed else self.stored.shape(name)
 
     def dtype_name(self, name: str) -> str:
-        """Its dtype, dequantized, as a file would spell it."""
+        """Return the dtype of a tensor after it is dequantized, as a file would spell it."""
         return DTYPE_NAMES[self.target] if name in self._packed else self.stored.dtype_name(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its dtype, dequantized."""
+        """Return the dtype of a tensor after it is dequantized."""
         return self.target if name in self._packed else self.stored.dtype(name)
 
     def file(self, name: str) -> Path:
-        """The file that holds it (its quantized values)."""
+        """Return the file that holds a tensor (its quantized values)."""
         return self.stored.file(self._packed[name].parts[0] if name in self._packed else name)
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
-        """A part of a tensor, dequantized."""
+        """Return a part of a tensor, dequantized."""
         packed = self._packed.get(name)
         if packed is None:
             return self.stored.slice(name, where)
@@ -297,7 +297,7 @@ class DequantizedSource:
 
 
 def open_hf_weights(directory: Path | str) -> WeightSource:
-    """The weights of a Hugging Face folder, whatever form they are stored in: the one way in."""
+    """Open the weights of a Hugging Face folder, whatever form they are stored in; all readers come through here."""
     folder = Path(directory)
     config = read_config_json(folder) if (folder / "config.json").exists() else {}
     if problem := unreadable_quantization_problem(config):

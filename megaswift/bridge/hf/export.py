@@ -38,7 +38,7 @@ def folder_has_weights(folder: Path) -> bool:
 
 
 def source_tensor_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtype]:
-    """The dtype of each HF tensor in `source`; config.json's where the folder has none or no weights at all."""
+    """Return the dtype of each HF tensor in `source`; config.json's where the folder has none or no weights at all."""
     default: torch.dtype = getattr(torch, plan.spec.dtype)
     if source is None or not folder_has_weights(source):
         return dict.fromkeys(plan.hf_shapes, default)
@@ -58,7 +58,7 @@ class HfExportTensorPlan:
 
 
 def plan_hf_export_tensors(plan: WeightPlan, options: HfExportOptions) -> HfExportTensorPlan:
-    """The model's own tensors, then those that are carried along."""
+    """Plan the tensors of an export: the model's own, then those that are carried along."""
     dtypes = options.dtype or source_tensor_dtypes(plan, options.source)
     stored = open_weights(options.source) if options.source is not None and folder_has_weights(options.source) else None
     kept = plan.kept(stored.names()) if stored is not None else []
@@ -67,7 +67,7 @@ def plan_hf_export_tensors(plan: WeightPlan, options: HfExportOptions) -> HfExpo
 
 
 def finish_export(writer: HfWriter, plan: WeightPlan, options: HfExportOptions) -> Path:
-    """The folder under its name, with its side files."""
+    """Write the side files, and rename the folder to its final name."""
     config = None if options.source is not None and not plan.spec.scored else plan.spec.hf_config
     return writer.close(options.source, config)
 

@@ -24,18 +24,18 @@ def all_values_finite(tensor: Tensor) -> bool:
 
 
 def check_weights_finite(weights: Iterable[tuple[str, Tensor]], what: str = "--model") -> None:
-    """WeightsError that names the tensors with a value that is not finite. `what`: the option that gave them."""
+    """Raise WeightsError with the tensors that hold a value that is not finite. `what`: the option that gave them."""
     raise_for_non_finite_tensors([name for name, tensor in weights if not all_values_finite(tensor)], what)
 
 
 def abbreviated_tensor_names(names: Sequence[str]) -> str:
-    """The first of these names, and how many more there are."""
+    """List the first of these names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
 
 def raise_for_non_finite_tensors(names: Sequence[str], what: str = "--model") -> None:
-    """The message about these tensors; none where there is no name."""
+    """Raise an error with these tensors; does nothing without any."""
     if names:
         raise WeightsError(
             Problem(
@@ -47,15 +47,15 @@ def raise_for_non_finite_tensors(names: Sequence[str], what: str = "--model") ->
 
 
 def check_folder_weights_finite(folder: Path) -> None:
-    """WeightsError for the safetensors files of a model, read once, one tensor at a time; other files are passed
-    over."""
+    """Check the safetensors files of a model, one tensor at a time, and raise WeightsError for values that are not
+    finite; other files are passed over."""
     if any((folder / name).is_file() for name in (SINGLE, INDEX)):
         source = HfSource(folder)
         check_weights_finite((name, source.slice(name)) for name in source.names())
 
 
 def warn_non_finite_written(target: Path, names: Sequence[str]) -> None:
-    """Says that a folder was written from such tensors."""
+    """Warn that a folder was written from tensors that are not finite."""
     if names:
         log.warn(
             f"{target} has values that are not finite (NaN or infinity) in {abbreviated_tensor_names(names)}. They "

@@ -52,7 +52,7 @@ class HeaderEntry(NamedTuple):
 
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json.loads: a name that comes twice is a ValueError, not the last one's victory."""
+    """Raise ValueError for a name that comes twice, of which `json.loads` would keep the last."""
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
         raise DamagedHeader(f"has duplicate keys: {', '.join(sorted(twice))}")
@@ -64,7 +64,7 @@ class DamagedHeader(ValueError):
 
 
 def read_safetensors_header(path: Path) -> dict[str, HeaderEntry]:
-    """The tensors of one file; `DamagedHeader` says what is wrong with it."""
+    """Read the tensors of one file's header; `DamagedHeader` where it is wrong."""
     if path.exists() and not path.is_file():
         raise DamagedHeader("is not a file")
     size = path.stat().st_size

@@ -29,7 +29,8 @@ def check_all_weights_loaded(what: str, loading_info: Mapping[str, Any], new: Co
 
 
 def warn_of_unused_weights(what: str, names: Collection[str], scored: bool) -> None:
-    """Tensors that are in the files for nothing. `scored`: a model with a score in place of its output layer."""
+    """Warn of tensors in the files that the model does not use. `scored`: a model with a score in place of its output
+    layer."""
     unused = sorted(name for name in names if not (scored and name.split(".")[-2:-1] == ["lm_head"]))
     if unused:
         count = log.count_text(len(unused), "tensor")

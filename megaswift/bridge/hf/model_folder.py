@@ -22,7 +22,7 @@ from megaswift.models.quantization import unreadable_quantization_problem
 
 
 def tensors_by_disk_name(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's whole tensors by the names, and in the pieces, that checkpoints of its family have."""
+    """Return a model's whole tensors by the names, and in the pieces, that checkpoints of its family have."""
     from transformers.core_model_loading import revert_weight_conversion
 
     untied = {name: tensor for name, tensor in state.items() if name not in tied_tensor_names(model)}
@@ -30,25 +30,25 @@ def tensors_by_disk_name(model: nn.Module, state: Mapping[str, Tensor]) -> dict[
 
 
 def tied_tensor_names(model: nn.Module) -> set[str]:
-    """Names under which a tensor appears a second time."""
+    """Return the names under which a tensor appears a second time."""
     return set(tied_tensors(model))
 
 
 def tied_tensors(model: nn.Module) -> dict[str, str]:
-    """The same, each with the first name of its tensor."""
+    """Return the tensors that appear a second time, each with its first name."""
     names: dict[int, str] = {}
     first = {name: names.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     return {name: own for name, own in first.items() if name != own}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds that is no parameter."""
+    """Return the buffers that a checkpoint holds besides parameters."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
 
 
 def folder_tensor_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """The dtype of each tensor in a Hugging Face folder; empty where it has no weights, or in a form that only
+    """Return the dtype of each tensor in a Hugging Face folder; empty where it has no weights, or in a form that only
     transformers reads."""
     if not folder_has_weights(folder) or unreadable_quantization_problem(read_config_json(folder)):
         return {}
@@ -57,14 +57,14 @@ def folder_tensor_dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 
 def folder_config_dtype(folder: Path) -> torch.dtype:
-    """What config.json says, float32 where it says nothing."""
+    """Return the dtype in config.json, float32 where it has none."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     return getattr(torch, name, torch.float32)
 
 
 def tensor_metas_with_source_dtypes(tensors: Mapping[str, Tensor], source: Path) -> dict[str, TensorMeta]:
-    """Shape of each tensor by disk name, and the dtype that it has in `source`."""
+    """Return the shape of each tensor by disk name, and the dtype that it has in `source`."""
     stored = folder_tensor_dtypes(source)
     default = folder_config_dtype(source)
     return {
@@ -81,8 +81,8 @@ def write_transformers_folder(
     overwrite: bool = True,
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """A Hugging Face folder of these tensors by disk name, each in the dtype that it has in `source`, whose other files
-    it takes.
+    """Write a Hugging Face folder of these tensors by disk name, each in the dtype that it has in `source`, whose other
+    files it takes.
 
     config.json too, unless `config` is another.
     """

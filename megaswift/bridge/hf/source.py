@@ -34,7 +34,7 @@ Span = tuple[int, int]
 
 
 def slice_bounds_per_dim(where: Slices, shape: Sequence[int]) -> list[Span]:
-    """The region that slices without steps take of a tensor; dimensions not named are whole."""
+    """Return the region of a tensor that slices without steps take; dimensions not named are whole."""
     indices = [w.indices(n) for w, n in zip((*where, *[slice(None)] * (len(shape) - len(where))), shape, strict=True)]
     assert all(step == 1 for _, _, step in indices), "slices have no step"
     return [(start, max(start, stop)) for start, stop, _ in indices]
@@ -51,10 +51,10 @@ class TensorSource(Protocol):
     """A set of named tensors that is read slice by slice."""
 
     def slice(self, name: str, where: Slices) -> Tensor:
-        """A part of a tensor; dimensions not named are whole."""
+        """Return a part of a tensor; dimensions not named are whole."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its dtype."""
+        """Return the dtype of a tensor."""
 
 
 class WeightSource(TensorSource, Protocol):
@@ -67,19 +67,19 @@ class WeightSource(TensorSource, Protocol):
         """What slices have taken since it was opened."""
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
-        """A part of a tensor, or all of it."""
+        """Return a part of a tensor, or all of it."""
 
     def names(self) -> list[str]:
-        """All tensors."""
+        """Return the names of all tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
 
     def dtype_name(self, name: str) -> str:
-        """Its dtype as a file spells it."""
+        """Return the dtype of a tensor as a file spells it."""
 
     def file(self, name: str) -> Path:
-        """The file that holds it."""
+        """Return the file that holds a tensor."""
 
     def close(self) -> None:
         """Close the files."""
@@ -194,19 +194,19 @@ class HfSource:
         self._file_of = {names.get(name, name): path for name, path in self._file_of.items()}
 
     def names(self) -> list[str]:
-        """All tensors."""
+        """Return the names of all tensors."""
         return list(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return self._stored[name].shape
 
     def dtype_name(self, name: str) -> str:
-        """Its dtype as the file spells it."""
+        """Return the dtype of a tensor as a file spells it."""
         return self._stored[name].dtype
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its dtype."""
+        """Return the dtype of a tensor."""
         spelled = self._stored[name].dtype
         if spelled not in DTYPES:
             raise WeightsError(
@@ -219,11 +219,11 @@ class HfSource:
         return DTYPES[spelled]
 
     def file(self, name: str) -> Path:
-        """The file that holds it."""
+        """Return the file that holds a tensor."""
         return self._file_of[name]
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
-        """A part of a tensor, read into memory of its own."""
+        """Read a part of a tensor into memory of its own."""
         stored = self._stored[name]
         spans = slice_bounds_per_dim(where, stored.shape)
         tensor = FileTensor(self.file(name), stored.start, self.dtype(name), stored.shape)

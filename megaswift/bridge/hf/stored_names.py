@@ -17,7 +17,7 @@ HEADS = ("lm_head.", "score.")
 
 
 def canonical_names(stored: Collection[str], config: Mapping[str, Any]) -> dict[str, str]:
-    """Stored name -> the family's name, for the tensors of a folder that have another one.
+    """Return the family's names of stored tensors whose names differ, by stored name.
 
     Args:
         stored: The names in the folder's files.

@@ -51,7 +51,7 @@ class PlannedSafetensorsFile:
 
 
 def plan_safetensors_file(name: str, metas: Mapping[str, TensorMeta]) -> PlannedSafetensorsFile:
-    """A file that holds these tensors."""
+    """Plan a file that holds these tensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     offsets = {}
@@ -72,7 +72,7 @@ def plan_safetensors_file(name: str, metas: Mapping[str, TensorMeta]) -> Planned
 
 
 def plan_safetensors_shards(tensors: Mapping[str, TensorMeta], max_shard_bytes: int) -> list[PlannedSafetensorsFile]:
-    """Files in the order of `tensors`, each as full as the limit allows; a tensor beyond it has its own."""
+    """Plan files in the order of `tensors`, each as full as the limit allows; a tensor beyond it has its own."""
     shards: list[dict[str, TensorMeta]] = [{}]
     size = 0
     for name, meta in tensors.items():
@@ -89,14 +89,14 @@ def plan_safetensors_shards(tensors: Mapping[str, TensorMeta], max_shard_bytes: 
 def safetensors_index_json(
     files: Iterable[PlannedSafetensorsFile], tensors: Mapping[str, TensorMeta]
 ) -> dict[str, object]:
-    """The index of several files."""
+    """Return the index of several files."""
     weight_map = {tensor: file.name for file in files for tensor in file.places}
     total = sum(tensor_nbytes(meta) for meta in tensors.values())
     return {"metadata": {"total_size": total}, "weight_map": {tensor: weight_map[tensor] for tensor in tensors}}
 
 
 def exported_config_json(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
-    """config.json of an export: its dtype is the tensors' where all have the same, and nothing is quantized."""
+    """Return config.json of an export: its dtype is the tensors' where all have the same, and nothing is quantized."""
     changed = config_without_quantization(config)
     written_dtypes = set(dtypes)
     if len(written_dtypes) == 1:
@@ -112,8 +112,8 @@ def write_non_tensor_files(
     config: Mapping[str, Any] | None,
     source: Path | None,
 ) -> None:
-    """All but the tensors: the index of several files, config.json from `config`, tokenizer and the like from
-    `source`."""
+    """Write all files but the tensors: the index of several files, config.json from `config`, tokenizer and the like
+    from `source`."""
     if len(files) > 1:
         _write_json(folder / INDEX, safetensors_index_json(files, tensors))
     if config is not None:
@@ -135,12 +135,12 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def tensor_nbytes(meta: TensorMeta) -> int:
-    """Bytes of a tensor on disk."""
+    """Return the bytes of a tensor on disk."""
     return math.prod(meta.shape) * meta.dtype.itemsize
 
 
 def unfinished_folder_path(directory: Path) -> Path:
-    """Where the files of `directory` are until all are complete."""
+    """Return the folder that holds the files of `directory` until all are complete."""
     return directory.with_name(f".{directory.name}.writing")
 
 
@@ -172,7 +172,7 @@ class HfPartialFolderWriter:
         _write_tensor(self._open[file.name], file.places[name], tensor, self.tensors[name], name)
 
     def close(self) -> None:
-        """All that was written is on disk."""
+        """Flush all that was written to disk."""
         try:
             for descriptor in self._open.values():
                 os.fsync(descriptor)
@@ -234,7 +234,7 @@ class HfWriter:
         self._written.add(name)
 
     def added_elsewhere(self, names: Iterable[str]) -> None:
-        """Other processes have written these (`HfPartialFolderWriter`)."""
+        """Note tensors that other processes have written (`HfPartialFolderWriter`)."""
         self._written.update(names)
 
     def close(self, source: Path | str | None = None, config: Mapping[str, object] | None = None) -> Path:

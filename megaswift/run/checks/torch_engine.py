@@ -37,7 +37,7 @@ def torch_engine_machine_problems(cfg: SwiftConfig) -> list[Problem]:
 
 
 def missing_package_problem(package: str, wanted: str) -> list[Problem]:
-    """Report a package that is not installed; None where it is."""
+    """Report a package that is not installed."""
     if find_spec(package) is not None:
         return []
     return [
