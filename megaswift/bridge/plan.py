@@ -36,7 +36,7 @@ class IgnoredTensors:
     why: str
 
     def matches(self, name: str) -> bool:
-        """Whether a tensor of this name is meant."""
+        """Return whether a tensor of this name is meant."""
         return re.fullmatch(self.pattern, name) is not None
 
 
@@ -80,16 +80,16 @@ class PlanEntry:
         return self.rule.pieces(self.spec, replace(shard, expert=self.expert))
 
     def shard_shape(self, tp: int = 1, padded_vocab: int | None = None) -> tuple[int, ...]:
-        """Shape of one rank's shard."""
+        """Return the shape of one rank's shard."""
         return shard_shape(self.rule, self.spec, TensorParallelShard(tp, 0, padded_vocab, self.expert))
 
     def full_shape(self, padded_vocab: int | None = None) -> tuple[int, ...]:
-        """Shape of the whole parameter, vocabulary padding included."""
+        """Return the shape of the whole parameter, vocabulary padding included."""
         return self.shard_shape(1, padded_vocab)
 
     def read(self, source: TensorSource, tp: int = 1, rank: int = 0, padded_vocab: int | None = None) -> Tensor:
-        """The shard of `rank` (for experts: of the expert-tensor-parallel group), reading no more than that. Padding is
-        zero."""
+        """Read the shard of `rank` (for experts: of the expert-tensor-parallel group), and no more than that. Padding
+        is zero."""
         dim = shard_dim(self.rule)
         names = self.hf
         shapes = self.hf_shapes
@@ -223,12 +223,13 @@ class WeightPlan:
         return sorted(name for name in names if self._kept is not None and re.fullmatch(self._kept, name))
 
     def hf_tensors(self, dtypes: Mapping[str, torch.dtype] | torch.dtype) -> dict[str, TensorMeta]:
-        """Every HF tensor with its shape and dtype, in the order of export."""
+        """Return every HF tensor with its shape and dtype, in the order of export."""
         single_dtype = dtypes if isinstance(dtypes, torch.dtype) else None
         return {name: TensorMeta(shape, single_dtype or dtypes[name]) for name, shape in self.hf_shapes.items()}  # type: ignore[index]
 
     def check(self, source: WeightSource, contents: bool = True) -> list[str]:
-        """Whether `source` holds this model: a WeightsError names each missing, unmapped or wrong tensor with its file.
+        """Check that `source` holds this model: a WeightsError names each missing, unmapped or wrong tensor with its
+        file.
 
         The answer is the names that are ignored. With `contents`, a stored duplicate of a tied head must equal the
         embedding.

@@ -17,5 +17,6 @@ def choose_jit_fuser(fuse: bool | None) -> None:
 
 
 def fuses_pointwise_functions(cuda: bool) -> bool:
-    """Whether they are compiled; on a GPU where Triton can launch kernels, unless the option says otherwise."""
+    """Return whether pointwise functions are compiled: on a GPU where Triton can launch kernels, unless the option says
+    otherwise."""
     return cuda and triton_launches() if _chosen is None else _chosen

@@ -67,7 +67,7 @@ PLUGIN_OPTIMIZERS: dict[str, PluginOptimizerParts] = {}
 
 
 def is_elementwise_plugin(name: str) -> bool:
-    """Whether an optimizer is a plugin's that may step parts of tensors: on every engine."""
+    """Return whether an optimizer is a plugin's that may step parts of tensors: on every engine."""
     return name in PLUGIN_OPTIMIZERS and PLUGIN_OPTIMIZERS[name].elementwise
 
 

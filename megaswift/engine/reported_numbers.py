@@ -74,7 +74,7 @@ def _value(metric: Metric) -> Tensor | float:
 
 
 def ratios(means: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Sums by counts; none of those that counted nothing."""
+    """Divide sums by counts, without those that counted nothing."""
     return {name: total / count for name, (total, count) in means.items() if count}
 
 

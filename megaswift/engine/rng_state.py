@@ -94,8 +94,8 @@ def reseeding_reason(directory: Path, saved: bool, where: str) -> str:
 
 
 def rng_state_fits_generators(tensors: dict[str, Tensor], own: Mapping[str, Tensor] = NONE) -> bool:
-    """Whether these are states of the generators that this rank has: the same devices, the same names in the engine's
-    `own`."""
+    """Return whether these are states of the generators that this rank has: the same devices, the same names in the
+    engine's `own`."""
     return {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in _collect(own)[0].items()}
 
 

@@ -17,7 +17,7 @@ BLOCK = 1024
 
 
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device | str) -> Tensor:
-    """Sum of the squares of all elements, float64 [] on `device`; not finite where an element is not."""
+    """Sum the squares of all elements, float64 [] on `device`; not finite where an element is not."""
     parts: dict[torch.device, list[Tensor]] = {}  # offloaded gradients are summed in host memory: one copy for all
     for tensor in tensors:
         part = _squares(tensor.detach().reshape(-1))

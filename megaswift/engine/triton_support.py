@@ -20,7 +20,7 @@ def runs_triton_kernels(tensor: Tensor) -> bool:
 
 @functools.cache
 def triton_launches() -> bool:
-    """Whether Triton can launch kernels in a process with a GPU; warns once where it cannot."""
+    """Return whether Triton can launch kernels in a process with a GPU; warns once where it cannot."""
     missing = missing_for_triton(os.environ)
     if missing:
         log.warn(f"no Triton kernels and no torch.compile, so training is slower: {missing}; {FIX}")

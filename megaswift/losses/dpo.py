@@ -123,7 +123,7 @@ class DPO:
         return terms, metrics
 
     def compare(self, logprobs: Tensor, batch: Batch) -> PairLogprobsAndRatios:
-        """Sums over the answers of each pair."""
+        """Sum log-probabilities over the answers of each pair."""
         weights = completion_weights(batch).to(logprobs.dtype)
         weights = weights if self.ld_alpha is None else weights * self._verbosity_weights(batch)
         reference = torch.zeros_like(logprobs) if self.reference_free else batch.fields["reference"].to(logprobs.dtype)

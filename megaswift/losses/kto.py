@@ -70,12 +70,12 @@ LOSS_TYPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def uses_kl(loss_type: str) -> bool:
-    """Whether a type needs z0, and so a pass over mismatched answers."""
+    """Return whether a type needs z0, and so a pass over mismatched answers."""
     return loss_type in losses_needing("kto", KL_PAIRS)
 
 
 def uses_delta(loss_type: str) -> bool:
-    """Whether a type needs the running mean of rewards."""
+    """Return whether a type needs the running mean of rewards."""
     return loss_type in losses_needing("kto", RUNNING_MEAN)
 
 

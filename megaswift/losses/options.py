@@ -172,5 +172,5 @@ def cpo_alpha_of(c: Any) -> float:
 
 
 def needs_reference(c: Any) -> bool:
-    """Whether the loss, or the rewards, compare with a reference."""
+    """Return whether the loss, or the rewards, compare with a reference."""
     return c.task in _REFERENCED and not c.preference.reference_free and beta_of(c) > 0

@@ -39,8 +39,8 @@ def metric_column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def smoothing_window(count: int) -> int:
-    """Points in the median: about a thirtieth of the curve, 1 (none) for short ones; odd, as many on either side of
-    each."""
+    """Return the number of points in the median: about a thirtieth of the curve, 1 (none) for short ones; odd, as many
+    on either side of each."""
     return max(1, count // 30) | 1
 
 

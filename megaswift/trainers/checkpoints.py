@@ -198,8 +198,8 @@ class CheckpointStore:
 
 
 def names_newest_of_run(wanted: str | None, output: Path) -> bool:
-    """Whether `wanted` is the newest checkpoint of this run, if any: `latest`, or the run's own folder, as in a job
-    that resumes itself when it is started again."""
+    """Return whether `wanted` is the newest checkpoint of this run, if any: `latest`, or the run's own folder, as in a
+    job that resumes itself when it is started again."""
     own = {os.path.realpath(output), os.path.realpath(output / "checkpoints")}
     return wanted is not None and (wanted == "latest" or os.path.realpath(wanted) in own)
 

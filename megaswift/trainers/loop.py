@@ -157,7 +157,7 @@ def take_ahead(run: Run) -> None:
 
 
 def length_squares(batch: Batch) -> int:
-    """Sum over documents of length squared: a document of n tokens has positions 0..n-1, and n^2 = sum of (2 p + 1)."""
+    """Sum the squared lengths of documents: a document of n tokens has positions 0..n-1, and n^2 = sum of (2 p + 1)."""
     return int(((2 * batch.positions + 1) * batch.valid).sum())
 
 

@@ -50,6 +50,6 @@ def write_memory_snapshot(folder: Path, holders: Mapping[str, int], peak_gib: fl
 
 
 def memory_snapshots(folder: Path) -> Mapping[int, Mapping[str, Any]]:
-    """Rank -> what `write_memory_snapshot` wrote into its JSON file; empty without one."""
+    """Return by rank what `write_memory_snapshot` wrote into its JSON file; empty without one."""
     files = {int(m[1]): p for p in folder.glob("*.json") if (m := re.fullmatch(r"rank-(\d+)\.memory\.json", p.name))}
     return {rank: json.loads(files[rank].read_text(encoding="utf-8")) for rank in sorted(files)}

@@ -19,13 +19,13 @@ from megaswift.trainers.options import TrainConfig
 
 
 def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
-    """Steps that warm up: `warmup_steps` when given, else that share of the schedule's steps, rounded up (as
+    """Return the steps that warm up: `warmup_steps` when given, else that share of the schedule's steps, rounded up (as
     transformers does)."""
     return optim.warmup_steps if optim.warmup_steps > 0 else ceil(optim.warmup_ratio * decay_steps(total_steps, optim))
 
 
 def decay_steps(total_steps: int, optim: OptimConfig) -> int:
-    """Steps until the schedule has reached its final rate: `lr_decay_iters`, else all."""
+    """Return the steps until the schedule has reached its final rate: `lr_decay_iters`, else all."""
     return optim.lr_decay_iters or total_steps
 
 

@@ -135,14 +135,14 @@ class PeftFolder:
         )
 
     def trains(self, tensor: str) -> bool:
-        """Whether `modules_to_save` names the module of a tensor: PEFT compares the ends of names. Other whole tensors
-        are embeddings that were saved as they were."""
+        """Return whether `modules_to_save` names the module of a tensor: PEFT compares the ends of names. Other whole
+        tensors are embeddings that were saved as they were."""
         module = tensor.rpartition(".")[0]
         return any(module.endswith(name) for name in self.config.get("modules_to_save") or ())
 
     def separates_tied_embeddings(self) -> bool:
-        """Whether it makes the input and output embeddings of a tied model different: PEFT trains a copy of the one
-        that `modules_to_save` names, unless `ensure_weight_tying` stores both alike."""
+        """Return whether the folder makes the input and output embeddings of a tied model different: PEFT trains a copy
+        of the one that `modules_to_save` names, unless `ensure_weight_tying` stores both alike."""
         stored = [name for name in (EMBEDDING, OUTPUT) if name in self._stored]
         if len(stored) == 2 and torch.equal(self._read(EMBEDDING), self._read(OUTPUT)):
             return False

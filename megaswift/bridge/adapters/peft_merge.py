@@ -38,7 +38,7 @@ REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeE
 
 
 def streaming_merge_unsupported(home: Path, adapter: Path) -> bool:
-    """Whether the streaming merge does not support these weights or these adapters."""
+    """Return whether the streaming merge does not support these weights or these adapters."""
     return adapter_peft_type_or_lora(adapter) != "lora" or str(read_config_json(home).get("model_type")) not in FAMILIES
 
 

@@ -102,7 +102,8 @@ class ModuleAdapterSpec:
         return (self.rank, width) if half == "A" else (out, self.rank)
 
     def sharded(self, half: Half) -> bool:
-        """Whether tensor-parallel ranks (for experts: expert-tensor-parallel ones) hold different parts of it."""
+        """Return whether tensor-parallel ranks (for experts: expert-tensor-parallel ones) hold different parts of
+        it."""
         return self.entry.shard == ("row" if half == "A" else "column")
 
     def ranges(self, half: Half, tp: int, rank: int) -> list[tuple[int, int]]:

@@ -39,7 +39,8 @@ def _is_expert(projection: Projection) -> bool:
 
 
 def is_target(config: Mapping[str, Any], module: str) -> bool:
-    """Whether `target_modules` names a module: by its whole name or the end of it, or by a regular expression."""
+    """Return whether `target_modules` names a module: by its whole name or the end of it, or by a regular
+    expression."""
     targets = config.get("target_modules") or ()
     if _matches(module, config.get("exclude_modules") or ()):
         return False

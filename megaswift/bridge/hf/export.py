@@ -33,7 +33,7 @@ class HfExportOptions:
 
 
 def folder_has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights, or belongs to a checkpoint that does, and is not only a config.json."""
+    """Return whether a folder holds weights, or belongs to a checkpoint that does, and is not only a config.json."""
     return (folder / INDEX).exists() or (folder / SINGLE).exists() or find_checkpoint(folder) is not None
 
 

@@ -17,7 +17,8 @@ MOST_NAMES = 4
 
 
 def all_values_finite(tensor: Tensor) -> bool:
-    """Whether every value is finite; True for dtypes that are not checked (integers, 8 bits). Needs no memory."""
+    """Return whether every value is finite; True for dtypes that are not checked (integers, 8 bits). Needs no
+    memory."""
     if tensor.dtype not in CHECKED or tensor.is_meta or not tensor.numel():
         return True
     return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())

@@ -31,7 +31,7 @@ OWN_RANKS = ("rank_pattern", "alpha_pattern")
 
 
 def syncs_adapters_only(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> bool:
-    """Whether the samplers of a run get adapters alone."""
+    """Return whether the samplers of a run get adapters alone."""
     chosen = cfg.rl.rollout_lora
     return not merged_sync_reason(cfg, spec, folder) if chosen is None else chosen
 

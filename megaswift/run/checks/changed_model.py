@@ -28,7 +28,7 @@ RESIDUAL = "residual_model"
 
 
 def changes_model(model: ModelConfig) -> bool:
-    """Whether the run starts from a model that differs from the folder's."""
+    """Return whether the run starts from a model that differs from the folder's."""
     return model.rope_scaling is not None or bool(model.new_special_tokens)
 
 

@@ -64,7 +64,7 @@ class MachineFacts:
         return weights / whole[0] + rest / whole[1]
 
     def holds(self, kind: str, size: int) -> bool:
-        """Whether that fits."""
+        """Return whether the bytes of `need` fit."""
         return self.need(kind, size) <= SHARE * self.memory
 
 

@@ -58,7 +58,7 @@ def _with_known_score(spec: ModelSpec) -> ModelSpec:
 
 
 def transformers_class_problems(model: ModelConfig, spec: ModelSpec) -> list[Problem]:
-    """Whether transformers has the class by which torch engines load a model that is no family here."""
+    """Report a model that is no family here and for which transformers has no class that torch engines could load."""
     kind = str(spec.hf_config.get("model_type"))
     code = spec.hf_config.get("auto_map")
     if kind in FAMILIES or spec.scored:

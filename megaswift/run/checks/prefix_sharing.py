@@ -30,7 +30,7 @@ ROUTER_FIELDS = ("moe_router_enable_expert_bias", "moe_input_jitter_eps")
 
 
 def shares_prefixes(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> bool:
-    """Whether the run's micro-batches have each prompt once."""
+    """Return whether the run's micro-batches have each prompt once."""
     return not _reason_why_not(cfg, spec, layout)
 
 

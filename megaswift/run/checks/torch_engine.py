@@ -50,7 +50,7 @@ def missing_package_problem(package: str, wanted: str) -> list[Problem]:
 
 
 def has_gpu() -> bool:
-    """Whether CUDA has a device."""
+    """Return whether CUDA has a device."""
     import torch
 
     return torch.cuda.is_available()
@@ -131,7 +131,7 @@ def compiler_problems(model: ModelConfig) -> list[Problem]:
 
 
 def nvme_problems(engine: EngineBackendConfig) -> list[Problem]:
-    """Shards in files are read and written by DeepSpeed's extension async_io, which is compiled at its first use."""
+    """Report what offloading to a drive lacks: DeepSpeed's extension async_io is compiled at its first use."""
     named = engine.deepspeed
     if named is None or named in ZERO:
         return []

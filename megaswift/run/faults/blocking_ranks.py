@@ -145,7 +145,7 @@ class RankStateStore:
         self._store.set(f"megaswift/process/{self.rank}", f"{self.host} {os.getpid()}")
 
     def is_asked(self) -> bool:
-        """Whether some rank wants to know what the others do."""
+        """Return whether some rank wants to know what the others do."""
         with suppress(RuntimeError):  # the store ended with its process
             return bool(self._store.check(["megaswift/hang"]))
         return False
@@ -156,7 +156,7 @@ class RankStateStore:
             self._store.set("megaswift/hang", str(self.rank))
 
     def asker_has_ended(self) -> bool:
-        """Whether the process that asked is gone; true for one of another machine, which cannot be seen."""
+        """Return whether the process that asked is gone; true for one of another machine, which cannot be seen."""
         host, _, process = (self._get(f"megaswift/process/{self._get('megaswift/hang')}") or "").partition(" ")
         if host != self.host or not process:
             return True
@@ -189,7 +189,7 @@ class RankStateStore:
         return self._get(f"megaswift/progress/{rank}") or ""
 
     def is_set(self, key: str) -> bool:
-        """Whether a key is in the store; true where the store has ended."""
+        """Return whether a key is in the store; true where the store has ended."""
         with suppress(RuntimeError):
             return bool(self._store.check([key]))
         return True

@@ -91,7 +91,7 @@ def dump_stacks_on_signal(root: Path) -> RankDiagnosis | None:
 
 
 def is_lost_rank_error(error: RuntimeError) -> bool:
-    """Whether a collective failed because of another rank."""
+    """Return whether a collective failed because of another rank."""
     text = str(error)
     return distributed.global_world_size() > 1 and (
         isinstance(error, dist.DistError) or any(word in text for word in (*LOST, *LATE))

@@ -97,7 +97,7 @@ def retry_after(error: UserError, cfg: SwiftConfig, dp: int, environ: Mapping[st
 
 
 def is_started_again(environ: Mapping[str, str]) -> bool:
-    """Whether something starts this run's processes again after their end."""
+    """Return whether something starts this run's processes again after their end."""
     return bool(environ.get(OOM_RETRY)) or int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(
         environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     )

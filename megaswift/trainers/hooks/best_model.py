@@ -80,12 +80,12 @@ class BestModelHook(Hook):
             print_line(f"step {run.step}: {run.stopping}")
 
     def better(self, one: tuple[int, float], other: tuple[int, float] | None) -> bool:
-        """Whether an evaluation is better than an earlier one; one that is not a number never is."""
+        """Return whether an evaluation is better than an earlier one; one that is not a number never is."""
         worst = -math.inf if self.greater_is_better else math.inf
         return (gt if self.greater_is_better else lt)(one[1], worst if other is None else other[1])
 
     def improved_at(self, step: int) -> bool:
-        """Whether this step was evaluated and is better than every one whose checkpoint there is."""
+        """Return whether this step was evaluated and is better than every one whose checkpoint there is."""
         return self.evaluated is not None and self.evaluated[0] == step and self.better(self.evaluated, self.saved)
 
     def before_save(self, step: int) -> None:

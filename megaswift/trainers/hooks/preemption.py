@@ -45,7 +45,7 @@ class PreemptionNoticeHook(Hook):
 
 
 def has_notice(words: list[str]) -> bool:
-    """Whether the command exits with 0."""
+    """Return whether the command exits with 0."""
     try:
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=LIMIT_S

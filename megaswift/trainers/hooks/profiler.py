@@ -106,7 +106,7 @@ class StepProfilerHook(Hook):
         return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
 
     def on_step_begin(self, run: Run) -> None:
-        """Starts where the step is one of those."""
+        """Start the profiler where the step is to be profiled."""
         if self.chosen and self.first <= run.step < self.last:
             self.profiler = profile(activities=self._activities())
             self.profiler.start()
@@ -186,6 +186,6 @@ class StepProfilerHook(Hook):
 
 
 def profile_summaries(folder: Path) -> Mapping[int, Mapping[str, Any]]:
-    """Rank -> what `StepProfilerHook` wrote into its JSON file; empty without a profile."""
+    """Return by rank what `StepProfilerHook` wrote into its JSON file; empty without a profile."""
     files = {int(m[1]): path for path in folder.glob("*.json") if (m := re.fullmatch(r"rank-(\d+)\.json", path.name))}
     return {rank: json.loads(files[rank].read_text(encoding="utf-8")) for rank in sorted(files)}

@@ -39,7 +39,7 @@ class ProgressStore(Protocol):
         """Return another rank's progress; empty where it has published none."""
 
     def is_set(self, key: str) -> bool:
-        """Whether a key is in the store."""
+        """Return whether a key is in the store."""
 
 
 def work_done() -> tuple[float, int]:

@@ -70,7 +70,7 @@ class SkippedStepAndLossSpikeMonitor(Hook):
                 self.losses.append(loss)
 
     def skips(self, number: int, result: StepResult) -> bool:
-        """Whether the step was skipped; warns then. `TrainingDiverged` after `most` in a row."""
+        """Return whether the step was skipped; warns then. `TrainingDiverged` after `most` in a row."""
         if not result.skipped:
             self.in_a_row = self.at_the_end = 0
             return False
@@ -140,8 +140,8 @@ class SkippedStepAndLossSpikeMonitor(Hook):
 
 
 def is_spike(loss: float, before: Sequence[float]) -> bool:
-    """Whether a loss is far above those before: by median and median absolute deviation, which a spike among them does
-    not move."""
+    """Return whether a loss is far above those before: by median and median absolute deviation, which a spike among
+    them does not move."""
     if len(before) < ENOUGH:
         return False
     median = statistics.median(before)

@@ -132,11 +132,11 @@ class AdvantageEstimator:
         return np.split(chosen.numpy(), np.cumsum([len(v) for v in logprobs])[:-1])
 
     def state_dict(self) -> dict[str, float]:
-        """The weight of the divergence."""
+        """Return the weight of the divergence."""
         return {"beta": self.beta}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """The inverse."""
+        """Restore what `state_dict` returned."""
         self.beta = float(state["beta"])
 
 

@@ -45,11 +45,11 @@ class CriticTrainer(BatchTransform):
         self.watch.check_progress(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """The skipped steps."""
+        """Return the counts of skipped steps."""
         return self.watch.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """Restore what `state_dict` returned."""
         self.watch.load_state_dict(state)
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:

@@ -22,7 +22,7 @@ from megaswift.trainers.rl.multi_turn import MultiTurnRunner
 
 
 def is_sampling_rank(coordinates: Coordinates) -> bool:
-    """Whether this rank is the first of its data-parallel replica, which has a sampler."""
+    """Return whether this rank is the first of its data-parallel replica, which has a sampler."""
     return coordinates.tp == coordinates.pp == coordinates.cp == 0
 
 
@@ -102,8 +102,8 @@ class CompletionGenerator:
         distributed.barrier()  # servers have loaded them before another rank asks
 
     def send_adapters(self, rounds: SyncRounds) -> None:
-        """Rank 0 writes them, every sampler reads them; samplers may come back to the folder until the next is there.
-        Collective."""
+        """Write the adapters on rank 0 for every sampler to read; samplers may come back to the folder until the next
+        is there. Collective."""
         folder = distributed.run_on_rank0(rounds.begin)
         distributed.run_and_gather_on_all_ranks(lambda: self.engine.write_adapter(folder, self.base))
         distributed.run_and_gather_on_all_ranks(

@@ -14,8 +14,8 @@ from megaswift.trainers.rl.scorer import ScoredCompletion
 
 
 def group_rewards_differ(group: Sequence[ScoredCompletion], each: bool = False) -> bool:
-    """Whether the completions of one prompt differ in reward, beyond rounding; else their advantages are 0. `each`: in
-    any single reward, as GDPO normalizes them, though their sums may be equal."""
+    """Return whether the completions of one prompt differ in reward, beyond rounding; else their advantages are 0.
+    `each`: in any single reward, as GDPO normalizes them, though their sums may be equal."""
     columns = [[r.rewards[name] for r in group] for name in group[0].rewards] if each else [[r.total for r in group]]
     return any(_differ(column) for column in columns)
 

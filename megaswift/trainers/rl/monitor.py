@@ -46,7 +46,7 @@ class RolloutMonitor(Hook):
             self.completions = self.rewarded = 1
 
     def on_step(self, run: Run, step: StepRecord) -> None:
-        """Counts."""
+        """Count a new generation, and warn of troubles that last for several of them."""
         if self.source.fresh:
             self.count(step.number)
             for kind, text in self.troubles(step).items():
@@ -88,11 +88,11 @@ class RolloutMonitor(Hook):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts."""
+        """Return the counts."""
         return {"completions": self.completions, "rewarded": self.rewarded}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """Restore what `state_dict` returned."""
         self.completions = int(state["completions"])
         self.rewarded = int(state["rewarded"])
 

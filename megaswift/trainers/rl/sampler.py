@@ -105,13 +105,13 @@ def rollout_batch_size(rl: RlConfig, max_length: int, dtype: str | None, spec: M
 
 
 def seeds_requests(backend: str, asked: bool | None, cuda: bool) -> bool:
-    """Whether each completion has a seed of its own. With one, vLLM on a GPU draws row by row and not by FlashInfer's
-    sampler, which takes milliseconds of each decoded token."""
+    """Return whether each completion has a seed of its own. With one, vLLM on a GPU draws row by row and not by
+    FlashInfer's sampler, which takes milliseconds of each decoded token."""
     return not (backend == "vllm" and cuda) if asked is None else asked
 
 
 def samples_on_every_rank(backend: str) -> bool:
-    """Whether every rank has a sampler."""
+    """Return whether every rank has a sampler."""
     return backend in EVERYWHERE
 
 

@@ -131,7 +131,7 @@ class CompletionSamplingScheduler:
             policy.offload(frozenset({"model"}))
 
     def state_dict(self) -> dict[str, Any]:
-        """The draw that is under way; waits for it."""
+        """Wait for the draw that is under way, and return it."""
         self.settle()
         if self.ahead is None:
             return {}
@@ -142,7 +142,7 @@ class CompletionSamplingScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse; moves the prompts on past that draw."""
+        """Restore that draw, and move the prompts on past it."""
         self.settle()
         self.ahead = None
         if state:

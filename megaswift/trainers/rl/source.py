@@ -271,7 +271,7 @@ class RolloutSource:
         return back
 
     def state_dict(self) -> dict[str, Any]:
-        """The position; a generation that is not used up goes along."""
+        """Return the position, with a generation that is not used up."""
         unused = self.completed if self.used < self.settings.steps else []
         scheduler = self.parts.scheduler
         return {
@@ -285,7 +285,7 @@ class RolloutSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """Restore the position."""
         self.parts.scheduler.load_state_dict(state["ahead"])
         self.parts.scheduler.prompts.load_state_dict(state["prompts"])
         self.generations = int(state["generations"])
