@@ -1,7 +1,7 @@
-"""Options that exist only with certain values of others: one rule, derived from `only_with` of each option.
+"""Options that exist only with certain values of others: one rule for each selector in the `only_with` of an option.
 
-A selector is an option (`optimizer`), or a fact that several options decide together (`engine` also follows from
-`--deepspeed`). `FACTS` lists these.
+A selector is another option (`optimizer`), or a fact that is more than the value of one option (`engine` also follows
+from `--deepspeed`). `FACTS` lists the facts. A selector with the value `ANY` rules out no option.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from megaswift.options.values import option_value_text
 
 @dataclass(frozen=True)
 class Fact:
-    """A selector that is not the value of one option alone."""
+    """A selector whose value is computed from a configuration."""
 
     read: Callable[[Sections], Any]
+    """Computes the value."""
     reads: tuple[str, ...]
-    """Options that decide it."""
+    """Options that decide the value."""
     wants: str = ""
-    """What an option with this selector needs, in words; empty: derived from the wanted values."""
+    """Why an option with this selector has no effect, for the message; empty: derived from the wanted values."""
     fix: str = ""
+    """What the message proposes; empty: derived likewise."""
 
 
 def _loss_types(c: Sections) -> Any:
@@ -54,8 +56,9 @@ def _estimator(c: Sections) -> Any:
 
 
 def _reward_functions(c: Sections) -> tuple[str, ...]:
-    """Built-in functions that the run uses, also under TRL's names (`get_cosine_scaled_reward`)."""
-    built_in = [name for name in c.rl.reward_funcs if ":" not in name]
+    """Returns which built-in functions with options the run uses, also under TRL's names
+    (`get_cosine_scaled_reward`)."""
+    built_in = [name for name in c.rl.reward_funcs if ":" not in name]  # a colon: FILE:FUNCTION of the user
     return tuple(short for short in _REWARDS_WITH_OPTIONS if any(short in name for name in built_in))
 
 
@@ -63,12 +66,12 @@ _REWARDS_WITH_OPTIONS = ("code", "soft_overlong", "cosine", "repetition")
 
 
 def _nodes(c: Sections) -> Any:
-    """Machines that torchrun starts processes on; another launcher has options of its own."""
+    """Returns the number of machines on which torchrun starts processes. Other launchers have their own rules."""
     return (c.launch.nnodes or 1) if c.launch.launcher == "torchrun" else ANY
 
 
 def _weight_bits(c: Sections) -> Any:
-    """Bits of the frozen weights on a torch engine; the native engine does not have these options at all."""
+    """Returns the bits of the frozen weights on a torch engine. The native engine is left to the selector `engine`."""
     return ANY if requested_engine(c) == NATIVE else base_quantization_bits(c)
 
 
@@ -124,11 +127,11 @@ FACTS: dict[str, Fact] = {
         "--top_p 0.9",
     ),
 }
-"""Selectors by name. An option that is not here selects by its own value."""
+"""Facts by name. A selector that is not listed here is an option and has the option's value."""
 
 
 def readers(option: str, selector: str) -> tuple[str, ...]:
-    """Returns the values of a selector with which an option exists; empty: it does not depend on the selector."""
+    """Returns the listed values of a selector with which an option exists; empty: the option lists none."""
     wanted = OPTIONS[option].only_with.get(selector)
     return wanted.values if wanted else ()
 
@@ -139,7 +142,7 @@ def selector_value(c: Sections, name: str) -> Any:
 
 
 def variant_rules() -> Iterator[IgnoredOption]:
-    """Yields the rule of each option and selector: the option is refused where the selector has another value."""
+    """Yields a rule for each option and selector: the option has no effect if the selector has another value."""
     for option in OPTIONS.values():
         for selector, wanted in option.only_with.items():
             yield _rule(option, selector, wanted)
@@ -163,11 +166,12 @@ def _texts(values: tuple[Any, ...]) -> list[str]:
 
 
 def _reason(selector: str, wanted: Wanted) -> str:
-    """Why the option has no effect, in the wording that all of them share."""
+    """Returns why the option has no effect, for messages: the rest of a sentence that begins with the option."""
     if wanted.values == (None,):
         return f"applies only to runs without --{selector}"
     if wanted.values:
         names = join_names(_texts(wanted.values), "or")
+        # The actual value is added where it is a name: `{engine}` is a placeholder, filled when the rule is broken.
         is_text = isinstance(wanted.values[0], str) and (selector == "engine" or selector not in FACTS)
         return f"applies only to --{selector} {names}" + (f" ({selector} is {{{selector}}})" if is_text else "")
     if wanted.excluded:
@@ -178,9 +182,10 @@ def _reason(selector: str, wanted: Wanted) -> str:
 
 
 def _fix(selector: str, wanted: Wanted) -> str:
-    """What to say instead. Placeholders are filled when the rule is broken."""
+    """Returns the option to give instead. Placeholders are filled when the rule is broken."""
     if selector == "engine":
-        return {"megatron": "{to_megatron}", "fsdp2": "{to_fsdp2}"}.get((*wanted.values, "")[0], "--engine ddp")
+        engine = wanted.values[0] if wanted.values else ""
+        return {"megatron": "{to_megatron}", "fsdp2": "{to_fsdp2}"}.get(engine, "--engine ddp")
     if wanted.values == (None,):
         return f"leave out --{selector}"
     if wanted.values:
@@ -188,21 +193,21 @@ def _fix(selector: str, wanted: Wanted) -> str:
     if wanted.least is not None:
         return f"--{selector} {wanted.least}"
     option = OPTIONS[selector]
-    choice = next((c for c in option.choices if c not in wanted.excluded), None)
+    choice = next((choice for choice in option.choices if choice not in wanted.excluded), None)
     if choice or option.kind == "bool":
         return f"--{selector} {choice or 'false'}"
     return f"--{selector} {option.details.get('metavar') or option.unit.upper() or 'VALUE'}"
 
 
 def variant_note(option: Option, choices: Mapping[str, tuple[str, ...]]) -> str:
-    """Returns for `--help` with which losses or estimators an option exists; empty where it does with all of them.
+    """Returns a note for `--help`: with which losses or estimators an option exists; empty: with all of them.
 
     Args:
-        choices: by selector, the values that the task has.
+        choices: Selector -> its values in the task.
     """
-    for selector, known in choices.items():
-        with_it = [name for name in known if name in readers(option.name, selector)]
-        without = [name for name in known if name not in with_it]
+    for selector, values in choices.items():
+        with_it = [name for name in values if name in readers(option.name, selector)]
+        without = [name for name in values if name not in with_it]
         if not with_it or not without:
             continue
         if selector == "loss_type" and len(without) < len(with_it):

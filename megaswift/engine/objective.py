@@ -1,7 +1,7 @@
-"""The objective of a global batch, for any engine: counts before the forward pass, the loss callback, what is reported.
+"""The objective of a global batch, for any engine: counts before the forward pass, the loss callback, the report.
 
-A term is divided once, by its count over all data-parallel ranks and micro-batches. How a model computes its outputs is
-the engines'.
+Each term is divided once, by its count over all data-parallel ranks and micro-batches. The engines compute the outputs
+of the model.
 """
 
 from __future__ import annotations
@@ -32,39 +32,45 @@ class ReadNumbers(Protocol):
     """Reads scalars [] from the device."""
 
     def __call__(self, more: Sequence[Tensor], groups: Sequence[Any] = ()) -> list[float]:
-        """`groups`: of each number the process group over which it is still to be added up; none where all are
-        sums."""
+        """Return the numbers `more`, each first summed over its process group in `groups`. Without `groups`, all of
+        them are sums already."""
 
 
 class StepNumbers(Protocol):
-    """Scalars [] of a step: added up over ranks, then read from the device, which may be given more to do between."""
+    """Scalars [] of a step, in two stages: summed over ranks on the device, then read by the host. Further device work
+    may be launched in between."""
 
     def reduce(self, more: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> list[Tensor]:
         """Sum the numbers over ranks on the device; `groups` as in `ReadNumbers`. Collective; called once."""
 
     def start_read(self, more: Sequence[Tensor] = ()) -> Callable[[], list[float]]:
-        """Waits for numbers that are the same on all ranks, and returns them. After `reduce`; to be called once,
-        collective."""
+        """Start to copy the numbers `more`, the same on all ranks, to the host. Return a function that waits for them
+        and returns them. Collective; call it once, after `reduce`."""
 
 
 class ParallelContextProtocol(Protocol):
-    """What of a parallel context is needed here."""
+    """The part of a parallel context that this module uses."""
 
     layout: Layout
     coordinates: Coordinates
     device: torch.device
     groups: Any
-    """With the process groups `dp` and, where there is a pipeline, `pp`."""
+    """Has the process groups `dp` and, with pipeline parallelism, `pp`."""
 
 
 def start_count_global_batch(
     microbatches: Sequence[Batch], loss: Loss, context: ParallelContextProtocol, beside: Sequence[float] = ()
 ) -> StartedCount:
-    """Counts the global batch, by one reduction over all ranks. Collective; what is returned is not, and waits for the
-    counts, which are on their way to the host meanwhile.
+    """Start to count the global batch, by one reduction over all ranks. Collective.
 
-    `beside`: numbers of this rank to add up over all ranks, equally many on each. A rank that has no batch passes no
-    micro-batches, and the step cannot be taken.
+    Args:
+        microbatches: Those of this rank. A rank that has no batch passes none; the step cannot be taken then.
+        loss: Counts what its terms are divided by.
+        context: This rank's place in the layout.
+        beside: Further numbers of this rank to sum over all ranks; every rank passes the same number of them.
+
+    Returns:
+        A function that waits until the counts are on the host. It is not collective.
     """
     names = loss.reported.counts
     sums = torch.zeros(len(names) + 3, dtype=torch.float64)
@@ -72,8 +78,8 @@ def start_count_global_batch(
     if place.tp == place.pp == place.cp == 0:  # the other ranks of a replica have the same batches
         for batch in microbatches:
             counts = loss.counts(batch)
-            real = [batch.tokens, batch.label_tokens, int(batch.tokens > 0)]
-            sums += torch.tensor([*(counts[name] for name in names), *real], dtype=torch.float64)
+            sizes = [batch.tokens, batch.label_tokens, int(batch.tokens > 0)]
+            sums += torch.tensor([*(counts[name] for name in names), *sizes], dtype=torch.float64)
     sums = torch.cat([sums, torch.tensor(beside, dtype=torch.float64)])
     if context.layout.world_size > 1:
         sums = copy_to_device_async(sums, context.device)
@@ -82,7 +88,7 @@ def start_count_global_batch(
 
     def finish() -> GlobalBatchCounts:
         values = copied.wait()
-        counts = dict(zip(names, values, strict=False))
+        counts = dict(zip(names, values, strict=False))  # `values` goes on after the counts
         tokens, label_tokens, real_microbatches = (round(value) for value in values[len(names) : len(names) + 3])
         return GlobalBatchCounts(counts, tokens, label_tokens, real_microbatches, tuple(values[len(names) + 3 :]))
 
@@ -97,7 +103,8 @@ def all_sum_on_device(values: Tensor) -> Tensor:
 
 
 def named_head_outputs(fields: Tensor, needs: RequestedModelOutputs) -> ModelOutputs:
-    """Name the fields [f, b, s] that the head returned."""
+    """Return the head's output [f, b, s] as named fields [b, s]; those that the loss does not differentiate are
+    detached."""
     return ModelOutputs(
         **{
             name: fields[i] if name in needs.differentiable else fields[i].detach()
@@ -107,7 +114,8 @@ def named_head_outputs(fields: Tensor, needs: RequestedModelOutputs) -> ModelOut
 
 
 class GlobalBatchLossCallback:
-    """The loss callback of one global batch; collects what is reported, per micro-batch, on the last pipeline stage."""
+    """The loss callback of one global batch. Collects the reported numbers of each micro-batch, on the last pipeline
+    stage."""
 
     def __init__(self, loss: Loss, counted: GlobalBatchCounts) -> None:
         self.loss = loss
@@ -117,7 +125,7 @@ class GlobalBatchLossCallback:
         """The numbers of each micro-batch, in `order`."""
 
     def __call__(self, batch: Batch, fields: Tensor) -> Tensor:
-        """The scalar to differentiate: this micro-batch's part of the global batch's objective."""
+        """Return the scalar to differentiate: this micro-batch's share of the global batch's objective."""
         terms, metrics = self.loss(named_head_outputs(fields, self.loss.needs), batch)
         total = fields.new_zeros(())
         values: dict[str, Tensor] = {}
@@ -130,7 +138,7 @@ class GlobalBatchLossCallback:
 
 
 class StepReport:
-    """What is reported of a global batch, read from the device at once, with what else the host needs of it then."""
+    """The reported numbers of a global batch, read from the device in one copy, with whatever else the host needs."""
 
     def __init__(
         self,
@@ -146,45 +154,54 @@ class StepReport:
         self.microbatches = microbatches
         self.clock = clock
         self.metrics: dict[str, Tensor] = {}
-        """Further metrics [], the same on every rank already; those that are on every pipeline stage."""
+        """Further metrics [], which have the same value on every rank and pipeline stage."""
         self.result = StepResult(0.0)
-        """What was read."""
+        """The result of the step, once it was read."""
         self.before_read: Callable[[], None] = lambda: None
         """Called once all passes are launched, before the host waits for them; may be collective."""
         self.last = context.coordinates.pp == context.layout.pp - 1
-        """Whether this pipeline stage has the loss."""
+        """Whether this is the last pipeline stage, which computes the loss."""
         self._shares = torch.zeros(0, dtype=torch.float64, device=context.device)
         """[micro-batches]: each one's share of the objective, on the last stage."""
         self._numbers = torch.zeros(objective.order.size, dtype=torch.float64, device=context.device)
-        """The report's, in order; once reduced."""
+        """The reported numbers in the order of `ReportOrder`, once `reduce` has run."""
 
     def reduce(self, more: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> list[Tensor]:
-        """Adds up the report over ranks, on the device, and the numbers `more` [] of this rank, which are returned;
-        `groups` as in `ReadNumbers`. Sums over the data-parallel ranks travel with the report's. Collective; once,
-        after the last micro-batch."""
+        """Sum the report over the ranks, on the device, and with it the numbers `more` [] of this rank, which are
+        returned; `groups` as in `ReadNumbers`. Collective; call it once, after the last micro-batch.
+
+        Numbers that are summed over the data-parallel ranks share the report's reduction.
+        """
         self.before_read()
         context = self.context
         summed = list(more)
-        travels = self.last and context.layout.dp > 1
-        beside = [i for i, group in enumerate(groups) if travels and _has_ranks_of(group, context.groups.dp)]
+
+        # Numbers that cannot share the report's reduction
+        reduces = self.last and context.layout.dp > 1
+        sharing = [i for i, group in enumerate(groups) if reduces and _has_ranks_of(group, context.groups.dp)]
         for i, group in enumerate(groups):
-            if i not in beside:
+            if i not in sharing:
                 dist.all_reduce(summed[i], group=group)
+
+        # The report, with the others
         if self.last:
             order = self.objective.order
             rows = _on_device(self.objective.rows, context.device)
             self._shares = rows[:, : len(order.terms)].sum(1)
-            numbers = _reduced_over_dp(rows, order, context, [summed[i] for i in beside])
-            self._numbers = numbers[len(beside) :]
-            for place, i in enumerate(beside):
+            numbers = _reduced_over_dp(rows, order, context, [summed[i] for i in sharing])
+            self._numbers = numbers[len(sharing) :]
+            for place, i in enumerate(sharing):
                 summed[i] = numbers[place]
         return summed
 
     def start_read(self, more: Sequence[Tensor] = ()) -> Callable[[], list[float]]:
-        """Copies the report, and the numbers `more` [], to the host. What is returned waits for them, makes `result` of
-        the report, and returns the numbers. Collective; after `reduce`."""
+        """Start to copy the report and the numbers `more` [] to the host. Collective; call it after `reduce`.
+
+        Returns:
+            A function that waits for the copy, sets `result` from the report, and returns the numbers.
+        """
         stages = self.context.layout.pp
-        if stages > 1:  # on the device: the host does not wait
+        if stages > 1:  # the other stages have no loss; the host does not wait for the broadcast
             dist.broadcast(self._numbers, group=self.context.groups.pp, group_src=stages - 1)
         further = [number.detach().reshape(1).double() for number in (*self.metrics.values(), *more)]
         copied = HostCopy(torch.cat([self._shares, self._numbers, *further]))
@@ -192,34 +209,36 @@ class StepReport:
         def finish() -> list[float]:
             values = iter(copied.wait())
             shares = list(itertools.islice(values, len(self._shares)))
-            told = self.objective.order.named(list(itertools.islice(values, len(self._numbers))), self.counted.counts)
-            own = dict(zip(self.metrics, values, strict=False))
+            numbers = list(itertools.islice(values, len(self._numbers)))
+            report = self.objective.order.named(numbers, self.counted.counts)
+            metrics = dict(zip(self.metrics, values, strict=False))  # `values` goes on with `more`
             self.result = StepResult(
-                told.loss,
-                {**told.metrics, **own},
+                report.loss,
+                {**report.metrics, **metrics},
                 tokens=self.counted.tokens,
                 label_tokens=self.counted.label_tokens,
                 counts=self.counted.counts,
                 parts=_shares_and_samples(shares, self.microbatches) if shares else (),
                 compute_seconds=self.clock.take(),
-                addends=told.addends,
+                addends=report.addends,
             )
             return list(values)
 
         return finish
 
     def read(self, more: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> list[float]:
-        """Reduce the numbers and read them, one after the other."""
+        """Reduce the numbers, and wait until the host has read them. Collective."""
         return self.start_read(self.reduce(more, groups))()
 
     def read_result(self) -> StepResult:
-        """Reads the report alone."""
+        """Reduce and read the report, without further numbers."""
         self.read()
         return self.result
 
 
 def _shares_and_samples(shares: Sequence[float], microbatches: Sequence[Batch]) -> tuple[MicrobatchLossAndSamples, ...]:
-    """Each micro-batch's share of the objective with its samples. `microbatches`: as they came, in host memory."""
+    """Returns each micro-batch's share of the objective with the ids of its samples. `microbatches` are in host
+    memory."""
     rows = [() if b.sample_ids is None else tuple(i for i in b.sample_ids.tolist() if i >= 0) for b in microbatches]
     return tuple(MicrobatchLossAndSamples(share, ids) for share, ids in zip(shares, rows, strict=True))
 
@@ -229,24 +248,27 @@ def _has_ranks_of(group: Any, other: Any) -> bool:
 
 
 def _on_device(rows: Sequence[Sequence[Tensor | float]], device: torch.device) -> Tensor:
-    """float64 [micro-batches, numbers]; what is in host memory is copied at once, and the host does not wait."""
+    """Returns the rows as float64 [micro-batches, numbers] on the device. Values in host memory take one asynchronous
+    copy."""
     values = [value for row in rows for value in row]
     on_host = [float(v) for v in values if not (isinstance(v, Tensor) and v.device.type == device.type)]
-    known: Iterator[Tensor] = iter(())
+    copied: Iterator[Tensor] = iter(())
     if on_host:
-        known = iter(copy_to_device_async(torch.tensor(on_host, dtype=torch.float64), device).unbind())
-    each = [
-        v.detach().reshape(()).double() if isinstance(v, Tensor) and v.device.type == device.type else next(known)
+        copied = iter(copy_to_device_async(torch.tensor(on_host, dtype=torch.float64), device).unbind())
+    scalars = [
+        v.detach().reshape(()).double() if isinstance(v, Tensor) and v.device.type == device.type else next(copied)
         for v in values
     ]
-    return torch.stack(each).view(len(rows), -1)
+    return torch.stack(scalars).view(len(rows), -1)
 
 
 def _reduced_over_dp(
     rows: Tensor, order: ReportOrder, context: ParallelContextProtocol, beside: Sequence[Tensor]
 ) -> Tensor:
-    """`beside` [], then the numbers of a report, from `rows`, those of this rank's micro-batches: summed or compared
-    over them and the data-parallel ranks, in one reduction on the device. Collective."""
+    """Returns `beside` [], then the numbers of the report, in one tensor: sums, maxima and minima over the
+    data-parallel ranks and, for the report, over `rows`, one for each micro-batch of this rank. One reduction on the
+    device. Collective."""
+    # Over this rank's micro-batches; a minimum is the negative of a maximum
     summed = rows[:, : order.added].sum(0)
     largest = rows[:, order.added : order.added + len(order.largest)].amax(0)
     smallest = rows[:, order.added + len(order.largest) :].amin(0)
@@ -254,13 +276,13 @@ def _reduced_over_dp(
     compared = torch.cat([largest, -smallest])
     ranks = context.layout.dp
     if ranks > 1:
-        # each rank has a place of its own for what is compared, so that one sum serves both
+        # Over the ranks: maxima go into a row of zeros of their own rank, so that one sum gathers them
         group = context.groups.dp
-        places = torch.zeros(ranks, len(compared), dtype=torch.float64, device=context.device)
-        places[dist.get_rank(group)] = compared
-        joined = torch.cat([summed, places.view(-1)])
+        by_rank = torch.zeros(ranks, len(compared), dtype=torch.float64, device=context.device)
+        by_rank[dist.get_rank(group)] = compared
+        joined = torch.cat([summed, by_rank.view(-1)])
         dist.all_reduce(joined, group=group)
-        places = joined[len(summed) :].view(ranks, -1)
+        by_rank = joined[len(summed) :].view(ranks, -1)
         summed = joined[: len(summed)]
-        compared = places.amax(0) if len(compared) else compared
+        compared = by_rank.amax(0) if len(compared) else compared
     return torch.cat([summed, compared[: len(largest)], -compared[len(largest) :]])

@@ -1,6 +1,6 @@
 """Builds a run on a rank: process groups, agreement of the ranks, data, engine, hooks.
 
-Reads from top to bottom in the order of what happens. `run.py` calls the three stages, trains, and ends the run.
+The functions stand in the order in which they run. `training.py` calls the first two stages, `course.py` the third.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ SHAPE = (
     *("family", "num_layers", "hidden_size", "heads", "kv_heads", "head_dim"),
     *("ffn", "vocab_size", "tied", "experts", "topk", "expert_ffn"),
 )
-"""What a checkpoint and the model it is loaded into must agree on."""
+"""Fields of `ModelSpec` that must be the same in a checkpoint and in the model that it is loaded into."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class Processes:
-    """The ranks of a run, joined for its model."""
+    """The process groups that a run has joined, and the model for which they are laid out."""
 
     folder: Path
     """The model's Hugging Face folder."""
@@ -115,7 +115,7 @@ class Processes:
 
 
 def join_processes(cfg: SwiftConfig) -> Processes:
-    """Reads the model's configuration, and joins the process groups of the layout for it."""
+    """Read the model's configuration, and join the process groups of the layout for it."""
     folder = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
     spec = model_spec_for_task(cfg, folder)
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -134,15 +134,15 @@ class SettledRun:
     """A run whose options, files and output folder are settled."""
 
     cfg: SwiftConfig
-    """As the report shows it. `plan.cfg` has what follows from the model's folder besides."""
+    """The configuration that the report shows. `plan.cfg` also names the initial adapter that the run has made."""
     plan: RunPlan
     lock: RunLock
-    """The lock of the output folder; the run releases it."""
+    """The lock of the output folder; `course.py` releases it."""
     upload: HubUpload | None
 
 
 def settle(cfg: SwiftConfig, processes: Processes) -> SettledRun:
-    """Agree on the configuration, checks the files that the run reads, and opens the output folder. Collective."""
+    """Agree on the configuration, check the files that the run reads, and open the output folder. Collective."""
     layout = processes.layout
 
     # Which attempt of which run this is.
@@ -150,7 +150,7 @@ def settle(cfg: SwiftConfig, processes: Processes) -> SettledRun:
     cfg = config_of_started_version(cfg, names, os.environ)
     cfg = config_of_retry(cfg, os.environ)
 
-    # Programs, devices, options and model files are the same on all ranks, and whole.
+    # Programs, devices, options and model files are the same on all ranks, and the files are complete.
     if layout.world_size > 1:
         refuse_ranks_that_differ(program_and_device_facts(processes.folder, processes.context.device))
     refuse_ranks_with_other_options(cfg)
@@ -168,7 +168,7 @@ def settle(cfg: SwiftConfig, processes: Processes) -> SettledRun:
     if distributed.global_rank() == 0:
         forget_earlier_retry(outputs.root, os.environ)
 
-    # The model to start from, where the options change it.
+    # The model to start from, if the options change it: new tokens, or initial adapters.
     folder = base_model_folder(cfg, folder, outputs.root)
     adapted, folder = with_initial_adapter(cfg, folder, outputs.root)
     plan = RunPlan(adapted, spec, folder, processes.context, outputs, fit)
@@ -181,22 +181,25 @@ def base_model_folder(cfg: SwiftConfig, folder: Path, output: Path) -> Path:
     if not changed_model.changes_model(cfg.model):
         return folder
 
-    def make() -> Path:
+    def write() -> Path:
         config, tokenizer = changed_model.changed_config_and_tokenizer(cfg, folder)
-        more = config.get("vocab_size", 0) - read_config_json(folder).get("vocab_size", 0)
-        if more:
+        new_rows = config.get("vocab_size", 0) - read_config_json(folder).get("vocab_size", 0)
+        if new_rows:
             log.info(
-                f"new_special_tokens: {log.count_text(more, 'new row')} in the embedding, each the mean of the old"
+                f"new_special_tokens: {log.count_text(new_rows, 'new row')} in the embedding, each the mean of the old"
             )
         weights = not cfg.model.random_init
         return write_changed_model_folder(folder, output / changed_model.BASE, config, tokenizer, weights)
 
-    return distributed.run_on_rank0(make, hours=24)
+    return distributed.run_on_rank0(write, hours=24)
 
 
 def with_initial_adapter(cfg: SwiftConfig, folder: Path, output: Path) -> tuple[SwiftConfig, Path]:
-    """Make OUT/initial_adapter on rank 0 (`--init_weights`), and return the configuration that starts from it and the
-    model to which it belongs. Collective."""
+    """Write OUT/initial_adapter on rank 0 if `--init_weights` asks for it. Collective.
+
+    Returns:
+        The configuration of a run that starts from the adapter, and the folder of the base model to which it belongs.
+    """
     if not starts_otherwise(cfg):
         return cfg, folder
     adapter = output / changed_model.ADAPTER
@@ -221,11 +224,11 @@ class BuiltRun:
     run: Run
     files: ModelFiles
     model_facts: Mapping[str, Any]
-    """What must be the same when a checkpoint is resumed."""
+    """Facts about the model that must be the same when a checkpoint is resumed."""
     saved_config: Mapping[str, Any]
-    """The configuration as a checkpoint has it."""
+    """The configuration as it is written to a checkpoint."""
     facts: Callable[[], SummaryFacts]
-    """The first screen, asked for once the run stands at its first step. Collective."""
+    """Returns the facts of the first screen, once the run stands at its first step. Collective."""
 
 
 def build_run(
@@ -252,7 +255,7 @@ def build_run(
     optim = plan.cfg.optim
     check_schedule_length(data.total_steps, optim)
 
-    # The schedule; evaluations may lower the rate.
+    # The schedule. With the plateau schedule, evaluations lower the rate.
     learning_rate: Rate = partial(lr_at, optim=optim)
     plateau = None
     if optim.lr_scheduler_type == PLATEAU:
@@ -267,17 +270,17 @@ def build_run(
         else:
             load_start_weights(plan, engine)
 
-        # Hooks that every run has.
+        # The hooks that do not depend on the task. The throughput keeps the list `flops`, which grows below.
         flops = [step_flop_formula(engine, plan.spec, forward_pass_count_before_step(plan.cfg, plan.layout.dp))]
         files = model_files(plan, engine, data.tokenizer)
         facts = model_facts(plan)
         *hooks, checkpoint = run_hooks(plan, task, engine, files, data.evaluation, plateau, flops, facts)
 
-        # Further engines (critic, sampler), what the loss reads besides the rows, and hooks for them.
+        # The task's parts: further engines (critic, sampler), what the loss reads besides the rows, and their hooks.
         parts = task.attach(plan, data, engine, learning_rate)
         flops += parts.flops
 
-    # The loss, and all of it together.
+    # The loss, and the run as a whole. The timer comes first and the checkpoint last.
     run = Run(
         engine,
         parts.data,
@@ -304,8 +307,8 @@ def build_run(
 
 
 def load_start_weights(plan: RunPlan, engine: Engine) -> None:
-    """Load the weights from which the run starts, unless a checkpoint brings them; the checkpoint of a run with
-    adapters has the adapters only."""
+    """Load the weights from which the run starts. A resumed run gets them from its checkpoint instead, unless it trains
+    adapters: then the checkpoint holds only the adapters."""
     if plan.cfg.model.random_init:
         engine.random_init(plan.cfg.train.seed)
     elif plan.resumed is None or plan.adapts:
@@ -317,19 +320,29 @@ def load_start_weights(plan: RunPlan, engine: Engine) -> None:
 def start_from_reference(
     plan: RunPlan, engine: Engine, every_row_once: Mapping[bool, EvaluationSource]
 ) -> dict[bool, PrecomputedReferenceLogprobs]:
-    """Loads the reference's weights first; then the model's own, where they are others and no checkpoint brings them.
-    Returns the reference's scores, where it is asked before training. Collective."""
+    """Load the weights of the reference, and keep them or compute the reference's scores of all rows; then load the
+    model's own weights, if they differ and no checkpoint brings them. Collective.
+
+    Returns:
+        The reference's scores, for training data (True) and evaluation data (False), if they are computed before
+        training (`--precompute_ref_log_probs`).
+    """
+    # The reference; a checkpoint has it if training has updated it (`--sync_ref_model`).
     preference = plan.cfg.preference
-    moved = None if plan.resumed is None else plan.resumed / REFERENCE
-    if moved is not None and moved.exists():
-        engine.load_hf(moved)
+    updated = None if plan.resumed is None else plan.resumed / REFERENCE
+    if updated is not None and updated.exists():
+        engine.load_hf(updated)
     else:
         engine.load_hf(plan.folder if preference.ref_model is None else Path(preference.ref_model))
+
+    # Its scores now, or its weights for later.
     scores: dict[bool, PrecomputedReferenceLogprobs] = {}
     if preference.precompute_ref_log_probs:
         scores = ask_reference(plan, engine, every_row_once)
     else:
         engine.keep_reference(preference.offload_reference)
+
+    # The model's own weights.
     if plan.resumed is None and preference.ref_model is not None:
         engine.load_hf(plan.folder)
     return scores
@@ -338,30 +351,33 @@ def start_from_reference(
 def ask_reference(
     plan: RunPlan, engine: Engine, every_row_once: Mapping[bool, EvaluationSource]
 ) -> dict[bool, PrecomputedReferenceLogprobs]:
-    """Compute the reference's scores of all rows; afterwards only adapters that train on stay in memory."""
+    """Compute the reference's scores of all rows, and do not keep the weights of the reference. With adapters, those
+    from which training continues are kept. Collective."""
     if plan.adapts:
         engine.keep_reference()
     names = {True: "the training data", False: "the evaluation data"}
     with engine.reference() if plan.adapts else nullcontext():
         return {
-            training: compute_reference_logprobs(once, partial(batch_logprobs, engine), names[training])
-            for training, once in every_row_once.items()
+            training: compute_reference_logprobs(rows, partial(batch_logprobs, engine), names[training])
+            for training, rows in every_row_once.items()
         }
 
 
 def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:
-    """Count the forward passes of a step before it trains: by the reference, for KTO's point, for BCO's mean, for a
-    policy's numbers.
+    """Count the forward passes of a step before it trains: for the reference's scores, KTO's reference point, BCO's
+    running mean, or a policy's log-probabilities.
 
-    KTO's other answers have the tokens of its own.
+    A pass over KTO's mismatched answers counts as a whole one, because they have as many tokens as the batch's own.
     """
     if cfg.task in RL:
         return rl_settings(cfg, dp).forward_passes
     if not needs_reference(cfg):
         return 0
-    kind = loss_types_of(cfg)[0]
-    once = cfg.preference.precompute_ref_log_probs
-    return 3 if uses_kl(kind) else (not once) + uses_delta(kind)
+    loss_type = loss_types_of(cfg)[0]
+    if uses_kl(loss_type):
+        return 3  # the model on mismatched answers, and the reference on these and on the batch's own
+    by_reference = not cfg.preference.precompute_ref_log_probs
+    return by_reference + uses_delta(loss_type)
 
 
 def model_files(plan: RunPlan, engine: Engine, tokenizer: Any) -> ModelFiles:
@@ -371,16 +387,17 @@ def model_files(plan: RunPlan, engine: Engine, tokenizer: Any) -> ModelFiles:
 
 
 def model_facts(plan: RunPlan) -> dict[str, Any]:
-    """Collect the facts that must be the same when a checkpoint is resumed; with adapters the base model itself.
-    Collective."""
+    """Collect the facts about the model that must be the same when a checkpoint is resumed: its shape and, with
+    adapters, a fingerprint of the base weights. Collective."""
     shape = {name: getattr(plan.spec, name) for name in SHAPE}
     if not plan.adapts:
         return shape
-    based = {"base_weights": plan.folder}
+    base_folders = {"base_weights": plan.folder}
     if plan.cfg.task in PPO:
-        based["critic_weights"] = critic_start_folder(plan.cfg.rl, plan.folder)
+        base_folders["critic_weights"] = critic_start_folder(plan.cfg.rl, plan.folder)
     return shape | {
-        name: distributed.run_on_rank0(partial(sampled_weights_fingerprint, folder)) for name, folder in based.items()
+        name: distributed.run_on_rank0(partial(sampled_weights_fingerprint, folder))
+        for name, folder in base_folders.items()
     }
 
 
@@ -394,13 +411,14 @@ def run_hooks(
     flops: Sequence[StepFlopFormula],
     facts: Mapping[str, Any],
 ) -> list[Hook]:
-    """Build the hooks of every run, in the order of their work within a step: lines first, the checkpoint last."""
+    """Build the hooks that do not depend on the task, in the order in which they act within a step: metrics first, the
+    checkpoint last."""
     cfg = plan.cfg
     train = cfg.train
     outputs = plan.outputs
     global_batch_size = batch_plan(train, plan.layout.dp).global_batch_size
 
-    # Lines, curves, the bar.
+    # Metrics, the progress bar, trackers.
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     peak = peak_tflops(device, str(engine.dtype).removeprefix("torch."))
     speed = ThroughputFormula(flops, plan.layout.world_size, peak)
@@ -413,12 +431,12 @@ def run_hooks(
         hooks.insert(0, StepProfilerHook(train, outputs.profile))
     hooks += tracker_hooks(train.report_to, TrackedRun(outputs.root, cfg.to_dict(), train.run_name, cfg.trackers))
 
-    # Evaluation, and what follows from it.
+    # Evaluation, and the hooks that act on its results.
     if evaluation is not None and evaluates(cfg):
         limit = None if train.eval_iters is None else train.eval_iters * global_batch_size
-        every = interval_of(train.eval_strategy, train.eval_steps)
+        eval_interval = interval_of(train.eval_strategy, train.eval_steps)
         batches = partial(evaluation.eval_batches, limit)
-        hooks.append(EvaluationHook(outputs.evaluation, batches, every, task.count, train.eval_on_start))
+        hooks.append(EvaluationHook(outputs.evaluation, batches, eval_interval, task.count, train.eval_on_start))
     best = None
     if compares_evaluations(cfg):
         best = best_model_hook(train, best_model_metric(cfg), outputs.store.root)
@@ -427,19 +445,19 @@ def run_hooks(
         hooks.append(plateau)
     hooks += [make() for make in PLUGIN_HOOKS.values()]
 
-    # Checkpoints.
+    # Checkpoints. The manifest is what a resumed run is compared with.
     manifest: dict[str, Any] = {"task": cfg.task, "model": facts, "layout": asdict(plan.layout)}
     manifest |= {"config": with_absolute_paths(cfg.to_dict()), "global_batch_size": global_batch_size}
     manifest |= {"base": plan.base} if plan.adapts else {}
-    every = interval_of(train.save_strategy, train.save_steps)
-    checkpoint = CheckpointHook(outputs.store, every, train.save_total_limit, manifest)
+    save_interval = interval_of(train.save_strategy, train.save_steps)
+    checkpoint = CheckpointHook(outputs.store, save_interval, train.save_total_limit, manifest)
     checkpoint.best = best
     checkpoint.exit_interval = train.exit_interval
     checkpoint.background = train.async_save
     checkpoint.attach = files.describe
     if not train.save_only_model:
         sizes = engine.report()
-        checkpoint.size = sizes.optimizer_bytes + sizes.host_bytes  # of one rank: a checkpoint holds no less
+        checkpoint.size = sizes.optimizer_bytes + sizes.host_bytes  # a lower bound: the state of one rank
     if cfg.preference.sync_ref_model:
         checkpoint.beside = files.write_moved_reference
     if plan.adapts:
@@ -450,8 +468,8 @@ def run_hooks(
 
 
 def fault_tolerance_hooks(options: FaultToleranceConfig, checkpoint: CheckpointHook) -> list[Hook]:
-    """Build the hooks for faults that the options ask for. They stand before `checkpoint`, which saves no state that
-    one of them refuses."""
+    """Build the hooks for faults that the options ask for. They stand before `checkpoint`, so that it does not save a
+    state that one of them refuses."""
     hooks: list[Hook] = []
     if options.log_straggler:
         hooks.append(StragglerHook(options.straggler_ratio))
@@ -509,10 +527,10 @@ def reference_text(cfg: SwiftConfig, adapts: bool) -> str:
     if not needs_reference(cfg):
         return ""
     p = cfg.preference
-    new = adapts and cfg.lora.adapters is None
-    start = "the initial adapters" if adapts else "the initial model"
-    what = "the base model without adapters" if new else p.ref_model or start
-    where = ", offloaded to the CPU when idle" if p.offload_reference else ""
-    moves = f", updated by {p.ref_model_mixup_alpha:g} every {p.ref_model_sync_steps} steps" if p.sync_ref_model else ""
+    new_adapters = adapts and cfg.lora.adapters is None
+    initial = "the initial adapters" if adapts else "the initial model"
+    weights = "the base model without adapters" if new_adapters else p.ref_model or initial
+    offload = ", offloaded to the CPU when idle" if p.offload_reference else ""
+    sync = f", updated by {p.ref_model_mixup_alpha:g} every {p.ref_model_sync_steps} steps" if p.sync_ref_model else ""
     once = ", evaluated once before the first step" if p.precompute_ref_log_probs else ""
-    return what + where + moves + once
+    return weights + offload + sync + once

@@ -1,6 +1,6 @@
 """The train loop. Metrics, evaluation, checkpoints, timing and the progress bar are hooks.
 
-How a step is computed is the engine's part, what a batch holds the data's; `build.py` makes the parts of a run.
+The engine computes a step, and the data decide what a batch holds. `run/build.py` makes the parts of a run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from megaswift.trainers.hook import Hook, Run, StepRecord, TakenBatch
 from megaswift.trainers.hooks.progress import print_warning
 
 FAILED, SQUARES, BUSY = range(len(interrupt.SIGNALS), len(interrupt.SIGNALS) + 3)
-"""Places in what is added up over the ranks with the counts of a step: how many ranks have each signal,
-how many have no batch, `StepRecord.squares`, and how many have a hook that works in the background."""
+"""Indices into the numbers that are summed over the ranks along with the counts of a batch. First, for each signal, how
+many ranks have received it; then how many ranks have no batch, `StepRecord.squares`, and how many ranks have a hook
+that works in the background."""
 
 
 def train(run: Run) -> None:
@@ -43,8 +44,8 @@ def train(run: Run) -> None:
             while run.step < run.total_steps and not run.stopping and run.mistake is None:
                 run.emit("on_step_begin")
 
-                # The batch: taken during the step before, else now. A run of one rank looks for signals first, and so
-                # does a run whose batches take minutes, after the ranks have agreed.
+                # The batch: taken ahead during the previous step, else taken now. A run of one rank looks for signals
+                # first. So does a run whose batches take minutes, once the ranks have agreed.
                 if run.ahead is None:
                     run.emit("on_batch_begin")
                 if run.agree_before_batch:
@@ -57,8 +58,8 @@ def train(run: Run) -> None:
                 taken = run.ahead or start_taking(run)
                 run.ahead = None
 
-                # Agreement: the counts arrive, and with them the signals and mistakes of all ranks. Where there is any,
-                # the data go back to before this batch, so that a resumed run meets the row again.
+                # Agreement: the counts arrive, and with them the signals and mistakes of all ranks. If there is any,
+                # the data go back to before this batch, so that a resumed run reads it again.
                 counted = taken.counts()
                 run.busy_ranks = round(counted.beside[BUSY])
                 run.busy_after = taken.step
@@ -75,17 +76,18 @@ def train(run: Run) -> None:
                         signals.stop(run.interrupted)
                     break
 
-                # What the loss reads besides: reference log-probabilities, a step of the critic.
+                # What the loss reads besides the batch: reference log-probabilities, a step of the critic.
                 microbatches = taken.microbatches
                 if not run.prepare_before_counts:
                     microbatches = run.prepare(run.engine, microbatches, True)
 
-                # Forward, backward, update. A skipped step does not move the schedule: the weights stand still too.
-                trained = run.step - run.skipped
-                rate = run.learning_rate(trained, run.total_steps)
-                decay = run.weight_decay(trained, run.total_steps)
-                launched = partial(while_device_works, run)
-                result = run.engine.train_batch(microbatches, run.loss, rate, decay, counted, launched)
+                # Forward, backward, update. A skipped step does not change the weights, so it does not advance the
+                # schedule.
+                updates = run.step - run.skipped
+                rate = run.learning_rate(updates, run.total_steps)
+                decay = run.weight_decay(updates, run.total_steps)
+                host_work = partial(while_device_works, run)
+                result = run.engine.train_batch(microbatches, run.loss, rate, decay, counted, host_work)
                 run.step += 1
                 run.skipped += result.skipped
 
@@ -95,7 +97,7 @@ def train(run: Run) -> None:
                 squares = round(counted.beside[SQUARES])
                 run.emit("on_step", StepRecord(run.step, taken.epoch, rate, result, squares=squares, extras=extras))
 
-            # The end: hooks save, unless an unusable row ended the run before its first step.
+            # The end: hooks save, unless a mistake ended the run before its first step.
             if run.step or run.mistake is None:
                 run.emit("on_end")
         if run.mistake is not None:
@@ -111,11 +113,11 @@ def train(run: Run) -> None:
 def start_taking(run: Run) -> TakenBatch:
     """Take the next global batch and start to sum its counts, together with what the ranks have to agree on.
     Collective."""
-    # The way back, before the data move.
+    # The position before the batch, to which the data may have to go back.
     state = run.data.state_dict() if run.mark is None else {}
     back = (lambda: run.data.load_state_dict(state)) if run.mark is None else run.mark()
 
-    # The batch, or why this rank has none: it takes part in the reduction all the same.
+    # The batch, or the reason why this rank has none; it takes part in the sum in either case.
     microbatches: list[Batch] = []
     mistake = None
     try:
@@ -126,10 +128,11 @@ def start_taking(run: Run) -> TakenBatch:
     if run.prepare_before_counts and microbatches:
         microbatches = run.prepare(run.engine, microbatches, True)
 
-    # What is added up beside the counts, in the order of `FAILED`, `SQUARES`, `BUSY`. A batch that takes minutes is
-    # trained on: with agree_before_batch its signal counts before the next one. Ranks of a replica have the same batch.
+    # What is summed along with the counts: the signals, then `FAILED`, `SQUARES` and `BUSY`. With `agree_before_batch`
+    # signals are left out here: a batch that took minutes is trained on, and the ranks agree before the next batch.
     signals = [run.signals.number == number and not run.agree_before_batch for number in interrupt.SIGNALS]
     layout = run.engine.layout
+    # All ranks of a replica have the same batch, so that each adds its share.
     squares = sum(length_squares(batch) for batch in microbatches) / (layout.tp * layout.pp * layout.cp)
     busy = any(hook.busy for hook in run.hooks)
     counts = run.engine.start_count(microbatches, run.loss, [*signals, mistake is not None, squares, busy])
@@ -137,18 +140,17 @@ def start_taking(run: Run) -> TakenBatch:
 
 
 def while_device_works(run: Run) -> None:
-    """Runs when all passes of a step are launched, before the host waits for its numbers. Collective."""
+    """Run host-side work once all passes of a step are launched, while the device is still busy. Collective."""
     take_ahead(run)
     run.emit("on_launched")
 
 
 def take_ahead(run: Run) -> None:
-    """Take the next step's batch on several ranks and start to sum its counts, before the host waits for this step's
-    numbers: the counts have then arrived with them, and the host does not wait for the device again.
+    """On several ranks, take the batch of the next step and start to sum its counts. Collective.
 
-    Collective.
-
-    One rank has nothing to add up; a batch that takes minutes, or needs the weights of this step, is not taken.
+    This happens before the host waits for the numbers of the present step. The counts then arrive together with those
+    numbers, and the host need not wait for the device a second time. One rank has nothing to sum. A batch that takes
+    minutes, or needs the weights of the present step (`agree_before_batch`), is not taken ahead.
     """
     last = run.step + 1 >= run.total_steps
     if run.ahead is None and not last and not run.agree_before_batch and distributed.global_world_size() > 1:
@@ -162,13 +164,16 @@ def length_squares(batch: Batch) -> int:
 
 
 class StepTimer(Hook):
-    """Splits the wall time of each step into waiting for data, the source's own work, and training. The first hook of a
-    run: it completes the record of a step before the others read it."""
+    """Splits the wall time of each step into waiting for data, the data source's own work (such as sampling), and
+    training. The first hook of a run: it completes the record of a step before the other hooks read it."""
 
     def __init__(self) -> None:
         self.began = 0.0
+        """When the step began."""
         self.asked = 0.0
+        """When the last batch was requested."""
         self.waited = 0.0
+        """Seconds that the step has waited for batches."""
 
     def on_step_begin(self, run: Run) -> None:
         """Start the clock of the step."""
