@@ -127,7 +127,8 @@ def bench(gigabytes: float, folder: Path, cold: bool) -> None:
             forget(source)
         seconds, peak = convert(way, source, target)
         print(ROW.format(f"{size / 1e9:.2f}", "cp + sync", f"{plain:.1f}", f"{size / plain / 1e9:.2f}", "", ""))
-        share, memory = f"{plain / seconds:.0%}", f"{peak / 2**20:.0f} MiB"
+        share = f"{plain / seconds:.0%}"
+        memory = f"{peak / 2**20:.0f} MiB"
         print(ROW.format("", way, f"{seconds:.1f}", f"{size / seconds / 1e9:.2f}", share, memory), flush=True)
     same = (
         all((back / path.name).read_bytes() == path.read_bytes() for path in hf.glob("*.safetensors"))
@@ -151,7 +152,8 @@ def main() -> None:
     if given.folder is not None:
         given.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
-        need, free = 3.2e9 * max(given.sizes), shutil.disk_usage(scratch).free
+        need = 3.2e9 * max(given.sizes)
+        free = shutil.disk_usage(scratch).free
         if need > free:
             raise SystemExit(
                 f"{max(given.sizes)} GB need {need / 1e9:.0f} GB of disk, and {free / 1e9:.0f} GB are free"
