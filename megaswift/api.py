@@ -10,13 +10,13 @@ from typing import Any
 from megaswift import compat
 from megaswift.commands.training import launch_option_mismatch_problems
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.launch_variables import is_launched_worker
 from megaswift.config.sections import NAMES
 from megaswift.data.sources.in_memory import dataset_option_paths
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import torchrun_launcher
-from megaswift.launchers.launcher_table import launcher_entry
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
+from megaswift.launchers.options.launchers import launcher_entry
+from megaswift.launchers.options.variables import is_launched_worker
 from megaswift.options.spelling import errors_as_typed
 
 

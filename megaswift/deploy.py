@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from megaswift import log
 from megaswift.base.byte_size import byte_size_or_none
 from megaswift.compat.inference import InferenceToolkits
-from megaswift.config.inference.checks import deploy_option_problems, server_auth_token
-from megaswift.config.inference.options import DeployConfig
-from megaswift.config.inference.parser import CommandParser, ParsedCommand
-from megaswift.config.inference.run_files import complete_deploy_options
 from megaswift.errors import ConfigError, Problem
 from megaswift.folders.source import short_name, with_fetched_adapters
+from megaswift.inference.options.checks import deploy_option_problems, server_auth_token
+from megaswift.inference.options.commands import DeployConfig
+from megaswift.inference.options.parser import CommandParser, ParsedCommand
+from megaswift.inference.options.run_files import complete_deploy_options
 
 if TYPE_CHECKING:
     from megaswift.serve.request_guard import AccessRules

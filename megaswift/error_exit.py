@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from megaswift.config.facts.launch_variables import RUN, is_launched_worker, restart_count
 from megaswift.errors import UserError
+from megaswift.launchers.options.variables import RUN, is_launched_worker, restart_count
 from megaswift.log import LOG_FILE
 
 PATIENCE_SECONDS = 5.0

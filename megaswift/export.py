@@ -15,16 +15,6 @@ from megaswift.base.byte_size import byte_size_or_none
 from megaswift.base.command_words import HELP
 from megaswift.commands.convert import hf_to_megatron_command, megatron_to_hf_command, verify_command
 from megaswift.compat.inference import InferenceToolkits
-from megaswift.config.facts.single_process import place_among_nodes
-from megaswift.config.inference.export import LAYOUT, conversion_notices, export_option_problems
-from megaswift.config.inference.launch import node_option_values
-from megaswift.config.inference.options import FP8, ExportConfig, ModelLoadingOptions, ModelPathOptions
-from megaswift.config.inference.parser import CommandParser, ParsedCommand
-from megaswift.config.inference.run_files import (
-    ADAPTER_CONFIG,
-    complete_export_options,
-    short_folder_name,
-)
 from megaswift.config.sections import TRAINING
 from megaswift.data.model_tokenizer import tokenizer_or_processor_for
 from megaswift.data.store.write import main as write_cached_datasets
@@ -33,8 +23,18 @@ from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.folders.adapter import base_model_name_or_empty
 from megaswift.folders.saved_steps import refuse_damaged_part
 from megaswift.folders.source import locate_model, with_fetched_adapters
+from megaswift.inference.options.commands import FP8, ExportConfig, ModelLoadingOptions, ModelPathOptions
+from megaswift.inference.options.export import LAYOUT, conversion_notices, export_option_problems
+from megaswift.inference.options.launch import node_option_values
+from megaswift.inference.options.parser import CommandParser, ParsedCommand
+from megaswift.inference.options.run_files import (
+    ADAPTER_CONFIG,
+    complete_export_options,
+    short_folder_name,
+)
 from megaswift.launchers.cluster_variables import take_cluster_variables
 from megaswift.launchers.first_node import run_on_node_0
+from megaswift.launchers.options.single_process import place_among_nodes
 from megaswift.models.model_type import model_type_option_mismatch_problems
 from megaswift.options.command_line import read_command_line
 from megaswift.options.files import read_config_file

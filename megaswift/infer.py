@@ -17,20 +17,20 @@ if not __package__:  # run as a file: python has put megaswift/ itself on the pa
 
 from megaswift import log
 from megaswift.compat.inference import InferenceToolkits
-from megaswift.config.facts.launch_variables import CHECKED, is_launched_worker
-from megaswift.config.inference.checks import infer_option_problems
-from megaswift.config.inference.options import InferConfig
-from megaswift.config.inference.parser import CommandParser, ParsedCommand
-from megaswift.config.inference.run_files import complete_infer_options, load_run_config, run_config_file
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.folders.source import with_fetched_adapters
+from megaswift.inference.options.checks import infer_option_problems
+from megaswift.inference.options.commands import InferConfig
+from megaswift.inference.options.parser import CommandParser, ParsedCommand
+from megaswift.inference.options.run_files import complete_infer_options, load_run_config, run_config_file
 from megaswift.launchers.cluster_variables import take_cluster_variables
 from megaswift.launchers.infer_processes import (
     requested_launch,
     run_in_processes,
     take_share_of_devices,
 )
+from megaswift.launchers.options.variables import CHECKED, is_launched_worker
 from megaswift.launchers.parent_death import PARENT, end_with_parent
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.facts.launch_variables import launch_identity, restart_count
 from megaswift.errors import Problem, UserError
+from megaswift.launchers.options.variables import launch_identity, restart_count
 
 
 def download_once_per_node(what: Sequence[str], download: Callable[[], Path], failure: type[UserError]) -> Path:

@@ -90,7 +90,7 @@ def loss_scale(name: str, table: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: megaswift itself has a table of this name.
     """
-    from megaswift.config.facts.loss_scale import NAMED
+    from megaswift.data.options.loss_scale import NAMED
 
     _take("loss scale", name, NAMED)
     NAMED[name] = dict(table)
@@ -127,7 +127,7 @@ def kto_loss(name: str, formula: Callable[[Any, Any, Any], Any], needs_kl: bool 
         ConfigError: megaswift itself has a KTO loss of this name.
     """
     from megaswift.losses.kto import LOSS_TYPES
-    from megaswift.losses.loss_table import KL_PAIRS
+    from megaswift.losses.options.loss_table import KL_PAIRS
 
     _loss("kto", name, LOSS_TYPES, needs=frozenset({KL_PAIRS} if needs_kl else ()))
     LOSS_TYPES[name] = formula
@@ -208,8 +208,8 @@ def policy_loss(name: str, formula: Callable[[Any], Any], loss_agg_mode: str = "
 def _loss(
     task: str, name: str, formulas: Mapping[str, Any], mode: str | None = None, needs: frozenset[str] = frozenset()
 ) -> None:
-    from megaswift.losses.loss_table import PLUGIN_LOSSES, LossEntry, loss_names
-    from megaswift.losses.options import LOSSES
+    from megaswift.losses.options.loss_table import PLUGIN_LOSSES, LossEntry, loss_names
+    from megaswift.losses.options.preference import LOSSES
 
     _take(f"{task} loss", name, (*formulas, *loss_names(task)))
     PLUGIN_LOSSES[task, name] = LossEntry(name, task, "plugin", needs, loss_agg_mode=mode)
@@ -238,7 +238,7 @@ def advantage_estimator(
         ConfigError: megaswift itself has an estimator of this name.
     """
     from megaswift.losses.advantage_estimators import ESTIMATORS
-    from megaswift.losses.estimator_table import (
+    from megaswift.losses.options.estimator_table import (
         ESTIMATOR_NAMES,
         PLUGIN_ESTIMATORS,
         AdvantageEstimatorEntry,
@@ -294,7 +294,7 @@ def optimizer(
     Raises:
         ConfigError: megaswift itself has an optimizer of this name.
     """
-    from megaswift.engine.optimizer_options import OPTIMIZERS, PLUGIN_OPTIMIZERS, PluginOptimizerParts
+    from megaswift.engine.options.optimizer import OPTIMIZERS, PLUGIN_OPTIMIZERS, PluginOptimizerParts
 
     _take("optimizer", name, OPTIMIZERS)
     PLUGIN_OPTIMIZERS[name] = PluginOptimizerParts(make, tuple(states), step, elementwise)

@@ -15,9 +15,9 @@ if not __package__:  # run as a file: python has put megaswift/ itself on the pa
 from megaswift.base.command_words import HELP  # noqa: E402
 from megaswift.commands import training  # noqa: E402
 from megaswift.config import load_config  # noqa: E402
-from megaswift.config.facts.launch_variables import without_local_rank  # noqa: E402
 from megaswift.error_exit import exit_worker, print_error_once  # noqa: E402
 from megaswift.errors import UserError  # noqa: E402
+from megaswift.launchers.options.variables import without_local_rank  # noqa: E402
 
 USAGE = """\
 megaswift train: the command of the task that the options name (task, --algorithm, --rlhf_type), else megaswift sft

@@ -21,11 +21,11 @@ sys.path.insert(0, str(ROOT))
 
 from megaswift.commands import training  # noqa: E402
 from megaswift.config import load_config  # noqa: E402
-from megaswift.config.facts.launch_variables import is_launched_worker  # noqa: E402
 from megaswift.error_exit import print_error_once  # noqa: E402
 from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint  # noqa: E402
 from megaswift.launchers import torchrun_launcher  # noqa: E402
 from megaswift.launchers.launcher import TrainingCommand  # noqa: E402
+from megaswift.launchers.options.variables import is_launched_worker  # noqa: E402
 from megaswift.options.tasks import TASKS  # noqa: E402
 
 

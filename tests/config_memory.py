@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.engine import AUTO, NATIVE, requested_engine
+from megaswift.engine.options.engine_checks import AUTO, NATIVE, requested_engine
 from megaswift.memory.activation_bytes import activation_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels, MicrobatchSetup
 from megaswift.models.spec import ModelSpec

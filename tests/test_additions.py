@@ -2,8 +2,8 @@
 launcher are each added to a copy of the package by a few lines, and then accepted, listed, refused with the wrong
 options and run.
 
-Covers: megaswift/losses/loss_table.py, megaswift/config/checks/losses.py,
-megaswift/losses/estimator_table.py, megaswift/launchers/launcher_table.py.
+Covers: megaswift/losses/options/loss_table.py, megaswift/losses/options/required_values.py,
+megaswift/losses/options/estimator_table.py, megaswift/launchers/options/launchers.py.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def refused(*words):
 def test_an_option_takes_two_source_files(package: Copy) -> None:
     """The file of its declaration and the one that reads it."""
     package.insert(
-        "engine/optimizer_options.py",
+        "engine/options/optimizer.py",
         "wsd_decay_ratio: float",
         "    lr_share: float = option(\n"
         '        0.0, "Least share of the peak rate in polynomial", minimum=0, maximum=1,\n'
@@ -119,13 +119,13 @@ print("--lr_share" in task_help("sft", 120), "torch" in sys.modules)
 def test_a_loss_with_an_option_of_its_own_takes_three_source_files(package: Copy) -> None:
     """With docs/preference.md and a case in test_dpo.py: five files."""
     package.insert(
-        "losses/loss_table.py",
+        "losses/options/loss_table.py",
         '_entry("kto", "kto"',
         '    _entry("dpo", "cubic", "arXiv:0000.00000", _BELOW_HALF),\n',
     )
-    package.replace("losses/options.py", '"aot_unpaired", "simpo"', '"aot_unpaired", "cubic", "simpo"')
+    package.replace("losses/options/preference.py", '"aot_unpaired", "simpo"', '"aot_unpaired", "cubic", "simpo"')
     package.insert(
-        "losses/options.py",
+        "losses/options/preference.py",
         "discopop_tau: float",
         '    cubic_power: int = option(3, "Power", minimum=1, tasks=("dpo",), only_with={"loss_type": "cubic"})\n',
     )
@@ -183,12 +183,12 @@ print(terms[0].name, round(float(terms[0].sum), 6))
 def test_an_estimator_takes_three_source_files(package: Copy) -> None:
     """One of them declares the option that it reads. With docs/rl.md: four files. Wiring: tests/trainers/rl."""
     package.insert(
-        "losses/estimator_table.py",
+        "losses/options/estimator_table.py",
         '        "gae",',
         '        "median", "grpo", "arXiv:0000.00000", kl_in_reward=False\n    ),\n    AdvantageEstimatorEntry(\n',
     )
     package.replace(
-        "trainers/rl/options.py",
+        "trainers/rl/options/rl.py",
         '"advantage_estimator": ("rloo", "gae")',
         '"advantage_estimator": ("rloo", "median", "gae")',
     )
@@ -205,7 +205,7 @@ def test_an_estimator_takes_three_source_files(package: Copy) -> None:
 import sys
 from megaswift.config import load_config
 from megaswift.config.help import task_help
-from megaswift.config.facts.rl import kl_in_reward_of, policy_loss_of
+from megaswift.trainers.rl.options.derived import kl_in_reward_of, policy_loss_of
 grpo = ("grpo", "--advantage_estimator", "median")
 print(refused(*grpo, "--whiten_advantages"))
 print(refused(*grpo, "--scale_rewards", "batch"))
@@ -243,12 +243,12 @@ print([v.tolist() for v in found["advantages"]])
 def test_a_launcher_takes_three_source_files(package: Copy) -> None:
     """With the option that it reads, and a line in docs: four files."""
     package.insert(
-        "launchers/launcher_table.py",
+        "launchers/options/launchers.py",
         'LauncherEntry("ray"',
         '    LauncherEntry("echo", "megaswift.launchers.echo", always_starts=True),\n',
     )
     package.replace(
-        "launchers/options.py",
+        "launchers/options/launch.py",
         'unit="restarts",\n        only_with={"launcher": "torchrun"}',
         'unit="restarts",\n        only_with={"launcher": ("torchrun", "echo")}',
     )
@@ -271,7 +271,7 @@ LAUNCHER = EchoLauncher()
 import sys
 from megaswift.config import load_config
 from megaswift.config.help import task_help
-from megaswift.config.facts.launch_variables import nested_launcher_problems
+from megaswift.launchers.options.variables import nested_launcher_problems
 from megaswift.launchers.launcher import TrainingCommand, launcher_of
 from megaswift.launchers.torchrun_launcher import requests_worker_processes
 words = ["--launcher", "echo", "--max_restarts", "2"]
@@ -366,9 +366,9 @@ print(total / count, read_lines(Path("out/metrics.jsonl"))[0]["loss"])
 
 def test_a_tracker_takes_two_source_files(package: Copy) -> None:
     """With an option of its own. The package `echo` stands for the tracker's library."""
-    package.replace("trainers/hooks/tracker_options.py", '"swanlab", "mlflow")', '"swanlab", "mlflow", "echo")')
+    package.replace("trainers/options/tracker.py", '"swanlab", "mlflow")', '"swanlab", "mlflow", "echo")')
     package.insert(
-        "trainers/hooks/tracker_options.py",
+        "trainers/options/tracker.py",
         "wandb_project: str",
         '    echo_title: str | None = option(None, "Echo: title", only_with={"report_to": "echo"})\n',
     )

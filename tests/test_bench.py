@@ -20,8 +20,8 @@ import torch.distributed as dist
 from megaswift.cli import main
 from megaswift.commands import bench
 from megaswift.commands.bandwidth_report import BenchReport, GroupPlacement
-from megaswift.config.facts.launch_variables import IDENTITY
 from megaswift.engine.diagnostics.communication_benchmark import CommunicationPlan, CommunicationTiming, run_benchmark
+from megaswift.launchers.options.variables import IDENTITY
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.link_rates import OPERATIONS, communication_groups
 from tests.sources import ROOT

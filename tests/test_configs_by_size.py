@@ -12,7 +12,7 @@ import pytest
 
 from megaswift.commands import submit
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.checks.engine import requested_engine
+from megaswift.engine.options.engine_checks import requested_engine
 from megaswift.families import family_of
 from megaswift.memory.estimate import usable_bytes
 from megaswift.run.checks import preflight

@@ -18,7 +18,7 @@ import yaml
 
 from megaswift.cli import COMMANDS
 from megaswift.config import load_config
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
 from megaswift.launchers.torchrun_launcher import torchrun_environment
 from tests.sources import ROOT
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megaswift import deploy, export, infer
-from megaswift.bridge.adapters.methods import VARIANTS
+from megaswift.bridge.adapters.options.methods import VARIANTS
 from megaswift.compat.names.answers import NAMES_ELSEWHERE
 from megaswift.compat.names.translated import RENAMED, SWITCHES
 from megaswift.config import load_config

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config.inference.parser import ParsedCommand
 from megaswift.errors import UserError
 from megaswift.export import COMMAND, main
+from megaswift.inference.options.parser import ParsedCommand
 from tests.inference.models import adapters, folder
 from tests.trainers.hub_server import TOKEN, USER, Hub, hub_server
 from tests.trainers.modelscope_server import ModelScope, modelscope_server

@@ -44,5 +44,5 @@ def test_an_entry_of_help_is_printed_once() -> None:
 @pytest.mark.wide
 def test_the_listing_has_rules_and_errors() -> None:
     lines = list(listing())
-    assert any(line.startswith("megaswift/config/checks/data.py:") and "evaluation data" in line for line in lines)
+    assert any(line.startswith("megaswift/data/options/checks.py:") and "evaluation data" in line for line in lines)
     assert sum(line.startswith("megaswift/") for line in lines) > 900

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.clusters.table import SCHEDULERS
-from megaswift.launchers.launcher_table import LAUNCHER_TABLE
+from megaswift.launchers.options.launchers import LAUNCHER_TABLE
 from megaswift.rollout.weight_transfer.vllm_servers import EXTENSION
 from tests.sources import Source, sources
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megaswift.engine.optimizer_options import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
+from megaswift.engine.options.optimizer import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
 from megaswift.engine.torch.optim.local_shards import LocalShardOptimizer
 from megaswift.engine.torch.vision_parts import VIT
 from megaswift.trainers.hooks.metrics import read_lines

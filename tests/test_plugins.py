@@ -17,19 +17,19 @@ import torch
 
 from megaswift import plugins
 from megaswift.config import load_config
-from megaswift.config.facts.loss_scale import NAMED
 from megaswift.data import tokenization
 from megaswift.data.build import load_document_splits
 from megaswift.data.formats import FORMATS
-from megaswift.engine.optimizer_options import PLUGIN_OPTIMIZERS
+from megaswift.data.options.loss_scale import NAMED
+from megaswift.engine.options.optimizer import PLUGIN_OPTIMIZERS
 from megaswift.errors import ConfigError, DataError, RewardError
 from megaswift.losses import cpo, dpo_loss_types, kto, orpo, policy_loss_types, reward
 from megaswift.losses.advantage_estimators import ESTIMATORS, estimate_advantage_fields
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_loss_types import DpoSettings
-from megaswift.losses.estimator_table import ESTIMATOR_NAMES, PLUGIN_ESTIMATORS
-from megaswift.losses.loss_table import PLUGIN_LOSSES
-from megaswift.losses.options import LOSSES
+from megaswift.losses.options.estimator_table import ESTIMATOR_NAMES, PLUGIN_ESTIMATORS
+from megaswift.losses.options.loss_table import PLUGIN_LOSSES
+from megaswift.losses.options.preference import LOSSES
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings
 from megaswift.models.family import FAMILIES

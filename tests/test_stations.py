@@ -16,7 +16,7 @@ from tests.test_layers import LAYERS, NO_TORCH, TOP
 from tests.trainers.inputs import write_inputs
 
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-DECLARATIONS = {"engine/optimizer_options.py", "families/qwen3.py"}
+DECLARATIONS = {"engine/options/optimizer.py", "families/qwen3.py"}
 """Files of the paths that only declare: they are read when they are imported and have no function that a run calls."""
 TRAINERS = 8
 """Files of trainers/ that a step may enter at most."""

@@ -21,7 +21,7 @@ from megaswift.diagnosis.reverse_lookups import LOOPBACK, reverse_lookup_finding
 from megaswift.engine import process_group
 from megaswift.errors import ConfigError, UserError
 from megaswift.launchers.node_wait import NodeOfAttempt, wait_for_nodes
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
 from megaswift.launchers.torchrun_launcher import port_in_use_problems
 from megaswift.launchers.worker_failure import WorkerFailure, failure_text
 from megaswift.run.faults import diagnosis

@@ -54,7 +54,7 @@ def _config(argv: list[str]) -> int:
 
 def _with_engine(cfg: SwiftConfig) -> SwiftConfig:
     """The configuration with the engine that a run takes; `auto` where that depends on a model that is not here."""
-    from megaswift.config.checks.engine import requested_engine
+    from megaswift.engine.options.engine_checks import requested_engine
 
     if cfg.model.model is not None and Path(cfg.model.model).is_dir():
         from megaswift.commands.training import process_count

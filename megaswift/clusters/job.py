@@ -10,7 +10,7 @@ from typing import Any
 
 from megaswift.clusters.network_presets import network_variables
 from megaswift.clusters.options import options_of_launcher
-from megaswift.config.facts.launch_variables import JOB_ID
+from megaswift.launchers.options.variables import JOB_ID
 
 RUN_FILE = "run.yaml"
 """The copy of the configuration that the job reads, beside the other files of the job."""

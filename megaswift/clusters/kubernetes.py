@@ -38,8 +38,8 @@ from megaswift.clusters.pods import (
     volume_mounts,
     volumes,
 )
-from megaswift.config.facts.launch_variables import DEFAULT_PORT
 from megaswift.errors import EXPLAINED, Problem
+from megaswift.launchers.options.variables import DEFAULT_PORT
 
 MANIFEST = "job.yaml"
 RESOURCES = {

@@ -16,8 +16,8 @@ from megaswift.clusters.local_processes import IS_OWN, printed_file
 from megaswift.clusters.options import HOST
 from megaswift.clusters.shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.compat.files.hostfile import read_hostfile
-from megaswift.config.facts.launch_variables import DEFAULT_PORT
 from megaswift.errors import ConfigError, Problem
+from megaswift.launchers.options.variables import DEFAULT_PORT
 
 START = "start.sh"
 QUIET = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")

@@ -20,11 +20,11 @@ from megaswift.base.byte_size import byte_size_or_none, bytes_text
 from megaswift.base.command_words import HELP, UserErrorArgumentParser, unknown_command_error
 from megaswift.commands.training import launch_option_mismatch_problems, process_count
 from megaswift.config import load_config
-from megaswift.config.facts.launch_variables import CHECKED, is_launched_worker
 from megaswift.config.sections import NAMES, OPTIONS, TRAINING
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import torchrun_launcher
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
+from megaswift.launchers.options.variables import CHECKED, is_launched_worker
 from megaswift.launchers.parent_death import PARENT, end_with_parent
 from megaswift.options.command_line import read_command_line
 from megaswift.options.spelling import errors_as_typed
@@ -35,7 +35,7 @@ from megaswift.parallel.link_rates import (
     infiniband_rate,
     link_rate_of_device,
 )
-from megaswift.parallel.options import ParallelConfig
+from megaswift.parallel.options.layout import ParallelConfig
 
 if TYPE_CHECKING:
     import torch

@@ -21,18 +21,18 @@ from megaswift.commands.file_arguments import (
     config_files_and_words,
     entries_of_files,
 )
-from megaswift.config.facts.single_process import (
+from megaswift.error_exit import print_error_once
+from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.inference.options.commands import ExportProcessOptions
+from megaswift.inference.options.launch import LAUNCH_OPTIONS, node_option_values, variables_as_typed
+from megaswift.launchers.cluster_variables import take_cluster_variables
+from megaswift.launchers.first_node import run_on_node_0
+from megaswift.launchers.options.single_process import (
     NodePlace,
     node_problems,
     place_among_nodes,
     unused_processes_notice,
 )
-from megaswift.config.inference.launch import LAUNCH_OPTIONS, node_option_values, variables_as_typed
-from megaswift.config.inference.options import ExportProcessOptions
-from megaswift.error_exit import print_error_once
-from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.launchers.cluster_variables import take_cluster_variables
-from megaswift.launchers.first_node import run_on_node_0
 from megaswift.options.sources import GivenOptionValue
 from megaswift.options.spelling import TypedOption, problems_as_typed
 

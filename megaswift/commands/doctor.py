@@ -12,7 +12,6 @@ from pathlib import Path
 
 from megaswift.base.byte_size import bytes_text
 from megaswift.base.command_words import UserErrorArgumentParser
-from megaswift.config.checks.te import has_transformer_engine
 from megaswift.diagnosis.c_compiler import compiler_findings
 from megaswift.diagnosis.compiled_extensions import extension_findings
 from megaswift.diagnosis.environment import HarmConditions, variable_findings
@@ -35,6 +34,7 @@ from megaswift.diagnosis.reverse_lookups import LOOPBACK, reverse_lookup_finding
 from megaswift.diagnosis.smoke_run import smoke_finding
 from megaswift.diagnosis.storage import storage_findings
 from megaswift.diagnosis.torch_build import torch_findings
+from megaswift.engine.options.te import has_transformer_engine
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers.local_address import addresses_of_interfaces
 from megaswift.rollout.vllm_package import vllm_version_problem

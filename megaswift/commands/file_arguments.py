@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.base.command_words import UserErrorArgumentParser
-from megaswift.config.inference.launch import LAUNCH_OPTIONS
 from megaswift.config.sections import TRAINING
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
+from megaswift.inference.options.launch import LAUNCH_OPTIONS
 from megaswift.options.files import read_config_file
 from megaswift.options.sources import GivenOptionValue
 

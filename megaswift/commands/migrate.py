@@ -24,9 +24,9 @@ from megaswift.compat.scripts.toolkits import (
     command_of_file,
     foreign_commands,
 )
-from megaswift.config.inference.parser import CommandParser
 from megaswift.config.sections import TRAINING
 from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.inference.options.parser import CommandParser
 from megaswift.options.files import LARGEST_FILE, read_config_file
 
 EXIT_OPEN = 3

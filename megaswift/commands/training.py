@@ -18,17 +18,6 @@ from megaswift import compat, log
 from megaswift.base.closed_stdout import ignore_closed_stdout
 from megaswift.base.command_words import HELP
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.facts.launch_variables import (
-    COUNTS,
-    JOB_ID,
-    OOM_RETRY,
-    RESTARTS,
-    is_launched_worker,
-    nested_launcher_problems,
-    nproc_or_nnodes_started_by_launcher,
-    restart_count,
-    without_local_rank,
-)
 from megaswift.config.sections import NAMES, TRAINING
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import EXIT_OOM_RETRY, ConfigError, Problem, UserError, storage_error
@@ -39,7 +28,18 @@ from megaswift.launchers.launcher import TrainingCommand, launcher_of
 from megaswift.launchers.nccl_preset import NONE as NO_PRESET
 from megaswift.launchers.nccl_preset import apply_nccl_preset
 from megaswift.launchers.node_wait import job_of_running_nodes
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
+from megaswift.launchers.options.variables import (
+    COUNTS,
+    JOB_ID,
+    OOM_RETRY,
+    RESTARTS,
+    is_launched_worker,
+    nested_launcher_problems,
+    nproc_or_nnodes_started_by_launcher,
+    restart_count,
+    without_local_rank,
+)
 from megaswift.launchers.parent_death import PARENT, end_with_parent
 from megaswift.options.command_line import read_command_line
 from megaswift.options.sources import ConfigSource

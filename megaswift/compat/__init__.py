@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megaswift.config.sections import NAMES, OPTIONS, Sections
-from megaswift.engine.options import ZERO
+from megaswift.engine.options.engine import ZERO
 from megaswift.errors import Problem
 from megaswift.options.sources import ConfigSource, GivenOptionValue
 from megaswift.options.tasks import TASK_NAMES

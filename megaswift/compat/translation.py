@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.bridge.adapters.methods import VARIANTS
+from megaswift.bridge.adapters.options.methods import VARIANTS
 from megaswift.compat.explanation import accepted_option
 from megaswift.compat.files.accelerate_file import expand_accelerate_files, named_accelerate_file
 from megaswift.compat.files.deepspeed_file import source_from_deepspeed_file
@@ -36,9 +36,9 @@ from megaswift.compat.names.translated import (
     WEIGHTS_ONLY,
 )
 from megaswift.compat.swift_rollout import translate_rollout_correction_options
-from megaswift.config.facts.zero_file import deepspeed_json_text, read_deepspeed_json
 from megaswift.config.sections import NAMES
-from megaswift.engine.options import ZERO
+from megaswift.engine.options.engine import ZERO
+from megaswift.engine.options.zero_file import deepspeed_json_text, read_deepspeed_json
 from megaswift.errors import ConfigError
 from megaswift.options.sources import AcceptedOption, ConfigSource, GivenOptionValue
 from megaswift.options.tasks import TASKS

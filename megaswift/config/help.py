@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from megaswift.config.sections import OPTIONS, SECTIONS
 from megaswift.config.variants import variant_note
-from megaswift.losses.estimator_table import advantage_estimator_names
-from megaswift.losses.loss_table import loss_names
+from megaswift.losses.options.estimator_table import advantage_estimator_names
+from megaswift.losses.options.loss_table import loss_names
 from megaswift.options.option import Option
 from megaswift.options.tasks import ALIGNMENT, TASKS
 from megaswift.options.values import option_value_text

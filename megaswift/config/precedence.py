@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megaswift.config.facts.generation_batch import BATCH_OPTIONS
 from megaswift.config.rules import CLASHES, IGNORED, options_dropped_with_notice, would_ignore
 from megaswift.config.sections import Sections
 from megaswift.options.given_options import GivenOptions
+from megaswift.trainers.rl.options.generation_batch import BATCH_OPTIONS
 
 BATCH = ("global_batch_size", "gradient_accumulation_steps")
 """Each follows from the other, so that no rule finds them in conflict."""

@@ -8,24 +8,24 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megaswift.base.redaction import redact_problems
-from megaswift.config.checks.adapter import train_type_defaults
-from megaswift.config.checks.engine import engine_notices
-from megaswift.config.checks.rl import missing_reward_problems
-from megaswift.config.facts.generation_batch import (
-    BATCH_OPTIONS,
-    DefaultGradientAccumulation,
-    default_rl_accumulation_steps,
-)
-from megaswift.config.facts.hub_ids import dataset_hubs
+from megaswift.bridge.adapters.options.checks import train_type_defaults
 from megaswift.config.precedence import drop_contradicted, drop_superfluous
 from megaswift.config.rules import broken_option_rules
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, Sections
+from megaswift.data.options.hub_ids import dataset_hubs
+from megaswift.engine.options.engine_checks import engine_notices
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.options.given_options import LISTS_ALL, GivenOptions, Toolkits, unknown_option_problem
 from megaswift.options.sources import ConfigSource, GivenOptionValue, accepted_notice, secret_values_of
 from megaswift.options.spelling import problems_as_typed
 from megaswift.options.tasks import ALIGNMENT, RL, TASK_NAMES, TASKS
 from megaswift.options.values import option_value_text
+from megaswift.trainers.rl.options.checks import missing_reward_problems
+from megaswift.trainers.rl.options.generation_batch import (
+    BATCH_OPTIONS,
+    DefaultGradientAccumulation,
+    default_rl_accumulation_steps,
+)
 
 SectionsCheck = Callable[[Sections], Iterable[Problem]]
 """Further checks of sections, which need more than the options, such as the model's configuration."""

@@ -7,33 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from megaswift.config.checks.adapter import ADAPTER_CLASHES
-from megaswift.config.checks.capacity import EXPERT_CAPACITY_CLASHES
-from megaswift.config.checks.checkpoint import CHECKPOINT_CLASHES, CHECKPOINT_IGNORED
-from megaswift.config.checks.cuda_graphs import CUDA_GRAPH_CLASHES
-from megaswift.config.checks.data import DATA_CLASHES, DATA_IGNORED
-from megaswift.config.checks.engine import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, engine_texts
-from megaswift.config.checks.evaluation import EVALUATION_CLASHES, EVALUATION_IGNORED
-from megaswift.config.checks.launch import LAUNCH_CLASHES, LAUNCH_IGNORED
-from megaswift.config.checks.layout import MODEL_CLASHES
-from megaswift.config.checks.model import MODEL_SOURCE_CLASHES, MODEL_SOURCE_IGNORED
-from megaswift.config.checks.optimizer import LOSS_SCALE_CLASHES, OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
-from megaswift.config.checks.preference import PREFERENCE_CLASHES, PREFERENCE_IGNORED
-from megaswift.config.checks.profiling import PROFILE_CLASHES
-from megaswift.config.checks.rl import RL_CLASHES, RL_IGNORED
-from megaswift.config.checks.schedule import SCHEDULE_CLASHES, SCHEDULE_IGNORED
-from megaswift.config.checks.speed import SPEED_CLASHES
-from megaswift.config.facts import fsdp_file
-from megaswift.config.facts.batch_sizes import batch_problems
-from megaswift.config.facts.generation_batch import generation_batch_problems
-from megaswift.config.facts.loss_scale import loss_scale_problems
+from megaswift.bridge.adapters.options.checks import ADAPTER_CLASHES
 from megaswift.config.rule import ConflictingOptions, IgnoredOption, join_names
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.variants import variant_rules
+from megaswift.data.options.checks import DATA_CLASHES, DATA_IGNORED
+from megaswift.data.options.loss_scale import loss_scale_problems
+from megaswift.engine.options import fsdp_file
+from megaswift.engine.options.cuda_graphs import CUDA_GRAPH_CLASHES
+from megaswift.engine.options.engine_checks import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, engine_texts
+from megaswift.engine.options.optimizer_checks import LOSS_SCALE_CLASHES, OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
+from megaswift.engine.options.speed import SPEED_CLASHES
 from megaswift.errors import Problem
+from megaswift.launchers.options.checks import LAUNCH_CLASHES, LAUNCH_IGNORED
+from megaswift.losses.options.preference_checks import PREFERENCE_CLASHES, PREFERENCE_IGNORED
+from megaswift.models.options.capacity import EXPERT_CAPACITY_CLASHES
+from megaswift.models.options.checks import MODEL_SOURCE_CLASHES, MODEL_SOURCE_IGNORED
 from megaswift.options.tasks import RL
 from megaswift.options.values import option_value_text
+from megaswift.parallel.options.checks import MODEL_CLASHES
 from megaswift.rollout.options import vllm_sampler_problems
+from megaswift.trainers.options.batch_sizes import batch_problems
+from megaswift.trainers.options.checkpoint_checks import CHECKPOINT_CLASHES, CHECKPOINT_IGNORED
+from megaswift.trainers.options.evaluation_checks import EVALUATION_CLASHES, EVALUATION_IGNORED
+from megaswift.trainers.options.profiling_checks import PROFILE_CLASHES
+from megaswift.trainers.options.schedule_checks import SCHEDULE_CLASHES, SCHEDULE_IGNORED
+from megaswift.trainers.rl.options.checks import RL_CLASHES, RL_IGNORED
+from megaswift.trainers.rl.options.generation_batch import generation_batch_problems
 
 IGNORED: tuple[IgnoredOption, ...] = (
     *variant_rules(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaswift.bridge.adapters.methods import VARIANTS
+from megaswift.bridge.adapters.options.methods import VARIANTS
 from megaswift.config.sections import OPTIONS, SECTION_ALIASES, SECTIONS
 from megaswift.options.option import Option
 from megaswift.options.tasks import TASKS

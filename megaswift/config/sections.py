@@ -6,23 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaswift.bridge.adapters.options import LoraConfig
-from megaswift.bridge.adapters.peft_options import NonLoraPeftConfig
-from megaswift.data.options import DataConfig
-from megaswift.engine.optimizer_options import OptimConfig
-from megaswift.engine.options import EngineBackendConfig
-from megaswift.launchers.options import LaunchConfig
-from megaswift.losses.options import PreferenceConfig
-from megaswift.models.options import ModelConfig
-from megaswift.models.quantization_options import QuantizationConfig
+from megaswift.bridge.adapters.options.lora import LoraConfig
+from megaswift.bridge.adapters.options.non_lora import NonLoraPeftConfig
+from megaswift.data.options.data import DataConfig
+from megaswift.engine.options.engine import EngineBackendConfig
+from megaswift.engine.options.optimizer import OptimConfig
+from megaswift.launchers.options.launch import LaunchConfig
+from megaswift.losses.options.preference import PreferenceConfig
+from megaswift.models.options.model import ModelConfig
+from megaswift.models.options.quantization import QuantizationConfig
 from megaswift.options.option import Option, build_option_table
 from megaswift.options.spelling import TypedOption
-from megaswift.parallel.options import ParallelConfig
+from megaswift.parallel.options.layout import ParallelConfig
 from megaswift.rollout.options import VllmSamplerConfig
 from megaswift.run.faults.options import FaultToleranceConfig
-from megaswift.trainers.hooks.tracker_options import TrackerConfig
-from megaswift.trainers.options import TrainConfig
-from megaswift.trainers.rl.options import RlConfig
+from megaswift.trainers.options.tracker import TrackerConfig
+from megaswift.trainers.options.training import TrainConfig
+from megaswift.trainers.rl.options.rl import RlConfig
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,

@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megaswift import compat
-from megaswift.config.checks.adapter import train_type_defaults
-from megaswift.config.facts.hub_ids import hub_source_from_environment
-from megaswift.config.facts.launch_variables import is_launched_worker
+from megaswift.bridge.adapters.options.checks import train_type_defaults
 from megaswift.config.resolve import Resolver
 from megaswift.config.rules import ignored_option_names
 from megaswift.config.sections import OPTIONS, SECTIONS, TRAINING, Sections
+from megaswift.data.options.hub_ids import hub_source_from_environment
 from megaswift.errors import Problem, storage_error
+from megaswift.launchers.options.variables import is_launched_worker
 from megaswift.options.command_line import read_command_line
 from megaswift.options.files import read_config_file
 from megaswift.options.plugins import plugins_of_sources

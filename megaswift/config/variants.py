@@ -10,25 +10,25 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.config.checks.adapter import base_quantization_bits
-from megaswift.config.checks.engine import NATIVE, READS, engine_of_options, requested_engine
-from megaswift.config.checks.evaluation import DATA_OPTIONS, best_model_matters, has_evaluation_data
-from megaswift.config.checks.indexed_data import reads_indexed_data
-from megaswift.config.facts.rl import (
+from megaswift.bridge.adapters.options.checks import base_quantization_bits
+from megaswift.config.rule import IgnoredOption, join_names
+from megaswift.config.sections import OPTIONS, Sections
+from megaswift.data.options.indexed import reads_indexed_data
+from megaswift.engine.options.engine_checks import NATIVE, READS, engine_of_options, requested_engine
+from megaswift.losses.options.estimator_table import PLUGIN_ESTIMATORS
+from megaswift.losses.options.loss_table import PLUGIN_LOSSES, loss_entries
+from megaswift.losses.options.preference import beta_of, loss_types_of
+from megaswift.options.option import ANY, Option, Wanted
+from megaswift.options.tasks import RL
+from megaswift.options.values import option_value_text
+from megaswift.trainers.options.evaluation_checks import DATA_OPTIONS, best_model_matters, has_evaluation_data
+from megaswift.trainers.rl.options.derived import (
     advantage_estimator_of,
     biasing_sampling_options,
     corrects_sampler_mismatch,
     kl_in_reward_of,
     policy_loss_of,
 )
-from megaswift.config.rule import IgnoredOption, join_names
-from megaswift.config.sections import OPTIONS, Sections
-from megaswift.losses.estimator_table import PLUGIN_ESTIMATORS
-from megaswift.losses.loss_table import PLUGIN_LOSSES, loss_entries
-from megaswift.losses.options import beta_of, loss_types_of
-from megaswift.options.option import ANY, Option, Wanted
-from megaswift.options.tasks import RL
-from megaswift.options.values import option_value_text
 
 
 @dataclass(frozen=True)

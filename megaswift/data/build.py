@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from megaswift import log
-from megaswift.config.checks.indexed_data import parse_indexed_blend
 from megaswift.data import vocabulary
 from megaswift.data.batches.collate import PaddingShape
 from megaswift.data.batches.epoch_order import EpochOrder
@@ -25,6 +24,7 @@ from megaswift.data.batches.loader import (
 from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.data.encode.rows import EncodeSpec, RowEncoder, encode_spec
 from megaswift.data.indexed.batches import build_indexed_sources
+from megaswift.data.options.indexed import parse_indexed_blend
 from megaswift.data.preference.collate import PreferenceCollator, PreferenceDataset
 from megaswift.data.preference.documents import (
     CUT_CAUSES,

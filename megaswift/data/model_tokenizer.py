@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.data.options import DataConfig
+from megaswift.data.options.data import DataConfig
+from megaswift.data.templates.chosen import read_template
 from megaswift.data.templates.named import named_templates, template_tokens
-from megaswift.data.templates.options import read_template
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.data.vision.files import VideoSampling
 from megaswift.data.vision.processor import Processor, processor_folder_and_files_digest
@@ -17,7 +17,7 @@ from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.folders.source import TOKENIZER_FILES, locate_model, missing_model_file_problems
 from megaswift.log import warn
 from megaswift.models.family import read_config_json
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.models.vision import has_vision_tower, vision_task_problems
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import log
-from megaswift.config.facts.launch_variables import launch_identity
 from megaswift.data.encode.rows import SHOWN, EncodeSpec, encode_spec
 from megaswift.data.preference.encode import row_encoder_for_task
 from megaswift.data.prompts.rows import ANSWER
@@ -57,6 +56,7 @@ from megaswift.data.store.shared_build import (
 from megaswift.data.store.token_store import PieceReport, TokenStore, merge_pieces, read_piece_report, write_piece
 from megaswift.data.vision.processor import tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem, merge_similar_problems
+from megaswift.launchers.options.variables import launch_identity
 from megaswift.options.tasks import RL
 
 WORKER_BYTES = 2 << 20

@@ -10,8 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from megaswift.config.facts.loss_scale import LossScale, LossWeightTable
 from megaswift.data.encode.rows import EncodeSpec
+from megaswift.data.options.loss_scale import LossScale, LossWeightTable
 from megaswift.data.preference.encode import row_encoder_for_task
 from megaswift.data.sources.files import FilePart
 from megaswift.data.store.token_store import write_piece

@@ -13,13 +13,13 @@ from typing import Protocol
 
 from megaswift.base.plain_files import read_plain_file
 from megaswift.base.versions import run_folder
-from megaswift.config.inference.options import ModelPathOptions
-from megaswift.config.inference.parser import ParsedCommand
 from megaswift.errors import Problem, WeightsError, first_line, missing_path_hint
 from megaswift.folders.adapter import CONFIG as ADAPTERS
 from megaswift.folders.adapter import adapter_given_as_model_problem
 from megaswift.folders.checkpoint import find_checkpoint, find_intact_checkpoint
 from megaswift.folders.saved_steps import MARKER
+from megaswift.inference.options.commands import ModelPathOptions
+from megaswift.inference.options.parser import ParsedCommand
 from megaswift.node_download import download_once_per_node
 
 CONFIG_FILES = (

@@ -16,11 +16,11 @@ import torch
 from megaswift.bridge.adapters.fit import check_adapter_is_whole, check_adapter_sizes
 from megaswift.bridge.hf import finite
 from megaswift.bridge.untied_head import untie_adapted_modules
-from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.errors import Problem, WeightsError
 from megaswift.inference import device_placement
 from megaswift.inference.device_placement import DeviceMap
 from megaswift.inference.load_errors import transformers_errors_as_ours
+from megaswift.inference.options.commands import ModelLoadingOptions
 
 
 def peft_adapter_names(options: ModelLoadingOptions) -> dict[str, str]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from megaswift.base.atomic_writes import safetensors_errors_as_oserror
 from megaswift.bridge.checkpoint.hf_metadata import copy_tokenizer_and_template_files
-from megaswift.config.inference.options import BitsandbytesOptions, ModelLoadingOptions, PlacementOptions
 from megaswift.errors import CheckpointError, ConfigError, Problem, first_line
 from megaswift.inference.model import load_config_tokenizer_and_processor, load_model_and_prompt_device
+from megaswift.inference.options.commands import BitsandbytesOptions, ModelLoadingOptions, PlacementOptions
 
 
 def quantize_and_save_model(

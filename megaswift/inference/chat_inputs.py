@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megaswift.config.inference.options import ChatTemplateOptions
 from megaswift.data.encode.rows import with_agent_template
 from megaswift.data.templates.agent_instructions import AGENT_TEXT_FORMATS, AgentTextFormat
 from megaswift.data.templates.agent_text import RESULTS
-from megaswift.data.templates.options import read_system_message, thinking_variable
+from megaswift.data.templates.chosen import read_system_message, thinking_variable
 from megaswift.data.templates.render import ChatRenderer, ChatTemplateTexts, load_chat_templates
 from megaswift.data.templates.sandbox import REFUSED
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample, checked_conversation_sample
@@ -27,6 +26,7 @@ from megaswift.data.vision.processor import Processor
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.inference.generator import AnswerRequest, Listener, ProcessedImageInputs
 from megaswift.inference.model import ModelConfigAndTokenizer
+from megaswift.inference.options.commands import ChatTemplateOptions
 
 _Message = Mapping[str, Any]
 NO_TEXT = 'a part of type text needs a string: {"type": "text", "text": "..."}'

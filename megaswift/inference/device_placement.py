@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from megaswift.base.byte_size import bytes_text
-from megaswift.config.inference.placement import DISK, Device
 from megaswift.engine.torch.layer_classes import decoder_layer_class_names
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
+from megaswift.inference.options.placement import DISK, Device
 
 DeviceMap = dict[str, Device]
 CPU_SHARE = 0.9

@@ -20,11 +20,11 @@ from megaswift.bridge.convert.job import BLOCK, file_change_stamps, read_tensor_
 from megaswift.bridge.hf.model_folder import tensors_by_disk_name
 from megaswift.bridge.hf.source import TensorMeta, WeightSource
 from megaswift.bridge.weight_source import open_checkpoint_weight_source, open_weights
-from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.engine.torch.vision_parts import LLM, VisionModelPartNames, model_has_tower
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.folders.checkpoint import find_intact_checkpoint
 from megaswift.inference.model import load_config_tokenizer_and_processor, model_without_weights
+from megaswift.inference.options.commands import ModelLoadingOptions
 from megaswift.models.family import read_config_json
 from megaswift.models.quantization import FIELD
 

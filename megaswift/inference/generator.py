@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from megaswift import log
-from megaswift.config.inference.options import GenerationOptions
 from megaswift.data.vision.batches import ImageInputs, join_image_inputs
 from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.families import FAMILIES
 from megaswift.inference.adapters import active_adapter
 from megaswift.inference.detokenizer import IncrementalDetokenizer, decode_tokens
+from megaswift.inference.options.commands import GenerationOptions
 from megaswift.inference.token_texts import TokenTexts
 
 SCORED_POSITIONS = 512

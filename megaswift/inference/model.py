@@ -25,9 +25,6 @@ from megaswift.bridge.hf.bits import bitsandbytes_config, disable_4bit_cpu_repac
 from megaswift.bridge.hf.loading_report import LOADING_INFO, check_all_weights_loaded
 from megaswift.bridge.hf.source import WeightSource
 from megaswift.bridge.weight_source import open_checkpoint_weight_source
-from megaswift.config.inference import placement as devices
-from megaswift.config.inference.options import ModelLoadingOptions, PlacementOptions
-from megaswift.config.inference.placement import DISK
 from megaswift.data.model_tokenizer import named_special_tokens, read_processor, read_tokenizer
 from megaswift.data.untokenized_sample import RowError
 from megaswift.data.vision.processor import Processor, image_support_problems
@@ -38,6 +35,9 @@ from megaswift.inference import device_placement
 from megaswift.inference.adapters import check_adapters_fit, model_with_adapters
 from megaswift.inference.device_placement import DeviceMap, ModuleSizes
 from megaswift.inference.load_errors import transformers_errors_as_ours
+from megaswift.inference.options import placement as devices
+from megaswift.inference.options.commands import ModelLoadingOptions, PlacementOptions
+from megaswift.inference.options.placement import DISK
 from megaswift.inference.prechecks import locate_generation_model, require_package
 from megaswift.models.family import read_config_json
 from megaswift.models.rope_scaling import config_with_rope_scaling

@@ -10,13 +10,13 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from megaswift.config.inference.options import CommonInferenceConfig, ModelLoadingOptions
-from megaswift.data.templates.options import check_template, read_system_message
+from megaswift.data.templates.chosen import check_template, read_system_message
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.folders.adapter import is_reward_model_adapter
 from megaswift.folders.checkpoint import find_checkpoint
 from megaswift.folders.saved_steps import refuse_damaged_part
 from megaswift.folders.source import locate_model, missing_model_file_problems
+from megaswift.inference.options.commands import CommonInferenceConfig, ModelLoadingOptions
 from megaswift.models.family import read_config_json
 from megaswift.models.model_type import model_type_option_mismatch_problems
 from megaswift.models.quantized_training import quantization_package_problems

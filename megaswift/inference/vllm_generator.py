@@ -10,11 +10,11 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from megaswift.config.inference.backends import BackendOptions
 from megaswift.errors import Problem, UserError
 from megaswift.inference.detokenizer import special_token_texts
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams, TokenLogprob
 from megaswift.inference.model import ModelConfigAndTokenizer
+from megaswift.inference.options.backends import BackendOptions
 
 
 class VllmGenerator:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaswift.config.facts.launch_variables import is_launched_worker
+from megaswift.launchers.options.variables import is_launched_worker
 
 # A port for each Slurm job, so that two jobs on a node do not meet.
 FIRST_PORT = 20_000

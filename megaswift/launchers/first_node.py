@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Any
 
 from megaswift import log
-from megaswift.config.facts.single_process import NodePlace
 from megaswift.errors import Problem, UserError, storage_error
+from megaswift.launchers.options.single_process import NodePlace
 
 ARRIVED = "megaswift/arrived/"
 CODE = "megaswift/exit-code"

@@ -10,12 +10,12 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megaswift.config.facts.launch_variables import CHECKED, is_launched_worker
-from megaswift.config.inference.launch import LAUNCH_OPTIONS
-from megaswift.config.inference.options import InferProcessOptions
 from megaswift.errors import ConfigError, Problem
+from megaswift.inference.options.commands import InferProcessOptions
+from megaswift.inference.options.launch import LAUNCH_OPTIONS
 from megaswift.launchers import torchrun_launcher
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
+from megaswift.launchers.options.variables import CHECKED, is_launched_worker
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 

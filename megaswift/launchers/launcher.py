@@ -1,4 +1,4 @@
-"""The protocol of launchers: an object `LAUNCHER` in the module that `launchers/launcher_table.py` names."""
+"""The protocol of launchers: an object `LAUNCHER` in the module that `launchers/options/launchers.py` names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from megaswift.errors import Problem
-from megaswift.launchers.launcher_table import launcher_entry
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
+from megaswift.launchers.options.launchers import launcher_entry
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 
 from megaswift.clusters.network_presets import network_variables
-from megaswift.config.facts.launch_variables import nproc_or_nnodes_started_by_launcher
 from megaswift.diagnosis.gpu_devices import LIMIT_S
 from megaswift.diagnosis.gpu_topology import parse_topology
 from megaswift.diagnosis.infiniband import list_ports
 from megaswift.diagnosis.machine import Machine
 from megaswift.errors import ConfigError, Problem
+from megaswift.launchers.options.variables import nproc_or_nnodes_started_by_launcher
 
 NONE = "none"
 AUTO = "auto"

@@ -15,9 +15,9 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.config.facts.launch_variables import DEFAULT_PORT, JOB_ID, NODE, RESTARTS, RUN
 from megaswift.errors import Problem, UserError
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
+from megaswift.launchers.options.variables import DEFAULT_PORT, JOB_ID, NODE, RESTARTS, RUN
 from megaswift.log import count_text
 
 PREFIX = "megaswift/node/"

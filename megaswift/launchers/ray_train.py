@@ -27,7 +27,7 @@ from megaswift import log
 from megaswift.errors import EXPLAINED, ConfigError, Problem, first_line
 from megaswift.launchers import ray_worker, torchrun_launcher
 from megaswift.launchers.launcher import TrainingCommand
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
 from megaswift.launchers.ray_messages import RunMessageActor
 
 LOCAL = "local"

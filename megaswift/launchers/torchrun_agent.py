@@ -16,11 +16,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megaswift.config.facts.launch_variables import NODE
 from megaswift.errors import EXIT_USER_ERROR
 from megaswift.launchers.finish_marks import FOLDER, unfinished_text
 from megaswift.launchers.node_end import EndedElsewhere, NodesEnd, end_run_on_all_nodes
 from megaswift.launchers.node_wait import MissingNodesError, gather_nodes
+from megaswift.launchers.options.variables import NODE
 from megaswift.launchers.parent_death import PARENT, end_with_parent
 from megaswift.launchers.worker_failure import exit_code, failure_text, first_failure, worker_failures
 

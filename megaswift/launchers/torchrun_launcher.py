@@ -14,12 +14,12 @@ from pathlib import Path
 from types import FrameType
 
 from megaswift import log
-from megaswift.config.facts.launch_variables import DEFAULT_PORT, NODE, OOM_RETRY, RESTARTS, RUN
 from megaswift.errors import EXIT_OOM_RETRY, EXIT_USER_ERROR, NOT_RESTARTED, ConfigError, Problem
 from megaswift.launchers.launcher import TrainingCommand
-from megaswift.launchers.launcher_table import launcher_entry
 from megaswift.launchers.local_address import local_address
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
+from megaswift.launchers.options.launchers import launcher_entry
+from megaswift.launchers.options.variables import DEFAULT_PORT, NODE, OOM_RETRY, RESTARTS, RUN
 from megaswift.launchers.parent_death import environment_with_parent_pid
 
 PATIENCE_SECONDS = 1800

@@ -1,6 +1,6 @@
 """Advantage estimators by name: from the rewards of a generation to advantages and value targets.
 
-Owns which formula an estimator is, over tensors alone; the rows of `losses/estimator_table.py` have the same
+Owns which formula an estimator is, over tensors alone; the rows of `losses/options/estimator_table.py` have the same
 names. The formulas that have other uses are in `advantages.py`. Completions of one prompt follow one another.
 """
 
@@ -18,8 +18,8 @@ from megaswift.base.registry import Registry
 from megaswift.base.user_code import convert_user_code_errors
 from megaswift.errors import Problem, RewardError
 from megaswift.losses import advantages as formulas
-from megaswift.losses.estimator_table import PLUGIN_ESTIMATORS
-from megaswift.trainers.rl.options import RlConfig
+from megaswift.losses.options.estimator_table import PLUGIN_ESTIMATORS
+from megaswift.trainers.rl.options.rl import RlConfig
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The loss types of DPO as functions of the log-probabilities of a pair, and the f-divergences between policy and
 reference.
 
-Owns the formulas; what each loss reads and needs is in `losses/loss_table.py`. Names are those of TRL's DPOConfig.
-Each returns one number per pair, [p], not reduced.
+Owns the formulas; `losses/options/loss_table.py` lists what each loss reads and needs. Names are those of TRL's
+DPOConfig. Each returns one number per pair, [p], not reduced.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ LOSS_TYPES: dict[str, Callable[[PairLogprobsAndRatios], Tensor]] = {
     "discopop": _discopop,
     "sigmoid_norm": _sigmoid_norm,
 }
-"""The formulas of dpo's rows in `losses/loss_table.py`; `sft` has none, it is the cross-entropy of the chosen
+"""The formulas of dpo's rows in `losses/options/loss_table.py`; `sft` has none, it is the cross-entropy of the chosen
 answers' tokens."""
 SFT = "sft"
 ALIASES = {"aot_pair": "aot_unpaired"}

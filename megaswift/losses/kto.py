@@ -29,7 +29,7 @@ from megaswift.losses.document_segments import (
     document_sums,
     token_mask_of_documents,
 )
-from megaswift.losses.loss_table import KL_PAIRS, RUNNING_MEAN, losses_needing
+from megaswift.losses.options.loss_table import KL_PAIRS, RUNNING_MEAN, losses_needing
 from megaswift.losses.preference_pairs import token_mean_metric
 
 

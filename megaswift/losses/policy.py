@@ -19,7 +19,7 @@ from torch import Tensor
 from megaswift.losses.advantages import LARGEST_LOG_RATIO, kl_estimate
 from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, Reported, RequestedModelOutputs
 from megaswift.losses.document_segments import document_index, document_sums, masked_tokens_per_document
-from megaswift.losses.loss_table import (
+from megaswift.losses.options.loss_table import (
     AGG_MODES,
     SEQ_MEAN_TOKEN_MEAN,
     SEQ_MEAN_TOKEN_SUM_NORM,

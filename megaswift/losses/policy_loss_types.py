@@ -1,8 +1,8 @@
 """The loss types of policy optimization: the contribution of a token to the loss.
 
-Owns formulas; which options they read and their normalizers are in `losses/loss_table.py`. Names are those of TRL's
-GRPOConfig; `rloo` is TRL's RLOOTrainer, `clip_cov` and `kl_cov` are verl's. Each formula returns one number per token,
-[b, s], neither masked nor reduced.
+Owns the formulas; `losses/options/loss_table.py` lists the options that they read and their normalizers. Names are
+those of TRL's GRPOConfig; `rloo` is TRL's RLOOTrainer, `clip_cov` and `kl_cov` are verl's. Each formula
+returns one number per token, [b, s], neither masked nor reduced.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _vespo(x: PolicyLossInputs) -> Tensor:
 
 @dataclass(frozen=True)
 class PolicyLossType:
-    """A formula, and what the ratio in it is. Its normalizer is in `losses/loss_table.py`."""
+    """A formula, and what the ratio in it is. Its normalizer is in `losses/options/loss_table.py`."""
 
     formula: Callable[[PolicyLossInputs], Tensor]
     weighs_whole: bool = False
@@ -147,4 +147,4 @@ LOSS_TYPES: dict[str, PolicyLossType] = {
     "clip_cov": PolicyLossType(_clip_cov),
     "kl_cov": PolicyLossType(_kl_cov),
 }
-"""Under the names of grpo's rows in `losses/loss_table.py`."""
+"""Under the names of grpo's rows in `losses/options/loss_table.py`."""

@@ -19,7 +19,7 @@ from megaswift.losses.advantages import LARGEST_LOG_RATIO
 from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric, metrics_reported
 from megaswift.losses.policy_metrics import token_mean_per_completion, token_or_completion_mean_metric
 from megaswift.losses.preference_pairs import token_mean_metric
-from megaswift.trainers.rl.options import MODES
+from megaswift.trainers.rl.options.rl import MODES
 
 
 @dataclass(frozen=True)

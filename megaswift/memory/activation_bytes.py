@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megaswift.memory.layer_activations import first_width, kept_by_layer, layer_input_bytes, mask_bytes
 from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
-from megaswift.models.options import selective_recompute_modules
+from megaswift.models.options.model import selective_recompute_modules
 from megaswift.models.weights.table import padded_vocabulary_size
 from megaswift.parallel.head_memory import HeadShape, megatron_engine_head_peak_bytes
 from megaswift.parallel.pipeline_split import ModelChunk

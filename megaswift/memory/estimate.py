@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megaswift.bridge.adapters.options import LoraConfig
+from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.memory.activation_bytes import ActivationBytes, activation_bytes
 from megaswift.memory.microbatch_setup import TORCH, ComputeKernels, MicrobatchSetup
 from megaswift.memory.rank_parameters import RankParameters, TrainedParts, rank_parameters
@@ -16,7 +16,7 @@ from megaswift.memory.state_bytes import HeldBytes, held_bytes
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.family import family_of
 from megaswift.models.grouped_experts import groups_experts
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import ModelChunk, PipelineSplit, model_chunks_by_stage

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.memory.estimate import MemoryEstimate, RunParameters
 from megaswift.memory.microbatch_setup import TRANSFORMER_ENGINE, ComputeKernels
 from megaswift.memory.step_options import StepOptions
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.pipeline_split import divisors
 

@@ -23,11 +23,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from megaswift.config.checks.optimizer import uses_distributed_optimizer
-from megaswift.engine.optimizer_options import PLUGIN_OPTIMIZERS, OptimConfig
+from megaswift.engine.options.optimizer import PLUGIN_OPTIMIZERS, OptimConfig
+from megaswift.engine.options.optimizer_checks import uses_distributed_optimizer
 from megaswift.memory.rank_parameters import RankParameters
 from megaswift.memory.step_options import StepOptions
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.models.qlora import BLOCK
 from megaswift.parallel.layout import Layout
 

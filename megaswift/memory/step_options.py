@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.engine.optimizer_options import OptimConfig
-from megaswift.models.options import ModelConfig
+from megaswift.engine.options.optimizer import OptimConfig
+from megaswift.models.options.model import ModelConfig
 
 
 @dataclass(frozen=True)

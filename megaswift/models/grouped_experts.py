@@ -7,7 +7,7 @@ launches as many as there are experts.
 from __future__ import annotations
 
 from megaswift.errors import Problem
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import ModelSpec
 
 ROW_BYTES = 16

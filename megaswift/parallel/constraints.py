@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megaswift.config.facts.batch_sizes import accumulation_steps, batch_problems
 from megaswift.errors import Problem
 from megaswift.options.values import option_value_text
 from megaswift.parallel.layout import (
@@ -22,9 +21,10 @@ from megaswift.parallel.layout import (
     uses_sequence_parallel,
 )
 from megaswift.parallel.model_shape import ModelShape
-from megaswift.parallel.options import ParallelConfig
+from megaswift.parallel.options.layout import ParallelConfig
 from megaswift.parallel.pipeline_split import PipelineSplit, divisors, nearest_values, split_problems
-from megaswift.trainers.options import TrainConfig
+from megaswift.trainers.options.batch_sizes import accumulation_steps, batch_problems
+from megaswift.trainers.options.training import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.parallel.layout import Layout
 
 

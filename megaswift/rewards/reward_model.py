@@ -17,13 +17,13 @@ from torch import Tensor
 from megaswift.bridge.hf import finite
 from megaswift.bridge.hf.bits import disable_4bit_cpu_repacking
 from megaswift.bridge.hf.loading_report import LOADING_INFO, check_all_weights_loaded
-from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.data.model_tokenizer import read_tokenizer
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.folders.checkpoint import find_checkpoint
 from megaswift.folders.source import locate_model, missing_model_file_problems
 from megaswift.inference.load_errors import REFUSALS
 from megaswift.inference.model import quiet_transformers
+from megaswift.inference.options.commands import ModelLoadingOptions
 from megaswift.models.family import read_config_json
 from megaswift.models.scalar_head import scalar_head_problems
 from megaswift.rewards.reward_input import RewardInput

@@ -17,19 +17,17 @@ import torch
 
 from megaswift import distributed, log
 from megaswift.bridge.adapters.initial import write_initial_adapter
+from megaswift.bridge.adapters.options.checks import starts_otherwise
 from megaswift.bridge.hf.base_model import write_changed_model_folder
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.adapter import starts_otherwise
-from megaswift.config.checks.engine import NATIVE
-from megaswift.config.checks.evaluation import best_model_metric, compares_evaluations, evaluates
-from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.data.batches.loader import EvaluationSource
 from megaswift.engine.flops import StepFlopFormula, peak_tflops, step_flop_formula
-from megaswift.engine.optimizer_options import PLATEAU
+from megaswift.engine.options.engine_checks import NATIVE
+from megaswift.engine.options.optimizer import PLATEAU
 from megaswift.engine.protocol import Engine
 from megaswift.folders.source import locate_model
 from megaswift.losses.kto import uses_delta, uses_kl
-from megaswift.losses.options import loss_types_of, needs_reference
+from megaswift.losses.options.preference import loss_types_of, needs_reference
 from megaswift.models.family import read_config_json
 from megaswift.models.spec import ModelSpec
 from megaswift.options.tasks import PPO, RL
@@ -85,6 +83,8 @@ from megaswift.trainers.hooks.straggler import StragglerHook
 from megaswift.trainers.hooks.trackers import TrackedRun, tracker_hooks
 from megaswift.trainers.hub_upload import HubUpload
 from megaswift.trainers.loop import StepTimer
+from megaswift.trainers.options.batch_sizes import batch_plan
+from megaswift.trainers.options.evaluation_checks import best_model_metric, compares_evaluations, evaluates
 from megaswift.trainers.reference_logprobs import (
     PrecomputedReferenceLogprobs,
     compute_reference_logprobs,

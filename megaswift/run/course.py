@@ -15,7 +15,6 @@ from typing import Any
 
 from megaswift import distributed, log
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.data.batches.loader import TokenStoreBatchSource
 from megaswift.data.stream.batches import StreamBatchSource
 from megaswift.engine.determinism import nondeterministic_op_error
@@ -46,6 +45,7 @@ from megaswift.trainers.hooks.checkpoint import CheckpointHook, global_batch_siz
 from megaswift.trainers.hooks.step_monitor import SkippedStepAndLossSpikeMonitor
 from megaswift.trainers.interrupt import InterruptedBySignal
 from megaswift.trainers.loop import train
+from megaswift.trainers.options.batch_sizes import batch_plan
 
 PARTS = (
     "start-up",

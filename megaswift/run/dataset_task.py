@@ -10,10 +10,6 @@ import numpy as np
 
 from megaswift import distributed, log
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.cuda_graphs import uses_cuda_graphs
-from megaswift.config.checks.engine import NATIVE, requested_engine
-from megaswift.config.facts.batch_sizes import batch_plan
-from megaswift.config.facts.kto_pairs import kto_pairs_over_global_batch
 from megaswift.data import build as data_sources
 from megaswift.data.batches.loader import BatchSource, DocumentRows, EvaluationSource, TokenStoreBatchSource
 from megaswift.data.batches.step_packing import StepPacking
@@ -21,11 +17,14 @@ from megaswift.data.preference.collate import kto_kl_batches, labeled_documents,
 from megaswift.data.stream.batches import StreamBatchSource
 from megaswift.data.tokenizer import score_padding_token
 from megaswift.data.vision.processor import Processor, tokenizer_of_tokenizer_or_processor
+from megaswift.engine.options.cuda_graphs import uses_cuda_graphs
+from megaswift.engine.options.engine_checks import NATIVE, requested_engine
 from megaswift.engine.protocol import Engine
 from megaswift.errors import ConfigError
 from megaswift.losses.contract import Batch
 from megaswift.losses.kto import uses_delta, uses_kl
-from megaswift.losses.options import beta_of, loss_types_of, needs_reference
+from megaswift.losses.options.kto_pairs import kto_pairs_over_global_batch
+from megaswift.losses.options.preference import beta_of, loss_types_of, needs_reference
 from megaswift.models.scalar_head import with_pad_token_id
 from megaswift.models.spec import ModelSpec
 from megaswift.options.tasks import PROMPTED
@@ -44,6 +43,7 @@ from megaswift.trainers.batch_fields import (
     ReferenceLogprobs,
 )
 from megaswift.trainers.hook import Rate
+from megaswift.trainers.options.batch_sizes import batch_plan
 from megaswift.trainers.reference_logprobs import PrecomputedReferenceLogprobs
 from megaswift.trainers.schedule import count_steps
 

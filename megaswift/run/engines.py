@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from megaswift import log
+from megaswift.bridge.adapters.options.checks import base_quantization_bits
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.adapter import base_quantization_bits
-from megaswift.config.checks.cuda_graphs import uses_cuda_graphs
-from megaswift.config.checks.engine import NATIVE, filled_deepspeed_config, requested_engine
-from megaswift.config.checks.te import missing_transformer_engine_problems
-from megaswift.config.facts.launch_variables import nproc_or_nnodes_started_by_launcher
 from megaswift.engine import process_group
 from megaswift.engine.diagnostics.cuda_connections import set_max_connections
-from megaswift.engine.options import ZERO
+from megaswift.engine.options.cuda_graphs import uses_cuda_graphs
+from megaswift.engine.options.engine import ZERO
+from megaswift.engine.options.engine_checks import NATIVE, filled_deepspeed_config, requested_engine
+from megaswift.engine.options.te import missing_transformer_engine_problems
 from megaswift.engine.protocol import Engine
 from megaswift.errors import ConfigError
+from megaswift.launchers.options.variables import nproc_or_nnodes_started_by_launcher
 from megaswift.memory.microbatch_setup import ComputeKernels
 from megaswift.models.spec import ModelSpec
 from megaswift.options.tasks import PROMPTED, RL

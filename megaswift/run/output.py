@@ -17,18 +17,18 @@ from megaswift import log
 from megaswift.base.atomic_writes import write_atomically
 from megaswift.base.versions import versions
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.engine import capabilities_of
-from megaswift.config.facts.launch_variables import JOB_ID
 from megaswift.config.swift_config import config_yaml_text
+from megaswift.engine.options.engine_checks import capabilities_of
 from megaswift.errors import Problem, UserError
 from megaswift.folders.checkpoint import find_checkpoint
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
+from megaswift.launchers.options.variables import JOB_ID
 from megaswift.options.files import CONFIG_HEADER
 from megaswift.run.lock import RunLock
 from megaswift.run.saved_paths import with_absolute_paths
 from megaswift.trainers import checkpoints
-from megaswift.trainers.hooks.tracker_options import TRACKERS
-from megaswift.trainers.options import TrainConfig
+from megaswift.trainers.options.tracker import TRACKERS
+from megaswift.trainers.options.training import TrainConfig
 from megaswift.version import __version__
 
 NAMES = (

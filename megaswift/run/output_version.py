@@ -20,7 +20,7 @@ from pathlib import Path
 from megaswift import distributed, log
 from megaswift.base.versions import version_number, versions
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.launch_variables import JOB_ID, RUN, process_start_time, restart_count
+from megaswift.launchers.options.variables import JOB_ID, RUN, process_start_time, restart_count
 from megaswift.run.output import OutputFolder, resume_own_folder, resumed_version
 
 COLLISION_SECONDS = 0.1

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaswift.bridge.adapters.options.checks import SHARDED
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.adapter import SHARDED
-from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.data import build as data
 from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.data.model_tokenizer import read_tokenizer, training_processor
@@ -18,6 +17,7 @@ from megaswift.parallel.layout import Layout
 from megaswift.parallel.row_padding import fp8_token_multiple, needs_rows_of_full_length, row_padding_multiple
 from megaswift.run.engines import RankContext
 from megaswift.run.output import OutputFolder
+from megaswift.trainers.options.batch_sizes import batch_plan
 
 
 @dataclass(frozen=True)

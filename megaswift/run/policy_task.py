@@ -12,31 +12,20 @@ import torch
 
 from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.evaluation import evaluates
-from megaswift.config.facts.generation_batch import generation_batch_plan
-from megaswift.config.facts.rl import (
-    advantage_estimator_entry_of,
-    advantage_estimator_of,
-    corrects_sampler_mismatch,
-    kl_estimator_of,
-    kl_in_reward_of,
-    policy_loss_of,
-    whitens_advantages,
-)
 from megaswift.data import build as data_sources
 from megaswift.data import vocabulary
+from megaswift.data.options.agent_templates import AGENT_TEXTS
 from megaswift.data.prompts.collate import RolloutCollator
 from megaswift.data.prompts.images import PromptImageReader
 from megaswift.data.prompts.source import IndexedPrompts, Prompt, PromptSource, load_prompt_splits
-from megaswift.data.templates.agent_options import AGENT_TEXTS
-from megaswift.data.templates.options import thinking_variable
+from megaswift.data.templates.chosen import thinking_variable
 from megaswift.data.vision.batches import media_kinds
 from megaswift.data.vision.processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.engine.flops import step_flop_formula
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
 from megaswift.log import count_text
-from megaswift.losses.options import beta_of
+from megaswift.losses.options.preference import beta_of
 from megaswift.losses.value import ValueLoss
 from megaswift.models.scalar_head import with_scalar_head
 from megaswift.models.spec import ModelSpec
@@ -60,6 +49,7 @@ from megaswift.run.summary import SummaryFacts, trained_parameter_share_text
 from megaswift.run.task import Task, TaskData, TaskParts
 from megaswift.trainers.batch_fields import ReferenceLogprobs
 from megaswift.trainers.hook import Hook, Rate, interval_of, unchanged
+from megaswift.trainers.options.evaluation_checks import evaluates
 from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.trainers.rl.chat_turns import ChatTurns
 from megaswift.trainers.rl.completions_log import CompletionsLog
@@ -69,7 +59,17 @@ from megaswift.trainers.rl.evaluation import RewardEvaluationHook
 from megaswift.trainers.rl.generation import CompletionGenerator, is_sampling_rank
 from megaswift.trainers.rl.monitor import RolloutMonitor
 from megaswift.trainers.rl.multi_turn import MultiTurnRunner
-from megaswift.trainers.rl.options import RlConfig
+from megaswift.trainers.rl.options.derived import (
+    advantage_estimator_entry_of,
+    advantage_estimator_of,
+    corrects_sampler_mismatch,
+    kl_estimator_of,
+    kl_in_reward_of,
+    policy_loss_of,
+    whitens_advantages,
+)
+from megaswift.trainers.rl.options.generation_batch import generation_batch_plan
+from megaswift.trainers.rl.options.rl import RlConfig
 from megaswift.trainers.rl.sampler import (
     rollout_batch_size,
     samples_on_every_rank,
@@ -443,7 +443,7 @@ def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
     )
     if not rl.reward_model:
         return functions
-    from megaswift.config.inference.options import ModelLoadingOptions
+    from megaswift.inference.options.commands import ModelLoadingOptions
     from megaswift.rewards.reward_model import load_reward_models  # loads transformers
 
     options = ModelLoadingOptions(trust_remote_code=cfg.model.trust_remote_code)

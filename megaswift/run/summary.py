@@ -12,14 +12,14 @@ from typing import Any
 
 from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.engine import NATIVE, requested_engine
 from megaswift.data.row_counters import WORDS, row_count_texts
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.engine_checks import NATIVE, requested_engine
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.trainers.hook import steps_of
-from megaswift.trainers.options import TrainConfig
+from megaswift.trainers.options.training import TrainConfig
 from megaswift.trainers.schedule import final_rate, warmup_steps
 
 Rows = list[tuple[str, str]]

@@ -7,19 +7,12 @@ from typing import Any
 
 from megaswift.base.registry import Registry
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.rl import (
-    corrects_sampler_mismatch,
-    kl_estimator_of,
-    kl_in_reward_of,
-    policy_loss_of,
-    weighs_kl_by_ratio,
-)
 from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_loss_types import DpoSettings
 from megaswift.losses.kto import KTO
-from megaswift.losses.options import PreferenceConfig, beta_of, cpo_alpha_of, loss_types_of
+from megaswift.losses.options.preference import PreferenceConfig, beta_of, cpo_alpha_of, loss_types_of
 from megaswift.losses.orpo import ORPO
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings as Formulas
@@ -28,7 +21,14 @@ from megaswift.losses.sft import CrossEntropy
 from megaswift.run.dataset_task import DatasetTask
 from megaswift.run.policy_task import PolicyTask
 from megaswift.run.task import Task
-from megaswift.trainers.rl.options import RlConfig
+from megaswift.trainers.rl.options.derived import (
+    corrects_sampler_mismatch,
+    kl_estimator_of,
+    kl_in_reward_of,
+    policy_loss_of,
+    weighs_kl_by_ratio,
+)
+from megaswift.trainers.rl.options.rl import RlConfig
 from megaswift.trainers.rl.settings import correction_of
 
 

@@ -19,11 +19,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from megaswift.config.inference.options import GenerationOptions
 from megaswift.data.vision.placeholders import KEYS, TYPES
 from megaswift.errors import UserError
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat
 from megaswift.inference.generator import Answer, TokenLogprob
+from megaswift.inference.options.commands import GenerationOptions
 from megaswift.inference.token_texts import TokenTexts
 from megaswift.serve.openai_requests import (
     ChatRequest,

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import from_json
 
-from megaswift.config.inference.options import COLD, PENALTIES, GenerationOptions
 from megaswift.data.templates.roles import ROLES
 from megaswift.data.vision.media import IMAGE
 from megaswift.data.vision.placeholders import TYPES
 from megaswift.inference.chat_inputs import NO_TEXT
 from megaswift.inference.generator import GenerationParams, generation_params
+from megaswift.inference.options.commands import COLD, PENALTIES, GenerationOptions
 
 MOST_CHOICES = 16
 MOST_TOP = 20

@@ -22,10 +22,10 @@ from typing import Any, TextIO
 
 from megaswift import distributed, log
 from megaswift.base.atomic_writes import atomic_file
-from megaswift.config.inference.options import InferConfig
 from megaswift.errors import ConfigError, DataError, Problem
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams, Generator
+from megaswift.inference.options.commands import InferConfig
 from megaswift.inference.token_texts import TokenTexts
 from megaswift.serve.logprobs import logprob_json
 from megaswift.serve.prompt_rows import PromptFileRow, prompt_dataset_files

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol, h11
 
 from megaswift import log
-from megaswift.config.inference.checks import is_loopback
+from megaswift.inference.options.checks import is_loopback
 from megaswift.serve.openai_responses import error_json
 
 ARRIVAL_SECONDS = 30.0

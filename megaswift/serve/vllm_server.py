@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.inference.options import CommonInferenceConfig, DeployConfig
 from megaswift.data.templates.named import TOKENIZERS_OWN, read_named_template
 from megaswift.errors import Problem, WeightsError, first_line
+from megaswift.inference.options.commands import CommonInferenceConfig, DeployConfig
 from megaswift.rollout.vllm_package import (
     RANKS,
     max_lora_rank_for,

@@ -11,7 +11,7 @@ from megaswift import distributed, log
 from megaswift.base.versions import VERSION
 from megaswift.trainers.hooks.progress import print_warning
 from megaswift.trainers.hub_clients import HubRepository, client_failures, hub_client
-from megaswift.trainers.options import TrainConfig
+from megaswift.trainers.options.training import TrainConfig
 
 END = "end"
 WHOLE = {"checkpoint": "last-checkpoint", "all_checkpoints": ""}

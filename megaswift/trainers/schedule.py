@@ -12,10 +12,10 @@ from collections.abc import Callable
 from math import ceil, cos, pi, sqrt
 from typing import Any
 
-from megaswift.engine.optimizer_options import PLATEAU, OptimConfig
+from megaswift.engine.options.optimizer import PLATEAU, OptimConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.log import count_text
-from megaswift.trainers.options import TrainConfig
+from megaswift.trainers.options.training import TrainConfig
 
 
 def warmup_steps(total_steps: int, optim: OptimConfig) -> int:

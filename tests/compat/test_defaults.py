@@ -17,10 +17,10 @@ from megaswift.compat.defaults import (
 )
 from megaswift.compat.names.neutral import NEUTRAL
 from megaswift.config import load_config
-from megaswift.config.facts.rl import policy_loss_of
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.options.tasks import TASKS
 from megaswift.options.values import option_value_text, parse_option_value
+from megaswift.trainers.rl.options.derived import policy_loss_of
 from tests.compat.migrating_page import written
 from tests.sources import ROOT
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.checks.engine import filled_deepspeed_config
 from megaswift.config.precedence import SAME_THING
 from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.engine.options.engine_checks import filled_deepspeed_config
 from megaswift.errors import ConfigError
 
 

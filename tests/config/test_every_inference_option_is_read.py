@@ -1,6 +1,6 @@
 """Every option of infer, deploy and export is read by something that acts on it, for each command by itself.
 
-Covers: megaswift/config/inference/options.py, megaswift/config/inference/backends.py.
+Covers: megaswift/inference/options/commands.py, megaswift/inference/options/backends.py.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from megaswift import deploy, export, infer
-from megaswift.config.facts.single_process import place_among_nodes
-from megaswift.config.inference.backends import BackendOptions
-from megaswift.config.inference.checks import server_auth_token
-from megaswift.config.inference.export import LAYOUT
-from megaswift.config.inference.launch import LAUNCH_OPTIONS, OF_NODES, node_option_values
-from megaswift.config.inference.options import BitsandbytesOptions, InferProcessOptions, ServerOptions
-from megaswift.config.inference.parser import CommandParser
 from megaswift.errors import ConfigError
+from megaswift.inference.options.backends import BackendOptions
+from megaswift.inference.options.checks import server_auth_token
+from megaswift.inference.options.commands import BitsandbytesOptions, InferProcessOptions, ServerOptions
+from megaswift.inference.options.export import LAYOUT
+from megaswift.inference.options.launch import LAUNCH_OPTIONS, OF_NODES, node_option_values
+from megaswift.inference.options.parser import CommandParser
 from megaswift.launchers.infer_processes import requested_launch
+from megaswift.launchers.options.single_process import place_among_nodes
 from tests.sources import Source, sources
 
 COMMANDS: tuple[CommandParser[Any], ...] = (infer.COMMAND, deploy.COMMAND, export.COMMAND)
@@ -70,7 +70,8 @@ def acting_modules(command: str) -> frozenset[str]:
     while left:
         found |= left
         left = {name for module in left for name in imported(module)} - found
-    return frozenset(name for name in found if not name.startswith("megaswift.config"))
+    checks = ("config", "options")
+    return frozenset(name for name in found if not set(name.split(".")).intersection(checks))
 
 
 def idle_options(command: CommandParser[Any]) -> set[str]:

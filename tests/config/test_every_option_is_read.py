@@ -11,37 +11,34 @@ from pathlib import Path
 
 from megaswift.config.sections import OPTIONS
 from tests.sources import ROOT
-from tests.test_layers import PARTS
 
 PACKAGE = ROOT / "megaswift"
 DECIDES = {
     "config": "checks options and derives their defaults",
-    "options": "reads options",
-    **dict.fromkeys((part.removeprefix("megaswift.").replace(".", "/") + ".py" for part in PARTS), "declares options"),
     "compat": "writes options",
     "run/summary.py": "shows options",
     "run/checks/preflight.py": "checks options",
     "run/checks/devices.py": "checks options",
 }
 """Parts of the package in which a read has no effect on the run, and what they do instead."""
-METHODS = "bridge/adapters/methods.py"
+METHODS = "bridge/adapters/options/methods.py"
 SAMPLER = "rollout/options.py"
 IN_CONFIG = {
     **dict.fromkeys(("init_r", "target_r", "tinit", "tfinal", "deltaT", "oft_block_size"), METHODS),
     **dict.fromkeys(("d_initial", "projection_prng_key", "n_frequency"), METHODS),
     **dict.fromkeys(
         ("num_generations", "generation_batch_size", "steps_per_generation", "num_iterations"),
-        "config/facts/generation_batch.py",
+        "trainers/rl/options/generation_batch.py",
     ),
-    "importance_sampling_correction": "config/facts/rl.py",
-    "whiten_advantages": "config/facts/rl.py",
-    "metric_for_best_model": "config/checks/evaluation.py",
-    "fsdp_config": "config/facts/fsdp_file.py",
-    "use_fsdp": "config/checks/engine.py",
+    "importance_sampling_correction": "trainers/rl/options/derived.py",
+    "whiten_advantages": "trainers/rl/options/derived.py",
+    "metric_for_best_model": "trainers/options/evaluation_checks.py",
+    "fsdp_config": "engine/options/fsdp_file.py",
+    "use_fsdp": "engine/options/engine_checks.py",
     "hostfile": "compat/files/hostfile.py",
-    "reset_position_ids": "config/checks/indexed_data.py",
+    "reset_position_ids": "data/options/indexed.py",
     **dict.fromkeys(("vllm_enforce_eager", "vllm_limit_mm_per_prompt", "vllm_engine_kwargs"), SAMPLER),
-    "allow_biased_sampling": "config/checks/rl.py",
+    "allow_biased_sampling": "trainers/rl/options/checks.py",
 }
 """Options that the configuration turns into other values, and where; the last one only permits what would be
 refused."""
@@ -56,7 +53,8 @@ def acting_names() -> set[str]:
     found: set[str] = set()
     for file in PACKAGE.rglob("*.py"):
         place = file.relative_to(PACKAGE).as_posix()
-        if not any(place == part or place.startswith(f"{part}/") for part in DECIDES):
+        declares = "options" in place.removesuffix(".py").split("/")
+        if not declares and not any(place == part or place.startswith(f"{part}/") for part in DECIDES):
             found |= names_in(file)
     return found
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import load_config
-from megaswift.config.checks.launch import LAUNCH_CLASHES
 from megaswift.config.sections import OPTIONS
+from megaswift.launchers.options.checks import LAUNCH_CLASHES
 from megaswift.launchers.torchrun_launcher import requests_worker_processes, world_size_of_launch_options
 from tests.config.refusals import assert_contradiction, assert_idle
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.checks.engine import requested_engine
-from megaswift.config.facts.generation_batch import generation_batch_plan
+from megaswift.engine.options.engine_checks import requested_engine
 from megaswift.errors import ConfigError
 from megaswift.options.tasks import RL
+from megaswift.trainers.rl.options.generation_batch import generation_batch_plan
 from megaswift.version import __version__
 
 

@@ -5,22 +5,22 @@ Covers: megaswift/config/rules.py.
 
 import pytest
 
+from megaswift.bridge.adapters.options.checks import ADAPTER_CLASHES
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.adapter import ADAPTER_CLASHES
-from megaswift.config.checks.capacity import EXPERT_CAPACITY_CLASHES
-from megaswift.config.checks.engine import ENGINE_CLASHES
-from megaswift.config.checks.evaluation import EVALUATION_CLASHES
-from megaswift.config.checks.indexed_data import INDEXED_DATA_CLASHES
-from megaswift.config.checks.launch import LAUNCH_CLASHES
-from megaswift.config.checks.layout import FIT_CLASHES
-from megaswift.config.checks.optimizer import LOSS_SCALE_CLASHES, OPTIMIZER_CLASHES
-from megaswift.config.checks.preference import PREFERENCE_CLASHES
-from megaswift.config.checks.profiling import PROFILE_CLASHES
-from megaswift.config.checks.rl import RL_CLASHES
-from megaswift.config.checks.speed import SPEED_CLASHES
-from megaswift.config.checks.te import NEED_TRANSFORMER_ENGINE, missing_transformer_engine_problems
 from megaswift.config.rules import CLASHES, IGNORED
 from megaswift.config.sections import OPTIONS
+from megaswift.data.options.indexed import INDEXED_DATA_CLASHES
+from megaswift.engine.options.engine_checks import ENGINE_CLASHES
+from megaswift.engine.options.optimizer_checks import LOSS_SCALE_CLASHES, OPTIMIZER_CLASHES
+from megaswift.engine.options.speed import SPEED_CLASHES
+from megaswift.engine.options.te import NEED_TRANSFORMER_ENGINE, missing_transformer_engine_problems
+from megaswift.launchers.options.checks import LAUNCH_CLASHES
+from megaswift.losses.options.preference_checks import PREFERENCE_CLASHES
+from megaswift.models.options.capacity import EXPERT_CAPACITY_CLASHES
+from megaswift.parallel.options.checks import FIT_CLASHES
+from megaswift.trainers.options.evaluation_checks import EVALUATION_CLASHES
+from megaswift.trainers.options.profiling_checks import PROFILE_CLASHES
+from megaswift.trainers.rl.options.checks import RL_CLASHES
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = [

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.bridge.adapters.methods import OWNERS
+from megaswift.bridge.adapters.options.checks import FOUR_BITS
+from megaswift.bridge.adapters.options.methods import OWNERS
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.adapter import FOUR_BITS
 from megaswift.config.sections import NAMES, OPTIONS, SECTION_ALIASES, SECTIONS
 from megaswift.options.values import option_value_text
 

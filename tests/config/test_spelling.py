@@ -1,6 +1,6 @@
 """The option that was typed is the one that a message names: every alias, in every place, in early and late checks.
 
-Covers: megaswift/config/checks/te.py.
+Covers: megaswift/engine/options/te.py.
 """
 
 from __future__ import annotations

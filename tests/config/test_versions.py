@@ -8,8 +8,8 @@ import pytest
 
 from megaswift.base.versions import run_folder, versions
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.inference.run_files import adapter_folder
 from megaswift.errors import ConfigError
+from megaswift.inference.options.run_files import adapter_folder
 
 DATE = "20261128-181500"
 

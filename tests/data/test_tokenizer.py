@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megaswift.bridge.adapters.merge import merge_adapter_folder_into_base
 from megaswift.bridge.hf.writer import write_non_tensor_files
-from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.data.tokenizer import score_padding_token
+from megaswift.inference.options.commands import ModelLoadingOptions
 from megaswift.models.family import read_config_json
 from megaswift.models.scalar_head import config_with_scalar_head, with_pad_token_id
 from megaswift.rewards.reward_input import RewardInput

@@ -14,10 +14,10 @@ from types import ModuleType
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.data.model_tokenizer import read_tokenizer
 from megaswift.errors import UserError
 from megaswift.folders.source import locate_model, missing_model_file_problems, short_name
+from megaswift.inference.options.commands import ModelLoadingOptions
 from megaswift.trainers import checkpoints
 from tests.trainers.inputs import TEMPLATE, write_model
 

@@ -19,8 +19,8 @@ import yaml
 
 from megaswift import SwiftConfig
 from megaswift.commands import training
-from megaswift.config.facts.launch_variables import without_local_rank
 from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.launchers.options.variables import without_local_rank
 from megaswift.options.tasks import RL
 from megaswift.run.checks import preflight
 from megaswift.run.checks.engine_choice import resolve_engine

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from megaswift.config.inference.options import ModelLoadingOptions, PlacementOptions
 from megaswift.inference.generator import Generator
 from megaswift.inference.model import (
     ModelConfigAndTokenizer,
     load_config_tokenizer_and_processor,
     load_model_and_prompt_device,
 )
+from megaswift.inference.options.commands import ModelLoadingOptions, PlacementOptions
 from tests.trainers.inputs import write_model
 
 PROMPTS = ("ab", "1+2?", "what is 3+4? say it", "x", "0123456789 abc", "z+z")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megaswift.config.inference.options import ModelLoadingOptions, PlacementOptions
 from megaswift.inference.adapters import selectable_adapters
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
 from megaswift.inference.model import load_config_tokenizer_and_processor, load_model_and_prompt_device
+from megaswift.inference.options.commands import ModelLoadingOptions, PlacementOptions
 from tests.bridge.adapters.test_merge import EMBEDDINGS
 from tests.inference.models import PROMPTS, adapters, plain
 

@@ -1,6 +1,6 @@
 """`megaswift export --quant_method fp8`: transformers' own bits, read back by transformers and by megaswift.
 
-Covers: megaswift/inference/fp8_export.py, megaswift/config/inference/export.py.
+Covers: megaswift/inference/fp8_export.py, megaswift/inference/options/export.py.
 """
 
 from __future__ import annotations

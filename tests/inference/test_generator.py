@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megaswift.config.inference.options import GenerationOptions
 from megaswift.errors import ConfigError
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator, generation_params
+from megaswift.inference.options.commands import GenerationOptions
 from tests.inference.models import PROMPTS, opened, plain
 
 pytestmark = pytest.mark.wide

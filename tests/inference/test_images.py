@@ -20,7 +20,6 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from megaswift.config.inference.options import ChatTemplateOptions, GenerationOptions
 from megaswift.data.vision import files
 from megaswift.data.vision.placeholders import RowImageFolders
 from megaswift.data.vision.processor import Processor
@@ -29,6 +28,7 @@ from megaswift.infer import main
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer
 from megaswift.inference.generator import GenerationParams, Generator
 from megaswift.inference.model import ModelConfigAndTokenizer
+from megaswift.inference.options.commands import ChatTemplateOptions, GenerationOptions
 from megaswift.serve.app import ServerState, build_app
 from megaswift.serve.request_queue import RequestQueue
 from megaswift.serve.terminal import Terminal

@@ -1,7 +1,7 @@
 """Models as `infer` opens them: on disk, in four bits, with adapters, from checkpoints; answers equal to transformers'
 and PEFT's own.
 
-Covers: megaswift/base/byte_size.py, megaswift/config/inference/placement.py,
+Covers: megaswift/base/byte_size.py, megaswift/inference/options/placement.py,
 megaswift/inference/model.py, megaswift/data/model_tokenizer.py.
 """
 
@@ -17,13 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.bridge.convert.to_megatron import hf_to_megatron
-from megaswift.config.inference.options import ModelLoadingOptions, PlacementOptions
 from megaswift.errors import ConfigError, UserError
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
 from megaswift.inference.model import (
     load_config_tokenizer_and_processor,
     load_model_and_prompt_device,
 )
+from megaswift.inference.options.commands import ModelLoadingOptions, PlacementOptions
 from tests.four_bits import BOTH_CPUS, by_transformers, cpu_with
 from tests.inference.models import PROMPTS, adapters, opened, plain
 from tests.trainers.inputs import write_model

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megaswift.cli import main
-from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.errors import UserError
 from megaswift.inference.model import load_config_tokenizer_and_processor
+from megaswift.inference.options.commands import ModelLoadingOptions
 from megaswift.models import quantized_training
 from tests.bridge.folders import set_config
 from tests.inference.models import folder, opened

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaswift.config.inference.options import ChatTemplateOptions
 from megaswift.data.encode.rows import RowEncoder, encode_spec
-from megaswift.data.templates.agent_options import AGENT_TEXTS
+from megaswift.data.options.agent_templates import AGENT_TEXTS
 from megaswift.data.templates.render import load_chat_templates
 from megaswift.errors import ConfigError
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer
+from megaswift.inference.options.commands import ChatTemplateOptions
 from megaswift.serve.prompt_rows import PromptRows, read_prompt_file
 from tests.data.makers import config, jsonl, tokenizer
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from megaswift.config.inference.options import InferConfig, ModelLoadingOptions
 from megaswift.errors import UserError
 from megaswift.infer import COMMAND
 from megaswift.inference.generator import AnswerRequest, GenerationParams, ProcessedImageInputs, TokenLogprob
 from megaswift.inference.model import ModelConfigAndTokenizer
+from megaswift.inference.options.commands import InferConfig, ModelLoadingOptions
 from megaswift.inference.vllm_generator import VllmGenerator
 from megaswift.serve import vllm_server
-from tests.config.inference.test_run_files import peft_folder
+from tests.inference.options.test_run_files import peft_folder
 
 
 def logprob(value: float) -> SimpleNamespace:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config.facts.single_process import NodePlace
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import first_node
 from megaswift.launchers.first_node import LostNodeError, run_on_node_0
+from megaswift.launchers.options.single_process import NodePlace
 from megaswift.launchers.torchrun_launcher import free_port
 from tests.inference.models import folder
 from tests.sources import ROOT

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.config.inference.options import InferProcessOptions
 from megaswift.errors import ConfigError
+from megaswift.inference.options.commands import InferProcessOptions
 from megaswift.launchers import infer_processes
 from megaswift.launchers.infer_processes import (
     requested_launch,
     share_of_devices,
     take_share_of_devices,
 )
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
 
 WORKER = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 

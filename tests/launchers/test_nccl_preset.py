@@ -12,7 +12,7 @@ from megaswift.commands import training
 from megaswift.config import load_config
 from megaswift.errors import ConfigError
 from megaswift.launchers.nccl_preset import AUTO, NONE, apply_nccl_preset, node_count, preset_by_devices
-from megaswift.launchers.options import NCCL_PRESETS
+from megaswift.launchers.options.launch import NCCL_PRESETS
 from tests.diagnosis.fake_machine import machine, put_program
 from tests.diagnosis.test_gpu_topology import ALL, PAIRS
 from tests.diagnosis.test_gpu_topology import NONE as NO_LINKS

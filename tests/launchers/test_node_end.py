@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.launchers.node_end import NodesEnd, RunEnd
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
 from megaswift.launchers.torchrun_launcher import free_port, torchrun_command, torchrun_environment
 from tests.sources import ROOT
 

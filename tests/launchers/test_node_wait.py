@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megaswift.config.facts.launch_variables import JOB_ID, NODE
 from megaswift.launchers import node_wait
 from megaswift.launchers.node_wait import MissingNodesError, NodeOfAttempt, gather_nodes, job_of_running_nodes
-from megaswift.launchers.options import LaunchConfig
+from megaswift.launchers.options.launch import LaunchConfig
+from megaswift.launchers.options.variables import JOB_ID, NODE
 
 
 def free_port() -> int:

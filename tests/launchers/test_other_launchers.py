@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from megaswift.config.facts.launch_variables import COUNTS, IDENTITY
+from megaswift.launchers.options.variables import COUNTS, IDENTITY
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.trainers.inputs import write_inputs
 

@@ -36,7 +36,7 @@ def fault(number):
     if number == 3 and restart_count(os.environ) == 0:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB (planted)")
 
-from megaswift.config.facts.launch_variables import restart_count
+from megaswift.launchers.options.variables import restart_count
 """
 
 

@@ -17,8 +17,8 @@ from torch.distributed.launcher import api as torch_launcher
 
 from megaswift.commands import training
 from megaswift.config import load_config
-from megaswift.config.facts.launch_variables import NODE, RESTARTS
 from megaswift.launchers import torchrun_launcher
+from megaswift.launchers.options.variables import NODE, RESTARTS
 from megaswift.launchers.torchrun_launcher import (
     requests_worker_processes,
     run_torchrun_with_restarts,

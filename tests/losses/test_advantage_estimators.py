@@ -14,7 +14,7 @@ import torch
 
 from megaswift.config import SwiftConfig
 from megaswift.losses.advantage_estimators import ESTIMATORS, EstimatorInput, estimate_advantage_fields
-from megaswift.losses.estimator_table import advantage_estimator_names
+from megaswift.losses.options.estimator_table import advantage_estimator_names
 
 LENGTHS = [2, 5, 3, 1, 4, 4, 0, 2]
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.rl import weighs_kl_by_ratio
 from megaswift.losses.advantages import (
     entropy_threshold,
     gae,
@@ -28,6 +27,7 @@ from megaswift.losses.advantages import (
     whiten,
 )
 from megaswift.losses.document_segments import document_index
+from megaswift.trainers.rl.options.derived import weighs_kl_by_ratio
 from tests.losses import trainers
 from tests.losses.rollouts import DOCS, label_fields, models, rollouts
 

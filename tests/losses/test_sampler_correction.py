@@ -12,7 +12,7 @@ import torch
 
 from megaswift.config import load_config
 from megaswift.losses.sampler_correction import SamplerCorrection, correction_weight_metrics, logprob_gap_metrics
-from megaswift.trainers.rl.options import MODES
+from megaswift.trainers.rl.options.rl import MODES
 from tests.losses import trainers
 from tests.losses.bigram import reduced
 from tests.losses.rollouts import Rollouts, label_fields, models, right, rollouts

@@ -22,9 +22,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megaswift.config.facts.zero_file import KINDS
-from megaswift.engine.optimizer_options import GALORE, LIONS, MUON, OF_BITSANDBYTES, PLUGIN_OPTIMIZERS, OptimConfig
-from megaswift.engine.options import ZERO
+from megaswift.engine.options.engine import ZERO
+from megaswift.engine.options.optimizer import GALORE, LIONS, MUON, OF_BITSANDBYTES, PLUGIN_OPTIMIZERS, OptimConfig
+from megaswift.engine.options.zero_file import KINDS
 from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.memory.state_bytes import HALF, HeldBytes
 from megaswift.models.family import family_of

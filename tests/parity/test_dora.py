@@ -167,7 +167,7 @@ def test_new_adapters_change_nothing_and_load_in_peft(pool: Pool, references: Re
 def test_experts_and_lacking_magnitudes_are_refused(references: References, tmp_path: Path) -> None:
     import peft
 
-    from megaswift.bridge.adapters.options import LoraConfig
+    from megaswift.bridge.adapters.options.lora import LoraConfig
     from megaswift.engine.megatron.lora.adapters import adapter_plan_from_lora_config
 
     moe, dense = references.model("moe"), references.model("dense")

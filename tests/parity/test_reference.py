@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.engine.options import ZERO
+from megaswift.engine.options.engine import ZERO
 from megaswift.losses.contract import ModelOutputs, RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import global_batch, own, parse

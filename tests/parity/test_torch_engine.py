@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from megaswift.engine.options import ZERO
+from megaswift.engine.options.engine import ZERO
 from tests.parity.cases import Case, parse
 from tests.parity.compare import compare, table
 from tests.parity.measure import Task

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaswift.engine.options import ZERO
+from megaswift.engine.options.engine import ZERO
 from megaswift.engine.torch.logit_fields import image_grid_positions
 from megaswift.losses.contract import Batch
 from tests.parity import vision

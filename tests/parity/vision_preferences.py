@@ -35,7 +35,7 @@ def train(rank: int, world: int, given: PairTask) -> Reference | None:
     """Loss and gradients of the first global batch of four pairs; on rank 0."""
     from megaswift.config import SwiftConfig
     from megaswift.engine.torch.strategies.strategy import GRADIENT
-    from megaswift.losses.options import needs_reference
+    from megaswift.losses.options.preference import needs_reference
     from megaswift.models.any_model import spec_from_family_or_size_fields
     from megaswift.parallel.layout import Layout
     from megaswift.run.build import load_start_weights, start_from_reference

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.errors import RewardError, WeightsError
+from megaswift.inference.options.commands import ModelLoadingOptions
 from megaswift.rewards import reward_model as rewards
 from megaswift.rewards.reward_input import RewardInput
 from megaswift.rewards.reward_model import load_reward_models

@@ -13,7 +13,7 @@ import pytest
 
 from megaswift.base.versions import version_number, versions
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.launch_variables import JOB_ID, RESTARTS, RUN
+from megaswift.launchers.options.variables import JOB_ID, RESTARTS, RUN
 from megaswift.run import output_version
 from megaswift.run.output import OutputFolder, output_folder_problems, prepare_output_folder
 from megaswift.run.output_version import (
@@ -173,7 +173,7 @@ def test_commands_and_python_without_a_folder_write_side_by_side(tmp_path: Path)
 
 FAULT = """\
 import os, signal
-from megaswift.config.facts.launch_variables import restart_count
+from megaswift.launchers.options.variables import restart_count
 from megaswift.trainers.hook import Run
 emit = Run.emit
 

@@ -25,10 +25,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megaswift.config.inference.options import GenerationOptions
 from megaswift.deploy import COMMAND, _also
 from megaswift.deploy import main as deploy
 from megaswift.errors import ConfigError
+from megaswift.inference.options.commands import GenerationOptions
 from tests.inference.models import adapters, folder, plain
 from tests.sources import ROOT
 

@@ -16,9 +16,9 @@ import torch
 from fastapi.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megaswift.config.inference.options import ChatTemplateOptions, GenerationOptions
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from megaswift.inference.generator import TokenLogprob
+from megaswift.inference.options.commands import ChatTemplateOptions, GenerationOptions
 from megaswift.inference.token_texts import TokenTexts
 from megaswift.serve.app import ServerState, build_app
 from megaswift.serve.logprobs import names_of_position

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from megaswift.config.inference.options import ChatTemplateOptions, GenerationOptions, ModelLoadingOptions
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams
 from megaswift.inference.model import load_config_tokenizer_and_processor
+from megaswift.inference.options.commands import ChatTemplateOptions, GenerationOptions, ModelLoadingOptions
 from megaswift.serve import app
 from megaswift.serve.app import ServerState, build_app
 from megaswift.serve.request_guard import AccessRules, RequestGuardMiddleware, http_protocol_with_limits

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megaswift.config.inference.options import ChatTemplateOptions
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from megaswift.inference.generator import GenerationParams, Generator
 from megaswift.inference.model import ModelConfigAndTokenizer
+from megaswift.inference.options.commands import ChatTemplateOptions
 from megaswift.serve.terminal import Terminal
 from tests.inference.models import opened, plain
 from tests.sources import ROOT

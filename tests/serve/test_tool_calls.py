@@ -17,9 +17,9 @@ import torch
 from fastapi.testclient import TestClient
 from transformers import GenerationConfig
 
-from megaswift.config.inference.options import GenerationOptions
 from megaswift.data.templates.agent_instructions import AGENT_TEXT_FORMATS
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams
+from megaswift.inference.options.commands import GenerationOptions
 from megaswift.serve.app import ServerState, build_app
 from megaswift.serve.request_queue import RequestQueue
 from megaswift.serve.tool_calls import ParsedToolCall, ToolCallParser

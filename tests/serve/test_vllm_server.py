@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaswift.config.inference.options import DeployConfig
 from megaswift.deploy import COMMAND, resolve_served_model_name
 from megaswift.deploy import main as deploy
 from megaswift.errors import ConfigError, WeightsError
+from megaswift.inference.options.commands import DeployConfig
 from megaswift.rollout import vllm_package
 from megaswift.serve import vllm_server
 from megaswift.serve.vllm_server import server_command

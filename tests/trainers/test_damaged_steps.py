@@ -20,10 +20,10 @@ from megaswift.bridge.convert.weight_comparison import WeightComparisonSide
 from megaswift.bridge.weight_source import open_weights
 from megaswift.cli import main
 from megaswift.config import load_config
-from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.errors import CheckpointError
 from megaswift.folders import saved_steps
 from megaswift.folders.source import locate_model
+from megaswift.inference.options.commands import ModelLoadingOptions
 from megaswift.inference.prechecks import locate_generation_model
 from megaswift.run import output
 from megaswift.run.checks.sources import verify_sources_and_locate_model

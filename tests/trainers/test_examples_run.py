@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megaswift.config import load_config
-from megaswift.config.checks.engine import requested_engine
+from megaswift.engine.options.engine_checks import requested_engine
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.config.test_load import EXAMPLES
 from tests.run.test_training import run

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from megaswift.bridge.scalar_head import new_scalar_head_weight
 from megaswift.config import SwiftConfig
-from megaswift.config.inference.options import ModelLoadingOptions
 from megaswift.errors import WeightsError
 from megaswift.families import load_spec
 from megaswift.inference.model import load_config_tokenizer_and_processor
+from megaswift.inference.options.commands import ModelLoadingOptions
 from megaswift.rewards.reward_input import RewardInput
 from megaswift.rewards.reward_model import load_reward_models
 from megaswift.trainers.hooks.metrics import read_lines

@@ -9,7 +9,7 @@ import torch
 from transformers import get_scheduler
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.errors import ConfigError
 from megaswift.trainers.schedule import check_schedule_length, lr_at, warmup_steps, weight_decay_at
 

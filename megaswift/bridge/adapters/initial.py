@@ -25,7 +25,7 @@ from torch import Tensor
 from megaswift.base.atomic_writes import safetensors_errors_as_oserror
 from megaswift.bridge import nf4
 from megaswift.bridge.adapters.folder import write_peft_folder
-from megaswift.bridge.adapters.options import LoraConfig
+from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.bridge.adapters.plan import AdapterHyperparameters, AdapterPlan
 from megaswift.bridge.hf.base_model import MARK, link_weights_copy_rest
 from megaswift.bridge.hf.source import WeightSource

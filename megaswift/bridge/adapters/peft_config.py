@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megaswift.bridge.adapters.methods import MAPPED, METHODS, PeftMethod
-from megaswift.bridge.adapters.options import LoraConfig
-from megaswift.bridge.adapters.peft_options import NonLoraPeftConfig
+from megaswift.bridge.adapters.options.lora import LoraConfig
+from megaswift.bridge.adapters.options.methods import MAPPED, METHODS, PeftMethod
+from megaswift.bridge.adapters.options.non_lora import NonLoraPeftConfig
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line
 
 ENDLESS = 1 << 30

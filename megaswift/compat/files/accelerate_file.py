@@ -2,7 +2,7 @@
 its keys as options of the run. Names and meanings: accelerate 1.15.
 
 Owns the keys of the file. What its settings mean is `accelerate_launch.py`, as under `accelerate launch`; the section
-`fsdp_config` is `facts/fsdp_file.py`.
+`fsdp_config` is `engine/options/fsdp_file.py`.
 """
 
 from __future__ import annotations

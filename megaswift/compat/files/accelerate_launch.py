@@ -19,7 +19,7 @@ from megaswift.compat.files.accelerate_parallel import (
 )
 from megaswift.compat.names.translated import PRECISIONS
 from megaswift.config.sections import Sections
-from megaswift.engine.options import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED, PREFETCH_SPELLINGS
+from megaswift.engine.options.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED, PREFETCH_SPELLINGS
 from megaswift.errors import Problem
 from megaswift.options.sources import ConfigSource, GivenOptionValue
 from megaswift.options.values import option_value_text

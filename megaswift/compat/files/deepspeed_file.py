@@ -2,7 +2,7 @@
 nothing.
 
 Owns the translation of values. Which keys are served at all, and comparing a file with its run, is
-`facts/zero_file.py`.
+`engine/options/zero_file.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.compat.names.translated import RENAMED
-from megaswift.config.facts.zero_file import (
+from megaswift.config.sections import NAMES
+from megaswift.engine.options.engine import ZERO
+from megaswift.engine.options.zero_file import (
     LOSS_SCALE_OPTIONS,
     PRECISIONS,
     SCHEDULES,
@@ -20,8 +22,6 @@ from megaswift.config.facts.zero_file import (
     deepspeed_label,
     read_deepspeed_json,
 )
-from megaswift.config.sections import NAMES
-from megaswift.engine.options import ZERO
 from megaswift.errors import ConfigError
 from megaswift.options.sources import ConfigSource, GivenOptionValue
 

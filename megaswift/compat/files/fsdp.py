@@ -1,7 +1,7 @@
 """FSDP options as transformers, accelerate and ms-swift write them, in megaswift's terms, before names are looked up.
 
 Owns sharding strategies under their other names, files given to `--fsdp`, and switches that are words of `--fsdp` here.
-Keys of a file are `facts/fsdp_file.py`.
+Keys of a file are `engine/options/fsdp_file.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megaswift.config.facts.fsdp_file import ddp_options_of_no_shard
-from megaswift.engine.options import FSDP_STRATEGY_OF_SPELLING, NO_SHARD
+from megaswift.engine.options.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD
+from megaswift.engine.options.fsdp_file import ddp_options_of_no_shard
 from megaswift.options.sources import GivenOptionValue
 from megaswift.options.values import FALSE, TRUE
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from megaswift.compat.files.deepspeed_file import hostfile_of_deepspeed_file
 from megaswift.compat.names.translated import RENAMED
-from megaswift.config.facts.launch_variables import is_launched_worker
 from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError, Problem
+from megaswift.launchers.options.variables import is_launched_worker
 from megaswift.options.sources import ConfigSource, GivenOptionValue
 
 NAME = "hostfile"

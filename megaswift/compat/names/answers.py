@@ -13,7 +13,7 @@ from typing import Any
 from megaswift.compat.names.absent import OTHER_TASKS
 from megaswift.compat.names.neutral import NEUTRAL
 from megaswift.compat.names.translated import PRECISIONS, RENAMED, SWITCHES
-from megaswift.engine.optimizer_options import GALORE
+from megaswift.engine.options.optimizer import GALORE
 from megaswift.options.values import FALSE, option_value_text
 
 _GONE = "leave it out: "

@@ -1,8 +1,8 @@
 """Options of Megatron-LM and Megatron-SWIFT that training does not have, in the rows of
 `absent.py`.
 
-A field of Megatron-Core's TransformerConfig is listed only where `facts/extra_kwargs.py`, which knows all of them,
-would give another answer: what megaswift does not support is no value to set there.
+A field of Megatron-Core's TransformerConfig is listed only where `engine/options/extra_kwargs.py`, which has all of
+them, would give another answer: what megaswift does not support is no value to set there.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 
 from megaswift.compat.names.neutral import NEWER, NeutralOption
-from megaswift.config.facts.extra_kwargs import (
+from megaswift.engine.options.extra_kwargs import (
     ANOTHER_SCHEDULE,
     OPTION_OF_FIELD,
     OTHER_SCHEDULE,

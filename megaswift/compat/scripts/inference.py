@@ -17,8 +17,8 @@ from megaswift.compat.scripts.migrated_run import NOT_SET, SECRET, MigratedRun
 from megaswift.compat.scripts.run_file import head_lines, remark_lines
 from megaswift.compat.scripts.toolkits import ForeignCommand
 from megaswift.compat.variables import OPTIONS
-from megaswift.config.inference.parser import CommandParser
 from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.inference.options.parser import CommandParser
 
 
 @dataclass

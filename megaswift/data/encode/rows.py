@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
-from megaswift.config.facts.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
 from megaswift.data.encode.pieces import DistinctPieceEncoder
 from megaswift.data.encode.split_points import token_safe_split_patterns
 from megaswift.data.formats import parse_sample
+from megaswift.data.options.agent_templates import AGENT_FORMATS, AGENT_TEXTS, REFUSED_AGENT_FORMATS
+from megaswift.data.options.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
 from megaswift.data.row_counters import EMPTY_ANSWERS
 from megaswift.data.sources.columns import fill_self_cognition_name_placeholders, rename_columns
 from megaswift.data.sources.files import FilePart
 from megaswift.data.sources.readers import LocatedRow
 from megaswift.data.store.shared_build import data_cache_folder
-from megaswift.data.templates.agent_options import AGENT_FORMATS, AGENT_TEXTS, REFUSED_AGENT_FORMATS
-from megaswift.data.templates.options import read_system_message
+from megaswift.data.templates.chosen import read_system_message
 from megaswift.data.templates.render import (
     ChatRenderer,
     ChatTemplateTexts,

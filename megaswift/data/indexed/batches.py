@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megaswift.config.checks.indexed_data import IndexedBlend, parse_indexed_blend
 from megaswift.data.batches.collate import PaddingShape, batch_of_arrays, empty_arrays, packed_batch
 from megaswift.data.batches.epoch_order import EpochOrder
 from megaswift.data.batches.loader import EvaluationSource
@@ -36,6 +35,7 @@ from megaswift.data.indexed.order import (
     split_ranges,
     with_surplus,
 )
+from megaswift.data.options.indexed import IndexedBlend, parse_indexed_blend
 from megaswift.data.resume_check import FIX, WHAT
 from megaswift.data.store.shared_build import (
     build_once,

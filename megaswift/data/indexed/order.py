@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from megaswift.data.options import split_shares
+from megaswift.data.options.data import split_shares
 
 SURPLUS = 0.005
 """Samples that are prepared beyond a blend's share of a data set (Megatron-Core's `mid_level_dataset_surplus`)."""

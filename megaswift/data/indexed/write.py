@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import load_config
-from megaswift.data.options import DataConfig
+from megaswift.data.options.data import DataConfig
 from megaswift.data.show.words import split_own_options
 from megaswift.errors import DataError, Problem
 from megaswift.log import info
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 
 USAGE = """\
 megaswift data index DATASET... --model DIR --output PREFIX [options]

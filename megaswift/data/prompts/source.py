@@ -19,7 +19,7 @@ import numpy as np
 from megaswift import log
 from megaswift.data.batches.epoch_order import EpochOrder
 from megaswift.data.build import data_seed
-from megaswift.data.options import DataConfig
+from megaswift.data.options.data import DataConfig
 from megaswift.data.prompts.images import PromptImages
 from megaswift.data.resume_check import check_same_data, documents_fingerprint
 from megaswift.data.sources.mixture import interleave_documents, interleaving_of
@@ -34,7 +34,7 @@ from megaswift.data.store.documents import (
 )
 from megaswift.data.tokenization import tokenize_datasets
 from megaswift.errors import DataError, Problem
-from megaswift.trainers.options import TrainConfig
+from megaswift.trainers.options.training import TrainConfig
 
 
 @dataclass(frozen=True)

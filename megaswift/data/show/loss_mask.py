@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding
 
-from megaswift.config.facts.loss_scale import LossScale
 from megaswift.data.encode.rows import BATCH, EncodeSpec, RowEncoder
+from megaswift.data.options.loss_scale import LossScale
 from megaswift.data.preference.encode import EncodedPreference, PreferenceEncoder, row_encoder_for_task
 from megaswift.data.prompts.encode import RenderedPrompt
 from megaswift.data.row_counters import UNUSED_CALLS, UNUSED_MESSAGES, UNUSED_SYSTEM, UNUSED_TOOLS

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.base.atomic_writes import write_atomically
 from megaswift.config import load_config
-from megaswift.config.checks.indexed_data import IndexedBlend, parse_indexed_blend
-from megaswift.config.facts.loss_scale import parse_loss_scale
 from megaswift.config.sections import NAMES, OPTIONS, TRAINING
-from megaswift.data.options import DataConfig
+from megaswift.data.options.data import DataConfig
+from megaswift.data.options.indexed import IndexedBlend, parse_indexed_blend
+from megaswift.data.options.loss_scale import parse_loss_scale
 from megaswift.data.row_counters import row_count_texts
 from megaswift.data.show.report import (
     Block,
@@ -33,9 +33,9 @@ from megaswift.data.show.report import (
 from megaswift.data.show.words import split_own_options
 from megaswift.errors import DataError, Problem
 from megaswift.log import count_text, info
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.options.command_line import read_command_line
-from megaswift.trainers.options import TrainConfig
+from megaswift.trainers.options.training import TrainConfig
 
 if TYPE_CHECKING:
     from megaswift.data.store.documents import Documents

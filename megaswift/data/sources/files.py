@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaswift.config.facts.hub_ids import HUGGING_FACE, split_hub_prefix
+from megaswift.data.options.hub_ids import HUGGING_FACE, split_hub_prefix
 from megaswift.data.sources import readers
 from megaswift.errors import DataError, Problem, did_you_mean_hint, missing_path_hint
 

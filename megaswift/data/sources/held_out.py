@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.data.build import data_seed, load_document_splits, load_preference_splits
-from megaswift.data.options import DataConfig
+from megaswift.data.options.data import DataConfig
 from megaswift.data.prompts.source import limit_prompt_lengths
 from megaswift.data.sources.mixture import interleave_documents, interleaving_of
 from megaswift.data.store.documents import (
@@ -19,7 +19,7 @@ from megaswift.data.store.documents import (
 )
 from megaswift.data.tokenization import tokenize_datasets
 from megaswift.options.tasks import PREFERENCES, RL
-from megaswift.trainers.options import TrainConfig
+from megaswift.trainers.options.training import TrainConfig
 
 
 def validation_row_places(

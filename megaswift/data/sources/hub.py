@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.base.atomic_writes import atomic_file
-from megaswift.config.facts.hub_ids import HUGGING_FACE, id_on_hub
+from megaswift.data.options.hub_ids import HUGGING_FACE, id_on_hub
 from megaswift.errors import DataError, Problem, did_you_mean_hint, first_line
 from megaswift.log import info
 from megaswift.node_download import download_once_per_node

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import load_config
-from megaswift.data.options import DataConfig
+from megaswift.data.options.data import DataConfig
 from megaswift.data.show.words import split_own_options
 from megaswift.errors import DataError, Problem
 from megaswift.log import info
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.options.sources import normalize_name
 from megaswift.options.values import FALSE, TRUE
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megaswift.config.facts.loss_scale import ASSISTANT_TURNS, LossScale
+from megaswift.data.options.loss_scale import ASSISTANT_TURNS, LossScale
 from megaswift.data.row_counters import (
     SPLIT_REASONING,
     UNUSED_CALLS,
@@ -31,10 +31,10 @@ from megaswift.data.templates.agent_text import (
     locate_turn_parts,
     write_tools_as_agent_text,
 )
+from megaswift.data.templates.chosen import read_template, thinking_variable
 from megaswift.data.templates.generation_blocks import blocks_at_turns, blocks_by_prefixes
 from megaswift.data.templates.message_forms import ASK, CALLING, NAME, PROBE_ID, MessageForms, tools_of_probe
 from megaswift.data.templates.message_loss import TurnLoss, UniformLoss, loss_flag
-from megaswift.data.templates.options import read_template, thinking_variable
 from megaswift.data.templates.probes import RenderedPartsProbe
 from megaswift.data.templates.roles import RESULTS
 from megaswift.data.templates.sandbox import REFUSED, TemplateLimitExceeded, install_template_limits

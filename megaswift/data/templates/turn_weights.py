@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from megaswift.config.facts.loss_scale import LossWeightTable
+from megaswift.data.options.loss_scale import LossWeightTable
 
 WeightedSpan = tuple[int, int, float]
 """Characters [begin, end) and the loss weight of their tokens."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megaswift.engine.megatron.cpu.patches import install_cuda_graph_patches
 from megaswift.engine.megatron.layers.implementation import megatron_version_at_least
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 
 _MANAGER = "cudagraph_manager"
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from megaswift.bridge.adapters.folder import write_peft_folder
-from megaswift.bridge.adapters.options import LoraConfig
+from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.bridge.checkpoint.hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.hf.export import HfExportOptions, source_tensor_dtypes, write_hf_export
 from megaswift.bridge.hf.source import WeightSource
@@ -65,16 +65,16 @@ from megaswift.engine.objective import (
     named_head_outputs,
     start_count_global_batch,
 )
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
 from megaswift.models import qlora
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import ModelSpec
-from megaswift.parallel.options import ParallelConfig
+from megaswift.parallel.options.layout import ParallelConfig
 
 
 class MegatronEngine(EngineState):

@@ -25,7 +25,6 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megaswift.config.checks.optimizer import uses_distributed_optimizer
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.cuda_graphs import tell_graphs_of_fused_gradients
 from megaswift.engine.megatron.layers.grouped_experts import GroupedExpertLinear
@@ -43,12 +42,13 @@ from megaswift.engine.megatron.microbatch import MicrobatchInputs
 from megaswift.engine.megatron.optim.fp8_weights import gather_weights_now
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
+from megaswift.engine.options.optimizer_checks import uses_distributed_optimizer
 from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.losses.contract import RequestedModelOutputs
 from megaswift.models.spec import ArchitectureExtras, ModelSpec
 from megaswift.models.weights.table import padded_vocabulary_size
-from megaswift.parallel.options import ParallelConfig
+from megaswift.parallel.options.layout import ParallelConfig
 
 
 class ScalarHead(nn.Module):

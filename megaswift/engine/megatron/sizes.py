@@ -15,7 +15,7 @@ from megaswift.engine.megatron.optim import optimizer as optim
 from megaswift.engine.megatron.optim.fp8_weights import is_fp8_weight
 from megaswift.engine.megatron.optim.host_adam import HostAdam
 from megaswift.engine.megatron.state import EngineState
-from megaswift.engine.optimizer_options import PLUGIN_OPTIMIZERS
+from megaswift.engine.options.optimizer import PLUGIN_OPTIMIZERS
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.models.spec import ModelSpec
 

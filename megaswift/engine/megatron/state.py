@@ -14,7 +14,7 @@ from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.settings import EngineSettings
 from megaswift.engine.megatron.weights import RankWeights
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.engine.megatron.layers.implementation import TORCH, LayerImplementationChoice
 from megaswift.errors import ConfigError, Problem
-from megaswift.parallel.options import ParallelConfig
+from megaswift.parallel.options.layout import ParallelConfig
 
 OPTION = "--tp_comm_overlap true"
 _OFF = "--tp_comm_overlap false"

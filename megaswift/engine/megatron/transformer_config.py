@@ -18,8 +18,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megaswift.bridge.adapters.options import LoraConfig
-from megaswift.config.facts.extra_kwargs import extra_kwargs_values
+from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.engine.megatron.cuda_graphs import cuda_graph_fields, cuda_graph_text
 from megaswift.engine.megatron.layers.classes import gated_activation_class
 from megaswift.engine.megatron.layers.gated_activations import gelu_tanh
@@ -37,6 +36,7 @@ from megaswift.engine.megatron.tp_comm_overlap import (
     tp_comm_overlap_text,
 )
 from megaswift.engine.megatron.tp_overlap_file import read_tp_comm_overlap_cfg
+from megaswift.engine.options.extra_kwargs import extra_kwargs_values
 from megaswift.engine.triton_support import triton_launches
 from megaswift.errors import ConfigError, Problem, WeightsError, did_you_mean_hint
 from megaswift.models.grouped_experts import (
@@ -45,10 +45,10 @@ from megaswift.models.grouped_experts import (
     needs_torch_widths,
     torch_multiplies,
 )
-from megaswift.models.options import ModelConfig, selective_recompute_modules
+from megaswift.models.options.model import ModelConfig, selective_recompute_modules
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.options import ParallelConfig
+from megaswift.parallel.options.layout import ParallelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu}

@@ -27,7 +27,7 @@ from megaswift.engine.document_attention import JOINED, AttentionRule, RowDocume
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 from megaswift.losses.contract import Batch
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 
 CHECKED = "per_document"
 """In place of transformers' `_attn_implementation` while `rows_of` lasts, for a model that is compared with it at

@@ -35,8 +35,8 @@ from megaswift.engine.objective import (
     named_head_outputs,
     start_count_global_batch,
 )
-from megaswift.engine.optimizer_options import OptimConfig
-from megaswift.engine.options import ZERO
+from megaswift.engine.options.engine import ZERO
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.process_group import set_timeout_of_all_groups
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights

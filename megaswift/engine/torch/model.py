@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from megaswift.bridge.adapters.fit import check_adapter_sizes, load_whole_adapter
-from megaswift.bridge.adapters.options import LoraConfig
+from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.bridge.hf.bits import disable_4bit_cpu_repacking
 from megaswift.bridge.hf.loading_report import LOADING_INFO, check_all_weights_loaded, warn_of_unused_weights
 from megaswift.bridge.initial_weights import initial_lora_a
@@ -32,7 +32,7 @@ from megaswift.engine.torch.logit_fields import LossFieldsModel
 from megaswift.engine.trainable_patterns import nothing_trains_problem, unmatched_pattern_problem
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
 from megaswift.models.any_model import spec_from_family
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import ModelSpec
 from megaswift.models.vision import has_vision_tower
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.torch.adapters.adalora import AdaLoraRankAllocator
 from megaswift.engine.torch.adapters.merged_weights import MergedAdapterWeights
 from megaswift.engine.torch.logit_fields import LossFieldsModel

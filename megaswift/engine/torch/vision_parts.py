@@ -15,9 +15,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.errors import ConfigError, Problem
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 
 VIT = "vit"
 ALIGNER = "aligner"

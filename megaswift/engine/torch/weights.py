@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaswift import distributed
+from megaswift.bridge.adapters.options.checks import SHARDED
 from megaswift.bridge.hf.loading_report import warn_of_unused_weights
 from megaswift.bridge.hf.model_folder import persistent_buffers
 from megaswift.bridge.hf.source import WeightSource
 from megaswift.bridge.scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
 from megaswift.bridge.weight_source import open_weights
-from megaswift.config.checks.adapter import SHARDED
 from megaswift.engine.torch import meta_init, quantized_weights
 from megaswift.engine.torch import model as torch_model
 from megaswift.engine.torch.adapters.peft_names import (

@@ -12,10 +12,10 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from megaswift.bridge.adapters.options import LoraConfig
+from megaswift.bridge.adapters.options.checks import base_quantization_bits
+from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.adapter import base_quantization_bits
-from megaswift.config.checks.engine import capabilities_of
+from megaswift.engine.options.engine_checks import capabilities_of
 from megaswift.errors import Problem
 from megaswift.families import family_of
 from megaswift.folders.checkpoint import find_checkpoint

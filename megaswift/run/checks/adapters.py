@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megaswift.bridge.adapters.options.checks import SHARDED, base_quantization_bits, non_lora_peft_method_of
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.adapter import SHARDED, base_quantization_bits, non_lora_peft_method_of
-from megaswift.config.checks.engine import requested_engine
+from megaswift.engine.options.engine_checks import requested_engine
 from megaswift.errors import Problem, UserError
 from megaswift.folders.adapter import adapter_peft_type_or_lora, is_reward_model_adapter
 from megaswift.models import quantized_training
 from megaswift.models.family import read_config_json
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.options.tasks import RL
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -15,7 +15,7 @@ from megaswift.data.model_tokenizer import named_special_tokens
 from megaswift.errors import ConfigError, Problem
 from megaswift.folders.checkpoint import find_checkpoint
 from megaswift.models.family import read_config_json
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.models.rope_scaling import config_with_rope_scaling
 from megaswift.models.vision import has_vision_tower
 

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.indexed_data import parse_indexed_blend
 from megaswift.data.indexed.files import open_indexed_tokens
+from megaswift.data.options.indexed import parse_indexed_blend
 from megaswift.data.sources.files import cached_dataset_folder, resolve_dataset_files
 from megaswift.data.sources.remote import check_remote_dataset, is_remote_dataset
-from megaswift.data.templates.options import check_template, read_system_message
+from megaswift.data.templates.chosen import check_template, read_system_message
 from megaswift.errors import Problem, UserError, missing_path_hint
 
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.cuda_graphs import cuda_graph_environment_problems, uses_cuda_graphs
-from megaswift.config.checks.engine import requested_engine
-from megaswift.engine.options import ZERO, EngineBackendConfig
+from megaswift.engine.options.cuda_graphs import cuda_graph_environment_problems, uses_cuda_graphs
+from megaswift.engine.options.engine import ZERO, EngineBackendConfig
+from megaswift.engine.options.engine_checks import requested_engine
 from megaswift.errors import Problem
 
 

@@ -10,9 +10,10 @@ import os
 from dataclasses import dataclass
 
 from megaswift import log
+from megaswift.bridge.adapters.options.checks import SHARDED, base_quantization_bits, non_lora_peft_method_of
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.adapter import SHARDED, base_quantization_bits, non_lora_peft_method_of
-from megaswift.config.checks.engine import (
+from megaswift.engine.options import fsdp_file
+from megaswift.engine.options.engine_checks import (
     AUTO,
     NATIVE,
     first_given_torch_only_option,
@@ -20,8 +21,7 @@ from megaswift.config.checks.engine import (
     requested_engine,
     uses_model_parallelism,
 )
-from megaswift.config.facts import fsdp_file
-from megaswift.engine.optimizer_options import EVERYWHERE, ON_PARTS, is_elementwise_plugin
+from megaswift.engine.options.optimizer import EVERYWHERE, ON_PARTS, is_elementwise_plugin
 from megaswift.errors import UserError
 from megaswift.families import FAMILIES
 from megaswift.folders.source import locate_model

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from megaswift.base.byte_size import byte_size_or_none, bytes_text
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.batch_sizes import batch_plan
 from megaswift.errors import ConfigError, Problem
 from megaswift.memory.estimate import MemoryEstimate, RunParameters, uncovered_features, usable_bytes
 from megaswift.memory.fit import ALL, FitChoice, NoFit, Settings, choose_settings_that_fit
@@ -17,6 +16,7 @@ from megaswift.models.spec import ModelSpec
 from megaswift.options.values import option_value_text
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit
+from megaswift.trainers.options.batch_sizes import batch_plan
 
 FIT = "--fit true"
 

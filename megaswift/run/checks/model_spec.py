@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.engine import capabilities_of
+from megaswift.engine.options.engine_checks import capabilities_of
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families import FAMILIES, ModelSpec, load_spec
 from megaswift.models.any_model import spec_from_family_or_size_fields
 from megaswift.models.family import read_config_json, rope_and_epsilon_problems, unreadable_value_problems
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.models.scalar_head import with_scalar_head
 from megaswift.models.vision import has_vision_tower
 from megaswift.run.checks.changed_model import changed_config_folder

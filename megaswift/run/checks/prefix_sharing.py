@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.engine import NATIVE, requested_engine
-from megaswift.config.facts.batch_sizes import batch_plan
-from megaswift.config.facts.extra_kwargs import extra_kwargs_values
+from megaswift.engine.options.engine_checks import NATIVE, requested_engine
+from megaswift.engine.options.extra_kwargs import extra_kwargs_values
 from megaswift.errors import Problem
 from megaswift.models.any_model import dropout_fields, spec_from_family
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import ModelSpec
 from megaswift.models.vision import has_vision_tower
 from megaswift.options.tasks import PROMPTED, RL
 from megaswift.parallel.layout import Layout
+from megaswift.trainers.options.batch_sizes import batch_plan
 
 CUDNN = 90700
 """9.7, as its version number."""

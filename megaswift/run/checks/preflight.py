@@ -15,34 +15,33 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.capacity import expert_capacity_problems
-from megaswift.config.checks.cuda_graphs import cuda_graph_model_problems
-from megaswift.config.checks.engine import (
+from megaswift.data.options.data import DataConfig
+from megaswift.data.vision.processor import image_support_problems
+from megaswift.engine.determinism import determinism_environment_problems
+from megaswift.engine.options.cuda_graphs import cuda_graph_model_problems
+from megaswift.engine.options.engine import ZERO
+from megaswift.engine.options.engine_checks import (
     NATIVE,
     VISION_ONLY,
     capabilities_of,
     filled_deepspeed_config,
     requested_engine,
 )
-from megaswift.config.checks.profiling import profile_rank_problems
-from megaswift.config.checks.te import missing_transformer_engine_problems, set_to_non_default
-from megaswift.config.facts.extra_kwargs import extra_kwargs_problems
-from megaswift.config.facts.kto_pairs import kto_batch_problems
-from megaswift.config.facts.zero_file import missing_deepspeed_problems
-from megaswift.data.options import DataConfig
-from megaswift.data.vision.processor import image_support_problems
-from megaswift.engine.determinism import determinism_environment_problems
-from megaswift.engine.options import ZERO
+from megaswift.engine.options.extra_kwargs import extra_kwargs_problems
+from megaswift.engine.options.te import missing_transformer_engine_problems, set_to_non_default
+from megaswift.engine.options.zero_file import missing_deepspeed_problems
 from megaswift.engine.tf32 import tf32_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of
 from megaswift.folders.side_files import side_file_problems
 from megaswift.folders.source import locate_model, missing_model_file_problems
+from megaswift.losses.options.kto_pairs import kto_batch_problems
 from megaswift.models import qlora
 from megaswift.models.family import read_config_json
 from megaswift.models.megatron_options import megatron_architecture_problems
 from megaswift.models.model_type import model_type_option_mismatch_problems
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.capacity import expert_capacity_problems
+from megaswift.models.options.model import ModelConfig
 from megaswift.models.targets import (
     Projection,
     dora_problems,
@@ -77,8 +76,9 @@ from megaswift.run.checks.rl import (
     vision_rollout_problems,
 )
 from megaswift.run.checks.torch_engine import native_compiler_problems, torch_engine_machine_problems
-from megaswift.trainers.hooks.tracker_options import TRACKERS
 from megaswift.trainers.hub_clients import hub_client_problems
+from megaswift.trainers.options.profiling_checks import profile_rank_problems
+from megaswift.trainers.options.tracker import TRACKERS
 
 EXPERT_OPTIONS = (
     "moe_aux_loss_coeff",

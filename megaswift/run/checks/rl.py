@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.batch_sizes import batch_problems
-from megaswift.config.facts.generation_batch import generation_batch_plan
 from megaswift.errors import Problem, UserError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.models.family import read_config_json
 from megaswift.models.scalar_head import scalar_head_problems
 from megaswift.options.plugins import PLUGINS, load_external_plugins
 from megaswift.parallel.constraints import LayoutRequest
 from megaswift.rewards.functions import NAMED, SPELLINGS, is_file_function
-from megaswift.trainers.rl.options import RlConfig
+from megaswift.trainers.options.batch_sizes import batch_problems
+from megaswift.trainers.rl.options.generation_batch import generation_batch_plan
+from megaswift.trainers.rl.options.rl import RlConfig
 
 TRANSFORMERS = "transformers"
 CONFIG = "config.json"

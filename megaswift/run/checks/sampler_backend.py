@@ -9,7 +9,7 @@ from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, UserError
 from megaswift.folders.source import locate_model
 from megaswift.models.family import read_config_json
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.models.vision import has_vision_tower
 from megaswift.options.tasks import RL
 

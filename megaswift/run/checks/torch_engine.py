@@ -13,13 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.zero_file import deepspeed_label, read_deepspeed_json
-from megaswift.config.facts.zero_keys import offload_parts_on_a_drive
 from megaswift.diagnosis.c_compiler import FIX, missing_for_triton
-from megaswift.engine.optimizer_options import OF_BITSANDBYTES, PAGED, OptimConfig
-from megaswift.engine.options import ZERO, EngineBackendConfig
+from megaswift.engine.options.engine import ZERO, EngineBackendConfig
+from megaswift.engine.options.optimizer import OF_BITSANDBYTES, PAGED, OptimConfig
+from megaswift.engine.options.zero_file import deepspeed_label, read_deepspeed_json
+from megaswift.engine.options.zero_keys import offload_parts_on_a_drive
 from megaswift.errors import Problem
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 
 _CALLS_LIBAIO = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"
 

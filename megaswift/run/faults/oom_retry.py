@@ -14,9 +14,9 @@ from pathlib import Path
 from megaswift import log
 from megaswift.base.atomic_writes import write_atomically
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.batch_sizes import batch_plan
-from megaswift.config.facts.launch_variables import OOM_RETRY, restart_count
 from megaswift.errors import EXIT_OOM_RETRY, ConfigError, Problem, UserError
+from megaswift.launchers.options.variables import OOM_RETRY, restart_count
+from megaswift.trainers.options.batch_sizes import batch_plan
 
 FILE = "oom_retry.json"
 

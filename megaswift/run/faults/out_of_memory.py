@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megaswift.config.checks.engine import capabilities_of, requested_engine
-from megaswift.engine.options import ZERO
+from megaswift.engine.options.engine import ZERO
+from megaswift.engine.options.engine_checks import capabilities_of, requested_engine
 from megaswift.errors import Problem, UserError
 from megaswift.run.faults.memory_holders import tensor_memory_holders
 from megaswift.trainers.hooks.metrics import GIB, peak_gib

@@ -20,7 +20,7 @@ from megaswift.folders.checkpoint import ENGINE
 from megaswift.trainers.file_hashes import damaged_file_problems_all_ranks
 from megaswift.trainers.hook import Hook, Line, Run
 from megaswift.trainers.hooks.progress import print_line
-from megaswift.trainers.options import TrainConfig
+from megaswift.trainers.options.training import TrainConfig
 
 
 class BestModelHook(Hook):

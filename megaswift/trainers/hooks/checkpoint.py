@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from megaswift import distributed
 from megaswift.base.byte_size import bytes_text
-from megaswift.config.facts.batch_sizes import BatchPlan
 from megaswift.engine.protocol import FileEntries
 from megaswift.errors import CheckpointError, Problem
 from megaswift.folders import saved_steps
@@ -26,6 +25,7 @@ from megaswift.trainers.hook import BEST, NO, Every, Hook, Run, StepInterval, St
 from megaswift.trainers.hooks.background_save import BackgroundWriter, PendingCheckpoint
 from megaswift.trainers.hooks.best_model import BestModelHook
 from megaswift.trainers.hooks.progress import print_line, print_warning
+from megaswift.trainers.options.batch_sizes import BatchPlan
 
 
 class CheckpointHook(Hook):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.trainers.hook import Hook, Line, Rate, Run
 from megaswift.trainers.hooks.best_model import unknown_metric_error
 from megaswift.trainers.hooks.progress import print_line

@@ -22,7 +22,7 @@ from megaswift.error_exit import calls_left_behind
 from megaswift.errors import first_line
 from megaswift.trainers.hook import Hook, Line, Run
 from megaswift.trainers.hooks.progress import print_line, print_warning
-from megaswift.trainers.hooks.tracker_options import TrackerConfig
+from megaswift.trainers.options.tracker import TrackerConfig
 
 WRITER_THREAD = "_AsyncWriterThread"
 """tensorboard 2.x, summary/writer/event_file_writer.py."""

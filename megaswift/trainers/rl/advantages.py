@@ -16,14 +16,14 @@ from torch import Tensor
 from megaswift.data.prompts.collate import RolloutTokens
 from megaswift.losses import advantages as formulas
 from megaswift.losses.advantage_estimators import EstimatorInput, estimate_advantage_fields
-from megaswift.losses.estimator_table import advantage_estimator_entry
+from megaswift.losses.options.estimator_table import advantage_estimator_entry
 from megaswift.losses.token_selection import (
     clip_cov_token_mask,
     kl_cov_token_mask,
     ratio_clipped_token_mask,
     token_covariances,
 )
-from megaswift.trainers.rl.options import RlConfig
+from megaswift.trainers.rl.options.rl import RlConfig
 from megaswift.trainers.rl.scorer import ScoredCompletion
 from megaswift.trainers.rl.settings import RlSettings, correction_of
 

@@ -15,7 +15,7 @@ import torch
 from megaswift.models.spec import ModelSpec
 from megaswift.rollout.sampler import SamplingParams
 from megaswift.rollout.sync_folders import SHARED_MEMORY
-from megaswift.trainers.rl.options import RlConfig
+from megaswift.trainers.rl.options.rl import RlConfig
 
 EVERYWHERE = ("vllm",)
 """Backends that are made on every rank: engines of vLLM in the ranks of a run make their process groups together, all

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.losses.estimator_table import advantage_estimator_entry
-from megaswift.losses.loss_table import COVARIANCES, losses_needing
+from megaswift.losses.options.estimator_table import advantage_estimator_entry
+from megaswift.losses.options.loss_table import COVARIANCES, losses_needing
 from megaswift.losses.sampler_correction import SamplerCorrection
-from megaswift.trainers.rl.options import RlConfig
+from megaswift.trainers.rl.options.rl import RlConfig
 
 
 @dataclass(frozen=True)

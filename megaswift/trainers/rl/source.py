@@ -27,7 +27,7 @@ from megaswift.data.prompts.images import PromptImages
 from megaswift.engine.protocol import Engine
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, RequestedModelOutputs
-from megaswift.losses.estimator_table import advantage_estimator_entry
+from megaswift.losses.options.estimator_table import advantage_estimator_entry
 from megaswift.trainers.hook import StepExtras, timed
 from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.trainers.rl.critic import CriticTrainer

@@ -18,9 +18,9 @@ from megaswift.bridge.convert.to_hf import megatron_to_hf
 from megaswift.bridge.convert.to_megatron import HfToMegatronOptions, hf_to_megatron
 from megaswift.bridge.hf import finite
 from megaswift.commands import training
-from megaswift.config.inference.options import ModelLoadingOptions, PlacementOptions
 from megaswift.errors import WeightsError
 from megaswift.inference.model import load_config_tokenizer_and_processor, load_model_and_prompt_device
+from megaswift.inference.options.commands import ModelLoadingOptions, PlacementOptions
 from tests.inference.models import adapters
 from tests.trainers.inputs import write_inputs, write_model
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.checks.engine import filled_deepspeed_config, requested_engine
-from megaswift.config.facts.fsdp_file import fsdp_file_options
+from megaswift.engine.options.engine_checks import filled_deepspeed_config, requested_engine
+from megaswift.engine.options.fsdp_file import fsdp_file_options
 from megaswift.errors import ConfigError
 from megaswift.run.saved_paths import with_absolute_paths
 

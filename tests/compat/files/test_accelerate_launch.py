@@ -9,9 +9,9 @@ import pytest
 
 from megaswift.compat.files.accelerate_launch import accelerate_notices, python_api_accelerate_engine_problems
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.checks.engine import requested_engine
+from megaswift.engine.options.engine_checks import requested_engine
 from megaswift.errors import ConfigError
-from tests.config.facts.test_launch_variables import ACCELERATE, ALONE
+from tests.launchers.options.test_variables import ACCELERATE, ALONE
 
 ZERO2 = ACCELERATE | {
     "ACCELERATE_USE_DEEPSPEED": "true",

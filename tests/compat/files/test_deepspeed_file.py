@@ -10,7 +10,7 @@ import pytest
 
 from megaswift.compat.files.deepspeed_file import LINEAR_WARMUP
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.checks.engine import filled_deepspeed_config, requested_engine
+from megaswift.engine.options.engine_checks import filled_deepspeed_config, requested_engine
 from tests.compat.files.whole_deepspeed_files import WHOLE_FILES
 
 GIVEN = ["--model", "m", "--dataset", "d.jsonl"]

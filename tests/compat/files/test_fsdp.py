@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.checks.engine import requested_engine
-from megaswift.config.facts.fsdp_file import fsdp_file_options
-from megaswift.engine.options import FSDP_STRATEGY_OF_SPELLING as STRATEGIES
+from megaswift.engine.options.engine import FSDP_STRATEGY_OF_SPELLING as STRATEGIES
+from megaswift.engine.options.engine_checks import requested_engine
+from megaswift.engine.options.fsdp_file import fsdp_file_options
 from megaswift.errors import ConfigError
 
 GIVEN = ["--model", "m", "--dataset", "d.jsonl"]

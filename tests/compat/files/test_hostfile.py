@@ -11,7 +11,7 @@ import pytest
 
 from megaswift.compat.files.hostfile import Host, is_this_machine, read_hostfile
 from megaswift.config import load_config
-from megaswift.config.checks.engine import filled_deepspeed_config
+from megaswift.engine.options.engine_checks import filled_deepspeed_config
 from megaswift.errors import ConfigError
 
 HERE = socket.gethostname()

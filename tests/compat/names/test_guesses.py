@@ -1,7 +1,7 @@
 """What an unknown option or value is answered with: what another toolkit means by it, a likely typo, or nothing.
 
-Covers: megaswift/config/inference/parser.py, megaswift/compat/names/answers.py,
-megaswift/config/inference/checks.py.
+Covers: megaswift/inference/options/parser.py, megaswift/compat/names/answers.py,
+megaswift/inference/options/checks.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Options of ms-swift and vLLM in infer, deploy and export: taken, taken without effect, or refused with the way out.
 
-Covers: megaswift/compat/names/inference.py, megaswift/config/inference/parser.py,
-megaswift/config/inference/placement.py.
+Covers: megaswift/compat/names/inference.py, megaswift/inference/options/parser.py,
+megaswift/inference/options/placement.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megaswift import deploy, export, infer
 from megaswift.compat.inference import InferenceToolkits
 from megaswift.compat.names.inference import HINTS_OF, NEUTRAL_OF
 from megaswift.compat.names.neutral import ANY
-from megaswift.config.inference.placement import parse_device_map
 from megaswift.errors import ConfigError, Problem
+from megaswift.inference.options.placement import parse_device_map
 from megaswift.options.sources import GivenOptionValue
 
 COMMANDS = {"infer": infer.COMMAND, "deploy": deploy.COMMAND, "export": export.COMMAND}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megaswift import cli
-from megaswift.bridge.adapters.methods import VARIANTS
+from megaswift.bridge.adapters.options.methods import VARIANTS
 from megaswift.compat.names.answers import VALUES_ELSEWHERE, foreign_value_advice
 from megaswift.config import load_config
 from megaswift.config.sections import NAMES, OPTIONS

@@ -26,7 +26,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megaswift.config import SwiftConfig
-from megaswift.config.checks.indexed_data import IndexedBlend, parse_indexed_blend
 from megaswift.data.batches.collate import PaddingShape
 from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.data.build import build_train_and_eval_sources
@@ -40,6 +39,7 @@ from megaswift.data.indexed.batches import (
 )
 from megaswift.data.indexed.files import open_indexed_tokens, smallest_token_type, write_indexed_tokens
 from megaswift.data.indexed.order import split_ranges
+from megaswift.data.options.indexed import IndexedBlend, parse_indexed_blend
 from megaswift.errors import DataError
 from tests.data.makers import tokenizer
 

@@ -1,7 +1,7 @@
 """Data sets by their ids: both hubs' own clients against a server on this machine, subsets, `USE_HF`, ids that differ
 between the hubs.
 
-Covers: megaswift/config/facts/hub_ids.py.
+Covers: megaswift/data/options/hub_ids.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pyarrow.parquet
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.facts.hub_ids import SAME_DATASETS, id_on_hub, names_hub_dataset, with_hub_of_ids
 from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.data.build import build_train_and_eval_sources, load_document_splits
+from megaswift.data.options.hub_ids import SAME_DATASETS, id_on_hub, names_hub_dataset, with_hub_of_ids
 from megaswift.errors import DataError
 from megaswift.infer import COMMAND as INFER
 from megaswift.serve.prompt_rows import prompt_dataset_files

@@ -1,7 +1,7 @@
 """Data sets mixed by weights: the order of `datasets.interleave_datasets`, by hand, stored and streamed, on any layout,
 resumed anywhere, for every kind of task.
 
-Covers: megaswift/data/stream/cursor.py, megaswift/config/checks/data.py.
+Covers: megaswift/data/stream/cursor.py, megaswift/data/options/checks.py.
 """
 
 from __future__ import annotations

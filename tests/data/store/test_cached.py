@@ -27,7 +27,7 @@ from megaswift.data.store.write import main as cache
 from megaswift.data.store.write import words_of_cached_dataset
 from megaswift.errors import DataError
 from megaswift.export import main as export
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.run.checks.data import data_problems
 from tests.data.makers import chat, jsonl, tokenizer
 from tests.data.of_config import prompt_splits

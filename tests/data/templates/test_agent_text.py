@@ -1,6 +1,6 @@
 """`--agent_template` formats that are text: system messages beside ms-swift's, hand-written renderings, loss, prompts.
 
-Covers: megaswift/data/templates/agent_options.py, megaswift/data/templates/agent_instructions.py.
+Covers: megaswift/data/options/agent_templates.py, megaswift/data/templates/agent_instructions.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from megaswift.data.encode.rows import RowEncoder, encode_spec
+from megaswift.data.options.agent_templates import AGENT_TEXTS
 from megaswift.data.preference.encode import PreferenceEncoder
 from megaswift.data.prompts.encode import PromptEncoder
 from megaswift.data.show.loss_mask import PROMPT_TRAINED, LossMaskCertifier
 from megaswift.data.sources.readers import LocatedRow
 from megaswift.data.templates.agent_instructions import AGENT_TEXT_FORMATS
-from megaswift.data.templates.agent_options import AGENT_TEXTS
 from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import ConfigError
 from tests.data.makers import config, tokenizer

@@ -1,7 +1,7 @@
 """Chat templates by name: the texts of the templates that TRL ships, hand-written renderings, masks, and names;
 `--agent_template` and `--add_non_thinking_prefix`.
 
-Covers: megaswift/data/templates/agent_options.py.
+Covers: megaswift/data/options/agent_templates.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megaswift.data.encode.rows import RowEncoder, encode_spec
 from megaswift.data.model_tokenizer import read_tokenizer
 from megaswift.data.show.loss_mask import LossMaskCertifier
 from megaswift.data.sources.readers import LocatedRow
+from megaswift.data.templates.chosen import check_template, read_template
 from megaswift.data.templates.named import TOKENIZERS_OWN, named_templates, read_named_template
-from megaswift.data.templates.options import check_template, read_template
 from megaswift.errors import ConfigError, DataError
 from tests.data.chat_template_kinds import TemplateKind, conversations
 from tests.data.makers import chat, config, template, tokenizer

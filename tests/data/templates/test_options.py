@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.data.templates.options import read_template
+from megaswift.data.templates.chosen import read_template
 from megaswift.errors import DataError
 
 TEXT = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -11,7 +11,7 @@ import pytest
 from jinja2.exceptions import TemplateError
 from transformers.utils import chat_template_utils
 
-from megaswift.config.facts.loss_scale import LossScale
+from megaswift.data.options.loss_scale import LossScale
 from megaswift.data.templates import sandbox
 from megaswift.data.templates.render import ChatRenderer, ChatTemplateTexts
 from megaswift.data.tokenizer import load_tokenizer

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaswift.config.facts.loss_scale import parse_loss_scale
 from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.data.build import build_train_and_eval_sources
 from megaswift.data.encode.rows import RowEncoder, encode_spec
+from megaswift.data.options.loss_scale import parse_loss_scale
 from megaswift.data.preference.encode import PreferenceEncoder
 from megaswift.data.show.loss_mask import LossMaskCertifier
 from megaswift.data.sources.readers import LocatedRow

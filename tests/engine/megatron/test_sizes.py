@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megaswift.bridge.adapters.options import LoraConfig
+from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.bridge.plan import WeightPlan
 from megaswift.engine.flops import StepFlopFormula
 from megaswift.engine.megatron.lora.adapters import adapter_plan_from_lora_config

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.torch.meta_init import swap_parameters_for_expanded_zeros
 from megaswift.engine.torch.strategies import zero_drive
 from megaswift.engine.torch.strategies.zero import ZeroStrategy

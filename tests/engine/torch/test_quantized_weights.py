@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.bridge.adapters.methods import METHODS
+from megaswift.bridge.adapters.options.methods import METHODS
 from tests.bridge.quantize import quantize_fp8
 from tests.engine.torch.adapter_ranks import Run, adapted, far, model_of, orthogonal, plain, saved
 from tests.engine.torch.adapters.test_peft_names import GO, SETTINGS, config_of, merged

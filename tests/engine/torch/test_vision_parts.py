@@ -17,7 +17,7 @@ from megaswift.engine.torch.logit_fields import LossFieldsModel
 from megaswift.engine.torch.optim.table import make_torch_optimizer
 from megaswift.engine.torch.strategies.strategy import set_param_groups_lr_and_weight_decay
 from megaswift.errors import ConfigError
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from tests.parity.vision import KINDS, image, inputs_of, part, tokenizer, write_images, write_model
 
 ALIGNERS = {

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaswift.config.facts.zero_file import DeepspeedAutoValues, deepspeed_preset, fill_deepspeed_auto
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
+from megaswift.engine.options.zero_file import DeepspeedAutoValues, deepspeed_preset, fill_deepspeed_auto
 from megaswift.engine.torch.meta_init import swap_parameters_for_expanded_zeros
 from megaswift.engine.torch.optim.loss_scale import DynamicLossScale, make_loss_scale
 from megaswift.engine.torch.strategies.zero import ZeroStrategy

@@ -1,6 +1,6 @@
 """`--fit`: what the run summary says, what is refused, and runs of one and two ranks that take the choice.
 
-Covers: megaswift/run/checks/fit.py, megaswift/config/checks/layout.py.
+Covers: megaswift/run/checks/fit.py, megaswift/parallel/options/checks.py.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.facts.launch_variables import OOM_RETRY, RESTARTS
 from megaswift.errors import EXIT_OOM_RETRY, UserError
+from megaswift.launchers.options.variables import OOM_RETRY, RESTARTS
 from megaswift.run.faults import oom_retry
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.config.facts.batch_sizes import BatchPlan
 from megaswift.engine.flops import StepFlopFormula
 from megaswift.errors import CheckpointError
 from megaswift.folders.saved_steps import manifest_seal
@@ -21,6 +20,7 @@ from megaswift.trainers.hook import Hook, Run
 from megaswift.trainers.hooks.checkpoint import CheckpointHook, global_batch_size_change_notice, restore_run
 from megaswift.trainers.hooks.metrics import MetricsJsonlHook, ThroughputFormula, read_lines
 from megaswift.trainers.loop import train
+from megaswift.trainers.options.batch_sizes import BatchPlan
 from tests.trainers.tiny import tiny_loop
 
 MODEL = {"family": "tiny", "num_layers": 2}

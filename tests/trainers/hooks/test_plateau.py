@@ -15,10 +15,10 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from megaswift.config import load_config
-from megaswift.config.checks.evaluation import best_model_metric
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.hooks.plateau import ReduceOnPlateauHook, lowered_rate, plateau_hook
 from megaswift.trainers.loop import train
+from megaswift.trainers.options.evaluation_checks import best_model_metric
 from tests.trainers.tiny import tiny_loop
 
 WORDS = ["--lr_scheduler_type", "reduce_lr_on_plateau", "--lr", "3e-4", "--val_dataset", "v", "--eval_steps", "1"]

@@ -22,7 +22,7 @@ from megaswift.trainers.hooks.profiler import (
     time_by_kind,
 )
 from megaswift.trainers.loop import train
-from megaswift.trainers.options import TrainConfig
+from megaswift.trainers.options.training import TrainConfig
 from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run
 from tests.trainers.tiny import tiny_loop

@@ -19,7 +19,7 @@ import torch
 
 from megaswift.config import SwiftConfig
 from megaswift.families import family_of
-from megaswift.losses.loss_table import loss_names
+from megaswift.losses.options.loss_table import loss_names
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings as Formulas
 from megaswift.losses.value import ValueLoss
@@ -31,7 +31,7 @@ from megaswift.run.tasks import TASKS
 from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.rl import sampler
 from megaswift.trainers.rl.completions_log import CompletionsLog
-from megaswift.trainers.rl.options import RlConfig
+from megaswift.trainers.rl.options.rl import RlConfig
 from megaswift.trainers.rl.sampler import sampling_params_of, sync_folder
 from tests.memory.test_fit import QWEN3_8B
 from tests.trainers.rl.makers import config, source

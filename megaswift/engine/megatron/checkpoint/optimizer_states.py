@@ -21,7 +21,7 @@ from megaswift.engine.megatron.optim.bf16_remainders import REMAINDER_DTYPE, joi
 from megaswift.engine.megatron.optim.fp8_weights import is_fp8_weight
 from megaswift.engine.megatron.optim.host_adam import HostAdam
 from megaswift.engine.megatron.optim.optimizer import optimizer_parts, plugin_of_part, uses_precision_aware_optimizer
-from megaswift.engine.optimizer_options import PluginOptimizerParts
+from megaswift.engine.options.optimizer import PluginOptimizerParts
 
 MAIN = "param"
 """The float32 weight that a half-precision weight is a copy of."""

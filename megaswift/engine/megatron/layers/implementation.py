@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import megatron.core
 import torch
 
-from megaswift.config.checks.te import ATTENTION, PRODUCTS
+from megaswift.engine.options.te import ATTENTION, PRODUCTS
 from megaswift.errors import ConfigError, Problem
-from megaswift.models.options import ModelConfig
+from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.model_shape import ModelShape

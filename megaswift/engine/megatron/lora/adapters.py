@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megaswift import distributed
 from megaswift.bridge.adapters.folder import PeftFolder, adapter_half_getter
-from megaswift.bridge.adapters.options import LoraConfig
+from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.bridge.adapters.plan import (
     AdapterHyperparameters,
     AdapterPlan,

@@ -39,7 +39,7 @@ from megaswift.engine.megatron.optim.clipping import (
 )
 from megaswift.engine.megatron.optim.host_adam import HostAdam, materialize_host_adam_state
 from megaswift.engine.objective import StepNumbers
-from megaswift.engine.optimizer_options import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
+from megaswift.engine.options.optimizer import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtypes of main gradients and moments, by Megatron-LM's names."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
 
 FACTOR = 2.0
 """By which the scale grows and falls: a power of two, as the scale is, so that products and quotients are exact."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.hf.source import TensorMeta
-from megaswift.engine.optimizer_options import (
+from megaswift.engine.options.optimizer import (
     LIONS,
     OF_BITSANDBYTES,
     PAGED,

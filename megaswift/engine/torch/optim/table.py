@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megaswift.engine.optimizer_options import GALORE, MUON, ON_PARTS, OptimConfig, is_elementwise_plugin
+from megaswift.engine.options.optimizer import GALORE, MUON, ON_PARTS, OptimConfig, is_elementwise_plugin
 from megaswift.engine.torch.optim.galore import GaloreOptimizer
 from megaswift.engine.torch.optim.local_shards import LocalShardOptimizer
 from megaswift.engine.torch.optim.muon import MuonOptimizer

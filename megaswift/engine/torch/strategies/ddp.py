@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaswift.bridge.hf.source import TensorMeta
 from megaswift.engine.objective import ReadNumbers
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.squared_norm import sum_of_squares
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
 from megaswift.engine.torch.meta_init import allocate_storage

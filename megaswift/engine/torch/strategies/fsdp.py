@@ -16,8 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megaswift import log
-from megaswift.engine.optimizer_options import OptimConfig
-from megaswift.engine.options import EngineBackendConfig
+from megaswift.engine.options.engine import EngineBackendConfig
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.squared_norm import sum_of_squares
 from megaswift.engine.torch.meta_init import allocate_storage
 from megaswift.engine.torch.optim.loss_scale import DynamicLossScale

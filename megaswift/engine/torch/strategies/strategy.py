@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf.source import TensorMeta
 from megaswift.engine.objective import ReadNumbers
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.torch.optim.loss_scale import DynamicLossScale
 from megaswift.engine.torch.vision_parts import ALIGNER, VIT
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from megaswift.engine.optimizer_options import OptimConfig
-from megaswift.engine.options import ZERO
+from megaswift.engine.options.engine import ZERO
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
 from megaswift.engine.torch.layer_classes import decoder_layer_class_names
 from megaswift.engine.torch.logit_fields import LossFieldsModel

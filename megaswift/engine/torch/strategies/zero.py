@@ -32,10 +32,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaswift.bridge.hf.source import TensorMeta
-from megaswift.config.facts.zero_file import KINDS, matching_deepspeed_preset, offloads_optimizer_and_weights
-from megaswift.config.facts.zero_keys import offload_parts_on_a_drive
 from megaswift.engine.objective import ReadNumbers
-from megaswift.engine.optimizer_options import PLUGIN_OPTIMIZERS, OptimConfig
+from megaswift.engine.options.optimizer import PLUGIN_OPTIMIZERS, OptimConfig
+from megaswift.engine.options.zero_file import KINDS, matching_deepspeed_preset, offloads_optimizer_and_weights
+from megaswift.engine.options.zero_keys import offload_parts_on_a_drive
 from megaswift.engine.squared_norm import sum_of_squares
 from megaswift.engine.torch.meta_init import allocate_storage, is_unallocated
 from megaswift.engine.torch.optim.loss_scale import DynamicLossScale
@@ -69,7 +69,7 @@ class ZeroStrategy:
     """A module, its gradients and its optimizer under DeepSpeed. torch.distributed is initialized, over the world,
     before.
 
-    `config`: a DeepSpeed configuration without "auto" (`megaswift.config.facts.zero_file.fill_deepspeed_auto`).
+    `config`: a DeepSpeed configuration without "auto" (`megaswift.engine.options.zero_file.fill_deepspeed_auto`).
     """
 
     def __init__(

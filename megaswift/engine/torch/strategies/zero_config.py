@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megaswift.config.facts.zero_keys import READ_AHEAD_ON_A_DRIVE, offload_parts_on_a_drive
+from megaswift.engine.options.zero_keys import READ_AHEAD_ON_A_DRIVE, offload_parts_on_a_drive
 from megaswift.engine.torch.meta_init import allocate_storage
 
 _LOCAL_RANK = "LOCAL_RANK"

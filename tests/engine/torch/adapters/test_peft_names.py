@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from megaswift.bridge.adapters.merge import merge_adapter_folder_into_base
-from megaswift.bridge.adapters.methods import METHODS
-from megaswift.config.checks.adapter import SHARDED
+from megaswift.bridge.adapters.options.checks import SHARDED
+from megaswift.bridge.adapters.options.methods import METHODS
 from tests.engine.torch.adapter_ranks import RECIPE, Run, adapted, far, logits_of, model_of, orthogonal, plain, saved
 from tests.parity.models import build, disk_tensors
 from tests.parity.pool import Pool

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megaswift.engine.optimizer_options import OptimConfig
+from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.torch.optim.loss_scale import DynamicLossScale, make_loss_scale
 from tests.engine.torch.strategies.test_zero import CLIP, assert_float16_steps
 from tests.engine.torch.zero_model import Plain

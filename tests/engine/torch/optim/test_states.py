@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.optimizer_options import OPTIMIZERS, OptimConfig
+from megaswift.engine.options.optimizer import OPTIMIZERS, OptimConfig
 from megaswift.engine.torch.optim.muon import muon_matrices
 from megaswift.engine.torch.optim.table import make_torch_optimizer
 from megaswift.engine.torch.strategies.strategy import set_param_groups_lr_and_weight_decay

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.config.facts.zero_file import KINDS
+from megaswift.engine.options.zero_file import KINDS
 from tests.engine.torch.zero_model import Fields, Plain, adam, rows
 from tests.parity.pool import Pool
 

@@ -1,0 +1,1 @@
+"""The options of adapters, and what follows from them. No torch."""

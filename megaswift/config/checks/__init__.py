@@ -1,1 +1,0 @@
-"""Combinations of options that a part refuses, one module a part."""

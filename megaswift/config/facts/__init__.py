@@ -1,1 +1,0 @@
-"""What several options decide together, and the files that options name."""

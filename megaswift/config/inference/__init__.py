@@ -1,1 +1,0 @@
-"""Options of infer, deploy and export: declarations, parser and checks."""

@@ -1,0 +1,134 @@
+"""Rules of the section `data`: mixing, streaming, order of rows, truncation, and the rules of indexed data."""
+
+from __future__ import annotations
+
+import math
+
+from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption
+from megaswift.config.sections import Sections
+from megaswift.data.options.indexed import INDEXED_DATA_CLASHES, reads_indexed_data
+
+
+def _no_random_order(c: Sections) -> bool:
+    """Whether the data depend on no seed. `FILE#1000` draws rows of a file at random."""
+    return (
+        not c.data.shuffle
+        and not c.data.split_dataset_ratio
+        and not c.data.interleave_prob
+        and not any("#" in d for d in (*c.data.dataset, *c.data.val_dataset))
+    )
+
+
+_STREAM = ("streaming", "val_dataset")
+"""Options that decide `_only_streams`."""
+
+
+def _only_streams(c: Sections) -> bool:
+    """Whether all data are streamed: a `val_dataset` is tokenized as a whole in any case."""
+    return c.data.streaming and not c.data.val_dataset
+
+
+def _mixes(c: Sections) -> bool:
+    return bool(c.data.interleave_prob)
+
+
+DATA_IGNORED: tuple[IgnoredOption, ...] = (
+    IgnoredOption(
+        "data_seed",
+        ("shuffle", "split_dataset_ratio", "interleave_prob", "dataset", "val_dataset"),
+        _no_random_order,
+        "seeds shuffling, splitting and mixing, but rows are neither shuffled nor split nor mixed",
+        "--shuffle true",
+    ),
+    IgnoredOption(
+        "dataset_cache_dir", _STREAM, _only_streams, "streaming does not cache tokenized data", "--streaming false"
+    ),
+    IgnoredOption(
+        "dataset_num_proc",
+        _STREAM,
+        _only_streams,
+        "streaming tokenizes rows as they are read",
+        "--streaming false",
+        neutral=(1,),
+        notice=True,
+    ),
+    IgnoredOption(
+        "padding_free",
+        ("packing",),
+        lambda c: c.data.packing and c.task in ("sft", "pt"),
+        "packing true leaves no padding",
+        "--packing false",
+        notice=True,
+    ),
+    IgnoredOption(
+        "padding_free",
+        ("packing",),
+        lambda c: c.task not in ("sft", "pt"),
+        "the samples of other tasks than sft and pt are packed by --packing true, their default",
+        "--packing true",
+        notice=True,
+    ),
+)
+DATA_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
+        ("truncation_strategy",),
+        lambda c: c.data.truncation_strategy == "split" and c.task == "sft",
+        "conversations cannot be split: later parts would lack their context (split is for pt)",
+        "--truncation_strategy delete",
+    ),
+    ConflictingOptions(
+        ("split_dataset_ratio", "val_dataset"),
+        lambda c: c.data.split_dataset_ratio > 0 and c.data.val_dataset,
+        "conflicts with val_dataset: evaluation data is already given",
+        ONE_OF,
+    ),
+    ConflictingOptions(
+        ("split_dataset_ratio", "streaming"),
+        lambda c: c.data.split_dataset_ratio > 0 and c.data.streaming,
+        "a stream has no known length to take a fraction of",
+        "--val_dataset FILE",
+    ),
+    ConflictingOptions(
+        ("streaming", "max_steps"),
+        lambda c: c.data.streaming and c.train.max_steps is None,
+        "a stream has no known length, so max_steps is required",
+        "--max_steps 1000",
+    ),
+    ConflictingOptions(
+        ("group_by_length", "streaming", "packing"),
+        lambda c: c.data.group_by_length and c.data.streaming and not c.data.packing,
+        "orders rows by their lengths, which are not known before a stream is read",
+        "--packing true, which fills rows without padding",
+    ),
+    ConflictingOptions(
+        ("group_by_length", "shuffle"),
+        lambda c: c.data.group_by_length and not c.data.shuffle and not c.data.packing and not c.data.streaming,
+        "orders rows anew in each epoch, and shuffle false keeps the order of the files",
+        "--shuffle true",
+    ),
+    ConflictingOptions(
+        ("model_name", "model_author"),
+        lambda c: max(len(c.data.model_name), len(c.data.model_author)) > 2,
+        "takes one text, or two: the first for rows tagged zh",
+        "--model_name NAME",
+    ),
+    ConflictingOptions(
+        ("interleave_prob", "dataset"),
+        lambda c: _mixes(c) and len(c.data.interleave_prob) != len(c.data.dataset) and not reads_indexed_data(c),
+        "needs one weight for each entry of dataset",
+        "--dataset a.jsonl b.jsonl --interleave_prob 0.7 0.3",
+    ),
+    ConflictingOptions(
+        ("interleave_prob",),
+        lambda c: _mixes(c) and not 0 < min(c.data.interleave_prob) <= max(c.data.interleave_prob) < math.inf,
+        "must be weights above 0",
+        "--interleave_prob 0.7 0.3, and leave out a data set that should not be used",
+    ),
+    ConflictingOptions(
+        ("interleave_prob", "dataset"),
+        lambda c: _mixes(c) and reads_indexed_data(c),
+        "mixes rows; the weights of indexed data are part of dataset",
+        "--dataset 0.7 FIRST 0.3 SECOND",
+    ),
+    *INDEXED_DATA_CLASHES,
+)

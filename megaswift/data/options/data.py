@@ -1,0 +1,262 @@
+"""Section `data`: data sets, truncation, packing, order of rows."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from megaswift.data.options.agent_templates import AGENT_TEMPLATES
+from megaswift.options.option import LARGEST_SEED, but_not, is_set, one_of, option
+from megaswift.options.tasks import CHATS, LIKELIHOODS, PREFERENCES, PROMPTED, SFT, VISION_TASKS
+
+SHARE = re.compile(r"\s*(?:[0-9]+\.?[0-9]*|\.[0-9]+)\s*", re.ASCII)
+"""A number without sign or exponent."""
+
+
+def split_shares(split: str) -> tuple[float, float, float] | None:
+    """The shares of training, evaluation and tests that `969,30,1` names, adding up to 1; missing ones are 0. None for
+    a text that names no such shares, or none for training."""
+    texts = split.split(",")
+    if len(texts) > 3 or not all(SHARE.fullmatch(text) for text in texts):
+        return None
+    shares = [*map(float, texts), 0.0, 0.0][:3]
+    total = sum(shares)
+    if shares[0] == 0 or not math.isfinite(total):
+        return None
+    return shares[0] / total, shares[1] / total, shares[2] / total
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data"""
+
+    dataset: tuple[str, ...] = option(
+        (),
+        "Files, folders, hub IDs, or PREFIX of .bin/.idx; path#500: 500 random rows",
+        aliases=("datasets", "data_path", "train_data_path", "cached_dataset"),
+        metavar="PATH...",
+    )
+    val_dataset: tuple[str, ...] = option(
+        (),
+        "Evaluation data, in the same form",
+        aliases=("val_datasets", "valid_data_path", "cached_val_dataset"),
+        metavar="PATH...",
+    )
+    interleave_prob: tuple[float, ...] = option(
+        (), "Mix data sets: a weight for each entry of dataset; unset: concatenate", metavar="WEIGHT..."
+    )
+    stopping_strategy: str = option(
+        "first_exhausted",
+        "An epoch of mixed data ends with the end of the first, or of each data set",
+        choices=("first_exhausted", "all_exhausted", "all_exhausted_without_replacement"),
+        only_with={"interleave_prob": is_set(notice=True)},
+    )
+    split_dataset_ratio: float = option(0.0, "Fraction of rows held out for evaluation", minimum=0, below=1)
+    data_split: str | None = option(
+        None,
+        "Shares of indexed data for training, evaluation and tests; unset: all train",
+        aliases=("split",),
+        tasks=("pt",),
+        metavar="969,30,1",
+        only_with={"indexed_data": True},
+    )
+    max_length: int = option(
+        2048,
+        "Maximum sequence length",
+        aliases=("seq_length", "max_seq_length", "cutoff_len"),
+        minimum=1,
+        unit="tokens",
+    )
+    truncation_strategy: str = option(
+        "delete",
+        "What to do with samples longer than max_length (split: pt only)",
+        choices=("raise", "delete", "left", "right", "split"),
+        only_with={"rows_of_text": True},
+        neutral=("delete", "split"),
+    )
+    packing: bool | None = option(
+        None,
+        "Pack short samples; attention stays within a sample. Unset: off for sft and pt",
+        only_with={"rows_of_text": True},
+        neutral=(None, True),
+    )
+    prefix_sharing: bool | None = option(
+        None, "Compute a prompt once for its answers in a micro-batch; unset: if exact", tasks=PROMPTED
+    )
+    padding_free: bool | None = option(
+        None,
+        "Pack the samples of each step; batch sizes count samples. Unset: if short",
+        only_with={"rows_of_text": True},
+    )
+    system: str | None = option(
+        None, "System message for rows without one: text or a file", tasks=CHATS, metavar="TEXT|FILE", free_text=True
+    )
+    model_name: tuple[str, ...] = option(
+        (),
+        "Text for {{NAME}} in rows; two: of rows tagged zh, then of others",
+        tasks=CHATS,
+        metavar="NAME...",
+        free_text=True,
+    )
+    model_author: tuple[str, ...] = option(
+        (),
+        "Text for {{AUTHOR}} in rows; two: of rows tagged zh, then of others",
+        tasks=CHATS,
+        metavar="NAME...",
+        free_text=True,
+    )
+    loss_scale: str = option(
+        "default",
+        "Trained text and its weights: default, last_round or all, then +TABLE",
+        tasks=SFT + LIKELIHOODS,
+        metavar="TURNS+TABLE",
+    )
+    columns: dict[str, str] = option(
+        {}, "Column renaming: instr=query out=response, or JSON", metavar="FROM=TO...", only_with={"rows_of_text": True}
+    )
+    sample_by: str = option(
+        "line",
+        "Unit of a document in .txt and .md files",
+        choices=("line", "document"),
+        tasks=("pt",),
+        only_with={"rows_of_text": True},
+    )
+    reset_attention_mask: bool | None = option(
+        None,
+        "Indexed data: attention stays within a document; unset: it crosses documents",
+        tasks=("pt",),
+        metavar="true|false",
+        only_with={"indexed_data": one_of(True, notice=True)},
+        neutral=(None, False),
+    )
+    reset_position_ids: bool | None = option(
+        None,
+        "Indexed data: positions begin anew with a document",
+        tasks=("pt",),
+        metavar="true|false",
+        only_with={"indexed_data": one_of(True, notice=True)},
+        neutral=(None, False),
+    )
+    eod_mask_loss: bool = option(False, "Indexed data: no loss on a document's first token", tasks=("pt",))
+    streaming: bool = option(False, "Read rows on demand instead of preparing the whole data set; needs max_steps")
+    shuffle: bool = option(True, "Shuffle rows in each epoch", aliases=("dataset_shuffle", "train_dataloader_shuffle"))
+    group_by_length: bool = option(
+        False,
+        "Put rows of similar length into a global batch; less padding",
+        tasks=("sft", "pt", *PREFERENCES),
+        only_with={"packing": but_not(True, notice=True), "rows_of_text": True},
+    )
+    data_seed: int | None = option(
+        None,
+        "Seed for shuffling, random subsets and the evaluation split; unset: seed",
+        minimum=0,
+        maximum=LARGEST_SEED,
+        metavar="SEED",
+    )
+    dataset_num_proc: int = option(
+        1,
+        "Processes for tokenization",
+        aliases=("preprocessing_num_workers",),
+        minimum=1,
+        unit="processes",
+        only_with={"rows_of_text": True},
+    )
+    dataloader_num_workers: int = option(
+        2,
+        "Threads that prepare batches ahead; 0: none",
+        minimum=0,
+        unit="threads",
+        only_with={"streaming": but_not(True, notice=True)},
+    )
+    chat_template: str | None = option(
+        None,
+        "Replaces the tokenizer's chat template: Jinja file or text, or a name (qwen3)",
+        aliases=("template", "template_type"),
+        tasks=CHATS,
+        metavar="FILE",
+        free_text=True,
+    )
+    agent_template: str | None = option(
+        None,
+        "Format of tool calls: the chat template's (checked), or text (react_en)",
+        choices=AGENT_TEMPLATES,
+        tasks=CHATS,
+    )
+    add_non_thinking_prefix: bool = option(
+        True, "Keep the empty reasoning that a template writes; false: leave it out", tasks=("sft", *PREFERENCES)
+    )
+    enable_thinking: bool | None = option(
+        None,
+        "Variable enable_thinking of the chat template; unset: the template's default",
+        tasks=CHATS,
+        metavar="true|false",
+    )
+    max_pixels: int | None = option(
+        None,
+        "Scale images with more pixels (width x height) down to this many",
+        minimum=1,
+        unit="pixels",
+        tasks=VISION_TASKS,
+        only_with={"engine": but_not("megatron"), "vision_model": True},
+        neutral=(None,),
+    )
+    video_fps: float | None = option(
+        None,
+        "Frames to read of a second of video; unset: as the model's processor says",
+        aliases=("fps",),
+        minimum=1e-3,
+        unit="frames/s",
+        tasks=VISION_TASKS,
+        only_with={"engine": but_not("megatron"), "vision_model": True},
+        neutral=(None,),
+    )
+    video_min_frames: int | None = option(
+        None,
+        "Fewest frames to read of a video",
+        aliases=("fps_min_frames",),
+        minimum=1,
+        tasks=VISION_TASKS,
+        only_with={"engine": but_not("megatron"), "vision_model": True},
+        neutral=(None,),
+    )
+    video_max_frames: int | None = option(
+        None,
+        "Most frames to read of a video",
+        aliases=("fps_max_frames",),
+        minimum=1,
+        tasks=VISION_TASKS,
+        only_with={"engine": but_not("megatron"), "vision_model": True},
+        neutral=(None,),
+    )
+    video_max_pixels: int | None = option(
+        None,
+        "Scale frames of videos with more pixels down to this many",
+        minimum=1,
+        unit="pixels",
+        tasks=VISION_TASKS,
+        only_with={"engine": but_not("megatron"), "vision_model": True},
+        neutral=(None,),
+    )
+    strict: bool = option(
+        True, "Stop at a malformed row; false: skip and count it", only_with={"rows_of_text": True}, neutral=(True,)
+    )
+    use_dataset_cache: bool = option(
+        True,
+        "Use cached tokens of the same rows; false: tokenize again",
+        aliases=("load_from_cache_file",),
+        only_with={"rows_of_text": True},
+        neutral=(True,),
+    )
+    dataset_cache_dir: str | None = option(None, "Folder for tokenized data; unset: below ~/.cache", metavar="DIR")
+
+    @property
+    def evaluation_share(self) -> float:
+        """The part of indexed data that `data_split` names for evaluation."""
+        shares = split_shares(self.data_split or "1")
+        return 0.0 if shares is None else shares[1]
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether a row of a batch holds several documents, each with attention of its own."""
+        return bool(self.packing or self.padding_free or self.reset_attention_mask)

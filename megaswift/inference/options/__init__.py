@@ -1,0 +1,1 @@
+"""The options of infer, deploy and export: declared, parsed and checked. No torch."""

@@ -1,0 +1,402 @@
+"""Options of `infer`, `deploy` and `export`, and which command has which. Names are Hugging Face's; others are
+spellings of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaswift.data.options.agent_templates import AGENT_TEMPLATES
+from megaswift.inference.options.backends import BackendOptions
+from megaswift.models.options.model import DTYPES
+from megaswift.options.option import option
+
+COLD = 1e-5
+"""The lowest temperature at which tokens are drawn, as in vLLM: scores divided by less overflow."""
+PENALTIES = (0.01, 100.0)
+"""Repetition penalties between which scores stay finite."""
+ATTENTION = {
+    **dict.fromkeys(("flash", "flash_attn", "flash_attn2", "flash_attn_2", "flash_2"), "flash_attention_2"),
+    **dict.fromkeys(("flash_attn3", "flash_attn_3", "flash_3"), "flash_attention_3"),
+    "flex": "flex_attention",
+    "unfused": "eager",
+}
+
+
+def split_adapter_name(entry: str) -> tuple[str, str]:
+    """`NAME=DIR` as (NAME, DIR); a folder without a name as ("", DIR)."""
+    name, equals, folder = entry.partition("=")
+    return (name, folder) if equals and "/" not in name and not Path(entry).exists() else ("", entry)
+
+
+@dataclass(frozen=True)
+class ModelPathOptions:
+    """Model"""
+
+    model: str | None = option(
+        None,
+        "Hugging Face model folder, output directory of a run, checkpoint, or hub ID",
+        aliases=("model_id_or_path", "model_name_or_path", "model_id"),
+        metavar="DIR",
+    )
+    model_type: str | None = option(None, "Expected model_type of config.json; another one is an error", metavar="NAME")
+    use_hf: bool = option(True, "Hub of IDs, and of uploads: Hugging Face; false: ModelScope")
+    model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
+    trust_remote_code: bool = option(False, "Allow Python code from the model folder to run")
+    adapters: tuple[str, ...] = option(
+        (),
+        "PEFT adapter folders or the output directory of a LoRA run; several are added up; deploy: NAME=DIR for "
+        "adapters that requests select by model name",
+        aliases=("adapter", "mcore_adapter"),
+        metavar="DIR...",
+    )
+
+    @property
+    def adapter_folders(self) -> tuple[str, ...]:
+        """The folders of --adapters, without their names."""
+        return tuple(folder for _, folder in self.named_adapters)
+
+    @property
+    def named_adapters(self) -> tuple[tuple[str, str], ...]:
+        """(name or the empty string, folder) of each entry of --adapters."""
+        return tuple(split_adapter_name(entry) for entry in self.adapters)
+
+
+@dataclass(frozen=True)
+class ModelLoadingOptions(ModelPathOptions):
+    """Model"""
+
+    torch_dtype: str = option(
+        "auto",
+        "Weight dtype; auto: the checkpoint's",
+        aliases=("dtype", "model_dtype"),
+        choices=("auto", "float32", "bfloat16", "float16"),
+        spellings=DTYPES,
+    )
+    attn_impl: str = option(
+        "auto",
+        "Attention implementation of transformers; auto: its default for the model",
+        aliases=("attn_implementation",),
+        choices=("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
+        spellings=ATTENTION,
+    )
+    rope_scaling: str | None = option(
+        None, "Scale rotary positions: linear, dynamic or yarn (to max_length), or JSON", metavar="NAME|JSON"
+    )
+    new_special_tokens: tuple[str, ...] = option(
+        (),
+        "Special tokens that the model was trained with, or a .txt file with one a line; checked to exist",
+        metavar="TOKEN...",
+    )
+    merge_adapters: bool = option(False, "Merge the adapters into the weights at load time", aliases=("merge_lora",))
+
+
+@dataclass(frozen=True)
+class BitsandbytesOptions:
+    """Quantization"""
+
+    quantization_bit: int | None = option(
+        None,
+        "Quantize linear layers to 4 (NF4) or 8 bits with bitsandbytes",
+        aliases=("quant_bits", "quant"),
+        minimum=4,
+        maximum=8,
+        metavar="BITS",
+    )
+    quant_method: str | None = option(
+        None, "Quantization library", choices=("bnb",), spellings={"bitsandbytes": "bnb"}, metavar="bnb"
+    )
+    bnb_4bit_quant_type: str = option("nf4", "4 bits: data type", choices=("nf4", "fp4"))
+    bnb_4bit_use_double_quant: bool = option(False, "4 bits: quantize the scales too")
+
+
+@dataclass(frozen=True)
+class PlacementOptions(BitsandbytesOptions):
+    """Devices
+
+    The device map is printed before loading. If --max_memory is given, only the devices in it are used."""
+
+    device_map: str = option(
+        "auto",
+        "auto, balanced, balanced_low_0, sequential, a device (cpu, cuda:0), or a map of modules: JSON or JSON file",
+    )
+    max_memory: str | None = option(None, "Maximum memory for weights per device: 0:20GiB,cpu:64GiB", metavar="SIZES")
+    offload_folder: str | None = option(
+        None,
+        "Folder for weights that fit on no device; they are read from disk in every step",
+        aliases=("offload_dir",),
+        metavar="DIR",
+    )
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """Generation
+
+    Unset options default to the model's generation_config.json."""
+
+    max_new_tokens: int = option(
+        512, "Maximum number of generated tokens", aliases=("max_tokens",), minimum=1, unit="tokens"
+    )
+    temperature: float | None = option(None, "Sampling temperature; 0: greedy decoding", minimum=0, metavar="T")
+    top_p: float | None = option(
+        None, "Nucleus sampling: cumulative probability of the candidate tokens", above=0, maximum=1, metavar="P"
+    )
+    top_k: int | None = option(None, "Number of highest-probability candidate tokens; 0: all", minimum=0, metavar="K")
+    repetition_penalty: float | None = option(
+        None,
+        "Repetition penalty; above 1: repeated tokens become less likely",
+        minimum=PENALTIES[0],
+        maximum=PENALTIES[1],
+        metavar="X",
+    )
+    num_beams: int | None = option(None, "Number of beams in beam search", minimum=1, metavar="N")
+    stop: tuple[str, ...] = option(
+        (),
+        "Stop strings; not included in the output",
+        aliases=("stop_strings", "stop_words"),
+        metavar="TEXT...",
+    )
+    seed: int | None = option(None, "Sampling seed; unset: random (prompt file: 42)", minimum=0, metavar="SEED")
+
+
+@dataclass(frozen=True)
+class ChatTemplateOptions:
+    """Conversation"""
+
+    chat_template: str | None = option(
+        None,
+        "Replaces the tokenizer's chat template: Jinja file or text, or a name (qwen3)",
+        aliases=("template", "template_type"),
+        metavar="FILE",
+        free_text=True,
+    )
+    agent_template: str | None = option(
+        None, "Format of tools and calls, as in training; unset: the run's, if it is text", choices=AGENT_TEMPLATES
+    )
+    system: str | None = option(
+        None, "System message for conversations without one: text or a file", metavar="TEXT|FILE", free_text=True
+    )
+    max_length: int | None = option(
+        None,
+        "Maximum number of prompt tokens; a longer prompt is an error; unset: the model's context",
+        minimum=1,
+        unit="tokens",
+    )
+    enable_thinking: bool | None = option(
+        None, "Variable enable_thinking of the chat template; unset: the template's default", metavar="true|false"
+    )
+
+
+@dataclass(frozen=True)
+class PromptFileOptions:
+    """Prompt file, instead of a conversation in the terminal"""
+
+    dataset: tuple[str, ...] = option(
+        (),
+        "Prompt files, folders or hub IDs in any format that training accepts; no responses needed; FILE#N: N rows",
+        aliases=("val_dataset", "infer_dataset"),
+        metavar="FILE...",
+    )
+    load_data_args: bool = option(
+        False, "Use the validation rows of the run that wrote the model or adapters, as its config.yaml has them"
+    )
+    columns: dict[str, str] = option({}, "Column renaming: question=query, or JSON", metavar="FROM=TO...")
+    result_path: str | None = option(
+        None,
+        "JSONL file to write: each row with its `response`, in input order; unset: infer_result/MODEL/DATASET.jsonl",
+        metavar="FILE",
+    )
+    per_device_eval_batch_size: int = option(
+        8,
+        "Batch size; prompts of similar length are batched together",
+        aliases=("max_batch_size", "batch_size"),
+        minimum=1,
+        unit="rows",
+    )
+    logprobs: bool = option(False, "Also write the log-probability of each generated token")
+    top_logprobs: int | None = option(
+        None,
+        "Also write the log-probabilities of the N most likely tokens at each position",
+        minimum=1,
+        maximum=20,
+        metavar="N",
+    )
+
+
+@dataclass(frozen=True)
+class TerminalOptions:
+    """Conversation in the terminal"""
+
+    stream: bool = option(True, "Print an answer while it is generated; false: when it is complete")
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """Launch"""
+
+    nproc_per_node: int | None = option(None, "Processes on this node; unset: one", minimum=1, unit="processes")
+    nnodes: int | None = option(None, "Number of nodes, each started with this command", minimum=1, unit="nodes")
+    node_rank: int | None = option(None, "Rank of this node, from 0", minimum=0, metavar="RANK")
+    master_addr: str | None = option(None, "Address of node 0, which writes the result", metavar="HOST")
+    master_port: int | None = option(
+        None, "Free port on node 0; unset: 29500", minimum=1, maximum=65535, metavar="PORT"
+    )
+
+
+@dataclass(frozen=True)
+class InferProcessOptions(NodeOptions):
+    """Launch
+
+    Each process answers a share of the prompt file on its share of the GPUs. Also read from the environment:
+    NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT."""
+
+    ddp_timeout: int = option(
+        600, "Timeout of processes that wait for others without progress", minimum=1, unit="seconds"
+    )
+
+
+@dataclass(frozen=True)
+class ExportProcessOptions(NodeOptions):
+    """Launch
+
+    The same command may be started on every node: node 0 does the work, the others wait and end with its exit code.
+    Also read from the environment: NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT."""
+
+    nproc_per_node: int | None = option(None, "No effect: one process converts", minimum=1, unit="processes")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Server"""
+
+    host: str = option("127.0.0.1", "Address to bind to; any address except loopback requires a token")
+    port: int = option(8000, "Port; 0: any free port", minimum=0, maximum=65535)
+    api_key: str | None = option(
+        None, "Token that clients must send; safer: the environment variable MEGASWIFT_API_KEY", metavar="TOKEN"
+    )
+    served_model_name: str | None = option(None, "Model name in the API; unset: name of the folder", metavar="NAME")
+    max_batch_size: int = option(8, "Maximum number of completions generated together", minimum=1, unit="completions")
+    max_waiting: int = option(
+        64, "Maximum number of queued completions; further requests get HTTP 429", minimum=0, unit="completions"
+    )
+    max_body_size: str | None = option(
+        None, "Maximum request size; unset: 8MiB, or 32MiB if the model accepts images", metavar="SIZE"
+    )
+    log_requests: bool = option(
+        True, "Log each request: client, path, status and duration; neither text nor token", aliases=("verbose",)
+    )
+    max_logprobs: int = option(20, "Maximum top_logprobs of a request", minimum=0, maximum=20, unit="tokens")
+    owned_by: str = option("megaswift", "Owner of the models in /v1/models")
+
+
+FP8 = "fp8"
+"""The quantization method that is not bitsandbytes."""
+
+
+@dataclass(frozen=True)
+class ExportOptions(BitsandbytesOptions):
+    """Export"""
+
+    quant_method: str | None = option(
+        None,
+        "Quantization method: bnb (needs quantization_bit), or fp8: float8 weights in blocks of 128 x 128",
+        choices=("bnb", FP8),
+        spellings={"bitsandbytes": "bnb"},
+        metavar="bnb|fp8",
+    )
+
+    merge_lora: bool = option(False, "Merge the adapters from --adapters into the model")
+    to_mcore: bool = option(False, "Convert to a sharded Megatron checkpoint (torch_dist)")
+    to_hf: bool = option(False, "Convert --mcore_model to a Hugging Face folder")
+    mcore_model: str | None = option(
+        None,
+        "Megatron checkpoint to convert: a converted folder, OUT, or OUT/checkpoints/step-N",
+        metavar="DIR",
+    )
+    test_convert_precision: bool = option(False, "Compare every tensor after a conversion, bit by bit")
+    torch_dtype: str | None = option(
+        None,
+        "Dtype of all tensors of a conversion; unset: unchanged",
+        aliases=("dtype",),
+        choices=("float32", "bfloat16", "float16"),
+        spellings=DTYPES,
+    )
+    tensor_model_parallel_size: int | None = option(
+        None, "Intended layout of a Megatron checkpoint", aliases=("tp",), minimum=1, unit="ranks"
+    )
+    pipeline_model_parallel_size: int | None = option(
+        None, "Intended layout; only checked", aliases=("pp",), minimum=1, unit="ranks"
+    )
+    expert_model_parallel_size: int | None = option(
+        None, "Intended layout; only checked", aliases=("ep",), minimum=1, unit="ranks"
+    )
+    output_dir: str | None = option(
+        None, "Folder to write; must not exist; unset: the source with a suffix: DIR-merged, DIR-mcore", metavar="DIR"
+    )
+    max_shard_size: str = option("5GB", "Maximum file size")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the weights are quantized."""
+        return self.quantization_bit is not None or self.quant_method == FP8
+
+
+@dataclass(frozen=True)
+class ExportUploadOptions:
+    """Upload to a hub"""
+
+    push_to_hub: bool = option(
+        False, "Upload the folder written, or without one --adapters or --model, to a model repository (use_hf)"
+    )
+    hub_model_id: str | None = option(
+        None, "Repository, NAME or ORGANIZATION/NAME; unset: the folder's name", metavar="ID"
+    )
+    hub_token: str | None = option(
+        None, "Token of the hub; unset: the one stored by the hub's client", aliases=("hf_token",), secret=True
+    )
+    hub_private_repo: bool = option(False, "Make a new repository private")
+    commit_message: str | None = option(
+        None,
+        "Message of the commit; unset: upload NAME",
+        aliases=("hub_commit_message",),
+        metavar="TEXT",
+        free_text=True,
+    )
+
+
+@dataclass(frozen=True)
+class CommonInferenceConfig:
+    """What every command has whose model answers."""
+
+    weights: ModelLoadingOptions
+    placement: PlacementOptions
+    generation: GenerationOptions
+    conversation: ChatTemplateOptions
+    backend: BackendOptions
+
+
+@dataclass(frozen=True)
+class InferConfig(CommonInferenceConfig):
+    """One `megaswift infer`, checked."""
+
+    file: PromptFileOptions
+    terminal: TerminalOptions
+    launch: InferProcessOptions
+
+
+@dataclass(frozen=True)
+class DeployConfig(CommonInferenceConfig):
+    """One `megaswift deploy`, checked."""
+
+    server: ServerOptions
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """One `megaswift export`, checked."""
+
+    source: ModelPathOptions
+    export: ExportOptions
+    upload: ExportUploadOptions
+    launch: ExportProcessOptions

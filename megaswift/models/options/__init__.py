@@ -1,0 +1,1 @@
+"""The options of the model, and what follows from them. No torch."""

@@ -1,0 +1,1 @@
+"""The options of the layout, and what follows from them."""

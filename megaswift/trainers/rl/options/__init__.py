@@ -1,0 +1,1 @@
+"""The options of reinforcement learning, and what follows from them. No torch."""

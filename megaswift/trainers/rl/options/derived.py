@@ -1,0 +1,88 @@
+"""Defaults of reinforcement-learning options that depend on others, which `trainers/rl/options/rl.py` declares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megaswift.losses.options.estimator_table import (
+    AdvantageEstimatorEntry,
+    advantage_estimator_entry,
+    advantage_estimator_names,
+)
+from megaswift.losses.options.preference import beta_of, loss_types_of
+from megaswift.options.tasks import GRPO, PPO
+
+DEFAULT_GENERATIONS = 8
+"""Completions of a prompt in grpo."""
+
+
+def generations_per_prompt_of(c: Any) -> int:
+    """Completions of each prompt."""
+    given: int | None = c.rl.num_generations
+    if given is not None:
+        return given
+    return 1 if c.task in PPO else DEFAULT_GENERATIONS
+
+
+def advantage_estimator_of(c: Any) -> str:
+    """How rewards become advantages."""
+    return c.rl.advantage_estimator or advantage_estimator_names("ppo" if c.task in PPO else "grpo")[0]
+
+
+def advantage_estimator_entry_of(c: Any) -> AdvantageEstimatorEntry:
+    """The row of the run's estimator."""
+    return advantage_estimator_entry(advantage_estimator_of(c))
+
+
+def policy_loss_of(c: Any) -> str:
+    """The policy's loss type; unset it is that of the estimator's paper. PPO's is a mean over the tokens of the global
+    batch."""
+    if c.task not in GRPO:
+        return "bnpo"
+    default = advantage_estimator_entry_of(c).loss_type
+    return default if default and not c.preference.loss_type else loss_types_of(c)[0]
+
+
+def kl_in_reward_of(c: Any) -> bool:
+    """Whether the divergence from the reference is taken off the rewards (and is then no term of the loss)."""
+    given: bool | None = c.rl.kl_in_reward
+    return beta_of(c) > 0 and (advantage_estimator_entry_of(c).kl_in_reward if given is None else given)
+
+
+def kl_estimator_of(c: Any) -> str:
+    """The estimate of the divergence, in the rewards or in the loss."""
+    return c.rl.kl_estimator or ("k1" if kl_in_reward_of(c) else "k3")
+
+
+def whitens_advantages(c: Any) -> bool:
+    """Whether advantages are whitened over the batch, of estimators without a scale of their own."""
+    given: bool | None = c.rl.whiten_advantages
+    return advantage_estimator_entry_of(c).whitens if given is None else given
+
+
+def corrects_sampler_mismatch(c: Any) -> bool:
+    """Whether samples are weighed by how the trainer's probabilities differ from the sampler's: another program's, or
+    those of the weights before the last update."""
+    given: bool | None = c.rl.importance_sampling_correction
+    if given is not None or c.rl.use_rollout_logprobs:
+        return bool(given)
+    return c.rl.rollout_backend != "transformers" or c.rl.async_generation
+
+
+def weighs_kl_by_ratio(c: Any) -> bool:
+    """Whether the divergence in the loss is weighed by the ratio. With it, k1 and k3 have the gradient of the KL
+    itself; k2 has it without."""
+    given: bool | None = c.rl.use_bias_correction_kl
+    return kl_estimator_of(c) != "k2" if given is None else given
+
+
+def biasing_sampling_options(c: Any) -> tuple[str, ...]:
+    """Options that make the sampler draw from another distribution than the one that the loss differentiates."""
+    rl = c.rl
+    filters = {
+        "top_p": rl.top_p < 1,
+        "top_k": rl.top_k > 0,
+        "min_p": bool(rl.min_p),
+        "repetition_penalty": rl.repetition_penalty != 1,
+    }
+    return tuple(name for name, used in filters.items() if used)

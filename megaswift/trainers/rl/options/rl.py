@@ -1,0 +1,590 @@
+"""Section `rl`: reinforcement learning: generation, rewards, advantages, and the losses of policy and critic.
+
+The names are TRL's, ms-swift's where they differ are spellings. The pull towards the reference (`beta`, `ref_model`,
+...) and `loss_type` are in `preference`, the arithmetic of generations in `generation_batch.py`, what an unset
+option means in `derived.py`, the rules in `checks/rl.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaswift.losses.options.estimator_table import ESTIMATOR_NAMES, advantage_estimator_names
+from megaswift.losses.options.loss_table import AGG_MODES
+from megaswift.options.option import but_not, is_set, option
+from megaswift.options.tasks import GRPO, PPO, RL
+
+BACKENDS = ("transformers", "vllm", "vllm_server", "sglang")
+SERVERS = ("vllm_server", "sglang")
+"""Backends that are other programs."""
+BACKEND_SPELLINGS = {
+    "true": "vllm",
+    "false": "transformers",
+    "colocate": "vllm",
+    "server": "vllm_server",
+    "sglang_server": "sglang",
+}
+"""`use_vllm` is a switch, `vllm_mode` says where it runs."""
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask")
+"""Weights of samples: of a token, of a completion as the product of its tokens' (TRL's meaning), as their geometric
+mean. What ms-swift's names say is put in these terms by `compat/swift_rollout.py` before it is read here."""
+
+
+@dataclass(frozen=True)
+class RlConfig:
+    """Reinforcement learning"""
+
+    num_generations: int | None = option(
+        None, "Completions per prompt; unset: 8, ppo 1", minimum=1, tasks=RL, metavar="N"
+    )
+    generation_batch_size: int | None = option(
+        None,
+        "Completions per generation over all ranks; unset: global_batch_size",
+        minimum=1,
+        unit="completions",
+        tasks=RL,
+    )
+    steps_per_generation: int | None = option(
+        None,
+        "Micro-batches per rank per generation, instead of generation_batch_size",
+        minimum=1,
+        unit="micro-batches",
+        tasks=RL,
+    )
+    num_iterations: int = option(
+        1, "Training passes over each generation", aliases=("num_ppo_epochs",), minimum=1, unit="passes", tasks=RL
+    )
+    dynamic_sample: bool = option(
+        False, "Resample prompt groups whose rewards are all equal (DAPO, arXiv:2503.14476)", tasks=GRPO
+    )
+    max_resample_times: int = option(
+        3,
+        "Maximum number of resampling rounds of dynamic_sample",
+        minimum=1,
+        unit="rounds",
+        tasks=GRPO,
+        only_with={"dynamic_sample": True},
+    )
+    async_generation: bool = option(
+        False,
+        "Sample for the next step during training: one step off-policy",
+        aliases=("async_generate",),
+        tasks=RL,
+    )
+    environment: str | None = option(
+        None,
+        "Environment for multi-turn rollouts",
+        aliases=("multi_turn_scheduler",),
+        tasks=RL,
+        metavar="FILE.py:NAME",
+    )
+    max_turns: int | None = option(
+        None,
+        "Maximum number of model turns with an environment; unset: no limit",
+        aliases=("max_tool_calling_iterations",),
+        minimum=1,
+        unit="turns",
+        tasks=RL,
+        only_with={"environment": is_set()},
+    )
+
+    max_completion_length: int = option(
+        512,
+        "Maximum completion length; prompts get the rest of max_length",
+        aliases=("response_length", "max_new_tokens"),
+        minimum=1,
+        unit="tokens",
+        tasks=RL,
+    )
+    temperature: float = option(
+        1.0, "Sampling temperature, also applied to the policy's log-probabilities", above=0, tasks=RL
+    )
+    top_p: float = option(
+        1.0, "Nucleus sampling: cumulative probability of the candidate tokens", above=0, maximum=1, tasks=RL
+    )
+    top_k: int = option(0, "Number of highest-probability candidate tokens; 0: all", minimum=0, tasks=RL)
+    min_p: float | None = option(
+        None,
+        "Minimum probability of a candidate token, relative to the most likely one",
+        minimum=0,
+        maximum=1,
+        tasks=RL,
+        metavar="P",
+    )
+    repetition_penalty: float = option(
+        1.0, "Repetition penalty; above 1: repeated tokens become less likely", above=0, tasks=RL
+    )
+    allow_biased_sampling: bool = option(
+        False,
+        "Allow top_p, top_k, min_p and repetition_penalty, which bias the gradient",
+        tasks=RL,
+        only_with={"biased_sampling": is_set()},
+    )
+    rollout_backend: str = option(
+        "transformers",
+        "Sampler, in the training process or a server; unset: vllm if it has a GPU",
+        aliases=("use_vllm", "vllm_mode"),
+        choices=BACKENDS,
+        spellings=BACKEND_SPELLINGS,
+        tasks=RL,
+    )
+    rollout_batch_size: int | None = option(
+        None,
+        "Concurrent completions of a sampler or over its servers; unset: by backend",
+        aliases=("vllm_max_num_seqs",),
+        minimum=1,
+        tasks=RL,
+    )
+    rollout_sleep: bool = option(
+        False,
+        "Free the sampler's memory during training",
+        aliases=("vllm_enable_sleep_mode",),
+        tasks=RL,
+        only_with={"rollout_backend": ("transformers", "vllm")},
+    )
+    rollout_server_url: tuple[str, ...] = option(
+        (),
+        "Sampler server URLs; unset: this machine, default port",
+        aliases=("vllm_server_base_url", "sglang_server_base_url"),
+        tasks=RL,
+        metavar="URL...",
+        only_with={"rollout_backend": SERVERS},
+    )
+    rollout_server_timeout: float = option(
+        600.0,
+        "Timeout of a request to a sampler server",
+        aliases=("vllm_server_timeout",),
+        above=0,
+        unit="seconds",
+        tasks=RL,
+        only_with={"rollout_backend": SERVERS},
+    )
+    rollout_sync_folder: str | None = option(
+        None,
+        "Folder for weights sent to samplers; unset: /dev/shm, or in output_dir",
+        tasks=RL,
+        metavar="DIR",
+    )
+    rollout_lora: bool | None = option(
+        None,
+        "Send LoRA adapters to samplers instead of merged weights; unset: if supported",
+        aliases=("vllm_enable_lora",),
+        tasks=RL,
+        only_with={"train_type": but_not("full")},
+    )
+    vllm_gpu_memory_utilization: float = option(
+        0.3,
+        "Fraction of each GPU's memory for vLLM in the training process",
+        above=0,
+        maximum=1,
+        tasks=RL,
+        only_with={"rollout_backend": "vllm"},
+    )
+    offload_model: bool = option(False, "Offload model weights to CPU during sampling", tasks=RL)
+    offload_optimizer: bool = option(False, "Offload gradients and optimizer state to CPU during sampling", tasks=RL)
+
+    reward_funcs: tuple[str, ...] = option(
+        (),
+        "Reward functions: accuracy, format, ... (docs/rewards.md), or FILE.py:function",
+        aliases=("reward_functions",),
+        tasks=RL,
+    )
+    reward_model: tuple[str, ...] = option((), "Reward model folders", tasks=RL, metavar="DIR...")
+    reward_weights: tuple[float, ...] = option(
+        (), "Weight of each of reward_funcs, then of each reward_model; unset: 1 each", tasks=RL, metavar="NUMBER..."
+    )
+    cosine_min_len_value_wrong: float = option(
+        -0.5,
+        "cosine reward: reward of a wrong answer of length 0",
+        tasks=RL,
+        only_with={"reward_funcs": "cosine"},
+        neutral=(None,),
+    )
+    cosine_max_len_value_wrong: float = option(
+        0.0,
+        "cosine reward: reward of a wrong answer of length cosine_max_len",
+        tasks=RL,
+        only_with={"reward_funcs": "cosine"},
+        neutral=(None,),
+    )
+    cosine_min_len_value_correct: float = option(
+        1.0,
+        "cosine reward: reward of a correct answer of length 0",
+        tasks=RL,
+        only_with={"reward_funcs": "cosine"},
+        neutral=(None,),
+    )
+    cosine_max_len_value_correct: float = option(
+        0.5,
+        "cosine reward: reward of a correct answer of length cosine_max_len",
+        tasks=RL,
+        only_with={"reward_funcs": "cosine"},
+        neutral=(None,),
+    )
+    cosine_max_len: int | None = option(
+        None,
+        "cosine reward: maximum length; unset: max_completion_length",
+        minimum=1,
+        unit="tokens",
+        tasks=RL,
+        only_with={"reward_funcs": "cosine"},
+        neutral=(None,),
+    )
+    repetition_n_grams: int = option(
+        3,
+        "repetition reward: n-gram size",
+        minimum=1,
+        unit="tokens",
+        tasks=RL,
+        only_with={"reward_funcs": "repetition"},
+        neutral=(None,),
+    )
+    repetition_max_penalty: float = option(
+        -1.0,
+        "repetition reward: penalty if all n-grams repeat",
+        maximum=0,
+        tasks=RL,
+        only_with={"reward_funcs": "repetition"},
+        neutral=(None,),
+    )
+    soft_max_length: int | None = option(
+        None,
+        "soft_overlong reward: length of reward -1; unset: max_completion_length",
+        minimum=1,
+        unit="tokens",
+        tasks=RL,
+        only_with={"reward_funcs": "soft_overlong"},
+    )
+    soft_cache_length: int | None = option(
+        None,
+        "soft_overlong reward: length of the interval over which it falls from 0 to -1",
+        minimum=1,
+        unit="tokens",
+        tasks=RL,
+        only_with={"reward_funcs": "soft_overlong"},
+    )
+
+    code_timeout: float = option(
+        6.0,
+        "code reward: time limit per test case",
+        above=0,
+        unit="seconds",
+        tasks=RL,
+        only_with={"reward_funcs": "code"},
+    )
+    code_memory: int = option(
+        512,
+        "code reward: memory limit per test case",
+        minimum=16,
+        unit="MiB",
+        tasks=RL,
+        only_with={"reward_funcs": "code"},
+    )
+    allow_unsafe_code: bool = option(
+        False, "code reward: run programs even if no sandbox is available", tasks=RL, only_with={"reward_funcs": "code"}
+    )
+
+    advantage_estimator: str | None = option(
+        None,
+        "Advantage estimator; unset: grpo (ppo: gae)",
+        choices=advantage_estimator_names(),
+        choices_of=ESTIMATOR_NAMES,
+        tasks=RL,
+        metavar="NAME",
+    )
+    pass_at_k: int = option(
+        4,
+        "The k of pass@k; a reward above 0 is a pass",
+        minimum=1,
+        unit="completions",
+        tasks=GRPO,
+        only_with={"advantage_estimator": "pass_at_k"},
+        neutral=(None,),
+    )
+    scale_rewards: str = option(
+        "group",
+        "Divide advantages by the standard deviation of rewards in the group or batch",
+        choices=("group", "batch", "none"),
+        spellings={"true": "group", "false": "none"},
+        tasks=GRPO,
+        only_with={"advantage_estimator": "grpo", "multi_objective_aggregation": but_not("normalize_then_sum")},
+    )
+    multi_objective_aggregation: str = option(
+        "sum_then_normalize",
+        "Order of summing and normalizing several rewards (GDPO, arXiv:2601.05242)",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+        tasks=GRPO,
+        only_with={"advantage_estimator": "grpo"},
+        neutral=("sum_then_normalize",),
+    )
+    kl_in_reward: bool | None = option(
+        None,
+        "Apply the KL penalty to rewards instead of the loss; unset: not for grpo",
+        tasks=RL,
+        only_with={"beta": but_not(0)},
+    )
+    kl_estimator: str | None = option(
+        None,
+        "KL estimator; unset: k3 in the loss, k1 in rewards",
+        choices=("k1", "k2", "k3"),
+        tasks=RL,
+        metavar="NAME",
+        only_with={"beta": but_not(0)},
+    )
+    kl_controller: str = option(
+        "fixed",
+        "Fixed or adaptive KL coefficient (arXiv:1909.08593)",
+        choices=("fixed", "adaptive"),
+        tasks=RL,
+        only_with={"kl_in_reward": True},
+        neutral=("fixed",),
+    )
+    target_kl: float = option(
+        6.0,
+        "Target KL per completion of the adaptive controller",
+        above=0,
+        unit="nats",
+        tasks=RL,
+        only_with={"kl_controller": "adaptive"},
+    )
+    kl_horizon: int = option(
+        10000,
+        "Horizon of the adaptive controller",
+        minimum=1,
+        unit="completions",
+        tasks=RL,
+        only_with={"kl_controller": "adaptive"},
+    )
+
+    epsilon: float = option(
+        0.2,
+        "Clip range of the probability ratio",
+        aliases=("cliprange", "epsilon_low"),
+        minimum=0,
+        tasks=RL,
+        only_with={"loss_type": ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "rloo", "clip_cov")},
+        neutral=(None,),
+    )
+    epsilon_high: float | None = option(
+        None,
+        "Upper clip range; unset: epsilon (cispo: maximum ratio; unset: 5)",
+        minimum=0,
+        tasks=RL,
+        metavar="X",
+        only_with={"loss_type": ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "luspo", "rloo", "clip_cov")},
+        neutral=(None,),
+    )
+    delta: float | None = option(
+        None,
+        "Upper bound of the ratio for negative advantages (arXiv:2505.07291)",
+        above=1,
+        tasks=RL,
+        metavar="X",
+        only_with={"loss_type": ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "rloo", "clip_cov")},
+    )
+    importance_sampling_level: str = option(
+        "token",
+        "Level of the ratio: token, sequence (GSPO, arXiv:2507.18071) or GSPO-token",
+        choices=("token", "sequence", "sequence_token"),
+        tasks=GRPO,
+        only_with={"loss_type": but_not("rloo")},
+        neutral=(),
+    )
+    mask_truncated_completions: bool = option(
+        False, "Exclude truncated completions from the loss", aliases=("overlong_filter",), tasks=RL
+    )
+    top_entropy_quantile: float = option(
+        1.0,
+        "Train on this fraction of tokens, those of highest entropy (arXiv:2506.01939)",
+        minimum=0,
+        maximum=1,
+        tasks=RL,
+    )
+    entropy_coef: float = option(0.0, "Coefficient of the entropy bonus", minimum=0, tasks=RL)
+    off_policy_mask_threshold: float | None = option(
+        None,
+        "Mask completions of negative advantage above this KL (arXiv:2512.02556)",
+        aliases=("off_policy_sequence_mask_delta",),
+        above=0,
+        tasks=RL,
+        metavar="X",
+    )
+    use_bias_correction_kl: bool | None = option(
+        None,
+        "Weight the KL by the importance ratio (arXiv:2512.02556); unset: not for k2",
+        tasks=RL,
+        only_with={"beta": but_not(0), "kl_in_reward": False},
+        neutral=(False,),
+    )
+    loss_agg_mode: str | None = option(
+        None,
+        "Loss normalization, under verl's names; unset: that of loss_type",
+        choices=AGG_MODES,
+        tasks=RL,
+        metavar="MODE",
+    )
+    use_rollout_logprobs: bool = option(
+        False,
+        "Use the sampler's log-probabilities as the old policy's",
+        aliases=("bypass_mode",),
+        tasks=RL,
+    )
+    clip_cov_ratio: float = option(
+        0.0002,
+        "Fraction of the tokens to exclude from the loss",
+        above=0,
+        maximum=1,
+        tasks=GRPO,
+        only_with={"loss_type": "clip_cov"},
+        neutral=(None,),
+    )
+    clip_cov_lb: float = option(
+        1.0,
+        "Lower bound of the covariance of those tokens",
+        tasks=GRPO,
+        only_with={"loss_type": "clip_cov"},
+        neutral=(None,),
+    )
+    clip_cov_ub: float = option(
+        5.0,
+        "Upper bound of the covariance of those tokens",
+        tasks=GRPO,
+        only_with={"loss_type": "clip_cov"},
+        neutral=(None,),
+    )
+    kl_cov_ratio: float = option(
+        0.0002,
+        "Fraction of the tokens that get a KL penalty, those of largest covariance",
+        above=0,
+        maximum=1,
+        tasks=GRPO,
+        only_with={"loss_type": "kl_cov"},
+        neutral=(None,),
+    )
+    kl_cov_coef: float = option(
+        1.0,
+        "Weight of that KL penalty",
+        aliases=("ppo_kl_coef",),
+        minimum=0,
+        tasks=GRPO,
+        only_with={"loss_type": "kl_cov"},
+        neutral=(None,),
+    )
+    sapo_temperature_pos: float = option(
+        1.0, "Temperature for positive advantages", above=0, tasks=GRPO, only_with={"loss_type": "sapo"}
+    )
+    sapo_temperature_neg: float = option(
+        1.05, "Temperature for other advantages", above=0, tasks=GRPO, only_with={"loss_type": "sapo"}
+    )
+    vespo_k_pos: float = option(
+        2.0,
+        "Exponent for positive advantages",
+        minimum=0,
+        tasks=GRPO,
+        only_with={"loss_type": "vespo"},
+        neutral=(None,),
+    )
+    vespo_lambda_pos: float = option(
+        3.0, "Decay for positive advantages", minimum=0, tasks=GRPO, only_with={"loss_type": "vespo"}, neutral=(None,)
+    )
+    vespo_k_neg: float = option(
+        3.0, "Exponent for other advantages", minimum=0, tasks=GRPO, only_with={"loss_type": "vespo"}, neutral=(None,)
+    )
+    vespo_lambda_neg: float = option(
+        2.0, "Decay for other advantages", minimum=0, tasks=GRPO, only_with={"loss_type": "vespo"}, neutral=(None,)
+    )
+    importance_sampling_correction: bool | None = option(
+        None,
+        "Correct the trainer-sampler mismatch; unset: off for transformers unless async",
+        aliases=("vllm_importance_sampling_correction",),
+        tasks=RL,
+    )
+    importance_sampling_mode: str = option(
+        "token_truncate",
+        "Level of the correction weights; truncate or mask weights out of bounds",
+        aliases=("vllm_importance_sampling_mode", "rollout_importance_sampling_mode"),
+        choices=MODES,
+        tasks=RL,
+        only_with={"importance_sampling_correction": True},
+        neutral=(None,),
+    )
+    importance_sampling_clip_max: float | None = option(
+        3.0,
+        "Upper bound of the correction weights; none: no bound",
+        aliases=(
+            "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_cap",
+            "rollout_importance_sampling_threshold",
+        ),
+        above=0,
+        tasks=RL,
+        only_with={"importance_sampling_correction": True},
+        neutral=(None,),
+    )
+    importance_sampling_clip_min: float | None = option(
+        None,
+        "Lower bound of the correction weights; unset: no bound",
+        aliases=("vllm_importance_sampling_clip_min",),
+        minimum=0,
+        tasks=RL,
+        metavar="X",
+        only_with={"importance_sampling_correction": True},
+        neutral=(None,),
+    )
+    importance_sampling_filter_max: float | None = option(
+        None,
+        "Drop completions whose geometric mean weight is larger; unset: no bound",
+        above=0,
+        tasks=RL,
+        metavar="X",
+        only_with={"importance_sampling_correction": True},
+        neutral=(None,),
+    )
+    importance_sampling_filter_min: float | None = option(
+        None,
+        "Drop completions whose geometric mean weight is smaller; unset: no bound",
+        minimum=0,
+        tasks=RL,
+        metavar="X",
+        only_with={"importance_sampling_correction": True},
+        neutral=(None,),
+    )
+
+    critic_model: str | None = option(
+        None, "Initial critic folder; unset: the model", aliases=("value_model",), tasks=PPO, metavar="DIR"
+    )
+    critic_learning_rate: float | None = option(
+        None, "Learning rate of the critic; unset: learning_rate", above=0, tasks=PPO, metavar="X"
+    )
+    vf_coef: float = option(0.1, "Value loss coefficient", minimum=0, tasks=PPO)
+    cliprange_value: float = option(0.2, "Value clip range", above=0, tasks=PPO)
+    gamma: float = option(
+        1.0,
+        "Discount factor per token",
+        above=0,
+        maximum=1,
+        tasks=RL,
+        only_with={"advantage_estimator": ("reinforce_plus_plus", "gae")},
+        neutral=(1.0,),
+    )
+    lam: float = option(
+        0.95, "Lambda of GAE (arXiv:1506.02438)", aliases=("gae_lambda",), minimum=0, maximum=1, tasks=PPO
+    )
+    whiten_rewards: bool = option(False, "Scale the rewards of a batch to unit standard deviation", tasks=PPO)
+    whiten_advantages: bool | None = option(
+        None,
+        "Normalize batch advantages to mean 0 and variance 1; unset: only for gae",
+        aliases=("normalize_advantages",),
+        tasks=RL,
+        only_with={"advantage_estimator": ("rloo", "gae")},
+    )
+
+    log_completions: bool = option(True, "Write completions and rewards to completions.jsonl and the report", tasks=RL)
+    num_completions_to_print: int | None = option(
+        None,
+        "Number of completions per logged step; unset: all",
+        minimum=1,
+        unit="completions",
+        tasks=RL,
+        only_with={"log_completions": True},
+    )
