@@ -158,6 +158,7 @@ def _values(given: GivenOptions) -> dict[str, Any]:
 
 
 def _sections(given: GivenOptions) -> Sections:
+    # Values, and defaults that depend on other options.
     values = _values(given) | _default_max_length(given)
     set_by_user = frozenset(name for name in given.typed if values.get(name) is not None and name not in given.ambient)
     if values.get("packing") is None:
@@ -166,6 +167,8 @@ def _sections(given: GivenOptions) -> Sections:
         values["add_version"] = "output_dir" not in set_by_user and not values.get("overwrite_output_dir")
     if accumulation := _default_accumulation(given):
         values["gradient_accumulation_steps"] = accumulation.number
+
+    # One object for each section.
     parts = {
         key: cls(**{n: v for n, v in values.items() if OPTIONS[n].section == key}) for key, cls in SECTIONS.items()
     }

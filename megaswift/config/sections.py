@@ -100,5 +100,5 @@ class Sections:
     """How the user wrote each option."""
 
     def value(self, name: str) -> Any:
-        """The value of the option with this canonical name."""
+        """Return the value of the option with this canonical name."""
         return getattr(getattr(self, OPTIONS[name].section), name)

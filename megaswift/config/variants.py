@@ -56,7 +56,7 @@ def _estimator(c: Sections) -> Any:
 
 
 def _reward_functions(c: Sections) -> tuple[str, ...]:
-    """Returns which built-in functions with options the run uses, also under TRL's names
+    """Return which built-in functions with options the run uses, also under TRL's names
     (`get_cosine_scaled_reward`)."""
     built_in = [name for name in c.rl.reward_funcs if ":" not in name]  # a colon: FILE:FUNCTION of the user
     return tuple(short for short in _REWARDS_WITH_OPTIONS if any(short in name for name in built_in))
@@ -66,12 +66,12 @@ _REWARDS_WITH_OPTIONS = ("code", "soft_overlong", "cosine", "repetition")
 
 
 def _nodes(c: Sections) -> Any:
-    """Returns the number of machines on which torchrun starts processes. Other launchers have their own rules."""
+    """Return the number of machines on which torchrun starts processes. Other launchers have their own rules."""
     return (c.launch.nnodes or 1) if c.launch.launcher == "torchrun" else ANY
 
 
 def _weight_bits(c: Sections) -> Any:
-    """Returns the bits of the frozen weights on a torch engine. The native engine is left to the selector `engine`."""
+    """Return the bits of the frozen weights on a torch engine. The native engine is left to the selector `engine`."""
     return ANY if requested_engine(c) == NATIVE else base_quantization_bits(c)
 
 
@@ -131,18 +131,18 @@ FACTS: dict[str, Fact] = {
 
 
 def readers(option: str, selector: str) -> tuple[str, ...]:
-    """Returns the listed values of a selector with which an option exists; empty: the option lists none."""
+    """Return the listed values of a selector with which an option exists; empty: the option lists none."""
     wanted = OPTIONS[option].only_with.get(selector)
     return wanted.values if wanted else ()
 
 
 def selector_value(c: Sections, name: str) -> Any:
-    """Returns the value of a selector in a configuration."""
+    """Return the value of a selector in a configuration."""
     return FACTS[name].read(c) if name in FACTS else c.value(name)
 
 
 def variant_rules() -> Iterator[IgnoredOption]:
-    """Yields a rule for each option and selector: the option has no effect if the selector has another value."""
+    """Yield a rule for each option and selector: the option has no effect if the selector has another value."""
     for option in OPTIONS.values():
         for selector, wanted in option.only_with.items():
             yield _rule(option, selector, wanted)
@@ -166,7 +166,7 @@ def _texts(values: tuple[Any, ...]) -> list[str]:
 
 
 def _reason(selector: str, wanted: Wanted) -> str:
-    """Returns why the option has no effect, for messages: the rest of a sentence that begins with the option."""
+    """Return why the option has no effect, for messages: the rest of a sentence that begins with the option."""
     if wanted.values == (None,):
         return f"applies only to runs without --{selector}"
     if wanted.values:
@@ -182,7 +182,7 @@ def _reason(selector: str, wanted: Wanted) -> str:
 
 
 def _fix(selector: str, wanted: Wanted) -> str:
-    """Returns the option to give instead. Placeholders are filled when the rule is broken."""
+    """Return the option to give instead. Placeholders are filled when the rule is broken."""
     if selector == "engine":
         engine = wanted.values[0] if wanted.values else ""
         return {"megatron": "{to_megatron}", "fsdp2": "{to_fsdp2}"}.get(engine, "--engine ddp")
@@ -200,7 +200,7 @@ def _fix(selector: str, wanted: Wanted) -> str:
 
 
 def variant_note(option: Option, choices: Mapping[str, tuple[str, ...]]) -> str:
-    """Returns a note for `--help`: with which losses or estimators an option exists; empty: with all of them.
+    """Return a note for `--help`: with which losses or estimators an option exists; empty: with all of them.
 
     Args:
         choices: Selector -> its values in the task.

@@ -237,7 +237,7 @@ class StepReport:
 
 
 def _shares_and_samples(shares: Sequence[float], microbatches: Sequence[Batch]) -> tuple[MicrobatchLossAndSamples, ...]:
-    """Returns each micro-batch's share of the objective with the ids of its samples. `microbatches` are in host
+    """Return each micro-batch's share of the objective with the ids of its samples. `microbatches` are in host
     memory."""
     rows = [() if b.sample_ids is None else tuple(i for i in b.sample_ids.tolist() if i >= 0) for b in microbatches]
     return tuple(MicrobatchLossAndSamples(share, ids) for share, ids in zip(shares, rows, strict=True))
@@ -248,7 +248,7 @@ def _has_ranks_of(group: Any, other: Any) -> bool:
 
 
 def _on_device(rows: Sequence[Sequence[Tensor | float]], device: torch.device) -> Tensor:
-    """Returns the rows as float64 [micro-batches, numbers] on the device. Values in host memory take one asynchronous
+    """Return the rows as float64 [micro-batches, numbers] on the device. Values in host memory take one asynchronous
     copy."""
     values = [value for row in rows for value in row]
     on_host = [float(v) for v in values if not (isinstance(v, Tensor) and v.device.type == device.type)]
@@ -265,7 +265,7 @@ def _on_device(rows: Sequence[Sequence[Tensor | float]], device: torch.device) -
 def _reduced_over_dp(
     rows: Tensor, order: ReportOrder, context: ParallelContextProtocol, beside: Sequence[Tensor]
 ) -> Tensor:
-    """Returns `beside` [], then the numbers of the report, in one tensor: sums, maxima and minima over the
+    """Return `beside` [], then the numbers of the report, in one tensor: sums, maxima and minima over the
     data-parallel ranks and, for the report, over `rows`, one for each micro-batch of this rank. One reduction on the
     device. Collective."""
     # Over this rank's micro-batches; a minimum is the negative of a maximum

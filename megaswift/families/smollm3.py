@@ -10,7 +10,7 @@ from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_ml
 
 
 def _without_rotation(reading: ConfigReading) -> None:
-    """Reads which layers have no rotary embedding: the zeros of `no_rope_layers`, where despite the name 1 stands for a
+    """Read which layers have no rotary embedding: the zeros of `no_rope_layers`, where despite the name 1 stands for a
     layer with rotary embedding (as in transformers); without that list, every `no_rope_layer_interval`-th layer."""
     layers = reading.layers()
     interval = reading.get("no_rope_layer_interval", int, 4, 1)

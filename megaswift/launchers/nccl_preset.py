@@ -24,7 +24,7 @@ OPTION = "--nccl_preset"
 
 
 def apply_nccl_preset(preset: str, environ: MutableMapping[str, str], gpu: bool, machine: Machine | None = None) -> str:
-    """Sets those variables of the preset that are not set yet.
+    """Set those variables of the preset that are not set yet.
 
     Args:
         preset: A preset's name, or `auto`.
@@ -68,7 +68,7 @@ def apply_nccl_preset(preset: str, environ: MutableMapping[str, str], gpu: bool,
 
 
 def node_count(environ: Mapping[str, str]) -> int:
-    """Returns the number of nodes of the run to which this process belongs; 1 for a process without a launcher."""
+    """Return the number of nodes of the run to which this process belongs; 1 for a process without a launcher."""
     given = nproc_or_nnodes_started_by_launcher("nnodes", environ)
     if given is not None:
         return given
@@ -78,7 +78,7 @@ def node_count(environ: Mapping[str, str]) -> int:
 
 
 def preset_by_devices(machine: Machine, nodes: int) -> tuple[str | None, str]:
-    """Returns the preset for this machine's devices, and the devices in words; None in place of the preset if none
+    """Return the preset for this machine's devices, and the devices in words; None in place of the preset if none
     fits.
 
     A single node is judged by its NVLink connections, several nodes by the ports between them.

@@ -31,7 +31,7 @@ class Wanted:
     it."""
 
     def holds(self, actual: Any) -> bool:
-        """Returns whether the selector's actual value meets the condition; if it is a tuple, whether any entry does."""
+        """Return whether the selector's actual value meets the condition; if it is a tuple, whether any entry does."""
         present = actual if isinstance(actual, tuple) else (actual,)
         if ANY in present:
             return True
@@ -49,22 +49,22 @@ ANY = object()
 
 
 def one_of(*values: Any, notice: bool = False) -> Wanted:
-    """The selector has one of these values."""
+    """Return the condition that the selector has one of these values."""
     return Wanted(values=values, notice=notice)
 
 
 def but_not(*values: Any, notice: bool = False) -> Wanted:
-    """The selector has any value but these."""
+    """Return the condition that the selector has any value but these."""
     return Wanted(excluded=values, notice=notice)
 
 
 def at_least(number: int, notice: bool = False) -> Wanted:
-    """The selector is this number or a larger one."""
+    """Return the condition that the selector is at least this number."""
     return Wanted(least=number, notice=notice)
 
 
 def is_set(notice: bool = False) -> Wanted:
-    """The selector has a value."""
+    """Return the condition that the selector is set."""
     return Wanted(notice=notice)
 
 
@@ -110,7 +110,7 @@ class OptionDetails(TypedDict, total=False):
 
 
 def option(default: Any, help: str, **details: Unpack[OptionDetails]) -> Any:
-    """Returns a dataclass field that declares an option. `help` is one line without a full stop."""
+    """Return a dataclass field that declares an option. `help` is one line without a full stop."""
     metadata = {"help": help, **details}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
@@ -147,11 +147,11 @@ class Option:
         return (*self.details.get("choices", ()), *PLUGIN_CHOICES.get(self.name, ()))
 
     def choices_in(self, task: str | None) -> tuple[str, ...]:
-        """Returns the choices of the option for a task (None: those that do not depend on the task)."""
+        """Return the choices of the option for a task (None: those that do not depend on the task)."""
         return self.details.get("choices_of", {}).get(task or "", self.choices)
 
     def of_task(self, task: str | None) -> Option:
-        """Returns the option with the choices of a task."""
+        """Return the option with the choices of a task."""
         return dataclasses.replace(self, details={**self.details, "choices": self.choices_in(task)})
 
     @property
@@ -175,7 +175,7 @@ class Option:
         return self.details.get("neutral", NEUTRAL)
 
     def belongs_to(self, task: str) -> bool:
-        """Returns whether `task` has this option."""
+        """Return whether `task` has this option."""
         return task in self.details.get("tasks", (task,))
 
 
@@ -198,7 +198,7 @@ _KINDS: dict[Any, str] = {
 
 
 def options_of(section: str, cls: type) -> tuple[Option, ...]:
-    """Returns the options that a section class declares, in order."""
+    """Return the options that a section class declares, in order."""
     hints = get_type_hints(cls)
     options = []
     for f in dataclasses.fields(cls):
@@ -227,12 +227,12 @@ class OptionTable:
     """All headings that a file may have, including the other names of sections."""
 
     def opens_section(self, name: str, value: Any) -> bool:
-        """Returns whether `name: value` opens a section: `model: {...}` does, `model: DIR` does not."""
+        """Return whether `name: value` opens a section: `model: {...}` does, `model: DIR` does not."""
         return isinstance(value, dict) and name in self.headings
 
 
 def build_option_table(sections: Mapping[str, type], other_headings: Iterable[str] = ()) -> OptionTable:
-    """Returns the table of the options that these section classes declare.
+    """Return the table of the options that these section classes declare.
 
     Args:
         sections: Heading in a file -> section class.

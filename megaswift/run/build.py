@@ -270,7 +270,7 @@ def build_run(
         else:
             load_start_weights(plan, engine)
 
-        # The hooks that do not depend on the task. The throughput keeps the list `flops`, which grows below.
+        # The hooks that every run has. `MetricsJsonlHook` keeps the list `flops`, which grows below.
         flops = [step_flop_formula(engine, plan.spec, forward_pass_count_before_step(plan.cfg, plan.layout.dp))]
         files = model_files(plan, engine, data.tokenizer)
         facts = model_facts(plan)
@@ -411,7 +411,7 @@ def run_hooks(
     flops: Sequence[StepFlopFormula],
     facts: Mapping[str, Any],
 ) -> list[Hook]:
-    """Build the hooks that do not depend on the task, in the order in which they act within a step: metrics first, the
+    """Build the hooks that every run has, in the order in which they act within a step: metrics first, the
     checkpoint last."""
     cfg = plan.cfg
     train = cfg.train

@@ -43,7 +43,7 @@ def streaming_merge_unsupported(home: Path, adapter: Path) -> bool:
 
 
 def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwrite: bool) -> Path:
-    """Writes the model in `base`, a Hugging Face folder, with the adapters merged into it, to `target`. The folder
+    """Write the model in `base`, a Hugging Face folder, with the adapters merged into it, to `target`. The folder
     appears complete or not at all.
 
     Returns:
@@ -87,14 +87,14 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
 
 
 def config_with_tokenizer_pad_token_id(config: Mapping[str, Any], home: Path) -> dict[str, Any]:
-    """Returns the config.json of a reward model with the padding token of the tokenizer in `home`, by which
+    """Return the config.json of a reward model with the padding token of the tokenizer in `home`, by which
     transformers finds the last token of a row, where it reads the score."""
     tokenizer = load_tokenizer(home, False, "put the tokenizer's files into the base model's folder")
     return with_pad_token_id(config, score_padding_token(tokenizer, config))
 
 
 def _merged(base: Path, adapter: Path) -> tuple[Any, dict[str, str]]:
-    """Returns the merged model, and the tensors that were tied before the merge, each with the first name of its
+    """Return the merged model, and the tensors that were tied before the merge, each with the first name of its
     tensor. An adapter on only one of two tied modules unties them."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.utils import logging

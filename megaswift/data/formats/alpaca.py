@@ -12,7 +12,7 @@ from megaswift.data.untokenized_sample import (
 
 
 def parse(row: Row) -> UntokenizedSample:
-    """Returns a conversation whose question is the instruction, followed on a new line by the input, if there is
+    """Return a conversation whose question is the instruction, followed on a new line by the input, if there is
     any."""
     parts = (text_in_column(row, "instruction"), text_in_column(row, "input", optional=True))
     question = "\n".join(text for text in parts if text)

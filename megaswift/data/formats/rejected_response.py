@@ -31,7 +31,7 @@ from megaswift.options.tasks import PAIRS
 
 
 def read_sft_conversation(row: Row) -> UntokenizedSample:
-    """Returns the conversation of a row, read as an SFT row without its preference columns."""
+    """Return the conversation of a row, read as an SFT row without its preference columns."""
     sft_row = {k: v for k, v in row.items() if k not in COLUMNS}
     return parse_sample(sft_row, "sft")
 
@@ -49,7 +49,7 @@ def _chosen(row: Row) -> UntokenizedSample:
 
 
 def parse(row: Row) -> PreferenceExample:
-    """Returns the pair of a row whose `rejected_response` replaces the last assistant message."""
+    """Return the pair of a row whose `rejected_response` replaces the last assistant message."""
     chosen = _chosen(row)
     answer: dict[str, Any] = {"role": "assistant", "content": text_in_column(row, "rejected_response", optional=True)}
     loss = (*chosen.loss[:-1], loss_flag(chosen.loss[-1]))  # a loss weight of the chosen answer is not for this one
@@ -58,7 +58,7 @@ def parse(row: Row) -> PreferenceExample:
 
 
 def parse_rejected_messages(row: Row) -> PreferenceExample:
-    """Returns the pair of a row with `rejected_messages`: a conversation, or an answer to the chosen one's last
+    """Return the pair of a row with `rejected_messages`: a conversation, or an answer to the chosen one's last
     question if it begins with the assistant and the chosen one does not."""
     chosen = _chosen(row)
     rejected = checked_conversation_sample(row["rejected_messages"], "rejected_messages")
@@ -76,7 +76,7 @@ def parse_rejected_messages(row: Row) -> PreferenceExample:
 
 
 def has_sft_conversation(row: Row) -> bool:
-    """Returns whether a row without its preference columns has the columns of an SFT format."""
+    """Return whether a row without its preference columns has the columns of an SFT format."""
     columns = {k for k, v in row.items() if v is not None and k not in COLUMNS}
     return any(columns.issuperset(f.required) and "sft" in f.tasks for f in FORMATS)
 

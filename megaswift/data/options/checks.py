@@ -64,7 +64,7 @@ DATA_IGNORED: tuple[IgnoredOption, ...] = (
         "padding_free",
         ("packing",),
         lambda c: c.task not in ("sft", "pt"),
-        "the samples of other tasks than sft and pt are packed by --packing true, their default",
+        "only sft and pt have it; the samples of other tasks are packed unless --packing false is given",
         "--packing true",
         notice=True,
     ),
@@ -103,7 +103,7 @@ DATA_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("group_by_length", "shuffle"),
         lambda c: c.data.group_by_length and not c.data.shuffle and not c.data.packing and not c.data.streaming,
-        "orders rows anew in each epoch, and shuffle false keeps the order of the files",
+        "reorders rows in each epoch, but shuffle false keeps the order of the files",
         "--shuffle true",
     ),
     ConflictingOptions(

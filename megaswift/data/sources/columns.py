@@ -15,13 +15,13 @@ LOOKED_AT = 1000
 
 
 def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the row with its columns renamed. A renamed column replaces a column that already has the new name."""
+    """Return the row with its columns renamed. A renamed column replaces a column that already has the new name."""
     unchanged = {name: value for name, value in row.items() if name not in columns}
     return unchanged | {new: row[old] for old, new in columns.items() if old in row}
 
 
 def fill_self_cognition_name_placeholders(value: Any, texts: Mapping[str, Sequence[str]], chinese: bool = False) -> Any:
-    """Returns a row, or a value inside a row, with the placeholders of self-cognition data replaced: {{NAME}} and
+    """Return a row, or a value inside a row, with the placeholders of self-cognition data replaced: {{NAME}} and
     {{AUTHOR}}, or {{name}} and {{author}} in LLaMA-Factory's data.
 
     Args:
@@ -43,7 +43,7 @@ def fill_self_cognition_name_placeholders(value: Any, texts: Mapping[str, Sequen
 
 
 def check_columns_exist(sources: Sequence[DatasetFiles], columns: Mapping[str, str]) -> None:
-    """Checks that each renamed column is in some row of some data set.
+    """Check that each renamed column is in some row of some data set.
 
     Raises:
         DataError: No row has one of the columns. If a file has more than `LOOKED_AT` rows, the rest is not read, and

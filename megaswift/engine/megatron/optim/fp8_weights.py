@@ -21,12 +21,12 @@ from megaswift.engine.megatron.optim.optimizer import optimizer_parts
 
 
 def is_fp8_weight(tensor: object) -> bool:
-    """Whether a parameter holds FP8 values (Transformer Engine's quantized tensors)."""
+    """Return whether a parameter holds FP8 values (Transformer Engine's quantized tensors)."""
     return isinstance(tensor, Tensor) and bool(is_float8tensor(tensor))
 
 
 def gather_weights_now(chunk: DistributedDataParallel) -> None:
-    """Gathers all weights of a chunk at once, and makes the transposes of FP8 weights for the backward pass.
+    """Gather all weights of a chunk at once, and make the transposes of FP8 weights for the backward pass.
     Collective.
 
     With `overlap_param_gather`, Megatron-Core (0.16, 0.19) makes the transposes only when a module's forward pass waits
@@ -40,7 +40,7 @@ def gather_weights_now(chunk: DistributedDataParallel) -> None:
 
 @torch.no_grad()
 def quantize_from_main_weights(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> None:
-    """Sets every weight of `chunks` from the main weights, as an optimizer step does. Collective."""
+    """Set every weight of `chunks` from the main weights, as an optimizer step does. Collective."""
     for part in optimizer_parts(optimizer):
         part._copy_main_params_to_model_params()
     for chunk in chunks:
@@ -49,7 +49,7 @@ def quantize_from_main_weights(optimizer: MegatronOptimizer, chunks: Sequence[Di
 
 @torch.no_grad()
 def forget_weight_amaxes(weights: Iterable[Tensor]) -> None:
-    """Sets the amaxes (largest magnitudes, for delayed scaling) of FP8 weights to 0: those that Transformer Engine has
+    """Set the amaxes (largest magnitudes, for delayed scaling) of FP8 weights to 0: those that Transformer Engine has
     recorded are of uninitialized memory."""
     for weight in weights:
         weight._get_quantizer().amax.zero_()  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def forget_weight_amaxes(weights: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def start_delayed_weight_scales(weights: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Sets the scale of each FP8 weight, for delayed scaling, from its amax. Collective over `group`, the ranks that
+    """Set the scale of each FP8 weight, for delayed scaling, from its amax. Collective over `group`, the ranks that
     hold the weights' shards.
 
     Transformer Engine starts with a scale of 1, at which weights below 0.01 have at most two significant bits. Call
@@ -79,7 +79,7 @@ class ExactWeights:
 
     @torch.no_grad()
     def __call__(self, weight: Tensor) -> Tensor:
-        """Returns the exact value in the (nominal) dtype and shape of `weight`. Collective, for an FP8 weight, over the
+        """Return the exact value in the (nominal) dtype and shape of `weight`. Collective, for an FP8 weight, over the
         data-parallel ranks that hold its shards."""
         if not is_fp8_weight(weight):
             return weight.data

@@ -55,7 +55,7 @@ class HostAdam(torch.optim.AdamW):
 
     @classmethod
     def instead_of(cls, optimizer: torch.optim.Optimizer, fraction: float = 1.0) -> HostAdam:
-        """Returns a HostAdam that takes over the parameter groups of `optimizer`, which has taken no step yet.
+        """Return a HostAdam that takes over the parameter groups of `optimizer`, which has taken no step yet.
 
         The groups themselves are taken over, because torch's constructor refuses views, and the distributed optimizer's
         shards are views. Settings that a group lacks come from the defaults of `optimizer`.
@@ -77,11 +77,11 @@ class HostAdam(torch.optim.AdamW):
         return host_adam
 
     def offloads(self, p: Tensor) -> bool:
-        """Whether the state of `p` is on the CPU."""
+        """Return whether the state of `p` is on the CPU."""
         return id(p) not in self._resident
 
     def materialize(self, p: Tensor) -> dict[str, Tensor]:
-        """Returns the state of `p`, made of zeros if there is none yet. The state is never copied, so it is not
+        """Return the state of `p`, made of zeros if there is none yet. The state is never copied, so it is not
         pinned."""
         state = self.state[p]
         device = "cpu" if self.offloads(p) else p.device
@@ -105,7 +105,7 @@ class HostAdam(torch.optim.AdamW):
             self._update(previous)
 
     def _arriving_chunks(self) -> Iterator[_MovedChunk]:
-        """Yields each chunk of the offloaded parameters once its copies have been started. Updates the other parameters
+        """Yield each chunk of the offloaded parameters once its copies have been started. Update the other parameters
         on their device on the way."""
         buffers = cycle(self._buffers())
         for group in self.param_groups:
@@ -131,7 +131,7 @@ class HostAdam(torch.optim.AdamW):
         state["step"] += 1
 
     def _update(self, chunk: _MovedChunk) -> None:
-        """Waits until the chunk has arrived, updates it, and starts copying its weights back."""
+        """Wait until the chunk has arrived, update it, and start to copy its weights back."""
         state = self.materialize(chunk.parameter)
         moments = tuple(state[name].view(-1)[chunk.part] for name in ("exp_avg", "exp_avg_sq"))
         if chunk.arrived is not None:
@@ -144,7 +144,7 @@ class HostAdam(torch.optim.AdamW):
     def _adamw(
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]
     ) -> None:
-        """Updates `weight` and `moments` in place. `step` is not advanced: the chunks of a parameter share it."""
+        """Update `weight` and `moments` in place. `step` is not advanced: the chunks of a parameter share it."""
         scale = self.grad_scale
         adamw(
             [weight],
@@ -168,11 +168,11 @@ class HostAdam(torch.optim.AdamW):
         return min(CHUNK, max(self._offloaded_sizes(), default=0))
 
     def _offloaded_sizes(self) -> list[int]:
-        """Returns the number of elements of each offloaded parameter."""
+        """Return the number of elements of each offloaded parameter."""
         return [p.numel() for group in self.param_groups for p in group["params"] if self.offloads(p)]
 
     def _buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns buffer pairs (weights, gradients), pinned if there is a GPU. They are freed after the step; torch
+        """Return buffer pairs (weights, gradients), pinned if there is a GPU. They are freed after the step; torch
         caches pinned memory, so the next step gets the same memory."""
         pinned = torch.cuda.is_available()
         elements = self._buffer_elements()
@@ -182,12 +182,12 @@ class HostAdam(torch.optim.AdamW):
         return list(zip(buffers[:SLOTS], buffers[SLOTS:], strict=True))
 
     def host_bytes(self) -> int:
-        """Returns the host bytes of the offloaded moments, which exist from the first step on, and of a step's
+        """Return the host bytes of the offloaded moments, which exist from the first step on, and of a step's
         buffers."""
         return 8 * (sum(self._offloaded_sizes()) + SLOTS * self._buffer_elements())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state as torch does, then moves each parameter's moments to where this optimizer keeps them: torch
+        """Load the state as torch does, then move each parameter's moments to where this optimizer keeps them: torch
         puts them on the device of the weights."""
         super().load_state_dict(state_dict)
         for p, state in self.state.items():
@@ -196,7 +196,7 @@ class HostAdam(torch.optim.AdamW):
 
 
 def parameters_beyond_fraction(parameters: list[Tensor], fraction: float) -> list[Tensor]:
-    """Returns the parameters that are not offloaded. A parameter is offloaded, in order, if the offloaded elements then
+    """Return the parameters that are not offloaded. A parameter is offloaded, in order, if the offloaded elements then
     are at most `fraction` of all."""
     limit = fraction * sum(p.numel() for p in parameters)
     offloaded = 0
@@ -210,7 +210,7 @@ def parameters_beyond_fraction(parameters: list[Tensor], fraction: float) -> lis
 
 
 def _event_on_current_stream(p: Tensor) -> torch.cuda.Event | None:
-    """Returns an event behind all copies so far; None without a GPU, where copies are synchronous."""
+    """Return an event behind all copies so far; None without a GPU, where copies are synchronous."""
     if not p.is_cuda:
         return None
     event = torch.cuda.Event()
@@ -219,7 +219,7 @@ def _event_on_current_stream(p: Tensor) -> torch.cuda.Event | None:
 
 
 def materialize_host_adam_state(optimizer: HostAdam, config: Any = None) -> None:
-    """Makes the state of every parameter. Replaces Megatron-Core's function, which would make it on the device of the
+    """Make the state of every parameter. Replaces Megatron-Core's function, which would make it on the device of the
     weights."""
     for group in optimizer.param_groups:
         for p in group["params"]:

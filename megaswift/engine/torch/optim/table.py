@@ -14,7 +14,7 @@ from megaswift.engine.torch.vision_parts import note_parts_with_own_learning_rat
 
 
 def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> TorchEngineOptimizer:
-    """Returns the optimizer of the trainable parameters of `module`."""
+    """Return the optimizer of the trainable parameters of `module`."""
     note_parts_with_own_learning_rates(module, optim)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     elementwise = optim.optimizer in ON_PARTS or is_elementwise_plugin(optim.optimizer)
