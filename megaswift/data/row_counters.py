@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megaswift.errors import without_control_characters
+
 EMPTY_ANSWERS = "empty_answers"
 UNUSED_TOOLS = "unused_tools"
 UNUSED_SYSTEM = "unused_system"
@@ -17,6 +19,7 @@ UNUSED_PARTS = "unused_parts"
 WITHOUT_CONTENT = "without_content"
 TAGS_WITHOUT_FILES = "tags_without_files"
 SPLIT_REASONING = "split_reasoning"
+UNKNOWN_ROLE = "unknown_role"
 MALFORMED = "malformed"
 WITHOUT_LABELS = "without_labels"
 NOTES = {
@@ -29,11 +32,12 @@ NOTES = {
     "audio the model does not read",
     WITHOUT_CONTENT: "with a message of the system, a user or a tool without content, which the chat template writes "
     "as empty, as None or not at all",
+    UNKNOWN_ROLE: "with a message of an unknown role, which carries no loss",
     SPLIT_REASONING: "with </think> in a content, before which the chat template writes another </think>; give the "
     "reasoning as reasoning_content",
     TAGS_WITHOUT_FILES: "with <image>, <video> or <audio> in a text and no file for it, which stays text",
 }
-"""Texts about rows that are kept."""
+"""Texts about rows that are kept. Those of UNKNOWN_ROLE may be counted apart for each role (`unknown_role_note`)."""
 WORDS = NOTES | {
     MALFORMED: "malformed and skipped",
     "deleted": "deleted (longer than --max_length)",
@@ -46,6 +50,23 @@ WORDS = NOTES | {
 """Texts about all rows, as short as the first screen and the report need them."""
 
 
+def unknown_role_note(role: str) -> str:
+    """The name of a count of rows with a message of this role."""
+    shown = role if len(role) <= 40 else f"{role[:37]}..."
+    return f"{UNKNOWN_ROLE} {without_control_characters(repr(shown))}"
+
+
+def has_text(name: str) -> bool:
+    """Whether a count has a text here."""
+    return name.partition(" ")[0] in WORDS
+
+
+def note_text(name: str, words: Mapping[str, str] = NOTES) -> str:
+    """The text about rows that are counted under this name."""
+    kind, _, role = name.partition(" ")
+    return f"{words[kind]} ({role})" if kind == UNKNOWN_ROLE and role else words.get(name, name)
+
+
 def skipped_rows_counter_name(cause: str) -> str:
     """The name of a count of rows that were read and are of no use."""
     return f"skipped ({cause})"
@@ -53,4 +74,4 @@ def skipped_rows_counter_name(cause: str) -> str:
 
 def row_count_texts(counted: Mapping[str, float]) -> list[str]:
     """Each count but that of all rows, in words."""
-    return [f"{int(count):,} {WORDS.get(name, name)}" for name, count in counted.items() if count and name != "rows"]
+    return [f"{int(count):,} {note_text(name, WORDS)}" for name, count in counted.items() if count and name != "rows"]

@@ -25,7 +25,7 @@ from megaswift import log
 from megaswift.data.encode.rows import SHOWN, EncodeSpec, encode_spec
 from megaswift.data.preference.encode import row_encoder_for_task
 from megaswift.data.prompts.rows import ANSWER
-from megaswift.data.row_counters import NOTES
+from megaswift.data.row_counters import note_text
 from megaswift.data.show.loss_mask import (
     COUNTED_AS,
     FAULTS,
@@ -157,7 +157,7 @@ def tokenize_datasets(
             if store.manifest["bad"]:
                 log.warn(f"{source.name}: {store.skipped} (--strict false)")
             for note, count in store.manifest["notes"].items():
-                log.warn(f"{source.name}: {count:,} rows {NOTES[note]}")
+                log.warn(f"{source.name}: {count:,} rows {note_text(note)}")
             warn_of_mask_faults(source.name, store.manifest)
             if is_cache_builder_process():
                 store.check_images()

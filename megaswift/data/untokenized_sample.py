@@ -65,6 +65,9 @@ LOSS_FIELDS = (*LOSS_FLAGS, "loss_scale", *PARTS_OF_LOSS)
 """Fields of a message that chat templates do not read."""
 
 
+ROLE_EXPECTED = f"a string, such as one of {KNOWN}"
+
+
 @dataclass(frozen=True)
 class UntokenizedSample:
     """A conversation (`messages`, as the chat template takes them) or a plain `text`."""
@@ -173,7 +176,7 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], MessageLoss]:
         raise RowError(where, describe_value(message), 'an object {"role": ..., "content": ...}')
     role = canonical_role_or_none(message.get("role"))
     if role is None:
-        raise RowError(f"{where}.role", describe_value(message.get("role")), f"one of {KNOWN}")
+        raise RowError(f"{where}.role", describe_value(message.get("role")), ROLE_EXPECTED)
     if role == TOOL_CALL:
         return _call(message, where), _loss(message, where)
     message = _with_decoded_calls(_with_parts_as_fields(message, where), where)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
-from megaswift.data.row_counters import WORDS, row_count_texts
+from megaswift.data.row_counters import has_text, row_count_texts
 from megaswift.engine.options.engine_checks import NATIVE, requested_engine
 from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.protocol import EngineSizeReport
@@ -199,7 +199,7 @@ def data_text(stats: Mapping[str, Any], evaluation_rows: int = 0, scored: bool =
         label = name.replace("_", " ")
         if name in ("fill", "padded_fill"):
             words.append(f"{label} {value:.1%}")
-        elif name in WORDS:
+        elif has_text(name):
             words += row_count_texts({name: value})
         elif value and name not in ("global_batch", "documents") and float(value).is_integer():
             words.append(

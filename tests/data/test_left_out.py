@@ -67,6 +67,28 @@ def test_calls_and_results_that_a_template_leaves_out_are_counted(
     assert source.stats["unused_calls"] == 1 and source.stats["unused_messages"] == 2
 
 
+def test_unknown_roles_are_named_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the warnings, the summary and `data show`; a typing error in the assistant's role costs its loss."""
+    misspelt = {"messages": [{"role": "user", "content": "q"}, {"role": "asistant", "content": "a"}]}
+    critic = {"messages": [*chat("q", "a")["messages"], {"role": "critic", "content": "c"}]}
+    rows = [misspelt, critic, misspelt, chat("q", "a")]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
+    cfg, tok = made(tmp_path, rows, template, strict=True)
+    docs, _ = load_document_splits(cfg.data, cfg.train, tok)
+    said = capsys.readouterr().err
+    for role, count in (("asistant", 2), ("critic", 1)):
+        text = f"{count} rows with a message of an unknown role, which carries no loss ({role!r})"
+        assert f"d.jsonl: {text}" in said
+        assert text.replace("rows ", "") in data_summary(docs, None, 300)[0]
+    trained = [tok.decode(ids[np.flatnonzero(mask)]) for ids, mask in map(docs.read, range(4))]
+    assert trained == ["", "a<|im_end|>", "", "a<|im_end|>"]
+    cfg, tok = made(tmp_path, rows, template, streaming=True)
+    source, _ = build_train_and_eval_sources(cfg.data, cfg.train, tok, LoaderGeometry(per_device=2))
+    source.next()
+    assert "a row with a message of an unknown role, which carries no loss ('critic')" in capsys.readouterr().err
+    assert "2 with a message of an unknown role, which carries no loss ('asistant')" in data_text(source.stats)
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "mistral", "gptoss", "glm4moe"])
 def test_published_templates_write_their_tools(name: str) -> None:
     """Nothing is refused or counted of a conversation with tools that the template was made for."""

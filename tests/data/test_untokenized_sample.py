@@ -13,7 +13,15 @@ from jinja2 import TemplateError
 
 from megaswift.data.encode.rows import RowEncoder, encode_spec
 from megaswift.data.formats import parse_sample
-from megaswift.data.row_counters import UNUSED_MESSAGES, UNUSED_PARTS, WITHOUT_CONTENT
+from megaswift.data.row_counters import (
+    UNKNOWN_ROLE,
+    UNUSED_MESSAGES,
+    UNUSED_PARTS,
+    WITHOUT_CONTENT,
+    note_text,
+    unknown_role_note,
+)
+from megaswift.data.templates.probes import NAMED_ROLES
 from megaswift.data.templates.render import RenderedConversation
 from megaswift.data.untokenized_sample import RowError
 from tests.data.makers import config, tokenizer
@@ -79,10 +87,15 @@ CONTROL = ["\x1b]0;title\x07", "\nmegaswift: fake line", "\r", "\x9b2J", "\u2028
 @pytest.mark.parametrize("text", CONTROL)
 def test_control_characters_of_a_row_do_not_reach_the_terminal(text: str) -> None:
     errors = []
-    for row in ({f"a{text}": "x"}, {"messages": [Q, {"role": f"r{text}", "content": "c"}]}):
+    for row in ({f"a{text}": "x"}, {"messages": [Q, {"role": [f"r{text}"], "content": "c"}]}):
         with pytest.raises(RowError) as e:
             parse_sample(row, "sft")
         errors += [e.value.where, e.value.found, e.value.fix]
+    row = {"messages": [Q, {"role": f"r{text}", "content": "c"}, answer()]}
+    errors += [note_text(note) for note in rendered(chat_tokenizer("qwen", "qwen3_8"), row).notes]
+    with pytest.raises(RowError) as e:
+        rendered(chat_tokenizer("mistral", "mistral"), row)
+    errors += [e.value.where, e.value.found, e.value.fix]
     assert not any(text in one for one in errors)
 
 
@@ -255,3 +268,68 @@ def test_a_refusal_of_openai_is_an_empty_answer() -> None:
     """Its field is none that templates read."""
     row = {"messages": [Q, {"role": "assistant", "content": None, "refusal": "no"}]}
     assert rendered(chat_tokenizer("qwen", "qwen3"), row).notes == ("empty_answers",)
+
+
+TURNS = {
+    ("qwen", "qwen3"): ("one<|im_end|>", "two<|im_end|>"),
+    ("qwen", "qwen2_5"): ("one<|im_end|>", "two<|im_end|>"),
+    ("qwen", "qwen3_training"): ("<think>\n\n</think>\n\none<|im_end|>\n", "<think>\n\n</think>\n\ntwo<|im_end|>\n"),
+    ("llama", "llama3_1"): ("one<|eot_id|>", "two<|eot_id|>"),
+    ("gemma", "gemma3"): ("one", "two"),  # the tokenizer's end of a turn is Gemma 4's
+    ("gemma", "gemma4"): ("one<turn|>", "two<turn|>"),
+    ("glm", "glm4moe"): ("one", "two"),
+    ("harmony", "gptoss"): ("<|channel|>final<|message|>one<|end|>", "<|channel|>final<|message|>two<|return|>"),
+    ("mistral", "mistral"): ("one</s>", "two</s>"),
+}
+"""What carries loss of two answers."""
+
+
+@pytest.mark.parametrize("role", ["critic", "asistant", "Environment", ""])
+@pytest.mark.parametrize(("kind", "name"), TURNS, ids=lambda v: v)
+def test_messages_of_unknown_roles_are_trained_as_transformers_renders_them(kind: str, name: str, role: str) -> None:
+    """Without loss, wherever they stand; with the template's own message where it raises, and only there."""
+    tok = chat_tokenizer(kind, name)
+    said = saying(role, "MIDDLE")
+    before = [Q, answer("one")]
+    for messages in (
+        [*before, said, answer("two")],
+        [*before, said, Q, answer("two")],
+        [*before, Q, said, answer("two")],
+        [*before, Q, answer("two"), said],
+        [said, *before, Q, answer("two")],
+        [Q, said, answer("one"), said, answer("two")],
+        [Q, said, Q, answer("one"), Q, answer("two")],
+    ):
+        turns = [turn("gpt" if m["role"] == "assistant" else m["role"], m["content"]) for m in messages]
+        for row in ({"messages": messages}, {"conversations": turns}):
+            try:
+                text = tok.apply_chat_template(messages, tokenize=False)
+            except TemplateError as refusal:
+                with pytest.raises(RowError) as e:
+                    rendered(tok, row)
+                assert str(refusal) in e.value.found and repr(role).replace("'", '"') in e.value.found
+                assert e.value.column == f"messages[{messages.index(said)}].role"
+                continue
+            made = rendered(tok, row)
+            assert made.text == text
+            first, second = TURNS[kind, name]
+            own = [made.text[a:b] for a, b in made.spans]
+            assert own == [first, second] or (messages[-1] is said and own == [first, second.replace("return", "end")])
+            assert made.notes == (unknown_role_note(role), *([] if "MIDDLE" in text else [UNUSED_MESSAGES]))
+
+
+def test_a_message_of_an_unknown_role_cannot_be_trained() -> None:
+    with pytest.raises(RowError, match="true on a critic message"):
+        parse_sample({"messages": [Q, saying("critic", "x", loss=True), answer()]}, "sft")
+    unflagged = {"messages": [Q, saying("critic", "x", loss=False)]}
+    assert rendered(chat_tokenizer("llama", "llama3_1"), unflagged).spans == ()
+
+
+def test_as_many_unknown_roles_are_named_as_a_user_reads() -> None:
+    encoder = RowEncoder(encode_spec(config(Path("/tmp"), "x").data, chat_tokenizer("qwen", "qwen3"), "sft"))
+    messages = [saying(f"speaker {i}", "x") for i in range(NAMED_ROLES + 2)]
+    notes = encoder.render({"messages": [Q, *messages, answer()]}).notes
+    named = [unknown_role_note(f"speaker {i}") for i in range(NAMED_ROLES)]
+    assert [note for note in notes if note.startswith(UNKNOWN_ROLE)] == [*named, UNKNOWN_ROLE]
+    assert note_text(named[0]).endswith("('speaker 0')") and "(" not in note_text(UNKNOWN_ROLE)
+    assert len(unknown_role_note("x" * 1000)) < 70

@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.data.formats import FORMATS, Row, RowFormat
-from megaswift.data.templates.roles import KNOWN, TURN_ROLE_OF, canonical_role_or_none
+from megaswift.data.templates.roles import TURN_ROLE_OF, canonical_role_or_none
 from megaswift.data.untokenized_sample import (
+    ROLE_EXPECTED,
     RowError,
     UntokenizedSample,
     checked_conversation_sample,
@@ -23,7 +24,7 @@ def _turn(turn: Any, where: str) -> Any:
         return turn
     role = canonical_role_or_none(turn["from"], TURN_ROLE_OF)
     if role is None:
-        raise RowError(f"{where}.from", describe_value(turn["from"]), f"one of {KNOWN}")
+        raise RowError(f"{where}.from", describe_value(turn["from"]), ROLE_EXPECTED)
     fields = {k: v for k, v in turn.items() if k not in ("from", "value") and v is not None}
     return fields | {"role": role} | ({"content": turn["value"]} if "value" in turn else {})
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megaswift.data.batches.numbered import LoaderGeometry
-from megaswift.data.row_counters import NOTES
+from megaswift.data.row_counters import note_text
 from megaswift.data.sources.files import DatasetFiles
 from megaswift.data.sources.mixture import Interleaving
 from megaswift.data.sources.readers import LocatedRow
@@ -96,7 +96,7 @@ class StreamRowCountsAndWarnings:
             self.counted[note] += 1
             if not self.quiet and note not in self._told:
                 self._told.add(note)
-                warn(f"a row {NOTES[note]}; further ones are counted without a message")
+                warn(f"a row {note_text(note)}; further ones are counted without a message")
 
 
 class StreamRowProcessor(Protocol):

@@ -57,6 +57,15 @@ def blocks_at_turns(
     return owned
 
 
+def blocks_within_turns(blocks: Sequence[_Span], turns: Sequence[Sequence[_Span]]) -> list[list[_Span]]:
+    """Returns what lies in blocks of each message's turn, as character ranges."""
+    owned = []
+    for spans in turns:
+        common = [(max(a, begin), min(b, end)) for a, b in blocks for begin, end in spans]
+        owned.append([(a, b) for a, b in common if a < b])
+    return owned
+
+
 def _overlaps(text: str, block: _Span, place: tuple[int, int, int]) -> bool:
     """Whether a turn and a block share more than white space, or a blank turn stands in the block."""
     begin = max(block[0], place[0])

@@ -32,15 +32,15 @@ from megaswift.data.templates.agent_text import (
     write_tools_as_agent_text,
 )
 from megaswift.data.templates.chosen import read_template, thinking_variable
-from megaswift.data.templates.generation_blocks import blocks_at_turns, blocks_by_prefixes
+from megaswift.data.templates.generation_blocks import blocks_at_turns, blocks_by_prefixes, blocks_within_turns
 from megaswift.data.templates.message_forms import ASK, CALLING, NAME, PROBE_ID, MessageForms, tools_of_probe
 from megaswift.data.templates.message_loss import TurnLoss, UniformLoss, loss_flag
 from megaswift.data.templates.probes import RenderedPartsProbe
-from megaswift.data.templates.roles import RESULTS
+from megaswift.data.templates.roles import KNOWN, RESULTS, is_unknown_role
 from megaswift.data.templates.sandbox import REFUSED, TemplateLimitExceeded, install_template_limits
 from megaswift.data.templates.turn_weights import TurnWeights, WeightedSpan
 from megaswift.data.templates.turns import AssistantTurnFinder, omits_call
-from megaswift.data.untokenized_sample import RowError, UntokenizedSample, is_data, is_parts
+from megaswift.data.untokenized_sample import RowError, UntokenizedSample, describe_value, is_data, is_parts
 from megaswift.data.vision.placeholders import AUDIO_TYPES, TYPES
 from megaswift.errors import DataError, Problem, first_line
 
@@ -279,6 +279,9 @@ class ChatRenderer:
             fault = f"a part of type {kind!r}: {refused.found}"
             expected = "text parts; calls and results of tools as messages of their own"
             raise RowError(f"messages[{i}].content", fault, expected)
+        for i, message in enumerate(sample.messages):
+            if is_unknown_role(role := message["role"]):
+                raise RowError(f"messages[{i}].role", f"{describe_value(role)}: {refused.found}", f"one of {KNOWN}")
         raise refused
 
     def _notes(self, sample: UntokenizedSample, trained: Sequence[bool]) -> Notes:
@@ -431,13 +434,14 @@ class ChatRenderer:
         marked = self.marks_answers(sample.tools)
         text, spans = self._render(template, sample.messages, sample.tools, False, marked)
         notes = (*notes, *_omitted_contents(sample, text))
-        if len(spans) == len(wanted):
+        unknown = marked and self._marks_unknown_roles(template, sample)
+        if len(spans) == len(wanted) and not unknown:
             notes = tuple(dict.fromkeys([*notes, *_omitted_turns(sample, [[span] for span in spans], text)]))
         whole = not self._turn_weights.divides and self.templates.keep_empty_reasoning
         whole = whole and (inner is None or all(inner[1]))
         if self._trains == "all" and all(wanted) and whole:
             return RenderedConversation(text, ((0, len(text)),), notes=notes)
-        if marked and all(wanted) and whole and (inner is None or len(spans) != len(wanted)):
+        if marked and all(wanted) and whole and not unknown and (inner is None or len(spans) != len(wanted)):
             return RenderedConversation(text, tuple(spans), notes=notes)
         # Find the turns: the template's generation blocks, else by searching the rendered text.
         try:
@@ -448,7 +452,9 @@ class ChatRenderer:
                 raise
             found = [[] for _ in wanted]
         if marked:
-            found = self._blocks_of_messages(template, sample, spans, blocks_at_turns(text, spans, found, wanted))
+            by_turns = None if unknown else blocks_at_turns(text, spans, found, wanted)
+            within = blocks_within_turns(spans, found) if unknown else None
+            found = by_turns or self._blocks_of_messages(template, sample, spans, within)
         places = sorted((span, n) for n, own in enumerate(found) for span in own)
         owners = [n for _, n in places]
         turns = [span for span, _ in places]
@@ -464,21 +470,35 @@ class ChatRenderer:
         return self._weighted(text, turns, losses, [questions[n] for n in owners], tuple(dict.fromkeys(notes)))
 
     def _blocks_of_messages(
-        self, template: str, sample: UntokenizedSample, blocks: Sequence[_Span], by_turns: list[list[_Span]] | None
+        self, template: str, sample: UntokenizedSample, blocks: Sequence[_Span], within: list[list[_Span]] | None
     ) -> list[list[_Span]]:
-        """The generation blocks of each assistant message: `by_turns` if its turns can be located, else those that each
-        message adds to the conversation."""
-        ends = [i + 1 for i, message in enumerate(sample.messages) if message["role"] == "assistant"]
-        found = by_turns or blocks_by_prefixes(blocks, [self._blocks_of_prefix(template, sample, end) for end in ends])
+        """The generation blocks of each assistant message: those that it adds to the conversation, or `within` its turn
+        where shorter conversations are rendered differently."""
+        roles = [m["role"] for m in sample.messages]
+        ends = [i + 1 for i, role in enumerate(roles) if role == "assistant" or is_unknown_role(role)]
+        found = blocks_by_prefixes(blocks, [self._blocks_of_prefix(template, sample, end) for end in ends])
+        if found is None and within and all(within):
+            return within
         if found is None:
             raise RowError(
                 "messages",
-                f"{len(blocks)} generation blocks for {len(ends)} assistant messages, some of which carry no loss or "
-                "are weighed in parts: it is undecidable whose block is whose, as the chat template changes contents "
-                "and renders the first messages alone differently",
+                f"{len(blocks)} generation blocks for {roles.count('assistant')} assistant messages, some of which "
+                "carry no loss or are weighed in parts: it is undecidable whose block is whose, as the chat template "
+                "changes contents and renders the first messages alone differently",
                 "rows without `loss: false` and --loss_scale default, or another template (--chat_template FILE)",
             )
-        return found
+        return [own for own, end in zip(found, ends, strict=True) if roles[end - 1] == "assistant"]
+
+    def _marks_unknown_roles(self, template: str, sample: UntokenizedSample) -> bool:
+        """Whether generation blocks hold contents of messages of unknown roles, which carry no loss."""
+        if not any(is_unknown_role(m["role"]) for m in sample.messages):
+            return False
+        marked = [{**m, "content": NAME} if is_unknown_role(m["role"]) else m for m in sample.messages]
+        try:
+            text, blocks = self._render(template, marked, sample.tools, False, True)
+        except RowError:
+            return False
+        return any(NAME in text[begin:end] for begin, end in blocks)
 
     def _blocks_of_prefix(self, template: str, sample: UntokenizedSample, end: int) -> list[_Span] | None:
         """The generation blocks of the first messages alone; None where the template refuses these."""

@@ -13,7 +13,7 @@ from typing import Any
 from megaswift.data.templates.message_loss import MessageLoss, UniformLoss, loss_flag
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-"""Go to the chat template as they are."""
+"""Go to the chat template as they are, and so does every role that has no name here."""
 RESULTS = ("tool", "function", "ipython", "observation")
 """Roles of a call's result."""
 TOOL_CALL = "tool_call"
@@ -39,9 +39,14 @@ TURN_ROLE_OF: Mapping[str, str] = {**ROLE_OF, "observation": "tool"}
 KNOWN = ", ".join([*ROLES, TOOL_CALL, *OTHER_NAMES])
 
 
+def is_unknown_role(role: str) -> bool:
+    """Whether messages of this role are whatever the chat template makes of them, and carry no loss."""
+    return role not in ROLES
+
+
 def canonical_role_or_none(name: Any, roles: Mapping[str, str] = ROLE_OF) -> str | None:
-    """The role of this name; None where there is none."""
-    return roles.get(name.lower()) if isinstance(name, str) else None
+    """The role of this name, which is the name itself where it has no other; None for what is not text."""
+    return roles.get(name.lower(), name) if isinstance(name, str) else None
 
 
 Checked = tuple[dict[str, Any], MessageLoss]

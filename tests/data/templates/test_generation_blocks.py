@@ -104,6 +104,35 @@ def test_turns_without_a_block() -> None:
     assert spans(TEXTS_ONLY, Q, without(CALL), RESULT, ONE, AGAIN, TWO) == ["first<|im_end|>", "second<|im_end|>"]
 
 
+ASSISTANT_OR_USER = (
+    "{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}"
+    "{%- else -%}{{ '<|im_start|>assistant\n' }}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+"""Messages of all roles but the user's are in blocks."""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ASSISTANT_OR_USER,
+        ASSISTANT_OR_USER.replace("{{ m.content }}", "{{ m.content | trim }}"),
+        "{{ messages | length }}" + ASSISTANT_OR_USER + "{{ '.' * (messages | length) }}",
+        "{{ '.' * (messages | length) }}" + ASSISTANT_OR_USER,
+        "{% generation %}" + chatml("{{ m.content }}<|im_end|>") + "{% endgeneration %}",
+    ],
+)
+@pytest.mark.parametrize("said", ["MIDDLE", "", "first"])
+def test_a_block_of_an_unknown_role_carries_no_loss(source: str, said: str) -> None:
+    """Also where the template takes it for the assistant's, and renders shorter conversations differently."""
+    critic = {"role": "critic", "content": said}
+    ones, twos = "first<|im_end|>", "second<|im_end|>"
+    assert spans(source, Q, ONE, critic, TWO) == [ones, twos]
+    assert spans(source, Q, critic, ONE, AGAIN, TWO, critic) == [ones, twos]
+    assert spans(source, Q, critic, without(ONE), AGAIN, TWO) == [twos]
+    assert spans(source, Q, critic, ONE, AGAIN, TWO, loss_scale="last_round") == [twos]
+
+
 def test_a_block_over_several_turns_is_cut() -> None:
     """A header or a question beside an answer without loss carries none."""
     head = "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"
