@@ -92,7 +92,7 @@ def test_control_characters_of_a_row_do_not_reach_the_terminal(text: str) -> Non
             parse_sample(row, "sft")
         errors += [e.value.where, e.value.found, e.value.fix]
     row = {"messages": [Q, {"role": f"r{text}", "content": "c"}, answer()]}
-    errors += [note_text(note) for note in rendered(chat_tokenizer("qwen", "qwen3_8"), row).notes]
+    errors += [note_text(note) for note in rendered(chat_tokenizer("qwen", "qwen2_5_vl"), row).notes]
     with pytest.raises(RowError) as e:
         rendered(chat_tokenizer("mistral", "mistral"), row)
     errors += [e.value.where, e.value.found, e.value.fix]
