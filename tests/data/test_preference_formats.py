@@ -208,7 +208,7 @@ BAD = [
     ("kto", {"prompt": "", "completion": "x", "label": True}, "prompt", "an empty prompt", NO_PROMPT),
     ("dpo", {"messages": [U, A], "rejected_response": 3}, "rejected_response", "int 3; expected a string", None),
     ("dpo", {"messages": [U, A], "rejected_messages": "no"}, "rejected_messages", "not JSON", None),
-    ("dpo", {"messages": [{"role": "cat"}], "rejected_response": "x"}, "messages[0].role", "one of system", None),
+    ("dpo", {"messages": [{"role": 3}], "rejected_response": "x"}, "messages[0].role", "one of system", None),
     (
         "dpo",
         {"messages": [U, A], "rejected_response": "x", "margin": "wide"},

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.data import options, tokenization
+from megaswift.data import tokenization
+from megaswift.data.options import data as options
 from megaswift.data.tokenization import ENTRY, tokenization_code_files
 
 
@@ -29,7 +30,7 @@ def test_the_cache_key_covers_the_modules_that_tokenize() -> None:
     assert set(run.stdout.split()) - keyed == {options.__file__}
     assert {Path(path).name for path in keyed} >= {
         ENTRY,
-        "agent_options.py",
+        "agent_templates.py",
         "render.py",
         "sandbox.py",
         "split_points.py",
