@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaswift.config import load_config
-from megaswift.engine.megatron.tp_overlap_file import read_tp_comm_overlap_cfg
+from megaswift.engine.options.tp_overlap_file import read_tp_comm_overlap_cfg
 from megaswift.engine.options.zero_file import read_deepspeed_json
 from megaswift.errors import ConfigError
 from megaswift.options.yaml_limits import TooManyValuesError, read_yaml

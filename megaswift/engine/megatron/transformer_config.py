@@ -35,8 +35,8 @@ from megaswift.engine.megatron.tp_comm_overlap import (
     tp_comm_overlap_fields,
     tp_comm_overlap_text,
 )
-from megaswift.engine.megatron.tp_overlap_file import read_tp_comm_overlap_cfg
 from megaswift.engine.options.extra_kwargs import extra_kwargs_values
+from megaswift.engine.options.tp_overlap_file import read_tp_comm_overlap_cfg
 from megaswift.engine.triton_support import triton_launches
 from megaswift.errors import ConfigError, Problem, WeightsError, did_you_mean_hint
 from megaswift.models.grouped_experts import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.engine.megatron.tp_overlap_file import PRODUCTS, SETTINGS, read_tp_comm_overlap_cfg
+from megaswift.engine.options.tp_overlap_file import PRODUCTS, SETTINGS, read_tp_comm_overlap_cfg
 from megaswift.errors import ConfigError
 from tests.te.sources import PACKAGE, RELEASES, wheel_folder
 
