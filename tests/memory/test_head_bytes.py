@@ -36,10 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "chunk"),
     [
         ({}, WHOLE),
-        (FULL, WHOLE),
+        pytest.param(FULL, WHOLE, marks=pytest.mark.slow),
         ({"recompute_granularity": "selective"}, CHUNKS),
-        (FULL, CHUNKS),
-        ({"train_type": "lora", "lora_rank": 4}, CHUNKS),
+        pytest.param(FULL, CHUNKS, marks=pytest.mark.slow),
+        pytest.param({"train_type": "lora", "lora_rank": 4}, CHUNKS, marks=pytest.mark.slow),
         ({"train_type": "qlora", "lora_rank": 4, **FULL}, CHUNKS),
     ],
     ids=str,

@@ -80,7 +80,7 @@ def held(stage: HeldBytes) -> Held:
         ("dense", "dp2", {"engine": "ddp", "train_type": "lora", "optimizer": "adafactor"}),
         ("dense", "dp2", {"engine": "fsdp2"}),
         ("dense", "dp2", {"engine": "zero2"}),
-        ("dense", "dp2", {"engine": "zero2", **HALF}),
+        pytest.param("dense", "dp2", {"engine": "zero2", **HALF}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
