@@ -130,7 +130,7 @@ FACTS: dict[str, Fact] = {
 """Facts by name. A selector that is not listed here is an option and has the option's value."""
 
 
-def readers(option: str, selector: str) -> tuple[str, ...]:
+def values_with(option: str, selector: str) -> tuple[str, ...]:
     """Return the listed values of a selector with which an option exists; empty: the option lists none."""
     wanted = OPTIONS[option].only_with.get(selector)
     return wanted.values if wanted else ()
@@ -206,7 +206,7 @@ def variant_note(option: Option, choices: Mapping[str, tuple[str, ...]]) -> str:
         choices: Selector -> its values in the task.
     """
     for selector, values in choices.items():
-        with_it = [name for name in values if name in readers(option.name, selector)]
+        with_it = [name for name in values if name in values_with(option.name, selector)]
         without = [name for name in values if name not in with_it]
         if not with_it or not without:
             continue

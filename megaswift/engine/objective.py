@@ -59,7 +59,7 @@ class ParallelContextProtocol(Protocol):
 
 
 def start_count_global_batch(
-    microbatches: Sequence[Batch], loss: Loss, context: ParallelContextProtocol, beside: Sequence[float] = ()
+    microbatches: Sequence[Batch], loss: Loss, context: ParallelContextProtocol, further: Sequence[float] = ()
 ) -> StartedCount:
     """Start to count the global batch, by one reduction over all ranks. Collective.
 
@@ -67,7 +67,7 @@ def start_count_global_batch(
         microbatches: Those of this rank. A rank that has no batch passes none; the step cannot be taken then.
         loss: Counts what its terms are divided by.
         context: This rank's place in the layout.
-        beside: Further numbers of this rank to sum over all ranks; every rank passes the same number of them.
+        further: Further numbers of this rank to sum over all ranks; every rank passes the same number of them.
 
     Returns:
         A function that waits until the counts are on the host. It is not collective.
@@ -80,7 +80,7 @@ def start_count_global_batch(
             counts = loss.counts(batch)
             sizes = [batch.tokens, batch.label_tokens, int(batch.tokens > 0)]
             sums += torch.tensor([*(counts[name] for name in names), *sizes], dtype=torch.float64)
-    sums = torch.cat([sums, torch.tensor(beside, dtype=torch.float64)])
+    sums = torch.cat([sums, torch.tensor(further, dtype=torch.float64)])
     if context.layout.world_size > 1:
         sums = copy_to_device_async(sums, context.device)
         dist.all_reduce(sums)
@@ -263,16 +263,16 @@ def _on_device(rows: Sequence[Sequence[Tensor | float]], device: torch.device) -
 
 
 def _reduced_over_dp(
-    rows: Tensor, order: ReportOrder, context: ParallelContextProtocol, beside: Sequence[Tensor]
+    rows: Tensor, order: ReportOrder, context: ParallelContextProtocol, further: Sequence[Tensor]
 ) -> Tensor:
-    """Return `beside` [], then the numbers of the report, in one tensor: sums, maxima and minima over the
+    """Return the `further` numbers [], then the numbers of the report, in one tensor: sums, maxima and minima over the
     data-parallel ranks and, for the report, over `rows`, one for each micro-batch of this rank. One reduction on the
     device. Collective."""
     # Over this rank's micro-batches; a minimum is the negative of a maximum
     summed = rows[:, : order.added].sum(0)
     largest = rows[:, order.added : order.added + len(order.largest)].amax(0)
     smallest = rows[:, order.added + len(order.largest) :].amin(0)
-    summed = torch.cat([*(number.detach().reshape(1).double() for number in beside), summed])
+    summed = torch.cat([*(number.detach().reshape(1).double() for number in further), summed])
     compared = torch.cat([largest, -smallest])
     ranks = context.layout.dp
     if ranks > 1:

@@ -36,8 +36,8 @@ class GlobalBatchCounts:
     label_tokens: int
     microbatches: int
     """Those with any token: fillers of uneven ends do not count."""
-    beside: tuple[float, ...] = ()
-    """Sums over all ranks of what each passed beside its micro-batches."""
+    further: tuple[float, ...] = ()
+    """Sums over all ranks of the further numbers that each passed with its micro-batches."""
 
 
 StartedCount = Callable[[], GlobalBatchCounts]
@@ -147,13 +147,13 @@ class Engine(Protocol):
     def kernels(self) -> str:
         """Text for the first screen: which layers compute, why, and in which precision."""
 
-    def start_count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> StartedCount:
+    def start_count(self, microbatches: Sequence[Batch], loss: Loss, further: Sequence[float] = ()) -> StartedCount:
         """Start to sum the counts of the global batch over the ranks. Collective; does not wait.
 
         Args:
             microbatches: This rank's micro-batches.
             loss: Its `counts` are summed over data-parallel ranks and micro-batches.
-            beside: Further numbers, which are summed over all ranks in the same reduction.
+            further: Further numbers, which are summed over all ranks in the same reduction.
 
         Returns:
             A function that waits for the sums and returns them.

@@ -17,7 +17,7 @@ import torch
 
 from megaswift import distributed, log
 from megaswift.bridge.adapters.initial import write_initial_adapter
-from megaswift.bridge.adapters.options.checks import starts_otherwise
+from megaswift.bridge.adapters.options.checks import has_other_initial_weights
 from megaswift.bridge.hf.base_model import write_changed_model_folder
 from megaswift.config import SwiftConfig
 from megaswift.data.batches.loader import EvaluationSource
@@ -200,7 +200,7 @@ def with_initial_adapter(cfg: SwiftConfig, folder: Path, output: Path) -> tuple[
     Returns:
         The configuration of a run that starts from the adapter, and the folder of the base model to which it belongs.
     """
-    if not starts_otherwise(cfg):
+    if not has_other_initial_weights(cfg):
         return cfg, folder
     adapter = output / changed_model.ADAPTER
     residual = output / changed_model.RESIDUAL
@@ -459,11 +459,11 @@ def run_hooks(
         sizes = engine.report()
         checkpoint.size = sizes.optimizer_bytes + sizes.host_bytes  # a lower bound: the state of one rank
     if cfg.preference.sync_ref_model:
-        checkpoint.beside = files.write_moved_reference
+        checkpoint.write_more = files.write_moved_reference
     if plan.adapts:
-        checkpoint.beside = files.write_adapter_of_step
+        checkpoint.write_more = files.write_adapter_of_step
     if train.save_only_model:
-        checkpoint.write_weights_only = checkpoint.beside if plan.adapts else files.write_weights_of_step
+        checkpoint.write_weights_only = checkpoint.write_more if plan.adapts else files.write_weights_of_step
     return [*hooks, *fault_tolerance_hooks(cfg.fault_tolerance, checkpoint), checkpoint]
 
 

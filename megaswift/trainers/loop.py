@@ -61,14 +61,14 @@ def train(run: Run) -> None:
                 # Agreement: the counts arrive, and with them the signals and mistakes of all ranks. If there is any,
                 # the data go back to before this batch, so that a resumed run reads it again.
                 counted = taken.counts()
-                run.busy_ranks = round(counted.beside[BUSY])
+                run.busy_ranks = round(counted.further[BUSY])
                 run.busy_after = taken.step
                 run.mistake = taken.mistake
-                if counted.beside[FAILED] and run.mistake is None:
+                if counted.further[FAILED] and run.mistake is None:
                     run.mistake = DataError(
                         Problem("the next batch", "another rank found an unusable row; see its message")
                     )
-                received = [n for n, ranks in zip(interrupt.SIGNALS, counted.beside, strict=False) if ranks]
+                received = [n for n, ranks in zip(interrupt.SIGNALS, counted.further, strict=False) if ranks]
                 run.interrupted = max(received, default=0)
                 if run.interrupted or run.mistake is not None:
                     taken.back()
@@ -94,7 +94,7 @@ def train(run: Run) -> None:
                 # The record of the step, for the hooks.
                 extras = run.step_extras()
                 result = replace(result, metrics={**result.metrics, **extras.metrics})
-                squares = round(counted.beside[SQUARES])
+                squares = round(counted.further[SQUARES])
                 run.emit("on_step", StepRecord(run.step, taken.epoch, rate, result, squares=squares, extras=extras))
 
             # The end: hooks save, unless a mistake ended the run before its first step.

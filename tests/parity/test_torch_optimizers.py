@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.options.optimizer import BETAS, LIONS, ON_PARTS, OPTIMIZERS, PAGED
+from megaswift.engine.options.optimizer import BETAS, LIONS, ELEMENTWISE, OPTIMIZERS, PAGED
 from megaswift.losses.sft import CrossEntropy
 from tests.engine.torch.optim.test_states import GALORE, RANK, PlainGaLore, PlainMuon, held
 from tests.parity.cases import Case, global_batch, own, parse
@@ -192,4 +192,4 @@ def test_more_of_them(pool: Pool, references: References, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_on_parts(pool: Pool, references: References, tmp_path: Path) -> None:
     """FSDP2 with what steps each number by itself."""
-    compare({name: {} for name in ON_PARTS}, pool, references, tmp_path, "fsdp2")
+    compare({name: {} for name in ELEMENTWISE}, pool, references, tmp_path, "fsdp2")

@@ -71,8 +71,8 @@ def go(rank: int, world: int, what: str) -> Ran:
     loop.engine.layout, loop.agree_before_batch = context.layout, what == AT_ONCE
     following = loop.data.next
 
-    def start_count(batches: Any, loss: Any, beside: Any = ()) -> Callable[[], Any]:
-        wait = start_count_global_batch(batches, loss, context, beside)
+    def start_count(batches: Any, loss: Any, further: Any = ()) -> Callable[[], Any]:
+        wait = start_count_global_batch(batches, loss, context, further)
         number = loop.data.position
         if rank == 1 and number == 3 and what == LATE_SIGNAL:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -75,4 +75,4 @@ def test_replicas_count_once_and_a_rank_without_a_batch_takes_part() -> None:
     """By hand: 6 + 5 and 7 + 5 tokens, 5 labels on each data-parallel rank, 4 micro-batches; ranks add to 6."""
     found = shared("").run("tests.trainers.agreement_ranks:count", None, 4)
     whole = GlobalBatchCounts({"label_weight": 10.0}, 23, 10, 4, (6.0, 1.0))
-    assert found[:3] == [whole] * 3 and found[3].beside == whole.beside
+    assert found[:3] == [whole] * 3 and found[3].further == whole.further

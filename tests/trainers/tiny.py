@@ -71,8 +71,8 @@ class TinyEngine:
         )
         return objective, result
 
-    def start_count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> StartedCount:
-        return lambda: GlobalBatchCounts({}, 0, 0, 0, tuple(map(float, beside)))
+    def start_count(self, microbatches: Sequence[Batch], loss: Loss, further: Sequence[float] = ()) -> StartedCount:
+        return lambda: GlobalBatchCounts({}, 0, 0, 0, tuple(map(float, further)))
 
     def train_batch(
         self,

@@ -201,9 +201,9 @@ class MegatronEngine(EngineState):
         freeze_weights(self.weights.placed, self.plan, patterns, trained)
         require_input_gradients(self.plain, self.config, self.plan, patterns, trained)
 
-    def start_count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> StartedCount:
-        """The counts of the global batch, and `beside` added up over all ranks in the same reduction. Collective."""
-        return start_count_global_batch(microbatches, loss, self.context, beside)
+    def start_count(self, microbatches: Sequence[Batch], loss: Loss, further: Sequence[float] = ()) -> StartedCount:
+        """The counts of the global batch, and the `further` numbers added up over all ranks in the same reduction. Collective."""
+        return start_count_global_batch(microbatches, loss, self.context, further)
 
     def prepare_ahead(self, microbatches: list[Batch]) -> list[Batch]:
         """Pinned, with the indices of this rank's slices."""

@@ -30,8 +30,8 @@ EVERYWHERE = ("adam", "sgd")
 SCALED_MOMENT_DTYPES = ("fp16", "fp8")
 """Megatron-LM's data types of Adam's moments that Transformer Engine stores with a scale; refused."""
 MOMENT_DTYPES = ("fp32", "bf16", *SCALED_MOMENT_DTYPES)
-ON_PARTS = ("lion_32bit", "paged_adamw_32bit", "paged_lion_32bit")
-"""Those that fsdp2 steps as well: each number by itself."""
+ELEMENTWISE = ("lion_32bit", "paged_adamw_32bit", "paged_lion_32bit")
+"""Those that step each number by itself, so that fsdp2 can step the parts of a tensor."""
 MUON = "muon"
 OPTIMIZERS = (*EVERYWHERE, "adafactor", MUON, *GALORE, *OF_BITSANDBYTES)
 SPELLINGS = {

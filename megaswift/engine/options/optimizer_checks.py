@@ -12,7 +12,7 @@ from megaswift.engine.options.engine_checks import AUTO, NATIVE, READS, drive_pa
 from megaswift.engine.options.optimizer import (
     EVERYWHERE,
     GALORE,
-    ON_PARTS,
+    ELEMENTWISE,
     PAGED,
     PLUGIN_OPTIMIZERS,
     SCALED_MOMENT_DTYPES,
@@ -111,7 +111,7 @@ OPTIMIZER_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("optimizer", *READS),
-        lambda c: requested_engine(c) == "fsdp2" and not _serves(c, (*EVERYWHERE, *ON_PARTS)),
+        lambda c: requested_engine(c) == "fsdp2" and not _serves(c, (*EVERYWHERE, *ELEMENTWISE)),
         "needs whole matrices or blocks, but fsdp2 shards them",
         "--engine ddp, or --optimizer adam",
     ),

@@ -131,9 +131,9 @@ class TorchEngine(EngineState):
         bare = peft_names.unwrap_peft_model(self.fields.model)
         return NeftuneNoise(bare.get_input_embeddings(), alpha) if alpha else None
 
-    def start_count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> StartedCount:
-        """The counts of the global batch, and `beside` added up over all ranks in the same reduction. Collective."""
-        return start_count_global_batch(microbatches, loss, self.context, beside)
+    def start_count(self, microbatches: Sequence[Batch], loss: Loss, further: Sequence[float] = ()) -> StartedCount:
+        """The counts of the global batch, and the `further` numbers added up over all ranks in the same reduction. Collective."""
+        return start_count_global_batch(microbatches, loss, self.context, further)
 
     def prepare_ahead(self, microbatches: list[Batch]) -> list[Batch]:
         """In memory that a GPU copies from while the host goes on."""

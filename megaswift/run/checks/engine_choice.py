@@ -21,7 +21,7 @@ from megaswift.engine.options.engine_checks import (
     requested_engine,
     uses_model_parallelism,
 )
-from megaswift.engine.options.optimizer import EVERYWHERE, ON_PARTS, is_elementwise_plugin
+from megaswift.engine.options.optimizer import EVERYWHERE, ELEMENTWISE, is_elementwise_plugin
 from megaswift.errors import UserError
 from megaswift.families import FAMILIES
 from megaswift.folders.source import locate_model
@@ -99,7 +99,7 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
         return cfg.replace(engine="ddp")
     kind, why = choose_engine(spec, uses_model_parallelism(cfg), machine, bool(needs_torch))
     optimizer = cfg.optim.optimizer
-    if kind != "ddp" and optimizer in ON_PARTS:
+    if kind != "ddp" and optimizer in ELEMENTWISE:
         kind = "fsdp2"
         why = f"only fsdp2 and ddp support the optimizer {optimizer}"
     elif kind != "ddp" and optimizer not in EVERYWHERE and not is_elementwise_plugin(optimizer):

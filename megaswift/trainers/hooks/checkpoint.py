@@ -44,7 +44,7 @@ class CheckpointHook(Hook):
         """The hook of a run that compares its evaluations: the best step is not deleted."""
         self.attach: Callable[[Path], None] = lambda folder: None
         """Writes what makes the folder usable by itself (config.json, tokenizer); rank 0."""
-        self.beside: Callable[[Path], None] = lambda folder: None
+        self.write_more: Callable[[Path], None] = lambda folder: None
         """Writes what of the engine others read (a PEFT folder); every rank."""
         self.write_weights_only: Callable[[Path], None] | None = None
         """Writes the model alone, in place of all states (--save_only_model); every rank."""
@@ -124,13 +124,13 @@ class CheckpointHook(Hook):
         self.saved = run.step
         if background:
             saves = {name: engine.start_save(folder / name) for name, engine in engines.items()}
-            self.beside(folder)
+            self.write_more(folder)
             writer = BackgroundWriter(saves)
             blocked = time.perf_counter() - began
             self.pending = PendingCheckpoint(run.step, folder, state, best, writer, began, blocked)
             return
         files = {f"{part}/{file}": e for part, one in engines.items() for file, e in one.save(folder / part).items()}
-        (self.write_weights_only or self.beside)(folder)
+        (self.write_weights_only or self.write_more)(folder)
         self._publish(run.step, files, (state, best), lambda: f"{time.perf_counter() - began:.1f} s")
 
     def finish_pending(self) -> None:

@@ -249,7 +249,7 @@ class MetricsJsonlHook(Hook):
         else:
             own, started = self._of_ranks
             self._of_ranks = None
-            slots = list(started().beside)
+            slots = list(started().further)
         waits, computed, memory = (slots[i :: OwnTimes.EACH] for i in range(OwnTimes.EACH))
         if not own.steps:  # the first line
             return self.own.data_wait / max(self.own.steps, 1), [], max(memory)

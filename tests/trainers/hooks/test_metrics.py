@@ -116,9 +116,9 @@ def test_times_of_several_ranks_travel_with_the_step(tmp_path: Path, monkeypatch
         sent.append([round(x, 6) for x in slots[3:5]])
         return [a + b for a, b in zip(slots, sum(others, []), strict=True)]
 
-    def start_count(microbatches: Sequence[Batch], loss: object, beside: Sequence[float]) -> StartedCount:
+    def start_count(microbatches: Sequence[Batch], loss: object, further: Sequence[float]) -> StartedCount:
         assert not microbatches
-        return lambda: GlobalBatchCounts({}, 0, 0, 0, tuple(summed(beside)))
+        return lambda: GlobalBatchCounts({}, 0, 0, 0, tuple(summed(further)))
 
     monkeypatch.setattr(distributed, "global_world_size", lambda: 3)
     monkeypatch.setattr(distributed, "global_rank", lambda: 1)

@@ -34,14 +34,14 @@ def base_quantization_bits(c: Sections) -> int | None:
     return DEFAULT_BITS if c.model.train_type == "qlora" else c.quantization.quantization_bit
 
 
-def starts_otherwise(c: Sections) -> bool:
-    """Whether new adapters do not start as PEFT's default does."""
+def has_other_initial_weights(c: Sections) -> bool:
+    """Return whether new adapters start from other values than PEFT's default."""
     return c.model.train_type in ("lora", "qlora") and c.lora.adapters is None and c.lora.init_weights != "true"
 
 
 def adapter_init_changes_base_weights(c: Sections) -> bool:
     """Whether the first adapters are taken off the base model's weights."""
-    return starts_otherwise(c) and c.lora.init_weights.startswith(("pissa", "olora"))
+    return has_other_initial_weights(c) and c.lora.init_weights.startswith(("pissa", "olora"))
 
 
 def train_type_defaults(train_type: Any) -> dict[str, Any]:
@@ -81,19 +81,19 @@ ADAPTER_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("init_weights", "train_type"),
-        lambda c: starts_otherwise(c) and (c.task in RL or c.task == "rm"),
+        lambda c: has_other_initial_weights(c) and (c.task in RL or c.task == "rm"),
         "is supported in sft, pt and preference learning only",
         "--init_weights true",
     ),
     ConflictingOptions(
         ("init_weights", "use_dora", "target_parameters"),
-        lambda c: starts_otherwise(c) and (c.lora.use_dora or c.lora.target_parameters),
+        lambda c: has_other_initial_weights(c) and (c.lora.use_dora or c.lora.target_parameters),
         "conflicts with use_dora and target_parameters",
         "--init_weights true",
     ),
     ConflictingOptions(
         ("init_weights", "quantization_bit", "train_type"),
-        lambda c: starts_otherwise(c) and c.lora.init_weights == "loftq" and base_quantization_bits(c) != 4,
+        lambda c: has_other_initial_weights(c) and c.lora.init_weights == "loftq" and base_quantization_bits(c) != 4,
         "is for weights in 4 bits: it starts from what quantization loses",
         "--train_type qlora",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megaswift.engine.options.optimizer import GALORE, MUON, ON_PARTS, OptimConfig, is_elementwise_plugin
+from megaswift.engine.options.optimizer import GALORE, MUON, ELEMENTWISE, OptimConfig, is_elementwise_plugin
 from megaswift.engine.torch.optim.galore import GaloreOptimizer
 from megaswift.engine.torch.optim.local_shards import LocalShardOptimizer
 from megaswift.engine.torch.optim.muon import MuonOptimizer
@@ -17,7 +17,7 @@ def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> TorchEngineOp
     """Return the optimizer of the trainable parameters of `module`."""
     note_parts_with_own_learning_rates(module, optim)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    elementwise = optim.optimizer in ON_PARTS or is_elementwise_plugin(optim.optimizer)
+    elementwise = optim.optimizer in ELEMENTWISE or is_elementwise_plugin(optim.optimizer)
     if elementwise and any(isinstance(p, DTensor) for _, p in named):
         return LocalShardOptimizer(named, optim)  # on the local shards of fsdp2's parameters
     if optim.optimizer == MUON:
