@@ -26,7 +26,8 @@ from tests.te import resume_ranks
 from tests.te.sources import RELEASES
 
 pytestmark = pytest.mark.process
-QUICK = {("tensorwise", "dense te tp2 sp dp2 do"), ("blockwise", "moe te dp2 ep2 do")}
+QUICK = {("blockwise", "moe te dp2 ep2 do")}
+"""Of the default run; `test_state_bytes` and `test_fp8` have the other recipes there."""
 LAYOUTS = (
     "dense te do",
     "dense te dp2 do overlap",

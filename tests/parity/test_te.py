@@ -121,7 +121,10 @@ def test_precision_aware_optimizer(text: str, te_pool: Pool, references: Referen
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("text", ["dense te tp2 sp packed", "moe te cp2 comm=p2p packed", "moe te dp2 ep2 do"])
+@pytest.mark.parametrize(
+    "text",
+    ["dense te tp2 sp packed", pytest.param("moe te cp2 comm=p2p packed", marks=pytest.mark.slow), "moe te dp2 ep2 do"],
+)
 def test_the_newest_release(text: str, references: References) -> None:
     """Other sources of Transformer Engine under the same stand-ins."""
     check(parse(text), shared(RELEASES[-1]), references)

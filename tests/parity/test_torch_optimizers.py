@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.options.optimizer import BETAS, LIONS, ELEMENTWISE, OPTIMIZERS, PAGED
+from megaswift.engine.options.optimizer import BETAS, ELEMENTWISE, LIONS, OPTIMIZERS, PAGED
 from megaswift.losses.sft import CrossEntropy
 from tests.engine.torch.optim.test_states import GALORE, RANK, PlainGaLore, PlainMuon, held
 from tests.parity.cases import Case, global_batch, own, parse

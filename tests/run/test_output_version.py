@@ -187,6 +187,7 @@ Run.emit = planted
 
 
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -194,7 +195,6 @@ Run.emit = planted
         pytest.param(
             "-m torch.distributed.run --standalone --nproc_per_node 2 --max-restarts 1 megaswift/sft.py",
             id="torchrun",
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -132,7 +132,7 @@ def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loa
             {"query": "1+1"},
             "{broken",
             {"nosuch": 1},
-            {"messages": [{"role": "nobody", "content": "x"}]},
+            {"messages": [{"role": 5, "content": "x"}]},
             {"query": "a" * 200},
             {"messages": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]},
             {"messages": [{"role": "assistant", "content": "x"}]},

@@ -202,7 +202,7 @@ class MegatronEngine(EngineState):
         require_input_gradients(self.plain, self.config, self.plan, patterns, trained)
 
     def start_count(self, microbatches: Sequence[Batch], loss: Loss, further: Sequence[float] = ()) -> StartedCount:
-        """The counts of the global batch, and the `further` numbers added up over all ranks in the same reduction. Collective."""
+        """Count the global batch, and add up the `further` numbers over all ranks in the same reduction. Collective."""
         return start_count_global_batch(microbatches, loss, self.context, further)
 
     def prepare_ahead(self, microbatches: list[Batch]) -> list[Batch]:

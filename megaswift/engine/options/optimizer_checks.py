@@ -10,9 +10,9 @@ from megaswift.config.sections import Sections
 from megaswift.engine.options.engine import ZERO
 from megaswift.engine.options.engine_checks import AUTO, NATIVE, READS, drive_parts_of_option, requested_engine
 from megaswift.engine.options.optimizer import (
+    ELEMENTWISE,
     EVERYWHERE,
     GALORE,
-    ELEMENTWISE,
     PAGED,
     PLUGIN_OPTIMIZERS,
     SCALED_MOMENT_DTYPES,

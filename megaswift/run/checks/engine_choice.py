@@ -21,7 +21,7 @@ from megaswift.engine.options.engine_checks import (
     requested_engine,
     uses_model_parallelism,
 )
-from megaswift.engine.options.optimizer import EVERYWHERE, ELEMENTWISE, is_elementwise_plugin
+from megaswift.engine.options.optimizer import ELEMENTWISE, EVERYWHERE, is_elementwise_plugin
 from megaswift.errors import UserError
 from megaswift.families import FAMILIES
 from megaswift.folders.source import locate_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megaswift.engine.options.optimizer import GALORE, MUON, ELEMENTWISE, OptimConfig, is_elementwise_plugin
+from megaswift.engine.options.optimizer import ELEMENTWISE, GALORE, MUON, OptimConfig, is_elementwise_plugin
 from megaswift.engine.torch.optim.galore import GaloreOptimizer
 from megaswift.engine.torch.optim.local_shards import LocalShardOptimizer
 from megaswift.engine.torch.optim.muon import MuonOptimizer
