@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaswift.config import load_config
-from megaswift.config.variants import readers
+from megaswift.config.variants import values_with
 from megaswift.losses.cpo import CPO, LOSS_TYPES
 from megaswift.run.tasks import TASKS
 from tests.losses import trainers
@@ -23,7 +23,7 @@ CASES = {
     **{
         f"{name} smoothed": CPO(name, beta=0.3, label_smoothing=0.15)
         for name in LOSS_TYPES
-        if name in readers("label_smoothing", "loss_type")
+        if name in values_with("label_smoothing", "loss_type")
     },
     **{f"{name} alpha": CPO(name, beta=0.3, alpha=0.2, cpo_alpha=0.4) for name in LOSS_TYPES},
     "simpo gamma": CPO("simpo", beta=2.0, simpo_gamma=1.4),

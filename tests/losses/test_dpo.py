@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.config.variants import readers
+from megaswift.config.variants import values_with
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_loss_types import (
     DIVERGENCES,
@@ -50,7 +50,7 @@ IN_TRL = [name for name in LOSS_TYPES if name not in BEYOND_TRL]
 
 def in_trl(option: str) -> list[str]:
     """Loss types of TRL that read an option."""
-    return [name for name in readers(option, "loss_type") if name in IN_TRL]
+    return [name for name in values_with(option, "loss_type") if name in IN_TRL]
 
 
 CASES: dict[str, DPO] = {

@@ -14,7 +14,7 @@ import pytest
 
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.help import task_help
-from megaswift.config.variants import readers
+from megaswift.config.variants import values_with
 from megaswift.errors import ConfigError
 from megaswift.losses.options.loss_table import loss_names
 from megaswift.losses.options.preference import beta_of, needs_reference
@@ -336,7 +336,7 @@ def test_the_rules_know_the_losses_samplers_and_rewards_that_there_are() -> None
     from megaswift.rollout.sampler import sampler_backend_names
 
     assert set(loss_names("grpo")) == set(LOSS_TYPES)
-    assert {n for n, t in LOSS_TYPES.items() if t.clips} == set(readers("delta", "loss_type"))
+    assert {n for n, t in LOSS_TYPES.items() if t.clips} == set(values_with("delta", "loss_type"))
     assert set(sampler_backend_names()) <= set(BACKENDS)
     ours = {f.name: f.default for f in fields(RlConfig)}
     assert all(f.default in (MISSING, ours[f.name]) for f in fields(BuiltInRewardParameters))
