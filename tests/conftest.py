@@ -6,6 +6,7 @@ import atexit
 import gc
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -46,6 +47,9 @@ TOGETHER = {f"tests/{file}": "transformer engine" for file in TE} | {
 """Files that one worker runs as a whole under `--dist loadgroup`, those of a group on the same one: two layouts of
 eight ranks at a time cost more than one after the other, and what their tests share would be made twice."""
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+"""Images set the variable: each of the many processes would compile the sources anew, and pytest rewrite its files."""
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 """torch looks up the name of each connection's address: a name service that is slow to answer must not make tests wait,
