@@ -1,9 +1,9 @@
 """The table of substitutions: every change that this package makes to torch's and Megatron-Core's own objects.
 
-One row each: symbol, versions, reason. `install_cpu_patches()` applies them once, all but `UNDEFINED_NAMES` and
-`HOST_WAITS` only where there is no CUDA device. A test fails when an installed Megatron-Core no longer has a symbol.
-The functions and classes that are put in place are in the other modules of this folder. Nothing here is on the hot
-path: string constants are replaced in the code objects themselves, so that no call is intercepted.
+One row each: symbol, versions, reason. `install_cpu_patches()` applies them once, all but `HIDDEN_PACKAGES`,
+`UNDEFINED_NAMES` and `HOST_WAITS` only where there is no CUDA device. A test fails when an installed Megatron-Core no
+longer has a symbol. The functions and classes that are put in place are in the other modules of this folder. Nothing
+here is on the hot path: string constants are replaced in the code objects themselves, so that no call is intercepted.
 """
 
 from __future__ import annotations
@@ -62,6 +62,15 @@ class MutedLogRecordFilter:
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the logger keeps the record (the protocol of `Logger.addFilter`)."""
         return self.text not in record.getMessage()
+
+
+@dataclass(frozen=True)
+class HiddenPackage:
+    """A package that cannot be imported while Megatron-Core is imported, which does without it."""
+
+    name: str
+    reason: str
+    versions: str = BOTH
 
 
 _CORE = "megatron.core."
@@ -192,6 +201,13 @@ DURING_IMPORT = (
 )
 """In place while `megatron.core.jit` is imported, and taken back after."""
 
+HIDDEN_PACKAGES = (
+    HiddenPackage(
+        "wandb", "the inference contexts import it for metrics that nobody logs: half a second of each process's start"
+    ),
+)
+"""Hidden on every machine while `megatron.core` is imported; what is imported already stays."""
+
 UNDEFINED_NAMES = (
     AttributePatch(
         _CORE + "transformer.moe.moe_utils:te_general_gemm",
@@ -283,11 +299,24 @@ def unwrap_decorators(function: Any) -> types.FunctionType:
     return getattr(function, "__func__", function)
 
 
+def _import_core() -> None:
+    """Imports `megatron.core` without `HIDDEN_PACKAGES`."""
+    hidden = [row.name for row in HIDDEN_PACKAGES if row.name not in sys.modules]
+    modules: dict[str, Any] = sys.modules
+    modules.update(dict.fromkeys(hidden))  # None: importing it raises ModuleNotFoundError
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
 def _import_patched() -> None:
     """Imports `megatron.core.jit` under the rows of `DURING_IMPORT`."""
     originals = [resolve_symbol(row.symbol) for row in DURING_IMPORT]
     _replace(DURING_IMPORT)
     try:
+        _import_core()
         importlib.import_module(_CORE + "jit")
     finally:
         for owner, name, original in originals:
@@ -301,8 +330,8 @@ def _replace(rows: Iterable[AttributePatch]) -> None:
 
 
 def install_cpu_patches() -> None:
-    """Makes Megatron-Core run on this machine; a second call does nothing. With CUDA only `UNDEFINED_NAMES` and
-    `HOST_WAITS` apply, and under `--jit_fuser false` `DURING_IMPORT`."""
+    """Makes Megatron-Core run on this machine; a second call does nothing. With CUDA only `HIDDEN_PACKAGES`,
+    `UNDEFINED_NAMES` and `HOST_WAITS` apply, and under `--jit_fuser false` `DURING_IMPORT`."""
     global _installed
     if _installed:
         return
@@ -310,6 +339,7 @@ def install_cpu_patches() -> None:
     if not runs_without_cuda():
         if not fuses_pointwise_functions(cuda=True):
             _import_patched()
+        _import_core()
         if not triton_launches():
             os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # Transformer Engine compiles functions of its own
         _define_missing_names()

@@ -1,7 +1,10 @@
 """The table of substitutions: each symbol is still there, and each is still needed."""
 
 import logging
+import subprocess
+import sys
 
+import pytest
 import torch
 
 from megaswift.engine.megatron.cpu import patches
@@ -57,6 +60,15 @@ def test_every_row_has_a_reason_and_no_symbol_has_two():
     ]
     assert all(row.reason and row.versions for row in [*rows, *patches.MUTED_LOG_RECORDS])
     assert len({row.symbol for row in rows}) == len(rows)
+
+
+@pytest.mark.process
+def test_hidden_packages_are_not_imported_but_can_be():
+    assert all(row.reason and row.versions for row in patches.HIDDEN_PACKAGES)
+    names = [row.name for row in patches.HIDDEN_PACKAGES]
+    told = f"import megaswift.engine.megatron, sys; print({{*{names}}} & {{*sys.modules}}); import {', '.join(names)}"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "set()\n"
 
 
 def test_constants_are_replaced_deeply():
