@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,15 +21,13 @@ from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.folders.source import with_fetched_adapters
 from megaswift.inference.options.checks import infer_option_problems
-from megaswift.inference.options.commands import InferConfig
+from megaswift.inference.options.commands import InferConfig, InferProcessOptions
+from megaswift.inference.options.launch import LAUNCH_OPTIONS
 from megaswift.inference.options.parser import CommandParser, ParsedCommand
 from megaswift.inference.options.run_files import complete_infer_options, load_run_config, run_config_file
+from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.cluster_variables import take_cluster_variables
-from megaswift.launchers.infer_processes import (
-    requested_launch,
-    run_in_processes,
-    take_share_of_devices,
-)
+from megaswift.launchers.options.launch import LaunchConfig
 from megaswift.launchers.options.variables import CHECKED, is_launched_worker
 from megaswift.launchers.parent_death import PARENT, end_with_parent
 
@@ -45,6 +43,7 @@ megaswift infer: interactive chat, or batch inference on a prompt file
   megaswift infer --model DIR --adapters OUT/adapter --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
 STOPPED = "stopped; the same command resumes"
 LOOK_SECONDS = 0.5
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def _complete(parsed: ParsedCommand) -> ParsedCommand:
@@ -102,6 +101,49 @@ def _run(cfg: InferConfig) -> int:
     generation = cfg.generation
     Terminal(generator, prompts, sampling, generation.max_new_tokens, generation.stop, cfg.terminal.stream).run()
     return 0
+
+
+def requested_launch(options: InferProcessOptions, environ: Mapping[str, str]) -> LaunchConfig | None:
+    """The processes to start; None where this process answers all rows, or its share because a launcher has started
+    it."""
+    several = (options.nproc_per_node or 1) > 1 or (options.nnodes or 1) > 1
+    if is_launched_worker(environ) or not several:
+        return None
+    return LaunchConfig(**{name: getattr(options, name) for name in LAUNCH_OPTIONS})
+
+
+def run_in_processes(launch: LaunchConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs `megaswift infer WORDS` in this node's processes to the end; the exit code."""
+    if taken := torchrun_launcher.port_in_use_problems(launch):
+        raise ConfigError(taken)
+    command = torchrun_launcher.torchrun_command(launch, Path(__file__), words)
+    environment = torchrun_launcher.torchrun_environment(launch, {**environ, CHECKED: "1"})
+    return torchrun_launcher.run_torchrun_with_restarts(command, environment)
+
+
+def share_of_devices(visible: Sequence[str], rank: int, processes: int) -> list[str]:
+    """The devices of a process: neighbours, as many for each as there are; ConfigError where there are too few."""
+    if len(visible) < processes:
+        raise ConfigError(
+            Problem(
+                f"{processes} processes",
+                f"have {len(visible)} GPUs between them; each needs at least one",
+                f"NPROC_PER_NODE={len(visible)}",
+            )
+        )
+    each = len(visible) // processes
+    return list(visible[rank * each : (rank + 1) * each])
+
+
+def take_share_of_devices(device_count: int) -> None:
+    """Leaves only this process's share of the machine's GPUs visible; before CUDA is started."""
+    if not is_launched_worker(os.environ) or not device_count:
+        return
+    named = os.environ.get(DEVICES, "")
+    visible = named.split(",") if named else [str(number) for number in range(device_count)]
+    rank = int(os.environ["LOCAL_RANK"])
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+    os.environ[DEVICES] = ",".join(share_of_devices(visible, rank, processes))
 
 
 class StoppedProcessError(UserError):
@@ -169,8 +211,8 @@ def _rows_of_run(cfg: InferConfig) -> frozenset[str] | None:
     source = run_config_file([*cfg.weights.adapter_folders, cfg.weights.model]) if cfg.file.load_data_args else None
     if source is None:
         return None
-    from megaswift.data.model_tokenizer import tokenizer_or_processor_for
     from megaswift.data.sources.held_out import validation_row_places
+    from megaswift.data.model_tokenizer import tokenizer_or_processor_for
 
     run = load_run_config(source)
     if cfg.file.dataset not in (run.data.val_dataset, run.data.dataset):  # --dataset on the command line

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.engine.options.optimizer import PLUGIN_OPTIMIZERS, OptimConfig, PluginOptimizerParts
-from megaswift.engine.torch.optim.local_shards import LocalShardOptimizer
+from megaswift.engine.torch.optim.states import LocalShardOptimizer
 from megaswift.engine.torch.vision_parts import VIT
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.test_plugins import RECIPES

@@ -21,8 +21,13 @@ from megaswift.models.fields.rows import (
 from megaswift.models.fields.windows import is_even_layer, windows_by_layer_row
 from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
-from megaswift.models.weights.rules import ColumnParallelRule, ReplicatedRule
-from megaswift.models.weights.stacked import InterleavedGateUp, StackedDown, StackedReplicatedRule
+from megaswift.models.weights.rules import (
+    ColumnParallelRule,
+    InterleavedGateUp,
+    ReplicatedRule,
+    StackedDown,
+    StackedReplicatedRule,
+)
 
 ROPE = rope_row(150000.0)
 

@@ -13,9 +13,8 @@ from megaswift.base.registry import Registry
 from megaswift.errors import ConfigError, Problem
 from megaswift.options.plugins import PLUGINS, load_external_plugins
 from megaswift.rewards import accuracy, code_reward, format_and_length_rewards
-from megaswift.rewards.ms_swift_plugins import make_plugin_reward
 from megaswift.rewards.scoring import BuiltInRewardParameters, RewardFunction
-from megaswift.rewards.user_function import UserFunction, load_user_reward_function
+from megaswift.rewards.user_function import UserFunction, load_user_reward_function, make_plugin_reward
 
 NAMED: Registry[Callable[[BuiltInRewardParameters], RewardFunction]] = Registry("reward function")
 NAMED.register("accuracy", accuracy.accuracy_reward)

@@ -1,6 +1,8 @@
-"""A user's reward function: `FILE.py:function`, called as `f(prompts=..., completions=..., **columns)`.
+"""A user's reward: `FILE.py:function`, or what a file of `--external_plugins` registers.
 
-Owns importing it and what it is called with: everything where it takes `**kwargs`, else what its parameters name.
+A function is called as `f(prompts=..., completions=..., **columns)`: with everything where it takes `**kwargs`, else
+with what its parameters name. Classes and functions of ms-swift's `orms` and of `megaswift.plugins.reward` are called
+as ms-swift calls them; `options/plugins.py` reads their files.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.base.user_code import import_user_file
+from megaswift.base.user_code import convert_user_code_errors, import_user_file
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, missing_path_hint
 from megaswift.rewards.reward_input import RewardInput
 from megaswift.rewards.scoring import ALWAYS_PASSED
@@ -114,3 +116,47 @@ def describe_user_function(name: str, function: Callable[..., Any], flag: str) -
     needed = frozenset(p.name for p in named if p.default is p.empty) - set(ALWAYS_PASSED)
     waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
     return (AsyncUserFunction if waits else UserFunction)(name, function, takes, needed)
+
+
+@dataclass(frozen=True)
+class PluginReward(UserFunction):
+    """An instance of a file's class."""
+
+    def arguments(self, samples: Sequence[RewardInput]) -> dict[str, list[Any]]:
+        """As ms-swift calls it: completions as text; `messages` are prompt and completion."""
+        given = super().arguments(samples)
+        if "completions" in given:
+            given["completions"] = [s.text for s in samples]
+        if self.takes is None or "messages" in self.takes:
+            given["messages"] = [_messages(s) for s in samples]
+        return given
+
+
+@dataclass(frozen=True)
+class AsyncPluginReward(PluginReward, AsyncUserFunction):
+    """Its `__call__` is `async def`."""
+
+
+def _messages(sample: RewardInput) -> list[Any]:
+    prompt = [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else [*sample.prompt]
+    answer = (
+        [{"role": "assistant", "content": sample.completion}]
+        if isinstance(sample.completion, str)
+        else [*sample.completion]
+    )
+    return [*prompt, *answer]
+
+
+def make_plugin_reward(name: str, registered: Any) -> UserFunction:
+    """The reward of a class or function that a plugin has registered."""
+    flag = f"--reward_funcs {name}"
+    made: Any = registered
+    if inspect.isclass(registered):
+        with convert_user_code_errors(
+            lambda trace: ConfigError(Problem(flag, f"its class needs ms-swift's arguments\n{trace}"))
+        ):
+            takes_args = "args" in inspect.signature(registered).parameters
+            made = registered(**({"args": None} if takes_args else {}))
+    described = describe_user_function(name, made, flag)
+    kind = AsyncPluginReward if isinstance(described, AsyncUserFunction) else PluginReward
+    return kind(name, made, described.takes, described.columns - {"messages"})

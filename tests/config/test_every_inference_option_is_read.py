@@ -15,13 +15,13 @@ import pytest
 
 from megaswift import deploy, export, infer
 from megaswift.errors import ConfigError
+from megaswift.infer import requested_launch
 from megaswift.inference.options.backends import BackendOptions
 from megaswift.inference.options.checks import server_auth_token
 from megaswift.inference.options.commands import BitsandbytesOptions, InferProcessOptions, ServerOptions
 from megaswift.inference.options.export import LAYOUT
 from megaswift.inference.options.launch import LAUNCH_OPTIONS, OF_NODES, node_option_values
 from megaswift.inference.options.parser import CommandParser
-from megaswift.launchers.infer_processes import requested_launch
 from megaswift.launchers.options.single_process import place_among_nodes
 from tests.sources import Source, sources
 

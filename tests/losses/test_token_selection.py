@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megaswift.losses.policy import PolicyLoss
-from megaswift.losses.policy_loss_types import PolicySettings
-from megaswift.losses.token_selection import (
+from megaswift.losses.policy_loss_types import (
+    PolicySettings,
     clip_cov_token_mask,
     kl_cov_token_mask,
     ratio_clipped_token_mask,

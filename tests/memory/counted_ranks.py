@@ -20,7 +20,7 @@ from megaswift.losses.sft import CrossEntropy
 from megaswift.parallel import head_memory
 from megaswift.parallel.head_memory import HeadChunkSizes
 from megaswift.parallel.layout import Layout
-from megaswift.run.faults.memory_holders import GRADIENTS, OPTIMIZER, WEIGHTS, tensor_memory_holders
+from megaswift.run.faults.out_of_memory import GRADIENTS, OPTIMIZER, WEIGHTS, tensor_memory_holders
 from tests.parity.cases import VOCAB, global_batch, own, parse
 from tests.parity.measure import build
 from tests.te import cuda

@@ -1,31 +1,83 @@
 """The checkpoint hook: saves every `save_steps` or epoch, at the end and on a signal; restores a run from a checkpoint.
 
 Owns which rank does what and what the trainer itself must remember. How a folder becomes a checkpoint is `commit`'s,
-what the engine writes is the engine's.
+what the engine writes is the engine's. With `--async_save` a `BackgroundWriter` writes while training goes on.
 """
 
 from __future__ import annotations
 
 import copy
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from megaswift import distributed
 from megaswift.base.byte_size import bytes_text
-from megaswift.engine.protocol import FileEntries
-from megaswift.errors import CheckpointError, Problem
+from megaswift.engine.protocol import FileEntries, StartedSave
+from megaswift.errors import ROOM, CheckpointError, Problem, first_line
 from megaswift.folders import saved_steps
 from megaswift.folders.checkpoint import ENGINE
 from megaswift.trainers import checkpoints
 from megaswift.trainers.file_hashes import damaged_file_problems_all_ranks
 from megaswift.trainers.hook import BEST, NO, Every, Hook, Run, StepInterval, StepRecord
-from megaswift.trainers.hooks.background_save import BackgroundWriter, PendingCheckpoint
 from megaswift.trainers.hooks.best_model import BestModelHook
 from megaswift.trainers.hooks.progress import print_line, print_warning
 from megaswift.trainers.options.batch_sizes import BatchPlan
+
+
+class BackgroundWriter:
+    """Writes what engines have started to save. The thread ends with the process: files that it leaves behind belong to
+    no checkpoint."""
+
+    def __init__(self, saves: Mapping[str, StartedSave]) -> None:
+        self.saves = saves
+        self.written = False
+        self.reason = ""
+        self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        try:
+            for save in self.saves.values():
+                save.write()
+            self.written = True
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:
+            self.reason = first_line(error)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it still writes."""
+        return self._thread.is_alive()
+
+    def finish(self, what: str) -> FileEntries:
+        """Waits for all ranks' writers; the entries of this rank's files, by path within the step. Collective;
+        CheckpointError on every rank where one could not write."""
+        self._thread.join()
+        problems = []
+        if not self.written:
+            why = self.reason or "see the error above"
+            problems = [Problem(what, f"could not be written in the background ({why})", ROOM)]
+        distributed.raise_on_all_ranks(problems)
+        return {f"{part}/{name}": entry for part, save in self.saves.items() for name, entry in save.finish().items()}
+
+
+@dataclass(frozen=True)
+class PendingCheckpoint:
+    """A checkpoint that is being written."""
+
+    step: int
+    folder: Path
+    state: Mapping[str, Any]
+    """The state of the trainer, as it was at this step."""
+    best: int | None
+    writer: BackgroundWriter
+    began: float
+    blocked: float
+    """Seconds that training has waited for it so far."""
 
 
 class CheckpointHook(Hook):

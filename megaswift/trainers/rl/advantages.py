@@ -17,7 +17,7 @@ from megaswift.data.prompts.collate import RolloutTokens
 from megaswift.losses import advantages as formulas
 from megaswift.losses.advantage_estimators import EstimatorInput, estimate_advantage_fields
 from megaswift.losses.options.estimator_table import advantage_estimator_entry
-from megaswift.losses.token_selection import (
+from megaswift.losses.policy_loss_types import (
     clip_cov_token_mask,
     kl_cov_token_mask,
     ratio_clipped_token_mask,

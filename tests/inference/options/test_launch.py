@@ -1,7 +1,7 @@
 """Processes and nodes of `megaswift infer`, by options and variables; commands that are one process.
 
 Covers: megaswift/inference/options/launch.py, megaswift/inference/options/run_files.py,
-megaswift/launchers/options/single_process.py, megaswift/commands/file_arguments.py.
+megaswift/launchers/options/single_process.py, megaswift/commands/convert.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from megaswift import export, infer
 from megaswift.cli import main
 from megaswift.commands import convert
-from megaswift.commands.file_arguments import FileArgumentParser
+from megaswift.commands.convert import FileArgumentParser
 from megaswift.config.swift_config import load_config
 from megaswift.errors import ConfigError
 from megaswift.inference.options.commands import InferProcessOptions

@@ -1,6 +1,6 @@
 """Rules against layouts written out by hand, and the two properties that all rules share.
 
-Covers: megaswift/models/weights/blocks.py, megaswift/models/weights/stacked.py.
+Covers: megaswift/models/weights/blocks.py, megaswift/models/weights/rules.py.
 """
 
 from __future__ import annotations

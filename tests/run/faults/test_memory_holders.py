@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megaswift.run.faults.memory_holders import GRADIENTS, OPTIMIZER, WEIGHTS, tensor_memory_holders
+from megaswift.run.faults.out_of_memory import GRADIENTS, OPTIMIZER, WEIGHTS, tensor_memory_holders
 
 CPU = torch.device("cpu")
 

@@ -219,7 +219,7 @@ def test_after_another_error_it_is_given_up(tmp_path: Path, capsys: pytest.Captu
 
 def go_with_late_writers(rank: int, world: int, job: Job) -> Any:
     """A run whose files are written once training waits for them, when later steps have changed the weights."""
-    from megaswift.trainers.hooks.background_save import BackgroundWriter
+    from megaswift.trainers.hooks.checkpoint import BackgroundWriter
     from tests.trainers.run_ranks import go
 
     class Late(BackgroundWriter):

@@ -7,9 +7,8 @@ from torch.distributed.tensor import DTensor
 
 from megaswift.engine.options.optimizer import ELEMENTWISE, GALORE, MUON, OptimConfig, is_elementwise_plugin
 from megaswift.engine.torch.optim.galore import GaloreOptimizer
-from megaswift.engine.torch.optim.local_shards import LocalShardOptimizer
 from megaswift.engine.torch.optim.muon import MuonOptimizer
-from megaswift.engine.torch.optim.states import TorchEngineOptimizer, torch_engine_optimizer_class
+from megaswift.engine.torch.optim.states import LocalShardOptimizer, TorchEngineOptimizer, torch_engine_optimizer_class
 from megaswift.engine.torch.vision_parts import note_parts_with_own_learning_rates
 
 

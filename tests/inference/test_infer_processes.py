@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from megaswift.errors import ConfigError
+from megaswift.infer import requested_launch, share_of_devices, take_share_of_devices
 from megaswift.inference.options.commands import InferProcessOptions
-from megaswift.launchers import infer_processes
-from megaswift.launchers.infer_processes import (
-    requested_launch,
-    share_of_devices,
-    take_share_of_devices,
-)
 from megaswift.launchers.options.launch import LaunchConfig
 
 WORKER = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
@@ -39,10 +36,10 @@ def test_a_worker_takes_its_share(visible: str, count: int, want: str, monkeypat
     for name, value in {**WORKER, "CUDA_VISIBLE_DEVICES": visible}.items():
         monkeypatch.setenv(name, value)
     take_share_of_devices(count)
-    assert infer_processes.os.environ["CUDA_VISIBLE_DEVICES"] == want
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == want
 
 
 def test_without_a_launcher_all_devices_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     take_share_of_devices(2)
-    assert infer_processes.os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
