@@ -211,8 +211,8 @@ def _rows_of_run(cfg: InferConfig) -> frozenset[str] | None:
     source = run_config_file([*cfg.weights.adapter_folders, cfg.weights.model]) if cfg.file.load_data_args else None
     if source is None:
         return None
-    from megaswift.data.sources.held_out import validation_row_places
     from megaswift.data.model_tokenizer import tokenizer_or_processor_for
+    from megaswift.data.sources.held_out import validation_row_places
 
     run = load_run_config(source)
     if cfg.file.dataset not in (run.data.val_dataset, run.data.dataset):  # --dataset on the command line
