@@ -1,4 +1,4 @@
-"""Creates the engine of a run and its process groups. Only this module names concrete engines; each is imported on
+"""Creates the process groups and the engine of a run. Only this module names concrete engines; each is imported on
 demand."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GATHERING = ("fsdp2", "zero3", "zero3_offload")
 
 
 class RankContext(Protocol):
-    """The processes of a run."""
+    """A rank of a run: its place in the layout, its device, and the process groups that it has joined."""
 
     layout: Layout
     rank: int
@@ -47,26 +47,26 @@ class RankContext(Protocol):
     device: torch.device
 
     def close(self) -> None:
-        """Takes the process groups down."""
+        """Destroy the process groups."""
 
 
 def start_context(cfg: SwiftConfig, layout: Layout) -> RankContext:
-    """Process groups and random states."""
-    if need := process_group.shared_rdzv_store_restart_warning(os.environ):
-        log.warn(need)
-    native = requested_engine(cfg) == NATIVE
-    if need := set_max_connections(os.environ, layout, sharded_weights=requested_engine(cfg) in GATHERING):
-        log.warn(need)
-    seconds = float(cfg.parallel.ddp_timeout)
+    """Join the process groups of the layout, and seed the random states. Collective."""
+    if warning := process_group.shared_rdzv_store_restart_warning(os.environ):
+        log.warn(warning)
+    engine = requested_engine(cfg)
+    if warning := set_max_connections(os.environ, layout, sharded_weights=engine in GATHERING):
+        log.warn(warning)
+    timeout = float(cfg.parallel.ddp_timeout)
     seed = cfg.train.seed
-    if native:
+    if engine == NATIVE:
         from megaswift.engine.megatron.parallel_context import ParallelContext
 
         levels = cfg.parallel.hierarchical_context_parallel_sizes
-        return ParallelContext(layout, seconds, seed, levels, cuda_graphs=uses_cuda_graphs(cfg))
+        return ParallelContext(layout, timeout, seed, levels, cuda_graphs=uses_cuda_graphs(cfg))
     from megaswift.engine.torch.process_group import TorchContext
 
-    return TorchContext(layout, seconds, seed)
+    return TorchContext(layout, timeout, seed)
 
 
 def make_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> Engine:
@@ -94,6 +94,8 @@ def _torch_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any)
     from megaswift.engine.torch.settings import EngineSettings
 
     dtype = compute_dtype(cfg.model.torch_dtype, folder, context.device)
+
+    # The settings of the strategy that the engine wraps the model in.
     deepspeed = None
     if cfg.engine.engine in ZERO:
         name = str(dtype).removeprefix("torch.")
@@ -107,6 +109,8 @@ def _torch_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any)
 
         machines = nproc_or_nnodes_started_by_launcher("nnodes", os.environ) or 1
         fsdp = FsdpOptions.of(cfg.engine, machines)
+
+    # The settings of the engine itself.
     settings = EngineSettings(
         kind=cfg.engine.engine,
         seed=cfg.train.seed,

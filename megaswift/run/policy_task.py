@@ -84,14 +84,14 @@ from megaswift.trainers.rl.source import RolloutDependencies, RolloutSource
 from megaswift.trainers.schedule import count_steps
 
 CRITIC = "critic"
-"""Within a checkpoint."""
+"""Folder of the critic within a checkpoint."""
 LOOKED_AT = 20_000
 """Prompts whose columns are compared with what rewards need, before training."""
 
 
 @dataclass(frozen=True)
 class PolicyTask(Task):
-    """Batches are rollouts: completions of prompts, with rewards. PPO's other engine is the critic."""
+    """A task whose batches are rollouts: completions of prompts, with rewards. PPO adds an engine, the critic."""
 
     def read(self, plan: RunPlan) -> tuple[RunPlan, TaskData]:
         """Read the prompts to train on, and the held-out ones."""
@@ -117,7 +117,7 @@ class PolicyTask(Task):
         settings = rl_settings(cfg, plan.layout.dp)
         critic = dependencies.critic
         rollouts = RolloutSource(settings, dependencies)
-        # the critic's values, once a generation
+        # A pass of the critic computes the values, once for each generation.
         flops = [] if critic is None else [step_flop_formula(critic.engine, plan.spec, 1 / settings.iterations)]
 
         def describe(facts: SummaryFacts) -> SummaryFacts:
@@ -138,7 +138,7 @@ class PolicyTask(Task):
 
 
 def common_columns(prompts: IndexedPrompts) -> frozenset[str]:
-    """Return the columns that every row has, as far as rows are examined."""
+    """Return the columns that all rows have, of the first `LOOKED_AT` rows."""
     return frozenset.intersection(*(frozenset(prompts.read(i).columns) for i in range(min(len(prompts), LOOKED_AT))))
 
 
@@ -170,24 +170,24 @@ def add_rl_summary_rows(
 
 
 def rewards_text(cfg: SwiftConfig) -> str:
-    """List what gives rewards, each with its weight."""
+    """List the sources of rewards, each with its weight."""
     names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
     weighted = [f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg.rl), strict=True)]
     return ", ".join([*weighted, *([f"turns of {cfg.rl.environment}"] if cfg.rl.environment else [])])
 
 
 def weight_sync_summary_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    """Yields, for a run with adapters, what its samplers get."""
-    if plan.adapts:
-        cfg = plan.cfg
-        alone = syncs_adapters_only(plan.cfg, plan.spec, plan.folder)
-        why = (
-            merged_sync_reason(cfg, plan.spec, plan.folder) if cfg.rl.rollout_lora is None else "rollout_lora is false"
-        )
-        yield (
-            "weight sync",
-            f"adapters alone, of rank {adapter_rank(cfg.lora)}" if alone else f"all weights, adapters merged in: {why}",
-        )
+    """Describe the weights that samplers get, for a run with adapters."""
+    if not plan.adapts:
+        return
+    cfg = plan.cfg
+    if syncs_adapters_only(cfg, plan.spec, plan.folder):
+        yield "weight sync", f"adapters alone, of rank {adapter_rank(cfg.lora)}"
+        return
+    reason = "rollout_lora is false"
+    if cfg.rl.rollout_lora is None:
+        reason = merged_sync_reason(cfg, plan.spec, plan.folder)
+    yield "weight sync", f"all weights, adapters merged in: {reason}"
 
 
 def critic_summary_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
@@ -206,7 +206,7 @@ def critic_summary_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, 
 
 
 class SamplerCloser(Hook):
-    """Ends what samples."""
+    """Closes the samplers when the run ends."""
 
     def __init__(self, scheduler: CompletionSamplingScheduler) -> None:
         self.scheduler = scheduler
@@ -225,8 +225,9 @@ def critic_start_folder(rl: RlConfig, folder: Path) -> Path:
 def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, fresh: bool) -> Engine:
     """Build the critic's engine: the policy's model, or `critic_model`, with a scalar head, trained as the policy is.
 
-    With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains. A new head
-    starts near 0: values of the size of weights would be noise in every advantage until the critic has unlearnt them.
+    A critic with adapters has adapters of its own, and its head trains whole. `fresh` False: a checkpoint brings the
+    trained weights. A new head starts near 0, because large initial values would add noise to every advantage until the
+    critic has unlearned them.
     """
     scored = with_scalar_head(spec)
     start = critic_start_folder(cfg.rl, folder)
@@ -254,7 +255,7 @@ def build_critic(plan: RunPlan, rate: Rate, total_steps: int) -> CriticTrainer |
 
 
 def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None:
-    """Build what leads conversations, where the run has an environment."""
+    """Build the runner of conversations; None for a run without an environment."""
     text = cfg.rl.environment
     if text is None:
         return None
@@ -298,24 +299,29 @@ def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
 def rollout_dependencies(
     plan: RunPlan, data: TaskData, engine: Engine, critic_of: Callable[[], CriticTrainer | None]
 ) -> RolloutDependencies:
-    """Build what makes rollouts: the sampler, the reward functions, the estimator."""
+    """Build what makes rollouts: the sampler, the reward functions, the estimator. `critic_of` builds the critic.
+    Collective."""
     cfg = plan.cfg
     context = plan.context
     tokenizer = data.tokenizer
     prompts = data.source
     settings = rl_settings(cfg, plan.layout.dp)
     geometry = plan.geometry()
+
+    # How rows are made of prompts and completions.
     images = None
     if data.processor is not None:
         images = PromptImageReader(data.processor, media_kinds(prompts.prompts.docs.stores))
     packs = cfg.data.packing is not False and images is None
+
+    # The sampler, and the weights that it gets.
     adapters_only = plan.adapts and syncs_adapters_only(cfg, plan.spec, plan.folder)
     offloaded = {"optimizer": cfg.rl.offload_optimizer, "model": cfg.rl.offload_model}
-    leaves = frozenset(part for part, moves in offloaded.items() if moves)
+    offloaded_parts = frozenset(part for part, moves in offloaded.items() if moves)
     generation = CompletionGenerator(
         engine,
         context.coordinates,
-        build_sampler_in_freed_memory(plan, engine, leaves, adapter_rank(cfg.lora) if adapters_only else 0),
+        build_sampler_in_freed_memory(plan, engine, offloaded_parts, adapter_rank(cfg.lora) if adapters_only else 0),
         sampling_params_of(cfg.rl, tokenizer, plan.folder),
         cfg.train.seed,
         build_multi_turn(cfg, tokenizer),
@@ -325,7 +331,9 @@ def rollout_dependencies(
         cfg.vllm.vllm_tensor_parallel_size,
         images,
     )
-    critic = critic_of()  # after the sampler, which reserves its share of the memory first
+
+    # The critic, after the sampler, which reserves its share of the memory first; then the order of both on the device.
+    critic = critic_of()
     scheduler = CompletionSamplingScheduler(
         prompts,
         generation,
@@ -333,7 +341,7 @@ def rollout_dependencies(
         advantage_estimator_entry_of(cfg).greedy_baseline,
         cfg.rl.async_generation,
         cfg.rl.rollout_sleep,
-        leaves,
+        offloaded_parts,
         None if critic is None else critic.engine,
     )
     return RolloutDependencies(
@@ -386,26 +394,29 @@ def sampler_options(
 def build_sampler(
     cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, dtype: str, rank: int
 ) -> Sampler | None:
-    """Build this rank's sampler; None where another rank of the replica has it."""
+    """Build this rank's sampler; None if another rank of the replica has it."""
     if not samples_on_every_rank(cfg.rl.rollout_backend) and not is_sampling_rank(context.coordinates):
         return None
     options = sampler_options(
         cfg, spec, sync_folder(cfg.rl, Path(cfg.train.output_dir), folder), str(context.device), dtype, rank
     )
     if not options.seed_requests:
-        # engines may share a prompt's completions, equal ones from one seed; ranks of one engine draw the same
+        # Engines may share the completions of a prompt, which would be equal if the engines had one seed. Ranks of one
+        # engine draw the same tokens.
         options = replace(options, seed=cfg.train.seed + context.rank // options.tensor_parallel_size)
     return make_sampler(cfg.rl.rollout_backend, folder, options)
 
 
-def build_sampler_in_freed_memory(plan: RunPlan, engine: Engine, leaves: frozenset[str], rank: int) -> Sampler | None:
-    """Build this rank's sampler while `leaves` of the engine are off the device: vLLM refuses to start where less than
-    its share of the memory is free. `rank`: of adapters that come alone."""
-    if leaves:
-        engine.offload(leaves)
+def build_sampler_in_freed_memory(
+    plan: RunPlan, engine: Engine, offloaded_parts: frozenset[str], rank: int
+) -> Sampler | None:
+    """Build this rank's sampler while `offloaded_parts` of the engine are off the device: vLLM refuses to start if less
+    than its share of the memory is free. `rank`: the rank of adapters that are sent alone; 0: all weights are sent."""
+    if offloaded_parts:
+        engine.offload(offloaded_parts)
     dtype = str(engine.dtype).removeprefix("torch.")
     sampler = build_sampler(plan.cfg, plan.spec, plan.folder, plan.context, dtype, rank)
-    if leaves:
+    if offloaded_parts:
         engine.onload()
     return sampler
 

@@ -117,7 +117,7 @@ def drawing_of(generation: Any, critic: bool = False) -> CompletionSamplingSched
         generation,
         3,
         sleeps=True,
-        leaves=frozenset({"optimizer", "model"}),
+        offloaded_parts=frozenset({"optimizer", "model"}),
         critic=generation.named("critic") if critic else None,
     )
 

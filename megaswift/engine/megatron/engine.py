@@ -109,24 +109,28 @@ class MegatronEngine(EngineState):
         self.cp_exchange = "all_gather" if choice.attention == TORCH else parallel.cp_exchange
         if model.fp8_format:
             recipe = model.fp8_recipe
-            unfit = fp8_compute_capability_problems(recipe, torch.cuda.get_device_capability())
-            unfit += fp8_blockwise_sp_hidden_size_problems(recipe, spec.hidden_size, self.layout)
-            if unfit := [*unfit, *fp8_width_problems(recipe, spec, self.layout)]:
-                raise ConfigError(unfit)
+            problems = [
+                *fp8_compute_capability_problems(recipe, torch.cuda.get_device_capability()),
+                *fp8_blockwise_sp_hidden_size_problems(recipe, spec.hidden_size, self.layout),
+                *fp8_width_problems(recipe, spec, self.layout),
+            ]
+            if problems:
+                raise ConfigError(problems)
         self.config = transformer_config(spec, self.layout, choice, model, parallel, lora, settings)
         check_main_grads_dtype(optim.main_grads_dtype, self.dtype)
+
         # Which weights and adapters the model has.
         self.plan = WeightPlan(family_of(spec.hf_config), spec)
         adapters = adapter_plan_from_lora_config(lora, self.plan) if model.train_type != "full" else None
         if adapters and self.config.quantized:
             family = self.plan.family
-            layout = self.layout
-            if unfit := qlora.four_bit_block_size_problems(
-                family, spec, layout.tp, layout.etp
-            ) + qlora.four_bit_trainable_problems(family, adapters.saved):
-                raise ConfigError(unfit)
+            problems = qlora.four_bit_block_size_problems(family, spec, self.layout.tp, self.layout.etp)
+            problems += qlora.four_bit_trainable_problems(family, adapters.saved)
+            if problems:
+                raise ConfigError(problems)
             if adapters.settings.dora:
                 raise ConfigError(qlora.NO_DORA)
+
         # Build this rank's part of the model, freeze what does not train, and add adapters.
         self.backend = TEAttentionBackendEnv(self.config.attention_backend != AttnBackend.auto)
         with self.backend.building():
@@ -135,6 +139,7 @@ class MegatronEngine(EngineState):
         self.freeze(model.freeze_parameters, model.trainable_parameters)
         self.lora = RankAdapters(self.plain, self.weights, adapters) if adapters else None
         self.aux = AuxLosses(self.plain, spec, model.moe_aux_loss_coeff, model.moe_z_loss_coeff, context)
+
         # Wrap it for data parallelism, then build the optimizer over the wrapped parameters.
         self.chunks = wrap_chunks(self.plain, self.config, parallel, optim, context)
         self.clock = OwnComputeClock(self.chunks)
@@ -142,6 +147,7 @@ class MegatronEngine(EngineState):
         if self.config.fp8_param:
             self.weights.exact = ExactWeights(self.optimizer)
         self.config.grad_scale_func = self.optimizer.scale_loss if self.config.fp16 else None
+
         # State of the run: memory lent to a sampler, and reference weights.
         self.away = EngineOffload(self.chunks, self.optimizer)
         self.remembered: ReferenceWeights | None = None
@@ -149,26 +155,26 @@ class MegatronEngine(EngineState):
         self.kept_names: list[str] = []
 
     def load_hf(self, directory: Path) -> None:
-        """Weights from a Hugging Face folder or a checkpoint; each rank reads its own slices only."""
+        """Load weights from a Hugging Face folder or a checkpoint; each rank reads its own slices only."""
         source = self._with_head(open_weights(directory))
         self.plan.check(source, contents=self.rank == 0)
         self._fill(source)
         self.keep(directory)
 
     def _with_head(self, source: WeightSource) -> WeightSource:
-        """A language model's weights with a new scalar head, where the model has one and they do not."""
+        """Add a new scalar head to the weights of a language model, if the model has a head and the weights do not."""
         if not self.spec.scored or NEW in source.names():
             return source
         return NewScalarHeadSource(source, new_scalar_head_weight(self.spec, self.settings.seed))
 
     def keep(self, directory: Path) -> None:
-        """Tensors that are carried along unchanged come from `directory` when a checkpoint is saved."""
+        """Take the tensors that training does not change from `directory` when a checkpoint is saved."""
         self.kept = open_weights(directory)
         self.kept_names = self.plan.kept(self.kept.names())
 
     def random_init(self, seed: int, device: torch.device | None = None) -> None:
-        """Weights from the seed and each tensor's name: the same under every layout. They are drawn on the CPU unless
-        another device is given, which is faster and has other numbers."""
+        """Draw weights from the seed and each tensor's name, so that they are the same under every layout. Without
+        `device` they are drawn on the CPU; another device is faster and gives other numbers."""
         self._fill(RandomWeightSource(self.plan, self.spec, seed, device))
 
     def _fill(self, source: object) -> None:
@@ -182,7 +188,7 @@ class MegatronEngine(EngineState):
         self.optimizer.reload_model_params()
 
     def _quantize_weights(self) -> None:
-        """FP8 weights from new main weights. Collective."""
+        """Quantize FP8 weights from new main weights. Collective."""
         weights = [p for p in self.weights.placed if is_fp8_weight(p.held)]
         delayed = self.config.fp8_recipe == "delayed"
         if delayed:
@@ -196,8 +202,8 @@ class MegatronEngine(EngineState):
             fp8_weights.quantize_from_main_weights(self.optimizer, self.chunks)
 
     def freeze(self, patterns: Sequence[str], trained: Sequence[str] = ()) -> None:
-        """Parameters whose Hugging Face names match any of `patterns` do not train, unless one of `trained` matches.
-        Before the model is wrapped."""
+        """Freeze the parameters whose Hugging Face names match any of `patterns` and none of `trained`. Call it before
+        the model is wrapped. Collective."""
         freeze_weights(self.weights.placed, self.plan, patterns, trained)
         require_input_gradients(self.plain, self.config, self.plan, patterns, trained)
 
@@ -206,7 +212,7 @@ class MegatronEngine(EngineState):
         return start_count_global_batch(microbatches, loss, self.context, further)
 
     def prepare_ahead(self, microbatches: list[Batch]) -> list[Batch]:
-        """Pinned, with the indices of this rank's slices."""
+        """Pin the micro-batches, and compute the indices of this rank's slices."""
         cp = self.layout.cp
         rank = self.context.coordinates.cp
         device = self.context.device
@@ -221,7 +227,7 @@ class MegatronEngine(EngineState):
         counted: Counted = None,
         before_read: Callable[[], None] | None = None,
     ) -> StepResult:
-        """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
+        """Run forward, backward and one optimizer step, which is skipped if the gradient norm is not finite."""
         report = self._accumulate(microbatches, loss, False, counted)
         report.before_read = before_read or report.before_read
         decay = self.optim.weight_decay if weight_decay is None else weight_decay
@@ -236,7 +242,7 @@ class MegatronEngine(EngineState):
     def accumulate(
         self, microbatches: Sequence[Batch], loss: Loss, whole_gradients: bool = True, counted: Counted = None
     ) -> StepResult:
-        """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""
+        """Run forward and backward only; `hf_gradients` then yields the gradients of the global objective."""
         return self._accumulate(microbatches, loss, whole_gradients, counted).read_result()
 
     def _accumulate(
@@ -251,7 +257,7 @@ class MegatronEngine(EngineState):
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
-        """The numbers of `train_batch` without dropout, gradient or change of state."""
+        """Compute the numbers of `train_batch` without dropout, gradients or a change of state."""
         with passes.evaluation_mode(self.chunks):
             mode = passes.ForwardBackwardMode(self.choice.attention, True)
             return self._run(microbatches, loss, mode).read_result()
@@ -276,7 +282,7 @@ class MegatronEngine(EngineState):
 
     @torch.no_grad()
     def score(self, microbatches: Sequence[Batch], needs: RequestedModelOutputs) -> list[ModelOutputs]:
-        """What `needs` asks for, per micro-batch in input order, on every model-parallel rank."""
+        """Compute the outputs that `needs` names for each micro-batch, in order, on every model-parallel rank."""
         outputs: list[Tensor] = []
 
         def keep(_: Batch, fields: Tensor) -> Tensor:
@@ -299,7 +305,8 @@ class MegatronEngine(EngineState):
     def hf_weights(
         self, dtype: torch.dtype | None = None, everywhere: bool = False, on_device: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. Adapters are merged in."""
+        """Yield (Hugging Face name, full tensor) on rank 0, or everywhere; every rank must iterate. Adapters are merged
+        in."""
         finish_weight_gathers(self.chunks)
         exact = self.weights.exact
         device = self.context.device if on_device else None
@@ -308,7 +315,7 @@ class MegatronEngine(EngineState):
         return self.weights.stream(lambda p: exact(p) if dtype is None else exact(p).to(dtype), everywhere, device)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in a PEFT folder without its prefix, full tensor) of what trains with LoRA, like `hf_weights`."""
+        """Yield (name in a PEFT folder without its prefix, full tensor) of what trains with LoRA, like `hf_weights`."""
         finish_weight_gathers(self.chunks)
         return self._adapters().stream(lambda p: p.data)
 
@@ -317,37 +324,38 @@ class MegatronEngine(EngineState):
         return self.lora
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, gradient) after `accumulate`, streamed like `hf_weights`, or `adapter_weights` with LoRA."""
+        """Yield (name, gradient) after `accumulate`, like `hf_weights`, or like `adapter_weights` with LoRA."""
         stream = self.weights.stream if self.lora is None else self.lora.stream
         return stream(lambda p: getattr(p, "main_grad", None))
 
     def keep_reference(self, on_host: bool = False) -> None:
-        """From now on `reference` is the present model. New adapters need no copy: the base is the model without."""
+        """Make the present model the reference. New adapters need no copy, because the base model is the reference."""
         finish_weight_gathers(self.chunks)
         if self.lora is None or self.lora_options.adapters is not None:
-            self.remembered = ReferenceWeights(self._live, on_host)
+            self.remembered = ReferenceWeights(self._tensors_of_reference, on_host)
 
-    def _live(self) -> list[Tensor]:
-        """What a reference has values of its own of: everything, or what trains beside a frozen base."""
+    def _tensors_of_reference(self) -> list[Tensor]:
+        """The tensors of which a reference has its own values: all weights, or what trains on a frozen base."""
         if self.lora is not None:
             return [p.data for p in (*self.lora.parameters, *(saved.tensor for saved in self.lora.saved))]
         return [p.tensor.data for p in self.weights.placed]
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """The reference model for the length of a block. Not around `train_batch`."""
+        """Put the reference in the model's place for the length of a block, which must not call `train_batch`."""
         finish_weight_gathers(self.chunks)
         with self.remembered.exchanged() if self.remembered is not None else self._adapters().off():
             yield
 
     def move_reference(self, share: float) -> None:
-        """reference = share x model + (1 - share) x reference."""
+        """Set the reference to share x model + (1 - share) x reference."""
         assert self.remembered is not None, "keep_reference was not called"
         finish_weight_gathers(self.chunks)
         self.remembered.blend(share)
 
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
-        """A Hugging Face folder in the source's dtypes or in `dtype`: ranks write shares, with adapters rank 0 does."""
+        """Write a Hugging Face folder in the source's dtypes or in `dtype`. Every rank writes a share; with adapters
+        rank 0 writes everything."""
         options = HfExportOptions(source=source, dtype=dtype, overwrite=True)
         if self.lora is None:
             finish_weight_gathers(self.chunks)
@@ -361,7 +369,7 @@ class MegatronEngine(EngineState):
                 pass
 
     def write_adapter(self, folder: Path, base: str) -> None:
-        """Adapters and fully trained modules in float32, as PEFT saves them; rank 0 writes. Collective."""
+        """Write adapters and fully trained modules in float32, as PEFT saves them, on rank 0. Collective."""
         weights = self.adapter_weights()
         if self.rank == 0:
             write_peft_folder(folder, self._adapters().plan, weights, base)
@@ -370,24 +378,24 @@ class MegatronEngine(EngineState):
                 pass
 
     def describe(self, target: Path, folder: Path) -> None:
-        """config.json, the tokenizer and each tensor's dtype. On one rank."""
+        """Write config.json, the tokenizer and each tensor's dtype. Call it on one rank."""
         source = None if self.has_random_start else folder
         write_checkpoint_hf_metadata(target, self.spec.hf_config, source_tensor_dtypes(self.plan, source), folder)
 
     def offload(self, what: frozenset[str]) -> None:
-        """Parts of the engine leave the device; gradients are dropped."""
+        """Move parts of the engine off the device, and drop the gradients."""
         if "optimizer" in what:
             self.away.optimizer_and_gradients()
         if "model" in what:
             self.away.weights()
 
     def onload(self) -> None:
-        """Everything is back."""
+        """Bring everything back to the device."""
         self.away.bring_back()
 
     @property
     def kernels(self) -> str:
-        """For the first screen."""
+        """The kernels and the dtype, for the first screen."""
         joined = f", keys and values by {self.cp_exchange}" if self.layout.cp > 1 else ""
         more = f"{joined}{overlap_capture_fusion_text(self.config, self.choice)}"
         return f"{self.choice}, {str(self.dtype).removeprefix('torch.')}{more}"
@@ -398,23 +406,23 @@ class MegatronEngine(EngineState):
         return self.config.params_dtype
 
     def replicated_weights(self) -> list[ReplicatedWeights]:
-        """The weights of experts and of all other parameters, which have groups of their own. Collective."""
+        """Return the weights of experts, and all others, each with the group of their replicas. Collective."""
         finish_weight_gathers(self.chunks)
         named = [(f"{i}.{name}", p) for i, chunk in enumerate(self.plain) for name, p in chunk.named_parameters()]
         return replicated_by_group(named, self.context.groups.dp_cp, self.context.groups.expt_dp)
 
     def report(self) -> EngineSizeReport:
-        """Exact sizes, for the first screen."""
+        """Measure the engine's exact sizes, for the first screen. Collective."""
         return measure_engine_sizes(self)
 
     def save(self, directory: Path) -> FileEntries:
-        """Weights, optimizer and this rank's random states as a sharded checkpoint. Collective."""
+        """Save weights, optimizer and this rank's random states as a sharded checkpoint. Collective."""
         return save_load.save_engine(self, directory)
 
     def start_save(self, directory: Path) -> StartedSave:
-        """What `save` writes, in copies in host memory. Collective."""
+        """Copy what `save` writes to host memory, to be written in the background. Collective."""
         return save_load.start_save(self, directory)
 
     def load(self, directory: Path) -> None:
-        """The inverse of `save`, on this or another layout. Collective."""
+        """Load what `save` wrote, on this or another layout. Collective."""
         save_load.load_engine(self, directory)

@@ -33,7 +33,7 @@ _TokenFields = dict[str, list[np.ndarray]]
 
 @dataclass
 class AdvantageEstimator:
-    """The estimator of a run. Its only state is the weight of the divergence, which a controller may move."""
+    """The estimator of a run. Its only state is `beta`, the weight of the divergence, which a controller may change."""
 
     rl: RlConfig
     settings: RlSettings
@@ -41,7 +41,7 @@ class AdvantageEstimator:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, rollouts: Sequence[ScoredCompletion], completed: Sequence[RolloutTokens]) -> _TokenFields:
-        """`advantages` and whatever else the run's losses read."""
+        """Return the field `advantages`, and the other fields that the run's losses read."""
         mask = trained_token_mask(completed)
         penalties = self.penalties(completed, mask)
         estimated = estimate_advantage_fields(
@@ -56,7 +56,7 @@ class AdvantageEstimator:
         }
 
     def penalties(self, completed: Sequence[RolloutTokens], mask: Tensor) -> Tensor:
-        """Return [n, t]: what the divergence from the reference costs in rewards; also moves the controller."""
+        """Return each token's penalty for its divergence from the reference, [n, t]; also update the controller."""
         if not self.settings.kl_in_reward:
             return torch.zeros(mask.shape)
         kl = (
@@ -124,9 +124,8 @@ class AdvantageEstimator:
         else:
             number = int(np.random.SeedSequence(seed).generate_state(1)[0])
             high = rl.epsilon if rl.epsilon_high is None else rl.epsilon_high
-            clipped = ratio_clipped_token_mask(
-                now - before, advantage, rl.epsilon, high
-            )  # verl does not select these either
+            # Tokens that the ratio clips are not selected, as in verl.
+            clipped = ratio_clipped_token_mask(now - before, advantage, rl.epsilon, high)
             covariances = covariances.masked_fill(clipped, -torch.inf)
             chosen = clip_cov_token_mask(covariances, rl.clip_cov_ratio, (rl.clip_cov_lb, rl.clip_cov_ub), number)
         return np.split(chosen.numpy(), np.cumsum([len(v) for v in logprobs])[:-1])

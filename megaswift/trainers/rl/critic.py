@@ -19,7 +19,7 @@ from megaswift.trainers.hooks.step_monitor import SkippedStepAndLossSpikeMonitor
 
 
 class CriticTrainer(BatchTransform):
-    """Trains beside the policy."""
+    """Trains the critic, one step before each step of the policy."""
 
     def __init__(self, engine: Engine, loss: ValueLoss, learning_rate: Rate) -> None:
         self.engine = engine
@@ -32,7 +32,7 @@ class CriticTrainer(BatchTransform):
         self.seconds = 0.0
 
     def on_start(self, run: Run) -> None:
-        """Goes on with the schedule where the run does."""
+        """Set the position in the schedule to that of the run."""
         self.steps = run.step
         self.total_steps = run.total_steps
 

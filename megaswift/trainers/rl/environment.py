@@ -26,7 +26,7 @@ MESSAGES = '[{"role": "tool", "content": "..."}]'
 
 
 class Environment(Protocol):
-    """What a class of the user's has."""
+    """The methods of a user's environment class."""
 
     def reset(self, prompt: Any, **columns: Any) -> Observation | None:
         """Begin a new conversation, given the row's prompt, as text or messages, and its other columns."""
@@ -85,8 +85,8 @@ class EnvironmentWithNamedErrors:
         return cls(flag, inner)
 
     def reset(self, prompt: Any, columns: Mapping[str, Any]) -> Observation:
-        """Begins, and returns the first observation: the empty string where there is none. RewardError where it raises
-        or returns something else."""
+        """Begin a conversation, and return the first observation; empty if there is none. RewardError if the user's
+        method raises or returns something else."""
         names = [without_control_characters(name) for name in sorted(columns)]
         passed = f"reset gets prompt and the row's columns: {', '.join(names) or 'none'}"
         with convert_user_code_errors(lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}", passed))):
@@ -101,7 +101,7 @@ class EnvironmentWithNamedErrors:
         return self._checked_messages(returned, "reset", fix)
 
     def step(self, answer: str) -> Turn:
-        """Take one turn; RewardError where it raises or returns something else."""
+        """Take one turn. RewardError if the user's method raises or returns something else."""
         with convert_user_code_errors(
             lambda trace: RewardError(Problem(self.flag, f"step failed on {answer[:80]!r}\n{trace}"))
         ):
@@ -160,7 +160,8 @@ def _is_message(message: Any) -> bool:
 
 
 _REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 80
+_REPR.maxstring = 80
+_REPR.maxother = 80
 
 
 def _shown(value: Any) -> str:

@@ -46,7 +46,7 @@ class RewardEvaluationHook(IntervalLinesHook):
         """Evaluate all prompts and write one line."""
         began = time.perf_counter()
         self.scheduler.settle()
-        with self.scheduler.room(lambda _: nullcontext(), again=False):
+        with self.scheduler.lend_device(lambda _: nullcontext(), has_weights=False):
             completions = self.scheduler.generation.write(self.prompts, APART + step.number)
         rollouts = self.scorer(
             self.prompts, completions, self.scheduler.generation.scored_completions(len(self.prompts))

@@ -38,17 +38,17 @@ class CompletionGenerator:
     """The samplers of a run, seen from one rank."""
 
     engine: Engine
-    at: Coordinates
+    coordinates: Coordinates
     sampler: Sampler | None
     """None on ranks without one."""
     sampling: SamplingParams
     seed: int
     multi_turn: MultiTurnRunner | None = None
-    """Where an environment answers."""
+    """Leads the conversations of a run whose completions an environment answers."""
     adapters: SyncRounds | None = None
-    """The folders by which adapters alone go to the samplers; None: all weights do."""
+    """The folders by which adapters are sent alone; None: all weights are sent."""
     base: str = ""
-    """The name of the model that they belong to."""
+    """The name of the model that the adapters belong to."""
     everywhere: bool = False
     """Whether every rank has a sampler of its own, not only the first of each data-parallel replica."""
     ranks_per_engine: int = 1
@@ -67,7 +67,7 @@ class CompletionGenerator:
         if self.sampler is None:
             return range(0)
         if not self.everywhere:
-            return _share(count, self.at.dp, self.layout.dp)
+            return _share(count, self.coordinates.dp, self.layout.dp)
         ranks = self.ranks_per_engine
         return _share(count, distributed.global_rank() // ranks, self.layout.world_size // ranks)
 
@@ -77,29 +77,30 @@ class CompletionGenerator:
             return range(0)
         if self.everywhere:
             return _share(count, distributed.global_rank(), self.layout.world_size, group)
-        return _share(count, self.at.dp, self.layout.dp, group)
+        return _share(count, self.coordinates.dp, self.layout.dp, group)
 
     @property
-    def first(self) -> bool:
+    def speaks_for_replica(self) -> bool:
         """Whether this rank speaks for its data-parallel replica."""
-        return is_sampling_rank(self.at)
+        return is_sampling_rank(self.coordinates)
 
     @property
-    def updates(self) -> bool:
-        """Whether this rank gives a sampler its weights; of samplers that are one, the first does."""
-        return self.sampler is not None and (self.at.dp == 0 or not self.sampler.shared)
+    def sends_weights(self) -> bool:
+        """Whether this rank sends weights to its sampler. If the ranks share one sampler, only the first sends them."""
+        return self.sampler is not None and (self.coordinates.dp == 0 or not self.sampler.shared)
 
     def synchronize(self) -> None:
-        """Send the engine's weights to the samplers: all of them, or those that change. Collective."""
+        """Send the engine's weights to the samplers: all weights, or the adapters alone. Collective."""
         if self.adapters is not None:
             self.send_adapters(self.adapters)
             return
         weights = self.engine.hf_weights(everywhere=self.everywhere or self.layout.dp > 1, on_device=True)
-        if self.sampler is not None and self.updates:
+        if self.sampler is not None and self.sends_weights:
             self.sampler.update_weights(weights)
-        for _ in weights:  # ranks without a sampler, and what a sampler left over: the stream is collective
+        # The stream is collective: ranks without a sampler read it too, and so does a rank whose sampler stopped early.
+        for _ in weights:
             pass
-        distributed.barrier()  # servers have loaded them before another rank asks
+        distributed.barrier()  # servers have loaded the weights before another rank asks them for completions
 
     def send_adapters(self, rounds: SyncRounds) -> None:
         """Write the adapters on rank 0 for every sampler to read; samplers may come back to the folder until the next
@@ -107,7 +108,7 @@ class CompletionGenerator:
         folder = distributed.run_on_rank0(rounds.begin)
         distributed.run_and_gather_on_all_ranks(lambda: self.engine.write_adapter(folder, self.base))
         distributed.run_and_gather_on_all_ranks(
-            lambda: self.sampler.update_adapter(folder) if self.sampler is not None and self.updates else None
+            lambda: self.sampler.update_adapter(folder) if self.sampler is not None and self.sends_weights else None
         )
         if distributed.global_rank() == 0:
             rounds.taken(folder)
@@ -117,14 +118,14 @@ class CompletionGenerator:
         if self.sampler is not None:
             self.sampler.close()
         if self.adapters is not None:
-            self.adapters.close()  # only rank 0 has some
+            self.adapters.close()  # only rank 0 has written folders
 
     def write(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
         """Write one completion for each prompt, and return all of them on every rank. Every `greedy_every`-th is
         greedy; 0: none. Collective."""
-        return self.joined(lambda: self.share(prompts, generation, greedy_every))
+        return self.gather(lambda: self.write_share(prompts, generation, greedy_every))
 
-    def share(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
+    def write_share(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
         """Write this rank's completions. Not collective."""
         mine = self.sampled_completions(len(prompts))
         drawn = completion_seeds(self.seed, generation, len(prompts))
@@ -142,7 +143,7 @@ class CompletionGenerator:
     def complete(
         self, sampler: Sampler, prompts: Sequence[Prompt], sampling: SamplingParams, row_seeds: Sequence[int]
     ) -> list[Completion]:
-        """Write one completion for each prompt, in conversation with the environment where there is one."""
+        """Write one completion for each prompt, in conversation with the environment if there is one."""
         if self.multi_turn is not None:
             return self.multi_turn.write(sampler, sampling, prompts, row_seeds)
         tokens = [p.token_ids for p in prompts]
@@ -152,7 +153,7 @@ class CompletionGenerator:
             return sampler.generate_with_images(tokens, images, sampling, row_seeds)
         return sampler.generate(tokens, sampling, row_seeds)
 
-    def joined(self, work: Callable[[], list[Completion]]) -> list[Completion]:
+    def gather(self, work: Callable[[], list[Completion]]) -> list[Completion]:
         """Gather all engines' shares on every rank. Collective."""
         shares = distributed.run_and_gather_on_all_ranks(work)
         return [completion for share in shares[:: self.ranks_per_engine] for completion in share]

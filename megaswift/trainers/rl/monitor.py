@@ -15,7 +15,7 @@ from megaswift.trainers.hooks.progress import print_warning
 from megaswift.trainers.rl.source import RolloutSource
 
 PATIENCE = 3
-"""So many generations in a row before anything is said."""
+"""Generations in a row with the same trouble before a warning."""
 APART = 1.05
 """Mean of exp |sampler's - trainer's log-probability| from which the two are not the same policy: bfloat16 alone stays
 well below."""
@@ -29,21 +29,24 @@ class NoRewardsError(UserError):
 
 
 class RolloutMonitor(Hook):
-    """Looks at each generation when a step has used it for the first time; tells each kind of trouble once, and again
-    after it was gone."""
+    """Checks each generation after the first step that used it. Warns of each kind of trouble once, and again if it
+    comes back."""
 
     def __init__(self, source: RolloutSource) -> None:
         self.source = source
         self.in_a_row: dict[str, int] = {}
-        self.completions = self.rewarded = 0
-        """Completions of the whole run, and those of them that a reward function applied to."""
+        self.completions = 0
+        """Completions of the whole run."""
+        self.rewarded = 0
+        """Those of them that a reward function applied to."""
         self.silent = False
         """Whether no completion of the last generation had a reward."""
 
     def on_start(self, run: Run) -> None:
         """Start counting; a checkpoint without these counts is taken as one of a run that had rewards."""
         if run.step and not self.completions:
-            self.completions = self.rewarded = 1
+            self.completions = 1
+            self.rewarded = 1
 
     def on_step(self, run: Run, step: StepRecord) -> None:
         """Count a new generation, and warn of troubles that last for several of them."""
@@ -55,15 +58,15 @@ class RolloutMonitor(Hook):
                     print_warning(f"the last {PATIENCE} generations, up to step {step.number}: {text}")
 
     def count(self, number: int) -> None:
-        """Adds a generation; warns at the first of those in a row that have no reward at all."""
+        """Count a generation, and warn at the first of several in a row that have no reward at all."""
         given = sum(not math.isnan(rollout.total) for rollout, _ in self.source.fresh)
         if not given and not self.silent:
             print_warning(
                 f"step {number}: {self.flags()} returned None for all {len(self.source.fresh)} completions: their "
                 "advantages are 0"
             )
-        self.completions = self.completions + len(self.source.fresh)
-        self.rewarded = self.rewarded + given
+        self.completions += len(self.source.fresh)
+        self.rewarded += given
         self.silent = not given
 
     def flags(self) -> str:

@@ -41,7 +41,7 @@ class MultiTurnCompletion(Completion):
     """The same as `Prompt.content`."""
 
     def prompt(self, given: Prompt) -> Prompt:
-        """What was asked: the row's prompt with the first observation."""
+        """The prompt that was answered: the row's, with the first observation."""
         if not self.prompt_ids:
             return given
         return replace(given, token_ids=self.prompt_ids, content=self.prompt_content)
@@ -87,7 +87,7 @@ class _Open:
     finished: bool = False
 
     def closed(self) -> MultiTurnCompletion:
-        """As it is now."""
+        """The completion that the conversation has become."""
         return MultiTurnCompletion(
             tuple(self.tokens),
             tuple(self.logprobs),
@@ -105,7 +105,7 @@ class _Open:
 
 @dataclass(frozen=True)
 class MultiTurnRunner:
-    """How conversations of a run go."""
+    """Leads the conversations of a run."""
 
     make: Callable[[], EnvironmentWithNamedErrors]
     chat: ChatTurns
@@ -171,6 +171,7 @@ class MultiTurnRunner:
 
     def _turn(self, one: _Open, completion: Completion, stops: Sequence[int]) -> None:
         """The model's turn, and the environment's after it."""
+        # The model's tokens, as many as there is room for.
         room = one.room - len(one.tokens)
         ids = list(completion.token_ids[:room])
         whole = completion.finished and len(completion.token_ids) <= room
@@ -184,12 +185,17 @@ class MultiTurnRunner:
         if not whole:
             one.ended = True
             return
+
+        # The environment's answer.
         answers, reward, done = one.environment.step(turn.content)
         one.rewards.append(reward)
         one.ends.append(sum(one.own))
-        one.finished = one.ended = done or not answers or one.turns == self.max_turns
+        one.finished = done or not answers or one.turns == self.max_turns
+        one.ended = one.finished
         if one.ended:
             return
+
+        # The answers as the chat template writes them, up to the model's next turn.
         with rendering(one.environment.flag, [m["role"] for m in answers]):
             if one.conversation is None:
                 one.conversation = self.chat.begin(one.asked.content, one.asked.tools)

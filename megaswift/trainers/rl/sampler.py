@@ -1,4 +1,4 @@
-"""What samplers of a run are given: sampling parameters, how many completions at a time, where they read weights."""
+"""Settings of a run's samplers: sampling parameters, completions at a time, the folder of new weights."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def sync_folder(rl: RlConfig, output: Path, folder: Path) -> Path:
 
 
 def _on_this_machine(servers: Sequence[str]) -> bool:
-    """Whether all ranks and all servers are."""
+    """Whether all ranks and all servers are on this machine."""
     hosts = {urlsplit(url).hostname for url in servers}
     one_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     return one_node and hosts <= {"127.0.0.1", "localhost", "::1"}

@@ -1,9 +1,9 @@
 """Schedules generation: synchronously, with offloading on a shared device, or asynchronously, one generation ahead of
 training.
 
-Owns the order on a device that trainer and sampler share: optimizer and gradients leave, the sampler wakes, weights
-stream, the model's weights leave, completions are written, the sampler sleeps, everything comes back. What a critic has
-leaves at the beginning: the sampler has no use for it. And the one draw that may be under way.
+Owns the draw that may be under way, and the order on a device that trainer and sampler share: optimizer and gradients
+leave, the sampler wakes, weights stream, the model's weights leave, completions are written, the sampler sleeps, and
+everything comes back. The critic leaves at the beginning, because the sampler has no use for it.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ class CompletionSamplingScheduler:
     """The last completion of each prompt is greedy."""
     asynchronous: bool = False
     sleeps: bool = False
-    """The sampler gives its memory back between draws."""
-    leaves: frozenset[str] = frozenset()
-    """What of the trainer does meanwhile: `optimizer`, `model`."""
+    """Whether the sampler gives its memory back between draws."""
+    offloaded_parts: frozenset[str] = frozenset()
+    """Parts of the trainer that leave the device during a draw: `optimizer`, `model`."""
     critic: Engine | None = None
-    """The critic of ppo."""
+    """The critic of `ppo`."""
     ahead: PendingDraw | None = None
+    """The draw that is under way or waits to be used."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "sampler"))
 
-    def draw(self, number: int, again: bool, timed: Timed) -> tuple[list[Prompt], list[Completion]]:
-        """Draw prompts and sample their completions; each prompt is listed once for each completion. `again`: the
+    def draw(self, number: int, has_weights: bool, timed: Timed) -> tuple[list[Prompt], list[Completion]]:
+        """Draw prompts and sample their completions; each prompt is listed once for each completion. `has_weights`: the
         sampler has the weights already. Collective."""
         if self.ahead is not None:
             with timed("generation"):
@@ -67,67 +68,67 @@ class CompletionSamplingScheduler:
             pending = self.ahead
             self.ahead = None
             return pending.prompts, pending.completions
-        prompts = self.take()
-        with self.room(timed, again):
+        prompts = self.take_prompts()
+        with self.lend_device(timed, has_weights):
             return prompts, self.generation.write(prompts, number, self.greedy_every)
 
     def begin(self, number: int, timed: Timed) -> None:
-        """Draws the next generation by the weights as they are, in the background. Collective."""
+        """Start to draw the next generation in the background, with the present weights. Collective."""
         with timed("weight sync"):
             self.generation.synchronize()
         before = self.prompts.state_dict()
-        prompts = self.take()
-        share = self._thread.submit(self.generation.share, prompts, number, self.greedy_every)
+        prompts = self.take_prompts()
+        share = self._thread.submit(self.generation.write_share, prompts, number, self.greedy_every)
         self.ahead = PendingDraw(before, prompts, number, share)
 
     def settle(self) -> None:
-        """Waits for the draw that is under way, where there is one. Collective."""
+        """Wait for the draw that is under way, if there is one. Collective."""
         if self.ahead is not None and self.ahead.future is not None:
             future = self.ahead.future
             self.ahead.future = None
-            self.ahead.completions = self.generation.joined(future.result)
+            self.ahead.completions = self.generation.gather(future.result)
 
-    def take(self) -> list[Prompt]:
+    def take_prompts(self) -> list[Prompt]:
         """Take the prompts of the next generation, each once for each completion."""
         return [prompt for prompt in self.prompts.next() for _ in range(self.draws)]
 
     @contextmanager
-    def room(self, timed: Timed, again: bool) -> Iterator[None]:
-        """Give the device's memory to the sampler inside the block, with the model's weights, and back to the trainer
-        after it, in any case."""
+    def lend_device(self, timed: Timed, has_weights: bool) -> Iterator[None]:
+        """Lend the device's memory to the sampler for the length of the block, and give it the model's weights. The
+        trainer gets the memory back even if the block fails."""
         try:
             with timed("weight sync"):
-                self.make_room(again)
+                self.hand_over_device(has_weights)
             with timed("generation"):
                 yield
         finally:
             with timed("weight sync"):
                 if self.sleeps and self.generation.sampler is not None:
                     self.generation.sampler.sleep()
-                if self.leaves:
+                if self.offloaded_parts:
                     for engine in self.engines:
                         engine.onload()
 
     @property
     def greedy_every(self) -> int:
-        """Each completion, in order, whose number (from 1) is a multiple of this is greedy; 0: none."""
+        """The interval of greedy completions: those whose number (from 1) is a multiple of it; 0: none is greedy."""
         return self.draws if self.greedy else 0
 
     @property
     def engines(self) -> list[Engine]:
-        """What has memory on the device: the policy's, and the critic's."""
+        """The engines that have memory on the device: the policy's, and the critic's."""
         return [self.generation.engine, *(() if self.critic is None else (self.critic,))]
 
-    def make_room(self, again: bool) -> None:
-        """Hand the device to the sampler, step by step, up to the first prompt. Collective."""
+    def hand_over_device(self, has_weights: bool) -> None:
+        """Free the device step by step and give the sampler its weights, so that it can start. Collective."""
         policy, *others = self.engines
-        if self.leaves:
+        if self.offloaded_parts:
             for other in others:
-                other.offload(self.leaves)
-            policy.offload(self.leaves - {"model"})
-        if self.sleeps or not again:
+                other.offload(self.offloaded_parts)
+            policy.offload(self.offloaded_parts - {"model"})
+        if self.sleeps or not has_weights:
             self.generation.synchronize()
-        if "model" in self.leaves:
+        if "model" in self.offloaded_parts:
             policy.offload(frozenset({"model"}))
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,16 +143,18 @@ class CompletionSamplingScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore that draw, and move the prompts on past it."""
+        """Restore the draw that `state_dict` returned, and move the prompts on past it."""
         self.settle()
         self.ahead = None
         if state:
             self.prompts.load_state_dict(state["before"])
             completions = [completion_from_dict(c) for c in state["completions"]]
-            self.ahead = PendingDraw(dict(state["before"]), self.take(), int(state["number"]), None, completions)
+            self.ahead = PendingDraw(
+                dict(state["before"]), self.take_prompts(), int(state["number"]), None, completions
+            )
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stop the background thread, after the draw that is under way."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 

@@ -23,7 +23,7 @@ ENVIRONMENT = "environment"
 
 @dataclass(frozen=True)
 class ScoredCompletion:
-    """A prompt, a completion, what it is worth."""
+    """A completion of a prompt, with its rewards."""
 
     prompt: Prompt
     completion: Completion
@@ -80,7 +80,7 @@ class RewardScorer:
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], mine: range
     ) -> list[ScoredCompletion]:
-        """All rollouts, on every rank; this one judges `mine`. An environment's own rewards count beside.
+        """Return all rollouts on every rank; this rank judges `mine`. An environment's own rewards are added.
         Collective."""
         prompts = [asked_prompt(p, c) for p, c in zip(prompts, completions, strict=True)]
         texts = [self.decode(c.token_ids) for c in completions]
@@ -101,8 +101,8 @@ class RewardScorer:
 
         rewards = [reward for share in distributed.run_and_gather_on_all_ranks(work) for reward in share]
         rollouts = [
-            ScoredCompletion(*one, *reward)
-            for one, reward in zip(zip(prompts, completions, texts, strict=True), rewards, strict=True)
+            ScoredCompletion(*sample, *reward)
+            for sample, reward in zip(zip(prompts, completions, texts, strict=True), rewards, strict=True)
         ]
         return [
             with_environment_reward(r, r.completion) if isinstance(r.completion, MultiTurnCompletion) else r

@@ -12,7 +12,7 @@ from megaswift.trainers.rl.options.rl import RlConfig
 
 @dataclass(frozen=True)
 class RlSettings:
-    """Arithmetic and switches of a run, the same on every rank."""
+    """Sizes and switches of a run, the same on every rank."""
 
     seed: int
     group: int
@@ -34,7 +34,7 @@ class RlSettings:
     corrects: bool = False
     """Weigh samples against the sampler's mismatch."""
     tries: int = 1
-    """Samplings of a generation until every group has a spread."""
+    """How many times a generation is sampled, at most, until every group has a spread."""
     top_entropy_quantile: float = 1.0
     use_rollout_logprobs: bool = False
     """The sampler's log-probabilities are those of the old policy."""
@@ -69,8 +69,8 @@ class RlSettings:
 
     @property
     def forward_passes(self) -> float:
-        """Passes through the policy's model beside a step: old and reference once a generation, entropies and
-        covariances before each step."""
+        """Forward passes of the policy's model besides those of a step: for old and reference log-probabilities once a
+        generation, for entropies and covariances before each step."""
         scored_old = self.needs_old and not self.use_rollout_logprobs
         each_step = (self.top_entropy_quantile < 1.0) + self.needs_covariances
         return (scored_old + (self.beta != 0)) / self.iterations + each_step

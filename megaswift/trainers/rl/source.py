@@ -42,7 +42,7 @@ NOTHING = np.zeros(0, dtype=np.float32)
 
 @dataclass(frozen=True)
 class RolloutDependencies:
-    """What a source works with."""
+    """The objects with which a `RolloutSource` makes its batches."""
 
     scheduler: CompletionSamplingScheduler
     scorer: RewardScorer
@@ -53,20 +53,20 @@ class RolloutDependencies:
 
 
 class RolloutSource:
-    """Gives this rank's micro-batches of one optimizer step after the other; samples anew when a generation is used
-    up."""
+    """Yields this rank's micro-batches, one optimizer step at a time, and samples a new generation when the present one
+    is used up."""
 
     def __init__(self, settings: RlSettings, parts: RolloutDependencies) -> None:
         self.settings = settings
         self.parts = parts
         self.generations = 0
-        """Those that were begun."""
+        """Generations that were begun."""
         self.completed: list[RolloutTokens] = []
         """Completions of the present generation, in the order of their numbers; the same on every rank."""
-        self.used = settings.steps
-        """Optimizer steps taken on it."""
+        self.steps_taken = settings.steps
+        """Optimizer steps taken on the present generation."""
         self.fresh: list[tuple[ScoredCompletion, float]] = []
-        """What the last step was the first to use, each with its mean advantage."""
+        """Completions that the last step was the first to use, each with its mean advantage."""
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
 
@@ -77,23 +77,23 @@ class RolloutSource:
 
     @property
     def data_fingerprint(self) -> str:
-        """That of the prompts."""
+        """The fingerprint of the prompts."""
         return self.parts.scheduler.prompts.prompts.fingerprint
 
     def next(self) -> list[Batch]:
         """Return the micro-batches of the next optimizer step. Collective."""
         self.seconds = {}
         self.fresh = []
-        if self.used >= self.settings.steps:
+        if self.steps_taken >= self.settings.steps:
             self.generate()
-        micros = self.micros(self.used % self.settings.slices)
-        self.used += 1
+        micros = self.own_microbatches(self.steps_taken % self.settings.slices)
+        self.steps_taken += 1
         if self.settings.top_entropy_quantile < 1.0:
             with self.timed("scoring"):
-                micros = self.with_uncertain_ones(micros)
+                micros = self.with_high_entropy_tokens(micros)
         if self.settings.needs_covariances:
             with self.timed("scoring"):
-                micros = self.with_selected(micros)
+                micros = self.with_high_covariance_tokens(micros)
         return self.parts.layout.batches(micros)
 
     def step_extras(self) -> StepExtras:
@@ -109,22 +109,30 @@ class RolloutSource:
 
     def generate(self) -> None:
         """Make a new generation, ready for its first step."""
-        late = self.settings.steps if self.parts.scheduler.ahead is not None else 0
+        # Completions with their rewards. If they were sampled ahead, the weights have taken all steps of the
+        # generation before since then.
+        staleness = self.settings.steps if self.parts.scheduler.ahead is not None else 0
         rollouts = self.sample()
         self.completed = [scored_completion_to_rollout_tokens(i, r, self.settings) for i, r in enumerate(rollouts)]
-        self.used = 0
+        self.steps_taken = 0
+
+        # What the loss reads of each token: log-probabilities, values, advantages.
         with self.timed("scoring"):
-            self.score()
+            self.add_scores()
         fields = self.parts.estimator(rollouts, self.completed)
         for name, values in fields.items():
-            self.put(name, dict(enumerate(values)))
+            self.set_field(name, dict(enumerate(values)))
+
+        # The next generation, in the background.
         if self.parts.scheduler.asynchronous:
             self.parts.scheduler.begin(self.generations, self.timed)
+
+        # Metrics, and the lines of completions.jsonl.
         self.metrics = rollout_statistics(rollouts, self.settings.group) | self.parts.estimator.metrics
         own = np.concatenate(fields["advantages"]) if any(map(len, fields["advantages"])) else np.zeros(1)
         self.metrics |= {"advantages/mean": float(own.mean()), "advantages/std": float(own.std())}
         if self.parts.scheduler.asynchronous:
-            self.metrics["sampling/staleness"] = float(late)
+            self.metrics["sampling/staleness"] = float(staleness)
         self.fresh = [
             (r, float(a.mean()) if len(a) else 0.0) for r, a in zip(rollouts, fields["advantages"], strict=True)
         ]
@@ -133,10 +141,10 @@ class RolloutSource:
         """Draw prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for
         it."""
         settings = self.settings
-        selected = list[ScoredCompletion]()
+        selected: list[ScoredCompletion] = []
         spare: list[ScoredCompletion] = []
-        for tried in range(settings.tries):
-            prompts, completions = self.parts.scheduler.draw(self.generations, tried > 0, self.timed)
+        for attempt in range(settings.tries):
+            prompts, completions = self.parts.scheduler.draw(self.generations, attempt > 0, self.timed)
             self.generations += 1
             with self.timed("rewards"):
                 rollouts = self.parts.scorer(
@@ -146,27 +154,28 @@ class RolloutSource:
                 )
             for start in range(0, len(rollouts), settings.draws):
                 group = split_off_greedy_baseline(rollouts[start : start + settings.draws], settings.group)
-                (
-                    selected if settings.tries == 1 or group_rewards_differ(group, settings.each_reward) else spare
-                ).extend(group)
+                if settings.tries == 1 or group_rewards_differ(group, settings.each_reward):
+                    selected += group
+                else:
+                    spare += group
             if len(selected) >= settings.generation:
                 break
         return (selected + spare)[: settings.generation]
 
-    def score(self) -> None:
-        """Log-probabilities of the policy as it is and of the reference, values of the critic: where the run needs
-        them."""
+    def add_scores(self) -> None:
+        """Add the fields that the run needs: log-probabilities of the policy before its first step on the generation
+        and of the reference, and the critic's values. Collective."""
         settings = self.settings
         engine = self.parts.scheduler.generation.engine
         critic = self.parts.critic
         needs = RequestedModelOutputs(temperature=settings.temperature)
         if settings.needs_old:
-            self.put("old", self.rollout_logprobs() or self.numbers(engine, needs))
+            self.set_field("old", self.rollout_logprobs() or self.score_completions(engine, needs))
         if settings.beta:
             with engine.reference():
-                self.put("reference", self.numbers(engine, needs))
+                self.set_field("reference", self.score_completions(engine, needs))
         if critic is not None:
-            self.put("values", self.numbers(critic.engine, critic.loss.needs))
+            self.set_field("values", self.score_completions(critic.engine, critic.loss.needs))
 
     def rollout_logprobs(self) -> CompletionScores:
         """Return the sampler's log-probabilities, where the run takes them as the old policy's and all are known."""
@@ -174,61 +183,62 @@ class RolloutSource:
         known = self.settings.use_rollout_logprobs and not any(np.isnan(v).any() for v in sampled.values())
         return sampled if known else {}
 
-    def numbers(self, engine: Engine, needs: RequestedModelOutputs) -> CompletionScores:
-        """Returns the scores of all completions. Collective."""
-        micros = [micro for k in range(self.settings.slices) for micro in self.micros(k)]
+    def score_completions(self, engine: Engine, needs: RequestedModelOutputs) -> CompletionScores:
+        """Compute one number for each token of all completions, as `needs` says. Collective."""
+        micros = [micro for k in range(self.settings.slices) for micro in self.own_microbatches(k)]
         return compute_rollout_token_outputs(
-            engine, micros, self.parts.layout, needs, self.parts.scheduler.generation.first
+            engine, micros, self.parts.layout, needs, self.parts.scheduler.generation.speaks_for_replica
         )
 
-    def put(self, name: str, numbers: CompletionScores) -> None:
+    def set_field(self, name: str, numbers: CompletionScores) -> None:
         """Add a field to every completion; silent completions get no numbers."""
         self.completed = [
             replace(c, values={**c.values, name: NOTHING if c.silent else numbers[c.number]}) for c in self.completed
         ]
 
-    def micros(self, part: int) -> list[RolloutMicrobatch]:
+    def own_microbatches(self, part: int) -> list[RolloutMicrobatch]:
         """Return this rank's micro-batches of one of the generation's optimizer steps, as completions."""
         order = np.random.default_rng([self.settings.seed, self.generations]).permutation(len(self.completed))
         which = order[part * self.settings.batch : (part + 1) * self.settings.batch].tolist()
-        if self.parts.layout.shares_prefixes:  # those of a prompt side by side; the first of a prompt keeps its place
+        if self.parts.layout.shares_prefixes:
+            # The completions of a prompt stand side by side, at the place of the first of them.
             prompts = [tuple(self.completed[i].prompt) for i in which]
             first = {prompt: place for place, prompt in reversed([*enumerate(prompts)])}
             which = [i for _, i in sorted(zip((first[p] for p in prompts), which, strict=True), key=lambda e: e[0])]
         return [[self.completed[i] for i in micro] for micro in self.parts.geometry.own(which)]
 
-    def with_uncertain_ones(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
-        """`keep`: the tokens whose entropy is in the upper part, over all ranks (arXiv:2506.01939)."""
+    def with_high_entropy_tokens(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
+        """Add `keep`: the tokens whose entropy is in the upper part, over all ranks (arXiv:2506.01939)."""
         needs = RequestedModelOutputs(fields=frozenset({"entropy"}), temperature=self.settings.temperature)
         entropies = compute_rollout_token_outputs(
             self.parts.scheduler.generation.engine,
             micros,
             self.parts.layout,
             needs,
-            self.parts.scheduler.generation.first,
+            self.parts.scheduler.generation.speaks_for_replica,
         )
         every = np.concatenate([*entropies.values()]) if entropies else NOTHING
-        least = (
-            float(entropy_threshold(torch.from_numpy(every), self.settings.top_entropy_quantile)) if len(every) else 0
-        )
+        threshold = 0.0
+        if len(every):
+            threshold = float(entropy_threshold(torch.from_numpy(every), self.settings.top_entropy_quantile))
         return [
             [
                 None
                 if c is None
-                else replace(c, values={**c.values, "keep": entropies.get(c.number, NOTHING) >= least})
+                else replace(c, values={**c.values, "keep": entropies.get(c.number, NOTHING) >= threshold})
                 for c in micro
             ]
             for micro in micros
         ]
 
-    def with_selected(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
+    def with_high_covariance_tokens(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
         """Add `selected`: the tokens of high covariance, over all ranks (arXiv:2505.22617)."""
         engine = self.parts.scheduler.generation.engine
-        first = self.parts.scheduler.generation.first
+        first = self.parts.scheduler.generation.speaks_for_replica
         needs = RequestedModelOutputs(temperature=self.settings.temperature)
         logprobs = compute_rollout_token_outputs(engine, micros, self.parts.layout, needs, first)
         numbers = sorted(n for n, v in logprobs.items() if len(v))
-        seed = [self.settings.seed, self.generations, self.used]
+        seed = [self.settings.seed, self.generations, self.steps_taken]
         values = [self.completed[n].values for n in numbers]
         chosen = self.parts.estimator.select_tokens(
             [logprobs[n] for n in numbers],
@@ -247,7 +257,7 @@ class RolloutSource:
         ]
 
     def timed(self, part: str) -> AbstractContextManager[None]:
-        """Adds the block's time to a part of the step."""
+        """Return a context that adds the time of its block to a part of the step."""
         return timed(self.seconds, part)
 
     def mark(self) -> Callable[[], None]:
@@ -272,13 +282,13 @@ class RolloutSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, with a generation that is not used up."""
-        unused = self.completed if self.used < self.settings.steps else []
+        unused = self.completed if self.steps_taken < self.settings.steps else []
         scheduler = self.parts.scheduler
         return {
             "ahead": scheduler.state_dict(),
             "prompts": scheduler.prompts.state_dict(),
             "generations": self.generations,
-            "used": self.used,
+            "used": self.steps_taken,
             "estimator": self.parts.estimator.state_dict(),
             "metrics": dict(self.metrics),
             "completed": [rollout_tokens_to_dict(c) for c in unused],
@@ -289,17 +299,18 @@ class RolloutSource:
         self.parts.scheduler.load_state_dict(state["ahead"])
         self.parts.scheduler.prompts.load_state_dict(state["prompts"])
         self.generations = int(state["generations"])
-        self.used = int(state["used"])
+        self.steps_taken = int(state["used"])
         self.metrics = dict(state["metrics"])
         self.completed = [rollout_tokens_from_dict(c) for c in state["completed"]]
         if len(self.completed) != self.settings.generation:  # used up, or a run whose generations had another size
-            self.used = self.settings.steps
+            self.steps_taken = self.settings.steps
             self.completed = []
         self.parts.estimator.load_state_dict(state["estimator"])
 
 
 def split_off_greedy_baseline(draws: list[ScoredCompletion], group: int) -> list[ScoredCompletion]:
-    """Return the first `group` rollouts of each prompt; the total of one more, the greedy one, is their baseline."""
+    """Return the first `group` rollouts of a prompt. The total reward of one more, the greedy one, is their
+    baseline."""
     return draws if len(draws) == group else [replace(r, baseline=draws[group].total) for r in draws[:group]]
 
 
@@ -307,8 +318,9 @@ def scored_completion_to_rollout_tokens(number: int, rollout: ScoredCompletion, 
     """Convert a rollout to what the loss reads. A critic learns nothing from a completion that no reward function
     applies to."""
     completion = rollout.completion
-    silent = settings.mask_truncated and not completion.finished
-    silent = silent or advantage_estimator_entry(settings.estimator).critic and math.isnan(rollout.total)
+    masked = settings.mask_truncated and not completion.finished
+    unrewarded = advantage_estimator_entry(settings.estimator).critic and math.isnan(rollout.total)
+    silent = masked or unrewarded
     values = {"sampled": NOTHING if silent else np.asarray(completion.logprobs, dtype=np.float32)}
     return RolloutTokens(
         number,

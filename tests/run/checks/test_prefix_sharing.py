@@ -170,7 +170,7 @@ def test_completions_of_a_prompt_come_together() -> None:
     apart, together = source(**options), source(shares=True, **options)
     for made in (apart, together):
         made.generate()
-    before, after = apart.micros(0), together.micros(0)
+    before, after = apart.own_microbatches(0), together.own_microbatches(0)
     groups = [[tuple(c.prompt) for c in micro if c is not None] for micro in after]
     assert all(len(set(group)) == 1 for group in groups)
     assert any(len({tuple(c.prompt) for c in micro if c is not None}) > 1 for micro in before)

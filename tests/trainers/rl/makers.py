@@ -111,7 +111,7 @@ class Engine:
 class Samples:
     """In `Generation`'s place, on the only rank. A completion has its own number's tokens; every third is cut off."""
 
-    first = True
+    speaks_for_replica = True
     sampler = None
 
     def __init__(self) -> None:
@@ -139,13 +139,13 @@ class Samples:
             drafts[greedy_every - 1 :: greedy_every] = [Completion((7,), (0.0,), True)] * (len(prompts) // greedy_every)
         return drafts
 
-    def share(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
+    def write_share(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
         """The same, in a thread."""
         self.until()
         return self.write(prompts, generation, greedy_every)
 
     @staticmethod
-    def joined(work: Callable[[], list[Completion]]) -> list[Completion]:
+    def gather(work: Callable[[], list[Completion]]) -> list[Completion]:
         """There is no other rank."""
         return work()
 

@@ -37,7 +37,7 @@ def test_shares_are_whole_groups_and_nothing_is_written_twice(
         made = CompletionGenerator(engine, at, sampler, SamplingParams(1), 0, everywhere=everywhere)
         assert list(made.sampled_completions(20)) == list(made.scored_completions(20))
         found.append(made.scored_completions(20, 2))
-        speaking += made.first
+        speaking += made.speaks_for_replica
     assert [i for share in found for i in share] == list(range(20)) and speaking == 2
     assert sum(bool(share) for share in found) == samplers and all(len(share) % 2 == 0 for share in found)
 
@@ -55,7 +55,7 @@ def test_ranks_of_one_engine_sample_the_same_completions(monkeypatch: pytest.Mon
         scored += made.scored_completions(20, 2)
     assert sampled[::2] == sampled[1::2] == [[*range(i, i + 5)] for i in range(0, 20, 5)] and scored == [*range(20)]
     monkeypatch.setattr(distributed, "run_and_gather_on_all_ranks", lambda _: sampled)
-    joined: Any = made.joined(lambda: [])  # type: ignore[union-attr]
+    joined: Any = made.gather(lambda: [])  # type: ignore[union-attr]
     assert joined == [*range(20)]
 
 
@@ -75,7 +75,7 @@ def test_every_third_completion_is_greedy(replicas: int, monkeypatch: pytest.Mon
         monkeypatch.setattr(distributed, "global_rank", lambda rank=rank: rank)
         sampler: Any = Recorder()
         made = CompletionGenerator(engine, layout.coordinates(rank), sampler, SamplingParams(1, temperature=0.8), 5)
-        drafts += made.share(prompts, 4, greedy_every=3)
-        assert {t for _, t, _ in made.share(prompts, 4)} == {0.8}
+        drafts += made.write_share(prompts, 4, greedy_every=3)
+        assert {t for _, t, _ in made.write_share(prompts, 4)} == {0.8}
     drawn = completion_seeds(5, 4, 12)
     assert drafts == [((i,), 0.0 if i % 3 == 2 else 0.8, drawn[i]) for i in range(12)]

@@ -195,7 +195,7 @@ def test_the_sampler_s_log_probabilities_are_those_of_the_old_policy() -> None:
     """-0.5 of every token, as `Samples` has it, also in the first step on a generation, without a pass for them."""
     made = source(use_rollout_logprobs=True)
     scored: list[Any] = []
-    made.numbers = lambda *a: scored.append(a)  # type: ignore[method-assign, assignment, func-returns-value]
+    made.score_completions = lambda *a: scored.append(a)  # type: ignore[method-assign, assignment, func-returns-value]
     for batch in made.next():
         assert torch.equal(batch.fields["old"], -0.5 * (batch.loss_weights != 0)) and not scored
     assert all("old" not in b.fields for b in source().next())
