@@ -218,7 +218,7 @@ def _rows_of_run(cfg: InferConfig) -> frozenset[str] | None:
     if cfg.file.dataset not in (run.data.val_dataset, run.data.dataset):  # --dataset on the command line
         return None
     reader = tokenizer_or_processor_for(run.model, run.data, run.task)
-    return validation_row_places(run.data, run.train, reader, run.task, run.rl.max_completion_length)
+    return validation_row_places(run.data, run.train, reader, run.task, run.rollout.max_completion_length)
 
 
 def _loader(cfg: InferConfig, prepared: ModelConfigAndTokenizer) -> Callable[[], Any]:

@@ -105,7 +105,7 @@ print(refused("sft", "--lr_share", "0.3"))
 print(refused(*polynomial, "--lr_share", "1.5"))
 cfg = load_config("sft", [*polynomial[1:], "--lr_share", "0.3"], environ={})
 print("lr_share: 0.3" in cfg.to_yaml(), SwiftConfig.from_dict(cfg.to_dict()).optim.lr_share)
-print([round(lr_at(step, 4, cfg.optim), 3) for step in range(5)])
+print([round(lr_at(step, 4, cfg.schedule, cfg.optim.learning_rate), 3) for step in range(5)])
 print("--lr_share" in task_help("sft", 120), "torch" in sys.modules)
 """
     ).splitlines()
@@ -422,7 +422,7 @@ print("mlflow | echo]" in " ".join(task_help("sft", 120).split()))
         program
         + """
 cfg = load_config("sft", words, environ={})
-hooks = tracker_hooks(cfg.train.report_to, TrackedRun(Path("."), {}, None, cfg.trackers))
+hooks = tracker_hooks(cfg.trackers.report_to, TrackedRun(Path("."), {}, None, cfg.trackers))
 run = SimpleNamespace(step=3)
 for hook in hooks:
     hook.on_start(run)

@@ -140,7 +140,10 @@ def test_every_case_is_there() -> None:
         ("qlora", "megatron", 1, 1, 1),
         ("grpo", "megatron", 2, 1, 8),
     }
-    assert {str(run_of(f)[0].rl.rollout_backend) for f in FILES if f.stem.startswith("grpo")} == {"vllm", "vllm_server"}
+    assert {str(run_of(f)[0].rollout.rollout_backend) for f in FILES if f.stem.startswith("grpo")} == {
+        "vllm",
+        "vllm_server",
+    }
 
 
 def test_every_cluster_of_the_example_is_read() -> None:

@@ -92,7 +92,7 @@ def test_a_reward(recipe: Callable[[str], str]) -> None:
     words = ["--external_plugins", recipe("Reward functions"), "--reward_funcs", "shorter"]
     cfg = load_config("grpo", words, environ={})
     (reward,) = load_reward_functions(
-        cfg.rl.reward_funcs, BuiltInRewardParameters(max_completion_length=8), cfg.train.external_plugins
+        cfg.rewards.reward_funcs, BuiltInRewardParameters(max_completion_length=8), cfg.train.external_plugins
     )
     assert reward([RewardInput("q", "x" * 50, [1], True, {})]) == [-0.5]
 

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(problems)
     _check_run(cfg, job, scheduler)
     files = {"model": [cfg.model.model] if cfg.model.model else [], "dataset": cfg.data.dataset}
-    for text in (*scheduler.warnings(job), *_paths_outside_mounts(files, cfg.train.output_dir, job)):
+    for text in (*scheduler.warnings(job), *_paths_outside_mounts(files, cfg.checkpoint.output_dir, job)):
         log.warn(text)
     rendered = scheduler.render(job)
     if given.dry_run:
@@ -145,7 +145,7 @@ def _job(
     # Name the job and choose its folder, on this machine or in the image.
     name = job_name(given.name or file.stem)
     workdir = str(cluster.get("workdir") or (os.getcwd() if scheduler.shares_files else "/workspace"))
-    output = Path(cfg.train.output_dir).expanduser()
+    output = Path(cfg.checkpoint.output_dir).expanduser()
     jobs = jobs_folder(str(Path(workdir) / output if scheduler.shares_files else output), scheduler.shares_files)
     folder = next_job_folder(jobs, name)
     submitted = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")

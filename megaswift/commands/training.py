@@ -174,11 +174,11 @@ def config_after_restart(cfg: SwiftConfig, attempt: int, job: str = "") -> Swift
 
     `job`: a cluster's job, which may be started again without a count; the folder says whether it was here before.
     """
-    if cfg.train.add_version or not (attempt or job):  # the version is found when the ranks have met
+    if cfg.checkpoint.add_version or not (attempt or job):  # the version is found when the ranks have met
         return cfg
     from megaswift.run.output import OutputFolder, resume_own_folder
 
-    if not attempt and OutputFolder(Path(cfg.train.output_dir)).job_id() != job:
+    if not attempt and OutputFolder(Path(cfg.checkpoint.output_dir)).job_id() != job:
         return cfg
     return resume_own_folder(cfg)
 

@@ -18,10 +18,18 @@ from megaswift.models.options.quantization import QuantizationConfig
 from megaswift.options.option import Option, build_option_table
 from megaswift.options.spelling import TypedOption
 from megaswift.parallel.options.layout import ParallelConfig
-from megaswift.rollout.options import VllmSamplerConfig
+from megaswift.rewards.options import RewardConfig
+from megaswift.rollout.options.rollout import RolloutConfig
+from megaswift.rollout.options.vllm import VllmSamplerConfig
 from megaswift.run.faults.options import FaultToleranceConfig
+from megaswift.trainers.options.checkpoint import CheckpointConfig
+from megaswift.trainers.options.evaluation import EvaluationConfig
+from megaswift.trainers.options.hub import HubConfig
+from megaswift.trainers.options.profiling import ProfileConfig
+from megaswift.trainers.options.schedule import ScheduleConfig
 from megaswift.trainers.options.tracker import TrackerConfig
 from megaswift.trainers.options.training import TrainConfig
+from megaswift.trainers.rl.options.critic import CriticConfig
 from megaswift.trainers.rl.options.rl import RlConfig
 
 SECTIONS: dict[str, type] = {
@@ -34,10 +42,18 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "preference": PreferenceConfig,
     "rl": RlConfig,
+    "rollout": RolloutConfig,
+    "rewards": RewardConfig,
+    "critic": CriticConfig,
     "vllm": VllmSamplerConfig,
     "train": TrainConfig,
-    "trackers": TrackerConfig,
     "optim": OptimConfig,
+    "schedule": ScheduleConfig,
+    "evaluation": EvaluationConfig,
+    "checkpoint": CheckpointConfig,
+    "hub": HubConfig,
+    "trackers": TrackerConfig,
+    "profiling": ProfileConfig,
     "fault_tolerance": FaultToleranceConfig,
     "launch": LaunchConfig,
 }
@@ -52,12 +68,9 @@ SECTION_ALIASES = {
     "rlhf": "preference",
     "dpo": "preference",
     "logging": "train",
-    "checkpoint": "train",
     "tuner": "lora",
     "grpo": "rl",
     "ppo": "rl",
-    "rollout": "rl",
-    "rewards": "rl",
 }
 """Other names of sections in a file. A heading only groups: any option may stand under any heading."""
 
@@ -86,10 +99,18 @@ class Sections:
     data: DataConfig
     preference: PreferenceConfig
     rl: RlConfig
+    rollout: RolloutConfig
+    rewards: RewardConfig
+    critic: CriticConfig
     vllm: VllmSamplerConfig
     train: TrainConfig
-    trackers: TrackerConfig
     optim: OptimConfig
+    schedule: ScheduleConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    hub: HubConfig
+    trackers: TrackerConfig
+    profiling: ProfileConfig
     fault_tolerance: FaultToleranceConfig
     launch: LaunchConfig
     given: frozenset[str] = field(compare=False)

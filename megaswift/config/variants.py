@@ -58,7 +58,7 @@ def _estimator(c: Sections) -> Any:
 def _reward_functions(c: Sections) -> tuple[str, ...]:
     """Return which built-in functions with options the run uses, also under TRL's names
     (`get_cosine_scaled_reward`)."""
-    built_in = [name for name in c.rl.reward_funcs if ":" not in name]  # a colon: FILE:FUNCTION of the user
+    built_in = [name for name in c.rewards.reward_funcs if ":" not in name]  # a colon: FILE:FUNCTION of the user
     return tuple(short for short in _REWARDS_WITH_OPTIONS if any(short in name for name in built_in))
 
 
@@ -94,7 +94,7 @@ FACTS: dict[str, Fact] = {
     "quantization_bit": Fact(_weight_bits, ("quantization_bit", "train_type", *READS)),
     "vision_model": Fact(lambda c: ANY, ("model",)),  # checked where the model's folder has been read
     "warmup": Fact(
-        lambda c: c.optim.warmup_steps or c.optim.warmup_ratio,
+        lambda c: c.schedule.warmup_steps or c.schedule.warmup_ratio,
         ("warmup_steps", "warmup_ratio"),
         "applies only to runs with a warmup",
         "--warmup_steps 100",

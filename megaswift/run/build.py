@@ -23,7 +23,6 @@ from megaswift.config import SwiftConfig
 from megaswift.data.batches.loader import EvaluationSource
 from megaswift.engine.flops import StepFlopFormula, peak_tflops, step_flop_formula
 from megaswift.engine.options.engine_checks import NATIVE
-from megaswift.engine.options.optimizer import PLATEAU
 from megaswift.engine.protocol import Engine
 from megaswift.folders.source import locate_model
 from megaswift.losses.kto import uses_delta, uses_kl
@@ -85,6 +84,7 @@ from megaswift.trainers.hub_upload import HubUpload
 from megaswift.trainers.loop import StepTimer
 from megaswift.trainers.options.batch_sizes import batch_plan
 from megaswift.trainers.options.evaluation_checks import best_model_metric, compares_evaluations, evaluates
+from megaswift.trainers.options.schedule import PLATEAU
 from megaswift.trainers.reference_logprobs import (
     PrecomputedReferenceLogprobs,
     compute_reference_logprobs,
@@ -162,7 +162,7 @@ def settle(cfg: SwiftConfig, processes: Processes) -> SettledRun:
 
     # The output folder, which all nodes see.
     cfg = config_of_new_version(cfg)
-    lock = RunLock(Path(cfg.train.output_dir))
+    lock = RunLock(Path(cfg.checkpoint.output_dir))
     outputs = distributed.run_on_rank0(lambda: prepare_output_folder(cfg, lock, names))
     refuse_unshared_output_folder(outputs.config)
     if distributed.global_rank() == 0:
@@ -172,7 +172,7 @@ def settle(cfg: SwiftConfig, processes: Processes) -> SettledRun:
     folder = base_model_folder(cfg, folder, outputs.root)
     adapted, folder = with_initial_adapter(cfg, folder, outputs.root)
     plan = RunPlan(adapted, spec, folder, processes.context, outputs, fit)
-    upload = HubUpload(cfg.train, cfg.model.use_hf) if cfg.train.push_to_hub else None
+    upload = HubUpload(cfg.hub, cfg.checkpoint.output_dir, cfg.model.use_hf) if cfg.hub.push_to_hub else None
     return SettledRun(cfg, plan, lock, upload)
 
 
@@ -252,14 +252,15 @@ def build_run(
     # Data first: a malformed row stops the run before a model is built.
     with timed(seconds, "data"):
         plan, data = task.read(plan)
-    optim = plan.cfg.optim
-    check_schedule_length(data.total_steps, optim)
+    schedule = plan.cfg.schedule
+    check_schedule_length(data.total_steps, schedule)
 
     # The schedule. With the plateau schedule, evaluations lower the rate.
-    learning_rate: Rate = partial(lr_at, optim=optim)
+    peak = plan.cfg.optim.learning_rate
+    learning_rate: Rate = partial(lr_at, schedule=schedule, peak=peak)
     plateau = None
-    if optim.lr_scheduler_type == PLATEAU:
-        plateau = plateau_hook(optim, best_model_metric(plan.cfg), plan.cfg.train.greater_is_better)
+    if schedule.lr_scheduler_type == PLATEAU:
+        plateau = plateau_hook(schedule, peak, best_model_metric(plan.cfg), plan.cfg.evaluation.greater_is_better)
         learning_rate = partial(lowered_rate, learning_rate, plateau)
 
     with timed(seconds, "model"), memory_advice():
@@ -294,7 +295,7 @@ def build_run(
         step_extras=parts.step_extras,
         mark=parts.mark,
         engines=parts.engines,
-        weight_decay=partial(weight_decay_at, optim=optim),
+        weight_decay=partial(weight_decay_at, schedule=schedule),
         seconds=seconds,
     )
     return BuiltRun(
@@ -394,7 +395,7 @@ def model_facts(plan: RunPlan) -> dict[str, Any]:
         return shape
     base_folders = {"base_weights": plan.folder}
     if plan.cfg.task in PPO:
-        base_folders["critic_weights"] = critic_start_folder(plan.cfg.rl, plan.folder)
+        base_folders["critic_weights"] = critic_start_folder(plan.cfg.critic, plan.folder)
     return shape | {
         name: distributed.run_on_rank0(partial(sampled_weights_fingerprint, folder))
         for name, folder in base_folders.items()
@@ -415,6 +416,8 @@ def run_hooks(
     checkpoint last."""
     cfg = plan.cfg
     train = cfg.train
+    options = cfg.evaluation
+    saves = cfg.checkpoint
     outputs = plan.outputs
     global_batch_size = batch_plan(train, plan.layout.dp).global_batch_size
 
@@ -427,19 +430,21 @@ def run_hooks(
         SkippedStepAndLossSpikeMonitor(),
         Progress(),
     ]
-    if train.profile:
-        hooks.insert(0, StepProfilerHook(train, outputs.profile))
-    hooks += tracker_hooks(train.report_to, TrackedRun(outputs.root, cfg.to_dict(), train.run_name, cfg.trackers))
+    if cfg.profiling.profile:
+        hooks.insert(0, StepProfilerHook(cfg.profiling, outputs.profile))
+    hooks += tracker_hooks(
+        cfg.trackers.report_to, TrackedRun(outputs.root, cfg.to_dict(), cfg.trackers.run_name, cfg.trackers)
+    )
 
     # Evaluation, and the hooks that act on its results.
     if evaluation is not None and evaluates(cfg):
-        limit = None if train.eval_iters is None else train.eval_iters * global_batch_size
-        eval_interval = interval_of(train.eval_strategy, train.eval_steps)
+        limit = None if options.eval_iters is None else options.eval_iters * global_batch_size
+        eval_interval = interval_of(options.eval_strategy, options.eval_steps)
         batches = partial(evaluation.eval_batches, limit)
-        hooks.append(EvaluationHook(outputs.evaluation, batches, eval_interval, task.count, train.eval_on_start))
+        hooks.append(EvaluationHook(outputs.evaluation, batches, eval_interval, task.count, options.eval_on_start))
     best = None
     if compares_evaluations(cfg):
-        best = best_model_hook(train, best_model_metric(cfg), outputs.store.root)
+        best = best_model_hook(options, best_model_metric(cfg), outputs.store.root)
         hooks.append(best)
     if plateau is not None:
         hooks.append(plateau)
@@ -449,20 +454,20 @@ def run_hooks(
     manifest: dict[str, Any] = {"task": cfg.task, "model": facts, "layout": asdict(plan.layout)}
     manifest |= {"config": with_absolute_paths(cfg.to_dict()), "global_batch_size": global_batch_size}
     manifest |= {"base": plan.base} if plan.adapts else {}
-    save_interval = interval_of(train.save_strategy, train.save_steps)
-    checkpoint = CheckpointHook(outputs.store, save_interval, train.save_total_limit, manifest)
+    save_interval = interval_of(saves.save_strategy, saves.save_steps)
+    checkpoint = CheckpointHook(outputs.store, save_interval, saves.save_total_limit, manifest)
     checkpoint.best = best
-    checkpoint.exit_interval = train.exit_interval
-    checkpoint.background = train.async_save
+    checkpoint.exit_interval = saves.exit_interval
+    checkpoint.background = saves.async_save
     checkpoint.attach = files.describe
-    if not train.save_only_model:
+    if not saves.save_only_model:
         sizes = engine.report()
         checkpoint.size = sizes.optimizer_bytes + sizes.host_bytes  # a lower bound: the state of one rank
     if cfg.preference.sync_ref_model:
         checkpoint.write_more = files.write_moved_reference
     if plan.adapts:
         checkpoint.write_more = files.write_adapter_of_step
-    if train.save_only_model:
+    if saves.save_only_model:
         checkpoint.write_weights_only = checkpoint.write_more if plan.adapts else files.write_weights_of_step
     return [*hooks, *fault_tolerance_hooks(cfg.fault_tolerance, checkpoint), checkpoint]
 

@@ -119,9 +119,9 @@ def run_to_the_end(settled: SettledRun, start_up_seconds: float) -> Path:
 
                 # Training, and what it leaves.
                 train_or_skip(run, story, diagnosis, advice)
-                if cfg.train.export_hf or plan.adapts:
+                if cfg.checkpoint.export_hf or plan.adapts:
                     with timed(story.seconds, "export"):
-                        export_model(run, built.files, plan.outputs, cfg.train.load_best_model_at_end)
+                        export_model(run, built.files, plan.outputs, cfg.evaluation.load_best_model_at_end)
                         if settled.upload is not None:
                             whole = not plan.adapts or cfg.lora.merge_lora
                             settled.upload.at_end(plan.outputs.hf if whole else plan.outputs.adapter, run.step)
@@ -158,7 +158,7 @@ def end_trackers(sending: list[trackers.TrackerHook], seconds: float = trackers.
 
 def step_to_resume(settled: SettledRun, seconds: dict[str, float]) -> Path | None:
     """Return the checkpoint from which the run resumes. Collective."""
-    wanted = settled.cfg.train.resume_from_checkpoint
+    wanted = settled.cfg.checkpoint.resume_from_checkpoint
     root = settled.plan.outputs.root
     if wanted is None:
         return None
@@ -193,12 +193,12 @@ def restore(plan: RunPlan, built: BuiltRun, seconds: dict[str, float]) -> None:
             plan.resumed,
             built.model_facts,
             lambda saved: tell_changed_options(saved.get("config", {}), built.saved_config),
-            not options.ignore_data_skip,
+            not plan.cfg.checkpoint.ignore_data_skip,
         )
         if notice := global_batch_size_change_notice(manifest, batch_plan(options, plan.layout.dp)):
             log.warn(notice)
     # each row as often as was asked, whatever steps took
-    epochs = options.max_steps is None and not options.ignore_data_skip
+    epochs = options.max_steps is None and not plan.cfg.checkpoint.ignore_data_skip
     if epochs and isinstance(run.data, TokenStoreBatchSource):
         run.total_steps = run.step + run.data.steps_left(options.num_train_epochs)
 
@@ -206,17 +206,20 @@ def restore(plan: RunPlan, built: BuiltRun, seconds: dict[str, float]) -> None:
 def tell_changed_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Print `learning_rate 1e-05 -> 2e-05` for every option that has changed since the checkpoint; on rank 0."""
     quiet = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir", "add_version"}
-    changes = []
-    for section, values in now.items():
-        before = saved.get(section)
-        if isinstance(values, dict) and isinstance(before, dict):
-            changes += [
-                f"{n} {before.get(n)} -> {v}"
-                for n, v in values.items()
-                if n not in quiet and n in before and before[n] != v
-            ]
+    before = _flat(saved)
+    changes = [
+        f"{name} {before[name]} -> {value}"
+        for name, value in _flat(now).items()
+        if name not in quiet and name in before and before[name] != value
+    ]
     if changes and distributed.global_rank() == 0:
         log.info("differs from the checkpoint's run: " + ", ".join(changes))
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the sections, so that a checkpoint from before an option moved to another section compares."""
+    sections = [values for values in config.values() if isinstance(values, dict)]
+    return {name: value for values in sections for name, value in values.items()}
 
 
 def train_or_skip(
@@ -273,7 +276,7 @@ def memory_advice(cfg: SwiftConfig, plan: RunPlan, diagnosis: RankDiagnosis | No
             raise
         if diagnosis is not None:
             diagnosis.states.ask()  # the other ranks wait for this one
-        profile = plan.outputs.profile if cfg.train.profile else None
+        profile = plan.outputs.profile if cfg.profiling.profile else None
         final = out_of_memory.out_of_memory_error(cfg, plan.spec.experts, error, profile)
         raise retry_after(final, cfg, plan.layout.dp, os.environ) from None
 

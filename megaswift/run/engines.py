@@ -114,7 +114,7 @@ def _torch_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any)
     settings = EngineSettings(
         kind=cfg.engine.engine,
         seed=cfg.train.seed,
-        save_rng=cfg.train.save_rng,
+        save_rng=cfg.checkpoint.save_rng,
         ddp_timeout=float(cfg.parallel.ddp_timeout),
         neftune_noise_alpha=cfg.train.neftune_noise_alpha,
         merges_adapters=cfg.task in RL,
@@ -158,7 +158,7 @@ def native_engine_settings(cfg: SwiftConfig, layout: Layout) -> EngineSettings:
     row_multiple = row_padding_multiple(layout, fp8_token_multiple(cfg.model, layout.sequence_parallel))
     return EngineSettings(
         seed=cfg.train.seed,
-        save_rng=cfg.train.save_rng,
+        save_rng=cfg.checkpoint.save_rng,
         deterministic=cfg.train.deterministic,
         shares_rows=cfg.data.shares_rows,
         full_microbatch_tokens=full_microbatch_tokens(

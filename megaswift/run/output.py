@@ -27,8 +27,8 @@ from megaswift.options.files import CONFIG_HEADER
 from megaswift.run.lock import RunLock
 from megaswift.run.saved_paths import with_absolute_paths
 from megaswift.trainers import checkpoints
+from megaswift.trainers.options.checkpoint import CheckpointConfig
 from megaswift.trainers.options.tracker import TRACKERS
-from megaswift.trainers.options.training import TrainConfig
 from megaswift.version import __version__
 
 NAMES = (
@@ -171,41 +171,41 @@ def resume_own_folder(cfg: SwiftConfig) -> SwiftConfig:
 
     Where the folder has none yet, the attempt starts as the first one did. The folder is never replaced.
     """
-    saved = OutputFolder(Path(cfg.train.output_dir)).store.latest() is not None
-    if cfg.train.resume_from_checkpoint is not None and not saved:
+    saved = OutputFolder(Path(cfg.checkpoint.output_dir)).store.latest() is not None
+    if cfg.checkpoint.resume_from_checkpoint is not None and not saved:
         return cfg
     return cfg.replace(resume_from_checkpoint="latest", overwrite_output_dir=False)
 
 
-def resumed_version(train: TrainConfig) -> tuple[Path, str] | None:
+def resumed_version(options: CheckpointConfig) -> tuple[Path, str] | None:
     """Return the folder that `resume_from_checkpoint` continues, and what to resume there; None where the run begins in
     a new version.
 
     `latest`, and the output folder itself, mean the newest version that contains a run. An output folder without
     versions may contain a run itself, from `--add_version false`.
     """
-    if train.resume_from_checkpoint is None:
+    if options.resume_from_checkpoint is None:
         return None
-    root = Path(train.output_dir)
-    wanted = Path(train.resume_from_checkpoint).resolve()
-    if train.resume_from_checkpoint == "latest" or wanted == root.resolve():
+    root = Path(options.output_dir)
+    wanted = Path(options.resume_from_checkpoint).resolve()
+    if options.resume_from_checkpoint == "latest" or wanted == root.resolve():
         newest = next((folder for folder in reversed(versions(root)) if OutputFolder(folder).present()), None)
         if newest is None and OutputFolder(root).store.latest() is not None:
             newest = root
         return None if newest is None else (newest, "latest")
     if wanted.is_relative_to((root / "checkpoints").resolve()):
-        return root, train.resume_from_checkpoint
+        return root, options.resume_from_checkpoint
     inside = next((folder for folder in versions(root) if wanted.is_relative_to(folder.resolve())), None)
-    return None if inside is None else (inside, train.resume_from_checkpoint)
+    return None if inside is None else (inside, options.resume_from_checkpoint)
 
 
 def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
     """Report what forbids this output directory; changes nothing."""
     # The folder that the run would use: a new version, the one to resume, or --output_dir itself.
-    train = cfg.train
-    resumed = resumed_version(train) if train.add_version else None
-    is_new = train.add_version and resumed is None
-    folder, wanted = resumed or (Path(train.output_dir), train.resume_from_checkpoint)
+    options = cfg.checkpoint
+    resumed = resumed_version(options) if options.add_version else None
+    is_new = options.add_version and resumed is None
+    folder, wanted = resumed or (Path(options.output_dir), options.resume_from_checkpoint)
     outputs = OutputFolder(folder)
     problems: list[Problem] = []
     flag = f"--output_dir {outputs.root}"
@@ -229,10 +229,10 @@ def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
     present = [] if is_new else outputs.present()
     own = checkpoints.names_newest_of_run(wanted, outputs.root)
     own = own or (resume is not None and _inside(resume, outputs.root))
-    if present and train.overwrite_output_dir and cfg.model.model and _inside(Path(cfg.model.model), outputs.root):
-        rule = f"is in {train.output_dir}, which would be replaced"
+    if present and options.overwrite_output_dir and cfg.model.model and _inside(Path(cfg.model.model), outputs.root):
+        rule = f"is in {options.output_dir}, which would be replaced"
         problems.append(Problem(f"--model {cfg.model.model}", rule, "use another --output_dir"))
-    elif present and not own and not train.overwrite_output_dir and not problems:
+    elif present and not own and not options.overwrite_output_dir and not problems:
         problems.append(
             Problem(
                 flag,
@@ -284,7 +284,9 @@ def _other_engine(cfg: SwiftConfig, step: Path) -> list[Problem]:
             f"start from its adapters"
         )
     return [
-        Problem(f"--resume_from_checkpoint {cfg.train.resume_from_checkpoint}", f"{step} was saved by the {wrote}", fix)
+        Problem(
+            f"--resume_from_checkpoint {cfg.checkpoint.resume_from_checkpoint}", f"{step} was saved by the {wrote}", fix
+        )
     ]
 
 
@@ -295,17 +297,17 @@ def _inside(path: Path, folder: Path) -> bool:
 def prepare_output_folder(cfg: SwiftConfig, lock: RunLock | None = None, names: Sequence[str] = ()) -> OutputFolder:
     """Makes the folder, locks it with `lock`, moves a replaced run aside, writes config.yaml and the run's `names`.
     Rank 0, after `output_folder_problems`."""
-    outputs = OutputFolder(Path(cfg.train.output_dir))
+    outputs = OutputFolder(Path(cfg.checkpoint.output_dir))
     outputs.root.mkdir(parents=True, exist_ok=True)
     if lock is not None:
         lock.take()
-    if cfg.train.overwrite_output_dir and (present := outputs.present()):
+    if cfg.checkpoint.overwrite_output_dir and (present := outputs.present()):
         aside = _free(outputs.root / ASIDE)
         aside.mkdir(parents=True)
         for path in present:
             path.rename(aside / path.name)
         log.info(f"the earlier run in {outputs.root} was moved to {aside}; delete it when you no longer need it")
-    if cfg.train.resume_from_checkpoint is not None:
+    if cfg.checkpoint.resume_from_checkpoint is not None:
         outputs.store.recover()
     log.LOG_FILE.open(outputs.log)
     if job := os.environ.get(JOB_ID):

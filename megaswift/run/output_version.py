@@ -61,13 +61,13 @@ def config_of_started_version(cfg: SwiftConfig, names: Collection[str], environ:
 
     Unchanged where the run begins in a new version, or writes to its output folder itself. Collective.
     """
-    if not cfg.train.add_version:
+    if not cfg.checkpoint.add_version:
         return cfg
-    root = Path(cfg.train.output_dir)
+    root = Path(cfg.checkpoint.output_dir)
     started = distributed.run_on_rank0(lambda: _version_of_attempt(root, names, environ))
     if started is not None:
         return resume_own_folder(cfg.replace(output_dir=str(started), add_version=False))
-    resumed = distributed.run_on_rank0(lambda: resumed_version(cfg.train))
+    resumed = distributed.run_on_rank0(lambda: resumed_version(cfg.checkpoint))
     if resumed is None:
         return cfg
     folder, wanted = resumed
@@ -79,9 +79,9 @@ def config_of_new_version(cfg: SwiftConfig) -> SwiftConfig:
 
     Unchanged where the folder is settled already.
     """
-    if not cfg.train.add_version:
+    if not cfg.checkpoint.add_version:
         return cfg
-    made = distributed.run_on_rank0(lambda: make_version(Path(cfg.train.output_dir)))
+    made = distributed.run_on_rank0(lambda: make_version(Path(cfg.checkpoint.output_dir)))
     return cfg.replace(output_dir=str(made), add_version=False)
 
 

@@ -30,6 +30,7 @@ from megaswift.losses.value import ValueLoss
 from megaswift.models.scalar_head import with_scalar_head
 from megaswift.models.spec import ModelSpec
 from megaswift.rewards.functions import load_reward_functions
+from megaswift.rewards.options import RewardConfig
 from megaswift.rewards.scoring import (
     BuiltInRewardParameters,
     RewardFunction,
@@ -59,6 +60,7 @@ from megaswift.trainers.rl.evaluation import RewardEvaluationHook
 from megaswift.trainers.rl.generation import CompletionGenerator, is_sampling_rank
 from megaswift.trainers.rl.monitor import RolloutMonitor
 from megaswift.trainers.rl.multi_turn import MultiTurnRunner
+from megaswift.trainers.rl.options.critic import CriticConfig
 from megaswift.trainers.rl.options.derived import (
     advantage_estimator_entry_of,
     advantage_estimator_of,
@@ -69,7 +71,6 @@ from megaswift.trainers.rl.options.derived import (
     whitens_advantages,
 )
 from megaswift.trainers.rl.options.generation_batch import generation_batch_plan
-from megaswift.trainers.rl.options.rl import RlConfig
 from megaswift.trainers.rl.sampler import (
     rollout_batch_size,
     samples_on_every_rank,
@@ -100,7 +101,13 @@ class PolicyTask(Task):
         tokenizer = tokenizer_of_tokenizer_or_processor(reader)
         generation = generation_batch_plan(cfg, plan.layout.dp)
         source, held_out = load_prompt_splits(
-            cfg.data, cfg.train, reader, cfg.task, cfg.rl.max_completion_length, generation.prompts, generation.steps
+            cfg.data,
+            cfg.train,
+            reader,
+            cfg.task,
+            cfg.rollout.max_completion_length,
+            generation.prompts,
+            generation.steps,
         )
         vocabulary.check_dataset_token_ids([source.prompts.docs], tokenizer, plan.geometry().vocabulary)
         if problems := missing_reward_column_problems(reward_functions_of(cfg), common_columns(source.prompts)):
@@ -148,13 +155,13 @@ def add_rl_summary_rows(
     """Add the first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
     cfg = plan.cfg
     generation = generation_batch_plan(plan.cfg, plan.layout.dp)
-    samplers = plan.layout.world_size if samples_on_every_rank(cfg.rl.rollout_backend) else plan.layout.dp
+    samplers = plan.layout.world_size if samples_on_every_rank(cfg.rollout.rollout_backend) else plan.layout.dp
     shared = cfg.vllm.vllm_tensor_parallel_size
-    at_once = rollout_batch_size(cfg.rl, cfg.data.max_length, cfg.model.torch_dtype, plan.spec)
+    at_once = rollout_batch_size(cfg.rollout, cfg.data.max_length, cfg.model.torch_dtype, plan.spec)
     sampling = (
         f"{count_text(generation.generations, 'completion')} for each of {count_text(generation.prompts, 'prompt')} "
-        "at a time, up to "
-        f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {count_text(samplers, 'rank')}"
+        f"at a time, up to {cfg.rollout.max_completion_length} tokens, "
+        f"by {cfg.rollout.rollout_backend} on {count_text(samplers, 'rank')}"
         f"{f', {shared} per engine' if shared > 1 else ''}, {at_once} at once, "
         f"for {count_text(generation.steps, 'step')}"
     )
@@ -171,9 +178,9 @@ def add_rl_summary_rows(
 
 def rewards_text(cfg: SwiftConfig) -> str:
     """List the sources of rewards, each with its weight."""
-    names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
-    weighted = [f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg.rl), strict=True)]
-    return ", ".join([*weighted, *([f"turns of {cfg.rl.environment}"] if cfg.rl.environment else [])])
+    names = (*cfg.rewards.reward_funcs, *cfg.rewards.reward_model)
+    weighted = [f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg.rewards), strict=True)]
+    return ", ".join([*weighted, *([f"turns of {cfg.rollout.environment}"] if cfg.rollout.environment else [])])
 
 
 def weight_sync_summary_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -185,7 +192,7 @@ def weight_sync_summary_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield "weight sync", f"adapters alone, of rank {adapter_rank(cfg.lora)}"
         return
     reason = "rollout_lora is false"
-    if cfg.rl.rollout_lora is None:
+    if cfg.rollout.rollout_lora is None:
         reason = merged_sync_reason(cfg, plan.spec, plan.folder)
     yield "weight sync", f"all weights, adapters merged in: {reason}"
 
@@ -193,9 +200,9 @@ def weight_sync_summary_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
 def critic_summary_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
     """Describe PPO's second model and its cost. Collective."""
     sizes = critic.report()
-    start = cfg.rl.critic_model or "the initial model"
+    start = cfg.critic.critic_model or "the initial model"
     memory = bytes_text(sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes)
-    rate = cfg.rl.critic_learning_rate or cfg.optim.learning_rate
+    rate = cfg.critic.critic_learning_rate or cfg.optim.learning_rate
     yield (
         "critic",
         (
@@ -217,9 +224,9 @@ class SamplerCloser(Hook):
         self.scheduler.generation.close()
 
 
-def critic_start_folder(rl: RlConfig, folder: Path) -> Path:
+def critic_start_folder(critic: CriticConfig, folder: Path) -> Path:
     """Return the folder from which the critic of a run starts; `folder`: the policy's."""
-    return folder if rl.critic_model is None else Path(rl.critic_model)
+    return folder if critic.critic_model is None else Path(critic.critic_model)
 
 
 def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, fresh: bool) -> Engine:
@@ -230,7 +237,7 @@ def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Rank
     critic has unlearned them.
     """
     scored = with_scalar_head(spec)
-    start = critic_start_folder(cfg.rl, folder)
+    start = critic_start_folder(cfg.critic, folder)
     scored = replace(scored, hf_config={**scored.hf_config}, new_head_std=1 / (1 + scored.hidden_size))
     engine = make_engine(cfg, scored, start, context)
     if fresh or cfg.model.train_type != "full":
@@ -246,17 +253,17 @@ def build_critic(plan: RunPlan, rate: Rate, total_steps: int) -> CriticTrainer |
     if not advantage_estimator_entry_of(cfg).critic:
         return None
     engine = critic_engine(cfg, plan.spec, plan.folder, plan.context, fresh=plan.resumed is None)
-    share = (cfg.rl.critic_learning_rate or cfg.optim.learning_rate) / cfg.optim.learning_rate
+    share = (cfg.critic.critic_learning_rate or cfg.optim.learning_rate) / cfg.optim.learning_rate
 
     def critic_rate(step: int, total_steps: int) -> float:
         return share * rate(step, total_steps)
 
-    return CriticTrainer(engine, ValueLoss(cfg.rl.cliprange_value, cfg.rl.vf_coef), critic_rate)
+    return CriticTrainer(engine, ValueLoss(cfg.critic.cliprange_value, cfg.critic.vf_coef), critic_rate)
 
 
 def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None:
     """Build the runner of conversations; None for a run without an environment."""
-    text = cfg.rl.environment
+    text = cfg.rollout.environment
     if text is None:
         return None
     environment = load_environment_class(text)
@@ -265,7 +272,7 @@ def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None
     return MultiTurnRunner(
         lambda: EnvironmentWithNamedErrors.make(f"--environment {text}", environment),
         ChatTurns(tokenizer, variables, agent_text or ""),
-        cfg.rl.max_turns,
+        cfg.rollout.max_turns,
         cfg.data.max_length,
     )
 
@@ -280,7 +287,8 @@ def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
         generation=plan.completions,
         slices=plan.batches,
         iterations=plan.iterations,
-        temperature=rl.temperature,
+        temperature=cfg.rollout.temperature,
+        reward_weights=cfg.rewards.reward_weights,
         beta=beta_of(cfg),
         estimator=advantage_estimator_of(cfg),
         kl_in_reward=kl_in_reward_of(cfg),
@@ -316,18 +324,20 @@ def rollout_dependencies(
 
     # The sampler, and the weights that it gets.
     adapters_only = plan.adapts and syncs_adapters_only(cfg, plan.spec, plan.folder)
-    offloaded = {"optimizer": cfg.rl.offload_optimizer, "model": cfg.rl.offload_model}
+    offloaded = {"optimizer": cfg.rollout.offload_optimizer, "model": cfg.rollout.offload_model}
     offloaded_parts = frozenset(part for part, moves in offloaded.items() if moves)
     generation = CompletionGenerator(
         engine,
         context.coordinates,
         build_sampler_in_freed_memory(plan, engine, offloaded_parts, adapter_rank(cfg.lora) if adapters_only else 0),
-        sampling_params_of(cfg.rl, tokenizer, plan.folder),
+        sampling_params_of(cfg.rollout, tokenizer, plan.folder),
         cfg.train.seed,
         build_multi_turn(cfg, tokenizer),
-        SyncRounds(sync_folder(cfg.rl, Path(cfg.train.output_dir), plan.folder), "adapter") if adapters_only else None,
+        SyncRounds(sync_folder(cfg.rollout, Path(cfg.checkpoint.output_dir), plan.folder), "adapter")
+        if adapters_only
+        else None,
         plan.base,
-        samples_on_every_rank(cfg.rl.rollout_backend),
+        samples_on_every_rank(cfg.rollout.rollout_backend),
         cfg.vllm.vllm_tensor_parallel_size,
         images,
     )
@@ -339,8 +349,8 @@ def rollout_dependencies(
         generation,
         settings.draws,
         advantage_estimator_entry_of(cfg).greedy_baseline,
-        cfg.rl.async_generation,
-        cfg.rl.rollout_sleep,
+        cfg.rollout.async_generation,
+        cfg.rollout.rollout_sleep,
         offloaded_parts,
         None if critic is None else critic.engine,
     )
@@ -348,7 +358,7 @@ def rollout_dependencies(
         scheduler,
         RewardScorer(
             reward_functions_of(cfg),
-            reward_weights_of(cfg.rl),
+            reward_weights_of(cfg.rewards),
             lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         ),
         AdvantageEstimator(cfg.rl, settings, settings.beta),
@@ -369,21 +379,21 @@ def sampler_options(
 ) -> SamplerOptions:
     """Collect the options of a model's backend. `sync`: the sync folder; `rank`: the rank of adapters that are sent
     alone."""
-    rl = cfg.rl
+    rollout = cfg.rollout
     return SamplerOptions(
         dtype=dtype,
         device=device,
         trust_remote_code=cfg.model.trust_remote_code,
-        batch_size=rollout_batch_size(rl, cfg.data.max_length, cfg.model.torch_dtype, spec),
+        batch_size=rollout_batch_size(rollout, cfg.data.max_length, cfg.model.torch_dtype, spec),
         max_length=cfg.data.max_length,
-        memory_share=rl.vllm_gpu_memory_utilization,
+        memory_share=rollout.vllm_gpu_memory_utilization,
         seed_requests=seeds_requests(
-            rl.rollout_backend, cfg.vllm.vllm_seed_requests, torch.device(device).type == "cuda"
+            rollout.rollout_backend, cfg.vllm.vllm_seed_requests, torch.device(device).type == "cuda"
         ),
         tensor_parallel_size=cfg.vllm.vllm_tensor_parallel_size,
         engine_arguments=cfg.vllm.engine_arguments,
-        base_urls=rl.rollout_server_url,
-        timeout=rl.rollout_server_timeout,
+        base_urls=rollout.rollout_server_url,
+        timeout=rollout.rollout_server_timeout,
         sync_folder=sync,
         weight_transport=cfg.vllm.rollout_weight_transport,
         changed_weights_only=cfg.vllm.rollout_changed_weights_only,
@@ -395,16 +405,16 @@ def build_sampler(
     cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, dtype: str, rank: int
 ) -> Sampler | None:
     """Build this rank's sampler; None if another rank of the replica has it."""
-    if not samples_on_every_rank(cfg.rl.rollout_backend) and not is_sampling_rank(context.coordinates):
+    if not samples_on_every_rank(cfg.rollout.rollout_backend) and not is_sampling_rank(context.coordinates):
         return None
     options = sampler_options(
-        cfg, spec, sync_folder(cfg.rl, Path(cfg.train.output_dir), folder), str(context.device), dtype, rank
+        cfg, spec, sync_folder(cfg.rollout, Path(cfg.checkpoint.output_dir), folder), str(context.device), dtype, rank
     )
     if not options.seed_requests:
         # Engines may share the completions of a prompt, which would be equal if the engines had one seed. Ranks of one
         # engine draw the same tokens.
         options = replace(options, seed=cfg.train.seed + context.rank // options.tensor_parallel_size)
-    return make_sampler(cfg.rl.rollout_backend, folder, options)
+    return make_sampler(cfg.rollout.rollout_backend, folder, options)
 
 
 def build_sampler_in_freed_memory(
@@ -439,28 +449,28 @@ def reward_evaluation_hooks(plan: RunPlan, rollouts: RolloutSource, held_out: Se
     """Build the evaluation on held-out prompts, where there are any."""
     if held_out and evaluates(plan.cfg):
         work = (rollouts.parts.scheduler, rollouts.parts.scorer)
-        train = plan.cfg.train
-        every = interval_of(train.eval_strategy, train.eval_steps)
+        options = plan.cfg.evaluation
+        every = interval_of(options.eval_strategy, options.eval_steps)
         yield RewardEvaluationHook(plan.outputs.evaluation, held_out, work, every)
 
 
 def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
     """Load the reward functions in the order of `reward_weights`; ConfigError with all that is wrong."""
-    rl = cfg.rl
+    rewards = cfg.rewards
     functions = load_reward_functions(
-        rl.reward_funcs,
-        BuiltInRewardParameters(**{f.name: getattr(rl, f.name) for f in fields(BuiltInRewardParameters)}),
+        rewards.reward_funcs,
+        BuiltInRewardParameters(**{f.name: getattr(rewards, f.name) for f in fields(BuiltInRewardParameters)}),
         cfg.train.external_plugins,
     )
-    if not rl.reward_model:
+    if not rewards.reward_model:
         return functions
     from megaswift.inference.options.commands import ModelLoadingOptions
     from megaswift.rewards.reward_model import load_reward_models  # loads transformers
 
     options = ModelLoadingOptions(trust_remote_code=cfg.model.trust_remote_code)
-    return [*functions, *load_reward_models(rl.reward_model, options, {f.name for f in functions})]
+    return [*functions, *load_reward_models(rewards.reward_model, options, {f.name for f in functions})]
 
 
-def reward_weights_of(rl: RlConfig) -> list[float]:
+def reward_weights_of(rewards: RewardConfig) -> list[float]:
     """Return a weight for each reward."""
-    return [*rl.reward_weights] or [1.0] * (len(rl.reward_funcs) + len(rl.reward_model))
+    return [*rewards.reward_weights] or [1.0] * (len(rewards.reward_funcs) + len(rewards.reward_model))

@@ -312,7 +312,7 @@ def report_page_html(
         for v, w in headline_figures(lines, evals, sum(story.seconds.values()))
     )
     when = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    where = escape(str(Path(cfg.train.output_dir).resolve()))
+    where = escape(str(Path(cfg.checkpoint.output_dir).resolve()))
     body = (
         f'<h1>{escape(story.title)}</h1><p class="sub">{escape(story.status)} · {when} · {where}</p>'
         f'<div class="tiles">{figures}</div><h2>Curves</h2>'

@@ -19,6 +19,7 @@ from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text
 from megaswift.models.options.model import ModelConfig
 from megaswift.trainers.hook import steps_of
+from megaswift.trainers.options.schedule import ScheduleConfig
 from megaswift.trainers.options.training import TrainConfig
 from megaswift.trainers.schedule import final_rate, warmup_steps
 
@@ -93,7 +94,7 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
             f"at most {batch * cfg.data.max_length:,} tokens",
         ),
         ("steps", steps_text(cfg.train, facts)),
-        ("optimizer", optimizer_text(cfg.optim, facts.total_steps)),
+        ("optimizer", optimizer_text(cfg.optim, cfg.schedule, facts.total_steps)),
         ("output", output_text(train, facts.total_steps)),
     ]
 
@@ -141,17 +142,17 @@ def steps_text(train: TrainConfig, facts: SummaryFacts) -> str:
     return text + (f", resuming after step {facts.start:,}" if facts.start else "")
 
 
-def optimizer_text(optim: OptimConfig, total_steps: int) -> str:
+def optimizer_text(optim: OptimConfig, schedule: ScheduleConfig, total_steps: int) -> str:
     """Describe optimizer and schedule in one line."""
     o = optim
-    warmup = warmup_steps(total_steps, o)
-    low = final_rate(o)
-    parts = [f"{o.optimizer}, learning rate {o.learning_rate:g} {o.lr_scheduler_type}"]
-    if o.lr_scheduler_type == "inverse_sqrt":
+    warmup = warmup_steps(total_steps, schedule)
+    low = final_rate(schedule, o.learning_rate)
+    parts = [f"{o.optimizer}, learning rate {o.learning_rate:g} {schedule.lr_scheduler_type}"]
+    if schedule.lr_scheduler_type == "inverse_sqrt":
         parts[0] += f", at least {low:g}" if low else ""
-    elif o.lr_scheduler_type != "constant":
+    elif schedule.lr_scheduler_type != "constant":
         parts[0] += f" to {low:g}"
-        parts[0] += f" at step {o.lr_decay_iters:,}" if o.lr_decay_iters else ""
+        parts[0] += f" at step {schedule.lr_decay_iters:,}" if schedule.lr_decay_iters else ""
     if warmup:
         parts.append(count_text(warmup, "warm-up step"))
     parts.append(f"weight decay {o.weight_decay:g}")

@@ -53,7 +53,7 @@ def run_training(cfg: SwiftConfig) -> Path:
                 settled = build.settle(cfg, processes)
             root = course.run_to_the_end(settled, time.perf_counter() - began)
         finished = True
-        if cfg.train.add_version:
+        if cfg.checkpoint.add_version:
             log.print_result(f"output folder: {root}")
         return root
     except InterruptedBySignal:

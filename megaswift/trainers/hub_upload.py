@@ -11,7 +11,7 @@ from megaswift import distributed, log
 from megaswift.base.versions import VERSION
 from megaswift.trainers.hooks.progress import print_warning
 from megaswift.trainers.hub_clients import HubRepository, client_failures, hub_client
-from megaswift.trainers.options.training import TrainConfig
+from megaswift.trainers.options.hub import HubConfig
 
 END = "end"
 WHOLE = {"checkpoint": "last-checkpoint", "all_checkpoints": ""}
@@ -22,13 +22,15 @@ name; empty: one a checkpoint."""
 class HubUpload:
     """The repository of a run. Collective."""
 
-    def __init__(self, train: TrainConfig, use_hf: bool) -> None:
-        self.strategy = train.hub_strategy
-        output = Path(train.output_dir).absolute()
+    def __init__(self, options: HubConfig, output_dir: str, use_hf: bool) -> None:
+        self.strategy = options.hub_strategy
+        output = Path(output_dir).absolute()
         output = output.parent if VERSION.fullmatch(output.name) else output  # versions are commits of one repository
-        name = train.hub_model_id or output.name
-        self.repository = HubRepository(hub_client(use_hf, train.hub_token, train.hub_revision), train.hub_token, name)
-        self.repository.name = distributed.run_on_rank0(lambda: self.repository.create(train.hub_private_repo))
+        name = options.hub_model_id or output.name
+        self.repository = HubRepository(
+            hub_client(use_hf, options.hub_token, options.hub_revision), options.hub_token, name
+        )
+        self.repository.name = distributed.run_on_rank0(lambda: self.repository.create(options.hub_private_repo))
 
     def after_save(self, step_folder: Path, step: int) -> None:
         """Upload the weights of a checkpoint, where it holds them by themselves, and the checkpoint itself. A failed

@@ -12,74 +12,77 @@ from collections.abc import Callable
 from math import ceil, cos, pi, sqrt
 from typing import Any
 
-from megaswift.engine.options.optimizer import PLATEAU, OptimConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.log import count_text
+from megaswift.trainers.options.schedule import PLATEAU, ScheduleConfig
 from megaswift.trainers.options.training import TrainConfig
 
 
-def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
+def warmup_steps(total_steps: int, schedule: ScheduleConfig) -> int:
     """Return the steps that warm up: `warmup_steps` when given, else that share of the schedule's steps, rounded up (as
     transformers does)."""
-    return optim.warmup_steps if optim.warmup_steps > 0 else ceil(optim.warmup_ratio * decay_steps(total_steps, optim))
+    return (
+        schedule.warmup_steps
+        if schedule.warmup_steps > 0
+        else ceil(schedule.warmup_ratio * decay_steps(total_steps, schedule))
+    )
 
 
-def decay_steps(total_steps: int, optim: OptimConfig) -> int:
+def decay_steps(total_steps: int, schedule: ScheduleConfig) -> int:
     """Return the steps until the schedule has reached its final rate: `lr_decay_iters`, else all."""
-    return optim.lr_decay_iters or total_steps
+    return schedule.lr_decay_iters or total_steps
 
 
-def final_rate(optim: OptimConfig) -> float:
+def final_rate(schedule: ScheduleConfig, peak: float) -> float:
     """Return the rate at the end of the schedule."""
-    return optim.min_lr if optim.min_lr_ratio is None else optim.min_lr_ratio * optim.learning_rate
+    return schedule.min_lr if schedule.min_lr_ratio is None else schedule.min_lr_ratio * peak
 
 
-def first_warmup_rate(optim: OptimConfig) -> float:
+def first_warmup_rate(schedule: ScheduleConfig, peak: float) -> float:
     """Return the rate at the first step of the warmup."""
-    ratio = optim.lr_warmup_init_ratio
-    return optim.lr_warmup_init if ratio is None else ratio * optim.learning_rate
+    ratio = schedule.lr_warmup_init_ratio
+    return schedule.lr_warmup_init if ratio is None else ratio * peak
 
 
-def check_schedule_length(total_steps: int, optim: OptimConfig) -> None:
+def check_schedule_length(total_steps: int, schedule: ScheduleConfig) -> None:
     """Raise ConfigError for a warm-up longer than the run, or a decay longer than the schedule."""
-    if optim.lr_scheduler_type == "wsd" and (optim.wsd_decay_steps or 0) > decay_steps(total_steps, optim):
-        rule = f"is longer than the schedule of {count_text(decay_steps(total_steps, optim), 'step')}"
-        raise ConfigError(Problem(f"--wsd_decay_steps {optim.wsd_decay_steps}", rule, "--wsd_decay_ratio 0.1"))
-    if optim.warmup_steps > total_steps:
+    if schedule.lr_scheduler_type == "wsd" and (schedule.wsd_decay_steps or 0) > decay_steps(total_steps, schedule):
+        rule = f"is longer than the schedule of {count_text(decay_steps(total_steps, schedule), 'step')}"
+        raise ConfigError(Problem(f"--wsd_decay_steps {schedule.wsd_decay_steps}", rule, "--wsd_decay_ratio 0.1"))
+    if schedule.warmup_steps > total_steps:
         raise ConfigError(
             Problem(
-                f"--warmup_steps {optim.warmup_steps}",
+                f"--warmup_steps {schedule.warmup_steps}",
                 f"is longer than the run of {count_text(total_steps, 'step')}",
                 "use --warmup_ratio 0.1, or a longer run (--max_steps, --num_train_epochs)",
             )
         )
 
 
-def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Return the learning rate of step `step` (from 0) of `total_steps`."""
-    high = optim.learning_rate
-    low = final_rate(optim)
-    warm = warmup_steps(total_steps, optim)
-    kind = optim.lr_scheduler_type
-    total_steps = decay_steps(total_steps, optim)
+def lr_at(step: int, total_steps: int, schedule: ScheduleConfig, peak: float) -> float:
+    """Return the learning rate of step `step` (from 0) of `total_steps`; `peak`: the full rate."""
+    low = final_rate(schedule, peak)
+    warm = warmup_steps(total_steps, schedule)
+    kind = schedule.lr_scheduler_type
+    total_steps = decay_steps(total_steps, schedule)
     one = int(kind == "cosine_warmup_with_min_lr")  # its step 0 has the rate of the first step after 0
     if step < warm:
-        first = first_warmup_rate(optim)
+        first = first_warmup_rate(schedule, peak)
         share = step / max(1, warm - 1) if one and first else (step + one) / warm
-        return first + (high - first) * share
+        return first + (peak - first) * share
     if kind in ("constant", PLATEAU):
-        return high
+        return peak
     if kind == "inverse_sqrt":
-        return low if step > total_steps else max(low, high * inverse_sqrt(step, warm))
+        return low if step > total_steps else max(low, peak * inverse_sqrt(step, warm))
     start = warm
     end = total_steps
     if kind == "wsd":
-        fall = optim.wsd_decay_steps or ceil(optim.wsd_decay_ratio * total_steps)
-        start = max(warm, total_steps - fall) if optim.wsd_stable_steps is None else warm + optim.wsd_stable_steps
-        end = total_steps if optim.wsd_stable_steps is None else start + fall
+        fall = schedule.wsd_decay_steps or ceil(schedule.wsd_decay_ratio * total_steps)
+        start = max(warm, total_steps - fall) if schedule.wsd_stable_steps is None else warm + schedule.wsd_stable_steps
+        end = total_steps if schedule.wsd_stable_steps is None else start + fall
     progress = min(1.0, max(0, step + one - start) / max(1, end - start))
-    share = _remaining_share(kind, progress, optim)
-    return high * share + low * (1 - share)
+    share = _remaining_share(kind, progress, schedule)
+    return peak * share + low * (1 - share)
 
 
 def inverse_sqrt(step: int, warm: int) -> float:
@@ -99,13 +102,13 @@ def cosine_decay(progress: float) -> float:
     return (1 + cos(pi * progress)) / 2
 
 
-def _remaining_share(kind: str, progress: float, optim: OptimConfig) -> float:
+def _remaining_share(kind: str, progress: float, schedule: ScheduleConfig) -> float:
     """What is left of the rate above `min_lr`, at progress 0 to 1 of the falling part."""
     if kind == "cosine_with_restarts":
-        return 0.0 if progress >= 1 else cosine_decay(optim.lr_num_cycles * progress % 1.0)
+        return 0.0 if progress >= 1 else cosine_decay(schedule.lr_num_cycles * progress % 1.0)
     if kind == "polynomial":
-        return float((1 - progress) ** optim.lr_power)
-    return SHAPES[optim.wsd_decay_style if kind == "wsd" else kind](progress)
+        return float((1 - progress) ** schedule.lr_power)
+    return SHAPES[schedule.wsd_decay_style if kind == "wsd" else kind](progress)
 
 
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -119,14 +122,14 @@ SHAPES: dict[str, Callable[[float], float]] = {
 which stays at the full rate and falls over the last `wsd_decay_ratio` of all steps."""
 
 
-def weight_decay_at(step: int, total_steps: int, optim: OptimConfig) -> float | None:
+def weight_decay_at(step: int, total_steps: int, schedule: ScheduleConfig) -> float | None:
     """Return the weight decay of step `step` (from 0), which rises over all steps (Megatron-LM's incr_style); None:
     always `weight_decay`."""
-    if optim.weight_decay_incr_style == "constant" or optim.start_weight_decay is None:
+    if schedule.weight_decay_incr_style == "constant" or schedule.start_weight_decay is None:
         return None
     progress = min(1.0, step / max(1, total_steps))
-    share = progress if optim.weight_decay_incr_style == "linear" else 1 - cosine_decay(progress)
-    return optim.start_weight_decay + share * ((optim.end_weight_decay or 0.0) - optim.start_weight_decay)
+    share = progress if schedule.weight_decay_incr_style == "linear" else 1 - cosine_decay(progress)
+    return schedule.start_weight_decay + share * ((schedule.end_weight_decay or 0.0) - schedule.start_weight_decay)
 
 
 def count_steps(train: TrainConfig, source: Any) -> int:

@@ -86,13 +86,13 @@ def test_what_they_mean(words: str, name: str, value: Any) -> None:
 def test_a_server_s_host_and_port(words: str, urls: tuple[str, ...]) -> None:
     base = ["--reward_funcs", "length", "--vllm_mode", "server", "--use_vllm", "true", "--rollout_sync_folder", "s"]
     cfg = load_config("grpo", [*GIVEN, *base, *words.split()], environ={})
-    assert cfg.rl.rollout_server_url == urls and cfg.rl.rollout_backend == "vllm_server"
+    assert cfg.rollout.rollout_server_url == urls and cfg.rollout.rollout_backend == "vllm_server"
 
 
 def test_levels_of_sleep() -> None:
     base = ["--reward_funcs", "length", "--use_vllm", "true", "--vllm_mode", "colocate", "--sleep_level"]
-    assert load_config("grpo", [*GIVEN, *base, "1"], environ={}).rl.rollout_sleep
-    assert not load_config("grpo", [*GIVEN, *base, "0"], environ={}).rl.rollout_sleep
+    assert load_config("grpo", [*GIVEN, *base, "1"], environ={}).rollout.rollout_sleep
+    assert not load_config("grpo", [*GIVEN, *base, "0"], environ={}).rollout.rollout_sleep
 
 
 def test_a_file_s_precision(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_checkpoint_as_weights_to_start_from(
         file.write_text("".join(f"{name}: {value or 'true'}\n" for name, value in pairs))
         given = [str(file)]
     cfg = load_config("sft", given, environ={})
-    assert (cfg.train.resume_from_checkpoint, cfg.model.model) == (None, model.format(full, lora))
+    assert (cfg.checkpoint.resume_from_checkpoint, cfg.model.model) == (None, model.format(full, lora))
     assert cfg.lora.adapters == (None if adapters is None else adapters.format(full, lora))
     assert "finetune" in words or any("at the first step and row of data" in n for n in cfg.notices)
 
@@ -138,7 +138,7 @@ def test_the_newest_checkpoint_is_named_to_start_from_its_weights(where: str) ->
     with pytest.raises(ConfigError, match="--resume_only_model true: conflicts with"):
         load_config("sft", [*GIVEN, "--resume_from_checkpoint", where, "--resume_only_model", "true"], environ={})
     cfg = load_config("sft", [*GIVEN, "--resume_from_checkpoint", where, "--resume_only_model", "false"], environ={})
-    assert cfg.train.resume_from_checkpoint == "latest"
+    assert cfg.checkpoint.resume_from_checkpoint == "latest"
 
 
 def test_yaml_s_no(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_yaml_s_no(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("mixed_precision: no\neval_strategy: no\neval_steps: 5\nsave_strategy: no\nsave_steps: 5\n")
     cfg = load_config("sft", [str(file), *GIVEN, "--val_dataset", "v.jsonl"], environ={})
-    assert (cfg.model.torch_dtype, cfg.train.eval_steps, cfg.train.save_steps) == ("float32", None, None)
+    assert (cfg.model.torch_dtype, cfg.evaluation.eval_steps, cfg.checkpoint.save_steps) == ("float32", None, None)
 
 
 def test_a_written_configuration_stays_as_it_is(tmp_path: Path) -> None:
@@ -157,9 +157,9 @@ def test_a_written_configuration_stays_as_it_is(tmp_path: Path) -> None:
         file.write_text(cfg.to_yaml())
         assert load_config("sft", [str(file)], environ={}).to_dict() == cfg.to_dict()
     file.write_text("model: m\ndataset: d\nresume_from_checkpoint:\n")
-    assert load_config("sft", [str(file)], environ={}).train.resume_from_checkpoint is None
+    assert load_config("sft", [str(file)], environ={}).checkpoint.resume_from_checkpoint is None
     file.write_text("model: m\ndataset: d\nresume_from_checkpoint: true\n")
-    assert load_config("sft", [str(file)], environ={}).train.resume_from_checkpoint == "latest"
+    assert load_config("sft", [str(file)], environ={}).checkpoint.resume_from_checkpoint == "latest"
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_mappings_of_a_file(tmp_path: Path, suffix: str) -> None:
     }
     file.write_text(json.dumps(entries))
     cfg = load_config("sft", [str(file), *GIVEN], environ={})
-    assert (cfg.data.dataloader_num_workers, cfg.train.per_device_train_batch_size, cfg.optim.min_lr) == (2, 4, 1e-6)
+    assert (cfg.data.dataloader_num_workers, cfg.train.per_device_train_batch_size, cfg.schedule.min_lr) == (2, 4, 1e-6)
     file.write_text(json.dumps({"dataloader": {"colour": 1}, "lr_scheduler_kwargs": {"colour": 1}}))
     with pytest.raises(ConfigError) as error:
         load_config("sft", [str(file), *GIVEN], environ={})
@@ -250,7 +250,7 @@ def test_an_empty_entry_switches_nothing_on(name: str, option: str, tmp_path: Pa
 
 def test_a_warmup_of_a_constant_schedule_is_a_share_of_lr_decay_iters() -> None:
     words = [*GIVEN, "--lr_scheduler_type", "constant", "--lr_decay_iters", "1000", "--warmup_ratio", "0.1"]
-    assert load_config("sft", words, environ={}).optim.lr_decay_iters == 1000
+    assert load_config("sft", words, environ={}).schedule.lr_decay_iters == 1000
 
 
 def test_one_key_of_accelerate_in_an_options_file(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_every_group_of_options_that_state_one_thing_has_a_case(tmp_path: Path) 
 
 def test_what_the_file_says_beside_it_stays(tmp_path: Path) -> None:
     cfg = run(tmp_path, "num_train_epochs: 3\nlr: 1e-4\nwarmup_ratio: 0.1\n", "--max_steps 1")
-    assert cfg.optim.learning_rate == 1e-4 and cfg.optim.warmup_ratio == 0.1 and cfg.train.max_steps == 1
+    assert cfg.optim.learning_rate == 1e-4 and cfg.schedule.warmup_ratio == 0.1 and cfg.train.max_steps == 1
 
 
 @pytest.mark.parametrize(

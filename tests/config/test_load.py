@@ -225,12 +225,12 @@ def test_a_task_given_as_train_type_is_taken_with_a_notice() -> None:
 
 def test_empty_and_unset_entries(tmp_path: Path) -> None:
     cfg = load_config("sft", [write(tmp_path, "parallel:\nmax_steps:\nreport_to: none\n")])
-    assert cfg.train.report_to == () and not cfg.given - {"report_to"}
+    assert cfg.trackers.report_to == () and not cfg.given - {"report_to"}
 
 
 def test_lists(tmp_path: Path) -> None:
     cfg = load_config("sft", ["--dataset", "a", "--dataset", "b,c", "d", "--report_to", "tensorboard,wandb"])
-    assert cfg.data.dataset == ("a", "b,c", "d") and cfg.train.report_to == ("tensorboard", "wandb")
+    assert cfg.data.dataset == ("a", "b,c", "d") and cfg.trackers.report_to == ("tensorboard", "wandb")
 
 
 def test_a_list_is_emptied_by_none_on_the_command_line_too(tmp_path: Path) -> None:

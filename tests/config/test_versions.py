@@ -54,24 +54,24 @@ def test_adapters_of_the_newest_version_are_taken(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_without_a_typed_folder_writes_to_a_version(words: str, adds: bool) -> None:
-    assert load_config("sft", words.split(), environ={}).train.add_version is adds
+    assert load_config("sft", words.split(), environ={}).checkpoint.add_version is adds
 
 
 def test_a_folder_in_a_file_counts_as_typed(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("output_dir: out\n")
-    assert load_config("sft", [str(file)], environ={}).train.add_version is False
+    assert load_config("sft", [str(file)], environ={}).checkpoint.add_version is False
     file.write_text("learning_rate: 1e-5\n")
-    assert load_config("sft", [str(file)], environ={}).train.add_version is True
+    assert load_config("sft", [str(file)], environ={}).checkpoint.add_version is True
 
 
 def test_python_decides_as_the_command_line_does() -> None:
     config = SwiftConfig(task="sft")
-    assert config.train.add_version is True
-    assert config.replace(learning_rate=1e-4).train.add_version is True
-    assert config.replace(output_dir="out").train.add_version is False
-    assert SwiftConfig(task="sft", output_dir="out", add_version=True).replace(seed=7).train.add_version is True
-    assert SwiftConfig.from_dict(config.to_dict()).train.add_version is True, "what `megaswift config` prints"
+    assert config.checkpoint.add_version is True
+    assert config.replace(learning_rate=1e-4).checkpoint.add_version is True
+    assert config.replace(output_dir="out").checkpoint.add_version is False
+    assert SwiftConfig(task="sft", output_dir="out", add_version=True).replace(seed=7).checkpoint.add_version is True
+    assert SwiftConfig.from_dict(config.to_dict()).checkpoint.add_version is True, "what `megaswift config` prints"
 
 
 def test_a_version_has_nothing_to_overwrite() -> None:

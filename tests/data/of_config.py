@@ -10,9 +10,9 @@ from megaswift.data.sources.held_out import validation_row_places
 
 
 def prompt_splits(cfg: SwiftConfig, reader: Any, per_generation: int) -> tuple[PromptSource, list[Prompt] | None]:
-    completion = cfg.rl.max_completion_length
+    completion = cfg.rollout.max_completion_length
     return load_prompt_splits(cfg.data, cfg.train, reader, cfg.task, completion, per_generation)
 
 
 def row_places(cfg: SwiftConfig, reader: Any) -> frozenset[str] | None:
-    return validation_row_places(cfg.data, cfg.train, reader, cfg.task, cfg.rl.max_completion_length)
+    return validation_row_places(cfg.data, cfg.train, reader, cfg.task, cfg.rollout.max_completion_length)

@@ -266,13 +266,13 @@ def test_a_restarted_attempt_resumes_from_its_own_folder(tmp_path: Path) -> None
     again = training.config_after_restart(cfg, 1).train
     assert again.resume_from_checkpoint == "latest" and not again.overwrite_output_dir
     other = load_config("sft", ["--output_dir", str(out), "--resume_from_checkpoint", str(tmp_path)], environ={})
-    assert training.config_after_restart(other, 1).train.resume_from_checkpoint == str(tmp_path), (
+    assert training.config_after_restart(other, 1).checkpoint.resume_from_checkpoint == str(tmp_path), (
         "nothing of its own is saved yet"
     )
     store = checkpoints.CheckpointStore(out / "checkpoints")
     store.begin(3)
     store.finish(3, {}, {})
-    assert training.config_after_restart(other, 1).train.resume_from_checkpoint == "latest"
+    assert training.config_after_restart(other, 1).checkpoint.resume_from_checkpoint == "latest"
 
 
 def test_the_same_job_of_a_cluster_resumes_and_another_is_refused(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_the_same_job_of_a_cluster_resumes_and_another_is_refused(tmp_path: Path
     store.finish(3, {}, {})
     assert training.config_after_restart(cfg, 0, "run-1") is cfg, "a run without a job"
     OutputFolder(out).job.write_text("run-1\n")
-    assert training.config_after_restart(cfg, 0, "run-1").train.resume_from_checkpoint == "latest"
+    assert training.config_after_restart(cfg, 0, "run-1").checkpoint.resume_from_checkpoint == "latest"
     assert training.config_after_restart(cfg, 0, "run-2") is cfg and training.config_after_restart(cfg, 0) is cfg
 
 

@@ -36,7 +36,7 @@ def begin(cfg: SwiftConfig, step: int | None = None, **environ: str) -> Path:
     """The folder of a run as `run_training` chooses it; with a checkpoint of `step`."""
     names = names_of_all_ranks(run_names(cfg, environ))
     settled = config_of_new_version(config_of_started_version(cfg, names, environ))
-    assert settled.train.add_version is False
+    assert settled.checkpoint.add_version is False
     outputs = prepare_output_folder(settled, names=names)
     if step is not None:
         outputs.metrics.write_text('{"step": 1}\n')
@@ -72,7 +72,7 @@ def test_a_restart_keeps_the_folder_and_resumes(variables: dict[str, str], tmp_p
     begin(cfg, step=5)
     again = {**variables, RESTARTS: "1"}
     settled = config_of_started_version(cfg, run_names(cfg, again), again)
-    assert settled.train.output_dir == str(own) and settled.train.resume_from_checkpoint == "latest"
+    assert settled.checkpoint.output_dir == str(own) and settled.checkpoint.resume_from_checkpoint == "latest"
     assert begin(cfg, **again) == own
     other = {name: f"{value}-other" for name, value in again.items() if name != RESTARTS} | {RESTARTS: "1"}
     assert begin(cfg, **other) not in (own, versions(tmp_path)[1]), "a run that died before it had a folder"
@@ -98,7 +98,7 @@ def test_names_of_any_rank_find_the_folder(tmp_path: Path, monkeypatch: pytest.M
     made = config_of_new_version(config_of_started_version(cfg, names, {}))
     prepare_output_folder(made, names=names)
     again = config_of_started_version(cfg, ("agent c", "agent b"), {})
-    assert again.train.output_dir == made.train.output_dir
+    assert again.checkpoint.output_dir == made.checkpoint.output_dir
 
 
 def test_latest_is_the_newest_version_that_has_a_run(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_without_a_version_latest_starts_one_and_a_run_of_the_folder_itself_is_c
     store.finish(2, {}, {})
     (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
     assert output_folder_problems(cfg) == []
-    assert config_of_started_version(cfg, (), {}).train.output_dir == str(tmp_path)
+    assert config_of_started_version(cfg, (), {}).checkpoint.output_dir == str(tmp_path)
 
 
 def test_a_version_below_an_occupied_folder_is_let_in(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -140,9 +141,14 @@ def test_a_reward_model_learns_of_answers_not_of_tokens() -> None:
     assert data_text(stats, scored=True) == "856 documents, 9,000 tokens, 428 pairs"
 
 
+def optimizer(steps: int, **options: Any) -> str:
+    cfg = SwiftConfig(**options)
+    return optimizer_text(cfg.optim, cfg.schedule, steps)
+
+
 def test_warm_up_is_the_schedule_s_own() -> None:
-    assert ", 2 warm-up steps," in optimizer_text(SwiftConfig(warmup_ratio=0.1).optim, 14)
-    assert ", 3 warm-up steps," in optimizer_text(SwiftConfig(warmup_steps=3).optim, 14)
+    assert ", 2 warm-up steps," in optimizer(14, warmup_ratio=0.1)
+    assert ", 3 warm-up steps," in optimizer(14, warmup_steps=3)
 
 
 def test_the_course_of_the_learning_rate_is_told_as_it_is() -> None:
@@ -152,7 +158,7 @@ def test_the_course_of_the_learning_rate_is_told_as_it_is() -> None:
         ({"lr_scheduler_type": "inverse_sqrt"}, "inverse_sqrt,"),
         ({"lr_scheduler_type": "inverse_sqrt", "min_lr": 1e-6}, "inverse_sqrt, at least 1e-06,"),
     ):
-        assert f"learning rate 1e-05 {text} weight decay" in optimizer_text(SwiftConfig(**options).optim, 10)
+        assert f"learning rate 1e-05 {text} weight decay" in optimizer(10, **options)
 
 
 def test_bytes() -> None:

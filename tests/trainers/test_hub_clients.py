@@ -25,7 +25,7 @@ site = pytest.fixture(modelscope_server)
 def upload_of(tmp_path: Path, token: str = TOKEN, **options: object) -> HubUpload:
     out = str(tmp_path / "my-model")
     cfg = SwiftConfig(model="m", push_to_hub=True, hub_token=token, output_dir=out, **options)
-    return HubUpload(cfg.train, use_hf=False)
+    return HubUpload(cfg.hub, cfg.checkpoint.output_dir, use_hf=False)
 
 
 def write_folder(folder: Path) -> dict[str, bytes]:

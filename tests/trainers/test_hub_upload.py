@@ -21,7 +21,7 @@ from tests.trainers.inputs import write_inputs
 def test_the_token_is_neither_shown_nor_written() -> None:
     """Neither the configuration, nor its file, nor a message has it."""
     cfg = SwiftConfig(model="m", push_to_hub=True, hub_token=TOKEN)
-    assert cfg.train.hub_token == TOKEN
+    assert cfg.hub.hub_token == TOKEN
     assert TOKEN not in repr(cfg) and TOKEN not in cfg.to_yaml() and "hub_token" not in cfg.to_yaml()
     line = load_config("sft", ["--hub_token", TOKEN, "--model", "m"], environ={})
     assert TOKEN not in "\n".join(line.notices) and any("--hub_token ***" in n for n in line.notices)
@@ -35,7 +35,7 @@ def test_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # it tries again, later and later
     with pytest.raises(ConfigError, match="the hub does not give access to out"):
         given = SwiftConfig(model="m", output_dir=str(tmp_path / "out"), push_to_hub=True, hub_token=TOKEN)
-        HubUpload(given.train, given.model.use_hf)
+        HubUpload(given.hub, given.checkpoint.output_dir, given.model.use_hf)
     upload = HubUpload.__new__(HubUpload)
     upload.strategy, upload.repository = "every_save", HubRepository(HuggingFaceHub(TOKEN), TOKEN, "u/m")
     (tmp_path / "step-1" / "hf").mkdir(parents=True)
@@ -105,7 +105,7 @@ def upload_of(folder: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, **options
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     given = {"push_to_hub": True, "hub_token": TOKEN, "hub_model_id": "org/m", "output_dir": str(folder), **options}
     cfg = SwiftConfig(model="m", dataset=["d"], **given)
-    return HubUpload(cfg.train, cfg.model.use_hf)
+    return HubUpload(cfg.hub, cfg.checkpoint.output_dir, cfg.model.use_hf)
 
 
 @pytest.mark.wide

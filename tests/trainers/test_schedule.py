@@ -2,25 +2,23 @@
 
 import itertools
 import json
-from functools import partial
 
 import pytest
 import torch
 from transformers import get_scheduler
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.errors import ConfigError
+from megaswift.trainers.options.schedule import ScheduleConfig as Schedule
 from megaswift.trainers.schedule import check_schedule_length, lr_at, warmup_steps, weight_decay_at
 
 STEPS = 37
 
-
-Optim = partial(OptimConfig, learning_rate=3e-4)
+PEAK = 3e-4
 
 
 def rates(**given):
-    return [lr_at(i, STEPS, Optim(**given)) for i in range(STEPS)]
+    return [lr_at(i, STEPS, Schedule(**given), PEAK) for i in range(STEPS)]
 
 
 def theirs(name, warm, **specific):
@@ -106,17 +104,17 @@ def test_a_schedule_that_ends_before_or_after_the_run_is_megatron_s(kind, style,
 def test_keys_of_wsd_are_transformers(kwargs, warm):
     """As a user types them, in lr_scheduler_kwargs."""
     words = ["--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", json.dumps(kwargs), "--lr", "3e-4"]
-    optim = load_config("sft", [*words, "--warmup_steps", str(warm)], environ={}).optim
+    schedule = load_config("sft", [*words, "--warmup_steps", str(warm)], environ={}).schedule
     expected = theirs("warmup_stable_decay", warm, **kwargs)
-    assert [lr_at(i, STEPS, optim) for i in range(STEPS)] == pytest.approx(expected, rel=1e-12)
+    assert [lr_at(i, STEPS, schedule, PEAK) for i in range(STEPS)] == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_warmup_rate_of_transformers_is_a_fraction():
     words = ["--lr_scheduler_type", "cosine_warmup_with_min_lr", "--lr", "3e-4", "--warmup_steps", "5"]
     kwargs = {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2}
-    optim = load_config("sft", [*words, "--lr_scheduler_kwargs", json.dumps(kwargs)], environ={}).optim
+    schedule = load_config("sft", [*words, "--lr_scheduler_kwargs", json.dumps(kwargs)], environ={}).schedule
     expected = theirs("cosine_warmup_with_min_lr", 5, **kwargs)
-    assert [lr_at(i, STEPS, optim) for i in range(STEPS)] == pytest.approx(expected, rel=1e-12)
+    assert [lr_at(i, STEPS, schedule, PEAK) for i in range(STEPS)] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
@@ -130,9 +128,9 @@ def test_the_weight_decay_is_megatron_s(style):
         expected.append(optimizer.param_groups[0]["weight_decay"])
         scheduler.step(1)
     words = ["--start_weight_decay", "0.05", "--end_weight_decay", "0.3", "--weight_decay_incr_style", style]
-    optim = load_config("sft", words, environ={}).optim
-    assert [weight_decay_at(i, STEPS, optim) for i in range(STEPS)] == pytest.approx(expected, rel=1e-12)
-    assert weight_decay_at(0, STEPS, load_config("sft", [], environ={}).optim) is None
+    schedule = load_config("sft", words, environ={}).schedule
+    assert [weight_decay_at(i, STEPS, schedule) for i in range(STEPS)] == pytest.approx(expected, rel=1e-12)
+    assert weight_decay_at(0, STEPS, load_config("sft", [], environ={}).schedule) is None
 
 
 @pytest.mark.parametrize("warm", [0, 5])
@@ -191,45 +189,45 @@ def test_polynomial_is_transformers(warm, power):
 
 
 def test_wsd_by_hand():
-    optim = Optim(learning_rate=1.0, min_lr=0.2, lr_scheduler_type="wsd", warmup_steps=2, wsd_decay_ratio=0.4)
-    got = [lr_at(i, 10, optim) for i in range(11)]
+    schedule = Schedule(min_lr=0.2, lr_scheduler_type="wsd", warmup_steps=2, wsd_decay_ratio=0.4)
+    got = [lr_at(i, 10, schedule, 1.0) for i in range(11)]
     fall = [1.0, 0.2 + 0.8 * (1 + 0.5**0.5) / 2, 0.6, 0.2 + 0.8 * (1 - 0.5**0.5) / 2, 0.2]
     assert got == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0, 1.0, *fall])
 
 
 def test_wsd_that_decays_all_along_starts_after_the_warm_up():
-    optim = Optim(learning_rate=1.0, lr_scheduler_type="wsd", warmup_steps=4, wsd_decay_ratio=1.0)
-    assert [lr_at(i, 8, optim) for i in (3, 4, 6)] == pytest.approx([0.75, 1.0, 0.5])
+    schedule = Schedule(lr_scheduler_type="wsd", warmup_steps=4, wsd_decay_ratio=1.0)
+    assert [lr_at(i, 8, schedule, 1.0) for i in (3, 4, 6)] == pytest.approx([0.75, 1.0, 0.5])
 
 
 def test_linear_falls_to_the_lowest_rate_and_stays():
-    optim = Optim(learning_rate=1.0, min_lr=0.5, lr_scheduler_type="linear")
-    assert [lr_at(i, 4, optim) for i in range(6)] == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+    schedule = Schedule(min_lr=0.5, lr_scheduler_type="linear")
+    assert [lr_at(i, 4, schedule, 1.0) for i in range(6)] == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
 
 
 def test_inverse_sqrt_has_a_floor():
-    optim = Optim(learning_rate=1.0, min_lr=0.5, lr_scheduler_type="inverse_sqrt", warmup_steps=4)
-    assert [lr_at(i, 99, optim) for i in (2, 4, 9, 16, 98)] == pytest.approx([0.5, 1.0, 2 / 3, 0.5, 0.5])
+    schedule = Schedule(min_lr=0.5, lr_scheduler_type="inverse_sqrt", warmup_steps=4)
+    assert [lr_at(i, 99, schedule, 1.0) for i in (2, 4, 9, 16, 98)] == pytest.approx([0.5, 1.0, 2 / 3, 0.5, 0.5])
 
 
 def test_full_and_lowest_rates_are_exact():
-    optim = Optim(learning_rate=3e-4, min_lr=1e-5, warmup_steps=3)
-    assert lr_at(3, 10, optim) == 3e-4
-    assert lr_at(10, 10, optim) == 1e-5
+    schedule = Schedule(min_lr=1e-5, warmup_steps=3)
+    assert lr_at(3, 10, schedule, PEAK) == 3e-4
+    assert lr_at(10, 10, schedule, PEAK) == 1e-5
 
 
 def test_warmup_steps():
-    assert warmup_steps(37, Optim(warmup_ratio=0.1)) == 4
-    assert warmup_steps(37, Optim(warmup_ratio=0.1, warmup_steps=2)) == 2
-    assert warmup_steps(37, Optim()) == 0
+    assert warmup_steps(37, Schedule(warmup_ratio=0.1)) == 4
+    assert warmup_steps(37, Schedule(warmup_ratio=0.1, warmup_steps=2)) == 2
+    assert warmup_steps(37, Schedule()) == 0
 
 
 def test_a_warm_up_that_outlasts_the_run_is_refused():
     with pytest.raises(ConfigError, match="--warmup_steps 11: is longer than the run of 10 steps"):
-        check_schedule_length(10, SwiftConfig(warmup_steps=11).optim)
+        check_schedule_length(10, SwiftConfig(warmup_steps=11).schedule)
     assert (
-        check_schedule_length(10, SwiftConfig(warmup_steps=10).optim)
-        is check_schedule_length(1, SwiftConfig(warmup_ratio=0.9).optim)
+        check_schedule_length(10, SwiftConfig(warmup_steps=10).schedule)
+        is check_schedule_length(1, SwiftConfig(warmup_ratio=0.9).schedule)
         is None
     )
 
@@ -238,13 +236,13 @@ def test_every_kind_of_the_configuration_has_a_rate():
     from megaswift.config.sections import OPTIONS
 
     for kind in OPTIONS["lr_scheduler_type"].details["choices"]:
-        assert 0 <= lr_at(1, 10, Optim(lr_scheduler_type=kind)) <= 3e-4
+        assert 0 <= lr_at(1, 10, Schedule(lr_scheduler_type=kind), PEAK) <= 3e-4
 
 
 def test_a_decay_longer_than_the_schedule() -> None:
     """Of the run's steps, known once the data are read, or of `lr_decay_iters`."""
     with pytest.raises(ConfigError, match=r"wsd_decay_steps 6: is longer than the schedule of 5 steps"):
-        check_schedule_length(5, SwiftConfig(lr_scheduler_type="wsd", wsd_decay_steps=6).optim)
+        check_schedule_length(5, SwiftConfig(lr_scheduler_type="wsd", wsd_decay_steps=6).schedule)
     with pytest.raises(ConfigError, match=r"is longer than the schedule of 4 steps"):
-        check_schedule_length(9, SwiftConfig(lr_scheduler_type="wsd", wsd_decay_steps=6, lr_decay_iters=4).optim)
-    assert check_schedule_length(6, SwiftConfig(lr_scheduler_type="wsd", wsd_decay_steps=6).optim) is None
+        check_schedule_length(9, SwiftConfig(lr_scheduler_type="wsd", wsd_decay_steps=6, lr_decay_iters=4).schedule)
+    assert check_schedule_length(6, SwiftConfig(lr_scheduler_type="wsd", wsd_decay_steps=6).schedule) is None

@@ -142,7 +142,7 @@ def _computed(run: MigratedRun, row: DifferingDefault, c: Sections) -> Iterator[
         elif processes is not None:
             yield str(max(1, math.ceil(ROWS_PER_STEP / c.train.per_device_train_batch_size / processes)))
     elif row.option == "eval_steps":
-        yield str(c.train.save_steps or 500)
+        yield str(c.checkpoint.save_steps or 500)
     elif row.option == "lora_alpha":
         yield str(2 * c.lora.lora_rank)
     elif row.option == "importance_sampling_mode":

@@ -189,7 +189,7 @@ def main(argv: Sequence[str], reader_for: Callable[[ModelConfig, DataConfig, str
     if unit == "rows":
         blocks = sample_report(cfg.data, cfg.train, cfg.task, reader, which, "packing" in cfg.given)
     elif unit == "completions":
-        blocks = prompt_report(cfg.data, cfg.train, cfg.task, reader, which, cfg.rl.max_completion_length)
+        blocks = prompt_report(cfg.data, cfg.train, cfg.task, reader, which, cfg.rollout.max_completion_length)
     else:
         blocks = preference_report(cfg.data, cfg.train, cfg.task, reader, which)
     _print(blocks)

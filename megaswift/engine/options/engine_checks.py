@@ -273,7 +273,7 @@ ENGINE_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("export_hf", "train_type", "save_only_model"),
-        lambda c: _as_save_safetensors(c) and (c.model.train_type != "full" or c.train.save_only_model),
+        lambda c: _as_save_safetensors(c) and (c.model.train_type != "full" or c.checkpoint.save_only_model),
         "adapters and checkpoints of weights alone are written as safetensors",
         "leave it out",
     ),

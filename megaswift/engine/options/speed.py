@@ -62,13 +62,13 @@ SPEED_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("deterministic", "rollout_backend"),
-        lambda c: c.train.deterministic and c.task in RL and c.rl.rollout_backend != "transformers",
+        lambda c: c.train.deterministic and c.task in RL and c.rollout.rollout_backend != "transformers",
         "is not supported with {rollout_backend}: completions depend on the other requests in their batch",
         "--rollout_backend transformers",
     ),
     ConflictingOptions(
         ("deterministic", "async_generation"),
-        lambda c: c.train.deterministic and c.task in RL and c.rl.async_generation,
+        lambda c: c.train.deterministic and c.task in RL and c.rollout.async_generation,
         "conflicts with async_generation: the weights used for a completion depend on timing",
         "--async_generation false",
     ),

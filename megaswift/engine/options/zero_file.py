@@ -106,19 +106,22 @@ def deepspeed_auto_values(cfg: Sections, world: int | None, dtype: str, hidden_s
     """What `cfg` says, on `world` processes, in the precision that the run takes."""
     train = cfg.train
     o = cfg.optim
-    warmup_init = o.lr_warmup_init if o.lr_warmup_init_ratio is None else o.lr_warmup_init_ratio * o.learning_rate
+    schedule = cfg.schedule
+    warmup_init = schedule.lr_warmup_init
+    if schedule.lr_warmup_init_ratio is not None:
+        warmup_init = schedule.lr_warmup_init_ratio * o.learning_rate
     return DeepspeedAutoValues(
         train.per_device_train_batch_size,
         accumulation_steps(train, world or 1),
         world,
         o.learning_rate,
-        warmup_init if o.warmup_steps or o.warmup_ratio else None,
-        o.min_lr if o.min_lr_ratio is None else o.min_lr_ratio * o.learning_rate,
+        warmup_init if schedule.warmup_steps or schedule.warmup_ratio else None,
+        schedule.min_lr if schedule.min_lr_ratio is None else schedule.min_lr_ratio * o.learning_rate,
         (o.adam_beta1, o.adam_beta2),
         o.adam_epsilon,
         o.weight_decay,
         o.max_grad_norm,
-        o.lr_scheduler_type,
+        schedule.lr_scheduler_type,
         dtype,
         hidden_size,
         LossScaleNumbers(

@@ -19,7 +19,7 @@ def _is_folder(c: Sections) -> bool:
 def _uses_no_hub(c: Sections) -> bool:
     return (
         _is_folder(c)
-        and not c.train.push_to_hub
+        and not c.hub.push_to_hub
         and not any(names_hub_dataset(entry) for entry in (*c.data.dataset, *c.data.val_dataset))
     )
 

@@ -32,13 +32,13 @@ OWN_RANKS = ("rank_pattern", "alpha_pattern")
 
 def syncs_adapters_only(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> bool:
     """Return whether the samplers of a run get adapters alone."""
-    chosen = cfg.rl.rollout_lora
+    chosen = cfg.rollout.rollout_lora
     return not merged_sync_reason(cfg, spec, folder) if chosen is None else chosen
 
 
 def adapter_sync_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> Iterator[Problem]:
     """Report adapters that should be synchronized without the base and cannot be."""
-    if cfg.rl.rollout_lora and (why := merged_sync_reason(cfg, spec, folder)):
+    if cfg.rollout.rollout_lora and (why := merged_sync_reason(cfg, spec, folder)):
         yield Problem("--rollout_lora true", why, "leave it out: megaswift then sends merged weights")
 
 
@@ -64,17 +64,17 @@ def merged_sync_reason(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
         (any(stored.get(name) for name in OWN_RANKS), "the adapters' ranks or scales differ from module to module"),
         (has_vision_tower(spec.hf_config), "the model has a vision encoder"),
         (
-            find_checkpoint(folder) and cfg.rl.rollout_backend != "transformers",
+            find_checkpoint(folder) and cfg.rollout.rollout_backend != "transformers",
             "the model is a training checkpoint, which samplers cannot read",
         ),
         (stored.get("bias", "none") != "none", "biases are trained, too"),
-        (cfg.rl.rollout_backend == "transformers" and util.find_spec("peft") is None, "PEFT is not installed"),
+        (cfg.rollout.rollout_backend == "transformers" and util.find_spec("peft") is None, "PEFT is not installed"),
         (stored.get("target_parameters", cfg.lora.target_parameters), EXPERTS),
     )
     return (
         next((why for holds, why in reasons if holds), "")
         or (EXPERTS if _experts(cfg, spec) else "")
-        or _too_wide(cfg.rl.rollout_backend, cfg.lora)
+        or _too_wide(cfg.rollout.rollout_backend, cfg.lora)
     )
 
 

@@ -58,7 +58,7 @@ def _why_not_by_default(cfg: SwiftConfig, spec: ModelSpec) -> str:
     """Tests hold families to Hugging Face. Any other model is checked when it is loaded, and refused where its numbers
     are not the same: too late for a default."""
     tested = spec_from_family(spec.hf_config) is not None and "auto_map" not in spec.hf_config
-    if requested_engine(cfg) == NATIVE or (tested and cfg.rl.critic_model is None):
+    if requested_engine(cfg) == NATIVE or (tested and cfg.critic.critic_model is None):
         return ""
     return "was not tested with this model: --prefix_sharing true checks it"
 

@@ -109,7 +109,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
             (lambda: device_dependent_option_problems(cfg, os.environ), ConfigError),
             (lambda: determinism_environment_problems(cfg.train.deterministic, os.environ), ConfigError),
             (lambda: model_problems(cfg, world_size), UserError),
-            (lambda: profile_rank_problems(cfg.train, world_size), ConfigError),
+            (lambda: profile_rank_problems(cfg.profiling, world_size), ConfigError),
             (lambda: rl_run_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
             (
                 lambda: kto_batch_problems(
@@ -149,9 +149,9 @@ def data_output_and_tracker_checks(cfg: SwiftConfig) -> list[Check]:
     return [
         (lambda: data_problems(cfg), ConfigError),
         (lambda: output.output_folder_problems(cfg), ConfigError),
-        (lambda: tracker_problems(cfg.train.report_to), ConfigError),
+        (lambda: tracker_problems(cfg.trackers.report_to), ConfigError),
         (lambda: preemption_command_problems(cfg.fault_tolerance.preemption_command), ConfigError),
-        (lambda: hub_client_problems(cfg.train.push_to_hub, cfg.model.use_hf), ConfigError),
+        (lambda: hub_client_problems(cfg.hub.push_to_hub, cfg.model.use_hf), ConfigError),
     ]
 
 
@@ -356,5 +356,5 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
                 "use --streaming false: images are read on demand, and only tokens are cached",
             )
         )
-    problems += vision_rollout_problems(cfg.rl) if cfg.task in RL else []
+    problems += vision_rollout_problems(cfg.rollout, cfg.rewards) if cfg.task in RL else []
     return problems + image_support_problems(locate_model(cfg.model, weights=False), model)

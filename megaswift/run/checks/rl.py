@@ -17,9 +17,10 @@ from megaswift.models.scalar_head import scalar_head_problems
 from megaswift.options.plugins import PLUGINS, load_external_plugins
 from megaswift.parallel.constraints import LayoutRequest
 from megaswift.rewards.functions import NAMED, SPELLINGS, is_file_function
+from megaswift.rewards.options import RewardConfig
+from megaswift.rollout.options.rollout import RolloutConfig
 from megaswift.trainers.options.batch_sizes import batch_problems
 from megaswift.trainers.rl.options.generation_batch import generation_batch_plan
-from megaswift.trainers.rl.options.rl import RlConfig
 
 TRANSFORMERS = "transformers"
 CONFIG = "config.json"
@@ -34,7 +35,7 @@ def rl_run_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     return [
         *_found([lambda: batch_problems_of(cfg, world_size)]),
         *reward_environment_and_model_problems(cfg),
-        *_found([lambda: missing_sampler_backend_problems(cfg.rl), lambda: engine_size_problems(cfg, world_size)]),
+        *_found([lambda: missing_sampler_backend_problems(cfg.rollout), lambda: engine_size_problems(cfg, world_size)]),
     ]
 
 
@@ -54,17 +55,19 @@ def _found(checks: Sequence[Callable[[], Iterator[Problem]]]) -> list[Problem]:
     return problems
 
 
-def vision_rollout_problems(rl: RlConfig) -> list[Problem]:
+def vision_rollout_problems(rollout: RolloutConfig, rewards: RewardConfig) -> list[Problem]:
     """Report options that sampling from a vision-language model does not support."""
     model = "a vision-language model"
     problems = []
-    if rl.rollout_backend != TRANSFORMERS:
+    if rollout.rollout_backend != TRANSFORMERS:
         rule = f"does not get the images of {model}'s prompts"
-        problems.append(Problem(f"--rollout_backend {rl.rollout_backend}", rule, f"--rollout_backend {TRANSFORMERS}"))
-    if rl.environment is not None:
+        problems.append(
+            Problem(f"--rollout_backend {rollout.rollout_backend}", rule, f"--rollout_backend {TRANSFORMERS}")
+        )
+    if rollout.environment is not None:
         rule = f"conversations with {model} have one turn"
-        problems.append(Problem(f"--environment {rl.environment}", rule, "leave it out, and use --reward_funcs"))
-    for folder in rl.reward_model:
+        problems.append(Problem(f"--environment {rollout.environment}", rule, "leave it out, and use --reward_funcs"))
+    for folder in rewards.reward_model:
         rule = f"reads only text, but prompts of {model} may have images"
         problems.append(Problem(f"--reward_model {folder}", rule, "use --reward_funcs, which get the images' paths"))
     return problems
@@ -87,8 +90,8 @@ def reward_problems(cfg: SwiftConfig) -> Iterator[Problem]:
     load_external_plugins(files)  # mostly read already, with the configuration
     registered = PLUGINS.rewards if files else {}
     for flag, texts in (
-        ("reward_funcs", cfg.rl.reward_funcs),
-        ("environment", [cfg.rl.environment] if cfg.rl.environment else []),
+        ("reward_funcs", cfg.rewards.reward_funcs),
+        ("environment", [cfg.rollout.environment] if cfg.rollout.environment else []),
     ):
         for text in texts:
             file = Path(text.rpartition(":")[0]).expanduser()
@@ -141,8 +144,8 @@ def _bound(body: Sequence[ast.stmt]) -> Iterator[str]:
 
 def other_model_folder_problems(cfg: SwiftConfig) -> Iterator[Problem]:
     """Report missing models besides the policy, and reward models that are none."""
-    named = [("critic_model", cfg.rl.critic_model), ("ref_model", cfg.preference.ref_model)]
-    named += [("reward_model", m) for m in cfg.rl.reward_model]
+    named = [("critic_model", cfg.critic.critic_model), ("ref_model", cfg.preference.ref_model)]
+    named += [("reward_model", m) for m in cfg.rewards.reward_model]
     for flag, folder in named:
         if folder is None:
             continue
@@ -177,17 +180,19 @@ def engine_size_problems(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]
         yield Problem(label, f"does not divide the model's {heads} heads", f"--vllm_tensor_parallel_size {fits}")
 
 
-def missing_sampler_backend_problems(rl: RlConfig) -> Iterator[Problem]:
+def missing_sampler_backend_problems(rollout: RolloutConfig) -> Iterator[Problem]:
     """Report what a backend lacks on this machine."""
-    if rl.rollout_backend == TRANSFORMERS:
+    if rollout.rollout_backend == TRANSFORMERS:
         return
     from megaswift.rollout.sampler import SamplerOptions, sampler_backend_problems  # brings torch
     from megaswift.rollout.vllm_package import is_cpu_build
 
-    options = SamplerOptions(base_urls=rl.rollout_server_url, sync_folder=Path(rl.rollout_sync_folder or "sync"))
-    problems = sampler_backend_problems(rl.rollout_backend, options)
+    options = SamplerOptions(
+        base_urls=rollout.rollout_server_url, sync_folder=Path(rollout.rollout_sync_folder or "sync")
+    )
+    problems = sampler_backend_problems(rollout.rollout_backend, options)
     yield from problems
-    if rl.rollout_backend == "vllm" and rl.rollout_sleep and not problems and is_cpu_build():
+    if rollout.rollout_backend == "vllm" and rollout.rollout_sleep and not problems and is_cpu_build():
         yield Problem(
             "--rollout_sleep true", "the installed vLLM is a CPU build, which has no sleep mode", "leave it out"
         )

@@ -34,7 +34,13 @@ def verify_sources_and_locate_model(cfg: SwiftConfig, folder: Path) -> Path:
 
 
 def _sources(cfg: SwiftConfig) -> list[str]:
-    named = [cfg.model.model, cfg.preference.ref_model, cfg.rl.critic_model, cfg.lora.adapters, *cfg.rl.reward_model]
+    named = [
+        cfg.model.model,
+        cfg.preference.ref_model,
+        cfg.critic.critic_model,
+        cfg.lora.adapters,
+        *cfg.rewards.reward_model,
+    ]
     return list(dict.fromkeys(str(name) for name in named if name is not None))
 
 

@@ -51,7 +51,7 @@ def _with_microbatch(cfg: SwiftConfig, per_device: int, global_batch_size: int) 
 
 def config_of_retry(cfg: SwiftConfig, environ: Mapping[str, str]) -> SwiftConfig:
     """Return the configuration of this attempt: with the micro-batch of an earlier attempt's file, if there was one."""
-    file = Path(cfg.train.output_dir, FILE)
+    file = Path(cfg.checkpoint.output_dir, FILE)
     if not restart_count(environ) or not file.is_file():
         return cfg
     kept = json.loads(file.read_text(encoding="utf-8"))
@@ -74,7 +74,7 @@ def forget_earlier_retry(root: Path, environ: Mapping[str, str]) -> None:
 def retry_after(error: UserError, cfg: SwiftConfig, dp: int, environ: Mapping[str, str]) -> UserError:
     """Return `OutOfMemoryRetry` in place of the error, and write the file for the next attempt; the error itself where
     no attempt follows, or an earlier attempt was out of memory."""
-    file = Path(cfg.train.output_dir, FILE)
+    file = Path(cfg.checkpoint.output_dir, FILE)
     attempt = restart_count(environ)
     if not cfg.fault_tolerance.oom_retry or not is_started_again(environ):
         return error

@@ -20,7 +20,7 @@ from megaswift.folders.checkpoint import ENGINE
 from megaswift.trainers.file_hashes import damaged_file_problems_all_ranks
 from megaswift.trainers.hook import Hook, Line, Run
 from megaswift.trainers.hooks.progress import print_line
-from megaswift.trainers.options.training import TrainConfig
+from megaswift.trainers.options.evaluation import EvaluationConfig
 
 
 class BestModelHook(Hook):
@@ -122,10 +122,10 @@ def unknown_metric_error(metric: str, line: Line) -> ConfigError:
     return ConfigError(Problem(f"--metric_for_best_model {metric}", "is not a metric of this run's evaluations", fix))
 
 
-def best_model_hook(train: TrainConfig, metric: str, root: Path) -> BestModelHook:
+def best_model_hook(options: EvaluationConfig, metric: str, root: Path) -> BestModelHook:
     """Build the hook that compares evaluations by `metric`; `root` is the folder of checkpoints."""
-    greater = not metric.endswith("loss") if train.greater_is_better is None else train.greater_is_better
-    hook = BestModelHook(metric, greater, train.early_stopping_patience, train.early_stopping_threshold)
+    greater = not metric.endswith("loss") if options.greater_is_better is None else options.greater_is_better
+    hook = BestModelHook(metric, greater, options.early_stopping_patience, options.early_stopping_threshold)
     hook.root = root
     return hook
 

@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.trainers.hook import Hook, Line, Rate, Run
 from megaswift.trainers.hooks.best_model import unknown_metric_error
 from megaswift.trainers.hooks.progress import print_line
+from megaswift.trainers.options.schedule import ScheduleConfig
 from megaswift.trainers.schedule import final_rate
 
 SMALLEST_CHANGE = 1e-8
@@ -24,8 +24,9 @@ class ReduceOnPlateauHook(Hook):
 
     part = "evaluation"
 
-    def __init__(self, optim: OptimConfig, metric: str, greater_is_better: bool) -> None:
-        self.optim = optim
+    def __init__(self, schedule: ScheduleConfig, peak: float, metric: str, greater_is_better: bool) -> None:
+        self.schedule = schedule
+        self.peak = peak
         self.metric = metric
         self.greater_is_better = greater_is_better
         self.share = 1.0
@@ -37,7 +38,7 @@ class ReduceOnPlateauHook(Hook):
     @property
     def rate(self) -> float:
         """The learning rate that evaluations so far allow."""
-        return self.share * self.optim.learning_rate
+        return self.share * self.peak
 
     def on_evaluate(self, run: Run, line: Line) -> None:
         """Compares one; the model before the first step is no candidate."""
@@ -54,7 +55,7 @@ class ReduceOnPlateauHook(Hook):
 
     def take(self, value: float) -> None:
         """Compare an evaluation with the best one, and lower the rate when it is due."""
-        optim = self.optim
+        options = self.schedule
         if self._improves(value):
             self.best = value
             self.waited = 0
@@ -63,18 +64,18 @@ class ReduceOnPlateauHook(Hook):
         if self.cooldown:
             self.cooldown = self.cooldown - 1
             self.waited = 0
-        if self.waited <= optim.plateau_patience:
+        if self.waited <= options.plateau_patience:
             return
-        rate = max(self.rate * optim.plateau_factor, final_rate(optim))
+        rate = max(self.rate * options.plateau_factor, final_rate(options, self.peak))
         if self.rate - rate > SMALLEST_CHANGE:
-            self.share = rate / optim.learning_rate
-        self.cooldown = optim.plateau_cooldown
+            self.share = rate / self.peak
+        self.cooldown = options.plateau_cooldown
         self.waited = 0
 
     def _improves(self, value: float) -> bool:
-        threshold = self.optim.plateau_threshold
+        threshold = self.schedule.plateau_threshold
         sign = 1 if self.greater_is_better else -1
-        if self.optim.plateau_threshold_mode == "abs":
+        if self.schedule.plateau_threshold_mode == "abs":
             limit = self.best + sign * threshold
         else:
             limit = self.best * (1 + sign * threshold)
@@ -92,11 +93,13 @@ class ReduceOnPlateauHook(Hook):
         self.cooldown = int(state["cooldown"])
 
 
-def plateau_hook(optim: OptimConfig, metric: str, greater_is_better: bool | None) -> ReduceOnPlateauHook:
+def plateau_hook(
+    schedule: ScheduleConfig, peak: float, metric: str, greater_is_better: bool | None
+) -> ReduceOnPlateauHook:
     """Build the hook that watches `metric`; without `greater_is_better` a smaller loss is better, else the larger
     value."""
     greater = not metric.endswith("loss") if greater_is_better is None else greater_is_better
-    return ReduceOnPlateauHook(optim, metric, greater)
+    return ReduceOnPlateauHook(schedule, peak, metric, greater)
 
 
 def lowered_rate(rate: Rate, plateau: ReduceOnPlateauHook, step: int, total_steps: int) -> float:

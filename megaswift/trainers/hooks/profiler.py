@@ -22,7 +22,7 @@ from megaswift.base.atomic_writes import write_atomically
 from megaswift.trainers.hook import Hook, Run, StepRecord
 from megaswift.trainers.hooks.progress import print_line, print_warning
 from megaswift.trainers.memory_snapshot import record_allocation_history
-from megaswift.trainers.options.training import TrainConfig
+from megaswift.trainers.options.profiling import ProfileConfig
 
 KINDS = {
     "communication": r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|_exchange|deep_?ep",
@@ -76,7 +76,7 @@ class StepProfilerHook(Hook):
 
     part = "profile"
 
-    def __init__(self, options: TrainConfig, folder: Path) -> None:
+    def __init__(self, options: ProfileConfig, folder: Path) -> None:
         self.first = options.profile_step_start
         self.last = options.profile_step_end
         self.folder = folder

@@ -14,7 +14,7 @@ CHECKPOINT_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "save_total_limit",
         ("save_steps", "save_strategy"),
-        lambda c: c.train.save_steps is None and c.train.save_strategy not in ("epoch", "best"),
+        lambda c: c.checkpoint.save_steps is None and c.checkpoint.save_strategy not in ("epoch", "best"),
         "needs save_steps; without it only one checkpoint is written, at the end",
         "--save_steps 500",
         notice=True,
@@ -31,31 +31,31 @@ CHECKPOINT_IGNORED: tuple[IgnoredOption, ...] = (
 CHECKPOINT_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("overwrite_output_dir", "resume_from_checkpoint"),
-        lambda c: c.train.overwrite_output_dir and c.train.resume_from_checkpoint,
+        lambda c: c.checkpoint.overwrite_output_dir and c.checkpoint.resume_from_checkpoint,
         "would delete the run that resume_from_checkpoint continues",
         ONE_OF,
     ),
     ConflictingOptions(
         ("add_version", "overwrite_output_dir"),
-        lambda c: c.train.add_version and c.train.overwrite_output_dir,
+        lambda c: c.checkpoint.add_version and c.checkpoint.overwrite_output_dir,
         "writes to a new folder, which contains no run to replace",
         ONE_OF,
     ),
     ConflictingOptions(
         ("async_save", "save_only_model"),
-        lambda c: c.train.async_save and c.train.save_only_model,
+        lambda c: c.checkpoint.async_save and c.checkpoint.save_only_model,
         "writes the optimizer's states in the background, and save_only_model leaves them out",
         ONE_OF,
     ),
     ConflictingOptions(
         ("save_only_model", "max_restarts"),
-        lambda c: c.train.save_only_model and c.launch.max_restarts,
+        lambda c: c.checkpoint.save_only_model and c.launch.max_restarts,
         "conflicts with max_restarts: a restart resumes with the optimizer's states",
         ONE_OF,
     ),
     ConflictingOptions(
         ("merge_lora", "export_hf"),
-        lambda c: c.model.train_type != "full" and c.lora.merge_lora and not c.train.export_hf,
+        lambda c: c.model.train_type != "full" and c.lora.merge_lora and not c.checkpoint.export_hf,
         "writes OUT/hf, which export_hf false disables",
         ONE_OF,
     ),

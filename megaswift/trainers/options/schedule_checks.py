@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption
-from megaswift.engine.options.optimizer import PLATEAU
+from megaswift.trainers.options.schedule import PLATEAU
 
 _SCHEDULE = ("lr_scheduler_type",)
 
@@ -21,21 +21,21 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(  # warmup_ratio is a share of it
         "lr_decay_iters",
         (*_SCHEDULE, "warmup_ratio"),
-        lambda c: c.optim.lr_scheduler_type in ("constant", PLATEAU) and not c.optim.warmup_ratio,
+        lambda c: c.schedule.lr_scheduler_type in ("constant", PLATEAU) and not c.schedule.warmup_ratio,
         "the {lr_scheduler_type} schedule has no step at which it reaches a final learning rate",
         "--lr_scheduler_type cosine",
     ),
     IgnoredOption(
         "wsd_decay_ratio",
         ("wsd_decay_steps",),
-        lambda c: c.optim.wsd_decay_steps is not None,
+        lambda c: c.schedule.wsd_decay_steps is not None,
         "wsd_decay_steps {wsd_decay_steps} already sets the length of the decay phase",
         ONE_OF,
     ),
     IgnoredOption(
         "weight_decay",
         ("weight_decay_incr_style", "start_weight_decay"),
-        lambda c: c.optim.weight_decay_incr_style != "constant" and c.optim.start_weight_decay is not None,
+        lambda c: c.schedule.weight_decay_incr_style != "constant" and c.schedule.start_weight_decay is not None,
         "start_weight_decay and end_weight_decay set the weight decay",
         "--weight_decay_incr_style constant",
         notice=True,
@@ -43,7 +43,7 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "warmup_ratio",
         ("warmup_steps",),
-        lambda c: c.optim.warmup_steps > 0,
+        lambda c: c.schedule.warmup_steps > 0,
         "warmup_steps {warmup_steps} already sets the length of the warmup",
         ONE_OF,
     ),
@@ -52,46 +52,46 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
 SCHEDULE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("warmup_steps", "max_steps"),
-        lambda c: c.train.max_steps is not None and c.optim.warmup_steps > c.train.max_steps,
+        lambda c: c.train.max_steps is not None and c.schedule.warmup_steps > c.train.max_steps,
         "is longer than the run of {max_steps} steps",
         "--warmup_steps {max_steps}",
     ),
     ConflictingOptions(
         ("lr_warmup_init", "learning_rate"),
-        lambda c: c.optim.lr_warmup_init > c.optim.learning_rate,
+        lambda c: c.schedule.lr_warmup_init > c.optim.learning_rate,
         "is above learning_rate {learning_rate}",
         "--lr_warmup_init 0",
     ),
     ConflictingOptions(
         ("lr_warmup_init_ratio", "lr_warmup_init"),
-        lambda c: c.optim.lr_warmup_init_ratio is not None and c.optim.lr_warmup_init > 0,
+        lambda c: c.schedule.lr_warmup_init_ratio is not None and c.schedule.lr_warmup_init > 0,
         "conflicts with lr_warmup_init {lr_warmup_init}: both set the learning rate of the first warmup step",
         ONE_OF,
     ),
     ConflictingOptions(
         ("weight_decay_incr_style", "start_weight_decay", "end_weight_decay"),
         lambda c: (
-            c.optim.weight_decay_incr_style != "constant"
-            and None in (c.optim.start_weight_decay, c.optim.end_weight_decay)
+            c.schedule.weight_decay_incr_style != "constant"
+            and None in (c.schedule.start_weight_decay, c.schedule.end_weight_decay)
         ),
         "needs start_weight_decay and end_weight_decay",
         "--start_weight_decay 0.0 --end_weight_decay 0.1",
     ),
     ConflictingOptions(
         ("min_lr_ratio", "min_lr"),
-        lambda c: c.optim.min_lr_ratio is not None and c.optim.min_lr > 0,
+        lambda c: c.schedule.min_lr_ratio is not None and c.schedule.min_lr > 0,
         "conflicts with min_lr {min_lr}: both set the final learning rate",
         ONE_OF,
     ),
     ConflictingOptions(
         ("lr_decay_iters", "warmup_steps"),
-        lambda c: c.optim.lr_decay_iters is not None and c.optim.warmup_steps >= c.optim.lr_decay_iters,
+        lambda c: c.schedule.lr_decay_iters is not None and c.schedule.warmup_steps >= c.schedule.lr_decay_iters,
         "ends the schedule within the {warmup_steps} warmup steps",
         "give more steps than --warmup_steps {warmup_steps}",
     ),
     ConflictingOptions(
         ("min_lr", "learning_rate"),
-        lambda c: c.optim.min_lr > c.optim.learning_rate,
+        lambda c: c.schedule.min_lr > c.optim.learning_rate,
         "is above learning_rate {learning_rate}",
         "--min_lr 0",
     ),

@@ -17,6 +17,16 @@ class TrackerConfig:
 
     Unset options: the tracker's own environment variables (WANDB_PROJECT, SWANLAB_PROJECT, ...)."""
 
+    report_to: tuple[str, ...] = option(
+        ("tensorboard",),
+        "Experiment trackers, in addition to metrics.jsonl; none: no tracker",
+        choices=TRACKERS,
+    )
+    run_name: str | None = option(
+        None,
+        "Name of the run in online trackers; unset: output_dir's",
+        aliases=("experiment_name", "swanlab_exp_name", "wandb_exp_name"),
+    )
     tensorboard_dir: str | None = option(
         None,
         "Folder of TensorBoard events; unset: output_dir/runs",

@@ -89,7 +89,9 @@ class AdvantageEstimator:
         rl = self.rl
         entry = advantage_estimator_entry(self.settings.estimator)
         names = [*rollouts[0].rewards] if self.settings.each_reward else []
-        weights = [*rl.reward_weights][: len(names)]  # an environment's own reward comes last, and has weight 1
+        weights = [*self.settings.reward_weights][
+            : len(names)
+        ]  # an environment's own reward comes last, and has weight 1
         return EstimatorInput(
             totals=torch.tensor([r.total for r in rollouts]),
             per_function=torch.tensor([[r.rewards[n] for n in names] for r in rollouts]),

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import torch
 
 from megaswift.models.spec import ModelSpec
+from megaswift.rollout.options.rollout import RolloutConfig
 from megaswift.rollout.sampler import SamplingParams
 from megaswift.rollout.sync_folders import SHARED_MEMORY
-from megaswift.trainers.rl.options.rl import RlConfig
 
 EVERYWHERE = ("vllm",)
 """Backends that are made on every rank: engines of vLLM in the ranks of a run make their process groups together, all
@@ -36,16 +36,16 @@ ROUNDS = 2
 """Copies of the weights that may lie in the sync folder: the last one, and the one that is written."""
 
 
-def sampling_params_of(rl: RlConfig, tokenizer: Any, folder: Path) -> SamplingParams:
+def sampling_params_of(options: RolloutConfig, tokenizer: Any, folder: Path) -> SamplingParams:
     """Return how tokens are drawn; completions end at the tokenizer's end of a turn, or where the model's generation
     configuration says."""
     return SamplingParams(
-        max_tokens=rl.max_completion_length,
-        temperature=rl.temperature,
-        top_k=rl.top_k,
-        top_p=rl.top_p,
-        min_p=rl.min_p or 0.0,
-        repetition_penalty=rl.repetition_penalty,
+        max_tokens=options.max_completion_length,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p or 0.0,
+        repetition_penalty=options.repetition_penalty,
         stop_token_ids=stop_token_ids(tokenizer, folder),
     )
 
@@ -61,12 +61,12 @@ def stop_token_ids(tokenizer: Any, folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(t) for t in token_ids if t is not None))
 
 
-def sync_folder(rl: RlConfig, output: Path, folder: Path) -> Path:
+def sync_folder(options: RolloutConfig, output: Path, folder: Path) -> Path:
     """Return the folder of weights and adapters for samplers: the option's, else in shared memory where all samplers
     are on this machine and the model of `folder` fits twice, else in the output directory."""
-    if rl.rollout_sync_folder is not None:
-        return Path(rl.rollout_sync_folder)
-    if _on_this_machine(rl.rollout_server_url) and _fits_in_shared_memory(folder):
+    if options.rollout_sync_folder is not None:
+        return Path(options.rollout_sync_folder)
+    if _on_this_machine(options.rollout_server_url) and _fits_in_shared_memory(folder):
         name = hashlib.sha256(str(output.resolve()).encode()).hexdigest()[:12]
         return SHARED_MEMORY / f"megaswift-{os.getuid()}-{name}"
     return output / SYNC
@@ -86,15 +86,15 @@ def _fits_in_shared_memory(folder: Path) -> bool:
     return 0 < ROUNDS * size < shutil.disk_usage(SHARED_MEMORY).free // 2
 
 
-def rollout_batch_size(rl: RlConfig, max_length: int, dtype: str | None, spec: ModelSpec) -> int:
+def rollout_batch_size(options: RolloutConfig, max_length: int, dtype: str | None, spec: ModelSpec) -> int:
     """Return how many completions a sampler writes at a time. vLLM queues what its KV cache has no room for, so its
     limit may be high; our own decode loop allocates the cache of all, each for `max_length` tokens.
 
     `dtype`: of the weights; None: the model's.
     """
-    backend = rl.rollout_backend
-    if rl.rollout_batch_size is not None:
-        return rl.rollout_batch_size
+    backend = options.rollout_backend
+    if options.rollout_batch_size is not None:
+        return options.rollout_batch_size
     in_process = backend in (*EVERYWHERE, "transformers") and torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if in_process else 0
     if backend != "transformers":

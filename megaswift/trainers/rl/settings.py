@@ -39,6 +39,8 @@ class RlSettings:
     use_rollout_logprobs: bool = False
     """The sampler's log-probabilities are those of the old policy."""
     loss_type: str = "dapo"
+    reward_weights: tuple[float, ...] = ()
+    """By reward function; empty: all 1."""
     each_reward: bool = False
     """Rewards are normalized one by one (GDPO), so that a group has a spread where any of them has."""
 

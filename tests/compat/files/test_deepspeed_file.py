@@ -51,7 +51,7 @@ def test_a_whole_file(tmp_path: Path) -> None:
 
 def test_the_command_line_counts_more(tmp_path: Path) -> None:
     cfg = load(tmp_path, WHOLE, "--lr", "1e-4", "--warmup_steps", "7", "--torch_dtype", "float32")
-    assert (cfg.optim.learning_rate, cfg.optim.warmup_steps, cfg.model.torch_dtype) == (1e-4, 7, "float32")
+    assert (cfg.optim.learning_rate, cfg.schedule.warmup_steps, cfg.model.torch_dtype) == (1e-4, 7, "float32")
     assert cfg.optim.weight_decay == 3e-7
 
 
@@ -63,7 +63,11 @@ def test_auto_and_missing_values_leave_the_defaults(tmp_path: Path) -> None:
         "zero_optimization": {"stage": 3},
     }
     cfg = load(tmp_path, auto)
-    assert cfg.optim.learning_rate == 1e-5 and cfg.optim.warmup_steps == 0 and cfg.optim.lr_scheduler_type == "constant"
+    assert (
+        cfg.optim.learning_rate == 1e-5
+        and cfg.schedule.warmup_steps == 0
+        and cfg.schedule.lr_scheduler_type == "constant"
+    )
     assert not cfg.given - {"model", "dataset", "deepspeed", "lr_scheduler_type"}
 
 
@@ -126,7 +130,7 @@ def test_ratios_of_the_rate_of_the_run(lr: str, tmp_path: Path) -> None:
     params = {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.01, "warmup_num_steps": 5}
     content = {"scheduler": {"type": "WarmupCosineLR", "params": params}, "zero_optimization": {"stage": 2}}
     cfg = load(tmp_path, content, "--learning_rate", lr)
-    assert (cfg.optim.lr_warmup_init_ratio, cfg.optim.min_lr_ratio) == (0.1, 0.01)
+    assert (cfg.schedule.lr_warmup_init_ratio, cfg.schedule.min_lr_ratio) == (0.1, 0.01)
     assert filled_deepspeed_config(cfg, 1, "float32", 64).problems == ()
     other = load(tmp_path, content, "--learning_rate", lr, "--min_lr", "1e-9")
     assert ["min_lr" in p.what for p in filled_deepspeed_config(other, 1, "float32", 64).problems] == [True]
@@ -140,5 +144,5 @@ def test_ratios_of_a_cosine(tmp_path: Path) -> None:
         "zero_optimization": {"stage": 2},
     }
     cfg = load(tmp_path, content)
-    assert (cfg.optim.lr_warmup_init, cfg.optim.min_lr) == (pytest.approx(2e-5), pytest.approx(2e-6))
+    assert (cfg.schedule.lr_warmup_init, cfg.schedule.min_lr) == (pytest.approx(2e-5), pytest.approx(2e-6))
     assert filled_deepspeed_config(cfg, 1, "float32", 64).problems == ()

@@ -136,7 +136,7 @@ def test_an_empty_entry_of_a_file_sets_nothing(tmp_path: Path) -> None:
 def test_lengths_in_samples() -> None:
     words = "--model m --dataset d --train_samples 1003 --lr_warmup_samples 100 --global_batch_size 10"
     cfg = load_config("sft", words.split(), environ={})
-    assert (cfg.train.max_steps, cfg.optim.warmup_steps) == (100, 10)
+    assert (cfg.train.max_steps, cfg.schedule.warmup_steps) == (100, 10)
 
 
 @pytest.mark.parametrize(

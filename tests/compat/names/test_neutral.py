@@ -82,6 +82,6 @@ def test_evaluation_in_the_precision_of_training(words: str, accepted: bool) -> 
 
 def test_evaluation_options_without_data_are_left_out() -> None:
     cfg = load_config("sft", [*GIVEN, "--eval_steps", "50", "--per_device_eval_batch_size", "4"], environ={})
-    assert cfg.train.eval_steps is None and "eval_steps" not in cfg.given
+    assert cfg.evaluation.eval_steps is None and "eval_steps" not in cfg.given
     told = [n for n in cfg.notices if "has no effect: needs evaluation data" in n]
     assert sorted(n.split()[0] for n in told) == ["--eval_steps", "--per_device_eval_batch_size"]

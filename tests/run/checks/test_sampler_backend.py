@@ -57,7 +57,7 @@ def test_backend(
     rewards = GRPO if task == "grpo" else GRPO[:4]
     cfg = resolve_sampler_backend(load_config(task, [*rewards, *words], environ={}))
     backend, says = outcome
-    assert cfg.rl.rollout_backend == backend
+    assert cfg.rollout.rollout_backend == backend
     said = "".join(capsys.readouterr())
     assert says in said and bool(says) == bool(said), said
 
@@ -67,7 +67,7 @@ def test_a_run_gets_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     checked: list[str] = []
 
     def look(cfg: SwiftConfig, world: int) -> None:
-        checked.append(cfg.rl.rollout_backend)
+        checked.append(cfg.rollout.rollout_backend)
         raise ConfigError(Problem("--rollout_backend", "has been seen"))
 
     support: Any = vllm_package
@@ -90,5 +90,5 @@ def test_prompts_with_images_keep_the_sampler_that_gets_them(
     monkeypatch.setattr(support, "installed_vllm_package_and_version", lambda: ("vllm", "0.30.0"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": {}}))
     words = ["--model", str(tmp_path), *GRPO[2:]]
-    assert resolve_sampler_backend(load_config("grpo", words, environ={})).rl.rollout_backend == "transformers"
+    assert resolve_sampler_backend(load_config("grpo", words, environ={})).rollout.rollout_backend == "transformers"
     assert "only it gets the images of prompts" in "".join(capsys.readouterr())

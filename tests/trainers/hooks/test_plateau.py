@@ -27,7 +27,7 @@ WORDS = ["--lr_scheduler_type", "reduce_lr_on_plateau", "--lr", "3e-4", "--val_d
 def hook_of(kwargs: dict[str, Any]) -> ReduceOnPlateauHook:
     """Of a run that names these keys as a user of transformers does."""
     cfg = load_config("sft", [*WORDS, "--lr_scheduler_kwargs", json.dumps(kwargs)], environ={})
-    return plateau_hook(cfg.optim, best_model_metric(cfg), cfg.train.greater_is_better)
+    return plateau_hook(cfg.schedule, cfg.optim.learning_rate, best_model_metric(cfg), cfg.evaluation.greater_is_better)
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,12 @@ from megaswift.trainers.hooks.profiler import (
     time_by_kind,
 )
 from megaswift.trainers.loop import train
-from megaswift.trainers.options.training import TrainConfig
+from megaswift.trainers.options.profiling import ProfileConfig
 from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run
 from tests.trainers.tiny import tiny_loop
 
-OPTIONS = TrainConfig(profile=True)
+OPTIONS = ProfileConfig(profile=True)
 MICROBATCHES = 2
 
 

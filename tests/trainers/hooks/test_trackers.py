@@ -91,8 +91,8 @@ def test_projects_owners_and_servers_reach_the_trackers(tmp_path: Path, monkeypa
     line[-2:-1] = line[-2].split()
     cfg = load_config("sft", line, environ={})
     assert "swanlab_token" not in str(cfg.to_dict())
-    run = TrackedRun(tmp_path, {}, cfg.train.run_name, cfg.trackers)
-    events, *online = tracker_hooks(cfg.train.report_to, run)
+    run = TrackedRun(tmp_path, {}, cfg.trackers.run_name, cfg.trackers)
+    events, *online = tracker_hooks(cfg.trackers.report_to, run)
     assert isinstance(events, TensorBoard) and events.directory == tmp_path / "t"
     modules = {name: Recorded() for name in ("wandb", "swanlab", "mlflow")}
     for name, module in modules.items():

@@ -112,4 +112,4 @@ def test_the_metric_that_is_compared() -> None:
 
 def test_no_takes_the_interval_away() -> None:
     cfg = load_config("sft", ["--val_dataset", "v", "--eval_strategy", "no", "--eval_steps", "5"], environ={})
-    assert cfg.train.eval_strategy == "no" and cfg.train.eval_steps is None
+    assert cfg.evaluation.eval_strategy == "no" and cfg.evaluation.eval_steps is None

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from megaswift.trainers.options.profiling import ProfileConfig
 from megaswift.trainers.options.profiling_checks import PROFILE_CLASHES, profile_rank_problems
-from megaswift.trainers.options.training import TrainConfig
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = [
@@ -44,7 +44,7 @@ def test_a_default_is_named() -> None:
 
 
 def test_ranks_that_the_run_does_not_have() -> None:
-    options = TrainConfig(profile=True, profile_ranks=(0, 4, 7))
+    options = ProfileConfig(profile=True, profile_ranks=(0, 4, 7))
     (problem,) = profile_rank_problems(options, 4)
     assert (problem.what, problem.rule) == ("--profile_ranks 4, 7", "this run has ranks 0 to 3")
     assert not profile_rank_problems(replace(options, profile_ranks=(3,)), 4)

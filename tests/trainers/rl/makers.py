@@ -169,7 +169,7 @@ def source(worth: Any = None, shares: bool = False, **options: Any) -> RolloutSo
         samples,
         settings.draws,
         settings.draws > settings.group,
-        cfg.rl.async_generation,
+        cfg.rollout.async_generation,
     )
     parts = RolloutDependencies(
         drawing,

@@ -23,7 +23,9 @@ from megaswift.losses.options.loss_table import loss_names
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings as Formulas
 from megaswift.losses.value import ValueLoss
+from megaswift.rewards.options import RewardConfig
 from megaswift.rewards.scoring import BuiltInRewardParameters
+from megaswift.rollout.options.rollout import RolloutConfig
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.run import policy_task
 from megaswift.run.policy_task import reward_functions_of, reward_weights_of, rl_settings, sampler_options
@@ -31,6 +33,7 @@ from megaswift.run.tasks import TASKS
 from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.rl import sampler
 from megaswift.trainers.rl.completions_log import CompletionsLog
+from megaswift.trainers.rl.options.critic import CriticConfig
 from megaswift.trainers.rl.options.rl import RlConfig
 from megaswift.trainers.rl.sampler import sampling_params_of, sync_folder
 from tests.memory.test_fit import QWEN3_8B
@@ -131,9 +134,10 @@ TOKENIZER = SimpleNamespace(eos_token_id=3, chat_template=None)
 def test_how_tokens_are_drawn(name: str, tmp_path: Path) -> None:
     options, expected = SAMPLING[name]
     plain = SamplingParams(512, stop_token_ids=(3,))
-    assert sampling_params_of(run().rl, TOKENIZER, tmp_path) == plain
+    assert sampling_params_of(run().rollout, TOKENIZER, tmp_path) == plain
     accepted = {"allow_biased_sampling": True} if name in BIASED else {}
-    assert sampling_params_of(run(**options, **accepted).rl, TOKENIZER, tmp_path) == replace(plain, **expected) != plain
+    got = sampling_params_of(run(**options, **accepted).rollout, TOKENIZER, tmp_path)
+    assert got == replace(plain, **expected) != plain
 
 
 @pytest.mark.parametrize(("told", "stops"), [(7, (3, 7)), ([3, 8, 9], (3, 8, 9))])
@@ -141,7 +145,7 @@ def test_completions_end_where_the_model_s_own_generation_does(
     told: int | list[int], stops: tuple[int, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
-    assert sampling_params_of(run().rl, TOKENIZER, tmp_path).stop_token_ids == stops
+    assert sampling_params_of(run().rollout, TOKENIZER, tmp_path).stop_token_ids == stops
 
 
 SERVER = {"rollout_backend": "sglang"}
@@ -166,7 +170,7 @@ def test_the_sampler(name: str) -> None:
     usual = {"max_length": 900, "output_dir": "out"}
     plain = SamplerOptions(max_length=900, sync_folder=Path("out/sync"))
     cfg = run(**usual, **options)
-    sync = sync_folder(cfg.rl, Path(cfg.train.output_dir), Path("no weights here"))
+    sync = sync_folder(cfg.rollout, Path(cfg.checkpoint.output_dir), Path("no weights here"))
     assert sampler_options(run(**usual), SPEC, Path("out/sync")) == plain
     assert sampler_options(cfg, SPEC, sync) == replace(plain, **expected) != plain
     assert sampler_options(cfg, SPEC, sync, "cuda:1", "bfloat16", 4) == replace(
@@ -175,7 +179,7 @@ def test_the_sampler(name: str) -> None:
 
 
 def at_once(cfg: SwiftConfig) -> int:
-    return sampler.rollout_batch_size(cfg.rl, cfg.data.max_length, cfg.model.torch_dtype, SPEC)
+    return sampler.rollout_batch_size(cfg.rollout, cfg.data.max_length, cfg.model.torch_dtype, SPEC)
 
 
 @pytest.mark.parametrize(
@@ -262,13 +266,13 @@ def test_weights_are_exchanged_in_memory_on_one_machine(
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     where = {"rollout_server_url": urls} if urls else {}
     first, other = (run(rollout_backend="sglang", output_dir=out, **where) for out in ("out", "other"))
-    folder = sync_folder(first.rl, Path(first.train.output_dir), tmp_path)
+    folder = sync_folder(first.rollout, Path(first.checkpoint.output_dir), tmp_path)
     assert folder.is_relative_to(tmp_path) == in_memory
     assert in_memory or folder == Path("out/sync")
     assert (
         folder
-        == sync_folder(first.rl, Path(first.train.output_dir), tmp_path)
-        != sync_folder(other.rl, Path(other.train.output_dir), tmp_path)
+        == sync_folder(first.rollout, Path(first.checkpoint.output_dir), tmp_path)
+        != sync_folder(other.rollout, Path(other.checkpoint.output_dir), tmp_path)
     )
 
 
@@ -343,7 +347,8 @@ def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr("megaswift.rewards.reward_model.load_reward_models", lambda folders, options, taken: [*folders])
     assert reward_functions_of(cfg) == ["m"] and asked == [(names, BuiltInRewardParameters(**numbers), ("p.py",))]
-    assert reward_weights_of(cfg.rl) == [1, 2, 3, 4, 5] and reward_weights_of(run(reward_model=["m"]).rl) == [1.0] * 2
+    assert reward_weights_of(cfg.rewards) == [1, 2, 3, 4, 5]
+    assert reward_weights_of(run(reward_model=["m"]).rewards) == [1.0] * 2
 
 
 @pytest.mark.parametrize("most", [None, 2])
@@ -404,7 +409,8 @@ ELSEWHERE = {
 def test_no_option_is_forgotten() -> None:
     """A new one gets a row above, or the name of the test that fails without it."""
     here = {*LOSS, *SAMPLING, *SAMPLER, *CRITIC, *SETTINGS, *(f.name for f in fields(BuiltInRewardParameters))}
-    assert {f.name for f in fields(RlConfig)} == here | ELSEWHERE.keys() and not here & ELSEWHERE.keys()
+    options = {f.name for section in (RlConfig, RolloutConfig, RewardConfig, CriticConfig) for f in fields(section)}
+    assert options == here | ELSEWHERE.keys() and not here & ELSEWHERE.keys()
     folder = Path(__file__).parents[1]
     for name, file in ELSEWHERE.items():
         assert file == "here" or name in (folder / f"{file}.py").read_text(encoding="utf-8"), name

@@ -12,6 +12,7 @@ from megaswift.errors import Problem
 from megaswift.losses.options.preference import beta_of
 from megaswift.losses.options.required_values import value_required_by_loss_rules
 from megaswift.options.tasks import GRPO, PPO, RL
+from megaswift.rollout.options.rollout import SERVERS
 from megaswift.trainers.rl.options.derived import (
     advantage_estimator_entry_of,
     biasing_sampling_options,
@@ -22,7 +23,6 @@ from megaswift.trainers.rl.options.derived import (
     policy_loss_of,
     weighs_kl_by_ratio,
 )
-from megaswift.trainers.rl.options.rl import SERVERS
 
 ALONE = 2
 """Completions of a prompt that a comparison within its group takes."""
@@ -35,7 +35,7 @@ def _rl(test: Test) -> Test:
 
 
 def _overlong(c: Sections) -> bool:
-    return any("soft_overlong" in f for f in c.rl.reward_funcs if ":" not in f)  # under TRL's names too
+    return any("soft_overlong" in f for f in c.rewards.reward_funcs if ":" not in f)  # under TRL's names too
 
 
 def _cross(low: float | None, high: float | None) -> bool:
@@ -51,8 +51,8 @@ def _no_bound(c: Sections) -> bool:
 
 
 def _tail_is_all(c: Sections) -> bool:
-    tail = c.rl.soft_cache_length
-    return _overlong(c) and tail is not None and tail >= (c.rl.soft_max_length or c.rl.max_completion_length)
+    tail = c.rewards.soft_cache_length
+    return _overlong(c) and tail is not None and tail >= (c.rewards.soft_max_length or c.rollout.max_completion_length)
 
 
 def _is_plain_lora(c: Sections) -> bool:
@@ -69,7 +69,7 @@ def _averaged(c: Sections) -> bool:
 
 
 def _biased(option: str) -> Test:
-    return lambda c: c.task in RL and option in biasing_sampling_options(c) and not c.rl.allow_biased_sampling
+    return lambda c: c.task in RL and option in biasing_sampling_options(c) and not c.rollout.allow_biased_sampling
 
 
 _GAE = ("advantage_estimator",)
@@ -77,14 +77,17 @@ _NEUTRAL = {"top_p": "1", "top_k": "0", "min_p": "0", "repetition_penalty": "1"}
 
 
 def _generates_ahead(c: Sections) -> bool:
-    return c.rl.async_generation
+    return c.rollout.async_generation
 
 
 RL_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "rollout_sync_folder",
         ("rollout_backend", "train_type", "rollout_lora"),
-        lambda c: c.rl.rollout_backend not in SERVERS and (c.model.train_type == "full" or c.rl.rollout_lora is False),
+        lambda c: (
+            c.rollout.rollout_backend not in SERVERS
+            and (c.model.train_type == "full" or c.rollout.rollout_lora is False)
+        ),
         "rollout_backend {rollout_backend} is not a server, and adapters are not sent separately",
         "--rollout_backend vllm_server, or --train_type lora",
     ),
@@ -139,7 +142,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("max_completion_length", "max_length"),
-        _rl(lambda c: c.rl.max_completion_length >= c.data.max_length),
+        _rl(lambda c: c.rollout.max_completion_length >= c.data.max_length),
         "leaves no room for the prompt within max_length {max_length}",
         "use a larger --max_length, which counts prompt and completion",
     ),
@@ -157,13 +160,13 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("reward_weights", "reward_funcs", "reward_model"),
-        lambda c: len(c.rl.reward_weights) not in (0, len(c.rl.reward_funcs) + len(c.rl.reward_model)),
+        lambda c: len(c.rewards.reward_weights) not in (0, len(c.rewards.reward_funcs) + len(c.rewards.reward_model)),
         "must have one number for each of reward_funcs, then for each reward_model",
         "give --reward_weights as many numbers",
     ),
     ConflictingOptions(
         ("reward_funcs", "soft_cache_length"),
-        lambda c: _overlong(c) and c.rl.soft_cache_length is None,
+        lambda c: _overlong(c) and c.rewards.soft_cache_length is None,
         "soft_overlong needs soft_cache_length, the number of tokens over which the reward falls to -1",
         "--soft_cache_length 128",
     ),
@@ -260,13 +263,15 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("async_generation", "offload_model", "offload_optimizer", "rollout_sleep"),
-        lambda c: _generates_ahead(c) and (c.rl.offload_model or c.rl.offload_optimizer or c.rl.rollout_sleep),
+        lambda c: (
+            _generates_ahead(c) and (c.rollout.offload_model or c.rollout.offload_optimizer or c.rollout.rollout_sleep)
+        ),
         "samples during training, so the sampler and the trainer cannot use the memory in turn",
         "leave out --offload_model, --offload_optimizer and --rollout_sleep",
     ),
     ConflictingOptions(
         ("vllm_tensor_parallel_size", "environment"),
-        lambda c: c.vllm.vllm_tensor_parallel_size > 1 and c.rl.environment is not None,
+        lambda c: c.vllm.vllm_tensor_parallel_size > 1 and c.rollout.environment is not None,
         "is not supported with an environment: its answers on ranks of one engine could differ",
         "--rollout_backend vllm_server, with a server of that tensor parallel size",
     ),
@@ -278,7 +283,11 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("offload_model", "offload_optimizer", "engine"),
-        lambda c: c.task in RL and not capabilities_of(c).offloads and (c.rl.offload_model or c.rl.offload_optimizer),
+        lambda c: (
+            c.task in RL
+            and not capabilities_of(c).offloads
+            and (c.rollout.offload_model or c.rollout.offload_optimizer)
+        ),
         "is supported by the native engine only; {engine} does not offload the trained model",
         "--engine megatron, or --deepspeed zero3_offload",
     ),
@@ -311,7 +320,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
 
 def missing_reward_problems(c: Sections) -> Iterator[Problem]:
     """A run that nothing judges."""
-    if c.task in RL and not c.rl.reward_funcs and not c.rl.reward_model and c.rl.environment is None:
+    if c.task in RL and not c.rewards.reward_funcs and not c.rewards.reward_model and c.rollout.environment is None:
         yield Problem(
             "--reward_funcs",
             "is missing: completions need a reward",

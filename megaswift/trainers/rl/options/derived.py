@@ -66,7 +66,7 @@ def corrects_sampler_mismatch(c: Any) -> bool:
     given: bool | None = c.rl.importance_sampling_correction
     if given is not None or c.rl.use_rollout_logprobs:
         return bool(given)
-    return c.rl.rollout_backend != "transformers" or c.rl.async_generation
+    return c.rollout.rollout_backend != "transformers" or c.rollout.async_generation
 
 
 def weighs_kl_by_ratio(c: Any) -> bool:

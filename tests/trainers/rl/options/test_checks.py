@@ -18,6 +18,8 @@ from megaswift.config.variants import values_with
 from megaswift.errors import ConfigError
 from megaswift.losses.options.loss_table import loss_names
 from megaswift.losses.options.preference import beta_of, needs_reference
+from megaswift.rewards.options import RewardConfig
+from megaswift.rollout.options.rollout import BACKENDS
 from megaswift.trainers.rl.options.checks import RL_CLASHES
 from megaswift.trainers.rl.options.derived import (
     advantage_estimator_of,
@@ -29,7 +31,7 @@ from megaswift.trainers.rl.options.derived import (
     weighs_kl_by_ratio,
     whitens_advantages,
 )
-from megaswift.trainers.rl.options.rl import BACKENDS, MODES, RlConfig
+from megaswift.trainers.rl.options.rl import MODES
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 SERVER = "--rollout_backend vllm_server"
@@ -248,7 +250,7 @@ def test_defaults_of_a_task(task: str, options: dict[str, object], expected: tup
     ],
 )
 def test_the_two_words_for_vllm(words: str, backend: str) -> None:
-    assert load_config("grpo", words.split(), environ={}).rl.rollout_backend == backend
+    assert load_config("grpo", words.split(), environ={}).rollout.rollout_backend == backend
 
 
 @pytest.mark.parametrize("words", ["--rlhf_type grpo", "--train_type ppo", "--task grpo"])
@@ -338,7 +340,7 @@ def test_the_rules_know_the_losses_samplers_and_rewards_that_there_are() -> None
     assert set(loss_names("grpo")) == set(LOSS_TYPES)
     assert {n for n, t in LOSS_TYPES.items() if t.clips} == set(values_with("delta", "loss_type"))
     assert set(sampler_backend_names()) <= set(BACKENDS)
-    ours = {f.name: f.default for f in fields(RlConfig)}
+    ours = {f.name: f.default for f in fields(RewardConfig)}
     assert all(f.default in (MISSING, ours[f.name]) for f in fields(BuiltInRewardParameters))
 
 

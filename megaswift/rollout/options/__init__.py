@@ -1,0 +1,1 @@
+"""The options of the sampler and of its servers. No torch."""

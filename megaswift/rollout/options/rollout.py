@@ -1,0 +1,142 @@
+"""Section `rollout`: the sampler, how it draws completions, and the memory that it shares with training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaswift.options.option import but_not, is_set, option
+from megaswift.options.tasks import RL
+
+BACKENDS = ("transformers", "vllm", "vllm_server", "sglang")
+SERVERS = ("vllm_server", "sglang")
+"""Backends that are other programs."""
+BACKEND_SPELLINGS = {
+    "true": "vllm",
+    "false": "transformers",
+    "colocate": "vllm",
+    "server": "vllm_server",
+    "sglang_server": "sglang",
+}
+"""`use_vllm` is a switch, `vllm_mode` says where it runs."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Sampling"""
+
+    rollout_backend: str = option(
+        "transformers",
+        "Sampler, in the training process or a server; unset: vllm if it has a GPU",
+        aliases=("use_vllm", "vllm_mode"),
+        choices=BACKENDS,
+        spellings=BACKEND_SPELLINGS,
+        tasks=RL,
+    )
+    rollout_batch_size: int | None = option(
+        None,
+        "Concurrent completions of a sampler or over its servers; unset: by backend",
+        aliases=("vllm_max_num_seqs",),
+        minimum=1,
+        tasks=RL,
+    )
+    max_completion_length: int = option(
+        512,
+        "Maximum completion length; prompts get the rest of max_length",
+        aliases=("response_length", "max_new_tokens"),
+        minimum=1,
+        unit="tokens",
+        tasks=RL,
+    )
+    temperature: float = option(
+        1.0, "Sampling temperature, also applied to the policy's log-probabilities", above=0, tasks=RL
+    )
+    top_p: float = option(
+        1.0, "Nucleus sampling: cumulative probability of the candidate tokens", above=0, maximum=1, tasks=RL
+    )
+    top_k: int = option(0, "Number of highest-probability candidate tokens; 0: all", minimum=0, tasks=RL)
+    min_p: float | None = option(
+        None,
+        "Minimum probability of a candidate token, relative to the most likely one",
+        minimum=0,
+        maximum=1,
+        tasks=RL,
+        metavar="P",
+    )
+    repetition_penalty: float = option(
+        1.0, "Repetition penalty; above 1: repeated tokens become less likely", above=0, tasks=RL
+    )
+    allow_biased_sampling: bool = option(
+        False,
+        "Allow top_p, top_k, min_p and repetition_penalty, which bias the gradient",
+        tasks=RL,
+        only_with={"biased_sampling": is_set()},
+    )
+    environment: str | None = option(
+        None,
+        "Environment for multi-turn rollouts",
+        aliases=("multi_turn_scheduler",),
+        tasks=RL,
+        metavar="FILE.py:NAME",
+    )
+    max_turns: int | None = option(
+        None,
+        "Maximum number of model turns with an environment; unset: no limit",
+        aliases=("max_tool_calling_iterations",),
+        minimum=1,
+        unit="turns",
+        tasks=RL,
+        only_with={"environment": is_set()},
+    )
+    async_generation: bool = option(
+        False,
+        "Sample for the next step during training: one step off-policy",
+        aliases=("async_generate",),
+        tasks=RL,
+    )
+    rollout_sleep: bool = option(
+        False,
+        "Free the sampler's memory during training",
+        aliases=("vllm_enable_sleep_mode",),
+        tasks=RL,
+        only_with={"rollout_backend": ("transformers", "vllm")},
+    )
+    rollout_server_url: tuple[str, ...] = option(
+        (),
+        "Sampler server URLs; unset: this machine, default port",
+        aliases=("vllm_server_base_url", "sglang_server_base_url"),
+        tasks=RL,
+        metavar="URL...",
+        only_with={"rollout_backend": SERVERS},
+    )
+    rollout_server_timeout: float = option(
+        600.0,
+        "Timeout of a request to a sampler server",
+        aliases=("vllm_server_timeout",),
+        above=0,
+        unit="seconds",
+        tasks=RL,
+        only_with={"rollout_backend": SERVERS},
+    )
+    rollout_sync_folder: str | None = option(
+        None,
+        "Folder for weights sent to samplers; unset: /dev/shm, or in output_dir",
+        tasks=RL,
+        metavar="DIR",
+    )
+    rollout_lora: bool | None = option(
+        None,
+        "Send LoRA adapters to samplers instead of merged weights; unset: if supported",
+        aliases=("vllm_enable_lora",),
+        tasks=RL,
+        only_with={"train_type": but_not("full")},
+    )
+    vllm_gpu_memory_utilization: float = option(
+        0.3,
+        "Fraction of each GPU's memory for vLLM in the training process",
+        above=0,
+        maximum=1,
+        tasks=RL,
+        only_with={"rollout_backend": "vllm"},
+    )
+    offload_model: bool = option(False, "Offload model weights to CPU during sampling", tasks=RL)
+    offload_optimizer: bool = option(False, "Offload gradients and optimizer state to CPU during sampling", tasks=RL)

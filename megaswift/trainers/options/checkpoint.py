@@ -1,0 +1,66 @@
+"""Section `checkpoint`: the output folder, what is saved there and when, and where a run resumes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaswift.options.option import is_set, one_of, option
+from megaswift.options.tasks import PREFERENCES
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Output folder and checkpoints"""
+
+    output_dir: str = option("output", "Output directory of the run", aliases=("save",))
+    add_version: bool | None = option(
+        None,
+        "Write to a new folder output_dir/vN-DATE-TIME; unset: if no output_dir is given",
+        metavar="true|false",
+    )
+    overwrite_output_dir: bool = option(False, "Replace an earlier run in output_dir")
+    resume_from_checkpoint: str | None = option(
+        None,
+        "Checkpoint folder to resume from; latest: the newest in output_dir or a version",
+        aliases=("load",),
+        metavar="DIR|latest",
+    )
+    ignore_data_skip: bool = option(
+        False,
+        "A resumed run begins its data from the first row again",
+        tasks=("sft", "pt", *PREFERENCES),
+        only_with={"resume_from_checkpoint": is_set(notice=True)},
+    )
+    save_strategy: str | None = option(
+        None,
+        "When to save; no: only when interrupted; unset: every save_steps and at the end",
+        choices=("no", "steps", "epoch", "best"),
+    )
+    save_steps: int | float | None = option(
+        None,
+        "Steps between checkpoints; below 1: fraction of all steps; unset: at the end",
+        aliases=("save_interval",),
+        minimum=1,
+        fraction=True,
+        unit="steps",
+        only_with={"save_strategy": one_of("steps", None, notice=True)},
+    )
+    save_total_limit: int | None = option(
+        None, "Number of checkpoints to keep, newest first; unset: all", minimum=1, unset=("-1",), unit="checkpoints"
+    )
+    save_only_model: bool = option(
+        False, "Checkpoints hold the weights alone, without optimizer and random states", aliases=("no_save_optim",)
+    )
+    async_save: bool = option(
+        False,
+        "Write checkpoints in the background, from a copy in host memory (native engine)",
+        only_with={"engine": ("megatron", "auto")},
+    )
+    save_rng: bool = option(True, "Save random states in checkpoints; false: a resumed run draws other ones")
+    exit_interval: int | None = option(
+        None,
+        "Save and end the run after steps divisible by this; unset: at the last step",
+        minimum=1,
+        unit="steps",
+    )
+    export_hf: bool = option(True, "Write the trained model to output_dir/hf at the end")
