@@ -80,7 +80,7 @@ def refused(*words):
 def test_an_option_takes_two_source_files(package: Copy) -> None:
     """The file of its declaration and the one that reads it."""
     package.insert(
-        "engine/options/optimizer.py",
+        "trainers/options/schedule.py",
         "wsd_decay_ratio: float",
         "    lr_share: float = option(\n"
         '        0.0, "Least share of the peak rate in polynomial", minimum=0, maximum=1,\n'
@@ -89,8 +89,8 @@ def test_an_option_takes_two_source_files(package: Copy) -> None:
     )
     package.replace(
         "trainers/schedule.py",
-        "return float((1 - progress) ** optim.lr_power)",
-        "return max(optim.lr_share, float((1 - progress) ** optim.lr_power))",
+        "return float((1 - progress) ** schedule.lr_power)",
+        "return max(schedule.lr_share, float((1 - progress) ** schedule.lr_power))",
     )
     told = package.run(
         REFUSED
@@ -104,7 +104,7 @@ print(refused(*polynomial, "--lr_share", "0.3"))
 print(refused("sft", "--lr_share", "0.3"))
 print(refused(*polynomial, "--lr_share", "1.5"))
 cfg = load_config("sft", [*polynomial[1:], "--lr_share", "0.3"], environ={})
-print("lr_share: 0.3" in cfg.to_yaml(), SwiftConfig.from_dict(cfg.to_dict()).optim.lr_share)
+print("lr_share: 0.3" in cfg.to_yaml(), SwiftConfig.from_dict(cfg.to_dict()).schedule.lr_share)
 print([round(lr_at(step, 4, cfg.schedule, cfg.optim.learning_rate), 3) for step in range(5)])
 print("--lr_share" in task_help("sft", 120), "torch" in sys.modules)
 """

@@ -26,7 +26,7 @@ from megaswift.models.options.checks import MODEL_SOURCE_CLASHES, MODEL_SOURCE_I
 from megaswift.options.tasks import RL
 from megaswift.options.values import option_value_text
 from megaswift.parallel.options.checks import MODEL_CLASHES
-from megaswift.rollout.options.vllm import vllm_sampler_problems
+from megaswift.rollout.options.vllm_engine import vllm_sampler_problems
 from megaswift.trainers.options.batch_sizes import batch_problems
 from megaswift.trainers.options.checkpoint_checks import CHECKPOINT_CLASHES, CHECKPOINT_IGNORED
 from megaswift.trainers.options.evaluation_checks import EVALUATION_CLASHES, EVALUATION_IGNORED

@@ -20,7 +20,7 @@ from megaswift.options.spelling import TypedOption
 from megaswift.parallel.options.layout import ParallelConfig
 from megaswift.rewards.options import RewardConfig
 from megaswift.rollout.options.rollout import RolloutConfig
-from megaswift.rollout.options.vllm import VllmSamplerConfig
+from megaswift.rollout.options.vllm_engine import VllmSamplerConfig
 from megaswift.run.faults.options import FaultToleranceConfig
 from megaswift.trainers.options.checkpoint import CheckpointConfig
 from megaswift.trainers.options.evaluation import EvaluationConfig

@@ -438,7 +438,7 @@ def run_hooks(
 
     # Evaluation, and the hooks that act on its results.
     if evaluation is not None and evaluates(cfg):
-        limit = None if options.eval_iters is None else options.eval_iters * global_batch_size
+        limit = None if train.eval_iters is None else train.eval_iters * global_batch_size
         eval_interval = interval_of(options.eval_strategy, options.eval_steps)
         batches = partial(evaluation.eval_batches, limit)
         hooks.append(EvaluationHook(outputs.evaluation, batches, eval_interval, task.count, options.eval_on_start))

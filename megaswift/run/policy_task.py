@@ -459,7 +459,7 @@ def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
     rewards = cfg.rewards
     functions = load_reward_functions(
         rewards.reward_funcs,
-        BuiltInRewardParameters(**{f.name: getattr(rewards, f.name) for f in fields(BuiltInRewardParameters)}),
+        BuiltInRewardParameters(**{f.name: cfg.value(f.name) for f in fields(BuiltInRewardParameters)}),
         cfg.train.external_plugins,
     )
     if not rewards.reward_model:

@@ -95,7 +95,7 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
         ),
         ("steps", steps_text(cfg.train, facts)),
         ("optimizer", optimizer_text(cfg.optim, cfg.schedule, facts.total_steps)),
-        ("output", output_text(train, facts.total_steps)),
+        ("output", output_text(cfg, facts.total_steps)),
     ]
 
 
@@ -160,22 +160,24 @@ def optimizer_text(optim: OptimConfig, schedule: ScheduleConfig, total_steps: in
     return ", ".join(parts)
 
 
-def output_text(train: Any, total_steps: int) -> str:
+def output_text(cfg: SwiftConfig, total_steps: int) -> str:
     """Describe the output folder and what is written when."""
-    keep = f", the last {train.save_total_limit} kept" if train.save_total_limit else ""
+    saves = cfg.checkpoint
+    options = cfg.evaluation
+    keep = f", the last {saves.save_total_limit} kept" if saves.save_total_limit else ""
     save = {
         "epoch": f"every epoch{keep}",
         "best": f"at each best evaluation{keep}",
         "no": "only if interrupted",
     }.get(
-        train.save_strategy or "",
-        f"every {steps_of(train.save_steps, total_steps):,} steps{keep}" if train.save_steps else "at the end",
+        saves.save_strategy or "",
+        f"every {steps_of(saves.save_steps, total_steps):,} steps{keep}" if saves.save_steps else "at the end",
     )
-    evaluate = f", evaluation every {steps_of(train.eval_steps, total_steps):,}" if train.eval_steps else ""
-    evaluate = ", evaluation every epoch" if train.eval_strategy == "epoch" else evaluate
-    best = ", the best exported" if train.load_best_model_at_end else ""
-    metrics = f"metrics every {steps_of(train.logging_steps, total_steps):,}"
-    return f"{train.output_dir} ({metrics}{evaluate}, checkpoint {save}{best})"
+    evaluate = f", evaluation every {steps_of(options.eval_steps, total_steps):,}" if options.eval_steps else ""
+    evaluate = ", evaluation every epoch" if options.eval_strategy == "epoch" else evaluate
+    best = ", the best exported" if options.load_best_model_at_end else ""
+    metrics = f"metrics every {steps_of(cfg.train.logging_steps, total_steps):,}"
+    return f"{saves.output_dir} ({metrics}{evaluate}, checkpoint {save}{best})"
 
 
 def render_summary(title: str, table: Rows) -> str:

@@ -22,7 +22,7 @@ DECIDES = {
 }
 """Parts of the package in which a read has no effect on the run, and what they do instead."""
 METHODS = "bridge/adapters/options/methods.py"
-SAMPLER = "rollout/options.py"
+SAMPLER = "rollout/options/vllm_engine.py"
 IN_CONFIG = {
     **dict.fromkeys(("init_r", "target_r", "tinit", "tfinal", "deltaT", "oft_block_size"), METHODS),
     **dict.fromkeys(("d_initial", "projection_prng_key", "n_frequency"), METHODS),
@@ -43,7 +43,7 @@ IN_CONFIG = {
 """Options that the configuration turns into other values, and where; the last one only permits what would be
 refused."""
 BY_PREFIX = ("enable_prefix_caching", "disable_cascade_attn", "mm_processor_cache_gb")
-"""Options of vLLM that `rollout/options.py` reads under their names without `vllm_`."""
+"""Options of vLLM that `rollout/options/vllm_engine.py` reads under their names without `vllm_`."""
 COMPARED = ("megatron_architecture", "ddp_backend")
 """Options that preflight compares with the model or the machine: they ask for what happens, or are refused."""
 

@@ -22,7 +22,11 @@ def test_a_file_from_another_folder_means_the_same(tmp_path: Path, monkeypatch: 
     here = str(tmp_path)
     assert values["model"]["model"] == f"{here}/model" and values["data"]["dataset_cache_dir"] == f"{here}/c"
     assert values["data"]["dataset"] == [f"{here}/data.jsonl#500", f"{here}/more*.jsonl", "/elsewhere.jsonl"]
-    assert values["train"]["output_dir"] == "out" and values["optim"]["optimizer"] == "adam" and values["task"] == "sft"
+    assert (
+        values["checkpoint"]["output_dir"] == "out"
+        and values["optim"]["optimizer"] == "adam"
+        and values["task"] == "sft"
+    )
     Path("elsewhere").mkdir()
     Path("run.yaml").write_text(config_yaml_text(values))
     monkeypatch.chdir("elsewhere")

@@ -296,7 +296,7 @@ NEEDS = (
     | {
         name: {"report_to": [name.partition("_")[0]]}
         for name, option in OPTIONS.items()
-        if option.section == "trackers"
+        if option.section == "trackers" and "report_to" in option.only_with
     }
     | {"tp_comm_overlap": {"tp": 2}}
     | {

@@ -212,7 +212,7 @@ def test_a_stream_ends_with_the_counts_of_what_was_left_out(capsys: pytest.Captu
     ],
 )
 def test_what_is_written_when(options: dict[str, object], text: str) -> None:
-    assert text in output_text(SwiftConfig(val_dataset="v", **options).train, 1000)
+    assert text in output_text(SwiftConfig(val_dataset="v", **options), 1000)
 
 
 @pytest.mark.parametrize(

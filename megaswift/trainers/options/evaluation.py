@@ -35,21 +35,6 @@ class EvaluationConfig:
         tasks=("sft", "pt", *PREFERENCES),
         only_with={"evaluation_data": one_of(True, notice=True), "eval_strategy": but_not("no", notice=True)},
     )
-    eval_iters: int | None = option(
-        None,
-        "Evaluation batches of global_batch_size samples each; unset: all samples",
-        minimum=1,
-        unset=("-1",),
-        unit="batches",
-        only_with={"evaluation_data": one_of(True, notice=True)},
-    )
-    per_device_eval_batch_size: int | None = option(
-        None,
-        "Micro-batch size in evaluation; unset: same as in training",
-        minimum=1,
-        unit="samples",
-        only_with={"evaluation_data": one_of(True, notice=True)},
-    )
     load_best_model_at_end: bool = option(False, "Export the checkpoint with the best evaluation, not the last one")
     metric_for_best_model: str | None = option(
         None,

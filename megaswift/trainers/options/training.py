@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.options.option import LARGEST_SEED, but_not, option
+from megaswift.options.option import LARGEST_SEED, but_not, one_of, option
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,21 @@ class TrainConfig:
         aliases=("micro_batch_size", "per_device_batch_size"),
         minimum=1,
         unit="samples",
+    )
+    per_device_eval_batch_size: int | None = option(
+        None,
+        "Micro-batch size in evaluation; unset: same as in training",
+        minimum=1,
+        unit="samples",
+        only_with={"evaluation_data": one_of(True, notice=True)},
+    )
+    eval_iters: int | None = option(
+        None,
+        "Evaluation batches of global_batch_size samples each; unset: all samples",
+        minimum=1,
+        unset=("-1",),
+        unit="batches",
+        only_with={"evaluation_data": one_of(True, notice=True)},
     )
     gradient_accumulation_steps: int | None = option(
         None, "Micro-batches per optimizer step; unset: from global_batch_size, else 1", minimum=1, unit="micro-batches"

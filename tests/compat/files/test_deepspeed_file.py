@@ -41,7 +41,11 @@ def test_a_whole_file(tmp_path: Path) -> None:
     optim, train = cfg.optim, cfg.train
     assert (optim.learning_rate, optim.weight_decay, optim.max_grad_norm) == (3e-5, 3e-7, 0.5)
     assert (optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon) == (0.8, 0.99, 1e-6)
-    assert (optim.lr_scheduler_type, optim.warmup_steps, cfg.model.torch_dtype) == ("linear", 50, "bfloat16")
+    assert (cfg.schedule.lr_scheduler_type, cfg.schedule.warmup_steps, cfg.model.torch_dtype) == (
+        "linear",
+        50,
+        "bfloat16",
+    )
     batch = (train.global_batch_size, train.per_device_train_batch_size, train.gradient_accumulation_steps)
     assert batch == (64, 4, 8)
     assert any(LINEAR_WARMUP in n for n in cfg.notices) and any("total_num_steps" in n for n in cfg.notices)

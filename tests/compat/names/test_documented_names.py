@@ -95,9 +95,10 @@ def test_a_name_means_the_same_in_a_deepspeed_file_and_on_the_command_line(tmp_p
     scheduler = {"type": "WarmupLR", "params": numbers}
     file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "scheduler": scheduler, "gradient_clipping": 0.5}))
     words = ["--warmup_min_lr", "1e-6", "--warmup_num_steps", "10", "--gradient_clipping", "0.5"]
-    read = load_config("sft", ["--deepspeed", str(file)], environ={}).optim
-    typed = load_config("sft", [*words, "--lr_scheduler_type", "constant"], environ={}).optim
-    assert read == typed and typed.lr_warmup_init == 1e-6 and typed.warmup_steps == 10
+    read = load_config("sft", ["--deepspeed", str(file)], environ={})
+    typed = load_config("sft", [*words, "--lr_scheduler_type", "constant"], environ={})
+    assert (read.optim, read.schedule) == (typed.optim, typed.schedule)
+    assert (typed.schedule.lr_warmup_init, typed.schedule.warmup_steps) == (1e-6, 10)
 
 
 def test_the_rows_of_absent_options_hide_nothing() -> None:

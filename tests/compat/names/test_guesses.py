@@ -146,7 +146,7 @@ def test_a_section_of_deepspeed_names_its_file(tmp_path: Path) -> None:
 def test_minus_one_is_all() -> None:
     words = ["--val_dataset", "v", "--eval_iters", "-1", "--max_steps", "-1", "--save_total_limit", "-1"]
     cfg = load_config("sft", words, environ={})
-    assert (cfg.evaluation.eval_iters, cfg.train.max_steps, cfg.checkpoint.save_total_limit) == (None, None, None)
+    assert (cfg.train.eval_iters, cfg.train.max_steps, cfg.checkpoint.save_total_limit) == (None, None, None)
     assert fixes("--eval_iters", "-2", "--val_dataset", "v") == ["--eval_iters 1"]
 
 

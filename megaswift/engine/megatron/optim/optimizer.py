@@ -63,7 +63,6 @@ def build_optimizer(
     options = OptimizerConfig(
         optimizer="sgd" if plugin else o.optimizer,
         lr=o.learning_rate,
-        min_lr=o.min_lr,
         weight_decay=o.weight_decay,
         adam_beta1=o.adam_beta1,
         adam_beta2=o.adam_beta2,

@@ -78,11 +78,11 @@ def weighs_kl_by_ratio(c: Any) -> bool:
 
 def biasing_sampling_options(c: Any) -> tuple[str, ...]:
     """Options that make the sampler draw from another distribution than the one that the loss differentiates."""
-    rl = c.rl
+    options = c.rollout
     filters = {
-        "top_p": rl.top_p < 1,
-        "top_k": rl.top_k > 0,
-        "min_p": bool(rl.min_p),
-        "repetition_penalty": rl.repetition_penalty != 1,
+        "top_p": options.top_p < 1,
+        "top_k": options.top_k > 0,
+        "min_p": bool(options.min_p),
+        "repetition_penalty": options.repetition_penalty != 1,
     }
     return tuple(name for name, used in filters.items() if used)

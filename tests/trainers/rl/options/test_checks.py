@@ -14,11 +14,11 @@ import pytest
 
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.help import task_help
+from megaswift.config.sections import OPTIONS
 from megaswift.config.variants import values_with
 from megaswift.errors import ConfigError
 from megaswift.losses.options.loss_table import loss_names
 from megaswift.losses.options.preference import beta_of, needs_reference
-from megaswift.rewards.options import RewardConfig
 from megaswift.rollout.options.rollout import BACKENDS
 from megaswift.trainers.rl.options.checks import RL_CLASHES
 from megaswift.trainers.rl.options.derived import (
@@ -340,14 +340,15 @@ def test_the_rules_know_the_losses_samplers_and_rewards_that_there_are() -> None
     assert set(loss_names("grpo")) == set(LOSS_TYPES)
     assert {n for n, t in LOSS_TYPES.items() if t.clips} == set(values_with("delta", "loss_type"))
     assert set(sampler_backend_names()) <= set(BACKENDS)
-    ours = {f.name: f.default for f in fields(RewardConfig)}
-    assert all(f.default in (MISSING, ours[f.name]) for f in fields(BuiltInRewardParameters))
+    assert all(f.default in (MISSING, OPTIONS[f.name].default) for f in fields(BuiltInRewardParameters))
 
 
 def test_what_is_left_out_of_other_tasks() -> None:
-    assert not SwiftConfig(task="sft").to_dict()["rl"]
-    kept = SwiftConfig(task="grpo", loss_type="sapo").to_dict()["rl"]
-    assert kept["sapo_temperature_neg"] == 1.05 and not {"vf_coef", "vespo_k_pos", "code_timeout"} & set(kept)
+    sft = SwiftConfig(task="sft").to_dict()
+    assert not any(sft[section] for section in ("rl", "rollout", "rewards", "critic"))
+    kept = SwiftConfig(task="grpo", loss_type="sapo").to_dict()
+    assert kept["rl"]["sapo_temperature_neg"] == 1.05 and "vespo_k_pos" not in kept["rl"]
+    assert "vf_coef" not in kept["critic"] and "code_timeout" not in kept["rewards"]
 
 
 def test_help_names_the_losses_of_the_task() -> None:

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from megaswift.inference.options.backends import ENGINE_ARGUMENTS, SET_BY_OPTIONS
-from megaswift.rollout.options.vllm import FIXED_ARGUMENTS, OPTION_OF
+from megaswift.rollout.options.vllm_engine import FIXED_ARGUMENTS, OPTION_OF
 from tests.config.refusals import problems
 
 BASE = "grpo --reward_funcs length --use_vllm --vllm_engine_kwargs "
