@@ -106,14 +106,14 @@ def test_latest_is_the_newest_version_that_has_a_run(tmp_path: Path) -> None:
     begin(config(tmp_path))  # it failed before its first step
     cfg = config(tmp_path, resume_from_checkpoint="latest")
     assert output_folder_problems(cfg) == []
-    settled = config_of_started_version(cfg, (), {}).train
+    settled = config_of_started_version(cfg, (), {}).checkpoint
     assert (settled.output_dir, settled.resume_from_checkpoint) == (str(new), "latest")
-    whole = config_of_started_version(config(tmp_path, resume_from_checkpoint=str(tmp_path)), (), {}).train
+    whole = config_of_started_version(config(tmp_path, resume_from_checkpoint=str(tmp_path)), (), {}).checkpoint
     assert (whole.output_dir, whole.resume_from_checkpoint) == (str(new), "latest")
     step = str(OutputFolder(old).store.folder(3))
     named = config(tmp_path, resume_from_checkpoint=step)
     assert output_folder_problems(named) == []
-    settled = config_of_started_version(named, (), {}).train
+    settled = config_of_started_version(named, (), {}).checkpoint
     assert (settled.output_dir, settled.resume_from_checkpoint) == (str(old), step)
 
 
