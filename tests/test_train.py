@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,13 @@ def test_an_entry_file_is_its_command(
     command = {"main.py": "train", "megaswift/cli/main.py": ""}.get(file, Path(file).stem)
     assert first_line_of_help(capsys).startswith(f"megaswift {command}")
     assert file == "main.py" or folder not in sys.path
+
+
+def test_entry_files_below_megatron_are_thin() -> None:
+    """Any two of them have at most five lines in common, blank lines aside."""
+    texts = [(ROOT / file).read_text().splitlines() for file in FILES if file.parent.name == "_megatron"]
+    lines = [{line for line in text if line.strip()} for text in texts]
+    assert len(lines) == 4 and max(len(a & b) for a, b in combinations(lines, 2)) <= 5
 
 
 @pytest.mark.parametrize(("module", "command"), [("megaswift.cli._megatron.pt", "pt"), ("megaswift.cli", "")])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 if not __package__:  # run as a file: python has put its folder on the path, where it would hide other packages
     _here = Path(__file__).resolve()
-    sys.path[:] = [str(_here.parents[2]), *(p for p in sys.path if Path(p).resolve() != _here.parent)]
+    sys.path[:] = [str(_here.parents[2]), *(p for p in sys.path if not Path(p).resolve().is_relative_to(_here.parent))]
 
 from megaswift.cli import main  # noqa: E402
 

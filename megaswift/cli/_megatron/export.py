@@ -1,13 +1,7 @@
 """`megaswift export` under a path of ms-swift: `torchrun megaswift/cli/_megatron/export.py`."""
 
-import sys
+import runpy
 from pathlib import Path
 
-if not __package__:  # run as a file: python has put its folder on the path, where it would hide other packages
-    _here = Path(__file__).resolve()
-    sys.path[:] = [str(_here.parents[3]), *(p for p in sys.path if Path(p).resolve() != _here.parent)]
-
-from megaswift.cli import main  # noqa: E402
-
 if __name__ == "__main__":
-    raise SystemExit(main(["export", *sys.argv[1:]]))
+    runpy.run_path(str(Path(__file__).parents[1] / "export.py"), run_name="__main__")
