@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,11 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 DEVICES = re.compile(r"\^?=?[A-Za-z0-9_.:-]+(,[A-Za-z0-9_.:-]+)*")
 DASHBOARD = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(/[A-Za-z0-9._~/-]*)?")
 """Ray reads an address with another scheme as the name of a Python module, and imports it."""
+KEY_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+"""The last part of a key of Kubernetes' labels and annotations."""
+KEY_PREFIX = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+"""The first part of such a key, before the slash: a DNS subdomain."""
+LONGEST_PREFIX = 253
 SSH_SWITCHES = ("-4", "-6", "-C", "-q", "-v")
 SSH_FLAGS = ("-p", "-l", "-i", "-J")
 SSH_SETTINGS = (
@@ -61,8 +66,8 @@ class ClusterOption:
 
     name: str
     kind: str
-    """`name`, `path`, `url`, `count` (from 1), `number` (from 0), `port`, `bool`, `mapping`, `mappings`, `fields`,
-    `names`, `hosts`, `devices`, `ssh`, `lines`, or the values separated by |."""
+    """`name`, `path`, `url`, `count` (from 1), `number` (from 0), `port`, `bool`, `mapping`, `annotations`, `labels`,
+    `mappings`, `fields`, `names`, `hosts`, `devices`, `ssh`, `lines`, or the values separated by |."""
     about: str
     launchers: tuple[str, ...] = ()
     """Empty: every launcher."""
@@ -74,7 +79,28 @@ class ClusterOption:
             choices = self.kind.split("|")
             return "" if str(value) in choices else f"must be one of {', '.join(choices)}"
         rule, check = _KINDS[self.kind]
-        return "" if check(value) else rule
+        if not check(value):
+            return rule
+        return _key_rule(value, self.kind == "annotations") if self.kind in ("annotations", "labels") else ""
+
+
+def _key_rule(keys: Iterable[str], is_annotation: bool) -> str:
+    """Return the rule of Kubernetes for keys of labels and annotations that a key breaks; empty: none does.
+
+    Args:
+        keys: Keys of one mapping.
+        is_annotation: Whether the prefix may have capitals, as Kubernetes allows in annotations only.
+    """
+    for key in keys:
+        prefix, slash, name = key.rpartition("/")
+        prefix = prefix.lower() if is_annotation else prefix
+        prefix_is_right = len(prefix) <= LONGEST_PREFIX and KEY_PREFIX.fullmatch(prefix) is not None
+        if not KEY_NAME.fullmatch(name) or (slash and not prefix_is_right):
+            return (
+                f"has the key {key!r}, which Kubernetes refuses: a key is NAME or PREFIX/NAME, NAME up to 63 letters, "
+                "digits and -_. with a letter or digit first and last, PREFIX a domain such as example.com"
+            )
+    return ""
 
 
 def _text(value: Any) -> bool:
@@ -161,6 +187,8 @@ _KINDS: dict[str, tuple[str, Any]] = {
     "port": ("must be a port, 1 to 65535", lambda v: _count(v, 1) and v <= LAST_PORT),
     "bool": ("must be true or false", lambda v: isinstance(v, bool)),
     "mapping": ("must be a mapping of names to values", _mapping),
+    "annotations": ("must be a mapping of names to values", _mapping),
+    "labels": ("must be a mapping of names to values", _mapping),
     "mappings": (
         "must be a list of mappings",
         lambda v: isinstance(v, list) and all(isinstance(i, Mapping) for i in v),
@@ -241,7 +269,7 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
         "mounts", "mappings", "Volumes: {claim: NAME, path: /data}, host_path: or config_map:", (KUBERNETES, RAY)
     ),
     ClusterOption("shared_memory", "name", "Size of /dev/shm: 64Gi", (KUBERNETES, RAY), "16Gi"),
-    ClusterOption("node_selector", "mapping", "Labels that nodes must have", (KUBERNETES, RAY)),
+    ClusterOption("node_selector", "labels", "Labels that nodes must have", (KUBERNETES, RAY)),
     ClusterOption("tolerations", "mappings", "Tolerations of pods", (KUBERNETES, RAY)),
     ClusterOption("queue", "name", "Queue: of Kueue, or of Volcano for kind volcano", (KUBERNETES, RAY)),
     ClusterOption("service_account", "name", "Service account of pods", (KUBERNETES, RAY)),
@@ -255,7 +283,9 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
     ClusterOption(
         "security_context", "fields", "securityContext of the run's container: {privileged: true}", (KUBERNETES, RAY)
     ),
-    ClusterOption("annotations", "mapping", "Annotations of pods: k8s.v1.cni.cncf.io/networks: ib0", (KUBERNETES, RAY)),
+    ClusterOption(
+        "annotations", "annotations", "Annotations of pods: k8s.v1.cni.cncf.io/networks: ib0", (KUBERNETES, RAY)
+    ),
     ClusterOption("pod_patch", "fields", "Fields merged into the spec of every pod (below)", (KUBERNETES, RAY)),
     # Ray
     ClusterOption(

@@ -89,6 +89,27 @@ def test_mistakes(options: dict[str, Any], text: str, tmp_path: Path) -> None:
     assert text in said(tmp_path, lab=options)
 
 
+MANIFESTS = [
+    *({"launcher": "kubernetes", "kind": kind} for kind in ("job", "trainjob", "pytorchjob", "mpijob", "volcano")),
+    *({"launcher": "ray", "submit_to": kind} for kind in ("rayjob", "raycluster")),
+]
+
+
+@pytest.mark.parametrize("option", ["annotations", "node_selector"])
+@pytest.mark.parametrize("cluster", MANIFESTS, ids=lambda cluster: [*cluster.values()][-1])
+def test_kubernetes_keys(cluster: dict[str, Any], option: str, tmp_path: Path) -> None:
+    """Kubernetes' IsQualifiedName: an optional prefix, which is a DNS subdomain, and a name."""
+    wrong = ["a b", "-a", "a-", "a/b/c", "/a", "a/", "a_b/c", ".a/b", "a..b/c", "a" * 64, "p" * 254 + "/a", "schlüssel"]
+    wrong += ["A/b"] if option == "node_selector" else []
+    for key in wrong:
+        refused = said(tmp_path, lab={**cluster, option: {"fine": 1, key: 1}})
+        assert f"{option}: has the key {key!r}, which Kubernetes refuses" in refused
+    right = ["a", "9", "A_b.c-D", "a" * 63, "example.com/a", "k8s.v1.cni.cncf.io/networks", "p" * 253 + "/a"]
+    right += ["A/b"] if option == "annotations" else []
+    read = read_cluster("lab", write(tmp_path, lab={**cluster, option: dict.fromkeys(right, 1)}))
+    assert read.options[option] == dict.fromkeys(right, 1)
+
+
 def test_times_and_names_are_read_as_they_are_written(tmp_path: Path) -> None:
     """YAML 1.1 reads 24:00:00 as 86400 seconds, and Slurm takes a number for minutes."""
     file = tmp_path / "c.yaml"

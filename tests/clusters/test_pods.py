@@ -247,6 +247,8 @@ VALUES: dict[str, Any] = {
     "port": 4242,
     "name": "x",
     "mapping": {"A": "b"},
+    "annotations": {"example.com/A": "b"},
+    "labels": {"example.com/a": "b"},
     "fields": {"priorityClassName": "x"},
     "devices": "eth7",
     "names": ["x1"],
