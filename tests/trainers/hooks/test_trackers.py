@@ -22,6 +22,7 @@ import pytest
 from megaswift import distributed, error_exit
 from megaswift.config import load_config
 from megaswift.engine.flops import StepFlopFormula
+from megaswift.run.course import end_trackers
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.hooks import trackers
 from megaswift.trainers.hooks.metrics import MetricsJsonlHook, ThroughputFormula, read_lines
@@ -397,6 +398,43 @@ def test_what_waits_is_bounded(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert hook.sent == [16, 17, 18, 19, 20]
     said = capsys.readouterr().err
     assert said.count("Fake has not answered for 0 s") == 1 and "Fake: 15 records could not be sent" in said
+
+
+def test_at_most_ten_thousand_records_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bound as it is shipped, which keeps the memory of a long outage small."""
+    hook, go = Fake(), threading.Event()
+    hook.fails = lambda name, step: None if go.wait(300) else None
+    hook.on_start(SimpleNamespace(step=0))
+    wait_until(lambda: hook.opened == 1)
+    for step in range(1, 12_001):
+        hook.on_log(SimpleNamespace(), {"step": step})
+    go.set()
+    hook.close()
+    assert hook.sent == list(range(2_001, 12_001))
+    assert "Fake: 2,000 records could not be sent" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_trackers_delay_the_end_by_thirty_seconds(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound as it is shipped, on a clock that only waiting moves."""
+    clock = [100.0]
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        clock[0] += timeout or 0.0
+
+    monkeypatch.setattr(trackers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    go = threading.Event()
+    hooks = [Fake() for _ in range(count)]
+    for hook in hooks:
+        hook.join(hooks[0].group)
+        hook.fails = lambda name, step: None if go.wait(300) else None
+        hook.on_start(SimpleNamespace(step=0))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "join", join)
+        end_trackers(hooks)
+    go.set()
+    assert clock[0] == 130.0
+    error_exit.calls_left_behind.clear()
 
 
 @pytest.mark.usefixtures("quick")
