@@ -184,15 +184,32 @@ def _streams() -> None:
     sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
 
 
+def _run_at_once(thread: threading.Thread) -> None:
+    """Run a thread's work in the calling thread. A subclass has a `run` of its own."""
+    thread.run()
+
+
+def _ignore_join(thread: threading.Thread, timeout: float | None = None) -> None:
+    """Return at once: a thread has run to its end when `start` returns."""
+
+
+def _ignore_stack_size(size: int = 0) -> int:
+    return 0
+
+
+def _ignore_limit(resource_number: int, limits: object) -> None:
+    pass
+
+
 def _prepare(source: str, name: str) -> types.ModuleType:
     """What a program expects to be there: its modules, `exit`, and what one does for a larger stack (a thread, a
     limit)."""
     import_all(imported_stdlib_modules(source))
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
-    threading.Thread.start = lambda self: self.run()  # type: ignore[method-assign]
-    threading.Thread.join = lambda self, timeout=None: None  # type: ignore[method-assign]
-    threading.stack_size = lambda size=0: 0  # type: ignore[assignment]
-    resource.setrlimit = lambda what, limits: None  # type: ignore[assignment]
+    threading.Thread.start = _run_at_once  # type: ignore[method-assign,assignment]
+    threading.Thread.join = _ignore_join  # type: ignore[method-assign,assignment]
+    threading.stack_size = _ignore_stack_size  # type: ignore[assignment]
+    resource.setrlimit = _ignore_limit  # type: ignore[assignment]
     random.seed(0)
     module = types.ModuleType(name)
     sys.modules[name] = module

@@ -237,8 +237,12 @@ def train_or_skip(
         return
     story.status = f"failed after step {run.step}"
     why = ""
+
+    def next_step() -> int:
+        return run.step + 1
+
     if diagnosis is not None:
-        diagnosis.step = lambda: run.step + 1
+        diagnosis.step = next_step
     try:
         with advice():
             train(run)

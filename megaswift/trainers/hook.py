@@ -225,7 +225,7 @@ class Run:
     engines: Mapping[str, Engine] = field(default_factory=dict)
     """Others that are trained too, by their folder in a checkpoint."""
     weight_decay: Callable[[int, int], float | None] = lambda step, total_steps: None
-    """Of a step, as `learning_rate`; None: the configuration's."""
+    """Returns the weight decay of a step, called like `learning_rate`; None: the configuration's."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the parts, for the report."""
 

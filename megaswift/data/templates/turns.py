@@ -126,7 +126,8 @@ def _marked(message: _Message, i: int, how: _Marking) -> _Message:
     elif is_data(content) and how.printed:
         changed["content"] = _mark_text(str(content), i, how, answers)
     elif content is not None:
-        front = _start(i) if (how.starts if answers else how.fronts) else ""
+        marks_start = how.starts if answers else how.fronts
+        front = _start(i) if marks_start else ""
         changed["content"] = _mark_data(_mark_data(content, _end(i), last=True), front)
     return changed
 

@@ -33,7 +33,7 @@ class EngineSettings:
     max_length: int
     """Tokens of a row, at most."""
     quantization: BaseQuantization | None
-    """Of frozen weights; None: they stay as they are."""
+    """How frozen weights are quantized; None: they stay as they are."""
     fsdp: FsdpOptions | None
     """With the classes that the user names; None on other engines."""
     deepspeed: Mapping[str, Any] | None

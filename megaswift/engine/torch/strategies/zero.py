@@ -156,7 +156,7 @@ class ZeroStrategy:
         if self.stage == 0:
             self.module.torch_autocast_z0_gradscaler = None
         else:
-            self._zero.loss_scaler.update_scale = lambda overflow: None
+            self._zero.loss_scaler.update_scale = _keep_scale
             self._zero.loss_scaler.cur_scale = self.loss_scale.value
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -291,6 +291,10 @@ class ZeroStrategy:
     def close(self) -> None:
         """Removes DeepSpeed's hooks from the module."""
         self.module.destroy()
+
+
+def _keep_scale(overflow: bool) -> None:
+    """Replace DeepSpeed's update of the loss scale: the strategy sets it."""
 
 
 def _finer_than(half: torch.dtype, module: nn.Module) -> dict[str, Tensor]:
