@@ -92,8 +92,18 @@ from megaswift.trainers.reference_logprobs import (
 from megaswift.trainers.schedule import check_schedule_length, lr_at, weight_decay_at
 
 SHAPE = (
-    *("family", "num_layers", "hidden_size", "heads", "kv_heads", "head_dim"),
-    *("ffn", "vocab_size", "tied", "experts", "topk", "expert_ffn"),
+    "family",
+    "num_layers",
+    "hidden_size",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn",
+    "vocab_size",
+    "tied",
+    "experts",
+    "topk",
+    "expert_ffn",
 )
 """Fields of `ModelSpec` that must be the same in a checkpoint and in the model that it is loaded into."""
 
@@ -277,7 +287,7 @@ def build_run(
         facts = model_facts(plan)
         *hooks, checkpoint = run_hooks(plan, task, engine, files, data.evaluation, plateau, flops, facts)
 
-        # The task's parts: further engines (critic, sampler), what the loss reads besides the rows, and their hooks.
+        # The task's parts: a critic and a sampler, what the loss reads besides the rows, and their hooks.
         parts = task.attach(plan, data, engine, learning_rate)
         flops += parts.flops
 
@@ -301,9 +311,9 @@ def build_run(
     return BuiltRun(
         run,
         files,
-        facts,
-        with_absolute_paths(plan.cfg.to_dict()),
-        lambda: parts.describe(summary_facts(plan, task, data, engine, run)),
+        model_facts=facts,
+        saved_config=with_absolute_paths(plan.cfg.to_dict()),
+        facts=lambda: parts.describe(summary_facts(plan, task, data, engine, run)),
     )
 
 
@@ -451,9 +461,15 @@ def run_hooks(
     hooks += [make() for make in PLUGIN_HOOKS.values()]
 
     # Checkpoints. The manifest is what a resumed run is compared with.
-    manifest: dict[str, Any] = {"task": cfg.task, "model": facts, "layout": asdict(plan.layout)}
-    manifest |= {"config": with_absolute_paths(cfg.to_dict()), "global_batch_size": global_batch_size}
-    manifest |= {"base": plan.base} if plan.adapts else {}
+    manifest: dict[str, Any] = {
+        "task": cfg.task,
+        "model": facts,
+        "layout": asdict(plan.layout),
+        "config": with_absolute_paths(cfg.to_dict()),
+        "global_batch_size": global_batch_size,
+    }
+    if plan.adapts:
+        manifest["base"] = plan.base
     save_interval = interval_of(saves.save_strategy, saves.save_steps)
     checkpoint = CheckpointHook(outputs.store, save_interval, saves.save_total_limit, manifest)
     checkpoint.best = best
@@ -531,11 +547,15 @@ def reference_text(cfg: SwiftConfig, adapts: bool) -> str:
     """Describe the reference on the first screen; empty where the task has none."""
     if not needs_reference(cfg):
         return ""
-    p = cfg.preference
-    new_adapters = adapts and cfg.lora.adapters is None
-    initial = "the initial adapters" if adapts else "the initial model"
-    weights = "the base model without adapters" if new_adapters else p.ref_model or initial
-    offload = ", offloaded to the CPU when idle" if p.offload_reference else ""
-    sync = f", updated by {p.ref_model_mixup_alpha:g} every {p.ref_model_sync_steps} steps" if p.sync_ref_model else ""
-    once = ", evaluated once before the first step" if p.precompute_ref_log_probs else ""
-    return weights + offload + sync + once
+    preference = cfg.preference
+    if adapts and cfg.lora.adapters is None:
+        text = "the base model without adapters"
+    else:
+        text = preference.ref_model or ("the initial adapters" if adapts else "the initial model")
+    if preference.offload_reference:
+        text += ", offloaded to the CPU when idle"
+    if preference.sync_ref_model:
+        text += f", updated by {preference.ref_model_mixup_alpha:g} every {preference.ref_model_sync_steps} steps"
+    if preference.precompute_ref_log_probs:
+        text += ", evaluated once before the first step"
+    return text

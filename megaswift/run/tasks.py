@@ -15,7 +15,7 @@ from megaswift.losses.kto import KTO
 from megaswift.losses.options.preference import PreferenceConfig, beta_of, cpo_alpha_of, loss_types_of
 from megaswift.losses.orpo import ORPO
 from megaswift.losses.policy import PolicyLoss
-from megaswift.losses.policy_loss_types import PolicySettings as Formulas
+from megaswift.losses.policy_loss_types import PolicySettings
 from megaswift.losses.reward import RewardLoss
 from megaswift.losses.sft import CrossEntropy
 from megaswift.run.dataset_task import DatasetTask
@@ -32,8 +32,8 @@ from megaswift.trainers.rl.options.rl import RlConfig
 from megaswift.trainers.rl.settings import correction_of
 
 
-def _options_of(settings: type[DpoSettings | Formulas], section: PreferenceConfig | RlConfig) -> dict[str, Any]:
-    """Returns the options that formulas read: the fields of their settings bear the options' names."""
+def _options_of(settings: type[DpoSettings | PolicySettings], section: PreferenceConfig | RlConfig) -> dict[str, Any]:
+    """Return the options of a section that formulas read: the fields of their settings have the options' names."""
     return {field.name: getattr(section, field.name) for field in fields(settings)}
 
 
@@ -42,37 +42,45 @@ def _cross_entropy(cfg: SwiftConfig) -> Loss:
 
 
 def _dpo(cfg: SwiftConfig) -> Loss:
-    p = cfg.preference
-    settings = DpoSettings(**{**_options_of(DpoSettings, p), "beta": beta_of(cfg)})
+    preference = cfg.preference
     return DPO(
-        loss_types_of(cfg),
-        p.loss_weights,
-        settings,
-        p.f_divergence_type,
-        p.f_alpha_divergence_coef,
-        p.ld_alpha,
-        p.use_weighting,
-        p.rpo_alpha,
-        p.reference_free,
+        loss_types=loss_types_of(cfg),
+        loss_weights=preference.loss_weights,
+        settings=DpoSettings(**{**_options_of(DpoSettings, preference), "beta": beta_of(cfg)}),
+        f_divergence=preference.f_divergence_type,
+        f_alpha=preference.f_alpha_divergence_coef,
+        ld_alpha=preference.ld_alpha,
+        use_weighting=preference.use_weighting,
+        rpo_alpha=preference.rpo_alpha,
+        reference_free=preference.reference_free,
     )
 
 
 def _kto(cfg: SwiftConfig) -> Loss:
-    p = cfg.preference
-    return KTO(loss_types_of(cfg)[0], beta_of(cfg), p.desirable_weight, p.undesirable_weight)
+    return KTO(
+        loss_type=loss_types_of(cfg)[0],
+        beta=beta_of(cfg),
+        desirable_weight=cfg.preference.desirable_weight,
+        undesirable_weight=cfg.preference.undesirable_weight,
+    )
 
 
 def _cpo(cfg: SwiftConfig) -> Loss:
-    p = cfg.preference
-    return CPO(loss_types_of(cfg)[0], beta_of(cfg), p.label_smoothing, cpo_alpha_of(cfg), p.simpo_gamma, p.alpha)
+    return CPO(
+        loss_type=loss_types_of(cfg)[0],
+        beta=beta_of(cfg),
+        label_smoothing=cfg.preference.label_smoothing,
+        cpo_alpha=cpo_alpha_of(cfg),
+        simpo_gamma=cfg.preference.simpo_gamma,
+        alpha=cfg.preference.alpha,
+    )
 
 
 def _policy(cfg: SwiftConfig) -> Loss:
     rl = cfg.rl
-    formulas = Formulas(**_options_of(Formulas, rl))
     return PolicyLoss(
         loss_type=policy_loss_of(cfg),
-        settings=formulas,
+        settings=PolicySettings(**_options_of(PolicySettings, rl)),
         importance_sampling_level=rl.importance_sampling_level,
         beta=beta_of(cfg),
         kl_in_reward=kl_in_reward_of(cfg),

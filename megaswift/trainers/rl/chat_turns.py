@@ -27,19 +27,19 @@ class OmittedError(ValueError):
 
 @dataclass(frozen=True)
 class ModelTurn:
-    """What the model wrote."""
+    """A turn that the model wrote."""
 
     written: str
     """All of it, special tokens included."""
     content: str
-    """Without special tokens: the content of its message."""
+    """The same without special tokens: the content of the message."""
     end: str
     """The text of the token that ended it; empty where a server ended it without one."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Up to where the model speaks."""
+    """A conversation up to the model's next turn."""
 
     messages: tuple[Message, ...]
     text: str
@@ -53,13 +53,13 @@ class Continuation:
 
     conversation: Conversation
     between: str
-    """What stands between the token that ended the turn and the model's next turn."""
+    """The text between the token that ended the turn and the model's next turn."""
     rewritten: bool
-    """Whether the template writes the conversation before otherwise than it stands in the run's tokens."""
+    """Whether the template now writes the earlier conversation differently from the run's tokens."""
 
 
 class ChatTurns:
-    """The chat template of a run, as conversations go on."""
+    """Renders the turns of a conversation with the chat template of a run."""
 
     def __init__(self, tokenizer: Any, variables: Mapping[str, bool] | None = None, agent_text: str = "") -> None:
         """`variables`: what the run sets of the template; `agent_text`: the format in which tools are written."""
@@ -138,7 +138,7 @@ class ChatTurns:
         self._rendered_roles.add(roles)
 
     def _behind_turn(self, before: Conversation, turn: ModelTurn, answers: Sequence[Message], text: str) -> str:
-        """What stands behind the turn in a text that does not begin with the conversation before it."""
+        """The text behind the turn, if the whole text does not begin with the conversation before the turn."""
         mark = next(c for c in map(chr, range(0x10FFFD, 0x100000, -1)) if c not in text)
         rest = self._behind_mark(before, turn, answers, mark)
         if rest is None:

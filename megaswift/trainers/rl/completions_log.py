@@ -13,7 +13,7 @@ from megaswift.trainers.rl.source import RolloutSource
 
 
 class CompletionsLog(JsonLinesHook):
-    """A table of samples: a line a completion, written with the first step that trains on it."""
+    """Writes a line for each completion, with the first step that trains on it."""
 
     def __init__(self, path: Path, source: RolloutSource, most: int | None) -> None:
         super().__init__(path)
@@ -30,10 +30,10 @@ class CompletionsLog(JsonLinesHook):
 def completion_line(step: int, rollout: ScoredCompletion, advantage: float) -> dict[str, Any]:
     """Return the line of a completion."""
     rewards: dict[str, Any] = {f"rewards/{name}": value for name, value in rollout.rewards.items()}
-    rewards |= {} if rollout.tokens is None else {"token_rewards": rollout.by_token}
-    rewards |= (
-        {"turn_rewards": rollout.completion.rewards} if isinstance(rollout.completion, MultiTurnCompletion) else {}
-    )
+    if rollout.tokens is not None:
+        rewards["token_rewards"] = rollout.by_token
+    if isinstance(rollout.completion, MultiTurnCompletion):
+        rewards["turn_rewards"] = rollout.completion.rewards
     return {
         "step": step,
         "prompt": rollout.prompt.content,

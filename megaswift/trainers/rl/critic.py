@@ -1,7 +1,6 @@
 """PPO's critic: a model with a scalar head and its own engine on the policy's ranks, which predicts returns.
 
-Owns when it steps: once for each step of the policy, on the same micro-batches, before it. What it learns from is in
-the batches.
+The critic takes one step before each step of the policy, on the same micro-batches, whose fields hold its targets.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def asked_prompt(given: Prompt, completion: Completion) -> Prompt:
 
 
 @dataclass
-class _Open:
+class _OpenDialogue:
     """A conversation under way."""
 
     prompt: Prompt
@@ -118,26 +118,26 @@ class MultiTurnRunner:
         self, sampler: Sampler, sampling: SamplingParams, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> list[Completion]:
         """Write one conversation for each prompt."""
-        every = [self.begin(p, s, sampling.max_tokens) for p, s in zip(prompts, seeds, strict=True)]
-        while under_way := [one for one in every if not one.ended]:
-            room = max(one.room - len(one.tokens) for one in under_way)
-            contexts = [[*one.asked.token_ids, *one.tokens] for one in under_way]
+        dialogues = [self.begin(p, s, sampling.max_tokens) for p, s in zip(prompts, seeds, strict=True)]
+        while under_way := [dialogue for dialogue in dialogues if not dialogue.ended]:
+            room = max(dialogue.room - len(dialogue.tokens) for dialogue in under_way)
+            contexts = [[*dialogue.asked.token_ids, *dialogue.tokens] for dialogue in under_way]
             drawn = [
-                int(np.random.SeedSequence([one.seed, one.turns]).generate_state(1, np.uint64)[0] >> 1)
-                for one in under_way
+                int(np.random.SeedSequence([dialogue.seed, dialogue.turns]).generate_state(1, np.uint64)[0] >> 1)
+                for dialogue in under_way
             ]
             completions = sampler.generate(contexts, replace(sampling, max_tokens=room), drawn)
-            for one, completion in zip(under_way, completions, strict=True):
-                self._turn(one, completion, sampling.stop_token_ids)
-        return [one.closed() for one in every]
+            for dialogue, completion in zip(under_way, completions, strict=True):
+                self._turn(dialogue, completion, sampling.stop_token_ids)
+        return [dialogue.closed() for dialogue in dialogues]
 
-    def begin(self, prompt: Prompt, seed: int, most: int) -> _Open:
+    def begin(self, prompt: Prompt, seed: int, most: int) -> _OpenDialogue:
         """Begin a conversation with its environment, which may speak first."""
         environment = self.make()
         content: Any = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
         observation = environment.reset(content, prompt.columns)
         if not observation:
-            return _Open(prompt, seed, environment, most, prompt)
+            return _OpenDialogue(prompt, seed, environment, most, prompt)
         flag = environment.flag
         with rendering(flag, [] if isinstance(observation, str) else [m["role"] for m in observation]):
             asked, conversation = self._observed(prompt, observation)
@@ -145,7 +145,7 @@ class MultiTurnRunner:
         if room < 1:
             rule = f"reset returned an observation: the prompt now has {len(asked.token_ids)} tokens, no room to answer"
             raise RewardError(Problem(flag, rule, f"use a --max_length above {len(asked.token_ids)}"))
-        return _Open(prompt, seed, environment, room, asked, conversation)
+        return _OpenDialogue(prompt, seed, environment, room, asked, conversation)
 
     def _observed(self, prompt: Prompt, observation: str | list[Message]) -> tuple[Prompt, Conversation | None]:
         """The prompt with an observation: text goes to the end of its last message, if that is a user's; messages
@@ -169,49 +169,49 @@ class MultiTurnRunner:
         ids = tuple(self.chat.tokens("", conversation.text))
         return replace(prompt, token_ids=ids, content=tuple(asked)), conversation
 
-    def _turn(self, one: _Open, completion: Completion, stops: Sequence[int]) -> None:
+    def _turn(self, dialogue: _OpenDialogue, completion: Completion, stops: Sequence[int]) -> None:
         """The model's turn, and the environment's after it."""
         # The model's tokens, as many as there is room for.
-        room = one.room - len(one.tokens)
+        room = dialogue.room - len(dialogue.tokens)
         ids = list(completion.token_ids[:room])
         whole = completion.finished and len(completion.token_ids) <= room
-        before = [*one.asked.token_ids, *one.tokens]
-        one.tokens += ids
-        one.own += [True] * len(ids)
-        one.logprobs += completion.logprobs[:room]
+        before = [*dialogue.asked.token_ids, *dialogue.tokens]
+        dialogue.tokens += ids
+        dialogue.own += [True] * len(ids)
+        dialogue.logprobs += completion.logprobs[:room]
         turn = self._model_turn(before, ids, stops)
-        one.messages.append({"role": "assistant", "content": turn.content})
-        one.turns += 1
+        dialogue.messages.append({"role": "assistant", "content": turn.content})
+        dialogue.turns += 1
         if not whole:
-            one.ended = True
+            dialogue.ended = True
             return
 
         # The environment's answer.
-        answers, reward, done = one.environment.step(turn.content)
-        one.rewards.append(reward)
-        one.ends.append(sum(one.own))
-        one.finished = done or not answers or one.turns == self.max_turns
-        one.ended = one.finished
-        if one.ended:
+        answers, reward, done = dialogue.environment.step(turn.content)
+        dialogue.rewards.append(reward)
+        dialogue.ends.append(sum(dialogue.own))
+        dialogue.finished = done or not answers or dialogue.turns == self.max_turns
+        dialogue.ended = dialogue.finished
+        if dialogue.ended:
             return
 
         # The answers as the chat template writes them, up to the model's next turn.
-        with rendering(one.environment.flag, [m["role"] for m in answers]):
-            if one.conversation is None:
-                one.conversation = self.chat.begin(one.asked.content, one.asked.tools)
-            found = self.chat.go_on(one.conversation, turn, answers)
+        with rendering(dialogue.environment.flag, [m["role"] for m in answers]):
+            if dialogue.conversation is None:
+                dialogue.conversation = self.chat.begin(dialogue.asked.content, dialogue.asked.tools)
+            found = self.chat.go_on(dialogue.conversation, turn, answers)
             tokens = self.chat.tokens(turn.end, found.between)
-        if len(one.tokens) + len(tokens) >= one.room:  # no room for another turn: cut off
-            one.ended = True
+        if len(dialogue.tokens) + len(tokens) >= dialogue.room:  # no room for another turn: cut off
+            dialogue.ended = True
             return
-        one.conversation = found.conversation
-        one.rewritten += found.rewritten
-        one.messages += answers
-        one.tokens += tokens
-        one.own += [False] * len(tokens)
+        dialogue.conversation = found.conversation
+        dialogue.rewritten += found.rewritten
+        dialogue.messages += answers
+        dialogue.tokens += tokens
+        dialogue.own += [False] * len(tokens)
 
     def _model_turn(self, before: Sequence[int], ids: Sequence[int], stops: Sequence[int]) -> ModelTurn:
-        """What the tokens `ids` say behind those of `before`."""
+        """Decode the tokens `ids`, which follow those of `before`, as a turn of the model."""
         tokenizer = self.chat.tokenizer
         context = list(before[-1:])  # decoders of some tokenizers drop a blank at the beginning
         lead = tokenizer.decode(context, clean_up_tokenization_spaces=False)

@@ -32,8 +32,7 @@ class ScoredCompletion:
     total: float
     """The weighted sum; NaN where no reward function applies."""
     tokens: tuple[float, ...] | None = None
-    """What reward functions gave by token that the model wrote, weighted; None where they gave numbers for the
-    whole."""
+    """Weighted rewards of the tokens that the model wrote; None if the reward functions rate whole completions."""
     baseline: float = math.nan
     """The total of the greedy completion of the same prompt; NaN unless the estimator needs it."""
 
