@@ -192,7 +192,10 @@ def did_you_mean_hint(name: str, known: Iterable[str]) -> str:
         allowed = 1 if shorter > 2 else 0
         if shorter >= LONG_NAME:
             allowed = 2
-        if abs(len(one) - len(wanted)) <= allowed and (far := edit_distance(wanted, _folded(one))) <= allowed:
+        folded = _folded(one)
+        if abs(len(one) - len(wanted)) > allowed or len({*folded} ^ {*wanted}) > 2 * allowed:
+            continue  # an edit takes one letter away and adds one at most
+        if (far := edit_distance(wanted, folded)) <= allowed:
             by_distance.setdefault(far, []).append(one)
     close = by_distance[min(by_distance)] if by_distance else []
     if not close and len(wanted) >= SHORTEST_PREFIX:

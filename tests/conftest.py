@@ -42,6 +42,10 @@ TE = (
 TOGETHER = {f"tests/{file}": "transformer engine" for file in TE} | {
     "tests/parity/test_parity.py": "layouts",
     "tests/run/test_training.py": "runs",
+    "tests/rank_recorder/test_rank_recorder.py": "records",
+    "tests/serve/test_app.py": "server",
+    "tests/parity/test_videos.py": "videos",
+    "tests/fake_cuda/test_commands.py": "fake cuda",
     "tests/engine/torch/strategies/test_zero.py": "zero",
 }
 """Files that one worker runs as a whole under `--dist loadgroup`, those of a group on the same one: two layouts of

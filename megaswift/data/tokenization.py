@@ -77,12 +77,15 @@ def tokenization_code_files() -> list[Path]:
     imported package (`formats`, whose modules register themselves) counts with all its files."""
     folder = Path(__file__).parent
     reached: set[Path] = set()
+    names: set[str] = set()
     pending = [folder / ENTRY]
     while pending:
         file = pending.pop()
         if file not in reached:
             reached.add(file)
-            pending += [path for name in _imported(file) for path in _files_of(folder, name)]
+            new = {*_imported(file)} - names
+            names |= new
+            pending += [path for name in new for path in _files_of(folder, name)]
     return sorted(reached)
 
 

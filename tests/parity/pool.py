@@ -40,9 +40,14 @@ PRELOAD = (
     "tests.parity.measure",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.tokenization_auto",
+    "megaswift.commands.training",
+    "megaswift.run.training",
     "megaswift.run.course",
     "megaswift.run.loss_png",
     "matplotlib.pyplot",
+    "matplotlib.backends.backend_agg",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization",
     "tensorboard",
     "pyarrow",
     "pytest",
@@ -260,7 +265,7 @@ def _processor_seconds(processes: Iterable[int]) -> float:
 def _shows_stack(folder: Path, rank: int) -> bool:
     """Whether a rank's log ends with the last line that faulthandler writes."""
     log = folder / f"rank-{rank}.log"
-    return log.exists() and log.read_text(errors="replace").rstrip().endswith((" in <module>", "  ..."))
+    return log.exists() and log.read_text(errors="replace").rstrip().endswith((" in _run_module_as_main", "  ..."))
 
 
 def _error(folder: Path, rank: int, status: int) -> str:

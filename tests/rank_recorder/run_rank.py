@@ -180,7 +180,7 @@ def _count_files(record: RankRecord, folder: Path, rank: int) -> None:
     def audit(event: str, values: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(values[0], str | Path) and Path(values[0]).is_relative_to(folder):
             if Path(values[0]).parent.name == "__pycache__":
-                return  # Python's, by the rank that compiles a file of rewards first
+                return  # where Python looks for a file of rewards that is compiled
             record.opened(Path(values[0]).relative_to(folder), rank, bool(values[2] & (os.O_WRONLY | os.O_RDWR)))
 
     def counted(self: Any, *values: Any) -> None:
@@ -189,4 +189,5 @@ def _count_files(record: RankRecord, folder: Path, rank: int) -> None:
         record.tensor_bytes_read[record.phase] += self.bytes_read - before
 
     OpenFileReader.fill = counted  # type: ignore[method-assign]
+    sys.dont_write_bytecode = True  # each rank reads a file of rewards, not only the one that comes first
     sys.addaudithook(audit)
