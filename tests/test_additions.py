@@ -1,6 +1,6 @@
-"""The recipes of CONTRIBUTING.md: an option, a loss, an estimator, a family with a new activation, a tracker and a
-launcher are each added to a copy of the package by a few lines, and then accepted, listed, refused with the wrong
-options and run.
+"""The recipes of CONTRIBUTING.md: an option, a loss, an estimator, a reward function, a family with a new activation, a
+tracker and a launcher are each added to a copy of the package by a few lines, and then accepted, listed, refused with
+the wrong options and run.
 
 Covers: megaswift/losses/options/loss_table.py, megaswift/losses/options/required_values.py,
 megaswift/losses/options/estimator_table.py, megaswift/launchers/options/launchers.py.
@@ -238,6 +238,51 @@ print([v.tolist() for v in found["advantages"]])
     assert told[5:7] == ["False dapo", "True True False"]
     assert told[7] == "[[-1.0, -1.0], [2.0, 2.0], [0.0, 0.0]]"
     assert len(package.touched) == 3
+
+
+def test_a_reward_function_with_an_option_of_its_own_takes_four_source_files(package: Copy) -> None:
+    """Without the option it takes two. With a row in docs/rewards.md and values in test_functions.py: six."""
+    package.insert(
+        "rewards/options.py",
+        "repetition_n_grams: int",
+        '    brevity_length: int = option(\n        8, "Length of reward 0", minimum=1, tasks=RL, '
+        'only_with={"reward_funcs": "brevity"}\n    )\n',
+    )
+    package.insert("rewards/scoring.py", "repetition_n_grams: int", "    brevity_length: int = 8\n")
+    package.insert(
+        "rewards/format_and_length_rewards.py",
+        "def answer_format",
+        "def brevity(options: BuiltInRewardParameters) -> PerCompletionReward:\n"
+        "    longest = options.brevity_length\n"
+        '    return PerCompletionReward("brevity", lambda sample: 1 - len(sample.token_ids) / longest)\n\n\n',
+    )
+    package.insert(
+        "rewards/functions.py", "SPELLINGS =", 'NAMED.register("brevity", format_and_length_rewards.brevity)\n'
+    )
+    told = package.run(
+        REFUSED
+        + """
+import sys
+from types import SimpleNamespace
+from megaswift.config import load_config
+from megaswift.config.help import task_help
+grpo = ("grpo", "--reward_funcs", "brevity", "accuracy")
+print(refused(*grpo, "--brevity_length", "4"))
+print(refused("grpo", "--reward_funcs", "accuracy", "--brevity_length", "4"))
+print(refused(*grpo, "--brevity_length", "0"))
+print(refused(*grpo, "--repetition_n_grams", "2"))
+print("--brevity_length" in task_help("grpo", 120), "torch" in sys.modules)
+from megaswift.run.policy_task import reward_functions_of
+cfg = load_config("grpo", [*grpo[1:], "--brevity_length", "4"], environ={})
+brevity, _ = reward_functions_of(cfg)
+print(brevity.name, brevity([SimpleNamespace(token_ids=[1, 2, 3])]))
+"""
+    ).splitlines()
+    assert told[0] == "accepted"
+    assert "applies only to --reward_funcs brevity" in told[1] and "must be >= 1" in told[2]
+    assert "applies only to --reward_funcs repetition" in told[3]
+    assert told[4:] == ["True False", "brevity [0.25]"]
+    assert len(package.touched) == 4
 
 
 def test_a_launcher_takes_three_source_files(package: Copy) -> None:

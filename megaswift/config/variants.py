@@ -59,10 +59,8 @@ def _reward_functions(c: Sections) -> tuple[str, ...]:
     """Return which built-in functions with options the run uses, also under TRL's names
     (`get_cosine_scaled_reward`)."""
     built_in = [name for name in c.rewards.reward_funcs if ":" not in name]  # a colon: FILE:FUNCTION of the user
-    return tuple(short for short in _REWARDS_WITH_OPTIONS if any(short in name for name in built_in))
-
-
-_REWARDS_WITH_OPTIONS = ("code", "soft_overlong", "cosine", "repetition")
+    with_options = dict.fromkeys(name for option in OPTIONS for name in values_with(option, "reward_funcs"))
+    return tuple(short for short in with_options if any(short in name for name in built_in))
 
 
 def _nodes(c: Sections) -> Any:

@@ -53,7 +53,7 @@ class AsyncRewardFunction(Protocol):
 
 @dataclass(frozen=True)
 class BuiltInRewardParameters:
-    """Parameters of the built-in functions; the fields are options of section `rl` under these names."""
+    """Parameters of the built-in functions; but for the first, the fields are options of section `rewards`."""
 
     max_completion_length: int
     cosine_min_len_value_wrong: float = -0.5
