@@ -263,7 +263,7 @@ def test_a_restarted_attempt_resumes_from_its_own_folder(tmp_path: Path) -> None
     out = tmp_path / "out"
     cfg = load_config("sft", ["--output_dir", str(out), "--overwrite_output_dir"], environ={})
     assert training.config_after_restart(cfg, 0) is cfg
-    again = training.config_after_restart(cfg, 1).train
+    again = training.config_after_restart(cfg, 1).checkpoint
     assert again.resume_from_checkpoint == "latest" and not again.overwrite_output_dir
     other = load_config("sft", ["--output_dir", str(out), "--resume_from_checkpoint", str(tmp_path)], environ={})
     assert training.config_after_restart(other, 1).checkpoint.resume_from_checkpoint == str(tmp_path), (
