@@ -128,7 +128,10 @@ def parsed(*words: str) -> ParsedCommand:
         ("--model me/m --push_to_hub", "--model me/m: is not a folder on this machine"),
         ("--adapters A B --push_to_hub", "export once per folder"),
         ("--model M --to_mcore --push_to_hub", "leave out --to_mcore"),
-        ("--model M --push_to_hub --output_dir new", "--output_dir new: applies to a folder that is written"),
+        (
+            "--model M --push_to_hub --output_dir new",
+            "new: would be ignored: applies to a folder that is written",
+        ),
         ("--model M --push_to_hub --hub_strategy every_save", "uploaded once"),
         ("--model M", "needs --merge_lora, --quantization_bit, --quant_method fp8, --to_mcore"),
         ("--adapters A --push_to_hub --quant 4", "--adapters A: would be ignored"),

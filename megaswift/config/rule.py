@@ -29,7 +29,7 @@ class IgnoredOption:
     option: str
     reads: tuple[str, ...]
     """Options that `when` looks at; the rule waits until their own mistakes are mended."""
-    when: Test
+    when: Callable[[Any], Any]
     why: str
     fix: str
     neutral: tuple[Any, ...] = (None, False, 0, ())

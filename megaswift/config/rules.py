@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from megaswift.bridge.adapters.options.checks import ADAPTER_CLASHES
 from megaswift.config.rule import ConflictingOptions, IgnoredOption, join_names
 from megaswift.config.sections import OPTIONS, Sections
-from megaswift.config.variants import variant_rules
+from megaswift.config.variants import SELECTORS
 from megaswift.data.options.checks import DATA_CLASHES, DATA_IGNORED
 from megaswift.data.options.loss_scale import loss_scale_problems
 from megaswift.engine.options import fsdp_file
@@ -36,7 +36,7 @@ from megaswift.trainers.rl.options.checks import RL_CLASHES, RL_IGNORED
 from megaswift.trainers.rl.options.generation_batch import generation_batch_problems
 
 IGNORED: tuple[IgnoredOption, ...] = (
-    *variant_rules(),
+    *SELECTORS.rules(),
     *SCHEDULE_IGNORED,
     *EVALUATION_IGNORED,
     *LAUNCH_IGNORED,

@@ -1,17 +1,16 @@
-"""Options that exist only with certain values of others: one rule for each selector in the `only_with` of an option.
+"""Options of training that exist only with certain values of others: the facts that their `only_with` names.
 
-A selector is another option (`optimizer`), or a fact that is more than the value of one option (`engine` also follows
-from `--deepspeed`). `FACTS` lists the facts. A selector with the value `ANY` rules out no option.
+A fact is a selector that is more than the value of one option: `engine` also follows from `--deepspeed`. A selector
+with the value `ANY` rules out no option. `derived_rules.py` derives the rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from megaswift.bridge.adapters.options.checks import base_quantization_bits
-from megaswift.config.rule import IgnoredOption, join_names
+from megaswift.config.derived_rules import Fact, Selectors
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.data.options.indexed import reads_indexed_data
 from megaswift.engine.options.engine_checks import NATIVE, READS, engine_of_options, requested_engine
@@ -20,7 +19,6 @@ from megaswift.losses.options.loss_table import PLUGIN_LOSSES, loss_entries
 from megaswift.losses.options.preference import beta_of, loss_types_of
 from megaswift.options.option import ANY, Option, Wanted
 from megaswift.options.tasks import RL
-from megaswift.options.values import option_value_text
 from megaswift.trainers.options.evaluation_checks import DATA_OPTIONS, best_model_matters, has_evaluation_data
 from megaswift.trainers.rl.options.derived import (
     advantage_estimator_of,
@@ -29,20 +27,6 @@ from megaswift.trainers.rl.options.derived import (
     kl_in_reward_of,
     policy_loss_of,
 )
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A selector whose value is computed from a configuration."""
-
-    read: Callable[[Sections], Any]
-    """Computes the value."""
-    reads: tuple[str, ...]
-    """Options that decide the value."""
-    wants: str = ""
-    """Why an option with this selector has no effect, for the message; empty: derived from the wanted values."""
-    fix: str = ""
-    """What the message proposes; empty: derived likewise."""
 
 
 def _loss_types(c: Sections) -> Any:
@@ -73,8 +57,14 @@ def _weight_bits(c: Sections) -> Any:
     return ANY if requested_engine(c) == NATIVE else base_quantization_bits(c)
 
 
+def _engine_fix(wanted: Wanted) -> str:
+    """Return the option that selects a wanted engine. Placeholders are filled when the rule is broken."""
+    engine = wanted.values[0] if wanted.values else ""
+    return {"megatron": "{to_megatron}", "fsdp2": "{to_fsdp2}"}.get(engine, "--engine ddp")
+
+
 FACTS: dict[str, Fact] = {
-    "engine": Fact(engine_of_options, READS),
+    "engine": Fact(engine_of_options, READS, fix=_engine_fix, shows_value=True),
     "loss_type": Fact(_loss_types, ("loss_type",)),
     "advantage_estimator": Fact(_estimator, ("advantage_estimator",)),
     "beta": Fact(
@@ -134,67 +124,7 @@ def values_with(option: str, selector: str) -> tuple[str, ...]:
     return wanted.values if wanted else ()
 
 
-def selector_value(c: Sections, name: str) -> Any:
-    """Return the value of a selector in a configuration."""
-    return FACTS[name].read(c) if name in FACTS else c.value(name)
-
-
-def variant_rules() -> Iterator[IgnoredOption]:
-    """Yield a rule for each option and selector: the option has no effect if the selector has another value."""
-    for option in OPTIONS.values():
-        for selector, wanted in option.only_with.items():
-            yield _rule(option, selector, wanted)
-
-
-def _rule(option: Option, selector: str, wanted: Wanted) -> IgnoredOption:
-    fact = FACTS.get(selector)
-    return IgnoredOption(
-        option.name,
-        fact.reads if fact else (selector,),
-        lambda c: not wanted.holds(selector_value(c, selector)),
-        (fact and fact.wants) or _reason(selector, wanted),
-        (fact and fact.fix) or _fix(selector, wanted),
-        option.neutral,
-        notice=wanted.notice,
-    )
-
-
-def _texts(values: tuple[Any, ...]) -> list[str]:
-    return [option_value_text(value) for value in values if value not in (None, "auto")]
-
-
-def _reason(selector: str, wanted: Wanted) -> str:
-    """Return why the option has no effect, for messages: the rest of a sentence that begins with the option."""
-    if wanted.values == (None,):
-        return f"applies only to runs without --{selector}"
-    if wanted.values:
-        names = join_names(_texts(wanted.values), "or")
-        # The actual value is added where it is a name: `{engine}` is a placeholder, filled when the rule is broken.
-        is_text = isinstance(wanted.values[0], str) and (selector == "engine" or selector not in FACTS)
-        return f"applies only to --{selector} {names}" + (f" ({selector} is {{{selector}}})" if is_text else "")
-    if wanted.excluded:
-        return f"does not apply to --{selector} {join_names(_texts(wanted.excluded), 'or')}"
-    if wanted.least is not None:
-        return f"applies only to --{selector} {wanted.least} or more"
-    return f"applies only to runs with --{selector}"
-
-
-def _fix(selector: str, wanted: Wanted) -> str:
-    """Return the option to give instead. Placeholders are filled when the rule is broken."""
-    if selector == "engine":
-        engine = wanted.values[0] if wanted.values else ""
-        return {"megatron": "{to_megatron}", "fsdp2": "{to_fsdp2}"}.get(engine, "--engine ddp")
-    if wanted.values == (None,):
-        return f"leave out --{selector}"
-    if wanted.values:
-        return f"--{selector} {option_value_text(wanted.values[0])}"
-    if wanted.least is not None:
-        return f"--{selector} {wanted.least}"
-    option = OPTIONS[selector]
-    choice = next((choice for choice in option.choices if choice not in wanted.excluded), None)
-    if choice or option.kind == "bool":
-        return f"--{selector} {choice or 'false'}"
-    return f"--{selector} {option.details.get('metavar') or option.unit.upper() or 'VALUE'}"
+SELECTORS = Selectors(OPTIONS, FACTS, lambda c, name: c.value(name))
 
 
 def variant_note(option: Option, choices: Mapping[str, tuple[str, ...]]) -> str:

@@ -143,5 +143,5 @@ def test_a_conversion_says_which_options_do_nothing() -> None:
 @pytest.mark.parametrize("words", ["--bnb_4bit_quant_type fp4", "--bnb_4bit_use_double_quant true"])
 def test_vllm_has_one_kind_of_four_bits(words: str) -> None:
     command = f"--model m --infer_backend vllm --quantization_bit 4 {words}"
-    with pytest.raises(ConfigError, match=f"{words}: would be ignored by vLLM"):
+    with pytest.raises(ConfigError, match=f"{words}: would be ignored: vLLM's server does not have it"):
         deploy.COMMAND.parse(command.split())

@@ -1,7 +1,7 @@
 """What options declare in `only_with`: selectors that exist, with values that they can have.
 
-Covers: megaswift/config/variants.py, megaswift/options/option.py. Every option with every value of every selector is
-recorded in `tests/net/`.
+Covers: megaswift/config/variants.py, megaswift/config/derived_rules.py, megaswift/options/option.py. Every option with
+every value of every selector is recorded in `tests/net/`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.sections import OPTIONS
-from megaswift.config.variants import FACTS, variant_note, variant_rules
+from megaswift.config.variants import FACTS, SELECTORS, variant_note
 from megaswift.errors import ConfigError
 from megaswift.options.option import at_least, but_not, is_set, one_of
 
@@ -32,7 +32,7 @@ def _choices(selector: str, task: str) -> tuple[str, ...]:
 
 def test_facts_read_options() -> None:
     assert {name for fact in FACTS.values() for name in fact.reads} <= set(OPTIONS)
-    assert len(list(variant_rules())) == len(PAIRS)
+    assert len(list(SELECTORS.rules())) == len(PAIRS)
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.M
     assert "--max_body_size 3 apples: is not a valid size" in refused("--model", "x", "--max_body_size", "3 apples")
     assert "--temperature 1e-300: is too close to 0" in refused("--model", "x", "--temperature", "1e-300")
     assert "--repetition_penalty 1e-300" in refused("--model", "x", "--repetition_penalty", "1e-300")
-    assert "--tp 2: applies only to --infer_backend vllm" in refused("--model", "x", "--tp", "2")
+    assert "--tp 2: would be ignored: applies only to --infer_backend vllm" in refused("--model", "x", "--tp", "2")
 
 
 def test_what_a_request_leaves_open_is_the_server_s_then_the_model_s() -> None:

@@ -13,6 +13,7 @@ from megaswift.options.option import option
 from megaswift.options.option_json import json_object
 
 _SWITCH = "true|false"
+_VLLM = {"infer_backend": "vllm"}
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class BackendOptions:
         aliases=("tp", "vllm_tensor_parallel_size"),
         minimum=1,
         unit="GPUs",
+        only_with=_VLLM,
     )
     vllm_pipeline_parallel_size: int | None = option(
         None,
@@ -35,15 +37,22 @@ class BackendOptions:
         aliases=("pipeline_parallel_size",),
         minimum=1,
         unit="stages",
+        only_with=_VLLM,
     )
     vllm_data_parallel_size: int | None = option(
-        None, "vLLM's server: number of model replicas", aliases=("data_parallel_size",), minimum=1, unit="replicas"
+        None,
+        "vLLM's server: number of model replicas",
+        aliases=("data_parallel_size",),
+        minimum=1,
+        unit="replicas",
+        only_with=_VLLM,
     )
     vllm_enable_expert_parallel: bool | None = option(
         None,
         "vLLM: divide the experts of a mixture over the GPUs",
         aliases=("enable_expert_parallel",),
         metavar=_SWITCH,
+        only_with=_VLLM,
     )
     vllm_gpu_memory_utilization: float | None = option(
         None,
@@ -52,30 +61,39 @@ class BackendOptions:
         above=0,
         maximum=1,
         metavar="FRACTION",
+        only_with=_VLLM,
     )
     vllm_max_model_len: int | None = option(
-        None, "vLLM: maximum context length", aliases=("max_model_len",), minimum=1, unit="tokens"
+        None, "vLLM: maximum context length", aliases=("max_model_len",), minimum=1, unit="tokens", only_with=_VLLM
     )
     vllm_max_num_seqs: int | None = option(
-        None, "vLLM: maximum number of sequences per step", aliases=("max_num_seqs",), minimum=1, unit="sequences"
+        None,
+        "vLLM: maximum number of sequences per step",
+        aliases=("max_num_seqs",),
+        minimum=1,
+        unit="sequences",
+        only_with=_VLLM,
     )
     vllm_quantization: str | None = option(
         None,
         "vLLM: quantization method of the weights, under vLLM's name (fp8, awq, ...); unset: the checkpoint's",
         aliases=("quantization",),
         metavar="METHOD",
+        only_with=_VLLM,
     )
     vllm_enable_prefix_caching: bool | None = option(
         None,
         "vLLM: reuse the KV cache of equal prompt beginnings; unset: vLLM's default",
         aliases=("enable_prefix_caching",),
         metavar=_SWITCH,
+        only_with=_VLLM,
     )
     vllm_limit_mm_per_prompt: str | None = option(
         None,
         'vLLM: maximum number of images and videos in a prompt, as a JSON object: {"image": 5}',
         aliases=("limit_mm_per_prompt",),
         metavar="JSON",
+        only_with=_VLLM,
     )
     vllm_mm_processor_cache_gb: float | None = option(
         None,
@@ -83,31 +101,39 @@ class BackendOptions:
         aliases=("mm_processor_cache_gb",),
         minimum=0,
         unit="GiB",
+        only_with=_VLLM,
     )
     vllm_speculative_config: str | None = option(
-        None, "vLLM: speculative decoding, as a JSON object", aliases=("speculative_config",), metavar="JSON"
+        None,
+        "vLLM: speculative decoding, as a JSON object",
+        aliases=("speculative_config",),
+        metavar="JSON",
+        only_with=_VLLM,
     )
     vllm_reasoning_parser: str | None = option(
         None,
         "vLLM's server: parser that separates the reasoning from the answer, under vLLM's name",
         aliases=("reasoning_parser",),
         metavar="NAME",
+        only_with=_VLLM,
     )
     vllm_disable_custom_all_reduce: bool | None = option(
         None,
         "vLLM: reduce over GPUs with NCCL instead of vLLM's own kernel",
         aliases=("disable_custom_all_reduce",),
         metavar=_SWITCH,
+        only_with=_VLLM,
     )
     vllm_disable_cascade_attn: bool | None = option(
         None,
         "vLLM: disable cascade attention; unset: vLLM's default",
         aliases=("disable_cascade_attn",),
         metavar=_SWITCH,
+        only_with=_VLLM,
     )
-    vllm_enforce_eager: bool = option(False, "vLLM: disable CUDA graphs", aliases=("enforce_eager",))
+    vllm_enforce_eager: bool = option(False, "vLLM: disable CUDA graphs", aliases=("enforce_eager",), only_with=_VLLM)
     vllm_engine_kwargs: str | None = option(
-        None, "vLLM: any other arguments of its engine, as a JSON object; not checked", metavar="JSON"
+        None, "vLLM: any other arguments of its engine, as a JSON object; not checked", metavar="JSON", only_with=_VLLM
     )
 
     @property

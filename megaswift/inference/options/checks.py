@@ -29,46 +29,13 @@ from megaswift.inference.options.commands import (
 )
 from megaswift.inference.options.launch import infer_launch_problems
 from megaswift.inference.options.parser import ParsedCommand
-from megaswift.inference.options.placement import AUTOMATIC, DISK, parse_device_map, parse_max_memory
+from megaswift.inference.options.placement import parse_device_map, parse_max_memory
 from megaswift.inference.options.run_files import ADAPTER_CONFIG, adapter_config
+from megaswift.inference.options.variants import ignored_option_problems
 from megaswift.options.files import DATA_SUFFIXES
 from megaswift.options.option_json import json_object
 
 TOKEN_VARIABLE = "MEGASWIFT_API_KEY"
-FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
-TRANSFORMERS_ONLY = (
-    "attn_impl",
-    "merge_adapters",
-    "device_map",
-    "max_memory",
-    "offload_folder",
-    "max_batch_size",
-    "max_waiting",
-    "enable_thinking",
-    "new_special_tokens",
-    "max_length",
-    "max_body_size",
-    "log_requests",
-    "owned_by",
-    "system",
-    "stop",
-    "agent_template",
-)
-"""Options of `deploy` that vLLM's own server has no word for."""
-VLLM_LACKS = (
-    "attn_impl",
-    "merge_adapters",
-    "device_map",
-    "max_memory",
-    "offload_folder",
-    "quantization_bit",
-    "num_beams",
-    "per_device_eval_batch_size",
-)
-"""Options of `infer` that vLLM does not take."""
-
-
-_SCALED = "set rope_scaling in the model's config.json, or --infer_backend transformers"
 
 
 def unused_option_problems(
@@ -105,39 +72,22 @@ def model_option_problems(
             yield Problem(f"--adapters {folder}", rule, "give adapters of one base model")
 
 
-def quantization_bit_problems(options: BitsandbytesOptions, parsed: ParsedCommand) -> Iterator[Problem]:
-    """Bits that bitsandbytes does not have, and its options without bits."""
+def quantization_bit_problems(options: BitsandbytesOptions) -> Iterator[Problem]:
+    """Bits that bitsandbytes does not have."""
     bits = options.quantization_bit
     if bits not in (None, 4, 8):
         yield Problem(f"--quantization_bit {bits}", "must be 4 or 8", "--quantization_bit 4")
-    if bits is None:
-        yield from unused_option_problems(parsed, ["quant_method"], "needs a number of bits", "--quantization_bit 4")
-    if bits != 4:
-        yield from unused_option_problems(parsed, FOUR_BITS, "applies only to 4 bits", "--quantization_bit 4")
 
 
 def _placement(parsed: ParsedCommand) -> Iterator[Problem]:
     options: PlacementOptions = parsed.sections["placement"]
     weights: ModelLoadingOptions = parsed.sections["weights"]
-    yield from quantization_bit_problems(options, parsed)
-    placed = parse_device_map(options.device_map)
-    if isinstance(placed, Problem):
+    yield from quantization_bit_problems(options)
+    if isinstance(placed := parse_device_map(options.device_map), Problem):
         yield placed
-    elif options.device_map not in AUTOMATIC:
-        yield from unused_option_problems(
-            parsed, ["max_memory"], f"would be ignored: {parsed.label('device_map')} already places all modules"
-        )
-        if DISK not in placed.values():  # type: ignore[union-attr]
-            yield from unused_option_problems(
-                parsed, ["offload_folder"], f"would be ignored: {parsed.label('device_map')} puts no module on disk"
-            )
     if options.max_memory is not None and isinstance(limits := parse_max_memory(options.max_memory), Problem):
         yield limits
-    if not weights.adapters:
-        yield from unused_option_problems(
-            parsed, ["merge_adapters"] * weights.merge_adapters, "needs adapters", "--adapters DIR"
-        )
-    elif weights.merge_adapters and options.quantization_bit is not None:
+    if weights.adapters and weights.merge_adapters and options.quantization_bit is not None:
         yield Problem(
             "--merge_adapters",
             f"would round the adapters to {options.quantization_bit} bits",
@@ -145,14 +95,7 @@ def _placement(parsed: ParsedCommand) -> Iterator[Problem]:
         )
 
 
-def _generation(options: GenerationOptions, parsed: ParsedCommand) -> Iterator[Problem]:
-    if options.temperature == 0:
-        yield from unused_option_problems(
-            parsed,
-            ("top_p", "top_k", "seed"),
-            "would be ignored: --temperature 0 is greedy decoding",
-            "--temperature 0.7",
-        )
+def _generation(options: GenerationOptions) -> Iterator[Problem]:
     if options.temperature is not None and 0 < options.temperature < COLD:
         rule = f"is too close to 0: logits would overflow; the minimum is {COLD:g}, or 0 for greedy decoding"
         yield Problem(f"--temperature {options.temperature:g}", rule, "--temperature 0")
@@ -183,11 +126,7 @@ def _file(options: PromptFileOptions, parsed: ParsedCommand) -> Iterator[Problem
         )
         return
     if not options.dataset:
-        names = ("columns", "result_path", "logprobs", "top_logprobs")
-        yield from unused_option_problems(parsed, names, "applies only to a prompt file", "--dataset FILE.jsonl")
         return
-    if not options.logprobs:
-        yield from unused_option_problems(parsed, ["top_logprobs"], "needs --logprobs", "--logprobs true")
     for name in options.dataset:
         path = Path(name.partition("#")[0]).expanduser()
         if not path.exists() and (path.suffix.lower() in (*DATA_SUFFIXES, ".json") or name[:1] in "./~"):
@@ -209,18 +148,17 @@ def _file(options: PromptFileOptions, parsed: ParsedCommand) -> Iterator[Problem
 
 def infer_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     """`megaswift infer`."""
+    yield from ignored_option_problems(parsed)
     generation = parsed.sections["generation"]
     file = parsed.sections["file"]
     backend: BackendOptions = parsed.sections["backend"]
     yield from model_option_problems(parsed.sections["weights"])
     yield from _placement(parsed)
-    yield from _generation(generation, parsed)
+    yield from _generation(generation)
     yield from _beams(generation, parsed, not file.dataset)
     yield from _file(file, parsed)
     yield from _backend(backend, parsed)
     if backend.infer_backend == "vllm":
-        yield from unused_option_problems(parsed, VLLM_LACKS, "would be ignored by vLLM")
-        yield from unused_option_problems(parsed, ["rope_scaling"], "is applied by transformers only", _SCALED)
         names = ["vllm_data_parallel_size"]
         yield from unused_option_problems(
             parsed, names, "applies only to vLLM's server", "NPROC_PER_NODE=N divides the rows"
@@ -248,11 +186,6 @@ def _backend(backend: BackendOptions, parsed: ParsedCommand) -> Iterator[Problem
             yield Problem(
                 f"--vllm_{argument} {text}", "must be a JSON object", f"--vllm_{argument} '{{\"NAME\": VALUE}}'"
             )
-    if backend.infer_backend != "vllm":
-        fix = "use --device_map auto, which splits the model over all GPUs"
-        yield from unused_option_problems(parsed, ["tensor_parallel_size"], "applies only to --infer_backend vllm", fix)
-        names = [name for name in parsed.typed if name.startswith("vllm_")]
-        yield from unused_option_problems(parsed, names, "applies only to --infer_backend vllm", "--infer_backend vllm")
 
 
 def is_loopback(host: str) -> bool:
@@ -272,12 +205,13 @@ def server_auth_token(options: ServerOptions) -> str | None:
 
 def deploy_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     """`megaswift deploy`."""
+    yield from ignored_option_problems(parsed)
     # Model, placement and generation, as for inference; a few options apply to no server.
     server: ServerOptions = parsed.sections["server"]
     generation: GenerationOptions = parsed.sections["generation"]
     yield from model_option_problems(parsed.sections["weights"])
     yield from _placement(parsed)
-    yield from _generation(generation, parsed)
+    yield from _generation(generation)
     yield from unused_option_problems(
         parsed, ("num_beams", "seed"), "does not apply to a server: output is streamed, and the seed is set per request"
     )
@@ -297,19 +231,15 @@ def deploy_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     names = [name for name, _ in weights.named_adapters]
     if any(names) and not all(names):
         yield Problem("--adapters", "mixes folders with and without a name", "--adapters FIRST=DIR SECOND=DIR")
-    if any(names):
+    if any(names) and weights.merge_adapters:
         yield from unused_option_problems(
             parsed,
-            ["merge_adapters"] * weights.merge_adapters,
+            ["merge_adapters"],
             "cannot merge adapters that requests select by name",
             "leave it out, or give one adapter without a name",
         )
-    # vLLM ignores or refuses some options of transformers.
+    # vLLM has fewer ways to quantize.
     if backend.infer_backend == "vllm":
-        yield from unused_option_problems(parsed, TRANSFORMERS_ONLY, "would be ignored by vLLM")
-        rule = "would be ignored by vLLM, whose 4 bits on loading have one data type"
-        yield from unused_option_problems(parsed, FOUR_BITS, rule)
-        yield from unused_option_problems(parsed, ["rope_scaling"], "is applied by transformers only", _SCALED)
         if parsed.sections["placement"].quantization_bit == 8:
             yield Problem(
                 "--quantization_bit 8", "is not supported by vLLM's in-flight quantization", "--quantization_bit 4"

@@ -9,12 +9,14 @@ from pathlib import Path
 from megaswift.data.options.agent_templates import AGENT_TEMPLATES
 from megaswift.inference.options.backends import BackendOptions
 from megaswift.models.options.model import DTYPES
-from megaswift.options.option import option
+from megaswift.options.option import but_not, is_set, option
 
 COLD = 1e-5
 """The lowest temperature at which tokens are drawn, as in vLLM: scores divided by less overflow."""
 PENALTIES = (0.01, 100.0)
 """Repetition penalties between which scores stay finite."""
+FP8 = "fp8"
+"""The quantization method that is not bitsandbytes."""
 ATTENTION = {
     **dict.fromkeys(("flash", "flash_attn", "flash_attn2", "flash_attn_2", "flash_2"), "flash_attention_2"),
     **dict.fromkeys(("flash_attn3", "flash_attn_3", "flash_3"), "flash_attention_3"),
@@ -79,16 +81,27 @@ class ModelLoadingOptions(ModelPathOptions):
         aliases=("attn_implementation",),
         choices=("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
         spellings=ATTENTION,
+        only_with={"infer_backend": "transformers"},
     )
     rope_scaling: str | None = option(
-        None, "Scale rotary positions: linear, dynamic or yarn (to max_length), or JSON", metavar="NAME|JSON"
+        None,
+        "Scale rotary positions: linear, dynamic or yarn (to max_length), or JSON",
+        metavar="NAME|JSON",
+        only_with={"infer_backend": "transformers"},
     )
     new_special_tokens: tuple[str, ...] = option(
         (),
         "Special tokens that the model was trained with, or a .txt file with one a line; checked to exist",
         metavar="TOKEN...",
+        only_with={"server_backend": "transformers"},
     )
-    merge_adapters: bool = option(False, "Merge the adapters into the weights at load time", aliases=("merge_lora",))
+    merge_adapters: bool = option(
+        False,
+        "Merge the adapters into the weights at load time",
+        aliases=("merge_lora",),
+        only_with={"adapters": is_set(), "infer_backend": "transformers"},
+        neutral=(False,),
+    )
 
 
 @dataclass(frozen=True)
@@ -102,12 +115,25 @@ class BitsandbytesOptions:
         minimum=4,
         maximum=8,
         metavar="BITS",
+        only_with={"file_backend": "transformers"},
     )
     quant_method: str | None = option(
-        None, "Quantization library", choices=("bnb",), spellings={"bitsandbytes": "bnb"}, metavar="bnb"
+        None,
+        "Quantization library",
+        choices=("bnb",),
+        spellings={"bitsandbytes": "bnb"},
+        metavar="bnb",
+        only_with={"quantization_bit": is_set()},
     )
-    bnb_4bit_quant_type: str = option("nf4", "4 bits: data type", choices=("nf4", "fp4"))
-    bnb_4bit_use_double_quant: bool = option(False, "4 bits: quantize the scales too")
+    bnb_4bit_quant_type: str = option(
+        "nf4",
+        "4 bits: data type",
+        choices=("nf4", "fp4"),
+        only_with={"quantization_bit": 4, "server_backend": "transformers"},
+    )
+    bnb_4bit_use_double_quant: bool = option(
+        False, "4 bits: quantize the scales too", only_with={"quantization_bit": 4, "server_backend": "transformers"}
+    )
 
 
 @dataclass(frozen=True)
@@ -119,13 +145,20 @@ class PlacementOptions(BitsandbytesOptions):
     device_map: str = option(
         "auto",
         "auto, balanced, balanced_low_0, sequential, a device (cpu, cuda:0), or a map of modules: JSON or JSON file",
+        only_with={"infer_backend": "transformers"},
     )
-    max_memory: str | None = option(None, "Maximum memory for weights per device: 0:20GiB,cpu:64GiB", metavar="SIZES")
+    max_memory: str | None = option(
+        None,
+        "Maximum memory for weights per device: 0:20GiB,cpu:64GiB",
+        metavar="SIZES",
+        only_with={"infer_backend": "transformers", "automatic_placement": True},
+    )
     offload_folder: str | None = option(
         None,
         "Folder for weights that fit on no device; they are read from disk in every step",
         aliases=("offload_dir",),
         metavar="DIR",
+        only_with={"infer_backend": "transformers", "disk": True},
     )
 
 
@@ -140,9 +173,20 @@ class GenerationOptions:
     )
     temperature: float | None = option(None, "Sampling temperature; 0: greedy decoding", minimum=0, metavar="T")
     top_p: float | None = option(
-        None, "Nucleus sampling: cumulative probability of the candidate tokens", above=0, maximum=1, metavar="P"
+        None,
+        "Nucleus sampling: cumulative probability of the candidate tokens",
+        above=0,
+        maximum=1,
+        metavar="P",
+        only_with={"temperature": but_not(0)},
     )
-    top_k: int | None = option(None, "Number of highest-probability candidate tokens; 0: all", minimum=0, metavar="K")
+    top_k: int | None = option(
+        None,
+        "Number of highest-probability candidate tokens; 0: all",
+        minimum=0,
+        metavar="K",
+        only_with={"temperature": but_not(0)},
+    )
     repetition_penalty: float | None = option(
         None,
         "Repetition penalty; above 1: repeated tokens become less likely",
@@ -150,14 +194,23 @@ class GenerationOptions:
         maximum=PENALTIES[1],
         metavar="X",
     )
-    num_beams: int | None = option(None, "Number of beams in beam search", minimum=1, metavar="N")
+    num_beams: int | None = option(
+        None, "Number of beams in beam search", minimum=1, metavar="N", only_with={"file_backend": "transformers"}
+    )
     stop: tuple[str, ...] = option(
         (),
         "Stop strings; not included in the output",
         aliases=("stop_strings", "stop_words"),
         metavar="TEXT...",
+        only_with={"server_backend": "transformers"},
     )
-    seed: int | None = option(None, "Sampling seed; unset: random (prompt file: 42)", minimum=0, metavar="SEED")
+    seed: int | None = option(
+        None,
+        "Sampling seed; unset: random (prompt file: 42)",
+        minimum=0,
+        metavar="SEED",
+        only_with={"temperature": but_not(0)},
+    )
 
 
 @dataclass(frozen=True)
@@ -172,19 +225,30 @@ class ChatTemplateOptions:
         free_text=True,
     )
     agent_template: str | None = option(
-        None, "Format of tools and calls, as in training; unset: the run's, if it is text", choices=AGENT_TEMPLATES
+        None,
+        "Format of tools and calls, as in training; unset: the run's, if it is text",
+        choices=AGENT_TEMPLATES,
+        only_with={"server_backend": "transformers"},
     )
     system: str | None = option(
-        None, "System message for conversations without one: text or a file", metavar="TEXT|FILE", free_text=True
+        None,
+        "System message for conversations without one: text or a file",
+        metavar="TEXT|FILE",
+        free_text=True,
+        only_with={"server_backend": "transformers"},
     )
     max_length: int | None = option(
         None,
         "Maximum number of prompt tokens; a longer prompt is an error; unset: the model's context",
         minimum=1,
         unit="tokens",
+        only_with={"server_backend": "transformers"},
     )
     enable_thinking: bool | None = option(
-        None, "Variable enable_thinking of the chat template; unset: the template's default", metavar="true|false"
+        None,
+        "Variable enable_thinking of the chat template; unset: the template's default",
+        metavar="true|false",
+        only_with={"server_backend": "transformers"},
     )
 
 
@@ -201,11 +265,14 @@ class PromptFileOptions:
     load_data_args: bool = option(
         False, "Use the validation rows of the run that wrote the model or adapters, as its config.yaml has them"
     )
-    columns: dict[str, str] = option({}, "Column renaming: question=query, or JSON", metavar="FROM=TO...")
+    columns: dict[str, str] = option(
+        {}, "Column renaming: question=query, or JSON", metavar="FROM=TO...", only_with={"dataset": is_set()}
+    )
     result_path: str | None = option(
         None,
         "JSONL file to write: each row with its `response`, in input order; unset: infer_result/MODEL/DATASET.jsonl",
         metavar="FILE",
+        only_with={"dataset": is_set()},
     )
     per_device_eval_batch_size: int = option(
         8,
@@ -213,14 +280,18 @@ class PromptFileOptions:
         aliases=("max_batch_size", "batch_size"),
         minimum=1,
         unit="rows",
+        only_with={"file_backend": "transformers"},
     )
-    logprobs: bool = option(False, "Also write the log-probability of each generated token")
+    logprobs: bool = option(
+        False, "Also write the log-probability of each generated token", only_with={"dataset": is_set()}
+    )
     top_logprobs: int | None = option(
         None,
         "Also write the log-probabilities of the N most likely tokens at each position",
         minimum=1,
         maximum=20,
         metavar="N",
+        only_with={"dataset": is_set(), "logprobs": True},
     )
 
 
@@ -276,22 +347,36 @@ class ServerOptions:
         None, "Token that clients must send; safer: the environment variable MEGASWIFT_API_KEY", metavar="TOKEN"
     )
     served_model_name: str | None = option(None, "Model name in the API; unset: name of the folder", metavar="NAME")
-    max_batch_size: int = option(8, "Maximum number of completions generated together", minimum=1, unit="completions")
+    max_batch_size: int = option(
+        8,
+        "Maximum number of completions generated together",
+        minimum=1,
+        unit="completions",
+        only_with={"server_backend": "transformers"},
+    )
     max_waiting: int = option(
-        64, "Maximum number of queued completions; further requests get HTTP 429", minimum=0, unit="completions"
+        64,
+        "Maximum number of queued completions; further requests get HTTP 429",
+        minimum=0,
+        unit="completions",
+        only_with={"server_backend": "transformers"},
     )
     max_body_size: str | None = option(
-        None, "Maximum request size; unset: 8MiB, or 32MiB if the model accepts images", metavar="SIZE"
+        None,
+        "Maximum request size; unset: 8MiB, or 32MiB if the model accepts images",
+        metavar="SIZE",
+        only_with={"server_backend": "transformers"},
     )
     log_requests: bool = option(
-        True, "Log each request: client, path, status and duration; neither text nor token", aliases=("verbose",)
+        True,
+        "Log each request: client, path, status and duration; neither text nor token",
+        aliases=("verbose",),
+        only_with={"server_backend": "transformers"},
     )
     max_logprobs: int = option(20, "Maximum top_logprobs of a request", minimum=0, maximum=20, unit="tokens")
-    owned_by: str = option("megaswift", "Owner of the models in /v1/models")
-
-
-FP8 = "fp8"
-"""The quantization method that is not bitsandbytes."""
+    owned_by: str = option(
+        "megaswift", "Owner of the models in /v1/models", only_with={"server_backend": "transformers"}
+    )
 
 
 @dataclass(frozen=True)
@@ -304,6 +389,8 @@ class ExportOptions(BitsandbytesOptions):
         choices=("bnb", FP8),
         spellings={"bitsandbytes": "bnb"},
         metavar="bnb|fp8",
+        only_with={"quantization_bit": is_set()},
+        neutral=(FP8,),
     )
 
     merge_lora: bool = option(False, "Merge the adapters from --adapters into the model")
@@ -313,28 +400,40 @@ class ExportOptions(BitsandbytesOptions):
         None,
         "Megatron checkpoint to convert: a converted folder, OUT, or OUT/checkpoints/step-N",
         metavar="DIR",
+        only_with={"conversion": True},
     )
-    test_convert_precision: bool = option(False, "Compare every tensor after a conversion, bit by bit")
+    test_convert_precision: bool = option(
+        False, "Compare every tensor after a conversion, bit by bit", only_with={"conversion": True}
+    )
     torch_dtype: str | None = option(
         None,
         "Dtype of all tensors of a conversion; unset: unchanged",
         aliases=("dtype",),
         choices=("float32", "bfloat16", "float16"),
         spellings=DTYPES,
+        only_with={"conversion": True},
     )
     tensor_model_parallel_size: int | None = option(
-        None, "Intended layout of a Megatron checkpoint", aliases=("tp",), minimum=1, unit="ranks"
+        None,
+        "Intended layout of a Megatron checkpoint",
+        aliases=("tp",),
+        minimum=1,
+        unit="ranks",
+        only_with={"conversion": True},
     )
     pipeline_model_parallel_size: int | None = option(
-        None, "Intended layout; only checked", aliases=("pp",), minimum=1, unit="ranks"
+        None, "Intended layout; only checked", aliases=("pp",), minimum=1, unit="ranks", only_with={"conversion": True}
     )
     expert_model_parallel_size: int | None = option(
-        None, "Intended layout; only checked", aliases=("ep",), minimum=1, unit="ranks"
+        None, "Intended layout; only checked", aliases=("ep",), minimum=1, unit="ranks", only_with={"conversion": True}
     )
     output_dir: str | None = option(
-        None, "Folder to write; must not exist; unset: the source with a suffix: DIR-merged, DIR-mcore", metavar="DIR"
+        None,
+        "Folder to write; must not exist; unset: the source with a suffix: DIR-merged, DIR-mcore",
+        metavar="DIR",
+        only_with={"written_folder": True},
     )
-    max_shard_size: str = option("5GB", "Maximum file size")
+    max_shard_size: str = option("5GB", "Maximum file size", only_with={"written_folder": True})
 
     @property
     def quantizes(self) -> bool:

@@ -8,7 +8,6 @@ from pathlib import Path
 from megaswift.base.byte_size import byte_size_or_none
 from megaswift.errors import Problem
 from megaswift.inference.options.checks import (
-    FOUR_BITS,
     model_option_problems,
     quantization_bit_problems,
     unused_option_problems,
@@ -16,6 +15,7 @@ from megaswift.inference.options.checks import (
 from megaswift.inference.options.commands import FP8, ExportOptions, ExportUploadOptions, ModelPathOptions
 from megaswift.inference.options.parser import ParsedCommand
 from megaswift.inference.options.run_files import adapter_config
+from megaswift.inference.options.variants import ignored_option_problems
 from megaswift.launchers.options.single_process import node_problems
 
 
@@ -34,17 +34,17 @@ def _fp8(export: ExportOptions, parsed: ParsedCommand) -> Iterator[Problem]:
     if export.quantization_bit not in (None, 8):
         rule = f"conflicts with {parsed.label('quant_method')}, whose weights have 8 bits"
         yield Problem(parsed.label("quantization_bit"), rule, "leave it out")
-    yield from unused_option_problems(parsed, FOUR_BITS, "applies only to bitsandbytes", "--quant_method bnb")
 
 
 def export_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     """`megaswift export`."""
+    yield from ignored_option_problems(parsed)
     source: ModelPathOptions = parsed.sections["source"]
     export: ExportOptions = parsed.sections["export"]
     converts = export.to_hf or export.to_mcore
     yield from node_problems(parsed.sections["launch"])
     yield from model_option_problems(source, export.mcore_model)
-    yield from _fp8(export, parsed) if export.quant_method == FP8 else quantization_bit_problems(export, parsed)
+    yield from _fp8(export, parsed) if export.quant_method == FP8 else quantization_bit_problems(export)
     upload: ExportUploadOptions = parsed.sections["upload"]
     writes = export.merge_lora or converts or export.quantizes
     if not writes and not upload.push_to_hub:
@@ -68,12 +68,9 @@ def export_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     yield from _conversion(export, source, parsed)
     if byte_size_or_none(export.max_shard_size) is None:
         yield Problem(f"--max_shard_size {export.max_shard_size}", "is not a valid size", "--max_shard_size 5GB")
-    if upload.push_to_hub and not writes:
-        names = ("output_dir", "max_shard_size")
-        yield from unused_option_problems(parsed, names, "applies to a folder that is written, and nothing is")
-    elif export.output_dir is None and writes:
+    if export.output_dir is None and writes:
         yield Problem("--output_dir", "is missing", "--output_dir DIR (the folder to write)")
-    elif export.output_dir is not None and Path(export.output_dir).exists():
+    elif (writes or not upload.push_to_hub) and export.output_dir is not None and Path(export.output_dir).exists():
         yield Problem(f"--output_dir {export.output_dir}", "already exists", "use another name; nothing is overwritten")
 
 
@@ -119,10 +116,6 @@ def _conversion(export: ExportOptions, source: ModelPathOptions, parsed: ParsedC
     if export.to_hf and export.to_mcore:
         yield Problem("--to_hf true", "conflicts with --to_mcore true", "convert in two commands")
     if not (export.to_hf or export.to_mcore):
-        names = ("test_convert_precision", "torch_dtype", "mcore_model", *LAYOUT)
-        yield from unused_option_problems(
-            parsed, names, "applies only to a conversion", "--to_mcore true or --to_hf true"
-        )
         return
     if export.quantizes:
         name = "quantization_bit" if export.quantization_bit is not None else "quant_method"

@@ -45,7 +45,7 @@ def test_precision_switches_and_mappings(command: str, tmp_path: Path) -> None:
     assert weights.torch_dtype == "bfloat16" and json.loads(weights.rope_scaling) == {"rope_type": "yarn", "factor": 4}
     assert COMMANDS[command].parse(["--model", "m", "--fp16"]).sections["weights"].torch_dtype == "float16"
     assert "conflicts" in refused(command, "--bf16 true --torch_dtype float16")
-    assert "by transformers only" in refused(command, "--rope_scaling yarn --infer_backend vllm")
+    assert "only to --infer_backend transformers" in refused(command, "--rope_scaling yarn --infer_backend vllm")
 
 
 def refused(command: str, words: str) -> str:
@@ -93,7 +93,7 @@ def test_every_hint_names_options_of_its_command() -> None:
         ("infer", "--vllm_max_model_len 100", "applies only to --infer_backend vllm"),
         ("infer", "--infer_backend vllm", "answers prompt files only"),
         ("deploy", "--infer_backend vllm --vllm_engine_kwargs [1]", "must be a JSON object"),
-        ("deploy", "--quant_method bnb", "needs a number of bits"),
+        ("deploy", "--quant_method bnb", "applies only to runs with --quantization_bit"),
     ],
 )
 def test_refusals(command: str, words: str, answer: str) -> None:

@@ -110,7 +110,7 @@ def test_the_agent_template_of_the_run(run: Path, tmp_path: Path) -> None:
     vllm = deploy.COMMAND.parse(["--adapters", str(run), "--infer_backend", "vllm"])
     assert vllm.sections["conversation"].agent_template is None
     assert any("--agent_template qwen_zh of the run" in line and "has no effect" in line for line in vllm.notices)
-    with pytest.raises(ConfigError, match="--agent_template react_zh: would be ignored by vLLM"):
+    with pytest.raises(ConfigError, match="--agent_template react_zh: would be ignored: vLLM's server does not"):
         deploy.COMMAND.parse([*own, "--infer_backend", "vllm"])
     assert any("react_zh has no effect: a conversation" in line for line in infer.COMMAND.parse([*own]).notices)
     rows = sections(infer, *own, "--dataset", str(tmp_path / "rows.jsonl"))
@@ -168,8 +168,8 @@ def test_exports_have_a_name_of_their_own(run: Path, words: str, suffix: str) ->
         ("--model m --merge_lora false --quant 4 --test_convert_precision true", "applies only to a conversion"),
         ("--adapters {run} --to_mcore true", "there is nothing to convert"),
         ("--model m --to_mcore true --mcore_model x", "is already a Megatron checkpoint"),
-        ("--model m --quant 8 --bnb_4bit_quant_type fp4", "applies only to 4 bits"),
-        ("--model m --quant_method bnb --to_mcore true", "needs a number of bits"),
+        ("--model m --quant 8 --bnb_4bit_quant_type fp4", "applies only to --quantization_bit 4"),
+        ("--model m --quant_method bnb --to_mcore true", "applies only to runs with --quantization_bit"),
     ],
 )
 def test_exports_that_contradict_themselves(run: Path, words: str, rule: str) -> None:
