@@ -16,7 +16,7 @@ from megaswift.data.options.loss_scale import loss_scale_problems
 from megaswift.engine.options import fsdp_file
 from megaswift.engine.options.cuda_graphs import CUDA_GRAPH_CLASHES
 from megaswift.engine.options.engine_checks import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, engine_texts
-from megaswift.engine.options.optimizer_checks import LOSS_SCALE_CLASHES, OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
+from megaswift.engine.options.optimizer_checks import LOSS_SCALE_CLASHES, OPTIMIZER_CLASHES
 from megaswift.engine.options.speed import SPEED_CLASHES
 from megaswift.errors import Problem
 from megaswift.launchers.options.checks import LAUNCH_CLASHES, LAUNCH_IGNORED
@@ -32,7 +32,7 @@ from megaswift.trainers.options.checkpoint_checks import CHECKPOINT_CLASHES, CHE
 from megaswift.trainers.options.evaluation_checks import EVALUATION_CLASHES, EVALUATION_IGNORED
 from megaswift.trainers.options.profiling_checks import PROFILE_CLASHES
 from megaswift.trainers.options.schedule_checks import SCHEDULE_CLASHES, SCHEDULE_IGNORED
-from megaswift.trainers.rl.options.checks import RL_CLASHES, RL_IGNORED
+from megaswift.trainers.rl.options.checks import RL_CLASHES
 from megaswift.trainers.rl.options.generation_batch import generation_batch_problems
 
 IGNORED: tuple[IgnoredOption, ...] = (
@@ -42,8 +42,6 @@ IGNORED: tuple[IgnoredOption, ...] = (
     *LAUNCH_IGNORED,
     *ENGINE_IGNORED,
     *PREFERENCE_IGNORED,
-    *RL_IGNORED,
-    *OPTIMIZER_IGNORED,
     *DATA_IGNORED,
     *MODEL_SOURCE_IGNORED,
     *CHECKPOINT_IGNORED,

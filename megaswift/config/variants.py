@@ -14,12 +14,16 @@ from megaswift.config.derived_rules import Fact, Selectors
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.data.options.indexed import reads_indexed_data
 from megaswift.engine.options.engine_checks import NATIVE, READS, engine_of_options, requested_engine
+from megaswift.engine.options.optimizer_checks import can_shard_optimizer
 from megaswift.losses.options.estimator_table import PLUGIN_ESTIMATORS
 from megaswift.losses.options.loss_table import PLUGIN_LOSSES, loss_entries
 from megaswift.losses.options.preference import beta_of, loss_types_of
 from megaswift.options.option import ANY, Option, Wanted
 from megaswift.options.tasks import RL
+from megaswift.parallel.options.checks import has_grouped_gemm
 from megaswift.trainers.options.evaluation_checks import DATA_OPTIONS, best_model_matters, has_evaluation_data
+from megaswift.trainers.options.schedule_checks import reads_decay_steps
+from megaswift.trainers.rl.options.checks import sends_weights_in_files
 from megaswift.trainers.rl.options.derived import (
     advantage_estimator_of,
     biasing_sampling_options,
@@ -98,6 +102,27 @@ FACTS: dict[str, Fact] = {
         ("load_best_model_at_end", "save_strategy", "early_stopping_patience", "lr_scheduler_type"),
         "nothing depends on the best evaluation",
         "--load_best_model_at_end true",
+    ),
+    "sharded_optimizer": Fact(
+        can_shard_optimizer, ("optimizer",), "Megatron-Core shards only the state of adam", "--optimizer adam"
+    ),
+    "grouped_gemm": Fact(
+        has_grouped_gemm,
+        ("moe_grouped_gemm", "train_type", "use_dora"),
+        "is about the grouped GEMM, which is off with moe_grouped_gemm false, DoRA and train_type qlora",
+        "--moe_grouped_gemm_impl auto",
+    ),
+    "decay_steps": Fact(
+        reads_decay_steps,
+        ("lr_scheduler_type", "warmup_ratio"),
+        "the {lr_scheduler_type} schedule has no step at which it reaches a final learning rate",
+        "--lr_scheduler_type cosine",
+    ),
+    "sync_files": Fact(
+        sends_weights_in_files,
+        ("rollout_backend", "train_type", "rollout_lora"),
+        "rollout_backend {rollout_backend} is not a server, and adapters are not sent separately",
+        "--rollout_backend vllm_server, or --train_type lora",
     ),
     "indexed_data": Fact(
         reads_indexed_data, ("dataset",), "applies only to Megatron-LM's indexed data (PREFIX.idx)", "--dataset PREFIX"

@@ -204,7 +204,7 @@ class OptimConfig:
     optimizer_cpu_offload: bool = option(
         False,
         "Keep Adam's moments on the CPU and update there: less GPU memory, slower steps",
-        only_with={"engine": ("megatron", "auto")},
+        only_with={"engine": ("megatron", "auto"), "optimizer": "adam"},
     )
     optimizer_offload_fraction: float = option(
         1.0,

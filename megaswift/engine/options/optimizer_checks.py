@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption, Test
+from megaswift.config.rule import ONE_OF, ConflictingOptions, Test
 from megaswift.config.sections import Sections
 from megaswift.engine.options.engine import ZERO
 from megaswift.engine.options.engine_checks import AUTO, NATIVE, READS, drive_parts_of_option, requested_engine
@@ -26,15 +26,10 @@ def uses_distributed_optimizer(requested: bool, optimizer: str) -> bool:
     return requested and optimizer == "adam"
 
 
-OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (
-    IgnoredOption(
-        "distributed_optimizer",
-        ("optimizer",),
-        lambda c: c.optim.optimizer == "sgd" or c.optim.optimizer in PLUGIN_OPTIMIZERS,
-        "Megatron-Core shards only the state of adam",
-        "--optimizer adam",
-    ),
-)
+def can_shard_optimizer(c: Sections) -> bool:
+    """Return whether Megatron-Core may shard the state of the optimizer: that of adam, and of a Muon by its own
+    rule."""
+    return c.optim.optimizer != "sgd" and c.optim.optimizer not in PLUGIN_OPTIMIZERS
 
 
 def _needs_whole_tensors(c: Sections) -> bool:
@@ -132,12 +127,6 @@ OPTIMIZER_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.optim.precision_aware_optimizer and not c.parallel.distributed_optimizer,
         "needs distributed_optimizer",
         "--distributed_optimizer true",
-    ),
-    ConflictingOptions(
-        ("optimizer_cpu_offload", "optimizer"),
-        lambda c: c.optim.optimizer_cpu_offload and c.optim.optimizer != "adam",
-        "offloads Adam's moments, but the optimizer is {optimizer}",
-        "--optimizer_cpu_offload false",
     ),
 )
 

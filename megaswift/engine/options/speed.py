@@ -51,16 +51,6 @@ SPEED_CLASHES: tuple[ConflictingOptions, ...] = (
         "--engine fsdp2",
     ),
     ConflictingOptions(
-        ("torch_compile_mode", "torch_compile_backend"),
-        lambda c: (
-            c.model.torch_compile
-            and c.model.torch_compile_mode is not None
-            and c.model.torch_compile_backend != "inductor"
-        ),
-        "applies only to inductor, but torch_compile_backend is {torch_compile_backend}",
-        "--torch_compile_backend inductor",
-    ),
-    ConflictingOptions(
         ("deterministic", "rollout_backend"),
         lambda c: c.train.deterministic and c.task in RL and c.rollout.rollout_backend != "transformers",
         "is not supported with {rollout_backend}: completions depend on the other requests in their batch",

@@ -203,18 +203,18 @@ class ModelConfig:
         "Whose grouped GEMM; torch's waits for no token counts on one GPU (not run yet)",
         choices=("auto", "transformer_engine", "torch"),
         spellings={"te": "transformer_engine"},
-        only_with={"engine": ("megatron", "auto")},
+        only_with={"engine": ("megatron", "auto"), "grouped_gemm": True},
         neutral=(None, False, 0, (), "auto"),
     )
     moe_permute_fusion: bool | None = option(
         None,
         "Fused sorting of tokens by expert; unset: Transformer Engine without allgather",
-        only_with={"engine": ("megatron", "auto")},
+        only_with={"engine": ("megatron", "auto"), "transformer_impl": but_not("torch")},
     )
     moe_router_fusion: bool = option(
         False,
         "Fused kernel for the choice of experts (Transformer Engine; not run on a GPU)",
-        only_with={"engine": ("megatron", "auto")},
+        only_with={"engine": ("megatron", "auto"), "transformer_impl": but_not("torch")},
     )
     moe_shared_expert_overlap: bool = option(
         False,
@@ -297,7 +297,7 @@ class ModelConfig:
         "Mode of torch.compile",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         metavar="default",
-        only_with={"torch_compile": True},
+        only_with={"torch_compile": True, "torch_compile_backend": "inductor"},
     )
 
     @property

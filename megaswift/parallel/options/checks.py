@@ -82,6 +82,12 @@ _FP8_WEIGHT_CONFLICTS: tuple[tuple[tuple[str, ...], Test, str, str], ...] = (
 )
 
 
+def has_grouped_gemm(c: Sections) -> bool:
+    """Return whether the products of experts may be grouped."""
+    uses_dora = c.model.train_type != "full" and c.lora.use_dora
+    return c.model.moe_grouped_gemm is not False and c.model.train_type != "qlora" and not uses_dora
+
+
 MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
     *FIT_CLASHES,
     ConflictingOptions(
@@ -206,19 +212,6 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--moe_grouped_gemm false",
     ),
     ConflictingOptions(
-        ("moe_grouped_gemm_impl", "moe_grouped_gemm", "train_type", "use_dora"),
-        lambda c: (
-            c.model.moe_grouped_gemm_impl != "auto"
-            and (
-                c.model.moe_grouped_gemm is False
-                or c.model.train_type == "qlora"
-                or (c.model.train_type != "full" and c.lora.use_dora)
-            )
-        ),
-        "is about the grouped GEMM, which is off with moe_grouped_gemm false, DoRA and train_type qlora",
-        "--moe_grouped_gemm_impl auto",
-    ),
-    ConflictingOptions(
         ("moe_grouped_gemm_impl", "transformer_impl"),
         lambda c: c.model.moe_grouped_gemm_impl == "transformer_engine" and c.model.transformer_impl == "torch",
         "needs Transformer Engine's layers",
@@ -237,22 +230,10 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--recompute_modules moe, or --moe_grouped_gemm_impl auto",
     ),
     ConflictingOptions(
-        ("moe_permute_fusion", "transformer_impl"),
-        lambda c: c.model.moe_permute_fusion and c.model.transformer_impl == "torch",
-        "needs Transformer Engine's layers",
-        "--moe_permute_fusion false",
-    ),
-    ConflictingOptions(
         ("moe_permute_fusion", "moe_token_dispatcher_type"),
         lambda c: c.model.moe_permute_fusion and c.model.moe_token_dispatcher_type == "allgather",
         "does not work with allgather: Transformer Engine's kernel fails on a rank whose experts get no token",
         "--moe_permute_fusion false",
-    ),
-    ConflictingOptions(
-        ("moe_router_fusion", "transformer_impl"),
-        lambda c: c.model.moe_router_fusion and c.model.transformer_impl == "torch",
-        "needs Transformer Engine's layers",
-        "--moe_router_fusion false",
     ),
     ConflictingOptions(
         ("moe_router_fusion", "moe_expert_capacity_factor"),

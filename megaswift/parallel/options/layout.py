@@ -123,7 +123,10 @@ class ParallelConfig:
         only_with={"engine": ("megatron", "auto"), "cp_comm_type": "a2a+p2p"},
     )
     distributed_optimizer: bool = option(
-        True, "Shard the optimizer state over the data-parallel ranks", aliases=("use_distributed_optimizer",)
+        True,
+        "Shard the optimizer state over the data-parallel ranks",
+        aliases=("use_distributed_optimizer",),
+        only_with={"sharded_optimizer": True},
     )
     overlap_grad_reduce: bool | None = option(
         None,

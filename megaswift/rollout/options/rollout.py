@@ -122,6 +122,7 @@ class RolloutConfig:
         "Folder for weights sent to samplers; unset: /dev/shm, or in output_dir",
         tasks=RL,
         metavar="DIR",
+        only_with={"sync_files": True},
     )
     rollout_lora: bool | None = option(
         None,

@@ -71,7 +71,11 @@ class ScheduleConfig:
         only_with={"warmup": is_set(notice=True)},
     )
     lr_decay_iters: int | None = option(
-        None, "Steps after which the schedule has reached its final rate; unset: all steps", minimum=1, unit="steps"
+        None,
+        "Steps after which the schedule has reached its final rate; unset: all steps",
+        minimum=1,
+        unit="steps",
+        only_with={"decay_steps": True},
     )
     lr_num_cycles: int = option(
         1, "Cycles of cosine_with_restarts", minimum=1, only_with={"lr_scheduler_type": "cosine_with_restarts"}

@@ -4,9 +4,15 @@
 from __future__ import annotations
 
 from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption
+from megaswift.config.sections import Sections
 from megaswift.trainers.options.schedule import PLATEAU
 
 _SCHEDULE = ("lr_scheduler_type",)
+
+
+def reads_decay_steps(c: Sections) -> bool:
+    """Return whether a schedule has an end, or a warmup that is a share of the steps up to it."""
+    return c.schedule.lr_scheduler_type not in ("constant", PLATEAU) or bool(c.schedule.warmup_ratio)
 
 
 SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
@@ -17,13 +23,6 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
         "max_steps {max_steps} already sets the length of the run",
         ONE_OF,
         notice=True,
-    ),
-    IgnoredOption(  # warmup_ratio is a share of it
-        "lr_decay_iters",
-        (*_SCHEDULE, "warmup_ratio"),
-        lambda c: c.schedule.lr_scheduler_type in ("constant", PLATEAU) and not c.schedule.warmup_ratio,
-        "the {lr_scheduler_type} schedule has no step at which it reaches a final learning rate",
-        "--lr_scheduler_type cosine",
     ),
     IgnoredOption(
         "wsd_decay_ratio",

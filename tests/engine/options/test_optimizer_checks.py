@@ -31,9 +31,9 @@ CLASHING = [
     "--fsdp offload --optim paged_adamw",
     "--engine ddp --optim galore_adamw --train_type lora",
     "--precision_aware_optimizer --distributed_optimizer false",
-    "--optimizer_cpu_offload --optimizer sgd",
 ]
 IDLE = [
+    ("--optimizer_cpu_offload --optimizer sgd", "--optimizer_cpu_offload"),
     ("--sgd_momentum 0.8", "--sgd_momentum 0.8 --optimizer sgd"),
     ("--precision_aware_optimizer --optimizer sgd", "--precision_aware_optimizer"),
     ("--precision_aware_optimizer --optimizer_cpu_offload", "--precision_aware_optimizer"),

@@ -14,12 +14,15 @@ CLASHING = [
     "--attn_impl fused --engine ddp",
     "--attn_impl flash --engine ddp --torch_dtype fp32",
     "--torch_compile --engine zero3",
-    "--torch_compile_mode max-autotune --torch_compile --torch_compile_backend eager --engine ddp",
     "--deterministic --rollout_backend vllm",
     "--deterministic --async_generation",
     "--deterministic --torch_compile --engine ddp",
 ]
 IDLE = [
+    (
+        "--torch_compile_mode max-autotune --torch_compile --torch_compile_backend eager --engine ddp",
+        "--torch_compile_mode max-autotune --torch_compile --engine ddp",
+    ),
     ("--use_liger_kernel --engine megatron", "--use_liger_kernel --engine ddp"),
     ("--torch_compile --engine megatron", "--torch_compile --engine zero2"),
     ("--neftune_noise_alpha 5 --engine megatron", "--neftune_noise_alpha 5 --engine zero3"),

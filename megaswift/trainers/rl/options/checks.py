@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaswift.bridge.adapters.options.checks import base_quantization_bits, non_lora_peft_method_of
-from megaswift.config.rule import ConflictingOptions, IgnoredOption, Test
+from megaswift.config.rule import ConflictingOptions, Test
 from megaswift.config.sections import Sections
 from megaswift.engine.options.engine_checks import capabilities_of
 from megaswift.errors import Problem
@@ -80,18 +80,11 @@ def _generates_ahead(c: Sections) -> bool:
     return c.rollout.async_generation
 
 
-RL_IGNORED: tuple[IgnoredOption, ...] = (
-    IgnoredOption(
-        "rollout_sync_folder",
-        ("rollout_backend", "train_type", "rollout_lora"),
-        lambda c: (
-            c.rollout.rollout_backend not in SERVERS
-            and (c.model.train_type == "full" or c.rollout.rollout_lora is False)
-        ),
-        "rollout_backend {rollout_backend} is not a server, and adapters are not sent separately",
-        "--rollout_backend vllm_server, or --train_type lora",
-    ),
-)
+def sends_weights_in_files(c: Sections) -> bool:
+    """Return whether samplers read weights, or adapters alone, from a folder."""
+    sends_adapters = c.model.train_type != "full" and c.rollout.rollout_lora is not False
+    return c.rollout.rollout_backend in SERVERS or sends_adapters
+
 
 RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
