@@ -27,8 +27,7 @@ def uses_distributed_optimizer(requested: bool, optimizer: str) -> bool:
 
 
 def can_shard_optimizer(c: Sections) -> bool:
-    """Return whether Megatron-Core may shard the state of the optimizer: that of adam, and of a Muon by its own
-    rule."""
+    """Return whether `distributed_optimizer` may be given: not with sgd or a plugin's optimizer."""
     return c.optim.optimizer != "sgd" and c.optim.optimizer not in PLUGIN_OPTIMIZERS
 
 
