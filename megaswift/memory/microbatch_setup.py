@@ -9,7 +9,7 @@ from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.memory.state_bytes import HALF
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.grouped_experts import groups_experts
-from megaswift.models.spec import ModelSpec
+from megaswift.models.spec import WINDOW, ModelSpec
 from megaswift.models.targets import Projection
 from megaswift.parallel.layout import Layout
 
@@ -104,12 +104,8 @@ class MicrobatchSetup:
         return groups_experts(model, dora, self.spec, self.layout.etp, self.width, self.kernels.linear == TORCH)
 
     def windowed(self, layer: int) -> bool:
-        """Whether a layer's attention has the model's window (`window_attn_skip_freq`: for each layer, or every n-th
-        is without)."""
-        every = self.spec.transformer.get("window_attn_skip_freq")
-        if every is None:
-            return bool(self.spec.transformer.get("window_size"))
-        return bool(every[layer]) if isinstance(every, list | tuple) else (layer + 1) % every != 0
+        """Whether a layer's attention has the model's window."""
+        return self.spec.layer_kinds[layer].mixer == WINDOW
 
     def adapters(self, layer: int, module: str) -> Sequence[Projection]:
         """Projections with an adapter in a module of a layer, `self_attention.linear_qkv`; of experts those of the

@@ -12,6 +12,9 @@ from typing import Any
 
 VOCABULARY = "vocabulary"
 SCORE = "score"
+FULL = "full"
+WINDOW = "window"
+LINEAR = "linear"
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,23 @@ class RopeSpec:
     type."""
     partial: float = 1.0
     """Rotated share of each head."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a decoder layer is made of."""
+
+    mixer: str
+    """What carries information from token to token: attention that is FULL or within a WINDOW, or a LINEAR state (a
+    gated delta net)."""
+    moe: bool
+    """Whether its MLP is a mixture of experts."""
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """The scopes of the weight rules that hold for such a layer."""
+        mixer = LINEAR if self.mixer == LINEAR else "attention"
+        return ("layer", mixer, *(("moe", "expert") if self.moe else ("dense",)))
 
 
 @dataclass(frozen=True)
@@ -52,6 +72,8 @@ class ArchitectureExtras:
     """What the norm of queries and keys goes over: each `head`, or `all` heads together."""
     rope_local: RopeSpec | None = None
     """The rotary embedding of windowed layers, where it differs."""
+    linear_layers: tuple[bool, ...] = ()
+    """For each layer whether it is a gated delta net; empty: all have attention."""
     longest: int | None = None
     """Tokens of the longest sequence that has these frequencies; None: any length."""
     latent_pairs: bool = False
@@ -65,7 +87,8 @@ class ArchitectureExtras:
     def from_dict(cls, values: Mapping[str, Any]) -> ArchitectureExtras:
         """The inverse of `dataclasses.asdict`, also through JSON."""
         local = values.get("rope_local")
-        return cls(**{**values, "rope_local": RopeSpec(**local) if local else None})
+        linear = tuple(values.get("linear_layers", ()))
+        return cls(**{**values, "rope_local": RopeSpec(**local) if local else None, "linear_layers": linear})
 
 
 @dataclass(frozen=True)
@@ -202,6 +225,17 @@ class ModelSpec:
     def one(self) -> int:
         """The height of a matrix that is a vector."""
         return 1
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer is."""
+        every = range(self.num_layers)
+        linear = self.features.linear_layers or [False for _ in every]
+        windowed = [self.transformer.get("window_size") is not None for _ in every]
+        if windowed[0] and self.transformer.get("window_attn_skip_freq") is not None:
+            windowed = [bool(x) for x in self.transformer["window_attn_skip_freq"]]
+        mixers = [LINEAR if linear[i] else WINDOW if windowed[i] else FULL for i in every]
+        return tuple(LayerKind(mixer, moe) for mixer, moe in zip(mixers, self.moe_layers, strict=True))
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:

@@ -62,11 +62,9 @@ def _expand(family: Family, spec: ModelSpec) -> Iterator[tuple[WeightRule, int |
     """(rule, layer, expert) of every Megatron parameter, layer by layer."""
     active = [rule for rule in family.weights if not rule.when or getattr(spec, rule.when)]
     yield from ((rule, None, None) for rule in active if rule.scope == "model")
-    for layer, sparse in enumerate(spec.moe_layers):
-        for rule in active:
-            if rule.scope in (("layer", "moe") if sparse else ("layer", "dense")):
-                yield rule, layer, None
-        for expert in range(spec.experts if sparse else 0):
+    for layer, kind in enumerate(spec.layer_kinds):
+        yield from ((rule, layer, None) for rule in active if rule.scope in kind.scopes and rule.scope != "expert")
+        for expert in range(spec.experts if kind.moe else 0):
             yield from ((rule, layer, expert) for rule in active if rule.scope == "expert")
 
 

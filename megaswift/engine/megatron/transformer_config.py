@@ -307,6 +307,7 @@ def transformer_config(
     config.tp_comm_overlap_cfg = read_tp_comm_overlap_cfg(parallel.tp_comm_overlap_cfg)
     config.tp_comm_tokens = settings.full_microbatch_tokens if parallel.tp_comm_overlap else 0
     config.features = spec.features
+    config.layer_kinds = spec.layer_kinds
     config.head = VocabularyHeadOptions(m.fp32_lm_head, m.gradient_accumulation_fusion is not False)
     config.quantized = m.train_type == "qlora"
     config.torch_experts = bool(spec.experts) and _torch_experts(

@@ -17,8 +17,9 @@ from megaswift.errors import LayoutError, Problem
 from megaswift.models.spec import ModelSpec
 
 Shard = Literal["column", "row", "vocab", "replicated"]
-Scope = Literal["model", "layer", "dense", "moe", "expert"]
-"""Once in the model; in every layer; in dense or in MoE layers; in every expert of every MoE layer."""
+Scope = Literal["model", "layer", "attention", "linear", "dense", "moe", "expert"]
+"""Once in the model; in every layer; in layers with attention or with a linear state; in dense or in MoE layers; in
+every expert of every MoE layer (`LayerKind.scopes`)."""
 
 
 @dataclass(frozen=True)

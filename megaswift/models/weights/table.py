@@ -53,9 +53,8 @@ def expand_weight_table(rules: Sequence[WeightRule], spec: ModelSpec) -> Iterato
         if in_model:
             yield from ((rule, None, None) for rule in chosen)
             continue
-        for layer, sparse in enumerate(spec.moe_layers):
-            scopes = ("layer", "moe", "expert") if sparse else ("layer", "dense")
-            of_layer = [rule for rule in chosen if rule.scope in scopes]
+        for layer, kind in enumerate(spec.layer_kinds):
+            of_layer = [rule for rule in chosen if rule.scope in kind.scopes]
             for in_expert, part in groupby(of_layer, key=lambda rule: rule.scope == "expert"):
                 same = list(part)
                 experts = range(spec.experts) if in_expert else (None,)

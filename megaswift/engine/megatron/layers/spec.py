@@ -38,7 +38,7 @@ from megaswift.engine.megatron.layers.nf4_linear import nf4_layer_spec
 from megaswift.engine.megatron.layers.norm import AllHeadsKeyNorm, AllHeadsQueryNorm, AllHeadsRMSNorm
 from megaswift.engine.megatron.layers.router import AuxLossTopKRouter
 from megaswift.engine.megatron.layers.torch_attention import window_of_layer
-from megaswift.models.spec import ArchitectureExtras
+from megaswift.models.spec import LINEAR, ArchitectureExtras, LayerKind
 
 
 def _outer(features: ArchitectureExtras, modules: LayerModuleClasses) -> tuple[type, type]:
@@ -101,11 +101,12 @@ def _attention(
     return (RotaryPerLayerSelfAttention if wide or features.rope_local is not None else SelfAttention), parts
 
 
-def layer_spec(config: TransformerConfig, choice: LayerImplementationChoice, moe: bool) -> ModuleSpec:
-    """One layer, dense or MoE."""
+def layer_spec(config: TransformerConfig, choice: LayerImplementationChoice, kind: LayerKind) -> ModuleSpec:
+    """One layer."""
+    assert kind.mixer != LINEAR, "a gated delta net has no module yet"
     modules = layer_module_classes(choice.linear, config.moe_grouped_gemm, config.torch_experts)
     module, attention = _attention(config, choice, modules)
-    norms: dict[str, type] = {"pre_mlp_layernorm": modules.norm} if moe else {}
+    norms: dict[str, type] = {"pre_mlp_layernorm": modules.norm} if kind.moe else {}
     if config.multi_latent_attention:
         norms["input_layernorm"] = modules.norm  # stands alone, because several products read it
     return ModuleSpec(
@@ -115,7 +116,7 @@ def layer_spec(config: TransformerConfig, choice: LayerImplementationChoice, moe
                 module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
             self_attn_bda=get_bias_dropout_add,
-            mlp=_mlp(config, choice, modules, moe),
+            mlp=_mlp(config, choice, modules, kind.moe),
             mlp_bda=get_bias_dropout_add,
             **norms,
         ),
@@ -125,14 +126,12 @@ def layer_spec(config: TransformerConfig, choice: LayerImplementationChoice, moe
 def block_spec(
     config: TransformerConfig, choice: LayerImplementationChoice, vp_stage: int | None, pp_rank: int
 ) -> TransformerBlockSubmodules:
-    """The layers of one pipeline chunk, dense or MoE as `moe_layer_freq` says, and the final norm."""
+    """The layers of one pipeline chunk, each of its kind, and the final norm."""
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
-    freq = config.moe_layer_freq
     layers = []
-    for layer in range(offset, offset + count):
-        moe = config.num_moe_experts is not None and (layer % freq == 0 if isinstance(freq, int) else bool(freq[layer]))
-        spec = layer_spec(config, choice, moe)
+    for kind in config.layer_kinds[offset : offset + count]:
+        spec = layer_spec(config, choice, kind)
         layers.append(nf4_layer_spec(spec) if config.quantized else spec)
     norm = layer_module_classes(choice.linear, config.moe_grouped_gemm, config.torch_experts).norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
