@@ -161,6 +161,46 @@ class ModelSpec:
         return self.transformer.get("q_lora_rank") or 0
 
     @property
+    def linear_groups(self) -> int:
+        """Key heads of a gated delta net."""
+        return self.transformer["linear_num_key_heads"]
+
+    @property
+    def linear_heads(self) -> int:
+        """Value heads of a gated delta net."""
+        return self.transformer["linear_num_value_heads"]
+
+    @property
+    def linear_group_heads(self) -> int:
+        """Value heads of a key head."""
+        return self.linear_heads // self.linear_groups
+
+    @property
+    def linear_key_width(self) -> int:
+        """Width of a query and of a key of a gated delta net."""
+        return self.transformer["linear_key_head_dim"]
+
+    @property
+    def linear_value_width(self) -> int:
+        """Width of a value head of a gated delta net."""
+        return self.transformer["linear_value_head_dim"]
+
+    @property
+    def linear_group_values(self) -> int:
+        """Width of all values of a key head."""
+        return self.linear_group_heads * self.linear_value_width
+
+    @property
+    def linear_values(self) -> int:
+        """Width of all values of a token in a gated delta net."""
+        return self.linear_heads * self.linear_value_width
+
+    @property
+    def linear_taps(self) -> int:
+        """Tokens that its convolution reaches, the token itself among them."""
+        return self.transformer["linear_conv_kernel_dim"]
+
+    @property
     def whole_queries(self) -> bool:
         """Queries are not compressed."""
         return not self.q_rank

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 from megaswift.errors import LayoutError, Problem
 from megaswift.models.spec import ModelSpec
@@ -118,6 +118,25 @@ def shard_range(total: int, shard: TensorParallelShard, what: str) -> tuple[int,
     return shard.rank * n, (shard.rank + 1) * n
 
 
+def slices_of_shard(rows: Sequence[SliceMap], shard: TensorParallelShard, what: str) -> list[SliceMap]:
+    """What a rank's even part of `rows`, laid one after the other, is made of."""
+    ends = list(accumulate(piece.length for piece in rows))
+    first, end = shard_range(ends[-1], shard, what)
+    slices = []
+    for piece, stop in zip(rows, ends, strict=True):
+        offset = stop - piece.length
+        low = max(first - offset, 0)
+        high = min(end - offset, piece.length)
+        if low < high:
+            slices.append(replace(piece, start=piece.start + low, stop=piece.start + high))
+    return slices
+
+
+def scoped(rules: Sequence[WeightRule], scope: Scope) -> tuple[WeightRule, ...]:
+    """The same rules for the layers of a scope; not those of a `FusedHfTensorRule`, whose parts have it."""
+    return tuple(replace(cast(Any, rule), scope=scope) for rule in rules)
+
+
 def spec_sizes(spec: ModelSpec, names: Sequence[str]) -> tuple[int, ...]:
     """Sizes by the names of ModelSpec's properties."""
     return tuple(getattr(spec, name) for name in names)
@@ -201,19 +220,39 @@ class FusedQKVRule:
 
     def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
         """Three ranges for each of this rank's groups, or the part of a group that falls to it."""
-        d = spec.head_dim
         q = even_share(spec.heads, spec.kv_heads, "attention heads") * spec.head_dim
-        first, end = shard_range(spec.kv_heads * (q + 2 * d), shard, "rows of queries, keys and values")
-        offset = 0
-        slices = []
+        widths = ((0, q), (1, spec.head_dim), (2, spec.head_dim))
+        rows = [SliceMap(n, g * width, (g + 1) * width) for g in range(spec.kv_heads) for n, width in widths]
+        return slices_of_shard(rows, shard, "rows of queries, keys and values")
+
+
+@dataclass(frozen=True)
+class FusedGatedQKVRule:
+    """Projections of attention whose output is gated: Hugging Face's query projection has, for each head, [query;
+    gate], Megatron's layer for each KV group [its query heads; their gates; its key head; its value head]."""
+
+    megatron: str
+    hf: tuple[str, str, str]
+    scope: Scope = "layer"
+    when: str = ""
+    shard: ClassVar[Shard] = "column"
+    stacked: ClassVar[bool] = False
+    buffer: ClassVar[bool] = False
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[2 heads x d, h], [KV heads x d, h] twice."""
+        return [(n * spec.head_dim, spec.hidden_size) for n in (2 * spec.heads, spec.kv_heads, spec.kv_heads)]
+
+    def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
+        """A range for each head and each gate of this rank's groups, or of the part of a group that falls to it."""
+        d = spec.head_dim
+        heads = even_share(spec.heads, spec.kv_heads, "attention heads")
+        rows = []
         for group in range(spec.kv_heads):
-            for source, width in ((0, q), (1, d), (2, d)):
-                low = max(first - offset, 0)
-                high = min(end - offset, width)
-                if low < high:
-                    slices.append(SliceMap(source, group * width + low, group * width + high))
-                offset += width
-        return slices
+            of_group = range(2 * group * heads, 2 * (group + 1) * heads)
+            rows += [SliceMap(0, n * d, (n + 1) * d) for n in (*of_group[::2], *of_group[1::2])]
+            rows += [SliceMap(source, group * d, (group + 1) * d) for source in (1, 2)]
+        return slices_of_shard(rows, shard, "rows of queries, gates, keys and values")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ import pytest
 
 from megaswift.errors import LayoutError
 from megaswift.families import FAMILIES, ModelSpec, family_of
+from megaswift.models.weights.gated_delta import JOINED_INPUT, SPLIT_INPUT, gated_delta_net
 from megaswift.models.weights.rules import (
+    FusedGatedQKVRule,
     FusedQKVRule,
     GateUpRule,
     ReplicatedRule,
@@ -109,3 +111,50 @@ def test_a_family_is_registered_under_its_model_type(name: str) -> None:
     family = FAMILIES.get(name)
     assert family.name == name
     assert {n for row in family.rows for n in row.keys} >= {"hidden_size", "rope_theta", "architectures"}
+
+
+def hybrid() -> ModelSpec:
+    """4 query heads of width 2 on 2 KV heads; gated delta nets with 2 key heads of width 3, each with 2 value heads of
+    width 5."""
+    spec = small()
+    sizes = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 3,
+        "linear_value_head_dim": 5,
+        "linear_conv_kernel_dim": 4,
+    }
+    return replace(spec, transformer={**spec.transformer, **sizes})
+
+
+def test_gated_qkv_by_hand() -> None:
+    rule = FusedGatedQKVRule("m", ("q", "k", "v"))
+    assert rule.shapes(hybrid()) == [(16, 6), (4, 6), (4, 6)]
+    first = [(0, 0, 2), (0, 4, 6), (0, 2, 4), (0, 6, 8), (1, 0, 2), (2, 0, 2)]
+    second = [(0, 8, 10), (0, 12, 14), (0, 10, 12), (0, 14, 16), (1, 2, 4), (2, 2, 4)]
+    assert ranges(rule.pieces(hybrid(), TensorParallelShard())) == first + second
+    assert ranges(rule.pieces(hybrid(), TensorParallelShard(2, 1))) == second
+    more_ranks_than_groups = [ranges(rule.pieces(hybrid(), TensorParallelShard(4, rank))) for rank in range(4)]
+    assert more_ranks_than_groups == [first[:3], first[3:], second[:3], second[3:]]
+
+
+def test_rows_of_key_heads_by_hand() -> None:
+    """Queries, keys, values of both heads in one tensor, gates in the next: head by head, whichever way they lie."""
+    assert SPLIT_INPUT.shapes(hybrid()) == [(32, 6), (20, 6), (4, 6), (4, 6)]
+    first = [(0, 0, 3), (0, 6, 9), (0, 12, 22), (1, 0, 10), (2, 0, 2), (3, 0, 2)]
+    second = [(0, 3, 6), (0, 9, 12), (0, 22, 32), (1, 10, 20), (2, 2, 4), (3, 2, 4)]
+    assert ranges(SPLIT_INPUT.pieces(hybrid(), TensorParallelShard())) == first + second
+    assert ranges(SPLIT_INPUT.pieces(hybrid(), TensorParallelShard(2, 1))) == second
+    assert JOINED_INPUT.shapes(hybrid()) == [(52, 6), (8, 6)]
+    assert ranges(JOINED_INPUT.pieces(hybrid(), TensorParallelShard())) == [
+        (0, 0, 26),
+        (1, 0, 4),
+        (0, 26, 52),
+        (1, 4, 8),
+    ]
+    assert ranges(JOINED_INPUT.pieces(hybrid(), TensorParallelShard(2, 1))) == [(0, 26, 52), (1, 4, 8)]
+    [convolution] = [rule for rule in gated_delta_net(SPLIT_INPUT) if rule.megatron.endswith("conv1d.weight")]
+    assert convolution.shapes(hybrid()) == [(32, 1, 4)]
+    assert ranges(convolution.pieces(hybrid(), TensorParallelShard(2, 1))) == second[:3]
+    with pytest.raises(LayoutError, match="key heads of gated delta nets"):
+        SPLIT_INPUT.pieces(hybrid(), TensorParallelShard(4, 0))
