@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.families.published_deepseek import DESCENDANTS
 from tests.families.published_dense import DENSE
+from tests.families.published_hybrid import HYBRID
 from tests.families.published_moe import MIXTURES
 
 LLAMA_3_1_8B: dict[str, Any] = {
@@ -223,4 +224,5 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     **DENSE,
     **MIXTURES,
     **DESCENDANTS,
+    **HYBRID,
 }

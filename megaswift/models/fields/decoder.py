@@ -280,9 +280,16 @@ def _sparse_step(reading: ConfigReading, layers: int) -> list[int] | None:
     return None if step is None else [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
 
 
-def _norm_topk(reading: ConfigReading) -> None:
-    """Softmax over all, top k, renormalized = softmax over the top k. Not renormalized: softmax first."""
-    reading.values["moe_router_pre_softmax"] = not reading.get("norm_topk_prob", bool, False)
+def norm_topk_row(default: bool) -> FieldGroupRow:
+    """Softmax over all, top k, renormalized = softmax over the top k. Not renormalized: softmax first.
+
+    `default`: transformers' for the family.
+    """
+
+    def read(reading: ConfigReading) -> None:
+        reading.values["moe_router_pre_softmax"] = not reading.get("norm_topk_prob", bool, default)
+
+    return FieldGroupRow(("norm_topk_prob",), read)
 
 
 def _padding_token(reading: ConfigReading) -> None:
@@ -307,8 +314,9 @@ BIASES = FieldGroupRow(("attention_bias", "mlp_bias"), _biases)
 NO_ATTENTION_BIAS = RequiredValue(
     "attention_bias", (False,), "Megatron has a single switch for the biases of the attention output and the MLP"
 )
-NORM_TOPK = FieldGroupRow(("norm_topk_prob",), _norm_topk)
-SPARSE_STEP = (NORM_TOPK, moe_layers_row(_sparse_step, ("decoder_sparse_step", "mlp_only_layers")))
+NORM_TOPK = norm_topk_row(False)
+SPARSE_LAYERS = moe_layers_row(_sparse_step, ("decoder_sparse_step", "mlp_only_layers"))
+SPARSE_STEP = (NORM_TOPK, SPARSE_LAYERS)
 EXPERTS_EVERYWHERE = moe_layers_row(lambda _, layers: [1] * layers)
 ROUTER: tuple[ConfigRow, ...] = (
     MappedField("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.001),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megaswift.models.spec import ModelSpec
-from megaswift.models.weights.blocks import INPUT_NORM, PROJECTIONS, QK_NORM, A, H, M
+from megaswift.models.weights.blocks import INPUT_NORM, PROJECTIONS, QK_NORM, A, H, M, shared_experts
 from megaswift.models.weights.rules import (
     ColumnParallelRule,
     FusedGatedQKVRule,
@@ -97,6 +97,14 @@ def gated_delta_net(inputs: KeyHeadRowsRule) -> tuple[WeightRule, ...]:
         ReplicatedRule(S + "out_norm.weight", (L + "norm.weight",), ("linear_value_width",), "linear"),
         RowParallelRule(S + "out_proj.weight", (L + "out_proj.weight",), ("hidden_size", "linear_values"), "linear"),
     )
+
+
+def gated_shared_expert() -> tuple[WeightRule, ...]:
+    """The expert that every token goes through, and its gate."""
+    gate = ReplicatedRule(
+        M + "mlp.shared_experts.gate_weight", (H + "mlp.shared_expert_gate.weight",), ("one", "hidden_size"), "moe"
+    )
+    return (*shared_experts("shared_expert"), gate)
 
 
 GATED_ATTENTION: tuple[WeightRule, ...] = (
