@@ -228,6 +228,29 @@ VARIANTS |= {
     "seed_oss": ("seed_oss", {**BASE, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smollm3": ("smollm3", {**DENSE, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 7}),
 }
+HYBRID: dict[str, Any] = {
+    **BASE,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    **_rope("default", partial_rotary_factor=0.5),
+}
+HYBRID_MOE: dict[str, Any] = {
+    **{k: v for k, v in HYBRID.items() if k != "intermediate_size"},
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+    "router_aux_loss_coef": 0.02,
+}
+VARIANTS |= {
+    "qwen3_next": ("qwen3_next", {**HYBRID_MOE, "intermediate_size": 96, "mlp_only_layers": [1]}),
+    "qwen3_5": ("qwen3_5_text", HYBRID),
+    "qwen3_5_moe": ("qwen3_5_moe_text", HYBRID_MOE),
+}
 VARIANTS |= {  # rows of whole blocks of 64, on two ranks too
     "dense-nf4": ("qwen3", {**BASE, "intermediate_size": 128}),
     "moe-nf4": ("qwen3_moe", {**MOE, "moe_intermediate_size": 128}),
@@ -292,10 +315,13 @@ def config(variant: str) -> Any:
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """Weights that make every parameter matter; the same for the same seed, in the order of names."""
     generator = torch.Generator().manual_seed(seed)
-    gain = 0.0 if model.config.model_type.startswith("gemma") else 1.0  # Gemma's norms multiply by 1 + weight
+    centered = model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))  # norms multiply by 1 + weight
     for name, p in sorted([*model.named_parameters(), *saved_buffers(model)]):
         noise = torch.randn(p.shape, generator=generator)
-        if p.dim() == 1:
+        if name.endswith(("A_log", "dt_bias")):  # from states that last to states that are forgotten at once
+            p.data = 1.5 * noise
+        elif p.dim() == 1:
+            gain = 0.0 if centered and not name.endswith("linear_attn.norm.weight") else 1.0
             p.data = 0.1 * noise + (gain if "norm" in name else 0.0)
         elif name.endswith(("mlp.gate.weight", "embed_tokens.weight", "lm_head.weight")):
             p.data = noise * 0.15
