@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megaswift.device_copy import copy_to_device_async
+from megaswift.engine.gated_delta import TokenDocuments
 from megaswift.losses.contract import Batch
 
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -64,6 +65,7 @@ class RowDocuments:
         self.joined: list[tuple[int, ...]] = [(end - start,) for start, end in pairwise(self.bounds)]
         """Lengths of the documents that each of these is made of (`join_short`)."""
         self._masks: dict[tuple[Any, ...], Tensor] = {}
+        self._tokens: TokenDocuments | None = None
 
     @classmethod
     def of_batch(cls, batch: Batch, cp: int = 1, rank: int = 0) -> RowDocuments:
@@ -100,6 +102,13 @@ class RowDocuments:
                 made.joined.append(lengths)
             places[number] = len(made.joined) - 1
         return made
+
+    def of_tokens(self, device: torch.device) -> TokenDocuments | None:
+        """Return the document of each token, made once for all layers; None where rows are not packed."""
+        if len(self.bounds) > 2 and self._tokens is None:
+            assert not self.has_prefixes, "a prefix's state is not shared"
+            self._tokens = TokenDocuments.of_bounds(self.bounds, device)
+        return self._tokens
 
     @property
     def has_prefixes(self) -> bool:

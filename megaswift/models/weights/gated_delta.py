@@ -91,10 +91,10 @@ def gated_delta_net(inputs: KeyHeadRowsRule) -> tuple[WeightRule, ...]:
             S + "in_proj.layer_norm_weight", (H + "input_layernorm.weight",), ("hidden_size",), scope="linear"
         ),
         inputs,
-        KeyHeadRowsRule(S + "conv1d.weight", (L + "conv1d.weight",), (QUERY_KEY_VALUES,), tail=("one", "linear_taps")),
+        KeyHeadRowsRule(S + "conv1d_weight", (L + "conv1d.weight",), (QUERY_KEY_VALUES,), tail=("one", "linear_taps")),
         ColumnParallelRule(S + "A_log", (L + "A_log",), ("linear_heads",), "linear"),
         ColumnParallelRule(S + "dt_bias", (L + "dt_bias",), ("linear_heads",), "linear"),
-        ReplicatedRule(S + "out_norm.weight", (L + "norm.weight",), ("linear_value_width",), "linear"),
+        ReplicatedRule(S + "out_norm_weight", (L + "norm.weight",), ("linear_value_width",), "linear"),
         RowParallelRule(S + "out_proj.weight", (L + "out_proj.weight",), ("hidden_size", "linear_values"), "linear"),
     )
 

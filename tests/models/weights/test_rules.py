@@ -153,7 +153,7 @@ def test_rows_of_key_heads_by_hand() -> None:
         (1, 4, 8),
     ]
     assert ranges(JOINED_INPUT.pieces(hybrid(), TensorParallelShard(2, 1))) == [(0, 26, 52), (1, 4, 8)]
-    [convolution] = [rule for rule in gated_delta_net(SPLIT_INPUT) if rule.megatron.endswith("conv1d.weight")]
+    [convolution] = [rule for rule in gated_delta_net(SPLIT_INPUT) if rule.megatron.endswith("conv1d_weight")]
     assert convolution.shapes(hybrid()) == [(32, 1, 4)]
     assert ranges(convolution.pieces(hybrid(), TensorParallelShard(2, 1))) == second[:3]
     with pytest.raises(LayoutError, match="key heads of gated delta nets"):

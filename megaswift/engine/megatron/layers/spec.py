@@ -33,6 +33,11 @@ from megaswift.engine.megatron.layers.classes import (
     gated_activation_class,
     layer_module_classes,
 )
+from megaswift.engine.megatron.layers.delta_net import (
+    GatedDeltaNet,
+    GatedDeltaNetSubmodules,
+    OutputGatedSelfAttention,
+)
 from megaswift.engine.megatron.layers.implementation import LayerImplementationChoice
 from megaswift.engine.megatron.layers.nf4_linear import nf4_layer_spec
 from megaswift.engine.megatron.layers.norm import AllHeadsKeyNorm, AllHeadsQueryNorm, AllHeadsRMSNorm
@@ -98,23 +103,32 @@ def _attention(
     parts = SelfAttentionSubmodules(
         linear_qkv=into, core_attention=core, linear_proj=out, q_layernorm=norms[0], k_layernorm=norms[1]
     )
+    if config.attention_output_gate:
+        assert not wide and features.rope_local is None, "no such attention"
+        return OutputGatedSelfAttention, parts
     return (RotaryPerLayerSelfAttention if wide or features.rope_local is not None else SelfAttention), parts
+
+
+def _mixer(
+    config: TransformerConfig, choice: LayerImplementationChoice, modules: LayerModuleClasses, kind: LayerKind
+) -> ModuleSpec:
+    if kind.mixer == LINEAR:
+        products = GatedDeltaNetSubmodules(in_proj=modules.norm_column, out_proj=modules.row)
+        return ModuleSpec(module=GatedDeltaNet, submodules=products)
+    module, attention = _attention(config, choice, modules)
+    return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention)
 
 
 def layer_spec(config: TransformerConfig, choice: LayerImplementationChoice, kind: LayerKind) -> ModuleSpec:
     """One layer."""
-    assert kind.mixer != LINEAR, "a gated delta net has no module yet"
     modules = layer_module_classes(choice.linear, config.moe_grouped_gemm, config.torch_experts)
-    module, attention = _attention(config, choice, modules)
     norms: dict[str, type] = {"pre_mlp_layernorm": modules.norm} if kind.moe else {}
     if config.multi_latent_attention:
         norms["input_layernorm"] = modules.norm  # stands alone, because several products read it
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=ModuleSpec(
-                module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-            ),
+            self_attention=_mixer(config, choice, modules, kind),
             self_attn_bda=get_bias_dropout_add,
             mlp=_mlp(config, choice, modules, kind.moe),
             mlp_bda=get_bias_dropout_add,
