@@ -82,3 +82,41 @@ class _GatherKV(torch.autograd.Function):
 def gather_key_value_sequence(local: Tensor, order: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[s / cp, ...] on each rank to [s, ...] on all, for keys and values."""
     return _GatherKV.apply(local, order, index, group)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Block i of rank j becomes block j of rank i; backward does the same again."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(blocks)
+        dist.all_to_all_single(received, blocks, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        received = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, grad.contiguous(), group=ctx.group)
+        return received, None
+
+
+def exchange_slices_for_heads(local: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All heads of this rank's slice to all of the row for this rank's share of heads (DeepSpeed-Ulysses,
+    arXiv:2309.14509). Collective.
+
+    Args:
+        local: [s / cp, b, heads, d].
+        order: int64 [s], of `gather_order`.
+
+    Returns:
+        [s, b, heads / cp, d], in sequence order.
+    """
+    blocks = local.unflatten(2, (group.size(), -1)).movedim(2, 0).contiguous()
+    return _AllToAll.apply(blocks, group).flatten(0, 1).index_select(0, order)
+
+
+def exchange_heads_for_slices(whole: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The inverse: [s, b, heads / cp, d] to [s / cp, b, heads, d]. Collective."""
+    blocks = whole.index_select(0, torch.argsort(order)).unflatten(0, (group.size(), -1))
+    return _AllToAll.apply(blocks, group).movedim(0, 2).flatten(2, 3)

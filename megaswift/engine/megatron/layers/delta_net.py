@@ -19,6 +19,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor, nn
 
 from megaswift.engine.gated_delta import GatedDeltaWeights, gated_delta_net
+from megaswift.engine.megatron.context_parallel import exchange_heads_for_slices, exchange_slices_for_heads
 from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams
 
 
@@ -39,7 +40,7 @@ class GatedDeltaNet(MegatronModule):
         self, config: Any, submodules: GatedDeltaNetSubmodules, layer_number: int, *, pg_collection: Any, **_: Any
     ) -> None:
         super().__init__(config=config)
-        assert pg_collection.cp.size() == 1, "context parallelism exchanges key heads, which is still to be written"
+        self.cp_group = pg_collection.cp
         self.tp_group = pg_collection.tp
         ranks = self.tp_group.size()
         groups = config.linear_num_key_heads
@@ -47,6 +48,7 @@ class GatedDeltaNet(MegatronModule):
         key_width = config.linear_key_head_dim
         value_width = config.linear_value_head_dim
         self.groups = groups // ranks
+        assert self.groups % self.cp_group.size() == 0, "context-parallel ranks share the key heads"
         convolved = 2 * groups * key_width + heads * value_width
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = build_module(
@@ -84,20 +86,30 @@ class GatedDeltaNet(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Every rank has whole rows of its key heads between the two products."""
         projected, _bias = self.in_proj(hidden_states)
-        documents = None
-        if packed_seq_params is not None:
-            documents = packed_seq_params.documents.of_tokens(projected.device)
+        projected = projected.unflatten(-1, (self.groups, -1))
+        rows = packed_seq_params
+        documents = None if rows is None else rows.documents.of_tokens(projected.device)
+        order = None if rows is None else rows.order
+        if order is not None:
+            projected = exchange_slices_for_heads(projected, order, self.cp_group)
+        share = self.cp_group.rank()
+        convolution, log_decay, step_bias = (
+            weight.chunk(self.cp_group.size())[share] for weight in (self.conv1d_weight, self.A_log, self.dt_bias)
+        )
         weights = GatedDeltaWeights(
-            self.conv1d_weight[:, 0],
-            self.A_log,
-            self.dt_bias,
+            convolution[:, 0],
+            log_decay,
+            step_bias,
             # each rank has a part of its gradient, because all heads share it
             copy_to_tensor_model_parallel_region(self.out_norm_weight, group=self.tp_group),
             self.config.layernorm_epsilon,
             self.config.linear_key_head_dim,
         )
-        out = gated_delta_net(projected.transpose(0, 1).unflatten(-1, (self.groups, -1)), weights, documents)
-        output: tuple[Tensor, Tensor | None] = self.out_proj(out.transpose(0, 1).contiguous())
+        out = gated_delta_net(projected.transpose(0, 1), weights, documents).transpose(0, 1)
+        if order is not None:
+            heads = out.unflatten(-1, (projected.shape[2], -1))
+            out = exchange_heads_for_slices(heads, order, self.cp_group).flatten(2)
+        output: tuple[Tensor, Tensor | None] = self.out_proj(out.contiguous())
         return output
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
