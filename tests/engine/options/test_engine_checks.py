@@ -180,9 +180,9 @@ def test_a_model_of_torch_engines_without_an_engine(tmp_path: Path, capsys: pyte
     (folder / "config.json").write_text(json.dumps(quantized))
     assert resolve_engine(plain, 2).engine.engine == "ddp"
     assert "engine ddp: the native engine does not read gptq weights; " in capsys.readouterr().err
-    (folder / "config.json").write_text(json.dumps(described | {"model_type": "qwen3_next"}))
+    (folder / "config.json").write_text(json.dumps(described | {"model_type": "cohere2"}))
     assert resolve_engine(plain, 2).engine.engine == "ddp"
-    assert "the native engine does not support model_type qwen3_next; " in capsys.readouterr().err
+    assert "the native engine does not support model_type cohere2; " in capsys.readouterr().err
     assert resolve_engine(SwiftConfig(model=str(folder), engine="megatron"), 2).engine.engine == "megatron"
     assert resolve_engine(SwiftConfig(model=str(tmp_path / "none")), 2).engine.engine == "megatron", "preflight says it"
 
