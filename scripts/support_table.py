@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from megaswift.engine.megatron.layers.implementation import te_unsupported_attention_features  # noqa: E402
 from megaswift.families import FAMILIES, Family, family_of  # noqa: E402
 from megaswift.models.fields.rows import RequiredValue  # noqa: E402
+from megaswift.models.options.linear import BLOCKS, BlockAxis  # noqa: E402
 from megaswift.models.spec import ModelSpec  # noqa: E402
 from tests.families.published import PUBLISHED  # noqa: E402
 from tests.parity import models, test_families  # noqa: E402
@@ -106,6 +107,27 @@ def refusals() -> list[str]:
     return lines
 
 
+def axes() -> list[str]:
+    """Block x axis: what passes on the native engine."""
+    lines = [
+        "",
+        "On the native engine, axis by axis (a refusal ends the command before a model is built, with exit code 2):",
+        "",
+        f"| axis | {' | '.join(BLOCKS)} |",
+        "|---" * (len(BLOCKS) + 1) + "|",
+    ]
+    for rows in zip(*BLOCKS.values(), strict=True):
+        assert len({row.axis for row in rows}) == 1, "blocks have the same axes in the same order"
+        lines.append(f"| {rows[0].axis} | {' | '.join(map(_answer, rows))} |")
+    return lines
+
+
+def _answer(row: BlockAxis) -> str:
+    if row.refused:
+        return f"refused (`--{row.option}`): {row.refused}"
+    return f"passes, {row.condition}" if row.condition else "passes"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Writes or checks; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         head, *rows = table(full)
         for title, chinese in CHINESE.items() if ".zh-CN" in target else ():
             head = head.replace(title, chinese)
-        body = "\n".join([BEGIN, "", head, *rows, *(refusals() if full else []), "", END])
+        body = "\n".join([BEGIN, "", head, *rows, *([*refusals(), *axes()] if full else []), "", END])
         fresh = text[: text.index(BEGIN)] + body + text[text.index(END) + len(END) :]
         if fresh != text:
             stale.append(target)

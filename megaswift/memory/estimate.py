@@ -100,6 +100,7 @@ def uncovered_features(m: ModelConfig, spec: ModelSpec, adapters: str | None, tp
     extras = spec.features
     transformer = spec.transformer
     model: dict[str, object] = {
+        "gated delta nets": any(extras.linear_layers),
         "latent attention": transformer.get("multi_latent_attention"),
         "norms after attention and MLP": extras.post_norm,
         "norms over all heads together": extras.qk_norm_width == "all",

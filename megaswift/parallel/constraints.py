@@ -120,6 +120,7 @@ def _heads_fit(shape: ModelShape, tp: int) -> bool:
 
 def _tp_values(shape: ModelShape, request: LayoutRequest) -> list[int]:
     widths = ([shape.ffn] if shape.dense_layers else []) + ([shape.shared_ffn] if shape.shared_ffn else [])
+    widths += [shape.linear_groups]
     fits = [t for t in divisors(shape.heads) if _heads_fit(shape, t) and not any(width % t for width in widths)]
     return [t for t in fits if request.world_size % t == 0]
 
@@ -145,6 +146,23 @@ def _widths(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
                 f"{name} of {width} is not divisible by {size}",
                 _flags(FLAGS[axis], fits, size),
             )
+
+
+def _key_heads(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
+    """Tensor- and context-parallel ranks have whole key heads of a gated delta net, each with its value heads."""
+    ranks = request.tp * request.cp
+    groups = shape.linear_groups
+    if groups % ranks == 0:
+        return
+    if groups % request.tp:
+        rule = f"{groups} key heads of gated delta nets are not divisible by {request.tp} tensor-parallel ranks"
+        yield Problem(f"--tp {request.tp}", rule, _flags("--tp", _tp_values(shape, request), request.tp))
+        return
+    rule = (
+        f"{groups} key heads of gated delta nets are not divisible by --tp {request.tp} x --cp {request.cp} = {ranks}"
+    )
+    fits = [n for n in divisors(groups // request.tp) if request.world_size % (request.tp * n) == 0]
+    yield Problem(f"--cp {request.cp}", rule, _flags("--cp", fits, request.cp))
 
 
 def _layers(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
@@ -252,7 +270,17 @@ def _batch(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
         yield Problem(f"--vpp {request.vpp}", rule, f"{fix}, or leave out --vpp")
 
 
-RULES: tuple[_LayoutRule, ...] = (_heads, _widths, _layers, _context, _sequence_parallel, _experts, _data, _batch)
+RULES: tuple[_LayoutRule, ...] = (
+    _heads,
+    _widths,
+    _key_heads,
+    _layers,
+    _context,
+    _sequence_parallel,
+    _experts,
+    _data,
+    _batch,
+)
 
 
 def _flags(flag: str, values: list[int], requested: int) -> str:

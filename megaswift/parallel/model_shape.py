@@ -44,6 +44,8 @@ class ModelShape:
     """Inner width of a MoE layer's shared expert; 0 without one."""
     moe_layers: tuple[bool, ...] = ()
     """For each layer whether it is a MoE layer; empty for a dense model."""
+    linear_groups: int = 0
+    """Key heads of a gated delta net; 0 for a model without one."""
     whole_kv: bool = False
     """A rank needs whole KV heads of its own: keys are normalized over all heads together."""
 
@@ -63,6 +65,7 @@ class ModelShape:
             expert_bias=bool(experts and t.get("add_bias_linear")),
             shared_ffn=(t.get("moe_shared_expert_intermediate_size") or 0) if experts else 0,
             moe_layers=tuple(spec.moe_layers) if experts else (),
+            linear_groups=t["linear_num_key_heads"] if any(spec.features.linear_layers) else 0,
             whole_kv=spec.features.qk_norm_width == "all",
         )
 

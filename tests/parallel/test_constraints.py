@@ -293,7 +293,7 @@ def test_shape_of_a_spec():
         num_moe_experts=8,
         moe_ffn_hidden_size=24,
     )
-    narrow, wide = (SimpleNamespace(qk_norm_width=width) for width in ("head", "all"))
+    narrow, wide = (SimpleNamespace(qk_norm_width=width, linear_layers=()) for width in ("head", "all"))
     spec = SimpleNamespace(transformer=transformer, moe_layers=MOE.moe_layers, features=narrow)
     assert ModelShape.of(spec) == MOE and (MOE.dense_layers, DENSE.dense_layers) == (1, 12)
     dense = SimpleNamespace(

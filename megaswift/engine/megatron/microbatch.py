@@ -83,12 +83,17 @@ class PrefixedAttention:
 
 @dataclass
 class TEPackedSeqParams(PackedSeqParams):
-    """Megatron-Core's, and what it leaves for Transformer Engine to find out on the device."""
+    """Megatron-Core's, what it leaves for Transformer Engine to find out on the device, and what layers without
+    attention read. With `qkv_format` "sbhd", rows are not packed, and attention takes no notice of it."""
 
     pad_between_seqs: bool = False
     prefixed: PrefixedAttention | None = None
     """Where documents have shared prefixes. The other bounds are then those of the whole row, whose rotary angles come
     token by token."""
+    documents: RowDocuments | None = None
+    """Of the whole row, as `RowPackedSeqParams` has them."""
+    order: Tensor | None = None
+    """That of `MicrobatchInputs`."""
 
 
 @dataclass(frozen=True)
@@ -151,13 +156,16 @@ def prepare_batch_ahead(batch: Batch, cp: int, rank: int, device: torch.device) 
     return replace(pinned, ahead=replace(computed, **copied, prefixed=prefixed))
 
 
-def _thd(host: MicrobatchHostIndices, cp: int, cu_seqlens: Tensor | None) -> PackedSeqParams | None:
-    """Packed rows as Transformer Engine takes them; None when not packed. `cu_seqlens`: on the device.
+def _thd(
+    host: MicrobatchHostIndices, cp: int, cu_seqlens: Tensor | None, documents: RowDocuments, order: Tensor | None
+) -> PackedSeqParams | None:
+    """Rows as Transformer Engine takes them; None for whole rows that are not packed. `cu_seqlens`, `order`: on the
+    device.
 
     Context parallelism needs the padded bounds too; they are the others: padding belongs to documents.
     """
     if cu_seqlens is None:
-        return None
+        return None if order is None else TEPackedSeqParams(qkv_format="sbhd", documents=documents, order=order)
     assert host.prefixed is None or cp == 1, "run.checks.prefix_sharing says so"
     bounds = cu_seqlens.int()
     longest = host.longest
@@ -176,6 +184,8 @@ def _thd(host: MicrobatchHostIndices, cp: int, cu_seqlens: Tensor | None) -> Pac
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         prefixed=prefixed,
+        documents=documents,
+        order=order,
     )
 
 
@@ -188,10 +198,11 @@ def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, at
     index, order = (None if t is None else copy_to_device_async(t, device) for t in (host.index, host.order))
     whole = batch.to(device)
     rows: PackedSeqParams | None
+    documents = RowDocuments.of_batch(batch, cp, rank)
     if attention == "torch":
-        rows = RowPackedSeqParams(RowDocuments.of_batch(batch, cp, rank), index, order)
+        rows = RowPackedSeqParams(documents, index, order)
     else:
-        rows = _thd(host, cp, whole.cu_seqlens)
+        rows = _thd(host, cp, whole.cu_seqlens, documents, order)
 
     def cut(x: Tensor) -> Tensor:
         return x if index is None else x.index_select(1, index)

@@ -15,6 +15,7 @@ from megaswift.engine.options.engine_checks import NATIVE, requested_engine
 from megaswift.engine.options.extra_kwargs import extra_kwargs_values
 from megaswift.errors import Problem
 from megaswift.models.any_model import dropout_fields, spec_from_family
+from megaswift.models.options.linear import PREFIX_SHARING
 from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import ModelSpec
 from megaswift.models.vision import has_vision_tower
@@ -80,6 +81,7 @@ def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) ->
             f"is supported on the engine {engine} with --attn_impl sdpa and without --torch_compile",
         ),
         (has_vision_tower(spec.hf_config), "is not supported with vision-language models"),
+        (any(spec.features.linear_layers), PREFIX_SHARING.refused),
         (cfg.data.packing is False, "needs packed rows (--packing true)"),
         (
             _drops_out(cfg, spec),

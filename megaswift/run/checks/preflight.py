@@ -41,6 +41,7 @@ from megaswift.models.family import read_config_json
 from megaswift.models.megatron_options import megatron_architecture_problems
 from megaswift.models.model_type import model_type_option_mismatch_problems
 from megaswift.models.options.capacity import expert_capacity_problems
+from megaswift.models.options.linear import linear_layer_problems
 from megaswift.models.options.model import ModelConfig
 from megaswift.models.targets import (
     Projection,
@@ -205,6 +206,8 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     if not capabilities_of(cfg).model_parallel:
         return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
     idle: list[Problem] = []
+    if any(spec.features.linear_layers):
+        idle += linear_layer_problems(cfg)
     if not spec.experts:
         idle += expert_option_problems(cfg)
     elif all(spec.moe_layers):

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from megaswift.engine.gated_delta import GatedDeltaWeights, gated_delta_net
 from megaswift.engine.megatron.context_parallel import exchange_heads_for_slices, exchange_slices_for_heads
-from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams
 
 
 @dataclass
@@ -81,10 +80,14 @@ class GatedDeltaNet(MegatronModule):
         self,
         hidden_states: Tensor,
         *_: Any,
-        packed_seq_params: RowPackedSeqParams | None = None,
+        packed_seq_params: Any = None,
         **__: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Every rank has whole rows of its key heads between the two products."""
+        """Every rank has whole rows of its key heads between the two products.
+
+        Args:
+            packed_seq_params: `RowPackedSeqParams` or `TEPackedSeqParams`; None: whole rows of a document each.
+        """
         projected, _bias = self.in_proj(hidden_states)
         projected = projected.unflatten(-1, (self.groups, -1))
         rows = packed_seq_params
