@@ -73,6 +73,22 @@ def test_inputs_are_the_same(cp: int, packed: bool, attention: str, monkeypatch:
         assert same, name
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_without_attention_find_the_same_on_the_rows_of_both_kinds(packed: bool) -> None:
+    """The documents of the whole row, and how ranks' slices become it."""
+    from megaswift.engine.megatron.microbatch import microbatch_inputs
+
+    for cp in (1, 2):
+        torchs, te = (microbatch_inputs(batch(packed), cp, 0, CPU, a).rows for a in ("torch", "transformer_engine"))
+        if cp == 1 and not packed:
+            assert te is None
+            continue
+        assert te.qkv_format == ("thd" if packed else "sbhd")
+        assert te.documents.bounds == torchs.documents.bounds == ([0, 12, 32] if packed else [0, 16])
+        assert (te.order is None) == (torchs.order is None) == (cp == 1)
+        assert cp == 1 or torch.equal(te.order, torchs.order)
+
+
 def test_indices_of_other_tensors_are_not_used() -> None:
     """A task may exchange weights after the loader, and a batch may be split."""
     from megaswift.engine.megatron.microbatch import microbatch_inputs, prepare_batch_ahead
