@@ -171,11 +171,18 @@ def gated_delta_rule(
     begun = torch.cat([numbers[:1, :1] - 1, numbers[:-1, -1:]]) != numbers
     ended = numbers[:, -1:] != numbers
 
-    # decays between tokens, from the state before and to the state after: [b, g, r, n, c, (c)]
-    total = decay.cumsum(dim=-1)
-    between = _exp_unless(apart, total[..., :, None] - total[..., None, :])
-    until = _exp_unless(begun, total)
-    since = _exp_unless(ended, total[..., -1:] - total)
+    # decays between tokens, from the state before and to the state after: [b, g, r, n, c, (c)]; in float64, because the
+    # sums run over all documents of a chunk, and in float32 their differences (and, backward, sums of gradients that
+    # cancel) would carry the others' rounding errors
+    total = decay.double().cumsum(dim=-1)
+    between, until, since = (
+        _exp_unless(hidden, difference.to(value.dtype))
+        for hidden, difference in (
+            (apart, total[..., :, None] - total[..., None, :]),
+            (begun, total),
+            (ended, total[..., -1:] - total),
+        )
+    )
 
     # inside chunks, all at once: corrections without the state before, and how they depend on it
     system = (key @ key.mT) * (between * write[..., None])
