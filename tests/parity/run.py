@@ -3,8 +3,8 @@ Face.
 
 Words: tp2 pp2 vpp2 cp2 dp2 ep2 etp2 first1 last1, sp, do (distributed optimizer), packed, tied, allgather,
 recompute=full|selective, te, overlap, comm=p2p|a2a|all_gather|a2a+p2p, attn=fused|unfused (with --te RELEASE), and a
-model variant of tests/parity/models.py (or --model for all). `--all dense|moe` and `--cover dense|moe` take the listed
-layouts.
+model variant of tests/parity/models.py (or --model for all). `--all` and `--cover` take the listed layouts of dense,
+moe, qwen3_5 or qwen3_5_moe.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("cases", nargs="*", help="cases, one in quotes each")
     parser.add_argument("--model", default="dense", help="variant of the cases that name none")
-    parser.add_argument("--cover", default="", help="the default run's cases of dense or moe")
-    parser.add_argument("--all", default="", help="every layout of dense or moe")
+    parser.add_argument("--cover", default="", help="the default run's cases of a model")
+    parser.add_argument("--all", default="", help="every layout of a model")
     parser.add_argument("--te", default="", help="release of Transformer Engine; its layouts for --cover and --all")
     parser.add_argument("--part", default="1/1", help="k/n: only every n-th case, from the k-th")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a case")

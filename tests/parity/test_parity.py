@@ -27,8 +27,8 @@ from tests.parity.oracle import Recipe
 from tests.parity.pool import Pool
 from tests.parity.references import References
 
-DEFAULT = [*cover.default("dense"), *cover.default("moe")]
-REST = [c for model in ("dense", "moe") for c in cover.every(model) if c not in DEFAULT]
+DEFAULT = [c for model in cover.SWITCHES for c in cover.default(model)]
+REST = [c for model in cover.SWITCHES for c in cover.every(model) if c not in DEFAULT]
 
 
 @pytest.mark.process
