@@ -52,6 +52,9 @@ class Reference:
     aux_steps: list[float] = field(default_factory=list)
     z_steps: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+    """Of the oracle in float64: how far its own float32 is off in each gradient, over the tensor's largest value; empty
+    where the fixed limit holds."""
 
 
 def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, tuple[int, int]]]:
