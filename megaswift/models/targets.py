@@ -19,6 +19,8 @@ from megaswift.models.weights.rules import TensorParallelShard, WeightRule
 
 ALL = "all-linear"
 WEIGHT = ".weight"
+GATED_DELTA_PROJECTIONS = ("in_proj", "out_proj")
+"""Linear layers of gated delta nets; those of other blocks are called linear_*."""
 _PATTERN = re.compile(r"[\\^$*+?|()\[\]{}]")
 """Characters that make a name a regular expression: module names have none of them."""
 
@@ -73,9 +75,9 @@ def _name(pattern: str, layer: int | None, expert: int | None) -> str:
 
 
 def is_linear_layer_rule(rule: WeightRule) -> bool:
-    """Whether the rule is about a linear layer: no norm, router, bias or embedding."""
+    """Whether the rule is about a linear layer: no norm, router, bias, convolution or embedding."""
     leaf = rule.megatron.removesuffix(WEIGHT).rsplit(".", 1)[-1]
-    return rule.megatron.endswith(WEIGHT) and leaf.startswith("linear_")
+    return rule.megatron.endswith(WEIGHT) and (leaf.startswith("linear_") or leaf in GATED_DELTA_PROJECTIONS)
 
 
 def projections(family: Family, spec: ModelSpec) -> Iterator[Projection]:

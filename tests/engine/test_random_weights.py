@@ -16,10 +16,10 @@ from megaswift.families import family_of
 from tests.parity.models import by_disk_name, config
 
 
-@pytest.mark.parametrize("variant", ["qwen2_moe", "gpt_oss", "olmoe", "minimax_m2"])
+@pytest.mark.parametrize("variant", ["qwen2_moe", "gpt_oss", "olmoe", "minimax_m2", "qwen3_next", "qwen3_5_moe"])
 def test_as_transformers_draws_them(variant: str) -> None:
     """Zeros, ones, or normal with the same deviation within 10% (of large tensors); sinks and router biases among
-    them."""
+    them. The logarithms of decays have their range."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -34,6 +34,8 @@ def test_as_transformers_draws_them(variant: str) -> None:
         assert got.shape == want.shape, name
         if float(want.std()) == 0.0:
             assert torch.equal(got, want), name
+        elif name.endswith("A_log"):
+            assert float(got.std()) > 0.0 and bool(((got.exp() > 0.01) & (got.exp() < 16.0)).all()), name
         else:
             assert float(got.std()) > 0.0, name
             if got.numel() >= 1000:

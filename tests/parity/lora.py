@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from megaswift.bridge.initial_weights import initial_lora_a
 from megaswift.losses.contract import Batch
 from tests.parity.models import by_disk_name, disk_tensors
-from tests.parity.oracle import Oracle, Recipe, Reference, adamw
+from tests.parity.oracle import Oracle, Recipe, Reference, Widened, adamw
 
 RANK, ALPHA = 4, 6.0
 PREFIX = "base_model.model."
@@ -250,6 +251,9 @@ def reference(
     adapter: Path,
     steps: Sequence[Sequence[Batch]],
     kind: type[LoraOracle] | type[PeftOracle] = LoraOracle,
+    wide: bool = False,
 ) -> Reference:
-    """What the model with the adapters computes."""
-    return kind(folder, recipe, adapter).trajectory(steps)
+    """What the model with the adapters computes; `wide`: what it computes in float32 whatever its dtype in float64."""
+    oracle = kind(folder, recipe, adapter)
+    with Widened() if wide else nullcontext():
+        return oracle.trajectory(steps)

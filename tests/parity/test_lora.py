@@ -15,12 +15,12 @@ import torch
 
 from tests.parity import lora
 from tests.parity.cases import Case, global_batch, parse
-from tests.parity.compare import GRADIENT, compare, table, tensors
+from tests.parity.compare import GRADIENT, compare, distances, table, tensors
 from tests.parity.measure import STEPS, Task
-from tests.parity.models import disk_tensors
+from tests.parity.models import disk_tensors, model_type
 from tests.parity.oracle import Recipe, Reference
 from tests.parity.pool import Pool
-from tests.parity.references import References
+from tests.parity.references import NOISY, References
 
 ALL = (
     *lora.ATTENTION,
@@ -34,6 +34,13 @@ ALL = (
     "q_b_proj",
     "kv_a_proj_with_mqa",
     "kv_b_proj",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "out_proj",
 )
 LAYOUTS = [
     "dense single",
@@ -65,9 +72,13 @@ LATER = [
     "granite tp2",
     "glm4_moe dp2 ep2",
     "deepseek_v2 tp2 sp",
+    "qwen3_5 single",
+    "qwen3_5 cp2 packed",
+    "qwen3_next tp2 sp",
+    "qwen3_5_moe tp2 sp dp2 ep2 do",
 ]
-FAMILIES = ["qwen2_moe tp2 sp", "deepseek_v3-dense tp2"]
-"""Shared experts, latent attention. (Fused tensors on disk: `test_fused_projections`.)"""
+FAMILIES = ["qwen2_moe tp2 sp", "deepseek_v3-dense tp2", "qwen3_5 tp2 sp", "qwen3_next single"]
+"""Shared experts, latent attention, gated delta nets. (Fused tensors on disk: `test_fused_projections`.)"""
 SEEDS = {"deepseek_v2 tp2 sp": 6, "moe te tp2 sp etp2": 8, "mixtral te tp2 ep2 sp": 6}
 """Seeds of adapters, 5 elsewhere. With 5 Hugging Face's float32 is itself 4.7e-6 to 5.1e-6 away from its float64 here,
 for an expert's adapter sees few tokens, and the limit is 5e-6; with these it is 3.3e-6 to 3.9e-6 (`least_rounded`)."""
@@ -93,7 +104,11 @@ class Adapters:
         key = (adapter, case.total)
         if key not in self._known:
             steps = [global_batch(replace(case, packed=False), k) for k in range(STEPS)]
-            self._known[key] = lora.reference(model, recipe, adapter, steps)
+            noisy = model_type(case.variant) in NOISY
+            self._known[key] = lora.reference(model, recipe, adapter, steps, wide=noisy)
+            if noisy:
+                narrow = lora.reference(model, recipe, adapter, steps[:1], lora.Float32LoraOracle)
+                self._known[key].noise = distances(narrow.gradients, self._known[key].gradients)
         return Task(case, model, recipe, options={"train_type": "lora", "adapters": str(adapter)}), self._known[key]
 
     def least_rounded(self, case: Case, seeds: Sequence[int]) -> int:
@@ -179,6 +194,9 @@ def test_fused_projections(pool: Pool, adapters: Adapters) -> None:
         ),
         ("dense tp2 pp2 do", ("q_proj",), ("lm_head.weight", "model.layers.1.self_attn.q_norm.weight")),
         ("moe tp2 sp dp2 ep2", ("experts.1.gate_proj", "experts.2.down_proj"), ("model.layers.0.mlp.gate.weight",)),
+        ("qwen3_5 tp2 sp", ("in_proj_qkv", "layers.1.linear_attn.in_proj_a"), ("model.layers.0.linear_attn.A_log",)),
+        pytest.param("qwen3_5 tp2 sp", ("in_proj_z", "out_proj"), (), marks=pytest.mark.slow),
+        pytest.param("qwen3_next tp2 sp", ("in_proj_ba",), (), marks=pytest.mark.slow),
     ],
     ids=str,
 )

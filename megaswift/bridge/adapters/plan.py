@@ -16,6 +16,8 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -197,7 +199,9 @@ def rank_output_rows_by_adapter(
     if shard_dim(entry.rule) == 1:
         return [(0, adapters[0].projection.shape[0])]
     by_source = {a.projection.source: i for i, a in enumerate(adapters)}
-    return [(by_source.get(p.source), p.length) for p in entry.pieces(TensorParallelShard(tp, rank))]
+    # neighbours of one adapter are one run: a gated delta net has pieces for each head, in the order of B's rows
+    owned = [(by_source.get(p.source), p.length) for p in entry.pieces(TensorParallelShard(tp, rank))]
+    return [(number, sum(n for _, n in run)) for number, run in groupby(owned, key=itemgetter(0))]
 
 
 @dataclass(frozen=True)

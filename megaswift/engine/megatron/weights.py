@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megaswift import distributed
 from megaswift.bridge.hf import finite
-from megaswift.bridge.initial_weights import seeded_normal
+from megaswift.bridge.initial_weights import seeded_normal, seeded_uniform
 from megaswift.bridge.plan import EntriesOfSameHfTensors, PlanEntry, WeightPlan
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
@@ -283,9 +283,9 @@ class RankWeights:
 class RandomWeightSource:
     """Stands where Hugging Face files would: each tensor from its own seed, so that no layout changes a weight.
 
-    Norms are 1 (0 where a norm multiplies by 1 + weight), biases 0 but for a router's, a padding token's embedding 0,
-    all else normal(0, initializer_range), as transformers initializes these families. Numbers drawn on another `device`
-    are others.
+    Norms are 1 (0 where a norm multiplies by 1 + weight), biases 0 but for a router's, a padding token's embedding 0, a
+    gated delta net's rates of decay uniform in (0.01, 16) and the biases of its steps 1, all else normal(0,
+    initializer_range), as transformers initializes these families. Numbers drawn on another `device` are others.
     """
 
     def __init__(self, plan: WeightPlan, spec: ModelSpec, seed: int, device: torch.device | None = None) -> None:
@@ -304,10 +304,14 @@ class RandomWeightSource:
     def slice(self, name: str, index: Any = ...) -> Tensor:
         """A slice of the tensor `name`."""
         shape = self.shapes[name]
+        if name.endswith((".dt_bias", ".linear_attn.norm.weight")):
+            return torch.ones(shape, device=self.device)[index]
         if name.endswith("bias") and not name.endswith("router.bias"):
             return torch.zeros(shape, device=self.device)[index]
         if len(shape) == 1 and "norm" in name:
             return torch.full(shape, self.norm, device=self.device)[index]
+        if name.endswith(".A_log"):
+            return seeded_uniform(name, shape, (0.01, 16.0), self.seed, self.device).log()[index]
         if self._last[0] != name:  # fused parameters ask for one tensor in many pieces
             self._last = name, seeded_normal(name, shape, self.std, self.seed, self.device)
             if self.padding is not None and name.endswith("embed_tokens.weight"):

@@ -53,6 +53,7 @@ def go(pool: Pool, run: Run) -> list[Result]:
 CONTINUED = [
     ("dense dp2 do", BF16),
     ("moe tp2 sp ep2", {}),
+    ("qwen3_5_moe tp2 sp ep2 do", {}),
     ("dense dp2 do", OVERLAP),
     *(
         pytest.param(words, {}, marks=pytest.mark.slow)
@@ -137,6 +138,7 @@ CHANGED = [
     ("dense pp2 vpp2", "dense tp2 dp2 do"),
     ("dense tp2 tied", "dense pp2 tied do"),
     ("moe tp2 sp ep2 etp2 dp2 do", "moe pp2 dp2"),
+    ("qwen3_5_moe tp2 sp do", "qwen3_5_moe pp2 dp2 ep2 do"),
     *(
         pytest.param(before, after, marks=pytest.mark.slow)
         for before, after in (
