@@ -1,7 +1,8 @@
-"""Preallocated KV cache of the decode loop: expands one prompt to many rows, drops finished rows.
+"""Preallocated cache of the decode loop: expands one prompt to many rows, drops finished rows.
 
-transformers' own cache is concatenated, hence copied, for every token. This one writes in place and implements
-transformers' cache protocol, so models and their masks need no change.
+transformers' own cache of keys and values is concatenated, hence copied, for every token. This one writes in place and
+implements transformers' cache protocol, so models and their masks need no change. Layers with linear attention keep
+their states, whose size no token changes.
 """
 
 from __future__ import annotations
@@ -10,10 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from megaswift.errors import ConfigError, Problem
 
+LINEAR = "linear_attention"
+"""transformers' name of layers with recurrent states, among a model's `layer_types`."""
 STEP = 256
 """Smallest number of columns by which a full cache grows."""
 
@@ -77,12 +86,51 @@ class PreallocatedCacheLayer(DynamicLayer):
         self.values = self.values[: len(rows)]
 
 
+class ExpandedStateLayer(LinearAttentionLayer):
+    """One layer's last inputs of its convolution [rows, channels, taps] and its recurrent state [rows, heads, dk, dv].
+
+    transformers' decoding steps change the former in place, and read both as attributes.
+    """
+
+    def __init__(self, origin: Tensor) -> None:
+        super().__init__()
+        self.origin = origin
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Keeps the last inputs. The first call has each prompt once [prompts, channels, width], as its result does."""
+        first = not self.has_previous_state[state_idx]
+        inputs: Tensor = super().update_conv_state(conv_states, state_idx, **kwargs)
+        if first:
+            self.conv_states[state_idx] = self._of_rows(self.conv_states[state_idx])
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Keeps the state; the first call has each prompt's once."""
+        first = not self.is_recurrent_states_initialized[state_idx]
+        state: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        if first:
+            self.recurrent_states[state_idx] = self._of_rows(state)
+        return state
+
+    def _of_rows(self, of_prompts: Tensor | None) -> Tensor:
+        assert of_prompts is not None
+        return of_prompts.index_select(0, self.origin)
+
+    def keep(self, rows: Tensor) -> None:
+        """Drops all rows but these (indices, ascending)."""
+        self.reorder_cache(rows)
+
+
 def build_preallocated_cache(config: Any, origin: Tensor, columns: int) -> Cache:
-    """A cache of len(origin) rows; row i continues prompt `origin[i]` of the first call. `columns`: initial
-    capacity."""
+    """A cache of len(origin) rows; row i continues prompt `origin[i]` of the first call. `columns`: initial capacity of
+    keys and values."""
     layers: list[Any] = []
-    for layer in DynamicCache(config=config).layers:
-        if type(layer) is DynamicLayer:
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    counts_tokens = any(kind != LINEAR for kind in kinds)  # a cache of states alone has no length
+    for number, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is LinearAttentionLayer and counts_tokens and kinds[number] == LINEAR:
+            layers.append(ExpandedStateLayer(origin))
+        elif type(layer) is DynamicLayer:
             layers.append(PreallocatedCacheLayer(origin, columns, None))
         elif type(layer) is DynamicSlidingWindowLayer:
             layers.append(PreallocatedCacheLayer(origin, columns, int(layer.sliding_window)))
@@ -90,7 +138,8 @@ def build_preallocated_cache(config: Any, origin: Tensor, columns: int) -> Cache
             raise ConfigError(
                 Problem(
                     "--rollout_backend transformers",
-                    f"supports attention layers only; this model's cache has a {type(layer).__name__}",
+                    "supports layers with full, windowed or linear attention only; this model's cache has a "
+                    f"{type(layer).__name__}",
                     "--rollout_backend vllm",
                 )
             )
@@ -100,10 +149,10 @@ def build_preallocated_cache(config: Any, origin: Tensor, columns: int) -> Cache
 def keep_rows(cache: Cache, rows: Tensor) -> None:
     """Drops all rows but these from every layer."""
     for layer in cache.layers:
-        assert isinstance(layer, PreallocatedCacheLayer)
+        assert isinstance(layer, PreallocatedCacheLayer | ExpandedStateLayer)
         layer.keep(rows)
 
 
 def check_kv_cache_layer_types(config: Any) -> None:
-    """ConfigError for a model whose cache has layers other than full or sliding-window attention."""
+    """ConfigError for a model whose cache has layers other than full, sliding-window or linear attention."""
     build_preallocated_cache(config, torch.zeros(1, dtype=torch.long), 1)

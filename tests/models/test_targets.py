@@ -10,6 +10,7 @@ from megaswift.errors import ConfigError
 from megaswift.families import family_of
 from megaswift.models.targets import modules_to_save_tensor_names, select_projections
 from tests.families.published import QWEN3_0_6B, QWEN3_30B_A3B
+from tests.families.published_hybrid import QWEN3_6_27B, QWEN3_NEXT_80B_A3B
 from tests.families.published_moe import GPT_OSS_20B
 
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -37,6 +38,17 @@ def test_all_linear_leaves_shared_parameters_out() -> None:
     assert {p.stack for p in one} == {"model.layers.3.mlp.experts.down_proj"} and len(one) == experts
     assert one == chosen(GPT_OSS_20B, (), (r".*\.3\.mlp\.experts\.down_proj",))
     assert {p.shape for p in both} == {(4096, 2880), (2 * 2880, 2880), (2880, 2880)}
+
+
+def test_projections_of_gated_delta_nets_are_modules_and_their_convolutions_are_not() -> None:
+    """As PEFT's all-linear; Megatron's name means all modules that its layer joins."""
+    usual = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "out_proj"}
+    inputs = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
+    assert {p.leaf for p in chosen(QWEN3_6_27B, ("all-linear",))} == usual | inputs
+    assert {p.leaf for p in chosen(QWEN3_6_27B, ("in_proj",))} == inputs
+    assert {p.leaf for p in chosen(QWEN3_NEXT_80B_A3B, ("in_proj",))} == {"in_proj_qkvz", "in_proj_ba"}
+    assert len(chosen(QWEN3_6_27B, ("out_proj",))) == 48
+    assert "--modules_to_save conv1d" in refused(QWEN3_6_27B, ("conv1d",))
 
 
 @pytest.mark.parametrize(

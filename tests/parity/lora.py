@@ -208,14 +208,16 @@ class Float32EagerLoraOracle(Float32LoraOracle):
 class PeftOracle(Oracle):
     """The oracle on PEFT's own layers, in float64 as the other one."""
 
+    dtype = torch.float64
+
     def __init__(self, folder: Path, recipe: Recipe, adapter: Path) -> None:
         from peft import PeftModel
 
         super().__init__(folder, recipe)
         self.model.set_experts_implementation("eager")
-        self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True).double().train()
+        self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True).to(self.dtype).train()
         self.tensors = {
-            n.removeprefix(PREFIX).replace(".default", ""): p
+            n.removeprefix(PREFIX).replace(".default", "").replace(".modules_to_save", ""): p
             for n, p in self.model.named_parameters()
             if p.requires_grad
         }
@@ -228,6 +230,12 @@ class PeftOracle(Oracle):
     def weights(self) -> dict[str, Tensor]:
         """By name in the adapter's folder."""
         return {n: t.detach().float() for n, t in self.tensors.items()}
+
+
+class Float32PeftOracle(PeftOracle):
+    """The same in float32, which adds the adapters' output to the layer's as our engines do."""
+
+    dtype = torch.float32
 
 
 def made_by_peft(model: Path, folder: Path, **options: Any) -> Any:
