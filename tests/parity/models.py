@@ -240,7 +240,7 @@ HYBRID: dict[str, Any] = {
     **_rope("default", partial_rotary_factor=0.5),
 }
 """With BASE's epsilon the output norm multiplies the rounding errors of small outputs by up to 300: Hugging Face's own
-float32 is then 1e-4 off its float64 in gradients of all kinds; with this one 5e-5, in A_log and dt_bias."""
+float32 is then 1e-4 off its float64 in gradients of all kinds; with this one 5e-5, in those of decays."""
 HYBRID_MOE: dict[str, Any] = {
     **{k: v for k, v in HYBRID.items() if k != "intermediate_size"},
     "num_experts": 4,
