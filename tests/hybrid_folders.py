@@ -15,7 +15,6 @@ WORDS = 46
 HYBRID: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
-    "intermediate_size": 48,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -43,7 +42,8 @@ def write_hybrid(folder: Path, kind: str = "qwen3_5_text", **more: Any) -> Path:
     for old in folder.glob("*.safetensors"):
         old.unlink()
     torch.manual_seed(5)
-    experts = EXPERTS if "moe" in kind or kind == "qwen3_next" else {}
-    config = AutoConfig.for_model(kind, **{**HYBRID, **experts, **more})
+    sizes = {} if kind.startswith("qwen3_5_moe") else {"intermediate_size": 48}
+    sizes |= EXPERTS if "moe" in kind or kind == "qwen3_next" else {}
+    config = AutoConfig.for_model(kind, **{**HYBRID, **sizes, **more})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

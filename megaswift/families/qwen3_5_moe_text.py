@@ -7,25 +7,23 @@ from megaswift.models.family import FAMILIES, Family
 from megaswift.models.fields.decoder import EXPERTS_EVERYWHERE
 from megaswift.models.fields.gated_delta import EXPERTS, HYBRID, HYBRID_FIXED, mtp_tensor_names
 from megaswift.models.unreadable import null_kv_heads
-from megaswift.models.weights.blocks import EMBEDDING, HEAD, moe_block
+from megaswift.models.weights.blocks import EMBEDDING, HEAD, experts_in_both_forms, moe_block
 from megaswift.models.weights.gated_delta import GATED_ATTENTION, SPLIT_INPUT, gated_delta_net, gated_shared_expert
 
-FAMILIES.register(
-    "qwen3_5_moe_text",
-    Family(
-        name="qwen3_5_moe_text",
-        architecture="Qwen3_5MoeForCausalLM",
-        config=(*HYBRID, *EXPERTS, EXPERTS_EVERYWHERE),
-        weights=(
-            *EMBEDDING,
-            *gated_delta_net(SPLIT_INPUT),
-            *GATED_ATTENTION,
-            *moe_block("mlp", "gate_proj", "up_proj", "down_proj"),
-            *gated_shared_expert(),
-            *HEAD,
-        ),
-        fixed={**HYBRID_FIXED, "moe_shared_expert_gate": True, "moe_router_pre_softmax": False},
-        kept=mtp_tensor_names,
-        unreadable=(null_kv_heads,),
+QWEN3_5_MOE_TEXT = Family(
+    name="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    config=(*HYBRID, *EXPERTS, EXPERTS_EVERYWHERE),
+    weights=(
+        *EMBEDDING,
+        *gated_delta_net(SPLIT_INPUT),
+        *GATED_ATTENTION,
+        *experts_in_both_forms(moe_block("mlp", "gate_proj", "up_proj", "down_proj")),
+        *gated_shared_expert(),
+        *HEAD,
     ),
+    fixed={**HYBRID_FIXED, "moe_shared_expert_gate": True, "moe_router_pre_softmax": False},
+    kept=mtp_tensor_names,
+    unreadable=(null_kv_heads,),
 )
+FAMILIES.register("qwen3_5_moe_text", QWEN3_5_MOE_TEXT)

@@ -10,15 +10,13 @@ from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import EMBEDDING, HEAD, dense_mlp
 from megaswift.models.weights.gated_delta import GATED_ATTENTION, SPLIT_INPUT, gated_delta_net
 
-FAMILIES.register(
-    "qwen3_5_text",
-    Family(
-        name="qwen3_5_text",
-        architecture="Qwen3_5ForCausalLM",
-        config=(FFN, *HYBRID),
-        weights=(*EMBEDDING, *gated_delta_net(SPLIT_INPUT), *GATED_ATTENTION, *dense_mlp(), *HEAD),
-        fixed=HYBRID_FIXED,
-        kept=mtp_tensor_names,
-        unreadable=(null_kv_heads,),
-    ),
+QWEN3_5_TEXT = Family(
+    name="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    config=(FFN, *HYBRID),
+    weights=(*EMBEDDING, *gated_delta_net(SPLIT_INPUT), *GATED_ATTENTION, *dense_mlp(), *HEAD),
+    fixed=HYBRID_FIXED,
+    kept=mtp_tensor_names,
+    unreadable=(null_kv_heads,),
 )
+FAMILIES.register("qwen3_5_text", QWEN3_5_TEXT)

@@ -22,10 +22,11 @@ from megaswift.models.fields.rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.models.quantization import config_without_quantization
 from megaswift.models.scalar_head import config_without_scalar_head, has_scalar_head, with_scalar_head
 from megaswift.models.spec import ArchitectureExtras, ModelSpec
+from megaswift.models.stored_form import STACKED, stored_experts_form
 from megaswift.models.unreadable import UnreadableCheck, unreadable_value
 from megaswift.models.unsupported import unsupported_model_type_problem
 from megaswift.models.vision import has_vision_tower, vision_language_problem
-from megaswift.models.weights.rules import WeightRule
+from megaswift.models.weights.rules import WeightRule, renamed
 
 ROPE_BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "global_rope_theta", "local_rope_theta")
 NORM_EPSILONS = (
@@ -69,6 +70,9 @@ class Family:
     """A pattern of Hugging Face names that are carried along unchanged: multi-token prediction layers."""
     unreadable: tuple[UnreadableCheck, ...] = ()
     """Checks for values of config.json that transformers does not read in this family."""
+    text: str = ""
+    """The field of config.json that describes the language model, the part of a larger model that trains here; empty:
+    there is nothing else."""
 
     @property
     def rows(self) -> tuple[ConfigRow, ...]:
@@ -85,7 +89,7 @@ class Family:
                 with_scalar_head(self.spec(config_without_scalar_head(hf_config, self.architecture))),
                 hf_config=config_without_quantization(hf_config),
             )
-        values = read_rows(self.name, self.rows, hf_config)
+        values = read_rows(self.name, self.rows, self.language_fields(hf_config))
         values = {**LLAMA_LIKE, **self.fixed, **values}
         spec_values = {name: values.pop(name) for name in SPEC_FIELDS}
         extras = {f.name: values.pop(f.name) for f in fields(ArchitectureExtras) if f.name in values}
@@ -98,7 +102,38 @@ class Family:
             **spec_values,
         )
 
+    def language_fields(self, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The fields that the rows read: of a nested description its own, with those that stand above it."""
+        if not self.text:
+            return hf_config
+        nested = hf_config.get(self.text)
+        if not isinstance(nested, Mapping):
+            raise WeightsError(Problem(f"config.json ({self.name}), {self.text}", "must be a JSON object"))
+        above = {name: hf_config[name] for name in ABOVE_TEXT if name in hf_config}
+        return {**nested, **above}
 
+    @property
+    def stores_both_forms(self) -> bool:
+        """Whether its experts are stored stacked or one by one, as the folder's tensors tell."""
+        return any(rule.when == STACKED for rule in self.weights)
+
+
+def vision_language_family(name: str, architecture: str, language: Family, **changes: Any) -> Family:
+    """The family of a model with a vision tower, which is carried along unchanged, and `language` as its language model,
+    under `text_config`."""
+
+    def kept(spec: ModelSpec) -> str:
+        of_language = [language.kept(spec)] if language.kept is not None else []
+        return "|".join([*of_language, r"model\.visual\..*"])
+
+    weights = renamed(language.weights, "model.", "model.language_model.")
+    return replace(
+        language, name=name, architecture=architecture, weights=weights, kept=kept, text="text_config", **changes
+    )
+
+
+ABOVE_TEXT = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "auto_map", "quantization_config")
+"""Fields about a nested language model that stand beside its own."""
 MOST_DIGITS = 20
 """Maximum digits of an integer in config.json; a longer one fits neither 64 bits nor a float."""
 FAMILIES: Registry[Family] = Registry("model family", "megaswift.families")
@@ -109,7 +144,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     name = hf_config.get("model_type")
     if (problem := unsupported_model_type_problem(hf_config)) is not None:
         raise WeightsError(problem)
-    if has_vision_tower(hf_config):
+    if has_vision_tower(hf_config) and not trains_language_model(hf_config):
         raise WeightsError(vision_language_problem(hf_config, FAMILIES.names()))
     if not isinstance(name, str) or name not in FAMILIES:
         names = FAMILIES.names()
@@ -123,6 +158,12 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
             )
         )
     return FAMILIES.get(name)
+
+
+def trains_language_model(hf_config: Mapping[str, Any]) -> bool:
+    """Whether the model is a larger one whose language model the native engine trains."""
+    name = hf_config.get("model_type")
+    return isinstance(name, str) and name in FAMILIES and bool(FAMILIES.get(name).text)
 
 
 def _int(digits: str) -> int:
@@ -158,9 +199,17 @@ def read_config_json(directory: Path | str) -> dict[str, Any]:
 
 
 def load_spec(directory: Path | str) -> ModelSpec:
-    """The model that a folder's config.json describes."""
+    """The model that a folder's config.json describes, with the form of its experts that the folder's weights have."""
     config = read_config_json(directory)
-    return family_of(config).spec(config)
+    family = family_of(config)
+    spec = family.spec(config)
+    stacked = stored_experts_form(Path(directory)) if family.stores_both_forms else None
+    return spec if stacked is None else with_experts_form(spec, stacked)
+
+
+def with_experts_form(spec: ModelSpec, stacked: bool) -> ModelSpec:
+    """The model with its experts stored stacked, or one by one."""
+    return replace(spec, features=replace(spec.features, stacked_experts=stacked))
 
 
 def rope_and_epsilon_problems(raw: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
@@ -179,7 +228,9 @@ def unreadable_value_problems(raw: Mapping[str, Any]) -> Iterator[Problem]:
     """Values that transformers does not read (`unreadable.py`), by the checks of the family and of every model."""
     kind = raw.get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
-        found = (check(raw) for check in FAMILIES.get(kind).unreadable)
+        family = FAMILIES.get(kind)
+        fields_read = family.language_fields(raw)
+        found = (check(fields_read) for check in family.unreadable)
         yield from (problem for problem in found if problem is not None)
     if raw.get("use_sliding_window") is True and raw.get("sliding_window") == 0:
         rule = "must be at least 1 with use_sliding_window true: in transformers a window of 0 has no token"

@@ -74,6 +74,8 @@ class ArchitectureExtras:
     """The rotary embedding of windowed layers, where it differs."""
     linear_layers: tuple[bool, ...] = ()
     """For each layer whether it is a gated delta net; empty: all have attention."""
+    stacked_experts: bool = False
+    """Whether the folder has one tensor of a layer's experts, where a family is stored in both forms."""
     longest: int | None = None
     """Tokens of the longest sequence that has these frequencies; None: any length."""
     latent_pairs: bool = False
@@ -113,6 +115,12 @@ class ModelSpec:
     transformers."""
     hf_config: Mapping[str, Any] = field(repr=False, default_factory=dict)
     """The config.json as read, exported unchanged (without what it says of quantized weights)."""
+
+    @property
+    def language_config(self) -> Mapping[str, Any]:
+        """The part of `hf_config` about the language model."""
+        nested = self.hf_config.get("text_config")
+        return nested if isinstance(nested, Mapping) else self.hf_config
 
     @property
     def num_layers(self) -> int:
@@ -303,6 +311,16 @@ class ModelSpec:
     def qkv_bias(self) -> bool:
         """Bias on the query, key and value projections."""
         return bool(self.transformer.get("add_qkv_bias") or self.linear_bias)
+
+    @property
+    def stacked_experts(self) -> bool:
+        """One tensor of a layer's experts."""
+        return self.features.stacked_experts
+
+    @property
+    def split_experts(self) -> bool:
+        """A tensor of each expert."""
+        return not self.stacked_experts
 
     @property
     def linear_bias(self) -> bool:

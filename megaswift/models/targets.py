@@ -39,8 +39,10 @@ class Projection:
     shape: tuple[int, int]
     """[out, in]."""
     stack: str = ""
-    """The parameter [experts, in, out] that holds this matrix of every expert:
+    """The parameter that holds this matrix of every expert:
     `model.layers.0.mlp.experts.gate_up_proj`."""
+    turned: bool = False
+    """Whether the parameter is [experts, in, out], not [experts, out, in]."""
     alternating: int = 1
     """How many matrices take turns in the parameter's columns (gate and up: 2); here they stand one after the other."""
 
@@ -96,13 +98,14 @@ def projections(family: Family, spec: ModelSpec) -> Iterator[Projection]:
 
 
 def _of_stack(rule: WeightRule, spec: ModelSpec, stack: str, where: tuple[str, int | None]) -> Projection:
-    """One expert's matrix in a parameter [experts, in, out]."""
+    """One expert's matrix in a parameter of all experts."""
     megatron, expert = where
-    [(_, width, out)] = rule.shapes(spec)
+    [(_, *matrix)] = rule.shapes(spec)
     piece = rule.pieces(spec, TensorParallelShard(expert=expert))[0]
-    assert piece.transposed and expert is not None, f"{stack}: experts as [in, out] are what is known of stacks"
+    width, out = matrix if piece.transposed else reversed(matrix)
     home, _, leaf = stack.rpartition(".")
-    return Projection(f"{home}.{expert}.{leaf}", megatron, 0, (out, width), stack, piece.stride)
+    module = f"{home}.{expert}.{leaf}"
+    return Projection(module, megatron, 0, (out, width), stack, piece.transposed, piece.stride)
 
 
 def _matches(name: str, names: Sequence[str]) -> bool:
@@ -235,7 +238,7 @@ def modules_to_save_tensor_names(family: Family, spec: ModelSpec, names: Sequenc
                     close or f"one of {', '.join(leaves)}",
                 )
             )
-        elif spec.tied and any(m in _TIED for m in matching):
+        elif spec.tied and any(m.rpartition(".")[2] in _TIED for m in matching):
             problems.append(
                 Problem(
                     f"--modules_to_save {name}",
@@ -269,4 +272,4 @@ def partial_fused_modules_to_save_problems(
             return
 
 
-_TIED = ("model.embed_tokens", "lm_head")
+_TIED = ("embed_tokens", "lm_head")

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megaswift.config.sections import Sections
+from megaswift.engine.options.engine_checks import capabilities_of
 from megaswift.errors import Problem
 from megaswift.options.tasks import VISION_TASKS
 
@@ -45,6 +47,11 @@ def vision_task_problems(hf_config: Mapping[str, Any], model: str, task: str) ->
 def has_vision_tower(hf_config: Mapping[str, Any]) -> bool:
     """Whether a model looks at images: transformers keeps a tower's configuration apart."""
     return isinstance(hf_config.get("vision_config"), Mapping)
+
+
+def reads_images(c: Sections, hf_config: Mapping[str, Any]) -> bool:
+    """Whether a run looks at images: the native engine trains the language model of a vision-language model alone."""
+    return capabilities_of(c).vision and has_vision_tower(hf_config)
 
 
 def vision_language_problem(hf_config: Mapping[str, Any], families: Collection[str]) -> Problem:

@@ -12,7 +12,7 @@ from megaswift.data import build as data
 from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.data.model_tokenizer import read_tokenizer, training_processor
 from megaswift.models.spec import ModelSpec
-from megaswift.models.vision import has_vision_tower
+from megaswift.models.vision import reads_images
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.row_padding import fp8_token_multiple, needs_rows_of_full_length, row_padding_multiple
 from megaswift.run.engines import RankContext
@@ -65,13 +65,15 @@ class RunPlan:
             uniform=layout.pp > 1,
             full_length=needs_rows_of_full_length(self.cfg.model, self.cfg.parallel.tp_comm_overlap, layout),
             seed=data.data_seed(self.cfg.data, self.cfg.train),
-            vocabulary=0 if has_vision_tower(self.spec.hf_config) else self.spec.vocab_size,  # or an image's beyond it
+            vocabulary=0
+            if reads_images(self.cfg, self.spec.hf_config)
+            else self.spec.vocab_size,  # or an image's beyond it
             divided_weights=self.cfg.engine.engine in SHARDED,
         )
 
     def reader(self) -> Any:
         """What the model's texts are read with: its tokenizer, or a vision-language model's `Processor`."""
-        if has_vision_tower(self.spec.hf_config):
+        if reads_images(self.cfg, self.spec.hf_config):
             return training_processor(self.cfg.data, self.folder, self.cfg.model.trust_remote_code)
         return read_tokenizer(self.folder, self.cfg.model.trust_remote_code, self.cfg.data.chat_template)
 

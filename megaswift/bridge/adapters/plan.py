@@ -150,9 +150,9 @@ class ModuleAdapterSpec:
 
     @torch.no_grad()
     def merged(self, weight: Tensor, a: Tensor, b: Tensor, m: Tensor | None = None) -> Tensor:
-        """Merge this adapter into the weight: float32 [out, in], or [in, out] for an expert in a stack."""
+        """Merge this adapter into the weight: float32 [out, in], or [in, out] for an expert in a turned stack."""
         change = (self.rows(b).float() @ a.float()).mul_(self.scale)
-        merged = (change.t() if self.projection.stack else change).add_(weight.float())
+        merged = (change.t() if self.projection.turned else change).add_(weight.float())
         return merged if m is None else merged.mul_(dora_row_scale(m, merged.square().sum(1))[:, None])
 
 
@@ -169,8 +169,7 @@ def deinterleave_gate_up(rows: Tensor, kinds: int) -> Tensor:
 def merge_adapters_into_weight(
     adapters: Sequence[ModuleAdapterSpec], weight: Tensor, halves: Sequence[Sequence[Tensor]]
 ) -> Tensor:
-    """Merge adapters into a Hugging Face tensor, float32: one adapter, or one for each expert of a stack [experts, in,
-    out]."""
+    """Merge adapters into a Hugging Face tensor, float32: one adapter, or one for each expert of a stack."""
     if not adapters[0].projection.stack:
         return adapters[0].merged(weight, *halves[0])
     return torch.stack([a.merged(w, *h) for a, w, h in zip(adapters, weight, halves, strict=True)])

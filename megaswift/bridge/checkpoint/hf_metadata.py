@@ -26,8 +26,9 @@ from megaswift.bridge.hf.header import DTYPE_NAMES, DTYPES
 from megaswift.errors import CheckpointError, Problem
 from megaswift.folders.side_files import side_files
 from megaswift.models.quantization import config_without_quantization
+from megaswift.models.stored_form import CHECKPOINT_FACTS, STACKED, has_stacked_experts
 
-FACTS = "weights.json"
+FACTS = CHECKPOINT_FACTS
 FORMAT = 1
 
 
@@ -73,7 +74,9 @@ def write_checkpoint_hf_metadata(
     )
     usual = Counter(dtypes.values()).most_common(1)[0][0]
     other_dtypes = {name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items() if dtype != usual}
-    facts = {"format": FORMAT, "dtype": DTYPE_NAMES[usual], "other_dtypes": other_dtypes}
+    facts: dict[str, Any] = {"format": FORMAT, "dtype": DTYPE_NAMES[usual], "other_dtypes": other_dtypes}
+    if has_stacked_experts(dtypes):
+        facts[STACKED] = True
     (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     copies = copy_tokenizer_and_template_files(source, target) if source is not None else []
     for path in (target / "config.json", target / FACTS, *copies, target):

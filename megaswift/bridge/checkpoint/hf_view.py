@@ -24,7 +24,7 @@ from megaswift.bridge.hf.header import DTYPE_NAMES
 from megaswift.bridge.hf.source import Slices, Span, slice_bounds_per_dim
 from megaswift.bridge.plan import SHOWN, PlanEntry, WeightPlan
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families import family_of, read_config_json
+from megaswift.families import family_of, load_spec
 from megaswift.folders.checkpoint import CheckpointTensorAndModelPaths
 from megaswift.models.weights.rules import SliceMap, TensorParallelShard, shard_dim
 
@@ -33,9 +33,8 @@ class MegatronSource:
     """The weights of a checkpoint as Hugging Face tensors: each in the dtype it once had, or all in `dtype`."""
 
     def __init__(self, checkpoint: CheckpointTensorAndModelPaths, dtype: torch.dtype | None = None) -> None:
-        config = read_config_json(checkpoint.model)
-        family = family_of(config)
-        self.plan = WeightPlan(family, family.spec(config))
+        spec = load_spec(checkpoint.model)
+        self.plan = WeightPlan(family_of(spec.hf_config), spec)
         self.directory = checkpoint.tensors
         self.tensors = TorchDistSource(checkpoint.tensors)
         self._places = entries.sharded_state_dict_entries(self.plan.entries)

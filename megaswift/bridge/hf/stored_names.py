@@ -10,7 +10,8 @@ from megaswift.errors import WeightsError
 from megaswift.models.family import FAMILIES
 
 PREFIX = "model."
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Megatron's name of it."""
 OUTPUT = "lm_head.weight"
 HEADS = ("lm_head.", "score.")
 """Modules beside the model proper, which have no prefix."""
@@ -29,9 +30,14 @@ def canonical_names(stored: Collection[str], config: Mapping[str, Any]) -> dict[
     bare = any(name.startswith(("layers.", "embed_tokens.")) for name in stored)
     if bare and not any(name.startswith(PREFIX) for name in stored):  # saved by AutoModel, as embedding models are
         names = {name: name if name.startswith(HEADS) else PREFIX + name for name in stored}
-    if EMBEDDING not in names.values() and OUTPUT in names and _tied(config):
-        names[OUTPUT] = EMBEDDING
+    embedding = _embedding(str(config["model_type"]))
+    if embedding not in names.values() and OUTPUT in names and _tied(config):
+        names[OUTPUT] = embedding
     return {name: own for name, own in names.items() if name != own}
+
+
+def _embedding(family: str) -> str:
+    return next(rule.hf[0] for rule in FAMILIES.get(family).weights if rule.megatron == EMBEDDING)
 
 
 def _tied(config: Mapping[str, Any]) -> bool:

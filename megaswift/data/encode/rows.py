@@ -38,6 +38,8 @@ from megaswift.data.untokenized_sample import RowError, UntokenizedSample, with_
 from megaswift.data.vision.placeholders import reject_media
 from megaswift.data.vision.processor import Processor, ProcessorFolderWithDigest, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import ConfigError, DataError, Problem, without_control_characters
+from megaswift.models.family import read_config_json
+from megaswift.models.vision import has_vision_tower
 from megaswift.options.plugins import files_with_data_formats
 
 BATCH = 256
@@ -67,6 +69,8 @@ class EncodeSpec:
     """Whether special tokens in a text are encoded as any other text (`split_special_tokens` of the tokenizer)."""
     processor: ProcessorFolderWithDigest | None = None
     """The processor of a model that reads images."""
+    text_part: bool = False
+    """Whether the tokenizer is that of a vision-language model, of which the run trains the language model alone."""
     image_folder: str = ""
     """Where images go that the data file itself holds."""
     plugins: list[tuple[str, str]] = field(default_factory=list)
@@ -127,9 +131,15 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         placeholders={k: v for k, v in (("{{NAME}}", data.model_name), ("{{AUTHOR}}", data.model_author)) if v},
         strict=data.strict,
         processor=reader.spec if isinstance(reader, Processor) else None,
+        text_part=not isinstance(reader, Processor) and _is_of_vision_model(tokenizer),
         image_folder=str(data_cache_folder(data.dataset_cache_dir) / "images") if isinstance(reader, Processor) else "",
         plugins=files_with_data_formats(),
     )
+
+
+def _is_of_vision_model(tokenizer: Any) -> bool:
+    folder = Path(str(tokenizer.name_or_path))
+    return (folder / "config.json").is_file() and has_vision_tower(read_config_json(folder))
 
 
 def _templates(data: Any, tokenizer: Any) -> ChatTemplateTexts:
@@ -238,7 +248,7 @@ class RowEncoder:
     def render(self, row: Any) -> RenderedConversation:
         """The text of a row and its loss spans."""
         sample = self.sample(row)
-        reject_media(self.named(row), sample)
+        reject_media(self.named(row), sample, self.spec.text_part)
         return self.rendered(sample)
 
     def rendered(self, sample: UntokenizedSample) -> RenderedConversation:

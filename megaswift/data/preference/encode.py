@@ -106,7 +106,7 @@ class PreferenceEncoder:
                 fault = f"other {name} for the rejected completion, which are not supported"
                 raise RowError(column, fault, f"a row whose completions have the same {name}")
         if self.spec.processor is None:
-            reject_media(row, sample)
+            reject_media(row, sample, self.spec.text_part)
         elif sample.text is not None:
             reject_media_beside_plain_text(row, sample)
 

@@ -45,7 +45,7 @@ class PromptEncoder(RowEncoder):
         row = self.named(row)
         question = split_prompt_row(row, self.spec.task, self.spec.columns)
         if self._vision is None:
-            reject_media(row, question.sample)
+            reject_media(row, question.sample, self.spec.text_part)
         sample = with_default_system_message(question.sample, self.spec.system)
         if sample.text is not None and self.spec.system:
             raise RowError(

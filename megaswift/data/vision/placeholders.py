@@ -157,10 +157,18 @@ def reject_unread_columns(row: Mapping[str, Any], sample: UntokenizedSample) -> 
             raise RowError(column, "audio, which no model is trained on yet", "rows of text, images and videos")
 
 
-def reject_media(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
+def reject_media(row: Mapping[str, Any], sample: UntokenizedSample, text_part: bool = False) -> None:
     """RowError for a row with columns of images, videos or audio where the model reads text only. Parts of contents go
-    to the chat template, which decides about them."""
+    to the chat template, which decides about them.
+
+    Args:
+        text_part: The run trains the language model of a vision-language model alone, whose chat template would write
+            placeholders that nothing fills in: parts are rejected too.
+    """
     reject_unread_columns(row, sample)
+    for kind in sorted(kinds_of_media(row, sample)) if text_part else ():
+        found = f"{kind}s, but --engine megatron trains only the language model of this model"
+        raise RowError(f"{kind}s", found, "rows without them, or --engine fsdp2 or zero3, which train the whole model")
     for kind in sorted(_kinds_of_columns(row, sample)):
         found = f"{kind}s, but this model accepts only text"
         raise RowError(f"{kind}s", found, "rows without them, or a vision-language model")

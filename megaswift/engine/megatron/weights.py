@@ -290,7 +290,7 @@ class RandomWeightSource:
 
     def __init__(self, plan: WeightPlan, spec: ModelSpec, seed: int, device: torch.device | None = None) -> None:
         self.shapes = plan.hf_shapes
-        self.std = float(spec.hf_config.get("initializer_range", 0.02))
+        self.std = float(spec.language_config.get("initializer_range", 0.02))
         self.seed = seed
         self.device = device or torch.device("cpu")
         self.padding = spec.features.padding_token

@@ -5,6 +5,11 @@ Owns attention and MLP tables; a family file puts them together and adds what is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from megaswift.models.stored_form import STACKED
 from megaswift.models.weights.rules import (
     ColumnParallelRule,
     FusedHfTensorRule,
@@ -13,6 +18,8 @@ from megaswift.models.weights.rules import (
     ReplicatedRule,
     RowParallelRule,
     Scope,
+    StackedDownRows,
+    StackedGateUp,
     VocabParallelRule,
     WeightRule,
 )
@@ -133,6 +140,18 @@ def moe_block(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ..
         RowParallelRule(
             M + "mlp.experts.{E}.linear_fc2.weight", (f"{e}{down}.weight",), ("hidden_size", "expert_ffn"), "expert"
         ),
+    )
+
+
+def experts_in_both_forms(block: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
+    """A MoE block whose experts a folder has one by one, or stacked: [E, 2 f, h] and [E, h, f], as transformers holds
+    them in memory."""
+    e = H + "mlp.experts."
+    m = M + "mlp.experts.{E}."
+    return (
+        *(replace(cast(Any, rule), when="split_experts") if rule.scope == "expert" else rule for rule in block),
+        StackedGateUp(m + "linear_fc1.weight", (e + "gate_up_proj",), when=STACKED),
+        StackedDownRows(m + "linear_fc2.weight", (e + "down_proj",), when=STACKED),
     )
 
 

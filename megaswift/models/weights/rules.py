@@ -417,3 +417,58 @@ class StackedReplicatedRule:
     def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
         """All of one expert's."""
         return [SliceMap(0, 0, spec.hidden_size, 1, _expert(shard))]
+
+
+@dataclass(frozen=True)
+class StackedGateUp:
+    """Gate and up of every expert, [E, 2 f, h] with all rows of gate before those of up: on each rank [its gates; its
+    ups], [2 f / tp, h]."""
+
+    megatron: str
+    hf: tuple[str]
+    scope: Scope = "expert"
+    when: str = ""
+    shard: ClassVar[Shard] = "column"
+    stacked: ClassVar[bool] = True
+    buffer: ClassVar[bool] = False
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[E, 2 f, h]."""
+        return [(spec.experts, 2 * spec.expert_ffn, spec.hidden_size)]
+
+    def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
+        """One range of each."""
+        first, stop = shard_range(spec.expert_ffn, shard, "expert_ffn")
+        f = spec.expert_ffn
+        return [SliceMap(0, part * f + first, part * f + stop, 1, _expert(shard)) for part in (0, 1)]
+
+
+@dataclass(frozen=True)
+class StackedDownRows:
+    """The second matrix of every expert, [E, h, f]: [h, f / tp], cut along the inner width."""
+
+    megatron: str
+    hf: tuple[str]
+    scope: Scope = "expert"
+    when: str = ""
+    shard: ClassVar[Shard] = "row"
+    stacked: ClassVar[bool] = True
+    buffer: ClassVar[bool] = False
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[E, h, f]."""
+        return [(spec.experts, spec.hidden_size, spec.expert_ffn)]
+
+    def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
+        """A range of the inner width."""
+        return [SliceMap(0, *shard_range(spec.expert_ffn, shard, "expert_ffn"), 1, _expert(shard))]
+
+
+def renamed(rules: Sequence[WeightRule], before: str, after: str) -> tuple[WeightRule, ...]:
+    """The same rules for tensors that have `after` in the place of `before` at the beginning of their names."""
+    return tuple(
+        replace(
+            cast(Any, rule), hf=tuple(after + n.removeprefix(before) if n.startswith(before) else n for n in rule.hf)
+        )
+        for rule in rules
+    )

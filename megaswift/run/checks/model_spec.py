@@ -11,7 +11,12 @@ from megaswift.engine.options.engine_checks import capabilities_of
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families import FAMILIES, ModelSpec, load_spec
 from megaswift.models.any_model import spec_from_family_or_size_fields
-from megaswift.models.family import read_config_json, rope_and_epsilon_problems, unreadable_value_problems
+from megaswift.models.family import (
+    read_config_json,
+    rope_and_epsilon_problems,
+    trains_language_model,
+    unreadable_value_problems,
+)
 from megaswift.models.options.model import ModelConfig
 from megaswift.models.scalar_head import with_scalar_head
 from megaswift.models.vision import has_vision_tower
@@ -25,6 +30,9 @@ def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
         raise WeightsError(unfit)
     with changed_config_folder(cfg, folder) as changed:
         spec = load_spec(changed) if capabilities_of(cfg).family_tables else spec_from_family_or_size_fields(changed)
+    if cfg.task == "rm" and trains_language_model(raw) and capabilities_of(cfg).family_tables:
+        rule = "is a vision-language model, which rm does not support"
+        raise ConfigError(Problem(f"--model {cfg.model.model}", rule, "use a folder with its language model alone"))
     if cfg.task == "rm":
         return _with_known_score(with_scalar_head(spec))
     if spec.scored:

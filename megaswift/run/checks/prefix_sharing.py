@@ -18,7 +18,7 @@ from megaswift.models.any_model import dropout_fields, spec_from_family
 from megaswift.models.options.linear import PREFIX_SHARING
 from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import ModelSpec
-from megaswift.models.vision import has_vision_tower
+from megaswift.models.vision import reads_images
 from megaswift.options.tasks import PROMPTED, RL
 from megaswift.parallel.layout import Layout
 from megaswift.trainers.options.batch_sizes import batch_plan
@@ -80,7 +80,7 @@ def reason_against_prefix_sharing(cfg: SwiftConfig, spec: ModelSpec, cp: int) ->
             torch_engine and (not _attends_by_torch(cfg.model, spec) or cfg.model.torch_compile),
             f"is supported on the engine {engine} with --attn_impl sdpa and without --torch_compile",
         ),
-        (has_vision_tower(spec.hf_config), "is not supported with vision-language models"),
+        (reads_images(cfg, spec.hf_config), "is not supported with vision-language models"),
         (any(spec.features.linear_layers), PREFIX_SHARING.refused),
         (cfg.data.packing is False, "needs packed rows (--packing true)"),
         (

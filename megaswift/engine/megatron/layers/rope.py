@@ -21,7 +21,7 @@ def inverse_frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
     kind = (spec.rope.scaling or {}).get("rope_type", "default")
     if kind == "default":
         return _default(spec, spec.rope), 1.0
-    raw = dict(spec.hf_config)
+    raw = dict(spec.language_config)
     config = AutoConfig.for_model(raw.pop("model_type"), **raw)
     which = {} if spec.features.rope_local is None else {"layer_type": "full_attention"}
     inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **which)
