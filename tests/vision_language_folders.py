@@ -1,5 +1,5 @@
-"""Tiny vision-language folders as Qwen3.5 and 3.6 are published: a language model with gated delta nets, a vision tower,
-and tensors of multi-token prediction, which transformers' models do not have."""
+"""Tiny vision-language folders as Qwen3.5 and 3.6 are published: a language model with gated delta nets, a vision
+tower, and tensors of multi-token prediction, which transformers' models do not have."""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ class Family:
 
 
 def vision_language_family(name: str, architecture: str, language: Family, **changes: Any) -> Family:
-    """The family of a model with a vision tower, which is carried along unchanged, and `language` as its language model,
-    under `text_config`."""
+    """The family of a model with a vision tower, which is carried along unchanged, and `language` as its language
+    model, under `text_config`."""
 
     def kept(spec: ModelSpec) -> str:
         of_language = [language.kept(spec)] if language.kept is not None else []

@@ -65,9 +65,8 @@ class RunPlan:
             uniform=layout.pp > 1,
             full_length=needs_rows_of_full_length(self.cfg.model, self.cfg.parallel.tp_comm_overlap, layout),
             seed=data.data_seed(self.cfg.data, self.cfg.train),
-            vocabulary=0
-            if reads_images(self.cfg, self.spec.hf_config)
-            else self.spec.vocab_size,  # or an image's beyond it
+            # an image's token may lie beyond the vocabulary
+            vocabulary=0 if reads_images(self.cfg, self.spec.hf_config) else self.spec.vocab_size,
             divided_weights=self.cfg.engine.engine in SHARDED,
         )
 

@@ -61,13 +61,16 @@ def merged_tensor_blocks(
 def _stack(
     source: WeightSource, name: str, adapters: Sequence[ModuleAdapterSpec], tensors: Mapping[str, Tensor]
 ) -> Iterator[Tensor]:
-    """Experts that share a parameter [experts, in, out]."""
+    """Experts that share a parameter [experts, out, in], or a turned one."""
     for where in split_region_into_blocks([(0, n) for n in source.shape(name)], torch.float32.itemsize):
         experts, rows, columns = where
         block = source.slice(name, where).float()
         for adapter, into in zip(adapters[experts], block, strict=True):
             a, b = (tensors[adapter.name(half)].float() for half in HALVES)
-            into.addmm_(a[:, rows].t(), adapter.rows(b)[columns].t(), alpha=adapter.scale)
+            if adapter.projection.turned:
+                into.addmm_(a[:, rows].t(), adapter.rows(b)[columns].t(), alpha=adapter.scale)
+            else:
+                into.addmm_(adapter.rows(b)[rows], a[:, columns], alpha=adapter.scale)
         yield block.to(source.dtype(name)).contiguous()
 
 

@@ -466,9 +466,8 @@ class StackedDownRows:
 
 def renamed(rules: Sequence[WeightRule], before: str, after: str) -> tuple[WeightRule, ...]:
     """The same rules for tensors that have `after` in the place of `before` at the beginning of their names."""
-    return tuple(
-        replace(
-            cast(Any, rule), hf=tuple(after + n.removeprefix(before) if n.startswith(before) else n for n in rule.hf)
-        )
-        for rule in rules
-    )
+
+    def rename(name: str) -> str:
+        return after + name.removeprefix(before) if name.startswith(before) else name
+
+    return tuple(replace(cast(Any, rule), hf=tuple(map(rename, rule.hf))) for rule in rules)
