@@ -42,6 +42,6 @@ def test_names(names: list[str], stacked: bool, tmp_path: Path) -> None:
 def test_no_weights_or_damaged_ones(content: bytes, tmp_path: Path) -> None:
     """Whoever reads them says so."""
     assert stored_experts_form(tmp_path) is None
-    for name in ("model.safetensors", "model.safetensors.index.json", "weights.json"):
+    for name in ("model.safetensors", "model.safetensors.index.json"):
         (tmp_path / name).write_bytes(content)
         assert stored_experts_form(tmp_path) is None

@@ -10,8 +10,9 @@ from megaswift.errors import WeightsError
 from megaswift.models.family import FAMILIES
 
 PREFIX = "model."
-EMBEDDING = "embedding.word_embeddings.weight"
-"""Megatron's name of it."""
+EMBEDDING = "model.embed_tokens.weight"
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+"""Megatron's name of the embedding."""
 OUTPUT = "lm_head.weight"
 HEADS = ("lm_head.", "score.")
 """Modules beside the model proper, which have no prefix."""
@@ -37,7 +38,7 @@ def canonical_names(stored: Collection[str], config: Mapping[str, Any]) -> dict[
 
 
 def _embedding(family: str) -> str:
-    return next(rule.hf[0] for rule in FAMILIES.get(family).weights if rule.megatron == EMBEDDING)
+    return next(rule.hf[0] for rule in FAMILIES.get(family).weights if rule.megatron == WORD_EMBEDDINGS)
 
 
 def _tied(config: Mapping[str, Any]) -> bool:
