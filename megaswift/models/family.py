@@ -103,14 +103,14 @@ class Family:
         )
 
     def language_fields(self, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The fields that the rows read: of a nested description its own, with those that stand above it."""
+        """The fields that the rows read: of a nested description its own, and those above it but for images'."""
         if not self.text:
             return hf_config
         nested = hf_config.get(self.text)
         if not isinstance(nested, Mapping):
             raise WeightsError(Problem(f"config.json ({self.name}), {self.text}", "must be a JSON object"))
-        above = {name: hf_config[name] for name in ABOVE_TEXT if name in hf_config}
-        return {**nested, **above}
+        apart = {self.text, *OF_IMAGES}
+        return {**nested, **{k: v for k, v in hf_config.items() if k not in apart and v is not None}}
 
     @property
     def stores_both_forms(self) -> bool:
@@ -132,8 +132,15 @@ def vision_language_family(name: str, architecture: str, language: Family, **cha
     )
 
 
-ABOVE_TEXT = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "auto_map", "quantization_config")
-"""Fields about a nested language model that stand beside its own."""
+OF_IMAGES = (
+    "model_type",
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+)
+"""Fields beside a nested language model that say nothing of it."""
 MOST_DIGITS = 20
 """Maximum digits of an integer in config.json; a longer one fits neither 64 bits nor a float."""
 FAMILIES: Registry[Family] = Registry("model family", "megaswift.families")

@@ -124,8 +124,30 @@ QWEN3_6_27B: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 248320,
 }
+
+
+def whole(architecture: str, text: dict[str, Any]) -> dict[str, Any]:
+    """A vision-language model's configuration with this one of its language model."""
+    return {
+        "architectures": [architecture],
+        "image_token_id": 248056,
+        "model_type": text["model_type"].removesuffix("_text"),
+        "text_config": text,
+        "tie_word_embeddings": False,
+        "video_token_id": 248057,
+        "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": text["model_type"].replace("text", "vision")},
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+    }
+
+
 HYBRID: dict[str, tuple[dict[str, Any], int]] = {
     "qwen3-next-80b-a3b": (QWEN3_NEXT_80B_A3B, 79_674_391_296),
     "qwen3.6-35b-a3b": (QWEN3_6_35B_A3B, 34_660_610_688),
     "qwen3.6-27b": (QWEN3_6_27B, 26_895_998_464),
+    "qwen3.6-35b-a3b with images": (
+        whole("Qwen3_5MoeForConditionalGeneration", QWEN3_6_35B_A3B),
+        34_660_610_688,
+    ),
+    "qwen3.6-27b with images": (whole("Qwen3_5ForConditionalGeneration", QWEN3_6_27B), 26_895_998_464),
 }

@@ -68,7 +68,7 @@ def test_both_engines_look(engine: str, more: dict[str, Any], what: str, tmp_pat
 def test_null_key_value_heads() -> None:
     """Refused where transformers cannot make a model of them, and nowhere else."""
     variants = {model_type: name for name, (model_type, _) in reversed(VARIANTS.items())}
-    for kind in FAMILIES.names():
+    for kind in (name for name in FAMILIES.names() if not FAMILIES.get(name).text):
         raw = config(variants[kind]).to_dict() | {"num_key_value_heads": None}
         problems = list(unreadable_value_problems(raw))
         assert bool(problems) == refused_by_transformers(raw), kind

@@ -20,6 +20,7 @@ from megaswift.bridge.hf.source import HfSource
 from megaswift.bridge.plan import WeightPlan
 from megaswift.errors import UserError, WeightsError
 from megaswift.families import family_of, load_spec
+from megaswift.models.family import unreadable_value_problems
 from megaswift.models.weights.rules import TensorParallelShard
 from tests.families.published_hybrid import QWEN3_6_27B
 from tests.vision_language_folders import config_of, write_vision_language
@@ -115,6 +116,8 @@ def test_the_language_model_is_the_text_family() -> None:
     for wrong, words in (({"hidden_actt": 1}, "hidden_actt"), ({"hidden_act": "gelu"}, "hidden_act")):
         with pytest.raises(WeightsError, match=words):
             family_of(whole).spec({**whole, "text_config": {**text, **wrong}})
+    nulls = {**whole, "text_config": {**text, "num_key_value_heads": None}}
+    assert ["num_key_value_heads null" in str(p) for p in unreadable_value_problems(nulls)] == [True]
     with pytest.raises(WeightsError, match="text_config.* must be a JSON object"):
         family_of(whole).spec({**whole, "text_config": None})
 

@@ -54,6 +54,7 @@ QUICK = {
     "qwen2_moe": ("pp2", "tp2 sp etp2"),
     "minimax_m2": ("cp2",),
     "mistral-window": ("cp2 packed comm=a2a",),
+    "qwen3_next": ("cp2 packed comm=a2a",),
 }
 """Of the default run: families that differ most."""
 QUICK_ADAPTED = {"minimax_m2": ("dp2 ep2 do",)}
