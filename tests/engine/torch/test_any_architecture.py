@@ -50,7 +50,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def test_none_is_a_family() -> None:
-    assert not {model_type for model_type, _ in KINDS.values()} & {*FAMILIES.names()}
+    """Except Qwen3-Next: transformers mixes its packed documents, which a class that is tested elsewhere would hide."""
+    assert {model_type for model_type, _ in KINDS.values()} & {*FAMILIES.names()} == {"qwen3_next"}
     assert KINDS.keys() == {*APART, *MIXING, *ENCODERS}
 
 
