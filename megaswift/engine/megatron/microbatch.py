@@ -84,7 +84,7 @@ class PrefixedAttention:
 @dataclass
 class TEPackedSeqParams(PackedSeqParams):
     """Megatron-Core's, what it leaves for Transformer Engine to find out on the device, and what layers without
-    attention read. With `qkv_format` "sbhd", rows are not packed, and attention takes no notice of it."""
+    attention read."""
 
     pad_between_seqs: bool = False
     prefixed: PrefixedAttention | None = None
@@ -159,13 +159,12 @@ def prepare_batch_ahead(batch: Batch, cp: int, rank: int, device: torch.device) 
 def _thd(
     host: MicrobatchHostIndices, cp: int, cu_seqlens: Tensor | None, documents: RowDocuments, order: Tensor | None
 ) -> PackedSeqParams | None:
-    """Rows as Transformer Engine takes them; None for whole rows that are not packed. `cu_seqlens`, `order`: on the
-    device.
+    """Packed rows as Transformer Engine takes them; None when not packed. `cu_seqlens` and `order` are on the device.
 
     Context parallelism needs the padded bounds too; they are the others: padding belongs to documents.
     """
     if cu_seqlens is None:
-        return None if order is None else TEPackedSeqParams(qkv_format="sbhd", documents=documents, order=order)
+        return None
     assert host.prefixed is None or cp == 1, "run.checks.prefix_sharing says so"
     bounds = cu_seqlens.int()
     longest = host.longest

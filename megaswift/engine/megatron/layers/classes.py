@@ -131,8 +131,6 @@ def _te_attention_class() -> type:
         ) -> Tensor:
             """Megatron-Core's. Documents with a shared prefix have more keys than queries, the last of both aligned,
             which is a mask that Megatron-Core has no name for."""
-            if packed_seq_params is not None and packed_seq_params.qkv_format != "thd":
-                packed_seq_params = None
             prefixed = getattr(packed_seq_params, "prefixed", None)
             if prefixed is None:
                 return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)

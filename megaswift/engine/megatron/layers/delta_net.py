@@ -18,8 +18,13 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
 
+from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.gated_delta import GatedDeltaWeights, gated_delta_net
-from megaswift.engine.megatron.context_parallel import exchange_heads_for_slices, exchange_slices_for_heads
+from megaswift.engine.megatron.context_parallel import (
+    exchange_heads_for_slices,
+    exchange_slices_for_heads,
+    gather_order,
+)
 
 
 @dataclass
@@ -93,11 +98,14 @@ class GatedDeltaNet(MegatronModule):
         rows = packed_seq_params
         documents = None if rows is None else rows.documents.of_tokens(projected.device)
         order = None if rows is None else rows.order
+        ranks = self.cp_group.size()
+        if rows is None and ranks > 1:
+            order = copy_to_device_async(gather_order(projected.shape[0] * ranks, None, ranks), projected.device)
         if order is not None:
             projected = exchange_slices_for_heads(projected, order, self.cp_group)
         share = self.cp_group.rank()
         convolution, log_decay, step_bias = (
-            weight.chunk(self.cp_group.size())[share] for weight in (self.conv1d_weight, self.A_log, self.dt_bias)
+            weight.chunk(ranks)[share] for weight in (self.conv1d_weight, self.A_log, self.dt_bias)
         )
         weights = GatedDeltaWeights(
             convolution[:, 0],
