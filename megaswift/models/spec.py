@@ -169,6 +169,11 @@ class ModelSpec:
         return self.transformer.get("q_lora_rank") or 0
 
     @property
+    def linear_layer_count(self) -> int:
+        """Layers that are gated delta nets."""
+        return sum(self.features.linear_layers)
+
+    @property
     def linear_groups(self) -> int:
         """Key heads of a gated delta net."""
         return self.transformer["linear_num_key_heads"]

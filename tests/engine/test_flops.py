@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megaswift.config import load_config
-from megaswift.engine.flops import StepFlopFormula, peak_tflops
+from megaswift.engine.flops import StepFlopFormula, mixer_flop_sizes, peak_tflops
+from megaswift.families import family_of
+from megaswift.models.spec import ModelSpec
 from megaswift.run.build import forward_pass_count_before_step
+from tests.parity.models import config
+
+
+def spec_of(variant: str) -> ModelSpec:
+    """The description of a tiny model."""
+    given = json.loads(config(variant).to_json_string(use_diff=False))
+    return family_of(given).spec(given)
 
 
 def test_the_rule_equals_counting_the_products_of_a_small_transformer() -> None:
@@ -21,6 +32,18 @@ def test_the_rule_equals_counting_the_products_of_a_small_transformer() -> None:
     forward = products + attention
     rule = StepFlopFormula(parameters=weights, attention=layers * heads * head_dim)
     assert rule.step(length, length * length) == pytest.approx(3 * forward)
+
+
+def test_gated_delta_nets_count_their_states_by_hand() -> None:
+    """Three of four layers: for each token and each of 8 value heads a product of [1, 8] and [8, 12] at the key, an
+    outer product of 8 and 12, and a product of [1, 8] and [8, 12] at the query; one layer of 8 heads of 16 attends."""
+    spec = spec_of("qwen3_5")
+    attention, state = mixer_flop_sizes(spec)
+    assert attention == 8 * 16 and 2 * state == 3 * 8 * (2 * 8 * 12 + 2 * 8 * 12 + 2 * 8 * 12)
+    rule = StepFlopFormula(parameters=7, attention=attention, passes=1, forward=9, state=state)
+    forward_of_mixers = 2 * state * 10 + 2 * attention * 100
+    assert rule.step(10, 100) == 6 * 7 * 10 + 3 * forward_of_mixers + 2 * 9 * 10 + forward_of_mixers
+    assert mixer_flop_sizes(spec_of("dense")) == (4 * 8 * 16, 0)
 
 
 @pytest.mark.parametrize(

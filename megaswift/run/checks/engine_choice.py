@@ -28,7 +28,7 @@ from megaswift.folders.source import locate_model
 from megaswift.models.any_model import spec_from_family_or_size_fields
 from megaswift.models.family import read_config_json
 from megaswift.models.quantized_training import KERNELS, quant_method
-from megaswift.models.spec import ModelSpec
+from megaswift.models.spec import LINEAR, ModelSpec
 
 SMALL = 1e9
 """Parameters up to which a model is replicated."""
@@ -178,9 +178,12 @@ def choose_engine(spec: ModelSpec, axes: bool, machine: MachineFacts, torch_only
 
 def approximate_parameter_count(spec: ModelSpec) -> int:
     """Counts the matrices of a gated transformer of these sizes: near enough to choose by."""
-    attention = 2 * spec.hidden_size * (spec.attention_width + spec.kv_width)
+    gates = spec.attention_width if spec.transformer.get("attention_output_gate") else 0
+    attention = 2 * (spec.attention_width + spec.kv_width) + gates
+    linear = 2 * spec.linear_groups * spec.linear_key_width + 3 * spec.linear_values if spec.linear_layer_count else 0
     total = 0
-    for expert_layer in spec.moe_layers:
-        width = spec.experts * spec.expert_ffn + spec.shared_ffn if expert_layer else spec.ffn
-        total += attention + 3 * spec.hidden_size * width
+    for kind in spec.layer_kinds:
+        width = spec.experts * spec.expert_ffn + spec.shared_ffn if kind.moe else spec.ffn
+        mixer = linear if kind.mixer == LINEAR else attention
+        total += spec.hidden_size * (mixer + 3 * width)
     return total + spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)

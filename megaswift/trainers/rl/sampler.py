@@ -100,7 +100,7 @@ def rollout_batch_size(options: RolloutConfig, max_length: int, dtype: str | Non
     if backend != "transformers":
         return 512 if memory >= LARGE_GPU else 256
     width = 4 if "float32" in (dtype or spec.dtype) else 2
-    completion = kv_cache_bytes_per_token(spec, width) * max_length
+    completion = kv_cache_bytes_per_token(spec, width) * max_length + recurrent_state_bytes(spec, width)
     return min(MOST, max(1, memory // CACHE_PARTS // completion)) if in_process else ON_CPU
 
 
@@ -116,8 +116,18 @@ def samples_on_every_rank(backend: str) -> bool:
 
 
 def kv_cache_bytes_per_token(spec: ModelSpec, width: int) -> int:
-    """Returns the bytes of one token in all layers, with `width` bytes per element. Layers under a window count as
-    whole ones: the decode loop allocates their columns too. Latent attention is cached compressed, as by transformers
-    since 5.17."""
+    """Returns the bytes of one token in all attention layers, with `width` bytes per element. Layers under a window
+    count as whole ones: the decode loop allocates their columns too. Latent attention is cached compressed, as by
+    transformers since 5.17."""
     elements = spec.latent_width if "kv_lora_rank" in spec.transformer else 2 * spec.kv_width
-    return spec.num_layers * elements * width
+    return (spec.num_layers - spec.linear_layer_count) * elements * width
+
+
+def recurrent_state_bytes(spec: ModelSpec, width: int) -> int:
+    """Returns the bytes that gated delta nets keep of a sequence, however long it is: a state in float32 and the last
+    inputs of the convolution in all layers."""
+    linear = spec.linear_layer_count
+    if not linear:
+        return 0
+    channels = 2 * spec.linear_groups * spec.linear_key_width + spec.linear_values
+    return linear * (4 * spec.linear_values * spec.linear_key_width + channels * spec.linear_taps * width)
