@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.parity.lora import ATTENTION, MLP, make_adapter
@@ -163,6 +163,43 @@ def test_the_same_completions_on_every_layout(
         )
     assert abs(lines[0]["kl"]) < 1e-6 < lines[1]["kl"]
 
+
+@pytest.mark.process
+def test_a_model_of_gated_delta_nets_and_experts(folder: Path, tmp_path: Path) -> None:
+    """Sampled with a recurrent cache: three generations, whose log-probabilities are the native engine's, two ranks."""
+    write_model(tmp_path / "model")
+    hybrid = AutoConfig.for_model("qwen3_5_moe_text", **HYBRID)
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(hybrid).save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_bytes((folder / "rows.jsonl").read_bytes())
+    (tmp_path / "rewards.py").write_text(REWARDS, encoding="utf-8")
+    lines = trained(tmp_path, tmp_path / "out", "--max_steps", 3, "--tp", 2)
+    assert len(lines) == 3 and len({line["completion"] for line in completions(tmp_path / "out")}) > 2 * BATCH
+    assert all(line["sampling/sampling_logp_difference/max"] < 5e-6 for line in lines)
+    assert abs(lines[0]["kl"]) < 1e-6 < lines[1]["kl"]
+
+
+HYBRID = {
+    "vocab_size": 45,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 
 FORMULAS = {
     "remax": ("--advantage_estimator", "remax", "--kl_in_reward", "true"),
