@@ -141,6 +141,6 @@ def test_models_that_cannot_be(tmp_path: Path) -> None:
     assert main(["--model", str(folder), "--quant_method", "fp8", *out]) == 0
     with pytest.raises(ConfigError, match="already quantized"):
         main(["--model", str(tmp_path / "out"), "--quant_method", "fp8", "--output_dir", str(tmp_path / "again")])
-    with pytest.raises(ConfigError, match="applies only to bitsandbytes"):
+    with pytest.raises(ConfigError, match="applies only to --quantization_bit 4"):
         words = ["--bnb_4bit_quant_type", "fp4", "--output_dir", str(tmp_path / "b")]
         main(["--model", str(folder), "--quant_method", "fp8", *words])

@@ -80,7 +80,13 @@ LATER = [
 ]
 FAMILIES = ["qwen2_moe tp2 sp", "deepseek_v3-dense tp2", "qwen3_5 tp2 sp", "qwen3_next single"]
 """Shared experts, latent attention, gated delta nets. (Fused tensors on disk: `test_fused_projections`.)"""
-SEEDS = {"deepseek_v2 tp2 sp": 6, "moe te tp2 sp etp2": 8, "mixtral te tp2 ep2 sp": 6}
+SEEDS = {
+    "qwen3_next single": 6,
+    "qwen3_next tp2 sp": 6,
+    "deepseek_v2 tp2 sp": 6,
+    "moe te tp2 sp etp2": 8,
+    "mixtral te tp2 ep2 sp": 6,
+}
 """Seeds of adapters, 5 elsewhere. With 5 Hugging Face's float32 is itself 4.7e-6 to 5.1e-6 away from its float64 here,
 for an expert's adapter sees few tokens, and the limit is 5e-6; with these it is 3.3e-6 to 3.9e-6 (`least_rounded`)."""
 

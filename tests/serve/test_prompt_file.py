@@ -187,7 +187,7 @@ def test_all_mistakes_of_a_command_line_at_once(tmp_path: Path) -> None:
         "--model: is missing",
         "--dataset nosuch.jsonl: no such file",
         "--quantization_bit 5: must be 4 or 8",
-        "--top_logprobs 3: needs --logprobs",
+        "--top_logprobs 3: would be ignored: needs --logprobs",
         "'gpu' is not a device",
     ):
         assert part in text, text
@@ -215,7 +215,7 @@ def test_all_mistakes_of_a_command_line_at_once(tmp_path: Path) -> None:
         "--num_beams 3: cannot be used in interactive chat",
         "--top_p 0.5: would be ignored",
         "has no adapter_config.json",
-        "--result_path a.jsonl: applies only to a prompt file",
+        "--result_path a.jsonl: would be ignored: applies only to a prompt file",
         "--offload_folder off: would be ignored",
     ):
         assert part in text, text
