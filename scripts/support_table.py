@@ -25,7 +25,8 @@ from megaswift.models.spec import ModelSpec  # noqa: E402
 from tests.families.published import PUBLISHED  # noqa: E402
 from tests.parity import models, test_families  # noqa: E402
 
-BEGIN, END = "<!-- support table: scripts/support_table.py writes this -->", "<!-- end of support table -->"
+BEGIN = "<!-- support table: scripts/support_table.py writes this -->"
+END = "<!-- end of support table -->"
 TARGETS = {"README.md": False, "README.zh-CN.md": False, "docs/families.md": True, "converters/README.md": False}
 """Files, and whether they hold everything: what was tested, what is refused."""
 
@@ -58,7 +59,8 @@ def own_modules(spec: ModelSpec) -> list[str]:
 
 def published(family: Family) -> tuple[str, str]:
     """(published models whose config.json is read in the tests, what of them is not Transformer Engine's on a GPU)."""
-    names, own = [], "-"
+    names = []
+    own = "-"
     for name, (config, parameters) in PUBLISHED.items():
         if family_of(config).name == family.name:
             names.append(f"{name} ({parameters / 1e9:.3g} B)")
@@ -132,7 +134,8 @@ def main(argv: list[str] | None = None) -> int:
     """Writes or checks; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when a table is out of date")
-    check, stale = parser.parse_args(argv).check, []
+    check = parser.parse_args(argv).check
+    stale = []
     for target, full in TARGETS.items():
         path = ROOT / target
         text = path.read_text(encoding="utf-8") if path.exists() else ""

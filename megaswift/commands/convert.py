@@ -381,7 +381,7 @@ def _launch_entry_problems(entry: GivenOptionValue) -> list[Problem]:
 
 
 def run_converter_script(command: str) -> int:
-    """What converters/*.py run: one command of these with the process's own arguments."""
+    """Run one of these commands with the process's own arguments, as the scripts in converters/ do."""
     try:
         with ignore_closed_stdout():
             return convert_command([command, *sys.argv[1:]])

@@ -281,13 +281,13 @@ class ModelSpec:
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is."""
-        every = range(self.num_layers)
-        linear = self.features.linear_layers or [False for _ in every]
-        windowed = [self.transformer.get("window_size") is not None for _ in every]
-        if windowed[0] and self.transformer.get("window_attn_skip_freq") is not None:
-            windowed = [bool(x) for x in self.transformer["window_attn_skip_freq"]]
-        mixers = [LINEAR if linear[i] else WINDOW if windowed[i] else FULL for i in every]
+        """Return what each layer is made of."""
+        mixers = [FULL for _ in range(self.num_layers)]
+        if self.transformer.get("window_size") is not None:
+            windowed = self.transformer.get("window_attn_skip_freq") or [True for _ in mixers]
+            mixers = [WINDOW if x else FULL for x in windowed]
+        if self.features.linear_layers:
+            mixers = [LINEAR if x else mixer for x, mixer in zip(self.features.linear_layers, mixers, strict=True)]
         return tuple(LayerKind(mixer, moe) for mixer, moe in zip(mixers, self.moe_layers, strict=True))
 
     @property

@@ -5,6 +5,7 @@ Covers: megaswift/bridge/checkpoint/metadata.py.
 
 from __future__ import annotations
 
+import enum
 import json
 import pickle
 import random
@@ -152,6 +153,27 @@ def test_hooks_of_a_tensor_are_not_read(tmp_path: Path) -> None:
         locate_torch_save_tensor(tmp_path / "bad", 0, (tmp_path / "bad").stat().st_size)
 
 
+class GetattrPickler(pickle.Pickler):
+    """Pickles the members of enums as Python 3.11.0 to 3.11.3 do, Debian 12's 3.11.2 among them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_tables_written_by_python_3_11_2_are_read(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(tables_with(lambda index: None))
+    expected = read_torch_dist_metadata(tmp_path)
+    assert not isinstance(expected, Problem)
+    tables = pickle.loads((tmp_path / ".metadata").read_bytes())
+    with (tmp_path / ".metadata").open("wb") as file:
+        GetattrPickler(file, protocol=4).dump(tables)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert read_torch_dist_metadata(tmp_path) == expected
+
+
+FORMATS = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
@@ -173,6 +195,11 @@ def test_hooks_of_a_tensor_are_not_read(tmp_path: Path) -> None:
         (b"\x80\x02" + b"(" * 100_000 + b".", "cannot be read"),
         (b"", "truncated"),
         (b"\x80\x04]\x94.", "is not the index"),
+        (
+            b"\x80\x02cbuiltins\ngetattr\nctorch\nfloat32\nX\x05\0\0\0__doc\x86R.",
+            "something other than a memory format",
+        ),
+        (b"\x80\x02cbuiltins\ngetattr\n" + FORMATS + b"X\x09\0\0\0__class__\x86R.", "other than a memory format"),
     ],
 )
 def test_dangerous_tables_are_refused(data: bytes, said: str, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ SAVED = "saved."
 
 @dataclass(frozen=True)
 class AdapterHyperparameters:
-    """What `adapter_config.json` says beyond names."""
+    """The numbers and switches of `adapter_config.json`."""
 
     rank: int = 8
     alpha: float = 32.0

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -77,7 +78,18 @@ def _size(numbers: object = ()) -> torch.Size:
     return torch.Size(numbers)
 
 
-_REPLACED: dict[tuple[str, str], Any] = {(_METADATA, "MetadataIndex"): _Place, ("torch", "Size"): _size}
+def _enum_member(enum: object, name: object) -> _MEM_FORMAT_ENCODING:
+    """Stand for `getattr`, by which Python 3.11.0 to 3.11.3 pickle the members of an enum."""
+    if enum is not _MEM_FORMAT_ENCODING or type(name) is not str or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError("contains builtins.getattr of something other than a memory format")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+_REPLACED: dict[tuple[str, str], Any] = {
+    (_METADATA, "MetadataIndex"): _Place,
+    ("torch", "Size"): _size,
+    ("builtins", "getattr"): _enum_member,
+}
 
 
 class _Tables(pickle.Unpickler):

@@ -57,7 +57,7 @@ def leave_out_idle_options(run: MigratedRun) -> None:
 
 
 def missing_options(run: MigratedRun) -> list[Problem]:
-    """What a run needs beside the file."""
+    """Report the required options that the migrated file lacks."""
     try:
         Resolver(compat, complete=True).resolve(run.task, [run.source()])
     except ConfigError as error:

@@ -102,6 +102,6 @@ class PromptEncoder(RowEncoder):
 def _beside(
     content: Any, columns: dict[str, Any], sample: UntokenizedSample, images: dict[str, Any] | None = None
 ) -> str:
-    """What a prompt keeps, as JSON; dates and the like as text."""
+    """Return the columns that a prompt keeps, as JSON; dates and the like become text."""
     kept = {"said": content, "columns": columns, "tools": sample.tools, **(images or {})}
     return json.dumps(kept, default=str)

@@ -58,7 +58,7 @@ def _last_call(i: int) -> str:
 
 @dataclass(frozen=True)
 class _Marking:
-    """What is marked in a second rendering: the more, the more is known, if the template lets it pass."""
+    """The places that a second rendering marks. More marks tell more, if the template lets them pass."""
 
     fronts: bool
     """The starts of users' and tools' contents too."""
@@ -201,7 +201,7 @@ def _trailing(message: _Message) -> str:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the marks of a conversation came out."""
+    """The positions of a conversation's marks in the rendered text."""
 
     text: str
     """With the marks."""
@@ -322,8 +322,8 @@ class AssistantTurnFinder:
         return length
 
     def _learn_openings(self) -> tuple[str, ...]:
-        """What may stand where an answer begins: the generation prompt, and as much of it as stands before answers of
-        every kind. The rest opens a block of reasoning (Qwen3.5) or is an empty one (Gemma 4)."""
+        """Return the texts that may begin an answer: the generation prompt, and the part of it before answers of every
+        kind. The rest opens a block of reasoning (Qwen3.5) or is an empty one (Gemma 4)."""
         if not self.header.strip():
             return ()
         core = self.header.partition(REASONS)[0]
@@ -343,7 +343,7 @@ class AssistantTurnFinder:
         return tuple(dict.fromkeys(opening for opening in (self.header, core) if opening.strip()))
 
     def _learn_closing(self) -> str:
-        """What stands behind the last argument of a call, whatever follows the call."""
+        """Return the text that follows the last argument of every call."""
         calling = self._calling(_end(0))
         results: tuple[list[_Message], ...] = (
             [],
@@ -353,7 +353,7 @@ class AssistantTurnFinder:
         return behind[0][: self._common(*behind)].rstrip()
 
     def _tail(self, role: str) -> tuple[str, ...]:
-        """What may stand between the end of a `role` message's content and the beginning of an answer."""
+        """Return the texts that may stand between a `role` message's content and the answer after it."""
         if role not in self._tails:
             probe: list[_Message] = [{"role": role, "content": "x" + _end(0)}]
             if role not in ("user", "system", "developer"):
@@ -438,7 +438,7 @@ class AssistantTurnFinder:
     def _turn(
         self, messages: Sequence[_Message], i: int, places: _Places, position: int, tools: Any
     ) -> tuple[int, int] | None:
-        """Where the turn of message `i` begins and ends, behind `position`; None where the template omits it."""
+        """Return where the turn of message `i` begins and ends after `position`; None if the template omits it."""
         begin = self._begin(messages, i, places, position, tools)
         return None if begin is None else (begin, self._stop(messages, i, places, begin, tools))
 

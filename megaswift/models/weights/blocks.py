@@ -18,7 +18,7 @@ from megaswift.models.weights.rules import (
     ReplicatedRule,
     RowParallelRule,
     Scope,
-    StackedDownRows,
+    StackedDown,
     StackedGateUp,
     VocabParallelRule,
     WeightRule,
@@ -151,7 +151,7 @@ def experts_in_both_forms(block: Sequence[WeightRule]) -> tuple[WeightRule, ...]
     return (
         *(replace(cast(Any, rule), when="split_experts") if rule.scope == "expert" else rule for rule in block),
         StackedGateUp(m + "linear_fc1.weight", (e + "gate_up_proj",), when=STACKED),
-        StackedDownRows(m + "linear_fc2.weight", (e + "down_proj",), when=STACKED),
+        StackedDown(m + "linear_fc2.weight", (e + "down_proj",), turned=False, when=STACKED),
     )
 
 

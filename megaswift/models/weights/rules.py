@@ -379,10 +379,12 @@ class InterleavedGateUp:
 
 @dataclass(frozen=True)
 class StackedDown:
-    """The second matrix of every expert, [E, f, h]: [h, f / tp], cut along the inner width."""
+    """The second matrix of every expert, [E, f, h], or [E, h, f] unless `turned`: [h, f / tp], cut along the inner
+    width."""
 
     megatron: str
     hf: tuple[str]
+    turned: bool = True
     scope: Scope = "expert"
     when: str = ""
     shard: ClassVar[Shard] = "row"
@@ -390,12 +392,13 @@ class StackedDown:
     buffer: ClassVar[bool] = False
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
-        """[E, f, h]."""
-        return [(spec.experts, spec.expert_ffn, spec.hidden_size)]
+        """[E, f, h] or [E, h, f]."""
+        matrix = (spec.expert_ffn, spec.hidden_size) if self.turned else (spec.hidden_size, spec.expert_ffn)
+        return [(spec.experts, *matrix)]
 
     def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
         """A range of the inner width."""
-        return [SliceMap(0, *shard_range(spec.expert_ffn, shard, "expert_ffn"), 1, _expert(shard), True)]
+        return [SliceMap(0, *shard_range(spec.expert_ffn, shard, "expert_ffn"), 1, _expert(shard), self.turned)]
 
 
 @dataclass(frozen=True)
@@ -441,27 +444,6 @@ class StackedGateUp:
         first, stop = shard_range(spec.expert_ffn, shard, "expert_ffn")
         f = spec.expert_ffn
         return [SliceMap(0, part * f + first, part * f + stop, 1, _expert(shard)) for part in (0, 1)]
-
-
-@dataclass(frozen=True)
-class StackedDownRows:
-    """The second matrix of every expert, [E, h, f]: [h, f / tp], cut along the inner width."""
-
-    megatron: str
-    hf: tuple[str]
-    scope: Scope = "expert"
-    when: str = ""
-    shard: ClassVar[Shard] = "row"
-    stacked: ClassVar[bool] = True
-    buffer: ClassVar[bool] = False
-
-    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
-        """[E, h, f]."""
-        return [(spec.experts, spec.hidden_size, spec.expert_ffn)]
-
-    def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
-        """A range of the inner width."""
-        return [SliceMap(0, *shard_range(spec.expert_ffn, shard, "expert_ffn"), 1, _expert(shard))]
 
 
 def renamed(rules: Sequence[WeightRule], before: str, after: str) -> tuple[WeightRule, ...]:
