@@ -6,14 +6,22 @@ from __future__ import annotations
 from megaswift.models.family import FAMILIES, Family
 from megaswift.models.fields.decoder import EXPERTS_EVERYWHERE
 from megaswift.models.fields.gated_delta import EXPERTS, HYBRID, HYBRID_FIXED, mtp_tensor_names
+from megaswift.models.fields.rows import RequiredValue, UnusedField
 from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import EMBEDDING, HEAD, experts_in_both_forms, moe_block
 from megaswift.models.weights.gated_delta import GATED_ATTENTION, SPLIT_INPUT, gated_delta_net, gated_shared_expert
 
+OF_QWEN3_NEXT = (
+    RequiredValue("mlp_only_layers", ([],), "every layer has experts"),
+    RequiredValue("decoder_sparse_step", (1,), "every layer has experts"),
+    RequiredValue("norm_topk_prob", (True,), "transformers' model scales the chosen experts' weights to 1"),
+    UnusedField(("intermediate_size",), "the width of dense MLPs, of which there are none"),
+)
+"""Fields that published files have left from Qwen3-Next, whose configuration class theirs comes from."""
 QWEN3_5_MOE_TEXT = Family(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
-    config=(*HYBRID, *EXPERTS, EXPERTS_EVERYWHERE),
+    config=(*HYBRID, *EXPERTS, EXPERTS_EVERYWHERE, *OF_QWEN3_NEXT),
     weights=(
         *EMBEDDING,
         *gated_delta_net(SPLIT_INPUT),

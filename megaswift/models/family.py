@@ -139,6 +139,7 @@ OF_IMAGES = (
     "video_token_id",
     "vision_start_token_id",
     "vision_end_token_id",
+    "language_model_only",
 )
 """Fields beside a nested language model that say nothing of it."""
 MOST_DIGITS = 20
