@@ -45,7 +45,7 @@ def folder_of(variant: str, root: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("variant", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("variant", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
 def test_prediction_layers_have_their_place(variant: str, tmp_path: Path) -> None:
     folder = folder_of(variant, tmp_path)
     plan, source = opened(folder)

@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 
 from megaswift.families import ModelSpec, family_of
-from tests.families.published_deepseek import DEEPSEEK_V2, DEEPSEEK_V2_LITE, DEEPSEEK_V3, GLM_4_5_AIR
+from tests.families.published_deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
+    GLM_4_5_AIR,
+    GLM_4_7_FLASH,
+)
 from tests.families.specs import refusals, spec
 
 
@@ -103,10 +109,27 @@ def test_the_factor_on_scores_is_transformers(base: dict[str, Any]) -> None:
         (DEEPSEEK_V2, {"mlp_bias": True}, "mlp_bias"),
         (GLM_4_5_AIR, {"partial_rotary_factor": 0}, "partial_rotary_factor"),
         (GLM_4_5_AIR, {"topk_method": "noaux_tc"}, "topk_method"),
+        (GLM_4_5_AIR, {"mlp_layer_types": ["sparse"] * 46}, "mlp_layer_types"),
+        (GLM_4_7_FLASH, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (GLM_4_7_FLASH, {"first_k_dense_replace": 3}, 'add mlp_layer_types, "dense" for the first 3 layers'),
+        (GLM_4_7_FLASH, {"mlp_layer_types": ["sparse"] * 46}, "must have 47 entries"),
+        (GLM_4_7_FLASH, {"mlp_layer_types": ["sparse", "moe"] + ["sparse"] * 45}, "each dense or sparse"),
     ],
 )
 def test_refused(base: dict[str, Any], changes: dict[str, Any], told: str) -> None:
     assert any(told in problem for problem in refusals(base, **changes))
+
+
+def test_dense_layers_where_a_list_names_them() -> None:
+    """As transformers' configuration class reads them: `first_k_dense_replace` alone says nothing."""
+    from transformers import AutoConfig
+
+    kinds = ["sparse", "dense", *["sparse"] * 45]
+    for changes in ({}, {"mlp_layer_types": kinds}, {"mlp_layer_types": kinds, "first_k_dense_replace": 3}):
+        fields = {k: v for k, v in {**GLM_4_7_FLASH, **changes}.items() if k != "model_type"}
+        theirs = AutoConfig.for_model("glm4_moe_lite", **fields).mlp_layer_types
+        assert list(spec(GLM_4_7_FLASH, **changes).moe_layers) == [kind == "sparse" for kind in theirs]
+    assert spec(GLM_4_7_FLASH, mlp_layer_types=["dense"] * 47).experts == 0
 
 
 def test_prediction_layers_by_number() -> None:

@@ -151,6 +151,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {**DEEPSEEK_MOE, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "norm_topk_prob": False},
     ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**DEEPSEEK_MOE, **LATENT, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
+    ),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "gpt_oss": ("gpt_oss", GPT_OSS),

@@ -23,6 +23,7 @@ DEFAULT = (
     "deepseek_v2 tp2 sp pp2",
     "glm4_moe tp2 sp pp2",
     "glm4_moe-plain packed cp2",
+    "glm4_moe_lite tp2 sp pp2",
 )
 VARIANTS = (
     "deepseek_v3",
@@ -33,6 +34,7 @@ VARIANTS = (
     "deepseek_v2-greedy",
     "glm4_moe",
     "glm4_moe-plain",
+    "glm4_moe_lite",
 )
 LAYOUTS = (
     "single",

@@ -73,6 +73,7 @@ LATER = [
     "granite tp2",
     "glm4_moe dp2 ep2",
     "deepseek_v2 tp2 sp",
+    "glm4_moe_lite dp2 ep2",
     "qwen3_5 single",
     "qwen3_5 cp2 packed",
     "qwen3_next tp2 sp",

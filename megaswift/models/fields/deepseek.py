@@ -31,6 +31,9 @@ KEYS = (
     "n_group",
     "topk_group",
 )
+LAYER_TYPES = "mlp_layer_types"
+DENSE = "dense"
+SPARSE = "sparse"
 PRETRAINING: tuple[ConfigRow, ...] = (
     UnusedField(
         ("aux_loss_alpha", "seq_aux"),
@@ -64,6 +67,10 @@ class RouterDefaults:
     topk_group: int = 1
     method: str = "noaux_tc"
     """`topk_method`; `greedy` chooses among all experts, whatever `n_group` says."""
+    layer_types: bool = False
+    """Whether `mlp_layer_types`, where it is given, lists the layers with experts."""
+    dense_count_read: bool = True
+    """Whether transformers reads `first_k_dense_replace`."""
 
 
 def routed_experts_row(family: RouterDefaults) -> FieldGroupRow:
@@ -71,7 +78,7 @@ def routed_experts_row(family: RouterDefaults) -> FieldGroupRow:
 
     def read(reading: ConfigReading) -> None:
         layers = reading.get("num_hidden_layers", int, 0)
-        first = reading.get("first_k_dense_replace", int, family.first_dense)
+        frequency = _moe_layers(reading, family, layers or 0)
         key = "n_routed_experts" if "n_routed_experts" in reading.raw else "num_local_experts"
         values = {
             "num_moe_experts": reading.get(key, int, least=1),
@@ -80,14 +87,32 @@ def routed_experts_row(family: RouterDefaults) -> FieldGroupRow:
             "moe_router_topk_scaling_factor": reading.get("routed_scaling_factor", float, family.scaling),
         }
         shared = reading.get("n_shared_experts", int, family.shared, least=1)
-        if layers is None or first is None or shared is None or None in values.values() or first >= layers:
+        if frequency is None or shared is None or None in values.values() or not any(frequency):
             return
         reading.values.update(values)
         reading.values["moe_shared_expert_intermediate_size"] = shared * values["moe_ffn_hidden_size"]
-        reading.values["moe_layer_freq"] = [int(layer >= first) for layer in range(layers)]
+        reading.values["moe_layer_freq"] = frequency
         _router(reading, family, values["num_moe_experts"], values["moe_router_topk"])
 
-    return FieldGroupRow(KEYS, read)
+    return FieldGroupRow((*KEYS, *((LAYER_TYPES,) if family.layer_types else ())), read)
+
+
+def _moe_layers(reading: ConfigReading, family: RouterDefaults, layers: int) -> list[int] | None:
+    """1 for each layer with experts: those that `mlp_layer_types` lists, else all after the first dense ones."""
+    kinds = reading.raw.get(LAYER_TYPES) if family.layer_types else None
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers or set(map(str, kinds)) - {DENSE, SPARSE}:
+            reading.problem(LAYER_TYPES, f"must have {layers} entries, each {DENSE} or {SPARSE}")
+            return None
+        return [int(kind == SPARSE) for kind in kinds]
+    first = reading.get("first_k_dense_replace", int, family.first_dense)
+    if first is None:
+        return None
+    if first != family.first_dense and not family.dense_count_read:
+        rule = f"must be {family.first_dense}: transformers' model takes other numbers from {LAYER_TYPES} only"
+        types = f'"{DENSE}" for the first {first} layers and "{SPARSE}" for the others'
+        reading.problem("first_k_dense_replace", rule, f"add {LAYER_TYPES}, {types}")
+    return [int(layer >= first) for layer in range(layers)]
 
 
 def _router(reading: ConfigReading, family: RouterDefaults, experts: int, topk: int) -> None:
