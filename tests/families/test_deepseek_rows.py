@@ -17,6 +17,7 @@ from tests.families.published_deepseek import (
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
+    DOTS_LLM1,
     GLM_4_5_AIR,
     GLM_4_7_FLASH,
 )
@@ -110,6 +111,9 @@ def test_the_factor_on_scores_is_transformers(base: dict[str, Any]) -> None:
         (GLM_4_5_AIR, {"partial_rotary_factor": 0}, "partial_rotary_factor"),
         (GLM_4_5_AIR, {"topk_method": "noaux_tc"}, "topk_method"),
         (GLM_4_5_AIR, {"mlp_layer_types": ["sparse"] * 46}, "mlp_layer_types"),
+        (DOTS_LLM1, {"attention_bias": True}, "attention_bias"),
+        (DOTS_LLM1, {"n_shared_experts": None}, "n_shared_experts"),
+        (DOTS_LLM1, {"scoring_func": "softmax"}, "scoring_func"),
         (GLM_4_7_FLASH, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (GLM_4_7_FLASH, {"first_k_dense_replace": 3}, 'add mlp_layer_types, "dense" for the first 3 layers'),
         (GLM_4_7_FLASH, {"mlp_layer_types": ["sparse"] * 46}, "must have 47 entries"),
@@ -118,6 +122,20 @@ def test_the_factor_on_scores_is_transformers(base: dict[str, Any]) -> None:
 )
 def test_refused(base: dict[str, Any], changes: dict[str, Any], told: str) -> None:
     assert any(told in problem for problem in refusals(base, **changes))
+
+
+def test_windows_of_dots() -> None:
+    """In layers from `max_window_layers` on, as transformers' configuration class reads them."""
+    from transformers import AutoConfig
+
+    base = {k: v for k, v in DOTS_LLM1.items() if k not in ("model_type", "sliding_window")}
+    for changes in ({"max_window_layers": 60}, {"sliding_window": 128, "max_window_layers": 1}, {}):
+        kinds = AutoConfig.for_model("dots1", **base, **changes).layer_types
+        found = spec({**base, "model_type": "dots1"}, **changes)
+        windowed = [kind.mixer == "window" for kind in found.layer_kinds]
+        assert windowed == [kind == "sliding_attention" for kind in kinds]
+        assert any(windowed) == bool(changes)
+    assert "window_size" not in spec(DOTS_LLM1, max_window_layers=0).transformer
 
 
 def test_dense_layers_where_a_list_names_them() -> None:

@@ -155,6 +155,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         {**DEEPSEEK_MOE, **LATENT, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
     ),
+    "dots1": ("dots1", {**DEEPSEEK_MOE, "sliding_window": 7, "max_window_layers": 2}),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "gpt_oss": ("gpt_oss", GPT_OSS),

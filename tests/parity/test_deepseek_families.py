@@ -24,6 +24,7 @@ DEFAULT = (
     "glm4_moe tp2 sp pp2",
     "glm4_moe-plain packed cp2",
     "glm4_moe_lite tp2 sp pp2",
+    "dots1 tp2 sp ep2",
 )
 VARIANTS = (
     "deepseek_v3",
@@ -35,6 +36,7 @@ VARIANTS = (
     "glm4_moe",
     "glm4_moe-plain",
     "glm4_moe_lite",
+    "dots1",
 )
 LAYOUTS = (
     "single",

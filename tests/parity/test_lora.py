@@ -74,6 +74,7 @@ LATER = [
     "glm4_moe dp2 ep2",
     "deepseek_v2 tp2 sp",
     "glm4_moe_lite dp2 ep2",
+    "dots1 tp2 sp",
     "qwen3_5 single",
     "qwen3_5 cp2 packed",
     "qwen3_next tp2 sp",
