@@ -347,19 +347,17 @@ def test_a_family_with_a_new_activation_takes_two_source_files(package: Copy) ->
     """Its file and a row of activations. The oracle is transformers' Qwen3 with its own function of that name."""
     source = (PACKAGE / "families/qwen3.py").read_text(encoding="utf-8")
     for old, new in (
-        ('"qwen3"', '"qwen3_relu2"'),
-        ('"qk_layernorm": True', '"qk_layernorm": True, "activation_func": "relu2"'),
-        ("config=(FFN,", 'config=(RequiredValue("hidden_act", ("relu2",), "the activation of the gated MLP"), FFN,'),
+        ('"qwen3"', '"qwen3_relu"'),
+        ('"qk_layernorm": True', '"qk_layernorm": True, "activation_func": "relu"'),
+        ("config=(FFN,", 'config=(RequiredValue("hidden_act", ("relu",), "the activation of the gated MLP"), FFN,'),
         (
             "from megaswift.models.fields.windows",
             "from megaswift.models.fields.rows import RequiredValue\nfrom megaswift.models.fields.windows",
         ),
     ):
         source = source.replace(old, new)
-    package.write("families/qwen3_relu2.py", source)
-    package.replace(
-        "engine/megatron/transformer_config.py", '"silu": F.silu,', '"silu": F.silu, "relu2": lambda x: F.relu(x) ** 2,'
-    )
+    package.write("families/qwen3_relu.py", source)
+    package.replace("engine/megatron/transformer_config.py", '"silu": F.silu,', '"silu": F.silu, "relu": F.relu,')
     told = package.run(
         f"import sys\nsys.path.append({str(ROOT)!r})\n"
         + """
@@ -376,7 +374,7 @@ from tests.trainers.inputs import write_conversations, write_model
 write_model(Path("model"))
 data = write_conversations(Path("data.jsonl"), 4)
 torch.manual_seed(5)
-model = Qwen3ForCausalLM(Qwen3Config.from_pretrained("model", hidden_act="relu2"))
+model = Qwen3ForCausalLM(Qwen3Config.from_pretrained("model", hidden_act="relu"))
 for name, weight in model.named_parameters():
     if ".mlp." in name:
         weight.data *= 20  # so that the activation decides about the loss
@@ -393,18 +391,18 @@ config = Path("model/config.json")
 fields = json.loads(config.read_text())
 words = ["--model", "model", "--dataset", "data.jsonl", "--dataset_cache_dir", "cache", "--output_dir", "out",
          "--max_steps", "1", "--global_batch_size", "4", "--engine", "megatron", "--report_to", "none"]
-config.write_text(json.dumps(fields | {"model_type": "qwen3_relu2", "hidden_act": "silu"}))
+config.write_text(json.dumps(fields | {"model_type": "qwen3_relu", "hidden_act": "silu"}))
 try:
     load_spec("model")
 except WeightsError as error:
     print(error.problems[0].rule)
-config.write_text(json.dumps(fields | {"model_type": "qwen3_relu2"}))
+config.write_text(json.dumps(fields | {"model_type": "qwen3_relu"}))
 print(main("sft", words))
 print(total / count, read_lines(Path("out/metrics.jsonl"))[0]["loss"])
 """
     ).splitlines()
     rule, code, losses = told[-5], told[-2], [float(word) for word in told[-1].split()]
-    assert rule == "must be 'relu2': the activation of the gated MLP" and code == "0"
+    assert rule == "must be 'relu': the activation of the gated MLP" and code == "0"
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert len(package.touched) == 2
 

@@ -302,6 +302,42 @@ EXAONE_4_1B: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 102400,
 }
+AFM_4_5B: dict[str, Any] = {
+    "architectures": ["ArceeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128003,
+    "head_dim": 128,
+    "hidden_act": "relu2",
+    "hidden_size": 2560,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "max_position_embeddings": 65536,
+    "mlp_bias": False,
+    "model_type": "arcee",
+    "num_attention_heads": 20,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 20.0,
+        "mscale": 1.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "type": "yarn",
+    },
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.53.2",
+    "use_cache": False,
+    "vocab_size": 128004,
+}
+"""No copy of the file was at hand: fields are those of transformers' ArceeConfig, and the sizes give the 4.6 B of the
+model card."""
 
 DENSE: dict[str, tuple[dict[str, Any], int]] = {
     "phi-4": (PHI_4, 14_659_507_200),
@@ -314,4 +350,5 @@ DENSE: dict[str, tuple[dict[str, Any], int]] = {
     "exaone-4.0-1.2b": (EXAONE_4_1B, 1_279_391_488),
     "seed-oss-36b": (SEED_OSS_36B, 36_151_104_512),
     "smollm3-3b": (SMOLLM3_3B, 3_075_098_624),
+    "afm-4.5b": (AFM_4_5B, 4_619_184_640),
 }

@@ -14,6 +14,7 @@ import pytest
 from megaswift.errors import WeightsError
 from megaswift.models.spec import RopeSpec
 from tests.families.published_dense import (
+    AFM_4_5B,
     EXAONE_4_1B,
     GEMMA_2_2B,
     GEMMA_3_1B,
@@ -95,6 +96,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {"use_sliding_window": True, "sliding_window": 0, "layer_types": ...},
         "sliding_window 0: must be at least 1",
     ),
+    ("arcee activation", AFM_4_5B, {"hidden_act": "silu"}, "hidden_act 'silu': must be 'relu2'"),
+    ("arcee biases", AFM_4_5B, {"mlp_bias": True}, "attention_bias False with mlp_bias True"),
     ("smollm3 layers", SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "36 entries, each 0 or 1"),
 ]
 
@@ -202,6 +205,12 @@ def test_olmo3_and_exaone() -> None:
     assert (
         hybrid.transformer["no_rope_freq"] == [0, 1] * 15 and hybrid.transformer["window_attn_skip_freq"] == [1, 0] * 15
     )
+
+
+def test_arcee_has_no_gate() -> None:
+    arcee = spec(AFM_4_5B, pretraining_tp=1)
+    assert not arcee.gated and arcee.transformer["activation_func"] == "relu2"
+    assert arcee.rope.scaling is not None and arcee.rope.scaling["original_max_position_embeddings"] == 4096
 
 
 def test_the_rest() -> None:

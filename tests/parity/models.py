@@ -230,6 +230,8 @@ VARIANTS |= {
             "tie_word_embeddings": True,
         },
     ),
+    "arcee": ("arcee", {**BASE, **YARN}),
+    "arcee-bias": ("arcee", {**BASE, "attention_bias": True, "mlp_bias": True}),
     "seed_oss": ("seed_oss", {**BASE, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smollm3": ("smollm3", {**DENSE, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 7}),
 }

@@ -30,6 +30,8 @@ VARIANTS = (
     "seed_oss",
     "olmo3",
     "exaone4",
+    "arcee",
+    "arcee-bias",
 )
 
 

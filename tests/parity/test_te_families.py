@@ -56,6 +56,7 @@ QUICK = {
     "minimax_m2": ("cp2",),
     "mistral-window": ("cp2 packed comm=a2a",),
     "qwen3_next": ("cp2 packed comm=a2a",),
+    "arcee": ("tp2 sp",),
 }
 """Of the default run: families that differ most."""
 QUICK_ADAPTED = {"minimax_m2": ("dp2 ep2 do",)}

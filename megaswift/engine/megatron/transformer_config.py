@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import jit
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -51,7 +52,13 @@ from megaswift.parallel.layout import Layout
 from megaswift.parallel.options.layout import ParallelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+    "relu2": squared_relu,
+}
 
 
 def _activation(spec: ModelSpec) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -89,13 +89,8 @@ def dense_mlp(
     MoE layers too."""
     mlp = H + "mlp."
     gate_up = GateUpRule(M + "mlp.linear_fc1.weight", (mlp + "gate_proj.weight", mlp + "up_proj.weight"), scope=scope)
-    before = (
-        (ReplicatedRule(M + "mlp.linear_fc1.layer_norm_weight", (f"{H}{norm}.weight",), ("hidden_size",), scope),)
-        if norm
-        else ()
-    )
     return (
-        *before,
+        *(_mlp_norm(norm, scope) if norm else ()),
         FusedHfTensorRule(gate_up, mlp + "gate_up_proj.weight") if fused else gate_up,
         GateUpRule(
             M + "mlp.linear_fc1.bias",
@@ -104,10 +99,30 @@ def dense_mlp(
             scope=scope,
             when="linear_bias",
         ),
-        RowParallelRule(M + "mlp.linear_fc2.weight", (mlp + "down_proj.weight",), ("hidden_size", "ffn"), scope),
-        ReplicatedRule(
-            M + "mlp.linear_fc2.bias", (mlp + "down_proj.bias",), ("hidden_size",), scope, when="linear_bias"
-        ),
+        *_mlp_down(scope),
+    )
+
+
+def ungated_mlp() -> tuple[WeightRule, ...]:
+    """Norm, up, down: an MLP without a gate."""
+    up = H + "mlp.up_proj."
+    return (
+        *_mlp_norm("post_attention_layernorm", "layer"),
+        ColumnParallelRule(M + "mlp.linear_fc1.weight", (up + "weight",), ("ffn", "hidden_size")),
+        ColumnParallelRule(M + "mlp.linear_fc1.bias", (up + "bias",), ("ffn",), when="linear_bias"),
+        *_mlp_down("layer"),
+    )
+
+
+def _mlp_norm(norm: str, scope: Scope) -> tuple[WeightRule, ...]:
+    return (ReplicatedRule(M + "mlp.linear_fc1.layer_norm_weight", (f"{H}{norm}.weight",), ("hidden_size",), scope),)
+
+
+def _mlp_down(scope: Scope) -> tuple[WeightRule, ...]:
+    down = H + "mlp.down_proj."
+    return (
+        RowParallelRule(M + "mlp.linear_fc2.weight", (down + "weight",), ("hidden_size", "ffn"), scope),
+        ReplicatedRule(M + "mlp.linear_fc2.bias", (down + "bias",), ("hidden_size",), scope, when="linear_bias"),
     )
 
 

@@ -177,13 +177,14 @@ def choose_engine(spec: ModelSpec, axes: bool, machine: MachineFacts, torch_only
 
 
 def approximate_parameter_count(spec: ModelSpec) -> int:
-    """Counts the matrices of a gated transformer of these sizes: near enough to choose by."""
+    """Counts the matrices of a transformer of these sizes: near enough to choose by."""
     gates = spec.attention_width if spec.transformer.get("attention_output_gate") else 0
     attention = 2 * (spec.attention_width + spec.kv_width) + gates
     linear = 2 * spec.linear_groups * spec.linear_key_width + 3 * spec.linear_values if spec.linear_layer_count else 0
+    mlp_matrices = 3 if spec.transformer.get("gated_linear_unit", True) else 2
     total = 0
     for kind in spec.layer_kinds:
         width = spec.experts * spec.expert_ffn + spec.shared_ffn if kind.moe else spec.ffn
         mixer = linear if kind.mixer == LINEAR else attention
-        total += spec.hidden_size * (mixer + 3 * width)
+        total += spec.hidden_size * (mixer + mlp_matrices * width)
     return total + spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
