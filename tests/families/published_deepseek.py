@@ -302,10 +302,47 @@ DOTS_LLM1: dict[str, Any] = {
 }
 """The sizes as mlxcel's test of dots.llm1.inst has them, the name of the scores as llama.cpp's converter demands it;
 the card says 142 B."""
+SOLAR_OPEN_100B: dict[str, Any] = {
+    "architectures": ["SolarOpenForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_solar_open.SolarOpenConfig",
+        "AutoModel": "modeling_solar_open.SolarOpenModel",
+        "AutoModelForCausalLM": "modeling_solar_open.SolarOpenForCausalLM",
+    },
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "first_k_dense_replace": 0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10240,
+    "max_position_embeddings": 131072,
+    "model_type": "solar_open",
+    "moe_intermediate_size": 1280,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "pad_token_id": 2,
+    "partial_rotary_factor": 1.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 65536, "type": "yarn"},
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 196608,
+}
+"""As macMLX's test of the published configuration has it; the card says 102.6 B."""
 DESCENDANTS: dict[str, tuple[dict[str, Any], int]] = {
     "glm-4.5-air": (GLM_4_5_AIR, 106_852_245_504),
     "glm-4.7-flash": (GLM_4_7_FLASH, 29_943_390_976),
     "dots.llm1": (DOTS_LLM1, 142_774_373_888),
+    "solar-open-100b": (SOLAR_OPEN_100B, 102_651_793_408),
     "deepseek-v3": (DEEPSEEK_V3, 671_026_404_352),
     "deepseek-moe-16b": (DEEPSEEK_MOE_16B, 16_375_728_128),
     "deepseek-v2-lite": (DEEPSEEK_V2_LITE, 15_706_484_224),

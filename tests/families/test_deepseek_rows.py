@@ -20,6 +20,7 @@ from tests.families.published_deepseek import (
     DOTS_LLM1,
     GLM_4_5_AIR,
     GLM_4_7_FLASH,
+    SOLAR_OPEN_100B,
 )
 from tests.families.specs import refusals, spec
 
@@ -114,6 +115,8 @@ def test_the_factor_on_scores_is_transformers(base: dict[str, Any]) -> None:
         (DOTS_LLM1, {"attention_bias": True}, "attention_bias"),
         (DOTS_LLM1, {"n_shared_experts": None}, "n_shared_experts"),
         (DOTS_LLM1, {"scoring_func": "softmax"}, "scoring_func"),
+        (SOLAR_OPEN_100B, {"first_k_dense_replace": 1}, "must be 0: transformers' model does not read other numbers"),
+        (SOLAR_OPEN_100B, {"use_qk_norm": True}, "use_qk_norm"),
         (GLM_4_7_FLASH, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (GLM_4_7_FLASH, {"first_k_dense_replace": 3}, 'add mlp_layer_types, "dense" for the first 3 layers'),
         (GLM_4_7_FLASH, {"mlp_layer_types": ["sparse"] * 46}, "must have 47 entries"),

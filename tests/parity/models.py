@@ -156,6 +156,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**DEEPSEEK_MOE, **LATENT, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
     ),
     "dots1": ("dots1", {**DEEPSEEK_MOE, "sliding_window": 7, "max_window_layers": 2}),
+    "solar_open": (
+        "solar_open",
+        {
+            **{k: v for k, v in DEEPSEEK_MOE.items() if k not in ("first_k_dense_replace", "intermediate_size")},
+            **YARN,
+            "attention_bias": True,
+        },
+    ),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "gpt_oss": ("gpt_oss", GPT_OSS),

@@ -25,6 +25,7 @@ DEFAULT = (
     "glm4_moe-plain packed cp2",
     "glm4_moe_lite tp2 sp pp2",
     "dots1 tp2 sp ep2",
+    "solar_open packed cp2",
 )
 VARIANTS = (
     "deepseek_v3",
@@ -37,6 +38,7 @@ VARIANTS = (
     "glm4_moe-plain",
     "glm4_moe_lite",
     "dots1",
+    "solar_open",
 )
 LAYOUTS = (
     "single",

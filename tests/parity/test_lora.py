@@ -75,6 +75,7 @@ LATER = [
     "deepseek_v2 tp2 sp",
     "glm4_moe_lite dp2 ep2",
     "dots1 tp2 sp",
+    "solar_open dp2 ep2",
     "qwen3_5 single",
     "qwen3_5 cp2 packed",
     "qwen3_next tp2 sp",
@@ -87,6 +88,8 @@ SEEDS = {
     "qwen3_next single": 6,
     "qwen3_next tp2 sp": 6,
     "deepseek_v2 tp2 sp": 6,
+    "glm4_moe_lite dp2 ep2": 8,
+    "dots1 tp2 sp": 6,
     "moe te tp2 sp etp2": 8,
     "mixtral te tp2 ep2 sp": 6,
 }

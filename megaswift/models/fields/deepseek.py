@@ -92,6 +92,8 @@ def routed_experts_row(family: RouterDefaults) -> FieldGroupRow:
         reading.values.update(values)
         reading.values["moe_shared_expert_intermediate_size"] = shared * values["moe_ffn_hidden_size"]
         reading.values["moe_layer_freq"] = frequency
+        # Megatron's default is 4 x hidden
+        reading.values.setdefault("ffn_hidden_size", values["moe_ffn_hidden_size"])
         _router(reading, family, values["num_moe_experts"], values["moe_router_topk"])
 
     return FieldGroupRow((*KEYS, *((LAYER_TYPES,) if family.layer_types else ())), read)
@@ -109,9 +111,9 @@ def _moe_layers(reading: ConfigReading, family: RouterDefaults, layers: int) -> 
     if first is None:
         return None
     if first != family.first_dense and not family.dense_count_read:
-        rule = f"must be {family.first_dense}: transformers' model takes other numbers from {LAYER_TYPES} only"
-        types = f'"{DENSE}" for the first {first} layers and "{SPARSE}" for the others'
-        reading.problem("first_k_dense_replace", rule, f"add {LAYER_TYPES}, {types}")
+        rule = f"must be {family.first_dense}: transformers' model does not read other numbers"
+        types = f'add {LAYER_TYPES}, "{DENSE}" for the first {first} layers and "{SPARSE}" for the others'
+        reading.problem("first_k_dense_replace", rule, types if family.layer_types else "")
     return [int(layer >= first) for layer in range(layers)]
 
 
