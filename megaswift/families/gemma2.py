@@ -4,7 +4,7 @@ arXiv:2408.00118."""
 from __future__ import annotations
 
 from megaswift.models.family import FAMILIES, Family
-from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, padding_token_row, rope_row
 from megaswift.models.fields.gemma import GEMMA, softcaps_row
 from megaswift.models.fields.rows import UnusedField
 from megaswift.models.fields.windows import is_even_layer, windows_by_layer_row
@@ -18,6 +18,7 @@ FAMILIES.register(
         architecture="Gemma2ForCausalLM",
         config=(
             FFN,
+            padding_token_row(0),
             head_dim_row(256),
             kv_heads_row(),
             rope_row(),

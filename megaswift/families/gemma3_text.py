@@ -6,7 +6,7 @@ https://arxiv.org/abs/2503.19786. The models with images (`gemma3`) contain this
 from __future__ import annotations
 
 from megaswift.models.family import FAMILIES, Family
-from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row
+from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, padding_token_row
 from megaswift.models.fields.gemma import GEMMA, softcaps_row, two_ropes_row
 from megaswift.models.fields.rows import ConfigReading, FieldGroupRow
 from megaswift.models.fields.windows import windows_by_layer_row
@@ -47,6 +47,7 @@ FAMILIES.register(
         architecture="Gemma3ForCausalLM",
         config=(
             FFN,
+            padding_token_row(0),
             head_dim_row(256),
             kv_heads_row(),
             two_ropes_row(1e6, 1e4),

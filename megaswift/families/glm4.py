@@ -6,7 +6,7 @@ https://arxiv.org/abs/2406.12793.
 from __future__ import annotations
 
 from megaswift.models.family import FAMILIES, Family
-from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, padding_token_row, rope_row
 from megaswift.models.fields.rows import MappedField
 from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
@@ -18,6 +18,7 @@ FAMILIES.register(
         architecture="Glm4ForCausalLM",
         config=(
             FFN,
+            padding_token_row(151329),
             head_dim_row(128),
             kv_heads_row(),
             rope_row(partial=0.5),

@@ -4,7 +4,14 @@ https://arxiv.org/abs/2501.00656."""
 from __future__ import annotations
 
 from megaswift.models.family import FAMILIES, Family
-from megaswift.models.fields.decoder import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.decoder import (
+    FFN,
+    NO_ATTENTION_BIAS,
+    head_dim_row,
+    kv_heads_row,
+    padding_token_row,
+    rope_row,
+)
 from megaswift.models.weights.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
 
 FAMILIES.register(
@@ -12,7 +19,7 @@ FAMILIES.register(
     Family(
         name="olmo2",
         architecture="Olmo2ForCausalLM",
-        config=(FFN, head_dim_row(), kv_heads_row(required=False), rope_row(), NO_ATTENTION_BIAS),
+        config=(FFN, padding_token_row(1), head_dim_row(), kv_heads_row(required=False), rope_row(), NO_ATTENTION_BIAS),
         weights=(
             *EMBEDDING,
             *PROJECTIONS,

@@ -6,7 +6,7 @@ https://allenai.org/olmo.
 from __future__ import annotations
 
 from megaswift.models.family import FAMILIES, Family
-from megaswift.models.fields.decoder import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row
+from megaswift.models.fields.decoder import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row, padding_token_row
 from megaswift.models.fields.gemma import two_ropes_row, windowed_except_every_nth_layer
 from megaswift.models.fields.windows import windows_by_layer_row
 from megaswift.models.weights.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
@@ -18,6 +18,7 @@ FAMILIES.register(
         architecture="Olmo3ForCausalLM",
         config=(
             FFN,
+            padding_token_row(1),
             head_dim_row(),
             kv_heads_row(required=False),
             two_ropes_row(5e5, 5e5),

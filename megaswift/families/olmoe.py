@@ -10,6 +10,7 @@ from megaswift.models.fields.decoder import (
     NORM_TOPK,
     head_dim_row,
     kv_heads_row,
+    padding_token_row,
     rope_row,
 )
 from megaswift.models.fields.rows import MappedField, RequiredValue, UnusedField
@@ -21,6 +22,7 @@ FAMILIES.register(
         name="olmoe",
         architecture="OlmoeForCausalLM",
         config=(
+            padding_token_row(1),
             MappedField("intermediate_size", "moe_ffn_hidden_size", int),
             head_dim_row(),
             kv_heads_row(required=False),

@@ -6,7 +6,15 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.models.family import FAMILIES, Family
-from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, remote_code_row, rope_row, window_row
+from megaswift.models.fields.decoder import (
+    FFN,
+    head_dim_row,
+    kv_heads_row,
+    padding_token_row,
+    remote_code_row,
+    rope_row,
+    window_row,
+)
 from megaswift.models.fields.rows import ConfigReading, FieldGroupRow, MappedField, RequiredValue
 from megaswift.models.spec import RopeSpec
 from megaswift.models.weights.blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_mlp
@@ -76,6 +84,7 @@ FAMILIES.register(
         architecture="Phi3ForCausalLM",
         config=(
             FFN,
+            padding_token_row(32000),
             head_dim_row(),
             kv_heads_row(required=False),
             LONGROPE,

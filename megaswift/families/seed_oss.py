@@ -4,7 +4,7 @@ https://huggingface.co/ByteDance-Seed."""
 from __future__ import annotations
 
 from megaswift.models.family import FAMILIES, Family
-from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, padding_token_row, rope_row
 from megaswift.models.fields.rows import ConfigReading, FieldGroupRow, MappedField, RequiredValue
 from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 
@@ -35,6 +35,7 @@ FAMILIES.register(
         architecture="SeedOssForCausalLM",
         config=(
             FFN,
+            padding_token_row(1),
             head_dim_row(128),
             kv_heads_row(),
             rope_row(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.models.family import FAMILIES, Family
-from megaswift.models.fields.decoder import BIASES, FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.decoder import BIASES, FFN, head_dim_row, kv_heads_row, padding_token_row, rope_row
 from megaswift.models.fields.rows import ConfigReading, ConfigRow, FieldGroupRow, MappedField, UnusedField
 from megaswift.models.fields.windows import windows_by_layer_row
 from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
@@ -45,7 +45,7 @@ FAMILIES.register(
     Family(
         name="smollm3",
         architecture="SmolLM3ForCausalLM",
-        config=(FFN, head_dim_row(), kv_heads_row(), rope_row(2e6), BIASES, *SMOLLM3),
+        config=(FFN, padding_token_row(128004), head_dim_row(), kv_heads_row(), rope_row(2e6), BIASES, *SMOLLM3),
         weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
     ),
 )

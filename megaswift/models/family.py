@@ -60,10 +60,13 @@ class Family:
 
     name: str
     architecture: str
+    """The class of transformers whose tensor names the weight table has."""
     config: tuple[ConfigRow, ...]
     """Rows beyond the ones that all families share."""
     weights: tuple[WeightRule, ...]
     """In the order of export."""
+    earlier_architecture: str = ""
+    """The class of the authors' own code with the same tensors, in folders older than transformers' class."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Megatron's TransformerConfig or of `ArchitectureExtras` that no config.json field sets."""
     kept: Callable[[ModelSpec], str] | None = None
@@ -79,7 +82,7 @@ class Family:
         """All configuration rows; the family's own are read last, and stand in place of shared ones about the same
         fields."""
         read_keys = {key for row in self.config for key in row.keys}
-        shared = (*SIZES, architecture_row(self.architecture), *IRRELEVANT)
+        shared = (*SIZES, architecture_row(self.architecture, self.earlier_architecture), *IRRELEVANT)
         return (*(row for row in shared if not read_keys & set(row.keys)), *self.config)
 
     def spec(self, hf_config: Mapping[str, Any]) -> ModelSpec:

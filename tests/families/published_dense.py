@@ -338,6 +338,34 @@ AFM_4_5B: dict[str, Any] = {
 }
 """No copy of the file was at hand: fields are those of transformers' ArceeConfig, and the sizes give the 4.6 B of the
 model card."""
+ERNIE_4_5_0_3B: dict[str, Any] = {
+    "architectures": ["Ernie4_5_ForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_ernie4_5.Ernie4_5_Config",
+        "AutoModel": "modeling_ernie4_5.Ernie4_5_Model",
+        "AutoModelForCausalLM": "modeling_ernie4_5.Ernie4_5_ForCausalLM",
+    },
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 131072,
+    "model_type": "ernie4_5",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_cache": False,
+    "vocab_size": 103424,
+}
+"""As a public repository has the file; later revisions name Ernie4_5ForCausalLM and have no auto_map."""
 
 DENSE: dict[str, tuple[dict[str, Any], int]] = {
     "phi-4": (PHI_4, 14_659_507_200),
@@ -351,4 +379,5 @@ DENSE: dict[str, tuple[dict[str, Any], int]] = {
     "seed-oss-36b": (SEED_OSS_36B, 36_151_104_512),
     "smollm3-3b": (SMOLLM3_3B, 3_075_098_624),
     "afm-4.5b": (AFM_4_5B, 4_619_184_640),
+    "ernie-4.5-0.3b": (ERNIE_4_5_0_3B, 360_748_032),
 }

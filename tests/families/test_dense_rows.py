@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from megaswift.errors import WeightsError
+from megaswift.families import FAMILIES
 from megaswift.models.spec import RopeSpec
+from tests.families.published import PUBLISHED
 from tests.families.published_dense import (
     AFM_4_5B,
+    ERNIE_4_5_0_3B,
     EXAONE_4_1B,
     GEMMA_2_2B,
     GEMMA_3_1B,
@@ -27,6 +30,7 @@ from tests.families.published_dense import (
     SMOLLM3_3B,
 )
 from tests.families.specs import refusals, spec
+from tests.parity import deepseek_moe
 
 FACTORS = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 LONG = {"type": "longrope", **FACTORS}
@@ -98,6 +102,9 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ),
     ("arcee activation", AFM_4_5B, {"hidden_act": "silu"}, "hidden_act 'silu': must be 'relu2'"),
     ("arcee biases", AFM_4_5B, {"mlp_bias": True}, "attention_bias False with mlp_bias True"),
+    ("ernie compression", ERNIE_4_5_0_3B, {"compression_ratio": 2.0}, "compression_ratio 2.0: must be 1"),
+    ("ernie code", ERNIE_4_5_0_3B, {"auto_map": {"AutoModel": "modeling_other.Model"}}, "names custom code"),
+    ("ernie class", ERNIE_4_5_0_3B, {"architectures": ["ErnieForCausalLM"]}, "must contain Ernie4_5ForCausalLM"),
     ("smollm3 layers", SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "36 entries, each 0 or 1"),
 ]
 
@@ -213,6 +220,15 @@ def test_arcee_has_no_gate() -> None:
     assert arcee.rope.scaling is not None and arcee.rope.scaling["original_max_position_embeddings"] == 4096
 
 
+def test_ernie_rotates_pairs() -> None:
+    ernie = spec(ERNIE_4_5_0_3B)
+    assert ernie.transformer["rotary_interleaved"] and ernie.rope == RopeSpec(5e5) and ernie.tied
+    assert not ernie.linear_bias and spec(ERNIE_4_5_0_3B, use_bias=True).linear_bias
+    later = spec(ERNIE_4_5_0_3B, architectures=["Ernie4_5ForCausalLM"], auto_map=..., tie_word_embeddings=...)
+    assert later.transformer == ernie.transformer and later.tied
+    assert spec(ERNIE_4_5_0_3B, attention_dropout=0.1).transformer.get("attention_dropout", 0.0) == 0.0
+
+
 def test_the_rest() -> None:
     granite, glm, olmo = spec(GRANITE_3_2B), spec(GLM_4_9B), spec(OLMO_2_7B)
     assert (granite.features.embedding_scale, granite.features.residual_scale, granite.features.logit_scale) == (
@@ -241,3 +257,19 @@ def test_the_rest() -> None:
     )
     assert spec(PHI_4, resid_pdrop=0.05).transformer["hidden_dropout"] == 0.05
     assert olmo.features.qk_norm_width == "all" and olmo.features.post_norm and not olmo.features.pre_norm
+
+
+@pytest.mark.parametrize("name", FAMILIES.names())
+def test_the_padding_token_of_a_file_without_one_is_transformers_own(name: str) -> None:
+    """Models read it as the token whose embedding does not train."""
+    from transformers import AutoConfig
+
+    deepseek_moe.register()
+    base = next(config for config, _ in PUBLISHED.values() if config["model_type"] == name)
+    language = base.get("text_config", base)
+    theirs = AutoConfig.for_model(language["model_type"]).pad_token_id
+    without = {k: v for k, v in base.items() if k != "pad_token_id"}
+    if language is not base:
+        without["text_config"] = {k: v for k, v in language.items() if k != "pad_token_id"}
+    assert spec(without).features.padding_token == theirs
+    assert spec(without, pad_token_id=None).features.padding_token is None

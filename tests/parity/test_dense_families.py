@@ -32,6 +32,8 @@ VARIANTS = (
     "exaone4",
     "arcee",
     "arcee-bias",
+    "ernie4_5",
+    "ernie4_5-bias",
 )
 
 

@@ -193,12 +193,13 @@ def _biases(reading: ConfigReading) -> None:
     reading.values["add_bias_linear"] = bool(attention and mlp)
 
 
-def architecture_row(name: str) -> FieldGroupRow:
-    """`architectures` must hold the causal language model, whose tensor names the weight table has."""
+def architecture_row(name: str, earlier: str = "") -> FieldGroupRow:
+    """`architectures` must hold the causal language model, whose tensor names the weight table has; `earlier`: what the
+    authors' own code called it."""
 
     def read(reading: ConfigReading) -> None:
         architectures = reading.raw.get("architectures")
-        if architectures and not (isinstance(architectures, list) and name in architectures):
+        if architectures and not (isinstance(architectures, list) and {name, earlier} & set(map(str, architectures))):
             reading.problem("architectures", f"must contain {name}: this table maps its tensors")
 
     return FieldGroupRow(("architectures",), read)
@@ -292,20 +293,30 @@ def norm_topk_row(default: bool) -> FieldGroupRow:
     return FieldGroupRow(("norm_topk_prob",), read)
 
 
-def _padding_token(reading: ConfigReading) -> None:
-    """transformers makes it the `padding_idx` of torch's Embedding, which counts from the end below 0 and refuses what
-    is beyond."""
-    token = reading.get("pad_token_id", int, None, least=-math.inf)
-    size = reading.values.get("vocab_size")
-    if token is None or size is None:
-        return
-    if not -size <= token < size:
-        reading.problem(
-            "pad_token_id",
-            f"is not a token ID below vocab_size {size}: transformers cannot build such a model",
-        )
-        return
-    reading.values["padding_token"] = token % size
+def padding_token_row(default: int | None = None) -> FieldGroupRow:
+    """`pad_token_id`; `default` is transformers' for the family, where the file has no such field.
+
+    transformers makes it the `padding_idx` of torch's Embedding, which counts from the end below 0 and refuses what is
+    beyond.
+    """
+
+    def read(reading: ConfigReading) -> None:
+        given = reading.get("pad_token_id", int, None, least=-math.inf)
+        token = given if "pad_token_id" in reading.raw else default
+        size = reading.values.get("vocab_size")
+        if token is None or size is None:
+            return
+        if not -size <= token < size:
+            reading.problem(
+                "pad_token_id",
+                f"is not a token ID below vocab_size {size}: transformers cannot build such a model"
+                if given is not None
+                else f"is missing, and transformers' {default} is not a token ID below vocab_size {size}",
+            )
+            return
+        reading.values["padding_token"] = token % size
+
+    return FieldGroupRow(("pad_token_id",), read)
 
 
 WINDOW = window_row(4096)
@@ -331,7 +342,7 @@ asked for."""
 
 SIZES: tuple[ConfigRow, ...] = (
     MappedField("vocab_size", "vocab_size", int),
-    FieldGroupRow(("pad_token_id",), _padding_token),
+    padding_token_row(),
     MappedField("max_position_embeddings", "max_positions", int),
     MappedField("tie_word_embeddings", "tied", bool, False),
     MappedField("num_hidden_layers", "num_layers", int),
