@@ -36,7 +36,7 @@ def _exaone_layers(reading: ConfigReading) -> None:
 EXAONE_LAYERS = FieldGroupRow(("sliding_window", "layer_types", "sliding_window_pattern"), _exaone_layers)
 
 
-def _computed_layer_types(raw: Mapping[str, Any]) -> Problem | None:
+def computed_layer_types(raw: Mapping[str, Any]) -> Problem | None:
     """Values from which transformers cannot compute the `layer_types` that the file lacks."""
     if raw.get("layer_types") is not None:
         return None
@@ -66,6 +66,6 @@ FAMILIES.register(
             *HEAD,
         ),
         fixed={"qk_layernorm": True, "pre_norm": False, "post_norm": True},
-        unreadable=(null_kv_heads, _computed_layer_types),
+        unreadable=(null_kv_heads, computed_layer_types),
     ),
 )

@@ -20,8 +20,7 @@ from megaswift.models.fields.rows import (
     UnusedField,
 )
 from megaswift.models.unreadable import null_kv_heads
-from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe_block
-from megaswift.models.weights.rules import ReplicatedRule
+from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, expert_bias, moe_block
 
 ROPE = rope_row(5e6, partial=1.0)
 
@@ -90,13 +89,7 @@ FAMILIES.register(
             *ATTENTION,
             *QK_NORM_WIDE,
             *moe_block("block_sparse_moe", "w1", "w3", "w2"),
-            ReplicatedRule(
-                M + "mlp.router.expert_bias",
-                (H + "block_sparse_moe.e_score_correction_bias",),
-                ("experts",),
-                "moe",
-                buffer=True,
-            ),
+            expert_bias("block_sparse_moe.e_score_correction_bias"),
             *HEAD,
         ),
         fixed={

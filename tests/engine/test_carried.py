@@ -61,6 +61,16 @@ def test_prediction_layers_have_their_place(variant: str, tmp_path: Path) -> Non
     assert plan_of(folder).parameters == sum(t.numel() for t in trained)
 
 
+def test_prediction_of_exaone(tmp_path: Path) -> None:
+    """Below `mtp.`, as the published files have it, and the experts' bias beside the router, not in it."""
+    folder = make("exaone_moe", tmp_path, torch.bfloat16)
+    bias = "mtp.layers.0.mlp." + BIAS
+    rewrite(folder, {**tensors_of(folder), "mtp.fc.weight": torch.randn(64, 128), bias: torch.randn(8)})
+    plan, source = opened(folder)
+    assert plan.kept(source.names()) == ["mtp.fc.weight", bias]
+    assert f"model.layers.1.mlp.{BIAS}" in source.names()
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("words", ["deepseek_v3 tp2 sp ep2", "glm4_moe dp2 ep2 do"])
 def test_come_through_training(words: str, pool: Pool, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.families.published_deepseek import (
     DOTS_LLM1,
     GLM_4_5_AIR,
     GLM_4_7_FLASH,
+    K_EXAONE_236B_A23B,
     SOLAR_OPEN_100B,
 )
 from tests.families.specs import refusals, spec
@@ -117,6 +118,11 @@ def test_the_factor_on_scores_is_transformers(base: dict[str, Any]) -> None:
         (DOTS_LLM1, {"scoring_func": "softmax"}, "scoring_func"),
         (SOLAR_OPEN_100B, {"first_k_dense_replace": 1}, "must be 0: transformers' model does not read other numbers"),
         (SOLAR_OPEN_100B, {"use_qk_norm": True}, "use_qk_norm"),
+        (K_EXAONE_236B_A23B, {"swiglu_limits": [7.0] * 48}, "swiglu_limits"),
+        (K_EXAONE_236B_A23B, {"num_shared_experts": 0}, "num_shared_experts"),
+        (K_EXAONE_236B_A23B, {"num_experts": None}, "num_experts"),
+        (K_EXAONE_236B_A23B, {"architectures": ["ExaoneForCausalLM"]}, "ExaoneMoeForCausalLM"),
+        (K_EXAONE_236B_A23B, {"layer_types": None}, "sliding_window_pattern"),
         (GLM_4_7_FLASH, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (GLM_4_7_FLASH, {"first_k_dense_replace": 3}, 'add mlp_layer_types, "dense" for the first 3 layers'),
         (GLM_4_7_FLASH, {"mlp_layer_types": ["sparse"] * 46}, "must have 47 entries"),
@@ -139,6 +145,20 @@ def test_windows_of_dots() -> None:
         assert windowed == [kind == "sliding_attention" for kind in kinds]
         assert any(windowed) == bool(changes)
     assert "window_size" not in spec(DOTS_LLM1, max_window_layers=0).transformer
+
+
+def test_layers_of_exaone() -> None:
+    """Windows with rotary embedding, full layers without; the first layer is dense, later ones by either field."""
+    published = spec(K_EXAONE_236B_A23B)
+    windowed = [kind.mixer == "window" for kind in published.layer_kinds]
+    assert windowed == [True, True, True, False] * 12
+    assert published.transformer["no_rope_freq"] == [int(not sliding) for sliding in windowed]
+    assert published.moe_layers == (False, *[True] * 47)
+    assert spec(K_EXAONE_236B_A23B, first_k_dense_replace=2).moe_layers.count(False) == 2
+    by_type = spec(K_EXAONE_236B_A23B, first_k_dense_replace=2, mlp_layer_types=["sparse"] * 47 + ["dense"])
+    assert by_type.moe_layers == (*[True] * 47, False)
+    full = spec(K_EXAONE_236B_A23B, sliding_window=None, layer_types=["full_attention"] * 48)
+    assert "no_rope_freq" not in full.transformer
 
 
 def test_dense_layers_where_a_list_names_them() -> None:

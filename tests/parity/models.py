@@ -164,6 +164,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "exaone_moe": (
+        "exaone_moe",
+        {
+            **{k: v for k, v in DEEPSEEK_MOE.items() if k not in ("n_routed_experts", "n_shared_experts")},
+            "num_experts": 8,
+            "num_shared_experts": 2,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+        },
+    ),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "gpt_oss": ("gpt_oss", GPT_OSS),
@@ -409,4 +419,17 @@ def by_disk_name(model: torch.nn.Module, value: Callable[[Tensor], Tensor]) -> I
             for e, one in enumerate(tensor):
                 yield f"{stem}.{e}.{down}.weight", one
         else:
-            yield moe, tensor
+            yield on_disk(model.config.model_type, moe), tensor
+
+
+RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
+    "exaone_moe": ((".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),),
+}
+"""Names in memory and on disk, by model type."""
+
+
+def on_disk(model_type: str, name: str) -> str:
+    """The name on disk of a tensor that transformers renames as it loads."""
+    for memory, disk in RENAMED.get(model_type, ()):
+        name = name.replace(memory, disk)
+    return name

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from megaswift.losses.contract import Batch
 from tests.parity.models import EAGER, by_disk_name
 
-SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open")
+SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open")
 """Model types whose routers score by sigmoids."""
 
 

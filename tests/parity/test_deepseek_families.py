@@ -26,6 +26,7 @@ DEFAULT = (
     "glm4_moe_lite tp2 sp pp2",
     "dots1 tp2 sp ep2",
     "solar_open packed cp2",
+    "exaone_moe tp2 sp pp2",
 )
 VARIANTS = (
     "deepseek_v3",
@@ -39,6 +40,7 @@ VARIANTS = (
     "glm4_moe_lite",
     "dots1",
     "solar_open",
+    "exaone_moe",
 )
 LAYOUTS = (
     "single",

@@ -76,6 +76,7 @@ LATER = [
     "glm4_moe_lite dp2 ep2",
     "dots1 tp2 sp",
     "solar_open dp2 ep2",
+    "exaone_moe tp2 sp",
     "qwen3_5 single",
     "qwen3_5 cp2 packed",
     "qwen3_next tp2 sp",

@@ -7,7 +7,8 @@ arXiv:2412.19437, section 2.1.2), and the layers for multi-token prediction, whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megaswift.models.fields.rows import (
@@ -71,6 +72,17 @@ class RouterDefaults:
     """Whether `mlp_layer_types`, where it is given, lists the layers with experts."""
     dense_count_read: bool = True
     """Whether transformers reads `first_k_dense_replace`."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Fields that the family calls otherwise: DeepSeek's name -> its own."""
+
+    def name(self, key: str) -> str:
+        """The family's name of a field."""
+        return self.names.get(key, key)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All fields about experts, by the family's names."""
+        return (*map(self.name, KEYS), *((LAYER_TYPES,) if self.layer_types else ()))
 
 
 def routed_experts_row(family: RouterDefaults) -> FieldGroupRow:
@@ -79,14 +91,15 @@ def routed_experts_row(family: RouterDefaults) -> FieldGroupRow:
     def read(reading: ConfigReading) -> None:
         layers = reading.get("num_hidden_layers", int, 0)
         frequency = _moe_layers(reading, family, layers or 0)
-        key = "n_routed_experts" if "n_routed_experts" in reading.raw else "num_local_experts"
+        key = family.name("n_routed_experts")
+        key = key if key in reading.raw else family.name("num_local_experts")
         values = {
             "num_moe_experts": reading.get(key, int, least=1),
-            "moe_router_topk": reading.get("num_experts_per_tok", int, least=1),
+            "moe_router_topk": reading.get(family.name("num_experts_per_tok"), int, least=1),
             "moe_ffn_hidden_size": reading.get("moe_intermediate_size", int, least=1),
-            "moe_router_topk_scaling_factor": reading.get("routed_scaling_factor", float, family.scaling),
+            "moe_router_topk_scaling_factor": reading.get(family.name("routed_scaling_factor"), float, family.scaling),
         }
-        shared = reading.get("n_shared_experts", int, family.shared, least=1)
+        shared = reading.get(family.name("n_shared_experts"), int, family.shared, least=1)
         if frequency is None or shared is None or None in values.values() or not any(frequency):
             return
         reading.values.update(values)
@@ -96,7 +109,7 @@ def routed_experts_row(family: RouterDefaults) -> FieldGroupRow:
         reading.values.setdefault("ffn_hidden_size", values["moe_ffn_hidden_size"])
         _router(reading, family, values["num_moe_experts"], values["moe_router_topk"])
 
-    return FieldGroupRow((*KEYS, *((LAYER_TYPES,) if family.layer_types else ())), read)
+    return FieldGroupRow(family.keys, read)
 
 
 def _moe_layers(reading: ConfigReading, family: RouterDefaults, layers: int) -> list[int] | None:

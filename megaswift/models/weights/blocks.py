@@ -76,10 +76,13 @@ QK_NORM_WIDE: tuple[WeightRule, ...] = (
 )
 """Norms over all heads together: a rank has the weights of its heads."""
 
-EXPERT_BIAS = ReplicatedRule(
-    M + "mlp.router.expert_bias", (H + "mlp.gate.e_score_correction_bias",), ("experts",), "moe", buffer=True
-)
-"""Counts for the choice of experts and not for their weights."""
+
+def expert_bias(name: str) -> ReplicatedRule:
+    """The bias, called `name` in a layer, that counts for the choice of experts and not for their weights."""
+    return ReplicatedRule(M + "mlp.router.expert_bias", (H + name,), ("experts",), "moe", buffer=True)
+
+
+EXPERT_BIAS = expert_bias("mlp.gate.e_score_correction_bias")
 
 
 def dense_mlp(
