@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megaswift.models.family import FAMILIES, Family
 from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, padding_token_row, rope_row
-from megaswift.models.fields.gemma import GEMMA, softcaps_row
+from megaswift.models.fields.gemma import GEMMA_2_AND_3, softcaps_row
 from megaswift.models.fields.rows import UnusedField
 from megaswift.models.fields.windows import is_even_layer, windows_by_layer_row
 from megaswift.models.unreadable import float_query_scalar, null_kv_heads
@@ -23,7 +23,7 @@ FAMILIES.register(
             kv_heads_row(),
             rope_row(),
             windows_by_layer_row(is_even_layer, 4096),
-            *GEMMA,
+            *GEMMA_2_AND_3,
             softcaps_row(50.0, 30.0),
             UnusedField(("sliding_window_size",), "transformers' model reads sliding_window"),
         ),

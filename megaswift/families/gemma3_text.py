@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megaswift.models.family import FAMILIES, Family
 from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, padding_token_row
-from megaswift.models.fields.gemma import GEMMA, softcaps_row, two_ropes_row
+from megaswift.models.fields.gemma import GEMMA_2_AND_3, softcaps_row, two_ropes_row
 from megaswift.models.fields.rows import ConfigReading, FieldGroupRow
 from megaswift.models.fields.windows import windows_by_layer_row
 from megaswift.models.unreadable import float_query_scalar, null_kv_heads
@@ -51,7 +51,7 @@ FAMILIES.register(
             head_dim_row(256),
             kv_heads_row(),
             two_ropes_row(1e6, 1e4),
-            *GEMMA,
+            *GEMMA_2_AND_3,
             softcaps_row(None, None, caps_scores=False),
             GEMMA3_LAYERS,
         ),

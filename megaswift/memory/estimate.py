@@ -107,6 +107,7 @@ def uncovered_features(m: ModelConfig, spec: ModelSpec, adapters: str | None, tp
         "soft caps on attention scores": extras.attention_softcap is not None,
         "attention sinks": transformer.get("softmax_type", "vanilla") != "vanilla",
         "a second rotary embedding": extras.rope_local is not None,
+        "queries changed after their rotation": extras.changes_rotated_queries,
     }
     yield from (f"{name} ({spec.family})" for name, present in model.items() if present)
     options: dict[str, object] = {

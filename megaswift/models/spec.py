@@ -70,6 +70,12 @@ class ArchitectureExtras:
     """A norm on the output of attention and of the MLP, before it is added."""
     qk_norm_width: str = "head"
     """What the norm of queries and keys goes over: each `head`, or `all` heads together."""
+    qk_norm_rotated: bool = False
+    """Whether queries and keys are normalized after they are rotated, not before."""
+    query_scale_beta: float = 0.0
+    """Rotated queries are multiplied by 1 + beta x ln(1 + floor(position / query_scale_length))."""
+    query_scale_length: int = 0
+    """The length of that formula; 0 without one."""
     rope_local: RopeSpec | None = None
     """The rotary embedding of windowed layers, where it differs."""
     linear_layers: tuple[bool, ...] = ()
@@ -84,6 +90,11 @@ class ArchitectureExtras:
     """How many of its best experts make a group's score, where the router chooses groups first; 0: it does not."""
     router_normalized: bool = True
     """Whether the weights of a token's experts add up to 1 before they are scaled, where scores are sigmoids."""
+
+    @property
+    def changes_rotated_queries(self) -> bool:
+        """Whether something happens to queries between their rotation and attention."""
+        return self.qk_norm_rotated or self.query_scale_beta != 0.0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ArchitectureExtras:

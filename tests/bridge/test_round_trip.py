@@ -149,7 +149,7 @@ def test_gate_comes_before_up(variant: str, folders: Path) -> None:
     plan, source = opened(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     x = torch.randn(3, plan.spec.hidden_size)
-    gelu = "gelu" in str(plan.spec.hf_config.get("hidden_activation"))
+    gelu = plan.spec.transformer["activation_func"] == "gelu_tanh"
     for layer, sparse in enumerate(plan.spec.moe_layers):
         stem, mlp = f"decoder.layers.{layer}.mlp.", model.model.layers[layer].mlp
         if sparse:
@@ -161,7 +161,7 @@ def test_gate_comes_before_up(variant: str, folders: Path) -> None:
                 if entry.rule.stacked:  # gpt-oss: [h, gate, up, gate, up, ...]
                     theirs = torch.cat([theirs[:, ::2], theirs[:, 1::2]], dim=1).t()
                 assert torch.equal(entry.read(source), theirs)  # [gate; up] in transformers' fused experts too
-        elif not plan.spec.linear_bias:
+        elif plan.spec.gated and not plan.spec.linear_bias:
             fc1, fc2 = (plan.by_megatron[f"{stem}linear_fc{i}.weight"].read(source) for i in (1, 2))
             gate, up = (x @ fc1.t()).chunk(2, dim=-1)
             active = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)

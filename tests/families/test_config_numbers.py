@@ -82,6 +82,7 @@ UNREADABLE: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3_text", {"query_pre_attn_scalar": 16.5}, "query_pre_attn_scalar 16.5: must be an integer"),
     ("exaone4", {"sliding_window": None, "layer_types": None}, "sliding_window null: needs layer_types"),
     ("exaone4", {"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern 0: needs layer_types"),
+    ("hunyuan_v1_dense", {"head_dim": None}, 'head_dim null: must be given.*"head_dim": 8$'),
 ]
 
 

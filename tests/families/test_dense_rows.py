@@ -10,7 +10,9 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
+from megaswift.engine.megatron.layers.rope import inverse_frequencies
 from megaswift.errors import WeightsError
 from megaswift.families import FAMILIES
 from megaswift.models.spec import RopeSpec
@@ -20,9 +22,12 @@ from tests.families.published_dense import (
     ERNIE_4_5_0_3B,
     EXAONE_4_1B,
     GEMMA_2_2B,
+    GEMMA_2B,
     GEMMA_3_1B,
     GLM_4_9B,
+    GLM_4_9B_CHAT,
     GRANITE_3_2B,
+    HUNYUAN_7B,
     OLMO_2_7B,
     OLMO_3_7B,
     PHI_4,
@@ -105,6 +110,20 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("ernie compression", ERNIE_4_5_0_3B, {"compression_ratio": 2.0}, "compression_ratio 2.0: must be 1"),
     ("ernie code", ERNIE_4_5_0_3B, {"auto_map": {"AutoModel": "modeling_other.Model"}}, "names custom code"),
     ("ernie class", ERNIE_4_5_0_3B, {"architectures": ["ErnieForCausalLM"]}, "must contain Ernie4_5ForCausalLM"),
+    ("first gemma activation", GEMMA_2B, {"hidden_act": "silu"}, "hidden_act 'silu': must be 'gelu' or"),
+    ("first gemma bias", GEMMA_2B, {"attention_bias": True}, "attention_bias True"),
+    ("glm bias", GLM_4_9B_CHAT, {"mlp_bias": True}, "mlp_bias True: must be False"),
+    ("hunyuan shares keys", HUNYUAN_7B, {"use_cla": True}, "use_cla True: must be False"),
+    ("hunyuan without norms", HUNYUAN_7B, {"use_qk_norm": False}, "use_qk_norm False: must be True"),
+    ("hunyuan experts", HUNYUAN_7B, {"num_experts": 64}, "num_experts 64: must be 1"),
+    ("hunyuan bias", HUNYUAN_7B, {"attention_bias": True}, "attention_bias True"),
+    (
+        "hunyuan alpha",
+        HUNYUAN_7B,
+        {"rope_scaling": {"type": "dynamic", "alpha": -1.0}},
+        "alpha must be a number above 0",
+    ),
+    ("hunyuan rope", HUNYUAN_7B, {"rope_scaling": {"type": "dynamic", "factor": "2"}}, "needs the number factor"),
     ("smollm3 layers", SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "36 entries, each 0 or 1"),
 ]
 
@@ -227,6 +246,40 @@ def test_ernie_rotates_pairs() -> None:
     later = spec(ERNIE_4_5_0_3B, architectures=["Ernie4_5ForCausalLM"], auto_map=..., tie_word_embeddings=...)
     assert later.transformer == ernie.transformer and later.tied
     assert spec(ERNIE_4_5_0_3B, attention_dropout=0.1).transformer.get("attention_dropout", 0.0) == 0.0
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh"])
+def test_the_first_gemma(act: str) -> None:
+    """The name gelu means the tanh formula, as transformers reads it."""
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model("gemma", hidden_act=act)
+    gemma = spec(GEMMA_2B, hidden_act=act, hidden_activation="gelu")
+    assert theirs.hidden_act == "gelu_pytorch_tanh" and gemma.transformer["activation_func"] == "gelu_tanh"
+    assert gemma.tied and gemma.features.embedding_scale == math.sqrt(2048) and gemma.features.embedding_scale_rounded
+    assert "softmax_scale" not in gemma.transformer and gemma.head_dim == 256
+
+
+def test_glm_of_2024_has_no_norms_after() -> None:
+    glm = spec(GLM_4_9B_CHAT)
+    assert glm.rope == RopeSpec(10000.0, None, 0.5) and glm.transformer["rotary_interleaved"]
+    assert glm.qkv_bias and not glm.linear_bias and not glm.features.post_norm
+    assert not spec(GLM_4_9B_CHAT, attention_bias=False).qkv_bias
+
+
+def test_hunyuan_multiplies_its_rotary_base() -> None:
+    """Transformers' own frequencies, up to their rounding in float32."""
+    from transformers import AutoConfig
+    from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
+
+    hunyuan = spec(HUNYUAN_7B)
+    assert hunyuan.features.qk_norm_rotated and hunyuan.qk_norm and hunyuan.rope.scaling is None
+    fields = {k: v for k, v in HUNYUAN_7B.items() if k != "model_type"}
+    theirs = HunYuanDenseV1RotaryEmbedding(AutoConfig.for_model("hunyuan_v1_dense", **fields)).inv_freq
+    assert torch.allclose(inverse_frequencies(hunyuan)[0], theirs, rtol=1e-6)
+    plain = spec(HUNYUAN_7B, rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert plain.rope == RopeSpec(1e4, {"rope_type": "dynamic", "factor": 2.0}) and plain.features.longest == 32768
+    assert spec(HUNYUAN_7B, rope_scaling=None).rope == RopeSpec(1e4)
 
 
 def test_the_rest() -> None:

@@ -252,6 +252,9 @@ VARIANTS |= {
     "arcee-bias": ("arcee", {**BASE, "attention_bias": True, "mlp_bias": True}),
     "ernie4_5": ("ernie4_5", {**BASE, "tie_word_embeddings": True, "pad_token_id": 7}),
     "ernie4_5-bias": ("ernie4_5", {**BASE, "use_bias": True}),
+    "gemma": ("gemma", {**BASE, "tie_word_embeddings": True, "pad_token_id": 7}),
+    "glm": ("glm", {**BASE, "attention_bias": True, "partial_rotary_factor": 0.5}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {**BASE, **_rope("dynamic", alpha=1000.0, factor=1.0)}),
     "seed_oss": ("seed_oss", {**BASE, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smollm3": ("smollm3", {**DENSE, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 7}),
 }

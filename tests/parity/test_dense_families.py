@@ -16,7 +16,7 @@ from tests.parity.test_families import variant_cases
 
 pytestmark = pytest.mark.process
 LATER = ("single", "tp4", "tp2 pp2 vpp2 recompute=full", "cp2 recompute=selective packed", "dp2 do")
-PACKED = ("gemma3_text", "glm4", "phi3-longrope")
+PACKED = ("gemma3_text", "glm4", "phi3-longrope", "hunyuan_v1_dense")
 STAGED = ("gemma3_text", "granite", "smollm3", "olmo3", "exaone4")
 VARIANTS = (
     "phi3",
@@ -34,6 +34,9 @@ VARIANTS = (
     "arcee-bias",
     "ernie4_5",
     "ernie4_5-bias",
+    "gemma",
+    "glm",
+    "hunyuan_v1_dense",
 )
 
 

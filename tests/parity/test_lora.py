@@ -82,9 +82,16 @@ LATER = [
     "qwen3_next tp2 sp",
     "qwen3_5_moe tp2 sp dp2 ep2 do",
 ]
-FAMILIES = ["qwen2_moe tp2 sp", "deepseek_v3-dense tp2", "qwen3_5 tp2 sp", "qwen3_next single", "arcee tp2 sp"]
-"""Shared experts, latent attention, gated delta nets, an MLP without a gate. (Fused tensors on disk:
-`test_fused_projections`.)"""
+FAMILIES = [
+    "qwen2_moe tp2 sp",
+    "deepseek_v3-dense tp2",
+    "qwen3_5 tp2 sp",
+    "qwen3_next single",
+    "arcee tp2 sp",
+    "hunyuan_v1_dense tp2",
+]
+"""Shared experts, latent attention, gated delta nets, an MLP without a gate, norms after the rotation. (Fused tensors
+on disk: `test_fused_projections`.)"""
 SEEDS = {
     "qwen3_next single": 6,
     "qwen3_next tp2 sp": 6,

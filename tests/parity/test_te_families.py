@@ -57,6 +57,7 @@ QUICK = {
     "mistral-window": ("cp2 packed comm=a2a",),
     "qwen3_next": ("cp2 packed comm=a2a",),
     "arcee": ("tp2 sp",),
+    "hunyuan_v1_dense": ("tp2 sp packed",),
 }
 """Of the default run: families that differ most."""
 QUICK_ADAPTED = {"minimax_m2": ("dp2 ep2 do",)}

@@ -74,11 +74,16 @@ class SwiftGPT(GPTModel):
     """Returns once all of a parameter of this chunk is there; `wrap_chunks` sets it. For what is read without a call of
     its module."""
 
+    @property
+    def rotates_by_position(self) -> bool:
+        """Whether rotary angles come token by token, not by the distance from a row's or a document's start."""
+        return isinstance(self.rotary_pos_emb, PositionRotary)
+
     def run(self, module: torch.nn.Module, step: MicrobatchInputs) -> Tensor:
         """One micro-batch through `module`, this chunk with its wrappers: hidden states, or the fields on the last
         stage."""
         self.step = step
-        if isinstance(self.rotary_pos_emb, PositionRotary):
+        if self.rotates_by_position:
             self.rotary_pos_emb.positions = step.positions
         mask = self._padding_mask(step)
         return module(step.input_ids, step.positions, None, packed_seq_params=step.rows, padding_mask=mask)
@@ -89,7 +94,7 @@ class SwiftGPT(GPTModel):
         angles = prepared[1]
         if self.config.multi_latent_attention:
             angles = self.rotary_pos_emb()
-        elif getattr(self.step.rows, "prefixed", None) is not None:
+        elif getattr(self.step.rows, "prefixed", None) is not None and not self.rotates_by_position:
             angles = angles.index_select(0, self.step.positions[0])
         return (prepared[0], angles, *prepared[2:])
 
@@ -222,11 +227,13 @@ def build_model_chunks(
             pg_collection=context.groups,
             vp_stage=stage,
         )
-        if choice.attention == TORCH or config.multi_latent_attention:
+        features = spec.features
+        if choice.attention == TORCH or config.multi_latent_attention or features.changes_rotated_queries:
             local = windowed_layer_inv_freq(spec)
             local = None if local is None else local.to(context.device)
-            pairs = config.rotary_interleaved or spec.features.latent_pairs
-            model.rotary_pos_emb = PositionRotary(inv_freq.to(context.device), local, pairs)
+            pairs = config.rotary_interleaved or features.latent_pairs
+            scale = (features.query_scale_beta, features.query_scale_length) if features.query_scale_beta else None
+            model.rotary_pos_emb = PositionRotary(inv_freq.to(context.device), local, pairs, scale)
         else:
             model.rotary_pos_emb.inv_freq = inv_freq.to(context.device)
         if fused := choice.linear == TRANSFORMER_ENGINE and config.head.into_main_grad:

@@ -74,9 +74,6 @@ def _query_scale(reading: ConfigReading) -> None:
 GEMMA: tuple[ConfigRow, ...] = (
     MappedField("tie_word_embeddings", "tied", bool, True),
     FieldGroupRow(("hidden_size",), _embedding_scale),
-    FieldGroupRow(("query_pre_attn_scalar",), _query_scale),
-    RequiredValue("hidden_activation", ("gelu_pytorch_tanh",), "the gated MLP's activation"),
-    UnusedField(("hidden_act",), "transformers' model reads hidden_activation"),
     UnusedField(("cache_implementation",), "how transformers generates"),
     RequiredValue(
         "use_bidirectional_attention", (False,), "of embedding models: a language model's attention is causal"
@@ -85,7 +82,13 @@ GEMMA: tuple[ConfigRow, ...] = (
         "attention_bias", (False,), "Megatron has a single switch for the biases of the attention output and the MLP"
     ),
 )
-"""Fields of Gemma 2 and 3 beyond those of all families."""
+"""Fields of every Gemma beyond those of all families."""
+GEMMA_2_AND_3: tuple[ConfigRow, ...] = (
+    *GEMMA,
+    FieldGroupRow(("query_pre_attn_scalar",), _query_scale),
+    RequiredValue("hidden_activation", ("gelu_pytorch_tanh",), "the gated MLP's activation"),
+    UnusedField(("hidden_act",), "transformers' model reads hidden_activation"),
+)
 
 
 def softcaps_row(attention: float | None, logits: float | None, *, caps_scores: bool = True) -> FieldGroupRow:

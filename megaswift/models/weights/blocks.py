@@ -70,6 +70,12 @@ QK_NORM: tuple[WeightRule, ...] = (
     ReplicatedRule(M + "self_attention.k_layernorm.weight", (A + "k_norm.weight",), ("head_dim",), when="qk_norm"),
 )
 
+ROTATED_QK_NORM: tuple[WeightRule, ...] = (
+    ReplicatedRule(M + "self_attention.rotated_q_layernorm.weight", (A + "query_layernorm.weight",), ("head_dim",)),
+    ReplicatedRule(M + "self_attention.rotated_k_layernorm.weight", (A + "key_layernorm.weight",), ("head_dim",)),
+)
+"""Norms of queries and keys after their rotation."""
+
 QK_NORM_WIDE: tuple[WeightRule, ...] = (
     ColumnParallelRule(M + "self_attention.q_layernorm.weight", (A + "q_norm.weight",), ("attention_width",)),
     ColumnParallelRule(M + "self_attention.k_layernorm.weight", (A + "k_norm.weight",), ("kv_width",)),

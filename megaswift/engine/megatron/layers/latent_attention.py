@@ -22,21 +22,11 @@ from megatron.core.transformer.multi_latent_attention import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from megaswift.engine.megatron.layers.rope import apply_rotary_by_position
+
 NORM_EPSILON = 1e-6
 """The epsilon of the norms of compressed queries and keys: transformers and the models' authors set it apart from
 `rms_norm_eps`."""
-
-
-def apply_rotary_by_position(x: Tensor, angles: Tensor, factor: float, pairs: bool) -> Tensor:
-    """x [s, b, heads, d] turned by angles [s, b or 1, 1, d], times `factor`: neighbours as `pairs`, else the halves of
-    d."""
-    cos, sin = ((f(angles) * factor).to(x.dtype) for f in (torch.cos, torch.sin))
-    if pairs:
-        turned = torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
-    else:
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
-    return x * cos + turned * sin
 
 
 class _ByPosition(MLASelfAttention):

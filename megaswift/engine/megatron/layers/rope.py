@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megaswift.models.spec import ModelSpec, RopeSpec
+from megaswift.models.spec import ArchitectureExtras, ModelSpec, RopeSpec
 
 
 def inverse_frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
@@ -44,15 +44,23 @@ class PositionRotary(nn.Module):
     """Angles [s, b, 1, d] of the positions set before the forward pass (`positions`, int64 [b, s]).
 
     With `local`, the frequencies of windowed layers, [s, b, 1, 2 d]: their angles after those of the full layers, in
-    one tensor because recomputed layers are handed tensors only. `interleaved`: pairs of neighbours turn together, else
-    the two halves of a head.
+    one tensor because recomputed layers are handed tensors only. With `query_scale` (beta, length), [s, b, 1, d + 1]:
+    the factor on rotated queries after the angles. `interleaved`: pairs of neighbours turn together, else the two
+    halves of a head.
     """
 
-    def __init__(self, inv_freq: Tensor, local: Tensor | None = None, interleaved: bool = False) -> None:
+    def __init__(
+        self,
+        inv_freq: Tensor,
+        local: Tensor | None = None,
+        interleaved: bool = False,
+        query_scale: tuple[float, int] | None = None,
+    ) -> None:
         super().__init__()
         # no buffers: a buffer would be cast to bfloat16 with the module, and the angles with it
         self.frequencies = [inv_freq] if local is None else [inv_freq, local]
         self.interleaved = interleaved
+        self.query_scale = query_scale
         self.positions: Tensor | None = None
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
@@ -67,4 +75,26 @@ class PositionRotary(nn.Module):
         for frequencies in self.frequencies:
             half = positions * frequencies  # [s, b, d / 2]
             angles += [half.repeat_interleave(2, dim=-1)] if self.interleaved else [half, half]
+        if self.query_scale is not None:
+            beta, length = self.query_scale
+            angles.append(1 + beta * torch.log(1 + torch.floor(positions / length)))
         return torch.cat(angles, dim=-1)[:, :, None, :]
+
+
+def angles_and_query_scale(rotary: Tensor, features: ArchitectureExtras) -> tuple[Tensor, Tensor | None]:
+    """What `PositionRotary` joined: angles [s, b, 1, d], and the factor on rotated queries [s, b, 1, 1] if any."""
+    if not features.query_scale_beta:
+        return rotary, None
+    return rotary[..., :-1], rotary[..., -1:]
+
+
+def apply_rotary_by_position(x: Tensor, angles: Tensor, factor: float, pairs: bool) -> Tensor:
+    """x [s, b, heads, d] turned by angles [s, b or 1, 1, d], times `factor`: neighbours as `pairs`, else the halves of
+    d."""
+    cos, sin = ((f(angles) * factor).to(x.dtype) for f in (torch.cos, torch.sin))
+    if pairs:
+        turned = torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+    return x * cos + turned * sin

@@ -41,6 +41,7 @@ from megaswift.engine.megatron.layers.delta_net import (
 from megaswift.engine.megatron.layers.implementation import LayerImplementationChoice
 from megaswift.engine.megatron.layers.nf4_linear import nf4_layer_spec
 from megaswift.engine.megatron.layers.norm import AllHeadsKeyNorm, AllHeadsQueryNorm, AllHeadsRMSNorm
+from megaswift.engine.megatron.layers.rotated_attention import RotatedSelfAttention
 from megaswift.engine.megatron.layers.router import AuxLossTopKRouter
 from megaswift.engine.megatron.layers.torch_attention import window_of_layer
 from megaswift.models.spec import LINEAR, ArchitectureExtras, LayerKind
@@ -106,6 +107,9 @@ def _attention(
     if config.attention_output_gate:
         assert not wide and features.rope_local is None, "no such attention"
         return OutputGatedSelfAttention, parts
+    if features.changes_rotated_queries:
+        assert not wide and features.rope_local is None, "no such attention"
+        return RotatedSelfAttention, parts
     return (RotaryPerLayerSelfAttention if wide or features.rope_local is not None else SelfAttention), parts
 
 
