@@ -21,7 +21,7 @@ from megaswift.errors import Problem, WeightsError
 from megaswift.models.family import Family
 from megaswift.models.spec import ModelSpec
 from megaswift.models.weights.rules import Shard, SliceMap, TensorParallelShard, WeightRule, shard_dim
-from megaswift.models.weights.table import expand_weight_table, format_rule_name, shard_shape
+from megaswift.models.weights.table import format_rule_name, shard_shape
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 SHOWN = 8
@@ -189,7 +189,7 @@ class WeightPlan:
         self.family = family
         self.spec = spec
         self.entries: tuple[PlanEntry, ...] = tuple(
-            PlanEntry(rule, spec, layer, expert) for rule, layer, expert in expand_weight_table(family.weights, spec)
+            PlanEntry(rule, spec, layer, expert) for rule, layer, expert in family.places(spec)
         )
         self.by_megatron: dict[str, PlanEntry] = {e.megatron: e for e in self.entries}
         self.groups: tuple[EntriesOfSameHfTensors, ...] = tuple(
@@ -220,7 +220,19 @@ class WeightPlan:
 
     def kept(self, names: Iterable[str]) -> list[str]:
         """Return those of `names` that are carried along unchanged, sorted."""
-        return sorted(name for name in names if self._kept is not None and re.fullmatch(self._kept, name))
+        pattern = self._kept
+        if pattern is None:
+            return []
+        return sorted(name for name in names if re.fullmatch(pattern, name) and name not in self.by_hf)
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """Those of the carried tensors that repeat one of the model's, where they are a part of what trains: a folder
+        is written with the model's values."""
+        table = self.family.mtp
+        found = {} if table is None else table.copied_tensors(self.spec)
+        embedding = self.by_megatron["embedding.word_embeddings.weight"].hf[0]
+        return {copy: name if name in self.by_hf else embedding for copy, name in found.items()}
 
     def hf_tensors(self, dtypes: Mapping[str, torch.dtype] | torch.dtype) -> dict[str, TensorMeta]:
         """Return every HF tensor with its shape and dtype, in the order of export."""

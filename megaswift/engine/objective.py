@@ -105,12 +105,10 @@ def all_sum_on_device(values: Tensor) -> Tensor:
 def named_head_outputs(fields: Tensor, needs: RequestedModelOutputs) -> ModelOutputs:
     """Return the head's output [f, b, s] as named fields [b, s]; those that the loss does not differentiate are
     detached."""
-    return ModelOutputs(
-        **{
-            name: fields[i] if name in needs.differentiable else fields[i].detach()
-            for i, name in enumerate(needs.names)
-        }
-    )
+    named = {
+        name: fields[i] if name in needs.differentiable else fields[i].detach() for i, name in enumerate(needs.names)
+    }
+    return ModelOutputs(**named, ahead=fields[len(needs.names) :] if needs.ahead else None)
 
 
 class GlobalBatchLossCallback:

@@ -54,11 +54,12 @@ class ReportOrder:
         """Return the report of a batch of these counts from its numbers in this order."""
         following = iter(numbers)
         terms = {name: next(following) for name in self.terms}
+        terms = {name: value for name, value in terms.items() if name not in self.reported.apart}
         totals = {name: next(following) for name in self.sums}
         sums = [next(following) for _ in self.means]
         means = {name: (total, next(following)) for name, total in zip(self.means, sums, strict=True)}
         extremes = {name: next(following) for name in (*self.largest, *self.smallest)}
-        divided_by = {name: counts[self.reported.terms[name]] for name in self.terms}
+        divided_by = {name: counts[self.reported.terms[name]] for name in terms}
         addends = Addends(
             {name: (value * divided_by[name], divided_by[name]) for name, value in terms.items()},
             means,

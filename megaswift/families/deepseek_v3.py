@@ -15,6 +15,7 @@ from megaswift.models.fields.latent import LATENT
 from megaswift.models.fields.rows import MappedField, RequiredValue
 from megaswift.models.weights.blocks import EMBEDDING, EXPERT_BIAS, HEAD, dense_mlp, moe_block, shared_experts
 from megaswift.models.weights.latent import LATENT_ATTENTION
+from megaswift.models.weights.mtp import DEEPSEEK_MTP
 
 FAMILIES.register(
     "deepseek_v3",
@@ -55,5 +56,6 @@ FAMILIES.register(
         ),
         fixed={"multi_latent_attention": True, "qk_layernorm": True},
         kept=mtp_tensor_name_regex,
+        mtp=DEEPSEEK_MTP,
     ),
 )

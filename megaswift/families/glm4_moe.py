@@ -22,6 +22,7 @@ from megaswift.models.weights.blocks import (
     moe_block,
     shared_experts,
 )
+from megaswift.models.weights.mtp import DEEPSEEK_MTP
 
 FAMILIES.register(
     "glm4_moe",
@@ -51,6 +52,7 @@ FAMILIES.register(
             *HEAD,
         ),
         kept=mtp_tensor_name_regex,
+        mtp=DEEPSEEK_MTP,
         unreadable=(null_kv_heads,),
     ),
 )

@@ -10,6 +10,7 @@ from megaswift.models.fields.rows import RequiredValue, UnusedField
 from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import EMBEDDING, HEAD, experts_in_both_forms, moe_block
 from megaswift.models.weights.gated_delta import GATED_ATTENTION, SPLIT_INPUT, gated_delta_net, gated_shared_expert
+from megaswift.models.weights.mtp import QWEN_MTP
 
 OF_QWEN3_NEXT = (
     RequiredValue("mlp_only_layers", ([],), "every layer has experts"),
@@ -32,6 +33,7 @@ QWEN3_5_MOE_TEXT = Family(
     ),
     fixed={**HYBRID_FIXED, "moe_shared_expert_gate": True, "moe_router_pre_softmax": False},
     kept=mtp_tensor_names,
+    mtp=QWEN_MTP,
     unreadable=(null_kv_heads,),
 )
 FAMILIES.register("qwen3_5_moe_text", QWEN3_5_MOE_TEXT)

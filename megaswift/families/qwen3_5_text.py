@@ -9,6 +9,7 @@ from megaswift.models.fields.gated_delta import HYBRID, HYBRID_FIXED, mtp_tensor
 from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import EMBEDDING, HEAD, dense_mlp
 from megaswift.models.weights.gated_delta import GATED_ATTENTION, SPLIT_INPUT, gated_delta_net
+from megaswift.models.weights.mtp import QWEN_MTP
 
 QWEN3_5_TEXT = Family(
     name="qwen3_5_text",
@@ -17,6 +18,7 @@ QWEN3_5_TEXT = Family(
     weights=(*EMBEDDING, *gated_delta_net(SPLIT_INPUT), *GATED_ATTENTION, *dense_mlp(), *HEAD),
     fixed=HYBRID_FIXED,
     kept=mtp_tensor_names,
+    mtp=QWEN_MTP,
     unreadable=(null_kv_heads,),
 )
 FAMILIES.register("qwen3_5_text", QWEN3_5_TEXT)

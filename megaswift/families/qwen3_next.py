@@ -10,6 +10,7 @@ from megaswift.models.fields.rows import RequiredValue
 from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import EMBEDDING, HEAD, dense_mlp, moe_block
 from megaswift.models.weights.gated_delta import GATED_ATTENTION, JOINED_INPUT, gated_delta_net, gated_shared_expert
+from megaswift.models.weights.mtp import QWEN_MTP
 
 FAMILIES.register(
     "qwen3_next",
@@ -35,6 +36,7 @@ FAMILIES.register(
         ),
         fixed={**HYBRID_FIXED, "moe_shared_expert_gate": True},
         kept=mtp_tensor_names,
+        mtp=QWEN_MTP,
         unreadable=(null_kv_heads,),
     ),
 )

@@ -89,6 +89,8 @@ class RequestedModelOutputs:
     head: str | None = None
     """`score`: `ModelOutputs.values`, by the model's scalar head in place of the vocabulary's; `fields` is empty
     then."""
+    ahead: int = 0
+    """Layers for multi-token prediction whose log-probabilities are asked for too, at temperature 1."""
 
     def __post_init__(self) -> None:
         unknown = set(self.fields) - set(FIELDS)
@@ -100,6 +102,11 @@ class RequestedModelOutputs:
     def names(self) -> tuple[str, ...]:
         """The outputs in order."""
         return ("values",) if self.head else tuple(f for f in FIELDS if f in self.fields)
+
+    @property
+    def rows(self) -> int:
+        """How many numbers the engine computes for each position: the outputs, then those of the layers ahead."""
+        return len(self.names) + self.ahead
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -122,6 +129,9 @@ class ModelOutputs:
     """log of the sum over the vocabulary of p^2."""
     values: Tensor | None = None
     """The values of the scalar head; differentiable in training."""
+    ahead: Tensor | None = None
+    """[layers, b, s]: for each layer for multi-token prediction the log-probability of its label
+    (`losses.mtp.tokens_ahead`); differentiable in training."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +194,8 @@ class Reported:
     differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Metrics that are the first of two means less the second, taken once both are reduced; not reported where one of
     them counted nothing."""
+    apart: tuple[str, ...] = ()
+    """Terms that are differentiated, but are no part of the reported loss and are not reported under their names."""
 
     def __add__(self, other: Reported) -> Reported:
         return Reported(
@@ -194,6 +206,7 @@ class Reported:
             self.largest + other.largest,
             self.smallest + other.smallest,
             {**self.differences, **other.differences},
+            self.apart + other.apart,
         )
 
 

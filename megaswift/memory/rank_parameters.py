@@ -25,7 +25,6 @@ from megaswift.models.targets import (
 )
 from megaswift.models.weights.rules import TensorParallelShard, WeightRule
 from megaswift.models.weights.table import (
-    expand_weight_table,
     format_rule_name,
     padded_vocabulary_size,
     shard_shape,
@@ -124,7 +123,7 @@ def rank_parameters(
     stacks: Counter[tuple[int, int | None, str, int]] = Counter()
     """Elements by chunk, layer, base weight and number of the adapter's matrix."""
     # Walk the weights that the first rank of each stage holds; experts of other ranks are skipped.
-    for rule, layer, expert in expand_weight_table(family.weights, spec):
+    for rule, layer, expert in family.places(spec):
         if rule.buffer or (expert is not None and expert >= spec.experts // layout.ep):
             continue
         names = [format_rule_name(name, layer, expert) for name in rule.hf]

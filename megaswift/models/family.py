@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,11 +22,13 @@ from megaswift.models.fields.rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.models.quantization import config_without_quantization
 from megaswift.models.scalar_head import config_without_scalar_head, has_scalar_head, with_scalar_head
 from megaswift.models.spec import ArchitectureExtras, ModelSpec
-from megaswift.models.stored_form import STACKED, stored_experts_form
+from megaswift.models.stored_form import STACKED, read_stored_form
 from megaswift.models.unreadable import UnreadableCheck, unreadable_value
 from megaswift.models.unsupported import unsupported_model_type_problem
 from megaswift.models.vision import has_vision_tower, vision_language_problem
+from megaswift.models.weights.mtp import MtpTable
 from megaswift.models.weights.rules import WeightRule, renamed
+from megaswift.models.weights.table import Place, expand_weight_table
 
 ROPE_BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "global_rope_theta", "local_rope_theta")
 NORM_EPSILONS = (
@@ -71,6 +73,8 @@ class Family:
     """Fields of Megatron's TransformerConfig or of `ArchitectureExtras` that no config.json field sets."""
     kept: Callable[[ModelSpec], str] | None = None
     """A pattern of Hugging Face names that are carried along unchanged: multi-token prediction layers."""
+    mtp: MtpTable | None = None
+    """Where those layers lie in a folder; None: they cannot be trained."""
     unreadable: tuple[UnreadableCheck, ...] = ()
     """Checks for values of config.json that transformers does not read in this family."""
     text: str = ""
@@ -114,6 +118,14 @@ class Family:
             raise WeightsError(Problem(f"config.json ({self.name}), {self.text}", "must be a JSON object"))
         apart = {self.text, *OF_IMAGES}
         return {**nested, **{k: v for k, v in hf_config.items() if k not in apart and v is not None}}
+
+    def places(self, spec: ModelSpec) -> Iterator[Place]:
+        """Yield every parameter of a model with the rule for it, in the order of export; layers for multi-token
+        prediction come last."""
+        yield from expand_weight_table(self.weights, spec)
+        if spec.mtp_layers:
+            assert self.mtp is not None, f"{self.name} has no layers for multi-token prediction"
+            yield from self.mtp.places(self.weights, spec)
 
     @property
     def stores_both_forms(self) -> bool:
@@ -214,13 +226,13 @@ def load_spec(directory: Path | str) -> ModelSpec:
     config = read_config_json(directory)
     family = family_of(config)
     spec = family.spec(config)
-    stacked = stored_experts_form(Path(directory)) if family.stores_both_forms else None
-    return spec if stacked is None else with_experts_form(spec, stacked)
-
-
-def with_experts_form(spec: ModelSpec, stacked: bool) -> ModelSpec:
-    """The model with its experts stored stacked, or one by one."""
-    return replace(spec, features=replace(spec.features, stacked_experts=stacked))
+    form = read_stored_form(Path(directory))
+    if form is None:
+        return spec
+    stored = asdict(form)
+    if not family.stores_both_forms:
+        del stored["stacked_experts"], stored["mtp_stacked_experts"]
+    return replace(spec, features=replace(spec.features, **stored))
 
 
 def rope_and_epsilon_problems(raw: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:

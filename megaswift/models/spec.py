@@ -82,6 +82,11 @@ class ArchitectureExtras:
     """For each layer whether it is a gated delta net; empty: all have attention."""
     stacked_experts: bool = False
     """Whether the folder has one tensor of a layer's experts, where a family is stored in both forms."""
+    mtp_layers: int = 0
+    """Layers for multi-token prediction that train; those that do not are carried along, and are no part of the
+    model."""
+    mtp_stacked_experts: bool = False
+    """Whether the folder has one tensor of the experts of such a layer."""
     longest: int | None = None
     """Tokens of the longest sequence that has these frequencies; None: any length."""
     latent_pairs: bool = False
@@ -284,6 +289,22 @@ class ModelSpec:
     def shared_ffn(self) -> int:
         """Inner width of the expert that every token goes through, or of all such experts together; 0 without one."""
         return (self.transformer.get("moe_shared_expert_intermediate_size") or 0) if self.experts else 0
+
+    @property
+    def twice_hidden_size(self) -> int:
+        """Width of an embedding and a hidden state, joined."""
+        return 2 * self.hidden_size
+
+    @property
+    def mtp_layers(self) -> int:
+        """Layers for multi-token prediction that train."""
+        return self.features.mtp_layers
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """Return what the decoder layer inside a layer for multi-token prediction is made of, as
+        `PreTrainedConfig.get_mtp_config` of transformers has it: full attention, and experts if the model has any."""
+        return LayerKind(FULL, bool(self.experts))
 
     @property
     def one(self) -> int:

@@ -1,11 +1,12 @@
-"""How a folder stores a model's experts, which its config.json does not say: one tensor of a layer's experts, or one of
-each expert. No torch."""
+"""What a model's folder does not say in its config.json: whether one tensor has all experts of a layer, and whether
+layers for multi-token prediction train. No torch."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,50 @@ SINGLE = "model.safetensors"
 CHECKPOINT_FACTS = "weights.json"
 """In the model folder of a checkpoint (`bridge/checkpoint/hf_metadata.py`)."""
 STACKED = "stacked_experts"
-"""The field of these facts, and the name of the rules' condition."""
+"""The condition of the rules for such tensors."""
 STACK = re.compile(r"(model\.)?(language_model\.)?layers\.\d+\.mlp\.experts\.gate_up_proj")
-"""Not those of multi-token prediction, which may have the other form."""
+MTP_STACK = re.compile(r"mtp\.layers\.\d+\.mlp\.experts\.gate_up_proj")
+"""Those of multi-token prediction, which may have the other form."""
 LONGEST_HEADER = 100_000_000
 """Bytes; safetensors allows no longer header."""
 
 
-def has_stacked_experts(names: Iterable[str]) -> bool:
-    """Whether tensors of these names have all experts of a layer."""
-    return any(STACK.fullmatch(name) for name in names)
+@dataclass(frozen=True)
+class StoredForm:
+    """What the weights of a folder or of a checkpoint are, besides what config.json says. The fields are those of
+    `ArchitectureExtras`."""
+
+    stacked_experts: bool = False
+    mtp_stacked_experts: bool = False
+    mtp_layers: int = 0
+    """Of a checkpoint: how many layers for multi-token prediction are part of its model."""
+
+    @classmethod
+    def of_names(cls, names: Collection[str]) -> StoredForm:
+        """Return the form of a Hugging Face folder with tensors of these names."""
+        return cls(any(map(STACK.fullmatch, names)), any(map(MTP_STACK.fullmatch, names)))
+
+    @classmethod
+    def of(cls, features: Any) -> StoredForm:
+        """Return the form of a model with these `ArchitectureExtras`."""
+        return cls(**{name.name: getattr(features, name.name) for name in fields(cls)})
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint's `weights.json` says: all that is not the default. `read_stored_form` reads it."""
+        return {name.name: value for name in fields(self) if (value := getattr(self, name.name)) != name.default}
 
 
-def stored_experts_form(folder: Path) -> bool | None:
-    """Whether the folder's experts are stacked; None where it has no weights, or damaged ones, which whoever reads them
+def read_stored_form(folder: Path) -> StoredForm | None:
+    """Read the form of a folder's weights; None where it has no weights, or damaged ones, which whoever reads them
     reports."""
     try:
         if (folder / CHECKPOINT_FACTS).exists():
-            return bool(json.loads(read_plain_file(folder / CHECKPOINT_FACTS)).get(STACKED))
+            facts = json.loads(read_plain_file(folder / CHECKPOINT_FACTS))
+            return StoredForm(**{f.name: facts[f.name] for f in fields(StoredForm) if f.name in facts})
         names = _names(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return has_stacked_experts(names) if names else None
+    return StoredForm.of_names(names) if names else None
 
 
 def _names(folder: Path) -> Collection[str]:

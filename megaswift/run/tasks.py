@@ -12,6 +12,7 @@ from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_loss_types import DpoSettings
 from megaswift.losses.kto import KTO
+from megaswift.losses.mtp import MultiTokenPrediction
 from megaswift.losses.options.preference import PreferenceConfig, beta_of, cpo_alpha_of, loss_types_of
 from megaswift.losses.orpo import ORPO
 from megaswift.losses.policy import PolicyLoss
@@ -38,7 +39,9 @@ def _options_of(settings: type[DpoSettings | PolicySettings], section: Preferenc
 
 
 def _cross_entropy(cfg: SwiftConfig) -> Loss:
-    return CrossEntropy(cfg.train.label_smoothing_factor)
+    loss = CrossEntropy(cfg.train.label_smoothing_factor)
+    layers = cfg.model.mtp_num_layers
+    return MultiTokenPrediction(loss, layers, cfg.model.mtp_loss_scaling_factor) if layers else loss
 
 
 def _dpo(cfg: SwiftConfig) -> Loss:

@@ -84,6 +84,8 @@ def compare(got: Reference, want: Reference, recipe: Recipe) -> list[Difference]
     for k in range(len(got.losses)):
         out.append(number(f"loss of step {k}", got.losses[k], want.losses[k], LOSS if k == 0 else NORM))
         out.append(number(f"grad norm of step {k}", got.norms[k], want.norms[k], NORM))
+        for n, (mine, theirs) in enumerate(zip(got.mtp_losses[k], want.mtp_losses[k], strict=True), 1):
+            out.append(number(f"loss of step {k}, layer ahead {n}", mine, theirs, LOSS if k == 0 else NORM))
         if recipe.aux_coeff:
             out.append(number(f"aux loss of step {k}", got.aux_steps[k], want.aux_steps[k], NORM))
         if recipe.z_coeff:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megaswift.losses.contract import FIELDS, Batch, Loss, LossTerm, ModelOutputs, Reported, RequestedModelOutputs
+from megaswift.losses.mtp import MultiTokenPrediction
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import ROW, Case, global_batch, own
 from tests.parity.oracle import Recipe, Reference
@@ -92,6 +93,7 @@ def build(case: Case, folder: Path, world: int, **options: Any) -> tuple[Any, An
     cfg = SwiftConfig(task="sft", model=str(folder), **case.config(**options))
     hf_config = json.loads((folder / "config.json").read_text())
     spec = family_of(hf_config).spec(hf_config)
+    spec = replace(spec, features=replace(spec.features, mtp_layers=cfg.model.mtp_num_layers or 0))
     context = start_context(cfg.replace(ddp_timeout=600, seed=11), Layout.from_config(cfg.parallel, world))
     engine = make_engine(cfg, spec, folder, context)
     engine.load_hf(folder)
@@ -108,6 +110,9 @@ def recipe_options(recipe: Recipe, moe: bool) -> dict[str, Any]:
         "adam_epsilon": recipe.eps,
         "max_grad_norm": recipe.max_grad_norm,
     }
+    if recipe.mtp_layers:
+        options |= {"mtp_num_layers": recipe.mtp_layers, "mtp_loss_scaling_factor": recipe.mtp_weight}
+        options |= {"mtp_detach_heads": recipe.mtp_detach}
     if moe:
         options |= {"moe_aux_loss_coeff": recipe.aux_coeff, "moe_z_loss_coeff": recipe.z_coeff}
     return options
@@ -132,6 +137,8 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     case = task.case
     engine, context = build(case, task.folder, world, **recipe_options(task.recipe, case.moe), **task.options)
     loss: Loss = ScaledLoss(1.00002) if task.fault == "scale" else CrossEntropy()
+    layers = task.recipe.mtp_layers
+    loss = MultiTokenPrediction(loss, layers, task.recipe.mtp_weight) if layers else loss
     mine = [
         own(spoil(global_batch(case, k, task.row), task.fault), case.dp, context.layout.coordinates(rank).dp)
         for k in range(task.steps)
@@ -144,6 +151,7 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
         result = engine.train_batch(mine[k], loss, task.recipe.lr)
         out.losses.append(result.loss)
         out.norms.append(result.grad_norm)
+        out.mtp_losses.append([result.metrics[f"mtp_{n}_loss"] for n in range(1, layers + 1)])
         out.aux_steps.append(result.metrics.get("aux_loss", 0.0))
         out.z_steps.append(result.metrics.get("z_loss", 0.0))
     out.weights = full(

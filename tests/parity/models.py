@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.parity import deepseek_moe
+from tests.parity import deepseek_moe, mtp
 
 VOCAB = 130
 """Not a multiple of anything: TP has to pad it, and the padding must leave no trace."""
@@ -284,6 +284,7 @@ VARIANTS |= {
     "qwen3_5": ("qwen3_5_text", HYBRID),
     "qwen3_5_moe": ("qwen3_5_moe_text", HYBRID_MOE),
 }
+VARIANTS |= {f"{base}-mtp": (kind, fields) for base, (kind, fields) in mtp.variants(VARIANTS).items()}
 VARIANTS |= {  # rows of whole blocks of 64, on two ranks too
     "dense-nf4": ("qwen3", {**BASE, "intermediate_size": 128}),
     "moe-nf4": ("qwen3_moe", {**MOE, "moe_intermediate_size": 128}),
@@ -383,6 +384,8 @@ def build(variant: str, folder: Path, dtype: torch.dtype = torch.float32, seed: 
         model = transformers.AutoModelForCausalLM.from_config(config(variant))
         randomize(model, SEEDS.get(variant, 7) if seed is None else seed)
         model.to(dtype).save_pretrained(folder, max_shard_size="200KB")
+        if mtp.MTP.get(variant):
+            mtp.add_to_folder(folder, model, mtp.MTP[variant])
     return folder
 
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from megaswift.losses.contract import Batch
 from tests.parity.models import EAGER, by_disk_name
+from tests.parity.mtp import heads, heads_by_disk_name
 
 SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open")
 """Model types whose routers score by sigmoids."""
@@ -38,6 +39,10 @@ class Recipe:
     max_grad_norm: float = 5.0
     aux_coeff: float = 0.0
     z_coeff: float = 0.0
+    mtp_layers: int = 0
+    """Layers for multi-token prediction that train."""
+    mtp_weight: float = 0.3
+    mtp_detach: bool = False
 
 
 @dataclass
@@ -49,6 +54,8 @@ class Reference:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    mtp_losses: list[list[float]] = field(default_factory=list)
+    """For each step the mean of each layer for multi-token prediction."""
     aux_steps: list[float] = field(default_factory=list)
     z_steps: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -75,13 +82,16 @@ def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, tu
 
 
 @contextmanager
-def router_logits(model: torch.nn.Module) -> Iterator[dict[int, list[tuple[Tensor, Tensor]]]]:
-    """Collects every router's logits [tokens, E] and chosen experts [tokens, k] by layer while the model runs."""
+def router_logits(model: torch.nn.Module, before: str = "layers.") -> Iterator[dict[int, list[tuple[Tensor, Tensor]]]]:
+    """Collects every router's logits [tokens, E] and chosen experts [tokens, k] by layer while the model runs.
+
+    `before`: what stands before the layer's number in a module's name.
+    """
     seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
     handles = []
     for name, module in model.named_modules():
         if name.endswith(("mlp.gate", "mlp.router")):
-            layer = int(name.split("layers.")[1].split(".")[0])
+            layer = int(name.rpartition(before)[2].split(".")[0] if before else name.split(".")[0])
             handles.append(
                 module.register_forward_hook(
                     lambda _m, _i, out, n=layer: seen.setdefault(n, []).append((out[0], out[-1]))
@@ -177,9 +187,19 @@ class Oracle:
         if wide:
             self.model.double()
             self.model.set_experts_implementation("eager")  # grouped products have no float64
+        self.ahead = heads(self.model, folder, recipe.mtp_layers) if recipe.mtp_layers else None
+        if self.ahead is not None and wide:
+            self.ahead.double()
+            self.ahead.set_experts_implementation("eager")
         self.largest = 0.0
         self.sigmoid = self.model.config.model_type in SIGMOID
-        self.optimizer = adamw(self.model.named_parameters(), recipe)
+        self.optimizer = adamw(self.named_parameters(), recipe)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of the model, and of the layers ahead."""
+        yield from self.model.named_parameters()
+        if self.ahead is not None:
+            yield from self.ahead.layers.named_parameters()
 
     def logits(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[int, int]]]:
         """Per document: logits [1, n, V] in float32, labels, weights, place."""
@@ -221,6 +241,11 @@ class Oracle:
         """
         self.optimizer.zero_grad(set_to_none=True)
         count = sum(float(b.loss_weights.sum()) for b in batches)
+        self.losses_ahead = [0.0 for _ in range(self.recipe.mtp_layers)]
+        counts_ahead = [
+            sum(float(weights[0, n:].sum()) for b in batches for _, _, weights, _, _ in documents(b))
+            for n in range(1, self.recipe.mtp_layers + 1)
+        ]
         total = aux = z = 0.0
         filled = sum(bool(b.valid.any()) for b in batches)
         for batch in batches:
@@ -229,6 +254,8 @@ class Oracle:
                 for logits, labels, weights, _ in self.logits(batch):
                     objective = objective + (per_token(logits, labels) * weights).sum() / count
             total += float(objective.detach())
+            if self.ahead is not None:
+                objective = objective + self._objective_ahead(batch, counts_ahead, filled)
             for parts in seen.values():
                 rows, chosen = (torch.cat(part) for part in zip(*parts, strict=True))
                 balance = load_balancing(rows, chosen.shape[1], chosen, self.sigmoid) / filled
@@ -239,21 +266,58 @@ class Oracle:
                 objective.backward()
         return total, aux, z
 
+    def _objective_ahead(self, batch: Batch, counts: Sequence[float], filled: int) -> Tensor:
+        """What a micro-batch adds for multi-token prediction: the weighted mean over layers of cross-entropy, each over
+        its own number of labels, and of the routers' losses."""
+        objective = torch.zeros(())
+        share = self.recipe.mtp_weight / len(counts)
+        with router_logits(self.ahead.layers, "") as seen:
+            for ids, labels, weights, positions, _ in documents(batch):
+                hidden = self.model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False)[0]
+                hidden = hidden.detach() if self.recipe.mtp_detach else hidden
+                for layer, layer_count in enumerate(counts):
+                    hidden = hidden[:, :-1]
+                    if not hidden.shape[1]:
+                        break
+                    after = layer + 1
+                    vectors = self.model.get_input_embeddings()(ids[:, after:])
+                    vectors = vectors.detach() if self.recipe.mtp_detach else vectors
+                    hidden = self.ahead.forward_layer(
+                        layer, hidden, positions[:, : hidden.shape[1]], None, inputs_embeds=vectors
+                    )
+                    head = self.model.lm_head.weight
+                    logits = F.linear(hidden, head.detach() if self.recipe.mtp_detach else head).float()
+                    loss = (cross_entropy(logits, labels[:, after:]) * weights[:, after:]).sum() / layer_count
+                    self.losses_ahead[layer] += float(loss.detach())
+                    objective = objective + share * loss
+        for parts in seen.values():
+            rows, chosen = (torch.cat(part) for part in zip(*parts, strict=True))
+            balance = load_balancing(rows, chosen.shape[1], chosen, self.sigmoid) / filled
+            square = z_loss(rows) / filled
+            objective = objective + share * (self.recipe.aux_coeff * balance + self.recipe.z_coeff * square)
+        return objective
+
     def gradients(self) -> dict[str, Tensor]:
         """Gradients by disk name; zeros where a parameter took no part."""
         zero = torch.zeros_like
-        return {n: t.clone() for n, t in by_disk_name(self.model, lambda p: zero(p) if p.grad is None else p.grad)}
+        return {n: t.clone() for n, t in self._by_disk_name(lambda p: zero(p) if p.grad is None else p.grad)}
+
+    def _by_disk_name(self, value: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        yield from by_disk_name(self.model, value)
+        if self.ahead is not None:
+            yield from heads_by_disk_name(self.ahead, self.model.config, value)
 
     def weights(self) -> dict[str, Tensor]:
         """Weights by disk name."""
-        return {n: t.detach().clone() for n, t in by_disk_name(self.model, lambda p: p)}
+        return {n: t.detach().clone() for n, t in self._by_disk_name(lambda p: p)}
 
     def step(self) -> float:
         """Clip by the global norm (coefficient max_norm / (norm + 1e-6), only downwards), one AdamW step; the norm."""
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        parameters = [p for _, p in self.named_parameters()]
+        grads = [p.grad for p in parameters if p.grad is not None]
         norm = float(torch.sqrt(sum(g.double().square().sum() for g in grads)))
         scale = self.recipe.max_grad_norm / (norm + 1e-6)
-        for p in self.model.parameters():
+        for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             elif scale < 1.0:
@@ -270,6 +334,7 @@ class Oracle:
             if k == 0:
                 out.loss, out.gradients = loss, self.gradients()
             out.losses.append(loss)
+            out.mtp_losses.append(self.losses_ahead)
             out.aux_steps.append(aux)
             out.z_steps.append(z)
             out.norms.append(self.step())

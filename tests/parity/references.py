@@ -11,6 +11,7 @@ from tests.parity.cases import Case, global_batch
 from tests.parity.compare import distances
 from tests.parity.measure import STEPS
 from tests.parity.models import build, model_type
+from tests.parity.mtp import MTP
 from tests.parity.oracle import Recipe, Reference, reference
 
 AUX = Recipe(aux_coeff=0.02, z_coeff=0.01)
@@ -43,6 +44,7 @@ class References:
         limits follow from the distance to its float32.
         """
         recipe = self.recipe if case.moe else replace(self.recipe, aux_coeff=0.0, z_coeff=0.0)
+        recipe = replace(recipe, mtp_layers=MTP.get(case.variant, 0))
         folder = self.model(case.variant)
         key = (case.variant, case.total, case.filler, case.te)
         if key not in self._known:

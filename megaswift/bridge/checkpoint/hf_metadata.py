@@ -26,7 +26,7 @@ from megaswift.bridge.hf.header import DTYPE_NAMES, DTYPES
 from megaswift.errors import CheckpointError, Problem
 from megaswift.folders.side_files import side_files
 from megaswift.models.quantization import config_without_quantization
-from megaswift.models.stored_form import CHECKPOINT_FACTS, STACKED, has_stacked_experts
+from megaswift.models.stored_form import CHECKPOINT_FACTS, StoredForm
 
 FACTS = CHECKPOINT_FACTS
 FORMAT = 1
@@ -65,18 +65,21 @@ def name_padding_token(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def write_checkpoint_hf_metadata(
-    target: Path, config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], source: Path | None
+    target: Path,
+    config: Mapping[str, Any],
+    dtypes: Mapping[str, torch.dtype],
+    source: Path | None,
+    form: StoredForm | None = None,
 ) -> None:
-    """Write the whole folder; side files come from `source`."""
+    """Write the whole folder; side files come from `source`. `form`: unset: what the names of the tensors tell."""
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(
         json.dumps(config_without_quantization(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
     usual = Counter(dtypes.values()).most_common(1)[0][0]
     other_dtypes = {name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items() if dtype != usual}
-    facts: dict[str, Any] = {"format": FORMAT, "dtype": DTYPE_NAMES[usual], "other_dtypes": other_dtypes}
-    if has_stacked_experts(dtypes):
-        facts[STACKED] = True
+    facts = {"format": FORMAT, "dtype": DTYPE_NAMES[usual], "other_dtypes": other_dtypes}
+    facts |= (form or StoredForm.of_names(dtypes.keys())).facts()
     (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     copies = copy_tokenizer_and_template_files(source, target) if source is not None else []
     for path in (target / "config.json", target / FACTS, *copies, target):

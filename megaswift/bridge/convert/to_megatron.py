@@ -34,6 +34,7 @@ from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.folders.checkpoint import MODEL, find_checkpoint
 from megaswift.models.spec import ModelSpec
+from megaswift.models.stored_form import StoredForm
 from megaswift.models.weights.rules import TensorParallelShard, shard_dim
 from megaswift.models.weights.table import padded_vocabulary_size
 from megaswift.parallel.checks import layout_problems
@@ -87,7 +88,7 @@ def hf_to_megatron(
 
     def finish(stage: Path) -> None:
         chunk_files.write_checkpoint_metadata(stage, saved)
-        write_checkpoint_hf_metadata(stage / MODEL, spec.hf_config, dtypes, folder)
+        write_checkpoint_hf_metadata(stage / MODEL, spec.hf_config, dtypes, folder, StoredForm.of(spec.features))
         facts = {
             "megaswift": __version__,
             "family": spec.family,

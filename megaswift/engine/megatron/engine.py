@@ -74,6 +74,7 @@ from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelO
 from megaswift.models import qlora
 from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import ModelSpec
+from megaswift.models.stored_form import StoredForm
 from megaswift.parallel.options.layout import ParallelConfig
 
 
@@ -138,7 +139,8 @@ class MegatronEngine(EngineState):
         self.weights = RankWeights(self.plain, spec, self.plan, context)
         self.freeze(model.freeze_parameters, model.trainable_parameters)
         self.lora = RankAdapters(self.plain, self.weights, adapters) if adapters else None
-        self.aux = AuxLosses(self.plain, spec, model.moe_aux_loss_coeff, model.moe_z_loss_coeff, context)
+        share = model.mtp_loss_scaling_factor / max(spec.mtp_layers, 1)
+        self.aux = AuxLosses(self.plain, spec, model.moe_aux_loss_coeff, model.moe_z_loss_coeff, context, share)
 
         # Wrap it for data parallelism, then build the optimizer over the wrapped parameters.
         self.chunks = wrap_chunks(self.plain, self.config, parallel, optim, context)
@@ -216,7 +218,8 @@ class MegatronEngine(EngineState):
         cp = self.layout.cp
         rank = self.context.coordinates.cp
         device = self.context.device
-        return [prepare_batch_ahead(batch, cp, rank, device) for batch in microbatches]
+        ahead = self.spec.mtp_layers
+        return [prepare_batch_ahead(batch, cp, rank, device, ahead) for batch in microbatches]
 
     def train_batch(
         self,
@@ -296,7 +299,7 @@ class MegatronEngine(EngineState):
         if self.layout.pp > 1:
             if not outputs:
                 outputs = [
-                    torch.empty(len(needs.names), *b.input_ids.shape, device=self.context.device) for b in microbatches
+                    torch.empty(needs.rows, *b.input_ids.shape, device=self.context.device) for b in microbatches
                 ]
             for tensor in outputs:
                 dist.broadcast(tensor, group=self.context.groups.pp, group_src=self.layout.pp - 1)
@@ -380,7 +383,9 @@ class MegatronEngine(EngineState):
     def describe(self, target: Path, folder: Path) -> None:
         """Write config.json, the tokenizer and each tensor's dtype. Call it on one rank."""
         source = None if self.has_random_start else folder
-        write_checkpoint_hf_metadata(target, self.spec.hf_config, source_tensor_dtypes(self.plan, source), folder)
+        dtypes = source_tensor_dtypes(self.plan, source)
+        form = StoredForm.of(self.spec.features)
+        write_checkpoint_hf_metadata(target, self.spec.hf_config, dtypes, folder, form)
 
     def offload(self, what: frozenset[str]) -> None:
         """Move parts of the engine off the device, and drop the gradients."""

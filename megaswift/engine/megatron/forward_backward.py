@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaswift.engine.megatron.cuda_graphs import without_cuda_graphs
 from megaswift.engine.megatron.layers.expert_capacity import without_expert_padding
+from megaswift.engine.megatron.layers.mtp import sum_embedding_gradients
 from megaswift.engine.megatron.lora.layers import reduce_expert_adapter_gradients
 from megaswift.engine.megatron.microbatch import MicrobatchInputs, microbatch_inputs
 from megaswift.engine.megatron.model import SwiftGPT
@@ -52,7 +53,10 @@ def run_forward_backward_schedule(
     """All micro-batches through the pipeline; gradients are left in DDP's buffers, reduced, divided by nothing."""
     layout = context.layout
     coords = context.coordinates
-    passes = [microbatch_inputs(b, layout.cp, coords.cp, context.device, settings.attention) for b in microbatches]
+    ahead = unwrapped(chunks[-1]).needs.ahead
+    passes = [
+        microbatch_inputs(b, layout.cp, coords.cp, context.device, settings.attention, ahead) for b in microbatches
+    ]
     shape = microbatches[0].input_ids.shape
     if layout.pp > 1:
         assert all(b.input_ids.shape == shape for b in microbatches), "a pipeline needs micro-batches of one shape"
@@ -93,6 +97,9 @@ def _finalize(reduce_gradients: bool, context: ParallelContext) -> Callable[...,
         kwargs["force_all_reduce"] = reduce_gradients
         finalize_model_grads(model, None, **kwargs)
         reduce_expert_adapter_gradients(model, context.groups.expt_tp)
+        if context.layout.pp > 1:
+            repeated = [weight for chunk in model for weight in unwrapped(chunk).repeated_embedding]
+            sum_embedding_gradients(repeated, context.groups.embd)
 
     return finalize
 

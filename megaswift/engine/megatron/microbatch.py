@@ -17,6 +17,19 @@ from megaswift.engine.document_attention import RowDocuments, prefixes_of_docume
 from megaswift.engine.megatron.context_parallel import gather_order, local_row_positions
 from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams
 from megaswift.losses.contract import Batch
+from megaswift.losses.mtp import tokens_ahead
+
+
+@dataclass(frozen=True)
+class InputsAhead:
+    """What one layer for multi-token prediction reads and predicts, local tensors [b, s / cp]."""
+
+    input_ids: Tensor
+    labels: Tensor
+    labeled_rows: Tensor
+    """int64 [n], as in `MicrobatchInputs`."""
+    padding: Tensor
+    """bool: True on padding, and where the token lies in another document."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,8 @@ class MicrobatchInputs:
     """int64 [s / cp]: which positions these are; None without context parallelism."""
     order: Tensor | None
     """int64 [s]: how joined slices become the sequence; None without context parallelism."""
+    ahead: tuple[InputsAhead, ...] = ()
+    """For each layer for multi-token prediction that is asked for."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,8 @@ class MicrobatchHostIndices:
     cp: int
     rank: int
     labeled_rows: Tensor
+    labeled_ahead: tuple[Tensor, ...]
+    """The labeled rows of each layer for multi-token prediction."""
     index: Tensor | None
     order: Tensor | None
     longest: int
@@ -113,20 +130,22 @@ class MicrobatchHostIndices:
     same_positions: bool
 
     @classmethod
-    def compute(cls, batch: Batch, cp: int, rank: int) -> MicrobatchHostIndices:
-        """Computes the indices of a batch in host memory."""
+    def compute(cls, batch: Batch, cp: int, rank: int, ahead: int = 0) -> MicrobatchHostIndices:
+        """Computes the indices of a batch in host memory, with those of `ahead` layers for multi-token prediction."""
         index = order = None
-        weights = batch.loss_weights
+        weights = [batch.loss_weights, *(tokens_ahead(batch, layer).loss_weights for layer in range(ahead))]
         if cp > 1:
             length = batch.input_ids.shape[1]
             index = local_row_positions(length, batch.cu_seqlens, cp, rank)
             order = gather_order(length, batch.cu_seqlens, cp)
-            weights = weights.index_select(1, index.to(weights.device))
+            weights = [w.index_select(1, index.to(w.device)) for w in weights]
+        labeled_rows, *labeled_ahead = (w.t().reshape(-1).nonzero().squeeze(1) for w in weights)
         return cls(
             of=_sources(batch),
             cp=cp,
             rank=rank,
-            labeled_rows=weights.t().reshape(-1).nonzero().squeeze(1),
+            labeled_rows=labeled_rows,
+            labeled_ahead=tuple(labeled_ahead),
             index=index,
             order=order,
             longest=0 if batch.cu_seqlens is None else int(batch.cu_seqlens.diff().max()),
@@ -134,26 +153,27 @@ class MicrobatchHostIndices:
             same_positions=bool((batch.positions == batch.positions[:1]).all()),
         )
 
-    def fits(self, batch: Batch, cp: int, rank: int) -> bool:
+    def fits(self, batch: Batch, cp: int, rank: int, ahead: int = 0) -> bool:
         """Whether this is of `batch`, whose tensors may have been exchanged since."""
         same = all(a is b for a, b in zip(self.of, _sources(batch), strict=True))
-        return same and (self.cp, self.rank) == (cp, rank)
+        return same and (self.cp, self.rank) == (cp, rank) and len(self.labeled_ahead) >= ahead
 
 
 def _sources(batch: Batch) -> tuple[Tensor | None, ...]:
     return batch.input_ids, batch.loss_weights, batch.positions, batch.cu_seqlens, batch.prefixes
 
 
-def prepare_batch_ahead(batch: Batch, cp: int, rank: int, device: torch.device) -> Batch:
+def prepare_batch_ahead(batch: Batch, cp: int, rank: int, device: torch.device, ahead: int = 0) -> Batch:
     """The batch in memory that a GPU copies from while the host goes on, with its `MicrobatchHostIndices`."""
     pinned = batch.with_tensors(lambda tensor: pin_where_copied(tensor, device))
-    computed = MicrobatchHostIndices.compute(pinned, cp, rank)
+    computed = MicrobatchHostIndices.compute(pinned, cp, rank, ahead)
     copied = {name: getattr(computed, name) for name in ("labeled_rows", "index", "order")}
     copied = {name: pin_where_copied(t, device) for name, t in copied.items() if t is not None}
+    labeled_ahead = tuple(pin_where_copied(rows, device) for rows in computed.labeled_ahead)
     prefixed = computed.prefixed
     if prefixed is not None:
         prefixed = prefixed.with_tensors(lambda tensor: pin_where_copied(tensor, device))
-    return replace(pinned, ahead=replace(computed, **copied, prefixed=prefixed))
+    return replace(pinned, ahead=replace(computed, **copied, labeled_ahead=labeled_ahead, prefixed=prefixed))
 
 
 def _thd(
@@ -188,12 +208,14 @@ def _thd(
     )
 
 
-def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, attention: str) -> MicrobatchInputs:
+def microbatch_inputs(
+    batch: Batch, cp: int, rank: int, device: torch.device, attention: str, ahead: int = 0
+) -> MicrobatchInputs:
     """The slice of `batch` that context-parallel `rank` of `cp` computes. Indices are computed on the host, where a
     loader thread has not done so, and each tensor is copied to the device once: the host never waits for the device."""
     host = batch.ahead
-    if not (isinstance(host, MicrobatchHostIndices) and host.fits(batch, cp, rank)):
-        host = MicrobatchHostIndices.compute(batch, cp, rank)
+    if not (isinstance(host, MicrobatchHostIndices) and host.fits(batch, cp, rank, ahead)):
+        host = MicrobatchHostIndices.compute(batch, cp, rank, ahead)
     index, order = (None if t is None else copy_to_device_async(t, device) for t in (host.index, host.order))
     whole = batch.to(device)
     rows: PackedSeqParams | None
@@ -206,6 +228,11 @@ def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, at
     def cut(x: Tensor) -> Tensor:
         return x if index is None else x.index_select(1, index)
 
+    def layer_ahead(layer: int) -> InputsAhead:
+        read = tokens_ahead(whole, layer)
+        rows = copy_to_device_async(host.labeled_ahead[layer], device)
+        return InputsAhead(cut(read.input_ids), cut(read.labels), rows, ~cut(read.inside))
+
     return MicrobatchInputs(
         batch=whole,
         input_ids=cut(whole.input_ids),
@@ -216,4 +243,5 @@ def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, at
         rows=rows,
         index=index,
         order=order,
+        ahead=tuple(map(layer_ahead, range(ahead))),
     )

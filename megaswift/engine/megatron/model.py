@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -35,6 +36,7 @@ from megaswift.engine.megatron.layers.implementation import (
     LayerImplementationChoice,
 )
 from megaswift.engine.megatron.layers.local_dispatcher import dispatch_to_local_experts
+from megaswift.engine.megatron.layers.mtp import MultiTokenPrediction
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
 from megaswift.engine.megatron.layers.router import AuxLossTopKRouter, install_padding_mask_hooks
 from megaswift.engine.megatron.layers.spec import block_spec
@@ -62,6 +64,10 @@ class ScalarHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """The product in the model's precision, as transformers has it."""
         return nn.functional.linear(hidden, self.weight).float().t()
+
+
+AHEAD = RequestedModelOutputs()
+"""What is asked of a layer for multi-token prediction: log-probabilities."""
 
 
 class SwiftGPT(GPTModel):
@@ -114,24 +120,41 @@ class SwiftGPT(GPTModel):
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
-    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return self._fields(hidden_states) if self.post_process else hidden_states
+    def _postprocess(self, hidden_states: Tensor, *_: Any, rotary_pos_emb: Tensor | None = None, **__: Any) -> Tensor:
+        return self._fields(hidden_states, rotary_pos_emb) if self.post_process else hidden_states
 
-    def _fields(self, hidden: Tensor) -> Tensor:
+    def _fields(self, hidden: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
         """hidden [s / cp (/ tp), b, h] to the needed fields [f, b, s]; 0 where there is no label."""
         step = self.step
-        shared = self.needs.head is None
-        hidden = self._whole(hidden, shared)
-        b, s = step.labels.shape
-        rows = step.labeled_rows
-        picked = hidden.reshape(s * b, -1).index_select(0, rows)
-        labels = step.labels.t().reshape(-1).index_select(0, rows)
-        values = self._vocabulary(picked, labels) if shared else self.score(picked)
-        full = values.new_zeros(len(values), s * b).index_copy(1, rows, values)
-        full = full.view(len(values), s, b).transpose(1, 2)
+        parts = [self._fields_of(hidden, step.labels, step.labeled_rows, self.needs)]
+        if step.ahead:
+            embedding = self.embedding if self.pre_process else self.mtp.embedding
+            for read, out in zip(step.ahead, self.mtp(hidden, step, embedding, rotary_pos_emb), strict=True):
+                parts.append(self._fields_of(out, read.labels, read.labeled_rows, AHEAD))
+        full = torch.cat(parts) if len(parts) > 1 else parts[0]
         if step.order is None or step.index is None:
             return full.contiguous()
         return gather_sequence_for_loss(full, step.order, step.index, self.pg_collection.cp)
+
+    def _fields_of(self, hidden: Tensor, labels: Tensor, rows: Tensor, needs: RequestedModelOutputs) -> Tensor:
+        """The fields [f, b, s / cp] of hidden states, at the flat positions `rows` [n] of [s / cp x b]; 0 elsewhere."""
+        shared = needs.head is None
+        hidden = self._whole(hidden, shared)
+        b, s = labels.shape
+        picked = hidden.reshape(s * b, -1).index_select(0, rows)
+        chosen = labels.t().reshape(-1).index_select(0, rows)
+        values = self._vocabulary(picked, chosen, needs) if shared else self.score(picked)
+        full = values.new_zeros(len(values), s * b).index_copy(1, rows, values)
+        return full.view(len(values), s, b).transpose(1, 2)
+
+    @property
+    def repeated_embedding(self) -> list[Tensor]:
+        """The embedding, or its copy on the last stage, where both exist and are parameters of their own."""
+        if hasattr(self, "mtp"):
+            weight = self.mtp.embedding_copy
+            return [] if weight is None else [weight]
+        repeats = self.config.mtp_layers and self.pre_process and not self.share_embeddings_and_output_weights
+        return [self.embedding.word_embeddings.weight] if repeats else []
 
     def _whole(self, hidden: Tensor, shared: bool) -> Tensor:
         """The hidden states of this rank's positions. `shared`: each tensor-parallel rank has a part of the head, so
@@ -141,7 +164,7 @@ class SwiftGPT(GPTModel):
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=shared, group=group)
         return copy_to_tensor_model_parallel_region(hidden, group=group) if shared else hidden
 
-    def _vocabulary(self, picked: Tensor, labels: Tensor) -> Tensor:
+    def _vocabulary(self, picked: Tensor, labels: Tensor, needs: RequestedModelOutputs) -> Tensor:
         """hidden [t, h] and labels [t] to the needed fields [f, t]."""
         group = self.pg_collection.tp
         weight = (
@@ -150,15 +173,17 @@ class SwiftGPT(GPTModel):
             else self.output_layer.weight
         )
         self.wait_for_weight(weight)
+        if needs is AHEAD and self.mtp.detach:
+            weight = weight.detach()
         first = group.rank() * weight.shape[0]
         features: ArchitectureExtras = self.config.features
         shard = VocabularyHeadShardSpec(
             first,
             self.real_vocabulary - first,
             group,
-            self.needs.temperature,
-            self.needs.names,
-            self.needs.differentiable,
+            needs.temperature,
+            needs.names,
+            needs.differentiable,
             features.logit_scale,
             features.logit_softcap,
         )
@@ -247,16 +272,9 @@ def build_model_chunks(
             model.score = ScalarHead(spec.hidden_size, config.params_dtype)
         model.needs = RequestedModelOutputs()
         if model.pre_process:
-            model.embedding.word_embeddings.__class__ = (
-                UnsyncedVocabParallelEmbedding  # GPTModel names the class itself
-            )
-            model.embedding.embedding_dropout.p = 0.0  # transformers drops what attention and MLP add, never embeddings
-        if model.pre_process and spec.features.padding_token is not None:
-            model.embedding.word_embeddings.register_forward_hook(
-                zero_pad_token_embedding_grad_hook(spec.features.padding_token)
-            )
-        if model.pre_process and spec.features.embedding_scale != 1.0:
-            model.embedding.register_forward_hook(embedding_scale_hook(spec.features))
+            adapt_embedding(model.embedding, spec.features)
+        if spec.mtp_layers:
+            add_mtp(model, spec, choice)
         chunks.append(model.to(context.device))
     tell_graphs_of_fused_gradients(config, fused)
     if spec.features.qk_norm_width == "all":
@@ -264,6 +282,44 @@ def build_model_chunks(
             False  # read after construction for one thing: gradients of all `q_layernorm` are summed over TP ranks
         )
     return chunks
+
+
+def adapt_embedding(embedding: LanguageModelEmbedding, features: ArchitectureExtras) -> None:
+    """Let Megatron-Core's embedding compute what transformers' models do."""
+    embedding.word_embeddings.__class__ = UnsyncedVocabParallelEmbedding  # Megatron-Core names the class itself
+    embedding.embedding_dropout.p = 0.0  # transformers drops what attention and MLP add, never embeddings
+    if features.padding_token is not None:
+        embedding.word_embeddings.register_forward_hook(zero_pad_token_embedding_grad_hook(features.padding_token))
+    if features.embedding_scale != 1.0:
+        embedding.register_forward_hook(embedding_scale_hook(features))
+
+
+def add_mtp(model: SwiftGPT, spec: ModelSpec, choice: LayerImplementationChoice) -> None:
+    """Add the layers for multi-token prediction to the last chunk, and to that of several stages a copy of the
+    embedding; mark both embeddings for Megatron-Core, as it does itself with an output layer that is tied to one."""
+    apart = model.config.pipeline_model_parallel_size > 1
+    if apart and model.pre_process:
+        model.embedding.word_embeddings.weight.shared_embedding = True  # a bucket of its own in DDP
+    if not model.post_process:
+        return
+    embedding = None
+    if apart:
+        embedding = LanguageModelEmbedding(
+            model.config, model.vocab_size, spec.max_positions, "rope", tp_group=model.pg_collection.tp
+        )
+        adapt_embedding(embedding, spec.features)
+        if spec.tied:
+            embedding.word_embeddings.weight = model.output_layer.weight
+            # the lookup's gradient comes by autograd, the head's is in `main_grad` already: DDP must add the former
+            model.output_layer.weight.zero_out_wgrad = True
+        else:
+            copy = embedding.word_embeddings.weight
+            copy.is_embedding_or_output_parameter = True
+            copy.shared = True  # the gradient norm counts the first stage's
+            copy.shared_embedding = True
+    model.mtp = MultiTokenPrediction(model.config, choice, spec, model.pg_collection, model.vp_stage, embedding)
+    if spec.experts:
+        dispatch_to_local_experts(model.mtp)
 
 
 def ddp_overlap_flags(p: ParallelConfig, distributed: bool, cuda: bool) -> tuple[bool, bool]:

@@ -316,6 +316,8 @@ def transformer_config(
     config.tp_comm_tokens = settings.full_microbatch_tokens if parallel.tp_comm_overlap else 0
     config.features = spec.features
     config.layer_kinds = spec.layer_kinds
+    config.mtp_layers = spec.mtp_layers
+    config.detaches_mtp = m.mtp_detach_heads
     config.head = VocabularyHeadOptions(m.fp32_lm_head, m.gradient_accumulation_fusion is not False)
     config.quantized = m.train_type == "qlora"
     config.torch_experts = bool(spec.experts) and _torch_experts(

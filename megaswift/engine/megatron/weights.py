@@ -67,7 +67,7 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)
 
 def canonical_parameter_name(name: str, chunk: SwiftGPT, spec: ModelSpec, context: ParallelContext) -> str:
     """The checkpoint's name of a chunk's parameter: global layer and expert numbers, tied output as the embedding."""
-    if name == "output_layer.weight" and spec.tied:
+    if name == "mtp.embedding.word_embeddings.weight" or (name == "output_layer.weight" and spec.tied):
         return "embedding.word_embeddings.weight"
     if match := _LAYER.match(name):
         number = chunk.decoder.layers[int(match.group(1))].layer_number - 1

@@ -235,6 +235,29 @@ class ModelConfig:
         tasks=PLAIN,
         only_with={"engine": ("megatron", "auto")},
     )
+    mtp_num_layers: int | None = option(
+        None,
+        "Train the model's layers for multi-token prediction; unset: kept as they are",
+        minimum=1,
+        unit="layers",
+        unset=("0",),
+        metavar="none",
+        tasks=PLAIN,
+        only_with={"engine": ("megatron", "auto"), "train_type": "full"},
+    )
+    mtp_loss_scaling_factor: float = option(
+        0.1,
+        "Weight of the mean loss of these layers",
+        minimum=0,
+        tasks=PLAIN,
+        only_with={"engine": ("megatron", "auto"), "mtp_num_layers": is_set()},
+    )
+    mtp_detach_heads: bool = option(
+        False,
+        "No gradient from these layers into the rest of the model",
+        tasks=PLAIN,
+        only_with={"engine": ("megatron", "auto"), "mtp_num_layers": is_set()},
+    )
     freeze_parameters: tuple[str, ...] = option(
         (),
         "Regular expressions for names of Hugging Face weights to freeze",

@@ -54,10 +54,14 @@ def expand_weight_table(rules: Sequence[WeightRule], spec: ModelSpec) -> Iterato
             yield from ((rule, None, None) for rule in chosen)
             continue
         for layer, kind in enumerate(spec.layer_kinds):
-            of_layer = [rule for rule in chosen if rule.scope in kind.scopes]
-            for in_expert, part in groupby(of_layer, key=lambda rule: rule.scope == "expert"):
-                same = list(part)
-                experts = range(spec.experts) if in_expert else (None,)
-                # a stacked tensor is filled at a stretch
-                for rules_of in [[rule] for rule in same] if same[0].stacked else [same]:
-                    yield from ((rule, layer, expert) for expert in experts for rule in rules_of)
+            yield from expand_layer([rule for rule in chosen if rule.scope in kind.scopes], layer, spec)
+
+
+def expand_layer(rules: Sequence[WeightRule], layer: int, spec: ModelSpec) -> Iterator[Place]:
+    """Yield the parameters of one layer, to which all `rules` apply, with the rule for each."""
+    for in_expert, part in groupby(rules, key=lambda rule: rule.scope == "expert"):
+        same = list(part)
+        experts = range(spec.experts) if in_expert else (None,)
+        # a stacked tensor is filled at a stretch
+        for rules_of in [[rule] for rule in same] if same[0].stacked else [same]:
+            yield from ((rule, layer, expert) for expert in experts for rule in rules_of)

@@ -4,12 +4,13 @@ with a scalar head for reward models."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.options.engine_checks import capabilities_of
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families import FAMILIES, ModelSpec, load_spec
+from megaswift.families import FAMILIES, ModelSpec, family_of, load_spec
 from megaswift.models.any_model import spec_from_family_or_size_fields
 from megaswift.models.family import (
     read_config_json,
@@ -30,6 +31,7 @@ def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
         raise WeightsError(unfit)
     with changed_config_folder(cfg, folder) as changed:
         spec = load_spec(changed) if capabilities_of(cfg).family_tables else spec_from_family_or_size_fields(changed)
+    spec = _with_trained_mtp(cfg, spec)
     if cfg.task == "rm" and trains_language_model(raw) and capabilities_of(cfg).family_tables:
         rule = "is a vision-language model, which rm does not support"
         raise ConfigError(Problem(f"--model {cfg.model.model}", rule, "use a folder with its language model alone"))
@@ -44,6 +46,26 @@ def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
             )
         )
     return spec
+
+
+def _with_trained_mtp(cfg: SwiftConfig, spec: ModelSpec) -> ModelSpec:
+    """Return the model with as many trained layers for multi-token prediction as the run asks for."""
+    layers = cfg.model.mtp_num_layers or 0
+    if not layers or not capabilities_of(cfg).family_tables:
+        return replace(spec, features=replace(spec.features, mtp_layers=0))
+    table = family_of(spec.hf_config).mtp
+    option = f"--mtp_num_layers {layers}"
+    if table is None:
+        have = ", ".join(name for name in FAMILIES.names() if FAMILIES.get(name).mtp is not None)
+        rule = f"{spec.family} has no layers for multi-token prediction that can be trained; {have} have"
+        raise ConfigError(Problem(option, rule, "leave it out"))
+    stored = table.stored_layers(spec)
+    if stored != layers or (table.most or layers) < layers:
+        field = " or ".join(table.count)
+        rule = f"config.json says that the model has {stored} such layers ({field}), and they train together"
+        fix = f"--mtp_num_layers {stored}" if stored and stored <= (table.most or stored) else "leave it out"
+        raise ConfigError(Problem(option, rule, fix))
+    return replace(spec, features=replace(spec.features, mtp_layers=layers))
 
 
 _OTHER_MODEL = "use a model that AutoModelForCausalLM or AutoModelForImageTextToText of transformers loads"

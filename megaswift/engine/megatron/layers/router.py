@@ -208,7 +208,12 @@ AUX_NAMES = ("aux_loss", "z_loss")
 
 
 class AuxLosses:
-    """Auxiliary losses of all routers of a rank: one scale, set before a pass, and the values for the log after it."""
+    """Auxiliary losses of all routers of a rank: one scale, set before a pass, and the values for the log after it.
+
+    Args:
+        mtp_share: The factor on the loss of each layer for multi-token prediction, its routers' losses included. These
+            are not in the log.
+    """
 
     def __init__(
         self,
@@ -217,20 +222,27 @@ class AuxLosses:
         aux_coefficient: float | None,
         z_coefficient: float | None,
         context: ParallelContext,
+        mtp_share: float = 0.0,
     ) -> None:
         default = spec.transformer.get("moe_aux_loss_coeff") or 0.0
         self.scale = RouterAuxLossState(default if aux_coefficient is None else aux_coefficient, z_coefficient or 0.0)
+        self.ahead = RouterAuxLossState(self.scale.aux_coefficient * mtp_share, self.scale.z_coefficient * mtp_share)
         self.context = context
         self.moe_layers = sum(spec.moe_layers)
         for chunk in chunks:
             for module in chunk.modules():
                 if isinstance(module, AuxLossTopKRouter):
                     module.scale = self.scale
+            ahead = getattr(chunk, "mtp", None)
+            for module in () if ahead is None else ahead.modules():
+                if isinstance(module, AuxLossTopKRouter):
+                    module.scale = self.ahead
 
     def begin(self, microbatches: int) -> None:
         """Before a pass: `microbatches` of all data-parallel ranks together."""
-        self.scale.average_over = max(microbatches, 1)
-        self.scale.values.clear()
+        for scale in (self.scale, self.ahead):
+            scale.average_over = max(microbatches, 1)
+            scale.values.clear()
 
     def report(self) -> dict[str, Tensor]:
         """Unscaled losses [], averaged over micro-batches and MoE layers, on every rank's device. Collective where the
