@@ -288,11 +288,11 @@ class WeightPlan:
         return ignored
 
     def _fix_missing(self, name: str) -> str:
-        return (
-            "set tie_word_embeddings to true in config.json if the output layer is the embedding"
-            if name == "lm_head.weight"
-            else ""
-        )
+        if name == "lm_head.weight":
+            return "set tie_word_embeddings to true in config.json if the output layer is the embedding"
+        if self.by_hf[name].entries[0].megatron.startswith("mtp."):
+            return "leave out --mtp_num_layers: the folder was saved without layers for multi-token prediction"
+        return ""
 
     def _wrong(self, source: WeightSource, name: str) -> Iterator[Problem]:
         what = f"{source.file(name)}, tensor {name}"

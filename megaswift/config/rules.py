@@ -22,7 +22,7 @@ from megaswift.errors import Problem
 from megaswift.launchers.options.checks import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.losses.options.preference_checks import PREFERENCE_CLASHES, PREFERENCE_IGNORED
 from megaswift.models.options.capacity import EXPERT_CAPACITY_CLASHES
-from megaswift.models.options.checks import MODEL_SOURCE_CLASHES, MODEL_SOURCE_IGNORED
+from megaswift.models.options.checks import MODEL_SOURCE_CLASHES, MODEL_SOURCE_IGNORED, MTP_CLASHES
 from megaswift.options.tasks import RL
 from megaswift.options.values import option_value_text
 from megaswift.parallel.options.checks import MODEL_CLASHES
@@ -49,6 +49,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
 
 CLASHES: tuple[ConflictingOptions, ...] = (
     *MODEL_SOURCE_CLASHES,
+    *MTP_CLASHES,
     *CHECKPOINT_CLASHES,
     *SCHEDULE_CLASHES,
     *EVALUATION_CLASHES,

@@ -74,7 +74,7 @@ def mixer_flop_sizes(spec: ModelSpec) -> tuple[int, int]:
     """Return the formula's `attention` and `state` of a model."""
     linear = spec.linear_layer_count
     state = linear * spec.linear_values * 3 * spec.linear_key_width if linear else 0
-    return (spec.num_layers - linear) * spec.product_width, state
+    return (spec.num_layers + spec.mtp_layers - linear) * spec.product_width, state
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:

@@ -515,6 +515,7 @@ def summary_facts(plan: RunPlan, task: Task, data: TaskData, engine: Engine, run
     spec = plan.spec
     layout = plan.layout
     experts = f", {spec.experts} experts, {spec.topk} active" if spec.experts else ""
+    ahead = f" + {spec.mtp_layers} for multi-token prediction" if spec.mtp_layers else ""
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
     grid = ""
     if layout.world_size > 1:
@@ -523,7 +524,7 @@ def summary_facts(plan: RunPlan, task: Task, data: TaskData, engine: Engine, run
     evaluation_rows = 0 if data.evaluation is None else len(data.evaluation.data)
     return SummaryFacts(
         title=task.title,
-        model=f"{spec.family}, {spec.num_layers} layers x {spec.hidden_size}, {spec.heads} heads ({spec.kv_heads} KV), "
+        model=f"{spec.family}, {spec.num_layers} layers{ahead} x {spec.hidden_size}, {spec.heads} heads ({spec.kv_heads} KV), "
         f"vocabulary {spec.vocab_size:,}"
         f"{experts}: {plan.folder}{' (random weights)' if plan.cfg.model.random_init else ''}",
         parameters=engine.report(),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaswift.errors import CheckpointError
+from megaswift.losses.mtp import MultiTokenPrediction
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import ROW, Case, documents, own, rows
 
@@ -69,7 +70,8 @@ def build(run: Run, world: int) -> tuple[Any, Any]:
     hf_config = json.loads((run.folder / "config.json").read_text())
     spec = family_of(hf_config).spec(hf_config)
     dropout = {"attention_dropout": run.dropout, "hidden_dropout": run.dropout}
-    spec = dataclasses.replace(spec, transformer={**spec.transformer, **dropout})
+    features = dataclasses.replace(spec.features, mtp_layers=cfg.model.mtp_num_layers or 0)
+    spec = dataclasses.replace(spec, transformer={**spec.transformer, **dropout}, features=features)
     context = ParallelContext(
         Layout.from_config(cfg.parallel, world), timeout_s=60, seed=11 if run.load is None else 99
     )
@@ -130,11 +132,13 @@ def job(rank: int, world: int, run: Run) -> Result:
     result = Result()
     engine, context = build(run, world)
     data_rank = context.layout.coordinates(rank).dp
+    layers = engine.spec.mtp_layers
+    loss = MultiTokenPrediction(CrossEntropy(), layers, 0.3) if layers else CrossEntropy()
 
     def train(first: int, last: int) -> None:
         for k in range(first, last):
             batches = [rows(group, run.row) for group in documents(TOTAL, k)]
-            taken = engine.train_batch(own(batches, run.case.dp, data_rank), CrossEntropy(), 1e-3 / (k + 1))
+            taken = engine.train_batch(own(batches, run.case.dp, data_rank), loss, 1e-3 / (k + 1))
             result.losses.append(taken.loss)
             result.norms.append(taken.grad_norm)
 

@@ -284,7 +284,7 @@ VARIANTS |= {
     "qwen3_5": ("qwen3_5_text", HYBRID),
     "qwen3_5_moe": ("qwen3_5_moe_text", HYBRID_MOE),
 }
-VARIANTS |= {f"{base}-mtp": (kind, fields) for base, (kind, fields) in mtp.variants(VARIANTS).items()}
+VARIANTS |= mtp.variants(VARIANTS)
 VARIANTS |= {  # rows of whole blocks of 64, on two ranks too
     "dense-nf4": ("qwen3", {**BASE, "intermediate_size": 128}),
     "moe-nf4": ("qwen3_moe", {**MOE, "moe_intermediate_size": 128}),

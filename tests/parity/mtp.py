@@ -19,6 +19,7 @@ MTP = {
     "deepseek_v3-mtp": 2,
     "glm4_moe-mtp": 1,
     "qwen3_5-mtp": 1,
+    "qwen3_5-mtp-tied": 1,
     "qwen3_5_moe-mtp": 1,
     "qwen3_next-mtp": 1,
 }
@@ -36,10 +37,15 @@ def variants(known: Mapping[str, tuple[str, dict[str, Any]]]) -> dict[str, tuple
     """The models that have the layers, with their number in the field that their config.json has for it."""
     found = {}
     for name, layers in MTP.items():
-        base = name.removesuffix("-mtp")
+        base, _, tied = name.partition("-mtp")
         kind, fields = known[base]
-        field = "mtp_num_hidden_layers" if kind.startswith("qwen") else "num_nextn_predict_layers"
-        found[base] = (kind, {**fields, field: layers, "num_hidden_layers": fields["num_hidden_layers"]})
+        if kind.startswith("qwen"):  # transformers takes the class of norms from the last layer
+            more = {"mtp_num_hidden_layers": layers, "layer_types": [*3 * ["linear_attention"], "full_attention"]}
+        else:
+            more = {"num_nextn_predict_layers": layers}
+        if tied:
+            more |= {"tie_word_embeddings": True, "pad_token_id": 7}
+        found[name] = (kind, fields | more)
     return found
 
 

@@ -174,11 +174,13 @@ class Oracle:
     """A Hugging Face model under plain torch; `wide`: in float64 throughout."""
 
     def __init__(self, folder: Path, recipe: Recipe, attention: str = "sdpa", wide: bool = False) -> None:
+        import transformers
         from transformers import AutoConfig, AutoModelForCausalLM
 
         if AutoConfig.from_pretrained(folder).model_type in EAGER:
             attention = "eager"
         self.recipe = recipe
+        transformers.utils.logging.set_verbosity_error()  # it lists tensors of multi-token prediction as unexpected
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=attention
         )

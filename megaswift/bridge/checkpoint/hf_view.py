@@ -41,6 +41,7 @@ class MegatronSource:
         self._had = read_original_tensor_dtypes(checkpoint.model)
         self._wanted = dtype
         self._kept = [key.removeprefix(KEPT) for key in self.tensors.keys() if key.startswith(KEPT)]  # noqa: SIM118 (a method)
+        self._copies = self.plan.copies
         self._check()
 
     def _check(self) -> None:
@@ -118,7 +119,9 @@ class MegatronSource:
         )
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
-        """Read a part of a tensor into memory of its own."""
+        """Read a part of a tensor into memory of its own. A copy of one of the model's tensors has its values."""
+        if name in self._copies:
+            return self.slice(self._copies[name], where).to(self.dtype(name))
         spans = slice_bounds_per_dim(where, self.shape(name))
         extent = [stop - start for start, stop in spans]
         if name not in self.plan.hf_shapes:

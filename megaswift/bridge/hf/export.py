@@ -5,8 +5,8 @@ Owns which dtype each tensor gets and where the side files come from. Gathering 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -55,6 +55,8 @@ class HfExportTensorPlan:
     stored: WeightSource | None
     kept: tuple[str, ...]
     """Carried along unchanged, read from `stored`."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that repeat one of the model's, with its name."""
 
 
 def plan_hf_export_tensors(plan: WeightPlan, options: HfExportOptions) -> HfExportTensorPlan:
@@ -63,7 +65,9 @@ def plan_hf_export_tensors(plan: WeightPlan, options: HfExportOptions) -> HfExpo
     stored = open_weights(options.source) if options.source is not None and folder_has_weights(options.source) else None
     kept = plan.kept(stored.names()) if stored is not None else []
     carried = {name: TensorMeta(stored.shape(name), stored.dtype(name)) for name in kept if stored}
-    return HfExportTensorPlan({**plan.hf_tensors(dtypes), **carried}, stored, tuple(kept))
+    copies = {name: original for name, original in plan.copies.items() if name in carried}
+    kept = [name for name in kept if name not in copies]
+    return HfExportTensorPlan({**plan.hf_tensors(dtypes), **carried}, stored, tuple(kept), copies)
 
 
 def finish_export(writer: HfWriter, plan: WeightPlan, options: HfExportOptions) -> Path:
@@ -84,6 +88,8 @@ def write_hf_export(
     with HfWriter(directory, contents.tensors, options.max_shard_bytes, options.overwrite) as writer:
         for name, tensor in weights:
             writer.add(name, tensor)
+            for copy in (copy for copy, original in contents.copies.items() if original == name):
+                writer.add(copy, tensor)
         for name in contents.kept:
             assert contents.stored is not None
             writer.add(name, contents.stored.slice(name))

@@ -86,7 +86,9 @@ def export_hf_folder_from_ranks(weights: RankWeights, directory: Path, options: 
         for writer in begun:
             stack.enter_context(writer)
         part = HfPartialFolderWriter(directory, files, contents.tensors)
-        failures = _write_rounds(weights, part, contents, export_rounds(files, writers, weights.plan.by_hf))
+        groups = weights.plan.by_hf
+        groups |= {copy: groups[original] for copy, original in contents.copies.items()}
+        failures = _write_rounds(weights, part, contents, export_rounds(files, writers, groups))
         distributed.untimed_barrier(distributed.PATIENCE)
         distributed.raise_on_all_ranks(failures)
 
@@ -129,8 +131,8 @@ def _write(
     part: HfPartialFolderWriter, contents: HfExportTensorPlan, task: ExportTask, made: Mapping[str, Tensor]
 ) -> None:
     for name in task.names:
-        if name in made:
-            part.add(name, made[name])
+        if (source := contents.copies.get(name, name)) in made:
+            part.add(name, made[source])
         else:
             assert contents.stored is not None and name in contents.kept, f"{name} is not in the model"
             part.add(name, contents.stored.slice(name))

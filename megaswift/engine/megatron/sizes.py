@@ -51,10 +51,11 @@ def _optimizer_bytes(engine: EngineState) -> tuple[int, int]:
 
 def flop_parameter_count(plan: WeightPlan, spec: ModelSpec) -> int:
     """Parameters in the FLOP rule: those active for a token (of E experts k), without the input embedding unless it is
-    also the output."""
+    also the output; the output once more for each layer for multi-token prediction."""
     experts = sum(math.prod(e.full_shape()) for e in plan.entries if e.expert is not None)
     idle = experts - experts * spec.topk // spec.experts if experts else 0
-    return plan.parameters - idle - (0 if spec.tied else spec.vocab_size * spec.hidden_size)
+    products = spec.mtp_layers - (0 if spec.tied else 1)
+    return plan.parameters - idle + products * spec.vocab_size * spec.hidden_size
 
 
 def active_adapter_parameter_count(plan: AdapterPlan, spec: ModelSpec) -> int:

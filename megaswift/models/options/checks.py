@@ -42,6 +42,33 @@ MODEL_SOURCE_IGNORED: tuple[IgnoredOption, ...] = (
     ),
 )
 
+MTP_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
+        ("mtp_num_layers", "fp8_format"),
+        lambda c: bool(c.model.mtp_num_layers and c.model.fp8_format),
+        "layers for multi-token prediction were not compared in FP8",
+        "leave out one of them",
+    ),
+    ConflictingOptions(
+        ("mtp_num_layers", "cuda_graph_impl"),
+        lambda c: bool(c.model.mtp_num_layers) and c.model.uses_cuda_graphs,
+        "layers for multi-token prediction were not captured in CUDA graphs yet",
+        "--cuda_graph_impl none",
+    ),
+    ConflictingOptions(
+        ("mtp_num_layers", "tp_comm_overlap"),
+        lambda c: bool(c.model.mtp_num_layers) and c.parallel.tp_comm_overlap,
+        "layers for multi-token prediction have no communication buffers",
+        "--tp_comm_overlap false",
+    ),
+    ConflictingOptions(
+        ("mtp_num_layers", "fit"),
+        lambda c: bool(c.model.mtp_num_layers) and c.train.fit,
+        "the memory estimate does not cover layers for multi-token prediction",
+        "--fit false",
+    ),
+)
+
 MODEL_SOURCE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("random_init", "train_type"),

@@ -179,6 +179,7 @@ class MultiTokenPrediction(MegatronModule):
         """The layers, and the embedding's copy as a replica of the first stage's."""
         sharded: dict[str, Any] = {}
         for number, layer in enumerate(self.layers):
+            assert isinstance(layer, MtpLayer)
             sharded |= layer.sharded_state_dict(f"{prefix}layers.{number}.", (), metadata)
         weight = self.embedding_copy
         if weight is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.engine.checkpoint_worker import Result, Run
 from tests.parity.cases import parse
 from tests.parity.models import build as build_model
+from tests.parity.mtp import MTP
 from tests.parity.pool import Pool
 
 pytestmark = pytest.mark.process
@@ -34,6 +35,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(words: str, models: Path, **fields: Any) -> Run:
     """A run of a parity case on its model."""
     case = parse(words)
+    if case.variant in MTP:
+        fields["options"] = {**fields.get("options", {}), "mtp_num_layers": MTP[case.variant]}
     return Run(case, build_model(case.variant, models / case.variant), **fields)
 
 
@@ -54,6 +57,7 @@ CONTINUED = [
     ("dense dp2 do", BF16),
     ("moe tp2 sp ep2", {}),
     ("qwen3_5_moe tp2 sp ep2 do", {}),
+    ("qwen3_5-mtp pp2 tied dp2 do", {}),
     ("dense dp2 do", OVERLAP),
     *(
         pytest.param(words, {}, marks=pytest.mark.slow)
@@ -63,6 +67,7 @@ CONTINUED = [
             "dense tp2 sp dp2 do",
             "dense pp2 vpp2",
             "moe ep2 dp2 do",
+            "glm4_moe-mtp tp2 sp pp2 do",
         )
     ),
     *(pytest.param("dense dp2", options, marks=pytest.mark.slow) for options in (BF16, {"optimizer": "sgd"})),
@@ -139,10 +144,13 @@ CHANGED = [
     ("dense tp2 tied", "dense pp2 tied do"),
     ("moe tp2 sp ep2 etp2 dp2 do", "moe pp2 dp2"),
     ("qwen3_5_moe tp2 sp do", "qwen3_5_moe pp2 dp2 ep2 do"),
+    ("deepseek_v3-mtp pp2 dp2 do", "deepseek_v3-mtp tp2 sp ep2"),
     *(
         pytest.param(before, after, marks=pytest.mark.slow)
         for before, after in (
             ("dense single", "dense dp4 do"),
+            ("qwen3_5-mtp tp2 tied", "qwen3_5-mtp pp2 tied do dp2"),
+            ("glm4_moe-mtp single", "glm4_moe-mtp pp2 vpp2 dp2 do"),
             ("dense tp2", "dense pp2"),
             ("moe ep2 dp2 do", "moe single"),
             ("gpt_oss tp2 sp ep2 do", "gpt_oss dp2 do"),

@@ -1,0 +1,120 @@
+"""Runs that train layers for multi-token prediction, as users start them, and what they leave.
+
+Covers: megaswift/run/checks/model_spec.py, megaswift/bridge/hf/export.py, megaswift/bridge/checkpoint/hf_view.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Glm4MoeForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from megaswift.bridge.convert.to_hf import megatron_to_hf
+from megaswift.trainers.hooks.metrics import read_lines
+from tests.parity.models import VARIANTS, build
+from tests.parity.mtp import heads, heads_by_disk_name
+from tests.trainers.inputs import write_conversations, write_model
+from tests.trainers.runs import run
+
+COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+LAYER = "model.layers.4."
+
+
+def model(folder: Path, variant: str = "glm4_moe-mtp") -> Path:
+    """A tiny model with such layers and a character tokenizer."""
+    write_model(folder)
+    for old in (*folder.glob("*.safetensors"), folder / "config.json"):
+        old.unlink()
+    return build(variant, folder)
+
+
+def trained(folder: Path, *options: object, ranks: int = 1, source: Path | None = None, count: int = 3) -> Path:
+    """The output directory of a few steps, exported."""
+    folder.mkdir(exist_ok=True)
+    source = source or model(folder / "model")
+    data = write_conversations(folder / "data.jsonl", 24)
+    inputs = ["--model", str(source), "--dataset", str(data), "--dataset_cache_dir", str(folder / "cache")]
+    batch = ("--per_device_train_batch_size", 4, "--global_batch_size", 8, "--lr", 1e-2, "--report_to", "none")
+    steps = ("--max_steps", count, "--save_steps", count, "--export_hf", "true", "--engine", "megatron")
+    run(inputs, folder / "out", *batch, *steps, *options, ranks=ranks)
+    return folder / "out"
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder."""
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_trained_layers_are_exported(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the folder's own names, copies of embedding and head included; transformers' own loader reads them, and
+    the checkpoint converts to the same tensors."""
+    out = trained(tmp_path, "--mtp_num_layers", 1, *(("--pp", 2) if ranks == 2 else ()), ranks=ranks)
+    had, has = stored(tmp_path / "model"), stored(out / "hf")
+    assert had.keys() == has.keys()
+    assert [n for n in had if torch.equal(had[n], has[n]) and not n.endswith("e_score_correction_bias")] == []
+    assert all(torch.equal(has[LAYER + copy], has[name]) for copy, name in COPIES.items())
+    lines = [line for line in read_lines(out / "metrics.jsonl") if "loss" in line]
+    assert all(0 < line["mtp_1_loss"] < 10 for line in lines)
+
+    # transformers looks for layers of the published sizes' numbers
+    monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.4\..*"])
+    whole: Any = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32)
+    ahead: Any = MtpModel.from_pretrained(whole)
+    read = dict(heads_by_disk_name(ahead, whole.config, lambda p: p))
+    assert read.keys() == {n for n in has if n.startswith(LAYER)} - {LAYER + copy for copy in COPIES}
+    assert all(torch.equal(tensor, has[name]) for name, tensor in read.items())
+
+    megatron_to_hf(out / "checkpoints" / "step-3", tmp_path / "converted")
+    converted = stored(tmp_path / "converted")
+    assert converted.keys() == has.keys() and all(torch.equal(converted[name], has[name]) for name in has)
+
+
+@pytest.mark.process
+def test_layers_that_do_not_train_stay(tmp_path: Path) -> None:
+    """Without the option they are carried bit for bit; the checkpoint can still be the start of a run that trains
+    them."""
+    out = trained(tmp_path / "a")
+    had, has = stored(tmp_path / "a" / "model"), stored(out / "hf")
+    assert had.keys() == has.keys()
+    same = {n for n in had if torch.equal(had[n], has[n]) and not n.endswith("e_score_correction_bias")}
+    assert same == {n for n in had if n.startswith(LAYER) and not n.endswith("e_score_correction_bias")}
+    further = trained(tmp_path / "b", "--mtp_num_layers", 1, source=out / "checkpoints" / "step-3")
+    moved = stored(further / "hf")
+    joined = f"{LAYER}eh_proj.weight"
+    assert moved.keys() == had.keys() and not torch.equal(moved[joined], had[joined])
+
+
+@pytest.mark.process
+def test_the_loss_ahead_falls(tmp_path: Path) -> None:
+    """From random weights too; the reported loss is the decoder's alone, which transformers computes."""
+    folder = model(tmp_path / "model", "qwen3_5-mtp")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["mtp_num_hidden_layers"] == 1 and VARIANTS["qwen3_5-mtp"][1]["mtp_num_hidden_layers"] == 1
+    options = ("--mtp_num_layers", 1, "--random_init", "true", "--mtp_loss_scaling_factor", 0.5)
+    lines = [
+        line
+        for line in read_lines(trained(tmp_path, *options, source=folder, count=24) / "metrics.jsonl")
+        if "loss" in line
+    ]
+    assert lines[-1]["mtp_1_loss"] < lines[0]["mtp_1_loss"] - 0.3
+    assert "mtp_1" not in lines[0]
+
+
+def test_names_of_the_oracle(tmp_path: Path) -> None:
+    """The folder of the tests has every parameter of transformers' layers once."""
+    folder = build("deepseek_v3-mtp", tmp_path / "m")
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    names = [name for name, _ in heads_by_disk_name(heads(whole, folder, 2), whole.config, lambda p: p)]
+    assert len(names) == len({*names}) and {*names} < stored(folder).keys()
