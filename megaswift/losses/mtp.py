@@ -57,8 +57,8 @@ def tokens_ahead(batch: Batch, layer: int) -> TokensAhead:
 class MultiTokenPrediction:
     """A loss, plus weight / layers x the sum over layers of each one's mean cross-entropy (equations 24 and 25).
 
-    The reported `loss` is that of `loss` alone, so that it compares with runs without these layers; each layer's own
-    mean is `mtp_1_loss` and so on.
+    The reported loss is that of `loss` alone, so that it compares with runs without these layers; each layer's own
+    mean is a metric under its number from 1.
     """
 
     loss: Loss

@@ -302,8 +302,8 @@ class ModelSpec:
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Return what the decoder layer inside a layer for multi-token prediction is made of, as
-        `PreTrainedConfig.get_mtp_config` of transformers has it: full attention, and experts if the model has any."""
+        """Return what the decoder layer inside a layer for multi-token prediction is made of, as in transformers: full
+        attention, and experts if the model has any."""
         return LayerKind(FULL, bool(self.experts))
 
     @property

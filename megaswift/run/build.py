@@ -524,8 +524,8 @@ def summary_facts(plan: RunPlan, task: Task, data: TaskData, engine: Engine, run
     evaluation_rows = 0 if data.evaluation is None else len(data.evaluation.data)
     return SummaryFacts(
         title=task.title,
-        model=f"{spec.family}, {spec.num_layers} layers{ahead} x {spec.hidden_size}, {spec.heads} heads ({spec.kv_heads} KV), "
-        f"vocabulary {spec.vocab_size:,}"
+        model=f"{spec.family}, {spec.num_layers} layers{ahead} x {spec.hidden_size}, "
+        f"{spec.heads} heads ({spec.kv_heads} KV), vocabulary {spec.vocab_size:,}"
         f"{experts}: {plan.folder}{' (random weights)' if plan.cfg.model.random_init else ''}",
         parameters=engine.report(),
         layout=f"{layout.describe()} on {processes} ({where})",

@@ -202,6 +202,15 @@ CLASHING = [
             "--recompute_granularity selective --recompute_modules moe_act",
         )
     ),
+    *(
+        ("mtp_num_layers", f"--mtp_num_layers 1 {more}")
+        for more in (
+            "--fp8_format hybrid",
+            "--cuda_graph_impl local",
+            "--tp_comm_overlap --tp 2 --sp",
+            "--fit --device_memory 80GiB",
+        )
+    ),
     ("moe_permute_fusion", "--moe_permute_fusion --moe_token_dispatcher_type allgather"),
     ("moe_router_fusion", "--moe_router_fusion --moe_expert_capacity_factor 1.5"),
     ("moe_shared_expert_overlap", "--moe_shared_expert_overlap --moe_token_dispatcher_type allgather"),

@@ -121,6 +121,7 @@ NEEDS = (
         "lr_power": {"lr_scheduler_type": "polynomial"},
         "lr_warmup_init": {"warmup_steps": 3, "learning_rate": 10.0},
         "sgd_momentum": {"optimizer": "sgd"},
+        **dict.fromkeys(("mtp_loss_scaling_factor", "mtp_detach_heads"), {"mtp_num_layers": 1}),
         **dict.fromkeys(
             ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders"),
             {"precision_aware_optimizer": True},

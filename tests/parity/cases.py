@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megaswift.losses.contract import Batch
-from tests.parity.models import VARIANTS, VOCAB, is_moe
+from tests.parity.models import KNOWN, VOCAB, is_moe
 
 T = TypeVar("T")
 ROW = 32
@@ -146,7 +146,7 @@ def parse(text: str, **defaults: Any) -> Case:
     values: dict[str, Any] = dict(defaults)
     for word in text.split():
         stem = word.rstrip("0123456789")
-        if word in VARIANTS:
+        if word in KNOWN:
             values["model"] = word
         elif word in FLAGS:
             values[word] = True

@@ -284,7 +284,6 @@ VARIANTS |= {
     "qwen3_5": ("qwen3_5_text", HYBRID),
     "qwen3_5_moe": ("qwen3_5_moe_text", HYBRID_MOE),
 }
-VARIANTS |= mtp.variants(VARIANTS)
 VARIANTS |= {  # rows of whole blocks of 64, on two ranks too
     "dense-nf4": ("qwen3", {**BASE, "intermediate_size": 128}),
     "moe-nf4": ("qwen3_moe", {**MOE, "moe_intermediate_size": 128}),
@@ -317,6 +316,9 @@ BRIDGED: dict[str, tuple[str, dict[str, Any]]] = {
     )
 }
 """Shapes that only the bridge's tests make."""
+AHEAD = mtp.variants(VARIANTS)
+"""Models with layers for multi-token prediction that train."""
+KNOWN = {**VARIANTS, **BRIDGED, **AHEAD}
 EAGER = ("gemma2", "gpt_oss")
 """Model types whose attention transformers computes in its eager way only: others leave soft caps or sinks out."""
 
@@ -334,7 +336,7 @@ def is_moe(variant: str) -> bool:
 
 def model_type(variant: str) -> str:
     """The model type of a variant, which may be a model type itself."""
-    known = VARIANTS.get(variant) or BRIDGED.get(variant)
+    known = KNOWN.get(variant)
     return known[0] if known else variant
 
 
@@ -342,7 +344,7 @@ def config(variant: str) -> Any:
     """The transformers configuration of a variant, or of a model type that has none: a tiny one of that type."""
     from transformers import AutoConfig
 
-    known = VARIANTS.get(variant) or BRIDGED.get(variant)
+    known = KNOWN.get(variant)
     if "deepseek" in (variant, known and known[0]):
         deepseek_moe.register()
     if known:

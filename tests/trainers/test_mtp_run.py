@@ -6,6 +6,7 @@ Covers: megaswift/run/checks/model_spec.py, megaswift/bridge/hf/export.py, megas
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Glm4MoeForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from megaswift.bridge import HfSource, WeightPlan
 from megaswift.bridge.convert.to_hf import megatron_to_hf
+from megaswift.config import load_config
+from megaswift.errors import ConfigError, WeightsError
+from megaswift.families import family_of
+from megaswift.run.checks.model_spec import model_spec_for_task
 from megaswift.trainers.hooks.metrics import read_lines
-from tests.parity.models import VARIANTS, build
+from tests.parity.models import build
 from tests.parity.mtp import heads, heads_by_disk_name
 from tests.trainers.inputs import write_conversations, write_model
 from tests.trainers.runs import run
@@ -101,7 +107,7 @@ def test_the_loss_ahead_falls(tmp_path: Path) -> None:
     """From random weights too; the reported loss is the decoder's alone, which transformers computes."""
     folder = model(tmp_path / "model", "qwen3_5-mtp")
     config = json.loads((folder / "config.json").read_text())
-    assert config["mtp_num_hidden_layers"] == 1 and VARIANTS["qwen3_5-mtp"][1]["mtp_num_hidden_layers"] == 1
+    assert config["mtp_num_hidden_layers"] == 1
     options = ("--mtp_num_layers", 1, "--random_init", "true", "--mtp_loss_scaling_factor", 0.5)
     lines = [
         line
@@ -118,3 +124,29 @@ def test_names_of_the_oracle(tmp_path: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     names = [name for name, _ in heads_by_disk_name(heads(whole, folder, 2), whole.config, lambda p: p)]
     assert len(names) == len({*names}) and {*names} < stored(folder).keys()
+
+
+@pytest.mark.parametrize(
+    ("variant", "layers", "says"),
+    [
+        ("dense", 1, "qwen3 has no layers for multi-token prediction that can be trained; deepseek_v3, glm4_moe,"),
+        ("deepseek_v3-mtp", 1, "config.json says that the model has 2 such layers (num_nextn_predict_layers or"),
+        ("qwen3_5", 1, "config.json says that the model has 0 such layers (mtp_num_hidden_layers)"),
+    ],
+)
+def test_a_number_that_is_not_the_models(variant: str, layers: int, says: str, tmp_path: Path) -> None:
+    folder = build(variant, tmp_path / variant)
+    config = json.loads((folder / "config.json").read_text())
+    if variant == "qwen3_5":
+        (folder / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 0}))
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        model_spec_for_task(load_config("sft", ["--model", str(folder), "--mtp_num_layers", str(layers)]), folder)
+
+
+def test_a_folder_without_the_layers(tmp_path: Path) -> None:
+    """As transformers saves it: its config.json still says that it has them."""
+    folder = build("glm4_moe", tmp_path / "m")
+    cfg = load_config("sft", ["--model", str(folder), "--mtp_num_layers", "1"])
+    spec = model_spec_for_task(cfg, folder)
+    with pytest.raises(WeightsError, match=r"enorm.weight.*is missing[\s\S]*leave out --mtp_num_layers"):
+        WeightPlan(family_of(spec.hf_config), spec).check(HfSource(folder))
