@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megaswift.families.exaone4 import EXAONE_LAYERS, computed_layer_types
 from megaswift.models.family import FAMILIES, Family
-from megaswift.models.fields.decoder import FFN, architecture_row, head_dim_row, kv_heads_row, rope_row
+from megaswift.models.fields.decoder import FFN, head_dim_row, kv_heads_row, padding_token_row, rope_row
 from megaswift.models.fields.deepseek import PRETRAINING, RouterDefaults, routed_experts_row
 from megaswift.models.fields.gated_delta import mtp_tensor_names
 from megaswift.models.fields.rows import RequiredValue, UnusedField
@@ -37,9 +37,10 @@ FAMILIES.register(
     Family(
         name="exaone_moe",
         architecture="ExaoneMoeForCausalLM",
+        earlier_architecture="ExaoneMoEForCausalLM",
         config=(
-            architecture_row("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
             FFN,
+            padding_token_row(0),
             head_dim_row(),
             kv_heads_row(),
             rope_row(),
