@@ -19,6 +19,7 @@ from megaswift.base.registry import Registry
 from megaswift.errors import Problem, WeightsError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.models.fields.decoder import IRRELEVANT, SIZES, architecture_row
 from megaswift.models.fields.rows import SPEC_FIELDS, ConfigRow, read_rows
+from megaswift.models.missing_blocks import TORCH_ENGINES, missing_block_problem
 from megaswift.models.quantization import config_without_quantization
 from megaswift.models.scalar_head import config_without_scalar_head, has_scalar_head, with_scalar_head
 from megaswift.models.spec import ArchitectureExtras, ModelSpec
@@ -170,14 +171,15 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if has_vision_tower(hf_config) and not trains_language_model(hf_config):
         raise WeightsError(vision_language_problem(hf_config, FAMILIES.names()))
     if not isinstance(name, str) or name not in FAMILIES:
+        if (problem := missing_block_problem(str(name))) is not None:
+            raise WeightsError(problem)
         names = FAMILIES.names()
         near = did_you_mean_hint(str(name), names)
-        wide = "use --engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads"
         raise WeightsError(
             Problem(
                 f"config.json, model_type {name!r}",
                 f"is not a supported model family; supported are {', '.join(names)}",
-                f"{near} Otherwise {wide}" if near else wide,
+                f"{near} Otherwise {TORCH_ENGINES}" if near else TORCH_ENGINES,
             )
         )
     return FAMILIES.get(name)
