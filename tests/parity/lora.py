@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
 
 from megaswift.bridge.initial_weights import initial_lora_a
 from megaswift.losses.contract import Batch
@@ -170,10 +172,9 @@ class LoraOracle(Oracle):
     """
 
     dtype = torch.float64
-    attention = "sdpa"
 
     def __init__(self, folder: Path, recipe: Recipe, adapter: Path) -> None:
-        super().__init__(folder, recipe, self.attention)
+        super().__init__(folder, recipe)
         config = json.loads((adapter / "adapter_config.json").read_text())
         scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
         self.model.set_experts_implementation("eager")  # grouped products have no float64
@@ -199,10 +200,65 @@ class Float32LoraOracle(LoraOracle):
     dtype = torch.float32
 
 
-class Float32EagerLoraOracle(Float32LoraOracle):
-    """With attention in separate products, which rounds otherwise."""
+class AddedLoraOracle(Float32LoraOracle):
+    """With the adapters' outputs added to the layers', as PEFT and our engines do, those of experts too."""
 
-    attention = "eager"
+    def __init__(self, folder: Path, recipe: Recipe, adapter: Path) -> None:
+        super().__init__(folder, recipe, adapter)
+        self.added = AddedAdapters(self.model)
+
+    def logits(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[int, int]]]:
+        """Per document, as the plain oracle."""
+        adapted = self.model
+        self.model = adapted.inner
+        try:
+            with self.added:
+                yield from super().logits(batch)
+        finally:
+            self.model = adapted
+
+
+class AddedAdapters(TorchFunctionMode):
+    """Adds each adapter's output to that of the product that its matrix is in: of a module, or of one expert, whose
+    gate and up are one matrix."""
+
+    def __init__(self, model: Adapted) -> None:
+        super().__init__()
+        self.scale = model.scale
+        self.of_matrix: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
+        for memory, parameter in model.inner.named_parameters():
+            matrices = parameter if parameter.dim() == 3 else [parameter]
+            starts = [matrix.data_ptr() for matrix in matrices]
+            row = parameter.shape[-1] * parameter.element_size()
+            for disk, part in by_disk_name(_Only(model.config, memory, parameter), lambda p: p):
+                module = disk.removesuffix(".weight")
+                a, b = (model.tensors.get(f"{module}.lora_{half}.weight") for half in "AB")
+                if a is not None and b is not None:
+                    start = max(s for s in starts if s <= part.data_ptr())
+                    self.of_matrix.setdefault(start, []).append(((part.data_ptr() - start) // row, a, b))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Products alone are changed."""
+        out = func(*args, **(kwargs or {}))
+        for first, a, b in self.of_matrix.get(args[1].data_ptr(), ()) if func is F.linear else ():
+            change = F.linear(F.linear(args[0], a), b) * self.scale
+            out = out + F.pad(change, (first, out.shape[-1] - first - change.shape[-1]))
+        return out
+
+
+class ReorderedSums(TorchFunctionMode):
+    """Sums of products in another order, which rounds otherwise."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Columns of inputs and of matrices are exchanged alike."""
+        if func is F.linear:
+            order = torch.randperm(args[0].shape[-1], generator=self.generator)
+            args = (args[0][..., order], args[1][:, order], *args[2:])
+        return func(*args, **(kwargs or {}))
 
 
 class PeftOracle(Oracle):
@@ -230,12 +286,6 @@ class PeftOracle(Oracle):
     def weights(self) -> dict[str, Tensor]:
         """By name in the adapter's folder."""
         return {n: t.detach().float() for n, t in self.tensors.items()}
-
-
-class Float32PeftOracle(PeftOracle):
-    """The same in float32, which adds the adapters' output to the layer's as our engines do."""
-
-    dtype = torch.float32
 
 
 def made_by_peft(model: Path, folder: Path, **options: Any) -> Any:
