@@ -148,10 +148,37 @@ def select_projections(
     return [p for p in candidates if p.module in chosen]
 
 
+def is_expert(projection: Projection) -> bool:
+    """Return whether a projection is an expert's."""
+    return ".experts." in projection.megatron
+
+
+def partial_expert_problems(family: Family, spec: ModelSpec, chosen: Sequence[Projection]) -> list[Problem]:
+    """Report adapters of experts that PEFT (0.21) would not find in a folder, or not all of them.
+
+    transformers keeps all experts' gate and up in one parameter and their down in another. PEFT adapts whole
+    parameters, and looks for adapters of gate and up under the name that they have where down has adapters too.
+    """
+    adapted = {p.module for p in chosen}
+    layers: dict[str, list[Projection]] = {}
+    for p in projections(family, spec):
+        if is_expert(p) and not p.stack:
+            layers.setdefault(p.module.partition(".experts.")[0], []).append(p)
+    for experts in layers.values():
+        downs = {p.module for p in experts if p.megatron.endswith("linear_fc2")}
+        given = {p.module for p in experts if p.module in adapted}
+        if given and given != downs and len(given) < len(experts):
+            left = next(p.module for p in experts if p.module not in given)
+            rule = f"leaves out {left}: PEFT adapts gate, up and down of all experts of a layer together, or down alone"
+            leaves = " ".join(dict.fromkeys(p.leaf for p in experts))
+            return [Problem("--target_modules", rule, f"name {leaves}, or no expert")]
+    return []
+
+
 def dora_problems(chosen: Sequence[Projection], label: str) -> list[Problem]:
     """What keeps DoRA from these projections: PEFT refuses it for parameters, and transformers keeps the experts of all
     families so."""
-    experts = list(dict.fromkeys(p.leaf for p in chosen if ".experts." in p.megatron))
+    experts = list(dict.fromkeys(p.leaf for p in chosen if is_expert(p)))
     rule = (
         "is not supported for experts (PEFT implements DoRA for modules, transformers stores experts as stacked "
         f"parameters), and {', '.join(experts)} of experts are among the targets"

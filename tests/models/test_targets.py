@@ -8,7 +8,7 @@ import pytest
 
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
-from megaswift.models.targets import modules_to_save_tensor_names, select_projections
+from megaswift.models.targets import modules_to_save_tensor_names, partial_expert_problems, select_projections
 from tests.families.published import QWEN3_0_6B, QWEN3_30B_A3B
 from tests.families.published_hybrid import QWEN3_6_27B, QWEN3_NEXT_80B_A3B
 from tests.families.published_moe import GPT_OSS_20B
@@ -83,6 +83,25 @@ def test_names_that_mean_nothing(
     config: dict[str, Any], modules: tuple[str, ...], parameters: tuple[str, ...], told: str
 ) -> None:
     assert told in refused(config, modules, parameters)
+
+
+@pytest.mark.parametrize(
+    ("names", "left"),
+    [
+        (("gate_proj",), "model.layers.0.mlp.experts.0.up_proj"),
+        (("gate_proj", "up_proj"), "model.layers.0.mlp.experts.0.down_proj"),
+        ((r".*layers\.3\.mlp\.experts\.[0-6]\..*",), "model.layers.3.mlp.experts.7.gate_proj"),
+        (("down_proj",), ""),
+        (("all-linear",), ""),
+        (("q_proj",), ""),
+        ((r".*layers\.3\.mlp\.experts\..*",), ""),
+    ],
+)
+def test_experts_have_adapters_as_peft_finds_them(names: tuple[str, ...], left: str) -> None:
+    family = family_of(QWEN3_30B_A3B)
+    spec = family.spec(QWEN3_30B_A3B)
+    problems = partial_expert_problems(family, spec, select_projections(family, spec, names))
+    assert [p.rule.split()[2] for p in problems] == ([left + ":"] if left else [])
 
 
 def test_modules_to_save_by_megatron_s_names() -> None:

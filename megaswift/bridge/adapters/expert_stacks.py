@@ -69,9 +69,13 @@ def _expert_b(read: TensorReader, which: tuple[int, int], rows: slice, alternati
 
 
 def target_parameter_of_expert_module(module: str) -> str:
-    """Convert `mlp.experts.3.up_proj` to the parameter that PEFT's patterns name: `mlp.experts.gate_up_proj`."""
+    """Convert `mlp.experts.3.up_proj` to the parameter that PEFT's patterns name: `mlp.experts.gate_up_proj`.
+
+    transformers calls Mixtral's block `mlp` in memory and `block_sparse_moe` on disk.
+    """
     experts, _, leaf = module.rpartition(".")
-    return f"{experts.rpartition('.')[0]}.{'down_proj' if leaf in ('down_proj', 'w2') else 'gate_up_proj'}"
+    home = experts.rpartition(".")[0].replace(".block_sparse_moe.", ".mlp.")
+    return f"{home}.{'down_proj' if leaf in ('down_proj', 'w2') else 'gate_up_proj'}"
 
 
 def _on_disk(experts: str, known: Mapping[str, Projection]) -> str:

@@ -37,7 +37,7 @@ from megaswift.bridge.adapters.plan import (
     ModuleAdapterSpec,
     pattern_value_for_module,
 )
-from megaswift.bridge.adapters.targets import targeted_modules
+from megaswift.bridge.adapters.targets import alphas_of_modules, targeted_modules, targets_of_plan
 from megaswift.bridge.file_tensor import FileTensor, mapped_tensor
 from megaswift.bridge.hf.header import DTYPES, DamagedHeader, HeaderEntry, read_safetensors_header
 from megaswift.bridge.hf.stored_names import EMBEDDING, OUTPUT
@@ -55,7 +55,6 @@ from megaswift.models.targets import (
     WEIGHT,
     Projection,
     dora_problems,
-    expert_stack_name_without_layer,
     partial_fused_modules_to_save_problems,
     projections,
 )
@@ -246,12 +245,11 @@ class PeftFolder:
         """What differs from module to module. PEFT's patterns name a stack by its parameter, not by the experts in
         it."""
         s = self.settings
-        alphas = {
-            m: alpha
-            for m in self._unstacked
-            if (alpha := pattern_value_for_module(s.alphas, target_parameter_of_expert_module(m), s.alpha)) != s.alpha
-        }
-        return replace(s, ranks={m: r for m, r in ranks.items() if r != s.rank}, alphas={**s.alphas, **alphas})
+        own = {m: rank for m, rank in ranks.items() if m not in self._unstacked}
+        alphas = alphas_of_modules(s.alphas, s.alpha, own, s.rslora)
+        for module in self._unstacked:
+            alphas[module] = pattern_value_for_module(s.alphas, target_parameter_of_expert_module(module), s.alpha)
+        return replace(s, ranks={m: r for m, r in ranks.items() if r != s.rank}, alphas=alphas)
 
     def _tensors(self, by_module: Mapping[str, Projection]) -> dict[str, TensorReader]:
         """How to read each tensor; stacks of experts taken apart."""
@@ -349,16 +347,13 @@ def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
 def peft_adapter_config_json(plan: AdapterPlan, base: str) -> dict[str, Any]:
     """Return adapter_config.json, with every module and parameter that PEFT has to find.
 
-    Where experts have adapters, dropout is left out: PEFT has none for parameters, and does not load a folder that asks
+    Where parameters have adapters, dropout is left out: PEFT has none for them, and does not load a folder that asks
     for it.
     """
     s = plan.settings
-    parameters = _parameters(plan)
-    name = {a.module: a.projection.stack or a.module for a in plan.adapters}
-    dropout = 0.0 if any(a.entry.expert is not None for a in plan.adapters) else s.dropout
-    modules = [name.removesuffix(WEIGHT) for name in plan.saved if name.endswith(WEIGHT)]
+    targets = targets_of_plan(plan)
+    saved = [name.removesuffix(WEIGHT) for name in plan.saved if name.endswith(WEIGHT)]
     task = CLASSIFIER_TASK if plan.plan.spec.scored else LANGUAGE_TASK
-    alpha = int(s.alpha) if float(s.alpha).is_integer() else s.alpha
     return {
         "peft_type": "LORA",
         "task_type": task,
@@ -366,43 +361,23 @@ def peft_adapter_config_json(plan: AdapterPlan, base: str) -> dict[str, Any]:
         "revision": None,
         "inference_mode": True,
         "r": s.rank,
-        "lora_alpha": alpha,
-        "lora_dropout": dropout,
+        "lora_alpha": _integer_if_whole(s.alpha),
+        "lora_dropout": 0.0 if targets.parameters else s.dropout,
         "use_rslora": s.rslora,
         "use_dora": s.dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "target_modules": _targets(plan),
-        "modules_to_save": modules or None,
-        "rank_pattern": {name[m]: rank for m, rank in s.ranks.items()},
-        "alpha_pattern": {name.get(m, m): x for m, x in s.alphas.items()},
-        **({"target_parameters": parameters} if parameters else {}),
+        "target_modules": targets.modules,
+        "modules_to_save": saved or None,
+        "rank_pattern": targets.ranks,
+        "alpha_pattern": {name: _integer_if_whole(alpha) for name, alpha in targets.alphas.items()},
+        **({"target_parameters": targets.parameters} if targets.parameters else {}),
     }
 
 
-def _targets(plan: AdapterPlan) -> list[str]:
-    """Last names of modules where they say exactly which, else whole names."""
-    leaf_of = {a.module: a.projection.leaf for a in plan.adapters if not a.projection.stack}
-    same_leaf = {
-        p.module for p in projections(plan.plan.family, plan.plan.spec) if p.leaf in leaf_of.values() and not p.stack
-    }
-    return sorted(set(leaf_of.values()) if same_leaf == leaf_of.keys() else leaf_of)
-
-
-def _parameters(plan: AdapterPlan) -> list[str]:
-    """The same for experts that share a parameter: its name without the layer, or the whole one."""
-    end_of_stack = {
-        a.projection.stack: expert_stack_name_without_layer(a.projection.stack)
-        for a in plan.adapters
-        if a.projection.stack
-    }
-    same_end = {
-        p.stack
-        for p in projections(plan.plan.family, plan.plan.spec)
-        if p.stack and expert_stack_name_without_layer(p.stack) in end_of_stack.values()
-    }
-    return sorted(set(end_of_stack.values()) if same_end == end_of_stack.keys() else end_of_stack)
+def _integer_if_whole(x: float) -> float:
+    return int(x) if float(x).is_integer() else x
 
 
 def write_peft_folder(directory: Path, plan: AdapterPlan, tensors: Iterable[tuple[str, Tensor]], base: str) -> Path:

@@ -47,6 +47,7 @@ from megaswift.models.targets import (
     Projection,
     dora_problems,
     modules_to_save_tensor_names,
+    partial_expert_problems,
     select_projections,
 )
 from megaswift.models.vision import (
@@ -257,6 +258,7 @@ def adapter_target_and_folder_problems(cfg: SwiftConfig, spec: ModelSpec) -> lis
     targets: list[Projection] = []
     try:
         targets = select_projections(family, spec, lora.target_modules, lora.target_parameters)
+        problems += partial_expert_problems(family, spec, targets) if capabilities_of(cfg).expert_adapters else []
     except UserError as error:
         problems += error.problems
     try:

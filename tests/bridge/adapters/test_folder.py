@@ -80,6 +80,14 @@ def close(a: Tensor, b: Tensor) -> bool:
         ("qwen3_5", ("in_proj_z", "layers.1.linear_attn.in_proj_a"), ()),
         ("qwen3_next", ("linear_qkv", "in_proj", "out_proj"), ()),
         ("qwen3_next", ("in_proj_ba",), ()),
+        ("qwen3_next", (ALL,), ()),
+        ("qwen3_next", ("shared_expert.gate_proj", "layers.1.mlp.up_proj"), ()),
+        ("qwen3_next", (r".*layers\.2\.mlp\..*",), ()),
+        ("qwen3_5_moe", (ALL,), ()),
+        ("qwen2_moe", (ALL,), ()),
+        ("moe-mixed", (ALL,), ()),
+        ("deepseek_v3", (ALL,), ()),
+        ("glm4_moe", ("down_proj",), ()),
     ],
 )
 def test_peft_loads_what_we_write(
@@ -98,6 +106,43 @@ def test_peft_loads_what_we_write(
     again = PeftFolder(tmp_path / "adapter")
     assert {a.module for a in again.plan(weights).adapters} == set(plan.by_module)
     assert all(torch.equal(t, values[name]) for name, t in again.read(plan).items())
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_loads_experts_of_other_ranks_and_scales(rslora: bool, folders: Path, tmp_path: Path) -> None:
+    """Of one layer's experts, and of one shared expert's module."""
+    folder = make("qwen2_moe", folders)
+    weights = plan_of(folder)
+    chosen = select_projections(weights.family, weights.spec, (ALL,))
+    experts = [p.module for p in chosen if p.module.startswith("model.layers.2.mlp.experts.")]
+    settings = AdapterHyperparameters(
+        RANK,
+        ALPHA,
+        rslora,
+        dropout=0.1,
+        ranks=dict.fromkeys([*experts, "model.layers.3.mlp.shared_expert.up_proj"], 3),
+        alphas={r"layers\.2\.mlp\.experts\..*": 5.0},
+    )
+    plan = AdapterPlan(weights, chosen, settings)
+    values = random_values(plan)
+    write_peft_folder(tmp_path / "adapter", plan, values.items(), str(folder))
+    merged = base(folder).double()
+    weight = dict(merged.named_parameters())
+    for a in plan.adapters:
+        change = a.scale * values[a.name("B")].double() @ values[a.name("A")].double()
+        home, _, rest = a.module.partition(".experts.")
+        if not rest:
+            weight[a.module + ".weight"].data += change
+            continue
+        expert, leaf = rest.split(".")
+        name = "down_proj" if leaf == "down_proj" else "gate_up_proj"
+        rows = weight[f"{home}.experts.{name}"].data[int(expert)]
+        (rows if leaf == "down_proj" else rows.chunk(2)[leaf == "up_proj"]).add_(change)
+    loaded = peft.PeftModel.from_pretrained(base(folder), tmp_path / "adapter").double()
+    assert close(logits(loaded), logits(merged))
+    again = PeftFolder(tmp_path / "adapter").plan(weights)
+    assert {a.module: a.rank for a in again.adapters} == {a.module: a.rank for a in plan.adapters}
+    assert {a.module: a.scale for a in again.adapters} == pytest.approx({a.module: a.scale for a in plan.adapters})
 
 
 @pytest.mark.parametrize(

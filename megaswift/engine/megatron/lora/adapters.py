@@ -35,6 +35,7 @@ from megaswift.models.targets import (
     WEIGHT,
     dora_problems,
     modules_to_save_tensor_names,
+    partial_expert_problems,
     select_projections,
 )
 
@@ -59,7 +60,9 @@ def adapter_plan_from_lora_config(cfg: LoraConfig, weights: WeightPlan) -> Adapt
     family = weights.family
     spec = weights.spec
     chosen = select_projections(family, spec, cfg.target_modules, cfg.target_parameters)
-    if unfit := dora_problems(chosen, "--use_dora true") if cfg.use_dora else []:
+    unfit = partial_expert_problems(family, spec, chosen)
+    unfit += dora_problems(chosen, "--use_dora true") if cfg.use_dora else []
+    if unfit:
         raise ConfigError(unfit)
     saved = modules_to_save_tensor_names(family, spec, cfg.modules_to_save)
     # as PEFT's SEQ_CLS saves it
