@@ -13,6 +13,7 @@ from megaswift.models.fields.deepseek import (
 )
 from megaswift.models.fields.latent import LATENT
 from megaswift.models.fields.rows import MappedField, RequiredValue
+from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import EMBEDDING, EXPERT_BIAS, HEAD, dense_mlp, moe_block, shared_experts
 from megaswift.models.weights.latent import LATENT_ATTENTION
 
@@ -54,5 +55,6 @@ FAMILIES.register(
         ),
         fixed={"multi_latent_attention": True, "qk_layernorm": True},
         kept=mtp_tensor_name_regex,
+        unreadable=(null_kv_heads,),
     ),
 )

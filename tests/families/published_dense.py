@@ -477,6 +477,66 @@ HUNYUAN_7B: dict[str, Any] = {
 }
 """A public repository's copy of the file of HunyuanImage-2.1's prompt enhancer, a Hunyuan-7B; the parameters are
 counted by transformers' own class."""
+DEVSTRAL_2_123B: dict[str, Any] = {
+    "architectures": ["Ministral3ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 12288,
+    "initializer_range": 0.02,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 262144,
+    "model_type": "ministral3",
+    "num_attention_heads": 96,
+    "num_hidden_layers": 88,
+    "num_key_value_heads": 8,
+    "pad_token_id": 11,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "factor": 64.0,
+        "llama_4_scaling_beta": 0.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 1000000.0,
+        "rope_type": "yarn",
+        "type": "yarn",
+    },
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "transformers_version": "5.0.0.dev0",
+    "use_cache": True,
+    "vocab_size": 131072,
+}
+"""The rotary parameters are a public repository's copy; no copy of the sizes was at hand, and the parameters, which the
+name rounds to 123B, are counted by transformers' own class. The file on the hub also describes FP8 weights."""
+MINISTRAL_3_3B: dict[str, Any] = {
+    **DEVSTRAL_2_123B,
+    "hidden_size": 3072,
+    "intermediate_size": 9216,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 26,
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 16.0,
+        "llama_4_scaling_beta": 0.1,
+        "max_position_embeddings": 262144,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16384,
+        "rope_theta": 1000000.0,
+        "type": "yarn",
+    },
+    "tie_word_embeddings": True,
+}
+"""The language model of Ministral-3-3B-2512 by itself, of 3.4 B on the model card: sizes from a public repository's
+signature of it, the rotary parameters are the defaults of transformers' Ministral3Config."""
 
 DENSE: dict[str, tuple[dict[str, Any], int]] = {
     "phi-4": (PHI_4, 14_659_507_200),
@@ -492,6 +552,8 @@ DENSE: dict[str, tuple[dict[str, Any], int]] = {
     "gemma-2b": (GEMMA_2B, 2_506_172_416),
     "glm-4-9b-chat": (GLM_4_9B_CHAT, 9_399_951_360),
     "hunyuan-7b": (HUNYUAN_7B, 7_504_568_320),
+    "devstral-2-123b": (DEVSTRAL_2_123B, 125_025_988_608),
+    "ministral-3-3b": (MINISTRAL_3_3B, 3_429_006_336),
     "afm-4.5b": (AFM_4_5B, 4_619_184_640),
     "ernie-4.5-0.3b": (ERNIE_4_5_0_3B, 360_748_032),
 }

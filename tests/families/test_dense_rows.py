@@ -7,6 +7,7 @@ Covers: megaswift/families/smollm3.py.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from megaswift.models.spec import RopeSpec
 from tests.families.published import PUBLISHED
 from tests.families.published_dense import (
     AFM_4_5B,
+    DEVSTRAL_2_123B,
     ERNIE_4_5_0_3B,
     EXAONE_4_1B,
     GEMMA_2_2B,
@@ -28,6 +30,7 @@ from tests.families.published_dense import (
     GLM_4_9B_CHAT,
     GRANITE_3_2B,
     HUNYUAN_7B,
+    MINISTRAL_3_3B,
     OLMO_2_7B,
     OLMO_3_7B,
     PHI_4,
@@ -124,6 +127,19 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "alpha must be a number above 0",
     ),
     ("hunyuan rope", HUNYUAN_7B, {"rope_scaling": {"type": "dynamic", "factor": "2"}}, "needs the number factor"),
+    (
+        "ministral beta",
+        MINISTRAL_3_3B,
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+        "beta must be a number",
+    ),
+    (
+        "ministral length",
+        MINISTRAL_3_3B,
+        {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+        "beta needs original_max_pos",
+    ),
+    ("ministral bias", MINISTRAL_3_3B, {"attention_bias": True}, "attention_bias True: must be False"),
     ("smollm3 layers", SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "36 entries, each 0 or 1"),
 ]
 
@@ -280,6 +296,18 @@ def test_hunyuan_multiplies_its_rotary_base() -> None:
     plain = spec(HUNYUAN_7B, rope_scaling={"type": "dynamic", "factor": 2.0})
     assert plain.rope == RopeSpec(1e4, {"rope_type": "dynamic", "factor": 2.0}) and plain.features.longest == 32768
     assert spec(HUNYUAN_7B, rope_scaling=None).rope == RopeSpec(1e4)
+
+
+def test_ministral_scales_queries_by_position() -> None:
+    ministral = spec(MINISTRAL_3_3B)
+    assert (ministral.features.query_scale_beta, ministral.features.query_scale_length) == (0.1, 16384)
+    assert ministral.rope.scaling is not None and ministral.rope.scaling["rope_type"] == "yarn"
+    assert spec(MINISTRAL_3_3B, rope_parameters=...) == replace(
+        ministral, hf_config={k: v for k, v in MINISTRAL_3_3B.items() if k != "rope_parameters"}
+    )
+    assert not spec(DEVSTRAL_2_123B).features.changes_rotated_queries
+    plain = spec(MINISTRAL_3_3B, rope_parameters={"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 64})
+    assert plain.rope == RopeSpec(1e4) and plain.features.query_scale_length == 64
 
 
 def test_the_rest() -> None:

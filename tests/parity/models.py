@@ -255,6 +255,20 @@ VARIANTS |= {
     "gemma": ("gemma", {**BASE, "tie_word_embeddings": True, "pad_token_id": 7}),
     "glm": ("glm", {**BASE, "attention_bias": True, "partial_rotary_factor": 0.5}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {**BASE, **_rope("dynamic", alpha=1000.0, factor=1.0)}),
+    "ministral3": (
+        "ministral3",
+        {
+            **BASE,
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=8,
+                mscale=1.0,
+                mscale_all_dim=0.5,
+                llama_4_scaling_beta=0.4,
+            ),
+        },
+    ),
     "seed_oss": ("seed_oss", {**BASE, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smollm3": ("smollm3", {**DENSE, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 7}),
 }

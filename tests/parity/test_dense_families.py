@@ -16,7 +16,7 @@ from tests.parity.test_families import variant_cases
 
 pytestmark = pytest.mark.process
 LATER = ("single", "tp4", "tp2 pp2 vpp2 recompute=full", "cp2 recompute=selective packed", "dp2 do")
-PACKED = ("gemma3_text", "glm4", "phi3-longrope", "hunyuan_v1_dense")
+PACKED = ("gemma3_text", "glm4", "phi3-longrope", "hunyuan_v1_dense", "ministral3")
 STAGED = ("gemma3_text", "granite", "smollm3", "olmo3", "exaone4")
 VARIANTS = (
     "phi3",
@@ -37,6 +37,7 @@ VARIANTS = (
     "gemma",
     "glm",
     "hunyuan_v1_dense",
+    "ministral3",
 )
 
 

@@ -88,6 +88,7 @@ FAMILIES = [
     "qwen3_next single",
     "arcee tp2 sp",
     "hunyuan_v1_dense tp2",
+    "ministral3 pp2",
 ]
 """Shared experts, latent attention, gated delta nets, an MLP without a gate, norms after the rotation. (Fused tensors
 on disk: `test_fused_projections`.)"""

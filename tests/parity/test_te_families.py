@@ -58,6 +58,7 @@ QUICK = {
     "qwen3_next": ("cp2 packed comm=a2a",),
     "arcee": ("tp2 sp",),
     "hunyuan_v1_dense": ("tp2 sp packed",),
+    "ministral3": ("cp2 packed comm=a2a",),
 }
 """Of the default run: families that differ most."""
 QUICK_ADAPTED = {"minimax_m2": ("dp2 ep2 do",)}

@@ -8,7 +8,7 @@ Owns the meaning of Hugging Face's fields for Llama-like decoders, in the spelli
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaswift.models.fields.rows import (
@@ -161,6 +161,41 @@ def _scaling(reading: ConfigReading, key: str, scaling: dict[str, Any]) -> dict[
     elif "original_max_position_embeddings" in optional:
         parameters.setdefault("original_max_position_embeddings", reading.raw.get("max_position_embeddings"))
     return {"rope_type": kind, **parameters}
+
+
+def scaled_queries_row(default: Mapping[str, Any]) -> FieldGroupRow:
+    """Rotary embedding with a factor on queries, 1 + `llama_4_scaling_beta` x ln(1 + floor(position /
+    `original_max_position_embeddings`)), as Llama 4 has it; `default` are transformers' parameters where a file has
+    none."""
+    plain = rope_row()
+
+    def read(reading: ConfigReading) -> None:
+        raw = reading.raw
+        key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+        given = raw.get(key) or default
+        if not isinstance(given, dict):
+            plain.read(reading)
+            return
+        own = ("llama_4_scaling_beta", "max_position_embeddings")  # transformers does not read the other one there
+        scaling = {name: value for name, value in given.items() if name not in own}
+        length = given.get("original_max_position_embeddings")
+        if scaling.get("rope_type", scaling.get("type", "default")) == "default":
+            scaling.pop("original_max_position_embeddings", None)
+        fields = {name: value for name, value in raw.items() if name not in ("rope_scaling", "rope_parameters")}
+        plain.read(ConfigReading(reading.family, {**fields, key: scaling}, reading.problems, reading.values))
+        beta = given.get("llama_4_scaling_beta")
+        if isinstance(beta, bool) or not isinstance(beta, NUMBER) or beta < 0:
+            reading.problem(key, f"llama_4_scaling_beta must be a number of at least 0, not {beta!r}")
+            return
+        rope: RopeSpec | None = reading.values.get("rope")
+        if length is None and rope is not None and rope.scaling is not None:
+            length = rope.scaling.get("original_max_position_embeddings")
+        if beta and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+            reading.problem(key, "llama_4_scaling_beta needs original_max_position_embeddings")
+        elif beta:
+            reading.values.update(query_scale_beta=float(beta), query_scale_length=length)
+
+    return FieldGroupRow(plain.keys, read)
 
 
 def window_row(default: int | None) -> FieldGroupRow:
