@@ -54,9 +54,10 @@ def heads(model: Any, folder: Path | None, layers: int) -> Any:
     from safetensors.numpy import load_file  # torch's reads by types that the oracle in float64 replaces
     from transformers.modeling_layers import MtpModel
 
-    model.config.num_mtp_layers = layers
-    if getattr(model.config, "layer_types", None) is not None:
-        model.config.mtp_layer_types = ["full_attention"] * layers
+    config = model.config.get_text_config()
+    config.num_mtp_layers = layers
+    if getattr(config, "layer_types", None) is not None:
+        config.mtp_layer_types = ["full_attention"] * layers
     made = MtpModel(model, layers)
     made.train()
     if folder is not None:
@@ -97,19 +98,24 @@ def _disk_name(name: str, config: Any) -> str:
     return home + (rest if part == "mtp_block" else f"{part}.{rest}")
 
 
-def add_to_folder(folder: Path, model: Any, layers: int) -> None:
-    """Writes layers with drawn weights into a folder that transformers has saved, in a file of their own; DeepSeek's
-    and GLM's folders repeat the embedding and the head in each layer."""
-    from safetensors.torch import save_file
-
+def drawn_layers(model: Any, layers: int) -> dict[str, Tensor]:
+    """Layers with drawn weights by disk name."""
     from tests.parity.models import randomize
 
     made = heads(model, None, layers)
     for shared in ("embed_tokens", "shared_head", "rotary_emb"):
         delattr(made, shared)
-    made.config = model.config
+    made.config = model.config.get_text_config()
     randomize(made, 29)
-    tensors = {n: t.detach().clone().contiguous() for n, t in heads_by_disk_name(made, model.config, lambda p: p)}
+    return {n: t.detach().clone().contiguous() for n, t in heads_by_disk_name(made, model.config, lambda p: p)}
+
+
+def add_to_folder(folder: Path, model: Any, layers: int) -> None:
+    """Writes layers into a folder that transformers has saved, in a file of their own; DeepSeek's and GLM's folders
+    repeat the embedding and the head in each layer."""
+    from safetensors.torch import save_file
+
+    tensors = drawn_layers(model, layers)
     if not model.config.model_type.startswith("qwen"):
         for n in range(layers):
             home = f"model.layers.{model.config.num_hidden_layers + n}."

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Glm4MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Glm4MoeForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from megaswift.bridge import HfSource, WeightPlan
@@ -25,9 +25,11 @@ from megaswift.families import family_of
 from megaswift.run.checks.model_spec import model_spec_for_task
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.parity.models import build
-from tests.parity.mtp import heads, heads_by_disk_name
+from tests.parity.mtp import drawn_layers, heads, heads_by_disk_name
 from tests.trainers.inputs import write_conversations, write_model
 from tests.trainers.runs import run
+from tests.trainers.test_vision_language_run import documents
+from tests.vision_language_folders import with_stacked_experts, write_vision_language
 
 COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 LAYER = "model.layers.4."
@@ -47,8 +49,9 @@ def trained(folder: Path, *options: object, ranks: int = 1, source: Path | None 
     source = source or model(folder / "model")
     data = write_conversations(folder / "data.jsonl", 24)
     inputs = ["--model", str(source), "--dataset", str(data), "--dataset_cache_dir", str(folder / "cache")]
-    batch = ("--per_device_train_batch_size", 4, "--global_batch_size", 8, "--lr", 1e-2, "--report_to", "none")
+    batch = ("--per_device_train_batch_size", 4, "--lr", 1e-2, "--report_to", "none")
     steps = ("--max_steps", count, "--save_steps", count, "--export_hf", "true", "--engine", "megatron")
+    batch += () if "--global_batch_size" in options else ("--global_batch_size", 8)
     run(inputs, folder / "out", *batch, *steps, *options, ranks=ranks)
     return folder / "out"
 
@@ -116,6 +119,65 @@ def test_the_loss_ahead_falls(tmp_path: Path) -> None:
     ]
     assert lines[-1]["mtp_1_loss"] < lines[0]["mtp_1_loss"] - 0.3
     assert "mtp_1" not in lines[0]
+
+
+@torch.no_grad()
+def loss_ahead(folder: Path, data: Path) -> float:
+    """The first layer's mean over the assistant's tokens, each document apart, by transformers' whole model."""
+    whole: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    ahead = heads(whole, None, 1)
+    read = stored(folder)
+    if any("gate_up_proj" in name for name in read if name.startswith("mtp.")):
+        read |= split_experts({n: t for n, t in read.items() if n.startswith("mtp.") and ".experts." in n})
+    for name, tensor in heads_by_disk_name(ahead, whole.config, lambda p: p):
+        tensor.copy_(read[name])
+    total, count = 0.0, 0
+    for ids, said in documents(data):
+        hidden = whole.get_decoder()(input_ids=ids[None], use_cache=False)[0][:, :-2]
+        positions = torch.arange(hidden.shape[1])[None]
+        logits = whole.lm_head(ahead.forward_layer(0, hidden, positions, None, input_ids=ids[None, 1:-1]))
+        logprobs = logits[0].log_softmax(-1).gather(1, ids[2:, None])
+        total -= float(logprobs[said[2:]].sum())
+        count += int(said[2:].sum())
+    return total / count
+
+
+def split_experts(stacks: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The matrices of each expert."""
+    found = {}
+    for name, stack in stacks.items():
+        home, _, kind = name.rpartition(".")
+        for e, both in enumerate(stack):
+            parts = {"down": both} if kind == "down_proj" else dict(zip(("gate", "up"), both.chunk(2), strict=True))
+            found |= {f"{home}.{e}.{part}_proj.weight": matrix for part, matrix in parts.items()}
+    return found
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("stacked", "ranks"),
+    [
+        (False, 1),
+        pytest.param(True, 1, marks=pytest.mark.slow),
+        pytest.param(False, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_of_a_published_folder(stacked: bool, ranks: int, tmp_path: Path) -> None:
+    """A vision-language folder whose decoder has stacked experts; those of the layers ahead are stored one by one, as
+    published, or stacked too."""
+    folder = write_vision_language(tmp_path / "model", "qwen3_5_moe", stacked=True, mtp_num_hidden_layers=1)
+    (path,) = folder.glob("*.safetensors")
+    tensors = {n: t for n, t in load_file(path).items() if not n.startswith("mtp.")}
+    layers = drawn_layers(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), 1)
+    save_file(tensors | (with_stacked_experts(layers) if stacked else layers), path, {"format": "pt"})
+    options = ("--mtp_num_layers", 1, "--global_batch_size", 24, *(("--pp", 2) if ranks == 2 else ()))
+    out = trained(tmp_path, *options, source=folder, ranks=ranks, count=1)
+    (line,) = [line for line in read_lines(out / "metrics.jsonl") if "loss" in line]
+    assert line["mtp_1_loss"] == pytest.approx(loss_ahead(folder, tmp_path), rel=2e-6)
+    had, has = stored(folder), stored(out / "hf")
+    assert had.keys() == has.keys()
+    assert {n for n in had if torch.equal(had[n], has[n])} == {n for n in had if n.startswith("model.visual.")}
+    assert loss_ahead(out / "hf", tmp_path) < line["mtp_1_loss"] - 0.05
 
 
 def test_names_of_the_oracle(tmp_path: Path) -> None:
