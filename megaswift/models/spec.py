@@ -93,6 +93,8 @@ class ArchitectureExtras:
     """Whether latent attention rotates neighbours as pairs, not the halves of a part."""
     router_group_best: int = 0
     """How many of its best experts make a group's score, where the router chooses groups first; 0: it does not."""
+    router_least_sum: float = 0.0
+    """The least sum of the weights of a token's experts by which they are divided, where scores are softmax."""
     router_normalized: bool = True
     """Whether the weights of a token's experts add up to 1 before they are scaled, where scores are sigmoids."""
 

@@ -71,6 +71,16 @@ def test_prediction_of_exaone(tmp_path: Path) -> None:
     assert f"model.layers.1.mlp.{BIAS}" in source.names()
 
 
+def test_prediction_of_ernie(tmp_path: Path) -> None:
+    """Beside the layers, as the published files have it; the experts' bias is a matrix of one row there."""
+    folder = make("ernie4_5_moe", tmp_path, torch.bfloat16)
+    block = "model.mtp_block.0.self_attn.q_proj.weight"
+    rewrite(folder, {**tensors_of(folder), "model.mtp_emb_norm.0.weight": torch.randn(64), block: torch.randn(8, 8)})
+    plan, source = opened(folder)
+    assert plan.kept(source.names()) == [block, "model.mtp_emb_norm.0.weight"]
+    assert tensors_of(folder)[f"model.layers.1.mlp.moe_statics.{BIAS}"].shape == (1, 8)
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("words", ["deepseek_v3 tp2 sp ep2", "glm4_moe dp2 ep2 do"])
 def test_come_through_training(words: str, pool: Pool, tmp_path: Path) -> None:

@@ -158,9 +158,44 @@ MINIMAX_M2: dict[str, Any] = {
     "vocab_size": 200064,
 }
 """Without its field auto_map, which is refused with the advice to remove it, and without the FP8 scheme."""
+ERNIE_4_5_21B_A3B: dict[str, Any] = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "model_type": "ernie4_5_moe",
+    "moe_capacity": [64, 64, 64],
+    "moe_gate": "topk",
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_layer_interval": 1,
+    "moe_layer_start_index": 1,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "moe_use_aux_free": True,
+    "num_attention_heads": 20,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_cache": False,
+    "use_rmsnorm": True,
+    "vocab_size": 103424,
+}
+"""Sizes of transformers' configuration class for this model, with the fields that FastDeploy's test of the family has;
+the card says 21 B."""
 MIXTURES: dict[str, tuple[dict[str, Any], int]] = {
     "qwen1.5-moe-a2.7b": (QWEN1_5_MOE_A2_7B, 14_315_784_192),
     "gpt-oss-20b": (GPT_OSS_20B, 20_914_757_184),
     "olmoe-1b-7b": (OLMOE_1B_7B, 6_919_161_856),
+    "ernie-4.5-21b-a3b": (ERNIE_4_5_21B_A3B, 21_825_436_160),
     "minimax-m2": (MINIMAX_M2, 228_689_748_992),
 }

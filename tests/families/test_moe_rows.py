@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megaswift.errors import WeightsError
-from tests.families.published_moe import GPT_OSS_20B, MINIMAX_M2, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B
+from tests.families.published_moe import ERNIE_4_5_21B_A3B, GPT_OSS_20B, MINIMAX_M2, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B
 from tests.families.specs import refusals, spec
 
 
@@ -121,3 +121,45 @@ def test_fields_of_minimax_m2() -> None:
 def test_minimax_m2_refuses(changes: dict[str, Any], told: str) -> None:
     (only,) = refusals(MINIMAX_M2, **changes)
     assert told in only
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"moe_layer_interval": 3},
+        {"moe_layer_start_index": 5, "moe_layer_end_index": 20},
+        {"moe_layer_start_index": 0, "moe_layer_end_index": -1, "moe_layer_interval": 2},
+    ],
+    ids=str,
+)
+def test_layers_with_experts_of_ernie(changes: dict[str, Any]) -> None:
+    """Against transformers' layers, made tiny."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = {"hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 4, "vocab_size": 16, "moe_k": 2}
+    fields = {**ERNIE_4_5_21B_A3B, **small, "num_attention_heads": 2, "num_key_value_heads": 2, "moe_num_experts": 4}
+    ours = spec(fields, **changes)
+    del fields["model_type"]
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model("ernie4_5_moe", **{**fields, **changes}))
+    assert ours.moe_layers == tuple(hasattr(layer.mlp, "experts") for layer in theirs.model.layers)
+    assert any(ours.moe_layers)
+
+
+def test_experts_of_ernie() -> None:
+    ernie = spec(ERNIE_4_5_21B_A3B)
+    assert (ernie.experts, ernie.topk, ernie.expert_ffn, ernie.shared_ffn) == (64, 6, 1536, 3072)
+    assert ernie.features.router_least_sum == 1e-12 and ernie.transformer["rotary_interleaved"]
+    assert spec(ERNIE_4_5_21B_A3B, moe_num_shared_experts=0).shared_ffn == 0
+    assert spec(ERNIE_4_5_21B_A3B, moe_layer_start_index=28).experts == 0
+    for changes, told in (
+        ({"use_bias": True}, "use_bias"),
+        ({"moe_gate_act": "sigmoid"}, "moe_gate_act"),
+        ({"moe_k": 65}, "more than the 64 experts"),
+        ({"moe_k": 1}, "no gradient"),
+        ({"moe_intermediate_size": [1536, 512]}, "moe_intermediate_size"),
+        ({"moe_layer_end_index": -2}, "moe_layer_end_index"),
+    ):
+        assert any(told in problem for problem in refusals(ERNIE_4_5_21B_A3B, **changes)), told

@@ -174,6 +174,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window_pattern": 2,
         },
     ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            **{k: v for k, v in BASE.items() if k != "head_dim"},
+            "tie_word_embeddings": True,
+            "pad_token_id": 7,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 48,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+            "router_aux_loss_coef": 0.02,
+        },
+    ),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "gpt_oss": ("gpt_oss", GPT_OSS),
@@ -376,6 +390,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         noise = torch.randn(p.shape, generator=generator)
         if name.endswith(("A_log", "dt_bias")):  # from states that last to states that are forgotten at once
             p.data = 1.5 * noise
+        elif name.endswith("moe_statics.e_score_correction_bias"):  # as large as softmax scores
+            p.data = 0.03 * noise
         elif p.dim() == 1:
             gain = 0.0 if centered and not name.endswith("linear_attn.norm.weight") else 1.0
             p.data = 0.1 * noise + (gain if "norm" in name else 0.0)
@@ -445,6 +461,7 @@ def by_disk_name(model: torch.nn.Module, value: Callable[[Tensor], Tensor]) -> I
 
 
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
+    "ernie4_5_moe": ((".mlp.gate.moe_statics.", ".mlp.moe_statics."),),
     "exaone_moe": ((".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),),
 }
 """Names in memory and on disk, by model type."""

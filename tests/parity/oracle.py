@@ -24,6 +24,9 @@ from tests.parity.mtp import heads, heads_by_disk_name
 
 SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open")
 """Model types whose routers score by sigmoids."""
+BIASED_SOFTMAX = ("ernie4_5_moe",)
+"""Those that choose by a bias beside softmax: their balancing loss counts the experts that are best without it, as
+transformers' own does."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,7 @@ class Oracle:
             self.ahead.set_experts_implementation("eager")
         self.largest = 0.0
         self.sigmoid = self.model.config.model_type in SIGMOID
+        self.biased = self.model.config.model_type in BIASED_SOFTMAX
         self.optimizer = adamw(self.named_parameters(), recipe)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -260,7 +264,8 @@ class Oracle:
                 objective = objective + self._objective_ahead(batch, counts_ahead, filled)
             for parts in seen.values():
                 rows, chosen = (torch.cat(part) for part in zip(*parts, strict=True))
-                balance = load_balancing(rows, chosen.shape[1], chosen, self.sigmoid) / filled
+                counted = None if self.biased else chosen
+                balance = load_balancing(rows, chosen.shape[1], counted, self.sigmoid) / filled
                 square = z_loss(rows) / filled
                 aux, z = aux + float(balance.detach()) / len(seen), z + float(square.detach()) / len(seen)
                 objective = objective + self.recipe.aux_coeff * balance + self.recipe.z_coeff * square

@@ -76,6 +76,7 @@ LATER = [
     "dots1 tp2 sp",
     "solar_open dp2 ep2",
     "exaone_moe tp2 sp",
+    "ernie4_5_moe dp2 ep2",
     "qwen3_5 single",
     "qwen3_5 cp2 packed",
     "qwen3_next tp2 sp",

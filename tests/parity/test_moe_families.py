@@ -11,7 +11,7 @@ from tests.parity.pool import Pool
 from tests.parity.references import References
 
 pytestmark = pytest.mark.process
-FAMILIES = ("qwen2_moe", "gpt_oss", "olmoe", "minimax_m2", "qwen3_next")
+FAMILIES = ("qwen2_moe", "gpt_oss", "olmoe", "minimax_m2", "qwen3_next", "ernie4_5_moe")
 LAYOUTS = (
     "tp2 sp ep2",
     *(
@@ -32,5 +32,5 @@ LAYOUTS = (
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_trains(family: str, text: str, pool: Pool, references: References) -> None:
     """Shared experts and their gates, windows that take turns, dense layers between; sinks, biases, stacked experts;
-    gated delta nets."""
+    gated delta nets; biases beside softmax."""
     check(parse(text, model=family), pool, references)

@@ -52,6 +52,7 @@ CASES = [
             "deepseek_v2",
             "deepseek_v2-greedy",
             "minimax_m2",
+            "ernie4_5_moe",
             "moe filler",
             "moe-mixed packed",
         )

@@ -287,6 +287,10 @@ def transformer_config(
     if spec.experts:
         fields["moe_router_dtype"] = "fp32"
         fields["bias_dropout_fusion"] &= not spec.linear_bias  # Megatron's grouped experts refuse it beside biases
+    # Megatron-Core checks that a bias comes with sigmoids; router.py chooses by biased softmax too
+    biased_softmax = fields.get("moe_router_enable_expert_bias") and fields["moe_router_score_function"] == "softmax"
+    if biased_softmax:
+        del fields["moe_router_enable_expert_bias"]
     latent = bool(fields.get("multi_latent_attention"))
     rope_factor = inverse_frequencies(spec)[1]
     if parallel.tp_comm_overlap:
@@ -314,6 +318,8 @@ def transformer_config(
     config.use_te_activation_func = config.gated_linear_unit and unit is not None
     config.tp_comm_overlap_cfg = read_tp_comm_overlap_cfg(parallel.tp_comm_overlap_cfg)
     config.tp_comm_tokens = settings.full_microbatch_tokens if parallel.tp_comm_overlap else 0
+    if biased_softmax:
+        config.moe_router_enable_expert_bias = True
     config.features = spec.features
     config.layer_kinds = spec.layer_kinds
     config.mtp_layers = spec.mtp_layers

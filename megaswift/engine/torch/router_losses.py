@@ -32,6 +32,7 @@ class RouterLosses:
         default = spec.transformer.get("moe_aux_loss_coeff") or 0.0
         self.coefficients = (default if aux_coefficient is None else aux_coefficient, z_coefficient or 0.0)
         self.sigmoid = spec.transformer.get(SCORES) == "sigmoid"
+        self.biased = bool(spec.transformer.get("moe_router_enable_expert_bias"))
         self.collecting = False
         self.seen: list[tuple[Tensor, Tensor]] = []
         self.sums: list[Tensor | float] = [0.0, 0.0]
@@ -69,16 +70,13 @@ class RouterLosses:
         return total
 
     def _losses(self, logits: Tensor, chosen: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """(balancing loss, z loss) of one layer; of sigmoid scores the best experts count, without the bias that
-        chose."""
+        """(balancing loss, z loss) of one layer; where a bias chose, the experts count that are best without it."""
         experts = logits.shape[-1]
         topk = chosen.shape[-1]
         tokens = valid.sum().clamp(min=1)
-        if self.sigmoid:
-            scores = F.normalize(torch.sigmoid(logits), p=1, dim=-1)
+        scores = F.normalize(torch.sigmoid(logits), p=1, dim=-1) if self.sigmoid else torch.softmax(logits, dim=-1)
+        if self.sigmoid or self.biased:
             chosen = logits.detach().topk(topk, dim=-1).indices
-        else:
-            scores = torch.softmax(logits, dim=-1)
         routed = logits.new_zeros(experts).index_add_(
             0, chosen.reshape(-1), valid.to(logits.dtype).repeat_interleave(topk)
         )

@@ -10,11 +10,10 @@ ERNIE: tuple[ConfigRow, ...] = (
     rope_row(500000.0),
     padding_token_row(0),
     MappedField("tie_word_embeddings", "tied", bool, True),
-    MappedField("use_bias", "add_bias_linear", bool, False),
     UnusedField(("attention_dropout",), "transformers' model has none"),
     RequiredValue("compression_ratio", (1,), "transformers' model does not compress positions"),
     UnusedField(
         ("weight_share_add_bias", "use_flash_attention", "ignored_index"), "transformers' model does not read them"
     ),
 )
-"""All but the width of heads, whose default differs. The biases go with each linear layer, as Megatron's do."""
+"""All but the width of heads, whose default differs, and biases."""

@@ -170,6 +170,16 @@ class ReplicatedRule(_One):
         return [SliceMap(0, 0, self.shapes(spec)[0][0])]
 
 
+class OneRowRule(_One):
+    """A vector on every rank that Hugging Face keeps as a matrix of one row; `dims` are the matrix's."""
+
+    shard: ClassVar[Shard] = "replicated"
+
+    def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
+        """The row."""
+        return [SliceMap(0, 0, self.shapes(spec)[0][1], at=(0,))]
+
+
 class _Even(_One):
     """The same, cut evenly along one of them."""
 

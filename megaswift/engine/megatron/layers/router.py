@@ -62,6 +62,8 @@ class RoutingRule:
     """How many of its best experts make a group's score: 1 in DeepSeek-V2, 2 in DeepSeek-V3, whatever top-k is."""
     normalized: bool = False
     scaling: float = 1.0
+    least_sum: float = 0.0
+    """The least sum of weights by which they are divided; 0: 1e-20 is added to the sum."""
 
 
 def choose_experts(logits: Tensor, how: RoutingRule, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -80,7 +82,8 @@ def choose_experts(logits: Tensor, how: RoutingRule, bias: Tensor | None) -> tup
     picks = torch.zeros_like(ranked, dtype=torch.bool).scatter_(1, ranked.topk(how.topk, dim=-1).indices, True)
     weights = scores * picks
     if how.normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total.clamp(min=how.least_sum) if how.least_sum else total + 1e-20)
     return weights * how.scaling, picks
 
 
@@ -97,7 +100,7 @@ class AuxLossTopKRouter(TopKRouter):
 
     `scale` is set by the engine after the model is built. With an expert capacity the choice is always ours: the losses
     are of what was chosen, before tokens are dropped. Megatron-Core adds up the best top-k / groups experts of a
-    group, and always normalizes sigmoids.
+    group, always normalizes sigmoids, and has no bias beside softmax.
     """
 
     scale: RouterAuxLossState
@@ -111,7 +114,8 @@ class AuxLossTopKRouter(TopKRouter):
         self.capacity_factor: float | None = config.moe_expert_capacity_factor
         self.pads = config.moe_pad_expert_input_to_capacity
         normalized = features.router_normalized if sigmoid else not config.moe_router_pre_softmax
-        own_choice = features.router_group_best or (sigmoid and not features.router_normalized)
+        biased_softmax = config.moe_router_enable_expert_bias and not sigmoid
+        own_choice = features.router_group_best or biased_softmax or (sigmoid and not features.router_normalized)
         if own_choice and config.moe_router_fusion:
             rule = "the fused kernel does not compute this model's choice of experts"
             raise ConfigError(Problem("--moe_router_fusion true", rule, "--moe_router_fusion false"))
@@ -124,6 +128,7 @@ class AuxLossTopKRouter(TopKRouter):
                 features.router_group_best,
                 normalized,
                 config.moe_router_topk_scaling_factor or 1.0,
+                features.router_least_sum,
             )
 
     def is_aux_loss_enabled(self) -> bool:

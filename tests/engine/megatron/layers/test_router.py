@@ -72,6 +72,31 @@ def test_softmax_in_groups(groups: int, left: int) -> None:
     assert torch.equal(chosen, want != 0)
 
 
+@pytest.mark.parametrize("least", [1e-12, 0.4])
+def test_biased_softmax(least: float) -> None:
+    """ERNIE's router, whose bias counts for the choice alone; with a floor that some tokens' sums are below."""
+    from transformers import AutoConfig
+    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
+
+    from megaswift.engine.megatron.layers.router import RoutingRule, choose_experts
+
+    torch.manual_seed(5)
+    sizes = {"hidden_size": HIDDEN, "moe_num_experts": EXPERTS, "moe_k": TOPK, "moe_norm_min": least}
+    module = Ernie4_5_MoeTopKRouter(AutoConfig.for_model("ernie4_5_moe", **sizes))
+    module.weight.data = 0.2 * torch.randn(EXPERTS, HIDDEN)
+    bias = 0.1 * torch.randn(EXPERTS)
+    module.moe_statics.e_score_correction_bias.data = bias[None]
+    hidden = torch.randn(TOKENS, HIDDEN)
+    _, weights, chosen = module(hidden)
+    want = torch.zeros(TOKENS, EXPERTS).scatter(1, chosen, weights)
+    how = RoutingRule("softmax", TOPK, normalized=True, least_sum=least)
+    got, picks = choose_experts(hidden @ module.weight.T, how, bias)
+    torch.testing.assert_close(got, want.detach(), rtol=1e-6, atol=1e-6)
+    assert torch.equal(picks, want != 0)
+    assert not torch.equal(picks, choose_experts(hidden @ module.weight.T, how, None)[1])
+    assert bool((got.sum(-1) < 0.999).any()) == (least == 0.4)
+
+
 def test_a_choice_by_hand() -> None:
     """Two groups of two: the second has the better best two together, the first the best one."""
     from megaswift.engine.megatron.layers.router import RoutingRule, choose_experts
