@@ -21,7 +21,15 @@ from tests.parity.pool import Pool
 from tests.parity.references import References
 
 pytestmark = pytest.mark.process
-CASES = ("single", "tp2 sp pp2", "packed cp2 do", "moe dp2 ep2", "gemma2 tp2 sp", "gemma3_text packed cp2")
+CASES = (
+    "single",
+    "tp2 sp pp2",
+    "packed cp2 do",
+    "moe dp2 ep2",
+    "gemma2 tp2 sp",
+    "gemma3_text packed cp2",
+    "qwen3_5 tp2 sp packed",
+)
 SPREAD = 1.5
 """Our distance over Hugging Face's: both are rounding noise of the same size, not the same noise."""
 
@@ -85,6 +93,66 @@ def test_float32_products_of_the_head(pool: Pool, references: References) -> Non
     )
     difference = (rounded - exact).abs().max()
     assert 1e-4 < difference < 0.03, difference
+
+
+WIDE = (".A_log", ".linear_attn.norm.weight")
+"""Ends of the names of weights that published files of Qwen3.5 have in float32."""
+
+
+def as_published(folder: Path, bf16: Path) -> Path:
+    """The folder's model in bfloat16 but for the weights that are published in float32."""
+    bf16.mkdir()
+    for file in folder.iterdir():
+        if file.suffix == ".safetensors":
+            tensors = load_file(file)
+            save_file({n: t if n.endswith(WIDE) else t.bfloat16() for n, t in tensors.items()}, bf16 / file.name)
+        else:
+            (bf16 / file.name).write_bytes(file.read_bytes())
+    return bf16
+
+
+def kept(rank: int, world: int, task: Task) -> dict[str, torch.dtype]:
+    """Dtypes on the rank; a step, and an export beside the model's folder (on the ranks)."""
+    engine, context = build(task.case, task.folder, world, torch_dtype="bfloat16", **task.options)
+    dtypes = {n: p.dtype for n, p in engine.plain[0].named_parameters()}
+    mine = own(global_batch(task.case, 2), task.case.dp, context.layout.coordinates(rank).dp)
+    engine.train_batch(mine, CrossEntropy(), 1e-3)
+    engine.export(task.folder.parent / "exported", task.folder)
+    torch.distributed.barrier()
+    context.close()
+    return dtypes
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("qwen3_5 tp2 sp", {}),
+        ("qwen3_5 dp2 do", {}),
+        ("qwen3_5 tp2", {"train_type": "lora", "target_modules": ("in_proj_qkv",)}),
+        pytest.param("qwen3_5 te dp2 do packed", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_rates_of_decay_stay_in_float32(
+    text: str,
+    options: dict[str, Any],
+    pool: Pool,
+    references: References,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Gated delta nets' rates and output norms are loaded, trained and written without rounding to bfloat16."""
+    case = parse(text)
+    pool = request.getfixturevalue("te_pool") if case.te else pool
+    folder = as_published(references.model(case.variant), tmp_path / "model")
+    dtypes = pool.run("tests.parity.test_bf16:kept", Task(case, folder, Recipe(), options=options), case.world)[0]
+    base = {n.rpartition(".")[2] for n, t in dtypes.items() if t == torch.float32 and ".lora." not in n}
+    assert base == {"A_log", "out_norm_weight"}
+    before, after = models.disk_tensors(folder), models.disk_tensors(tmp_path / "exported")
+    assert {n: t.dtype for n, t in after.items()} == {n: t.dtype for n, t in before.items()}
+    frozen = before if options.get("train_type") == "lora" else ()
+    for name in (n for n in before if n.endswith(WIDE)):
+        assert torch.equal(before[name], after[name]) == (name in frozen)
+        assert not torch.equal(after[name], after[name].bfloat16().float())
 
 
 SCALE = 4.0

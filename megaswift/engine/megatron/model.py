@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.cuda_graphs import tell_graphs_of_fused_gradients
+from megaswift.engine.megatron.layers.delta_net import GatedDeltaNet
 from megaswift.engine.megatron.layers.grouped_experts import GroupedExpertLinear
 from megaswift.engine.megatron.layers.head import compute_vocabulary_fields
 from megaswift.engine.megatron.layers.implementation import (
@@ -368,6 +369,8 @@ def wrap_chunks(
     for router in (m for c in chunks for m in c.modules() if isinstance(m, AuxLossTopKRouter)):
         # before weights come: Megatron's own call, in the first pass, is after their rounding
         router._maintain_float32_expert_bias()
+    for layer in (m for c in chunks for m in c.modules() if isinstance(m, GatedDeltaNet)):
+        layer.keep_float32()
     wrapped = [
         DistributedDataParallel(
             config, ddp, m, disable_bucketing=i > 0 and not overlap_reduce, pg_collection=context.groups

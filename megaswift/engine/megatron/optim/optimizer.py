@@ -11,6 +11,7 @@ import inspect
 import math
 import re
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
@@ -96,6 +98,8 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(options, chunks, **extra)
     # Replace or fuse the inner optimizer of each part.
     for part in optimizer_parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            _correct_places_in_groups(part)
         if plugin is not None:
             part.optimizer = _of_plugin(plugin, part.optimizer, o)
         elif o.optimizer_cpu_offload:
@@ -108,6 +112,17 @@ def build_optimizer(
     if plugin is None:
         let_device_decide(optimizer_parts(optimizer))
     return optimizer
+
+
+def _correct_places_in_groups(part: DistributedOptimizer) -> None:
+    """Number the weights of each group as the inner optimizer has them: float32 ones first.
+
+    Megatron-Core (0.16 to 0.19) numbers them in the order of its buffers, so in a group with weights of both precisions
+    some would be given the states of others.
+    """
+    for number, weights in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+        for place, weight in enumerate(chain(*weights)):
+            part.model_param_group_index_map[weight] = (number, place)
 
 
 def _of_plugin(plugin: PluginOptimizerParts, fresh: torch.optim.Optimizer, o: OptimConfig) -> torch.optim.Optimizer:

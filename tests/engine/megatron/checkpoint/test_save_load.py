@@ -57,6 +57,7 @@ CONTINUED = [
     ("dense dp2 do", BF16),
     ("moe tp2 sp ep2", {}),
     ("qwen3_5_moe tp2 sp ep2 do", {}),
+    ("qwen3_5 dp2 do", BF16),
     ("qwen3_5-mtp pp2 tied dp2 do", {}),
     ("dense dp2 do", OVERLAP),
     *(
@@ -185,7 +186,14 @@ def test_another_layout(before: str, after: str, pool: Pool, models: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("dense dp2 do", "dense tp2"), pytest.param("dense tp2", "dense pp2 dp2 do", marks=pytest.mark.slow)],
+    [
+        ("dense dp2 do", "dense tp2"),
+        ("qwen3_5 dp2 do", "qwen3_5 tp2 sp"),
+        *(
+            pytest.param(before, after, marks=pytest.mark.slow)
+            for before, after in (("dense tp2", "dense pp2 dp2 do"), ("qwen3_5 pp2 vpp2", "qwen3_5 tp2 dp2 do"))
+        ),
+    ],
 )
 def test_another_layout_in_half_precision(before: str, after: str, pool: Pool, models: Path, tmp_path: Path) -> None:
     """The float32 main weights move too: a float32 run that loads the checkpoint gets them, and hands them back
@@ -195,13 +203,14 @@ def test_another_layout_in_half_precision(before: str, after: str, pool: Pool, m
     assert_same(loaded.weights, saved.weights)
     for name, moments in saved.moments.items():
         assert_same(loaded.moments[name], moments)
-    mains = go(pool, make("dense single", models, load=tmp_path / "a", save=tmp_path / "c"))[0].weights
-    assert_same(mains, go(pool, make("dense pp2", models, load=tmp_path / "b"))[0].weights)
+    single, stages = (f"{before.split()[0]} {layout}" for layout in ("single", "pp2"))
+    mains = go(pool, make(single, models, load=tmp_path / "a", save=tmp_path / "c"))[0].weights
+    assert_same(mains, go(pool, make(stages, models, load=tmp_path / "b"))[0].weights)
     assert any(not torch.equal(t, t.bfloat16().float()) for t in mains.values())
-    assert_same({n: t.bfloat16() for n, t in mains.items()}, saved.weights)
+    assert_same({n: t.to(saved.weights[n].dtype) for n, t in mains.items()}, saved.weights)
     again = go(pool, make(after, models, load=tmp_path / "c", save=tmp_path / "d", options=BF16))[0]
     assert_same(again.weights, saved.weights)
-    assert_same(go(pool, make("dense single", models, load=tmp_path / "d"))[0].weights, mains)
+    assert_same(go(pool, make(single, models, load=tmp_path / "d"))[0].weights, mains)
 
 
 def test_before_the_first_step(pool: Pool, models: Path, tmp_path: Path) -> None:
