@@ -16,6 +16,7 @@ from megaswift.models.fields.rows import MappedField, RequiredValue
 from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import EMBEDDING, EXPERT_BIAS, HEAD, dense_mlp, moe_block, shared_experts
 from megaswift.models.weights.latent import LATENT_ATTENTION
+from megaswift.models.weights.mtp import DEEPSEEK_MTP
 
 ROUTER = RouterDefaults(
     "sigmoid",
@@ -55,6 +56,7 @@ FAMILIES.register(
         ),
         fixed={"multi_latent_attention": True, "qk_layernorm": True},
         kept=mtp_tensor_name_regex,
+        mtp=DEEPSEEK_MTP,
         unreadable=(null_kv_heads,),
     ),
 )

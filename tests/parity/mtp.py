@@ -18,6 +18,7 @@ from torch import Tensor
 MTP = {
     "deepseek_v3-mtp": 2,
     "glm4_moe-mtp": 1,
+    "glm4_moe_lite-mtp": 1,
     "qwen3_5-mtp": 1,
     "qwen3_5-mtp-tied": 1,
     "qwen3_5_moe-mtp": 1,
@@ -58,6 +59,8 @@ def heads(model: Any, folder: Path | None, layers: int) -> Any:
     config.num_mtp_layers = layers
     if getattr(config, "layer_types", None) is not None:
         config.mtp_layer_types = ["full_attention"] * layers
+    if getattr(config, "mlp_layer_types", None) is not None:
+        config.mtp_mlp_layer_types = ["sparse"] * layers
     made = MtpModel(model, layers)
     made.train()
     if folder is not None:
@@ -126,7 +129,3 @@ def add_to_folder(folder: Path, model: Any, layers: int) -> None:
     table = json.loads(index.read_text())
     table["weight_map"] |= dict.fromkeys(tensors, FILE)
     index.write_text(json.dumps(table))
-    config = json.loads((folder / "config.json").read_text())
-    for field in ("num_mtp_layers", "mtp_layer_types") if model.config.model_type.startswith("qwen") else ():
-        config.pop(field, None)
-    (folder / "config.json").write_text(json.dumps(config))

@@ -38,6 +38,8 @@ DEFAULT = [
 ]
 MORE = [
     "deepseek_v3-mtp single",
+    "glm4_moe_lite-mtp pp2 packed",
+    "glm4_moe_lite-mtp tp2 sp ep2",
     "deepseek_v3-mtp pp2 recompute=block",
     "deepseek_v3-mtp recompute=selective",
     "deepseek_v3-mtp tp2 sp cp2 pp2 packed do",
