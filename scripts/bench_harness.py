@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_model import SIZES, make_model
+from bench_model import MODEL_TYPES, SIZES, make_model
 
 GO, READY = b"go", b"ready"
 
@@ -184,6 +184,7 @@ def options(
     """The options of every benchmark."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="20m", help="model size")
+    parser.add_argument("--model_type", choices=MODEL_TYPES, default="qwen3", help="of the model")
     parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the computation")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--steps", type=int, default=steps, help="measured steps of each contender")

@@ -24,6 +24,7 @@ SIZES = {
     "1b": (2048, 16, 6144, 16, 8, 128, 65536),
     "4b": (2560, 36, 9728, 32, 8, 128, 151936),
 }
+MODEL_TYPES = ("qwen3", "qwen3_5_text", "qwen3_5_moe_text")
 LR, CLIP, DECAY, BETAS, EPS = 1e-4, 1.0, 0.1, (0.9, 0.95), 1e-8
 
 
@@ -33,16 +34,32 @@ def vocabulary(args: argparse.Namespace) -> int:
 
 
 def make_model(args: argparse.Namespace, folder: Path) -> None:
-    """Writes a random Qwen3 of the asked size, and a tokenizer that TRL accepts, as a Hugging Face folder."""
+    """Writes a random model of the asked type and size, and a tokenizer that TRL accepts, as a Hugging Face folder."""
     from tokenizers import Tokenizer, models
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
     size = dict(zip(FIELDS, SIZES[args.size], strict=True))
-    config = AutoConfig.for_model("qwen3", **size, tie_word_embeddings=False, max_position_embeddings=4096)
+    size |= hybrid_sizes(args.model_type, size)
+    config = AutoConfig.for_model(args.model_type, **size, tie_word_embeddings=False, max_position_embeddings=4096)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(vocabulary(args))}, unk_token="<0>"))
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<0>", eos_token="<1>").save_pretrained(folder)
+
+
+def hybrid_sizes(model_type: str, size: dict[str, int]) -> dict[str, int]:
+    """The sizes of gated delta nets, in the proportions of Qwen3.5, and of its experts: eight, of which two are active,
+    and a shared one."""
+    if model_type == "qwen3":
+        return {}
+    heads = size["hidden_size"] // 128 or 1
+    found = {"linear_num_key_heads": heads, "linear_num_value_heads": 2 * heads}
+    found |= {"linear_key_head_dim": size["head_dim"], "linear_value_head_dim": size["head_dim"]}
+    if model_type == "qwen3_5_moe_text":
+        width = size["intermediate_size"] // 4
+        found |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": width}
+        found |= {"shared_expert_intermediate_size": width}
+    return found
 
 
 def load_hf(args: argparse.Namespace, folder: Path) -> Any:

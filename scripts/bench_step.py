@@ -4,6 +4,7 @@ TRL's SFTTrainer.
     python scripts/bench_step.py                      # about 20 M parameters, float32, CPU
     python scripts/bench_step.py --size 1b --dtype bfloat16          # on a GPU
     python scripts/bench_step.py --memory             # peak memory, one process a contender
+    python scripts/bench_step.py --model_type qwen3_5_text           # gated delta nets
 
 The same weights, the same batches, one process: the contenders take turns, a step each (the first one of a round moves
 on), and the median counts. Each runs in its own thread, TRL in its own train loop, which waits for its turn in the
