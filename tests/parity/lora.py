@@ -104,9 +104,9 @@ class Adapted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def parameters(self) -> list[Tensor]:
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
         """What trains."""
-        return list(self.tensors.values())
+        return list(self.tensors.items())
 
     def weight(self, name: str, base: Tensor) -> Tensor:
         """The weight of this name on disk, changed or not."""
