@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from megaswift.errors import WeightsError
-from tests.families.published_moe import ERNIE_4_5_21B_A3B, GPT_OSS_20B, MINIMAX_M2, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B
+from tests.families.published_moe import (
+    ERNIE_4_5_21B_A3B,
+    GPT_OSS_20B,
+    HUNYUAN_A13B,
+    MINIMAX_M2,
+    OLMOE_1B_7B,
+    QWEN1_5_MOE_A2_7B,
+)
 from tests.families.specs import refusals, spec
 
 
@@ -163,3 +170,25 @@ def test_experts_of_ernie() -> None:
         ({"moe_layer_end_index": -2}, "moe_layer_end_index"),
     ):
         assert any(told in problem for problem in refusals(ERNIE_4_5_21B_A3B, **changes)), told
+
+
+def test_experts_of_hunyuan() -> None:
+    hunyuan = spec(HUNYUAN_A13B)
+    assert (hunyuan.experts, hunyuan.topk, hunyuan.expert_ffn, hunyuan.shared_ffn) == (64, 8, 3072, 3072)
+    assert all(hunyuan.moe_layers) and hunyuan.features.qk_norm_rotated
+    assert hunyuan.rope.base == pytest.approx(10000.0 * 1000.0 ** (128 / 126)) and hunyuan.rope.scaling is None
+    assert spec(HUNYUAN_A13B, moe_topk=4, moe_intermediate_size=3072, num_shared_expert=1).topk == 4
+    for changes, told in (
+        ({"moe_topk": [8] * 31 + [4]}, "the same number for every layer"),
+        ({"moe_topk": [8] * 31}, "the same number for every layer"),
+        ({"moe_topk": ...}, "no gradient"),
+        ({"moe_topk": 65}, "more than the 64 experts"),
+        ({"moe_intermediate_size": [1536] * 32}, "must be 3072"),
+        ({"num_shared_expert": [2] * 32}, "must be 1"),
+        ({"use_mixed_mlp_moe": False}, "use_mixed_mlp_moe"),
+        ({"moe_layer_num_skipped": 1}, "moe_layer_num_skipped"),
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+        ({"use_cla": True}, "use_cla"),
+    ):
+        assert any(told in problem for problem in refusals(HUNYUAN_A13B, **changes)), told

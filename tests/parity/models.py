@@ -188,6 +188,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "router_aux_loss_coef": 0.02,
         },
     ),
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe",
+        {
+            **BASE,
+            **_rope("dynamic", alpha=1000.0, factor=1.0),
+            "intermediate_size": 48,
+            "num_experts": 8,
+            "moe_topk": [3, 3, 3, 3],
+            "tie_word_embeddings": True,
+        },
+    ),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "gpt_oss": ("gpt_oss", GPT_OSS),
@@ -395,7 +406,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         elif p.dim() == 1:
             gain = 0.0 if centered and not name.endswith("linear_attn.norm.weight") else 1.0
             p.data = 0.1 * noise + (gain if "norm" in name else 0.0)
-        elif name.endswith(("mlp.gate.weight", "embed_tokens.weight", "lm_head.weight")):
+        elif name.endswith(("mlp.gate.weight", "mlp.gate.wg.weight", "embed_tokens.weight", "lm_head.weight")):
             p.data = noise * 0.15
         else:
             p.data = noise * 0.8 / math.sqrt(p.shape[-1])

@@ -77,6 +77,7 @@ LATER = [
     "solar_open dp2 ep2",
     "exaone_moe tp2 sp",
     "ernie4_5_moe dp2 ep2",
+    "hunyuan_v1_moe tp2 sp",
     "qwen3_5 single",
     "qwen3_5 cp2 packed",
     "qwen3_next tp2 sp",

@@ -145,7 +145,7 @@ def post_norms(attention: str, mlp: str) -> tuple[WeightRule, ...]:
     )
 
 
-def moe_block(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
+def moe_block(block: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[WeightRule, ...]:
     """Norm, router and experts of a MoE layer whose HF module is called `block`, its projections `gate`, `up`,
     `down`."""
     b = f"{H}{block}."
@@ -154,7 +154,7 @@ def moe_block(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ..
         ReplicatedRule(
             M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), "moe"
         ),
-        ReplicatedRule(M + "mlp.router.weight", (b + "gate.weight",), ("experts", "hidden_size"), "moe"),
+        ReplicatedRule(M + "mlp.router.weight", (f"{b}{router}.weight",), ("experts", "hidden_size"), "moe"),
         GateUpRule(
             M + "mlp.experts.{E}.linear_fc1.weight",
             (f"{e}{gate}.weight", f"{e}{up}.weight"),
