@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch import nn
 
 from tests.engine.megatron.names_of_newest_release import NAMES, defined, sources, used, used_of
 
@@ -22,6 +23,18 @@ def test_names_that_the_engine_uses(megatron: ModuleType) -> None:
     missing = {name: place for name, place in installed.items() if name not in known}
     how = "python -m tests.engine.megatron.names_of_newest_release WHEEL writes its names anew"
     assert not missing, f"not known to be in Megatron-Core's newest supported release ({how}): {missing}"
+
+
+@pytest.mark.wide
+def test_both_names_of_the_layer_inside_a_layer_for_multi_token_prediction(megatron: ModuleType) -> None:
+    """Megatron-Core's schedules set the micro-batch's number on `transformer_layer` (0.16) or `mtp_model_layer`
+    (0.19)."""
+    from megaswift.engine.megatron.layers.mtp import MtpLayer
+
+    layer = MtpLayer.__new__(MtpLayer)
+    nn.Module.__init__(layer)
+    layer.transformer_layer = nn.Identity()
+    assert layer.mtp_model_layer is layer.transformer_layer
 
 
 def test_what_counts_as_defined() -> None:

@@ -75,6 +75,11 @@ class MtpLayer(MegatronModule):
         )
         self.final_layernorm = modules.norm(**norm)
 
+    @property
+    def mtp_model_layer(self) -> nn.Module:
+        """The decoder layer by the name that the schedules of newer Megatron-Core (0.19) look for."""
+        return self.transformer_layer
+
     def forward(
         self, embedded: Tensor, hidden: Tensor, rotary_pos_emb: Tensor | None, padding_mask: Tensor | None, rows: Any
     ) -> Tensor:
