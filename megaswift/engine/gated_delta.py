@@ -10,9 +10,11 @@ of a value; n chunks of c tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,8 @@ class TokenDocuments:
     """int64 [s], rising from 0."""
     count: int
     """Documents in all, empty ones included."""
+    bounds: Tensor
+    """int64 on the host: where each document begins that has a token, and the end of the row."""
 
     @classmethod
     def of_bounds(cls, bounds: Sequence[int], device: torch.device) -> TokenDocuments:
@@ -45,7 +49,7 @@ class TokenDocuments:
         """
         lengths = torch.tensor([end - start for start, end in pairwise(bounds)])
         numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
-        return cls(copy_to_device_async(numbers, device), len(lengths))
+        return cls(copy_to_device_async(numbers, device), len(lengths), torch.tensor(sorted(set(bounds))))
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,12 @@ def gated_delta_rule(
     the state before it, and only that state passes from chunk to chunk. A document begins with S = 0 wherever in a
     chunk that is. In float32, or float64 where the inputs are.
 
+    On a GPU inputs of 16 bits go through the kernels of flash-linear-attention where it is installed (`fla-core`). Its
+    call was compared with the signature and the texts of release 0.6.0; the kernels themselves have not run here.
+
+    The sums of decays in float64 cost 4 % of the time of the torch form (0.255 s for 0.246 s, forward and backward of
+    2,048 tokens with 8 value heads of 128 on one CPU thread) and 2 % of its peak (579 MiB for 569 MiB, the process's).
+
     Args:
         query: [b, s, g, dk].
         key: [b, s, g, dk].
@@ -158,6 +168,9 @@ def gated_delta_rule(
     Returns:
         [b, s, g, r, dv].
     """
+    kernel = fla_kernel() if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) else None
+    if kernel is not None:
+        return rule_by_kernel(kernel, query, key, value, decay, write, documents)
     length = value.shape[1]
     query, key = (_chunks(_unit(wide(t)))[:, :, None] for t in (query, key))
     value = _chunks(wide(value)).movedim(-2, 2)
@@ -203,6 +216,44 @@ def gated_delta_rule(
         state = state * kept_i + writes_i @ corrections
     out = torch.stack(outs, dim=3).flatten(3, 4)[:, :, :, :length]
     return out.permute(0, 3, 1, 2, 4)
+
+
+@cache
+def fla_kernel() -> Callable[..., Any] | None:
+    """Return flash-linear-attention's chunked gated delta rule; None where it is not installed."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+    return chunk_gated_delta_rule  # type: ignore[no-any-return]
+
+
+def rule_by_kernel(
+    kernel: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    write: Tensor,
+    documents: TokenDocuments | None,
+) -> Tensor:
+    """Compute `gated_delta_rule` by a function with the arguments of flash-linear-attention's.
+
+    It takes documents of one row only, as bounds: rows are laid end to end. Each value head gets its key head's query
+    and key, as transformers gives them.
+    """
+    rows, length, groups, per_group, _ = value.shape
+    query, key = (t.repeat_interleave(per_group, dim=2) for t in (query, key))
+    value, decay, write = (t.flatten(2, 3) for t in (value, decay, write))
+    bounds = {}
+    if documents is not None:
+        starts = documents.bounds[:-1] + length * torch.arange(rows)[:, None]
+        host = torch.cat([starts.flatten(), torch.tensor([rows * length])])
+        bounds = {"cu_seqlens": copy_to_device_async(host, value.device), "cu_seqlens_cpu": host}
+        query, key, value, decay, write = (t.flatten(0, 1)[None] for t in (query, key, value, decay, write))
+    out, _state = kernel(query, key, value, decay, write, use_qk_l2norm_in_kernel=True, **bounds)
+    whole: Tensor = out.reshape(rows, length, groups, per_group, -1)
+    return whole
 
 
 def _unit(x: Tensor) -> Tensor:

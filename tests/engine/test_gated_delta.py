@@ -27,6 +27,7 @@ from megaswift.engine.gated_delta import (
     causal_convolution,
     gated_delta_net,
     gated_delta_rule,
+    rule_by_kernel,
 )
 from tests.parity.oracle import Widened
 
@@ -59,6 +60,72 @@ def hugging_face_rule(rule: Any, inputs: Sequence[Tensor]) -> Tensor:
             query, key, value.flatten(2, 3), g=decay.flatten(2), beta=write.flatten(2), use_qk_l2norm_in_kernel=True
         )
     return out.view_as(value)
+
+
+def kernel_of_fla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any = None,
+) -> tuple[Tensor, None]:
+    """`fla.ops.gated_delta_rule.chunk_gated_delta_rule` of release 0.6.0: its arguments and what its text asks of them,
+    computed by transformers' function for one document."""
+    assert q.shape == k.shape and q.shape[:2] == v.shape[:2] == g.shape[:2]
+    assert g.shape == beta.shape == v.shape[:3] and v.shape[2] % q.shape[2] == 0
+    assert use_qk_l2norm_in_kernel and not use_beta_sigmoid_in_kernel and not output_final_state
+    assert (scale, initial_state, chunk_indices, cp_context) == (None,) * 4
+    bounds = [0, q.shape[1]]
+    if cu_seqlens is not None:
+        assert q.shape[0] == 1 and cu_seqlens.dtype == torch.int64 and torch.equal(cu_seqlens, cu_seqlens_cpu)
+        bounds = cu_seqlens.tolist()
+        assert bounds[0] == 0 and bounds[-1] == q.shape[1] and bounds == sorted(set(bounds))
+    outs = []
+    for start, end in pairwise(bounds):
+        parts = (t[:, start:end] for t in (q, k, v, g, beta))
+        with Widened():
+            outs.append(torch_chunk_gated_delta_rule(*parts, use_qk_l2norm_in_kernel=True)[0])
+    return torch.cat(outs, dim=1), None
+
+
+@pytest.mark.parametrize("documents", [None, TOGETHER], ids=["rows", "documents"])
+def test_kernels_get_what_they_ask_for(documents: TokenDocuments | None) -> None:
+    """Two rows, three value heads for each key head."""
+    inputs = rule_inputs(BOUNDS[-1])
+    ours = gated_delta_rule(*inputs, documents)
+    assert_equal([rule_by_kernel(kernel_of_fla, *inputs, documents), ours], inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [False, True], ids=["rows", "documents"])
+def test_kernels_compute_what_torch_does(documents: bool) -> None:
+    """bfloat16 on a GPU, output and gradients."""
+    kernel = pytest.importorskip("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    generator = torch.Generator("cuda").manual_seed(3)
+    shapes = [(2, 64), (2, 64), (2, 3, 64), (2, 3), (2, 3)]
+    drawn = [torch.randn(1, BOUNDS[-1], *shape, device="cuda", generator=generator) for shape in shapes]
+    drawn[3] = -(drawn[3].sigmoid() ** 4) * 8
+    drawn[4] = drawn[4].sigmoid()
+    inputs = [t.bfloat16().requires_grad_() for t in drawn]
+    of_row = TokenDocuments.of_bounds(BOUNDS, torch.device("cuda")) if documents else None
+    want = gated_delta_rule(*(t.float() for t in inputs), of_row)
+    got = rule_by_kernel(kernel, *inputs, of_row).float()
+    weight = torch.randn(want.shape, device="cuda", generator=generator)
+    pairs = [(got, want), *zip(*(torch.autograd.grad((o * weight).sum(), inputs) for o in (got, want)), strict=True)]
+    for number, (ours, theirs) in enumerate(pairs):
+        distance = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+        assert distance < 1e-2, f"tensor {number}: {distance:.1e}"
 
 
 def assert_equal(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

@@ -41,7 +41,7 @@ GATED_DELTA_NET: tuple[BlockAxis, ...] = (
     BlockAxis("data parallelism, distributed optimizer"),
     BlockAxis("expert and expert tensor parallelism"),
     BlockAxis("packed rows"),
-    BlockAxis("recomputation, full and selective"),
+    BlockAxis("recomputation, full and selective", condition="selective: by `--recompute_modules core_attn`"),
     BlockAxis("Transformer Engine's layers"),
     BlockAxis("LoRA"),
     BlockAxis(

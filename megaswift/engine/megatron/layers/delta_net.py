@@ -8,6 +8,7 @@ the call of the module that owns them, and a child that only holds a weight is n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.gated_delta import GatedDeltaWeights, gated_delta_net
@@ -38,7 +40,10 @@ class GatedDeltaNetSubmodules:
 
 
 class GatedDeltaNet(MegatronModule):
-    """A gated delta net in the place of self-attention: hidden states [s / cp (/ tp), b, h] to (output, bias)."""
+    """A gated delta net in the place of self-attention: hidden states [s / cp (/ tp), b, h] to (output, bias).
+
+    `recompute_modules` core_attn, which recomputes attention between its projections, recomputes `gated_delta_net`.
+    """
 
     def __init__(
         self, config: Any, submodules: GatedDeltaNetSubmodules, layer_number: int, *, pg_collection: Any, **_: Any
@@ -52,6 +57,8 @@ class GatedDeltaNet(MegatronModule):
         key_width = config.linear_key_head_dim
         value_width = config.linear_value_head_dim
         self.groups = groups // ranks
+        selective = config.recompute_granularity == "selective"
+        self.recomputes = selective and "core_attn" in (config.recompute_modules or ())
         assert self.groups % self.cp_group.size() == 0, "context-parallel ranks share the key heads"
         convolved = 2 * groups * key_width + heads * value_width
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
@@ -116,7 +123,10 @@ class GatedDeltaNet(MegatronModule):
             self.config.layernorm_epsilon,
             self.config.linear_key_head_dim,
         )
-        out = gated_delta_net(projected.transpose(0, 1), weights, documents).transpose(0, 1)
+        net: Any = gated_delta_net
+        if self.recomputes:  # nothing in it is random
+            net = partial(checkpoint, gated_delta_net, use_reentrant=False, preserve_rng_state=False)
+        out = net(projected.transpose(0, 1), weights, documents).transpose(0, 1)
         if order is not None:
             heads = out.unflatten(-1, (projected.shape[2], -1))
             out = exchange_heads_for_slices(heads, order, self.cp_group).flatten(2)
