@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from megaswift.bridge.adapters.merge import merge_adapter_folder_into_base
+from megaswift.bridge.convert.to_hf import megatron_to_hf
 from megaswift.config import load_config
 from megaswift.data.encode.rows import RowEncoder, encode_spec
 from megaswift.data.model_tokenizer import read_tokenizer
@@ -87,15 +88,19 @@ def stored(folder: Path) -> dict[str, Tensor]:
     ],
 )
 def test_a_step(form: str, ranks: int, tmp_path: Path) -> None:
-    """Its loss is transformers'; only the language model changes; the export is the folder's own form, and transformers
-    has the next step's loss with it."""
-    out, losses = trained(form, tmp_path, "--max_steps", 1, "--export_hf", "true", *LAYOUTS[ranks], ranks=ranks)
+    """Its loss is transformers'; only the language model changes; what comes back is the folder's own form, and
+    transformers has the next step's loss with it."""
+    steps = ("--max_steps", 2, "--save_steps", 1, "--export_hf", "true")
+    out, losses = trained(form, tmp_path, *steps, *LAYOUTS[ranks], ranks=ranks)
     assert losses[0] == pytest.approx(loss_of(whole(tmp_path / "model"), tmp_path), rel=1e-6)
+    megatron_to_hf(out / "checkpoints" / "step-1", tmp_path / "step-1")
+    assert losses[1] == pytest.approx(loss_of(whole(tmp_path / "step-1"), tmp_path), rel=1e-6)
     had, has = stored(tmp_path / "model"), stored(out / "hf")
-    assert had.keys() == has.keys() and config_of(out / "hf") == config_of(tmp_path / "model")
+    assert had.keys() == has.keys() == stored(tmp_path / "step-1").keys()
+    assert config_of(out / "hf") == config_of(tmp_path / "model")
     same = {name for name in had if had[name].dtype == has[name].dtype and torch.equal(had[name], has[name])}
     assert same == {name for name in had if name.startswith(("mtp.", "model.visual."))}
-    assert loss_of(whole(out / "hf"), tmp_path) < losses[0] - 0.1
+    assert loss_of(whole(out / "hf"), tmp_path) < losses[1] < losses[0] - 0.1
 
 
 @pytest.mark.process
