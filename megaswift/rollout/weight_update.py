@@ -8,7 +8,7 @@ change with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,10 +45,15 @@ def _problem(rule: str, names: Sequence[str], fix: str = "") -> WeightsError:
 
 
 class InPlaceWeightLoader:
-    """Maps checkpoint tensors to parameters. Built once per model; `fill` loads one round of weights."""
+    """Maps checkpoint tensors to parameters. Built once per model; `fill` loads one round of weights.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        carried: Yields the tensors that training carries along unchanged, which a round of weights may lack.
+    """
+
+    def __init__(self, model: nn.Module, carried: Callable[[], Iterable[tuple[str, Tensor]]] = tuple) -> None:
         self.model = model
+        self.carried = carried
         shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in self._targets().items()}
         names = list(tensors_by_disk_name(model, shapes))
         groups = conversion_groups(model, cast(Any, _Names(names)))
@@ -59,6 +64,9 @@ class InPlaceWeightLoader:
         self.of_name |= {
             name: ConversionGroup(((name, name),), first) for name, first in tied.items() if name not in self.of_name
         }
+        whole = {name: ConversionGroup(((name, name),), name) for name in shapes if name not in self.of_name}
+        """Parameters under the model's own names: folders that store all experts of a layer in one tensor use these."""
+        self.of_name |= whole
         self.wanted = {piece.target for piece in self.of_name.values()}
 
     def _targets(self) -> dict[str, Tensor]:
@@ -88,6 +96,9 @@ class InPlaceWeightLoader:
                 for target, value in piece.convert(self.model, waiting.pop(piece.target)).items():
                     self._copy(targets, filled, target, value)
                 filled.add(piece.target)
+        for name, tensor in self.carried():
+            if name in self.of_name and self.of_name[name].target not in filled:
+                self._copy(targets, filled, self.of_name[name].target, tensor)
         missing = [
             name
             for name, piece in self.of_name.items()

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma3TextConfig,
     MistralConfig,
     MixtralConfig,
@@ -28,6 +29,7 @@ from megaswift.errors import ConfigError, WeightsError
 from megaswift.rollout import decoding, kv_cache
 from megaswift.rollout.backends.transformers_sampler import TransformersSampler, build
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler, sampler_backend_names
+from tests.vision_language_folders import write_vision_language
 
 pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("error::FutureWarning")]
 
@@ -251,3 +253,20 @@ def test_backends_are_found_by_name(model: Path) -> None:
         make_sampler("transformer", model, SamplerOptions())
     with pytest.raises(ConfigError, match="is not a torch dtype"):
         make_sampler("transformers", model, SamplerOptions(dtype="fp7"))
+
+
+@pytest.mark.parametrize(("kind", "stacked"), [("qwen3_5_moe", True), ("qwen3_5_moe", False), ("qwen3_5", False)])
+def test_a_language_model_inside_a_larger_one(kind: str, stacked: bool, tmp_path: Path) -> None:
+    """Of a vision-language folder the native engine sends the language model alone, experts as the folder has them; the
+    tower comes from the folder. What is not carried along must come."""
+    folder = write_vision_language(tmp_path / "m", kind, stacked)
+    sent = {name: t for name, t in weights(folder) if not name.startswith(("mtp.", "model.visual."))}
+    made = build(folder, SamplerOptions())
+    made.update_weights(sent.items())
+    whole = AutoModelForImageTextToText.from_pretrained(folder)
+    theirs = whole.state_dict()
+    ours = made.model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    lost = next(name for name in sent if name.endswith("down_proj") or name.endswith("down_proj.weight"))
+    with pytest.raises(WeightsError, match="lack"):
+        made.update_weights((name, t) for name, t in sent.items() if name != lost)

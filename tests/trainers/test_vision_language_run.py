@@ -167,3 +167,27 @@ def test_reward_models_are_refused(folder: Path) -> None:
     """transformers' classes for scores have other names for the language model's weights."""
     with pytest.raises(ConfigError, match="is a vision-language model, which rm does not support"):
         model_spec_for_task(load_config("rm", ["--model", str(folder), "--dataset", "d"]), folder)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("form", "ranks"),
+    [
+        ("stacked", 2),
+        pytest.param("dense", 1, marks=pytest.mark.slow),
+        pytest.param("split", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_grpo(form: str, ranks: int, tmp_path: Path) -> None:
+    """With transformers' sampler, whose weights are the trained language model and the folder's tower: both see the
+    same policy."""
+    folder = write_vision_language(tmp_path / "model", *FORMS[form])
+    data = write_conversations(tmp_path / "data.jsonl", 8)
+    reward = "def length(prompts, completions, **_):\n    return [float(len(c[0]['content'])) for c in completions]\n"
+    (tmp_path / "reward.py").write_text(reward)
+    inputs = ["--model", str(folder), "--dataset", str(data), "--dataset_cache_dir", str(tmp_path / "cache")]
+    batch = ("--per_device_train_batch_size", 4, "--num_generations", 4, "--max_completion_length", 6, "--max_steps", 3)
+    rewards = ("--reward_funcs", f"{tmp_path / 'reward.py'}:length", "--rollout_backend", "transformers")
+    run(inputs, tmp_path / "out", *batch, *rewards, "--lr", 1e-3, *LAYOUTS[ranks], ranks=ranks, task="grpo")
+    lines = [line for line in read_lines(tmp_path / "out" / "metrics.jsonl") if "reward" in line]
+    assert len(lines) == 3 and all(line["sampling/sampling_logp_difference/max"] < 2e-4 for line in lines)

@@ -6,7 +6,7 @@ is in `decoding`. Adapters are PEFT layers loaded from the PEFT folder that the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaswift.bridge.plan import WeightPlan
 from megaswift.bridge.weight_source import open_weights
 from megaswift.engine.torch import meta_init
 from megaswift.errors import Problem, UserError, WeightsError, first_line
+from megaswift.families import family_of, read_config_json
 from megaswift.inference.load_errors import REFUSALS
 from megaswift.inference.model import quiet_transformers
+from megaswift.models.family import trains_language_model
 from megaswift.rollout.decoding import decode_batch
 from megaswift.rollout.kv_cache import check_kv_cache_layer_types
 from megaswift.rollout.sampler import BatchImages, Completion, SamplerOptions, SamplingParams
@@ -87,10 +90,20 @@ class TransformersSampler:
         self.device = torch.device(options.device)
         self.model = _model(folder, options)
         check_kv_cache_layer_types(self.model.config)
-        self.incoming = InPlaceWeightLoader(self.model)
+        self.incoming = InPlaceWeightLoader(self.model, self._carried)
         self.adapters = InPlaceAdapterLoader(self.model)
         self.ready = False
         """Whether all weights are loaded."""
+
+    def _carried(self) -> Iterator[tuple[str, Tensor]]:
+        """The folder's tensors that the native engine carries along unchanged: a vision tower."""
+        config = read_config_json(self.folder)
+        if not trains_language_model(config):
+            return
+        family = family_of(config)
+        plan = WeightPlan(family, family.spec(config))
+        source = open_weights(self.folder)
+        yield from ((name, source.slice(name)) for name in plan.kept(source.names()))
 
     def wake(self) -> None:
         """Allocates uninitialized storage for the weights and moves buffers to the device."""
@@ -169,9 +182,11 @@ class TransformersSampler:
 
 
 def placeholder_token_ids(config: Any) -> tuple[int, ...]:
-    """The tokens that stand for images and videos in a prompt; none of a language model."""
+    """The tokens that stand for images and videos in a prompt; none of a language model. Numbers beyond the vocabulary
+    are defaults of the configuration's class, of a model that has been made smaller."""
+    size = config.get_text_config().vocab_size
     named = [getattr(config, name, None) for name in PLACEHOLDERS]
-    return tuple(sorted({token for token in named if isinstance(token, int) and token >= 0}))
+    return tuple(sorted({token for token in named if isinstance(token, int) and 0 <= token < size}))
 
 
 def build(folder: Path, options: SamplerOptions) -> TransformersSampler:
