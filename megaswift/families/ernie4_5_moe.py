@@ -8,6 +8,7 @@ from megaswift.models.fields.decoder import FFN, ROUTER, head_dim_row, remote_co
 from megaswift.models.fields.ernie import ERNIE
 from megaswift.models.fields.rows import ConfigReading, FieldGroupRow, RequiredValue, UnusedField
 from megaswift.models.spec import ModelSpec
+from megaswift.models.unreadable import null_kv_heads
 from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, H, M, dense_mlp, moe_block, shared_experts
 from megaswift.models.weights.rules import OneRowRule
 
@@ -100,5 +101,6 @@ FAMILIES.register(
         ),
         fixed={"rotary_interleaved": True, "moe_router_pre_softmax": False},
         kept=_mtp_tensor_names,
+        unreadable=(null_kv_heads,),
     ),
 )
