@@ -68,6 +68,8 @@ class Family:
     """Rows beyond the ones that all families share."""
     weights: tuple[WeightRule, ...]
     """In the order of export."""
+    transformers_type: str = ""
+    """transformers' model type, where it has the model under another name only."""
     earlier_architecture: str = ""
     """The class of the authors' own code with the same tensors, in folders older than transformers' class."""
     fixed: Mapping[str, Any] = field(default_factory=dict)

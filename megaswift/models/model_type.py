@@ -23,6 +23,7 @@ MS_SWIFT_TYPES: dict[str, tuple[str, ...]] = {
     "phi3": ("phi3_small", "phi4", "phi4_mini"),
     "deepseek_v2": ("deepseek_v2_5",),
     "deepseek_v3": ("deepseek_r1", "deepseek_v3_1", "moonlight", "kimi_k2"),
+    "kimi_k2": ("deepseek_v3",),
     "deepseek": ("deepseek_moe",),
     "internvl": ("internvl2", "internvl2_5", "internvl3", "internvl3_5", "internvl_hf"),
     "gemma3_text": ("gemma3",),

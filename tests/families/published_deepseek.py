@@ -382,12 +382,34 @@ K_EXAONE_236B_A23B: dict[str, Any] = {
 }
 """The first release's, as TensorRT-LLM's test of this model has it; later ones have first_k_dense_replace. The card
 says 236 B."""
+KIMI_K2: dict[str, Any] = {
+    **DEEPSEEK_V3,
+    "bos_token_id": 163584,
+    "eos_token_id": 163585,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "transformers_version": "4.48.3",
+    "vocab_size": 163840,
+}
+"""The sizes as public tests of the model have them, in DeepSeek-V3's fields, as the authors' code reads them; the card
+says 1 T."""
 DESCENDANTS: dict[str, tuple[dict[str, Any], int]] = {
     "glm-4.5-air": (GLM_4_5_AIR, 106_852_245_504),
     "glm-4.7-flash": (GLM_4_7_FLASH, 29_943_390_976),
     "dots.llm1": (DOTS_LLM1, 142_774_373_888),
     "solar-open-100b": (SOLAR_OPEN_100B, 102_651_793_408),
     "k-exaone-236b-a23b": (K_EXAONE_236B_A23B, 236_571_150_336),
+    "kimi-k2": (KIMI_K2, 1_026_408_209_408),
     "deepseek-v3": (DEEPSEEK_V3, 671_026_404_352),
     "deepseek-moe-16b": (DEEPSEEK_MOE_16B, 16_375_728_128),
     "deepseek-v2-lite": (DEEPSEEK_V2_LITE, 15_706_484_224),

@@ -21,6 +21,7 @@ from tests.families.published_deepseek import (
     GLM_4_5_AIR,
     GLM_4_7_FLASH,
     K_EXAONE_236B_A23B,
+    KIMI_K2,
     SOLAR_OPEN_100B,
 )
 from tests.families.specs import refusals, spec
@@ -131,6 +132,19 @@ def test_the_factor_on_scores_is_transformers(base: dict[str, Any]) -> None:
 )
 def test_refused(base: dict[str, Any], changes: dict[str, Any], told: str) -> None:
     assert any(told in problem for problem in refusals(base, **changes))
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name() -> None:
+    """The same numbers from the same fields, frequencies too, for which transformers has one name alone; an export
+    keeps the folder's own."""
+    from megaswift.engine.megatron.layers.rope import inverse_frequencies
+
+    kimi, v3 = spec(KIMI_K2), spec(KIMI_K2, model_type="deepseek_v3")
+    assert (kimi.transformer, kimi.rope, kimi.features) == (v3.transformer, v3.rope, v3.features)
+    assert (kimi.family, kimi.hf_config["model_type"]) == ("kimi_k2", "kimi_k2")
+    assert kimi.experts == 384 and kimi.moe_layers.count(False) == 1
+    own, theirs = inverse_frequencies(kimi), inverse_frequencies(v3)
+    assert own[1] == theirs[1] and own[0].tolist() == theirs[0].tolist()
 
 
 def test_windows_of_dots() -> None:

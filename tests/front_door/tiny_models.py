@@ -90,7 +90,7 @@ def config_of(model_type: str, changes: dict[str, Any], name: str = "", reward: 
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     deepseek_moe.register()
-    if model_type not in (*CONFIG_MAPPING_NAMES, "deepseek"):
+    if model_type not in (*CONFIG_MAPPING_NAMES, "deepseek", "kimi_k2"):
         return {"model_type": model_type, "architectures": [model_type], **DENSE, **changes}
     standard = AutoConfig.for_model(model_type)
     parts = getattr(standard, "sub_configs", None)

@@ -1,5 +1,5 @@
 """A reference for DeepSeekMoE 16B, which transformers does not have: its Llama with the experts of its DeepSeek-V2 in
-the layers after the dense ones (arXiv:2401.06066, section 3)."""
+the layers after the dense ones (arXiv:2401.06066, section 3). And Kimi K2, which is its DeepSeek-V3 by another name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 @cache
 def register() -> None:
-    """Makes the model known to transformers' Auto classes as `deepseek`."""
+    """Makes the models known to transformers' Auto classes as `deepseek` and `kimi_k2`."""
     from torch import nn
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         LlamaModel,
@@ -60,6 +62,17 @@ def register() -> None:
             if not isinstance(module, DeepseekV2Experts | DeepseekV2TopkRouter):
                 super()._init_weights(module)
 
+    class KimiConfig(DeepseekV3Config):  # type: ignore[misc]
+        model_type = "kimi_k2"
+
+    class KimiForCausalLM(DeepseekV3ForCausalLM):  # type: ignore[misc]
+        config_class = KimiConfig
+
+    KimiForCausalLM.__name__ = DeepseekV3ForCausalLM.__name__  # as the published folders call it
+    AutoConfig.register("kimi_k2", KimiConfig)
+    AutoModelForCausalLM.register(KimiConfig, KimiForCausalLM)
+    kimi_mapping = conversion_mapping.get_checkpoint_conversion_mapping("deepseek_v3")
+    conversion_mapping.register_checkpoint_conversion_mapping("kimi_k2", kimi_mapping)
     AutoConfig.register("deepseek", DeepseekConfig)
     AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
     mapping = conversion_mapping.get_checkpoint_conversion_mapping("deepseek_v2")

@@ -199,6 +199,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "kimi_k2": ("kimi_k2", {**DEEPSEEK_MOE, **LATENT, **LATENT_YARN, "n_group": 1, "topk_group": 1}),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "gpt_oss": ("gpt_oss", GPT_OSS),
@@ -384,7 +385,7 @@ def config(variant: str) -> Any:
     from transformers import AutoConfig
 
     known = KNOWN.get(variant)
-    if "deepseek" in (variant, known and known[0]):
+    if {"deepseek", "kimi_k2"} & {variant, known and known[0]}:
         deepseek_moe.register()
     if known:
         model_type, fields = known

@@ -27,6 +27,7 @@ DEFAULT = (
     "dots1 tp2 sp ep2",
     "solar_open packed cp2",
     "exaone_moe tp2 sp pp2",
+    "kimi_k2 tp2 sp ep2",
 )
 VARIANTS = (
     "deepseek_v3",
@@ -41,6 +42,7 @@ VARIANTS = (
     "dots1",
     "solar_open",
     "exaone_moe",
+    "kimi_k2",
 )
 LAYOUTS = (
     "single",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megaswift.models.family import FAMILIES
 from megaswift.models.spec import ArchitectureExtras, ModelSpec, RopeSpec
 
 
@@ -22,7 +23,8 @@ def inverse_frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
     if kind == "default":
         return _default(spec, spec.rope), 1.0
     raw = dict(spec.language_config)
-    config = AutoConfig.for_model(raw.pop("model_type"), **raw)
+    own_type = raw.pop("model_type")
+    config = AutoConfig.for_model(FAMILIES.get(spec.family).transformers_type or own_type, **raw)
     which = {} if spec.features.rope_local is None else {"layer_type": "full_attention"}
     inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **which)
     return inv_freq.float(), float(factor)
