@@ -11,6 +11,7 @@ import json
 from types import ModuleType
 
 import pytest
+import torch
 
 from megaswift.bridge.plan import WeightPlan
 from megaswift.families import FAMILIES, ModelSpec, family_of
@@ -24,6 +25,23 @@ def test_parameters_are_those_of_the_model_card(name: str) -> None:
     config, parameters = PUBLISHED[name]
     family = family_of(config)
     assert WeightPlan(family, family.spec(config)).parameters == parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_transformers_has_as_many_parameters(name: str) -> None:
+    """The language model's, on the meta device. ERNIE's biases on the choice of experts are parameters there, which
+    nothing trains."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    deepseek_moe.register()
+    config, parameters = PUBLISHED[name]
+    fields = copy.deepcopy(config)
+    read = AutoConfig.for_model(fields.pop("model_type"), **fields).get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read)
+    trained = (p for n, p in model.named_parameters() if not n.endswith("e_score_correction_bias"))
+    assert sum(p.numel() for p in trained) == parameters
 
 
 def test_every_family_has_a_published_model() -> None:
