@@ -16,9 +16,12 @@ from megaswift.data.vision.processor import Processor, processor_folder_and_file
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.folders.source import TOKENIZER_FILES, locate_model, missing_model_file_problems
 from megaswift.log import warn
-from megaswift.models.family import read_config_json
+from megaswift.models.family import read_config_json, trains_language_model
 from megaswift.models.options.model import ModelConfig
-from megaswift.models.vision import has_vision_tower, vision_task_problems
+from megaswift.models.vision import VISION_TASKS, has_vision_tower, vision_task_problems
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Files of which a folder with an image processor has at least one."""
 
 
 def read_tokenizer(folder: Path, trust: bool, chat_template: str | None) -> Any:
@@ -65,12 +68,19 @@ def _use_template(tokenizer: Any, chat_template: str) -> None:
 
 def tokenizer_or_processor_for(model: ModelConfig, data: DataConfig, task: str) -> Any:
     """What training on `--model` reads text with: its tokenizer, or a vision-language model's processor. ConfigError
-    where the task does not train such a model."""
+    where the task does not train such a model.
+
+    The tokenizer is enough for a model whose language model the native engine trains, where the task has no images or
+    the folder no processor.
+    """
     folder = Path(str(model.model))
     if not (folder / "config.json").is_file() and any((folder / name).is_file() for name in TOKENIZER_FILES):
         return tokenizer_for(model, data)
     folder = locate_model(model, weights=False)
     hf_config = read_config_json(folder)
+    looks = task in VISION_TASKS and any((folder / name).is_file() for name in PROCESSOR_FILES)
+    if trains_language_model(hf_config) and not looks:
+        return tokenizer_for(model, data)
     if problems := vision_task_problems(hf_config, str(model.model), task):
         raise ConfigError(problems)
     if not has_vision_tower(hf_config):

@@ -18,13 +18,15 @@ from megaswift.bridge.adapters.merge import merge_adapter_folder_into_base
 from megaswift.bridge.convert.to_hf import megatron_to_hf
 from megaswift.config import load_config
 from megaswift.data.encode.rows import RowEncoder, encode_spec
-from megaswift.data.model_tokenizer import read_tokenizer
+from megaswift.data.model_tokenizer import read_tokenizer, tokenizer_or_processor_for
 from megaswift.data.untokenized_sample import RowError
-from megaswift.errors import ConfigError
+from megaswift.errors import ConfigError, UserError
 from megaswift.families import load_spec
 from megaswift.run.checks.engine_choice import resolve_engine
 from megaswift.run.checks.model_spec import model_spec_for_task
+from megaswift.run.checks.preflight import preflight
 from megaswift.trainers.hooks.metrics import read_lines
+from tests.hybrid_folders import write_hybrid
 from tests.trainers.inputs import write_conversations
 from tests.trainers.runs import run
 from tests.vision_language_folders import config_of, write_vision_language
@@ -191,3 +193,29 @@ def test_grpo(form: str, ranks: int, tmp_path: Path) -> None:
     run(inputs, tmp_path / "out", *batch, *rewards, "--lr", 1e-3, *LAYOUTS[ranks], ranks=ranks, task="grpo")
     lines = [line for line in read_lines(tmp_path / "out" / "metrics.jsonl") if "reward" in line]
     assert len(lines) == 3 and all(line["sampling/sampling_logp_difference/max"] < 2e-4 for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_commands_about_data_need_no_processor(kind: str, tmp_path: Path) -> None:
+    """`data show`, `data cache` and `data index`, where the folder has none or the task no images."""
+    folder = write_vision_language(tmp_path / "model", kind, kind == "qwen3_5_moe")
+    words = ["--model", str(folder), "--dataset", "rows.jsonl"]
+    for task in ("sft", "pt"):
+        options = load_config(task, words)
+        assert tokenizer_or_processor_for(options.model, options.data, task)("1+2?")["input_ids"]
+    (folder / "preprocessor_config.json").write_text("{}")
+    options = load_config("sft", words)
+    assert tokenizer_or_processor_for(options.model, options.data, "pt")("1+2?")["input_ids"]
+    with pytest.raises(UserError, match="processor in"):
+        tokenizer_or_processor_for(options.model, options.data, "sft")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"])
+def test_no_family_with_gated_delta_nets_is_fitted(kind: str, tmp_path: Path) -> None:
+    """The estimate of activations has attention in every layer."""
+    vision = kind in ("qwen3_5", "qwen3_5_moe")
+    folder = write_vision_language(tmp_path / "m", kind) if vision else write_hybrid(tmp_path / "m", kind)
+    data = write_conversations(tmp_path / "data.jsonl", ROWS)
+    words = f"--model {folder} --dataset {data} --output_dir {tmp_path / 'out'} --engine megatron"
+    with pytest.raises(UserError, match="the memory estimate does not cover gated delta nets"):
+        preflight(load_config("sft", f"{words} --fit true --device_memory 80GiB".split()), 1)
