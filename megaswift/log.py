@@ -19,7 +19,13 @@ NO_GPU = ("DeepSpeed", "Setting accelerator to CPU")
 """DeepSpeed 0.19 logs this on standard output where accelerate imports it on a machine without a GPU."""
 NO_CUDA = ("torch.utils.cpp_extension", "No CUDA runtime is found")
 """torch logs this where Megatron-Core 0.19 imports it with a CUDA toolkit and without a GPU."""
-_NOT_TOLD = (NO_KERNEL, NO_GPU, NO_CUDA)
+NOTES_TO_CALLERS = (
+    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+    ("megatron.core.transformer.transformer_layer", "Rewrapping ModuleSpec with module"),
+    ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel: full_param_layout not provided"),
+)
+"""Megatron-Core 0.19 logs these to the developers of its callers wherever a model is built."""
+_NOT_TOLD = (NO_KERNEL, NO_GPU, NO_CUDA, *NOTES_TO_CALLERS)
 
 
 EARLY_LINES = 1000

@@ -4,13 +4,15 @@ import importlib.util
 import logging
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from megaswift import log
-from megaswift.log import NO_CUDA, NO_GPU, NO_KERNEL, LogFile, count_text, quiet_libraries
+from megaswift.log import NO_CUDA, NO_GPU, NO_KERNEL, NOTES_TO_CALLERS, LogFile, count_text, quiet_libraries
 
 
 def test_an_amount_is_said_in_the_singular_where_it_reads_one() -> None:
@@ -74,6 +76,23 @@ def test_deepspeed_line_about_a_machine_without_a_gpu_is_not_told(
     logger.warning(f"{NO_GPU[1]}. If you have GPU or other accelerator, we were unable to detect it.")
     logger.warning("something else")
     assert {r.getMessage() for r in records} == {"something else"}
+
+
+@pytest.mark.parametrize(("name", "message"), NOTES_TO_CALLERS)
+def test_megatron_core_notes_to_its_callers_are_not_told(
+    name: str, message: str, records: list[logging.LogRecord]
+) -> None:
+    """Release 0.19 has these records; other records of the same loggers pass."""
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None and spec.submodule_search_locations is not None
+    site = Path(next(iter(spec.submodule_search_locations))).parent
+    source = (site / name.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
+    assert message in source or Version(version("megatron-core")) < Version("0.19")
+    quiet_libraries()
+    logger = logging.getLogger(name)
+    logger.warning(f"{message} and so on")
+    logger.warning("something else")
+    assert [r.getMessage() for r in records] == ["something else"]
 
 
 def test_torch_line_about_a_machine_without_a_gpu_is_not_told(
