@@ -106,6 +106,17 @@ def test_layers_that_do_not_train_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+def test_only_the_layers_train(tmp_path: Path) -> None:
+    """All else is frozen, also behind recomputed layers; a router's bias on the choice of experts never trains."""
+    frozen = ("--freeze_parameters", ".", "--trainable_parameters", r"layers\.4\.", "--recompute_granularity", "full")
+    out = trained(tmp_path, "--mtp_num_layers", 1, *frozen)
+    had, has = stored(tmp_path / "model"), stored(out / "hf")
+    moved = {name for name in had if not torch.equal(had[name], has[name])}
+    still = {LAYER + name for name in (*COPIES, "mlp.gate.e_score_correction_bias")}
+    assert moved == {name for name in had if name.startswith(LAYER)} - still
+
+
+@pytest.mark.process
 def test_the_loss_ahead_falls(tmp_path: Path) -> None:
     """From random weights too; the reported loss is the decoder's alone, which transformers computes."""
     folder = model(tmp_path / "model", "qwen3_5-mtp")

@@ -44,9 +44,9 @@ def _set_trainable(placed: Iterable[LocalParam], patterns: Iterable[str], trains
     hits: list[str] = []
     for item in placed:
         found = [pattern for pattern in patterns if _matches(item.entry, [pattern])]
-        if found:
+        if found and not item.entry.rule.buffer:  # a router's bias on the choice of experts never trains
             item.tensor.requires_grad_(trains)
-            hits += found
+        hits += found
     return hits
 
 
