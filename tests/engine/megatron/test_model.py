@@ -32,9 +32,8 @@ def test_fields_that_are_metrics_only_have_no_backward_pass(monkeypatch: pytest.
         wait_for_weight=lambda weight: None,
         config=SimpleNamespace(features=ArchitectureExtras(), head="head"),
         real_vocabulary=11,
-        needs=needs,
     )
-    model.SwiftGPT._vocabulary(engine, torch.zeros(3, 4), torch.zeros(3, dtype=torch.long))
+    model.SwiftGPT._vocabulary(engine, torch.zeros(3, 4), torch.zeros(3, dtype=torch.long), needs)
     [shard] = asked
     assert shard.fields == needs.names and set(shard.fields) == needs.fields
     assert shard.differentiable == ("logprobs",) and shard.temperature == 0.7

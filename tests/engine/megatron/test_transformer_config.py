@@ -22,4 +22,4 @@ def test_an_unknown_activation_is_an_error_that_lists_the_known_ones() -> None:
         transformer_config_of(cfg, spec, Layout.from_config(cfg.parallel, 1))
     message = caught.value.message()
     assert "model family qwen3, activation_func 'gelu_tan'" in message
-    assert "known names are gelu, gelu_tanh, quick_gelu, silu" in message
+    assert "known names are gelu, gelu_tanh, quick_gelu, relu2, silu" in message
