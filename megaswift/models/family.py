@@ -78,6 +78,9 @@ class Family:
     """A pattern of Hugging Face names that are carried along unchanged: multi-token prediction layers."""
     mtp: MtpTable | None = None
     """Where those layers lie in a folder; None: they cannot be trained."""
+    renamed_modules: tuple[str, ...] = ()
+    """Modules with linear layers that transformers has under another name than folders do: PEFT, which wraps
+    transformers' modules, would not find adapters under these names."""
     unreadable: tuple[UnreadableCheck, ...] = ()
     """Checks for values of config.json that transformers does not read in this family."""
     text: str = ""

@@ -159,6 +159,10 @@ def partial_expert_problems(family: Family, spec: ModelSpec, chosen: Sequence[Pr
     transformers keeps all experts' gate and up in one parameter and their down in another. PEFT adapts whole
     parameters, and looks for adapters of gate and up under the name that they have where down has adapters too.
     """
+    renamed = [p.module for p in chosen if any(f".{name}." in p.module for name in family.renamed_modules)]
+    if renamed:
+        rule = f"includes {renamed[0]}: PEFT would not find its adapter, because transformers renames that module"
+        return [Problem("--target_modules", rule, "name q_proj k_proj v_proj o_proj")]
     adapted = {p.module for p in chosen}
     layers: dict[str, list[Projection]] = {}
     for p in projections(family, spec):

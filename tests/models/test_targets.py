@@ -11,7 +11,7 @@ from megaswift.families import family_of
 from megaswift.models.targets import modules_to_save_tensor_names, partial_expert_problems, select_projections
 from tests.families.published import QWEN3_0_6B, QWEN3_30B_A3B
 from tests.families.published_hybrid import QWEN3_6_27B, QWEN3_NEXT_80B_A3B
-from tests.families.published_moe import GPT_OSS_20B
+from tests.families.published_moe import GPT_OSS_20B, HY3
 
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
@@ -102,6 +102,23 @@ def test_experts_have_adapters_as_peft_finds_them(names: tuple[str, ...], left: 
     spec = family.spec(QWEN3_30B_A3B)
     problems = partial_expert_problems(family, spec, select_projections(family, spec, names))
     assert [p.rule.split()[2] for p in problems] == ([left + ":"] if left else [])
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("gate_proj", "up_proj", "down_proj"), "model.layers.1.mlp.shared_mlp.gate_proj"),
+        (("all-linear",), "model.layers.1.mlp.shared_mlp.gate_proj"),
+        (("shared_mlp.down_proj",), "model.layers.1.mlp.shared_mlp.down_proj"),
+        (("q_proj", "k_proj", "v_proj", "o_proj"), ""),
+    ],
+)
+def test_modules_that_transformers_renames_have_no_adapters(names: tuple[str, ...], found: str) -> None:
+    """transformers has Hy3's `shared_mlp` as `shared_experts`: PEFT does not find the name of the folder."""
+    family = family_of(HY3)
+    spec = family.spec(HY3)
+    problems = partial_expert_problems(family, spec, select_projections(family, spec, names))
+    assert [p.rule.split()[1] for p in problems] == ([found + ":"] if found else [])
 
 
 def test_modules_to_save_by_megatron_s_names() -> None:

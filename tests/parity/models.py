@@ -199,6 +199,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "hy_v3": (
+        "hy_v3",
+        {
+            **BASE,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "num_shared_experts": 2,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "router_scaling_factor": 2.5,
+        },
+    ),
     "kimi_k2": ("kimi_k2", {**DEEPSEEK_MOE, **LATENT, **LATENT_YARN, "n_group": 1, "topk_group": 1}),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
@@ -475,6 +487,11 @@ def by_disk_name(model: torch.nn.Module, value: Callable[[Tensor], Tensor]) -> I
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "ernie4_5_moe": ((".mlp.gate.moe_statics.", ".mlp.moe_statics."),),
     "exaone_moe": ((".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),),
+    "hy_v3": (
+        (".mlp.gate.", ".mlp.router.gate."),
+        (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
+        (".mlp.shared_experts.", ".mlp.shared_mlp."),
+    ),
 }
 """Names in memory and on disk, by model type."""
 

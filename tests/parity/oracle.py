@@ -22,7 +22,17 @@ from megaswift.losses.contract import Batch
 from tests.parity.models import EAGER, by_disk_name
 from tests.parity.mtp import heads, heads_by_disk_name
 
-SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open")
+SIGMOID = (
+    "deepseek_v3",
+    "dots1",
+    "exaone_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "hy_v3",
+    "kimi_k2",
+    "minimax_m2",
+    "solar_open",
+)
 """Model types whose routers score by sigmoids."""
 BIASED_SOFTMAX = ("ernie4_5_moe",)
 """Those that choose by a bias beside softmax: their balancing loss counts the experts that are best without it, as

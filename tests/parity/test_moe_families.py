@@ -11,7 +11,7 @@ from tests.parity.pool import Pool
 from tests.parity.references import References
 
 pytestmark = pytest.mark.process
-FAMILIES = ("qwen2_moe", "gpt_oss", "olmoe", "minimax_m2", "qwen3_next", "ernie4_5_moe", "hunyuan_v1_moe")
+FAMILIES = ("qwen2_moe", "gpt_oss", "olmoe", "minimax_m2", "qwen3_next", "ernie4_5_moe", "hunyuan_v1_moe", "hy_v3")
 LAYOUTS = (
     "tp2 sp ep2",
     *(

@@ -16,6 +16,7 @@ from megaswift.models.weights.rules import (
     FusedGatedQKVRule,
     FusedQKVRule,
     GateUpRule,
+    OneRowRule,
     ReplicatedRule,
     RowParallelRule,
     SliceMap,
@@ -102,7 +103,8 @@ def test_the_pieces_of_all_ranks_cover_every_row_once(name: str, tp: int) -> Non
         for source, shape in enumerate(shapes):
             mine = sorted(i for p in pieces if p.source == source for i in range(p.start, p.stop, p.stride))
             assert mine == list(range(padded if rule.shard == "vocab" else shape[pieces[0].hf_dim(shard_dim(rule))]))
-            assert all(p.at == ((3,) if rule.stacked else ()) for p in pieces)
+            at = (0,) if isinstance(rule, OneRowRule) else (3,) if rule.stacked else ()
+            assert all(p.at == at for p in pieces)
         assert len(shapes) == len(rule.hf)
 
 
