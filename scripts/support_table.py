@@ -52,9 +52,10 @@ def own_modules(spec: ModelSpec) -> list[str]:
     own += [text for text in sinks if "sinks" in text]
     if spec.features.qk_norm_width == "all":
         own.append("norms over all heads of queries and keys")
-    if spec.features.changes_rotated_queries:
+    latent = spec.transformer.get("multi_latent_attention")
+    if spec.features.changes_rotated_queries and not latent:
         own.append("rotation of queries and keys")
-    if spec.features.rope_local is None and spec.transformer.get("multi_latent_attention"):
+    if spec.features.rope_local is None and latent:
         own.append("rotation of latent attention")
     return own
 

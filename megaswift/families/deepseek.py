@@ -10,7 +10,15 @@ from megaswift.models.fields.rows import RequiredValue
 from megaswift.models.weights.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, moe_block, shared_experts
 
 ROUTER = RouterDefaults(
-    "softmax", best=1, bias=False, first_dense=0, shared=2, scaling=1.0, normalized=False, method="greedy"
+    "softmax",
+    best=1,
+    bias=False,
+    first_dense=0,
+    shared=2,
+    scaling=1.0,
+    normalized=False,
+    method="greedy",
+    normalization_read=False,
 )
 
 FAMILIES.register(

@@ -30,6 +30,7 @@ FAMILIES.register(
                     scaling=1.0,
                     normalized=False,
                     method="greedy",
+                    normalization_read=False,
                 )
             ),
             RequiredValue("scoring_func", ("softmax",), "the router's scores"),

@@ -18,6 +18,7 @@ from torch import Tensor
 from megaswift.bridge import HfExportOptions, HfSource, WeightPlan, write_hf_export
 from megaswift.bridge.plan import EntriesOfSameHfTensors
 from megaswift.families import FAMILIES
+from megaswift.models.weights.rules import InterleavedGateUp
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.parity.models import AHEAD, BRIDGED, VARIANTS
 from tests.parity.mtp import MTP
@@ -168,7 +169,7 @@ def test_gate_comes_before_up(variant: str, folders: Path) -> None:
                     plan.by_megatron[f"{stem}experts.{expert}.linear_fc1.weight"],
                     mlp.experts.gate_up_proj[expert],
                 )
-                if entry.rule.stacked:  # gpt-oss: [h, gate, up, gate, up, ...]
+                if isinstance(entry.rule, InterleavedGateUp):  # gpt-oss: [h, gate, up, gate, up, ...]
                     theirs = torch.cat([theirs[:, ::2], theirs[:, 1::2]], dim=1).t()
                 assert torch.equal(entry.read(source), theirs)  # [gate; up] in transformers' fused experts too
         elif plan.spec.gated and not plan.spec.linear_bias:

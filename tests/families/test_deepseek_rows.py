@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megaswift.families import ModelSpec, family_of
+from megaswift.families.mistral4 import YARN
 from tests.families.published_deepseek import (
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,
@@ -22,9 +24,11 @@ from tests.families.published_deepseek import (
     GLM_4_7_FLASH,
     K_EXAONE_236B_A23B,
     KIMI_K2,
+    MISTRAL_SMALL_4,
     SOLAR_OPEN_100B,
 )
 from tests.families.specs import refusals, spec
+from tests.parity import deepseek_moe
 
 
 def test_latent_attention() -> None:
@@ -69,12 +73,29 @@ def test_routing() -> None:
     assert (dense.experts, dense.shared_ffn, any(dense.moe_layers)) == (0, 0, False)
 
 
-@pytest.mark.parametrize("base", [DEEPSEEK_V3, DEEPSEEK_V2_LITE], ids=["v3", "v2-lite"])
+def test_mistral_small_4() -> None:
+    """The factor on queries beside latent attention; normalized softmax scores, of all experts or of chosen groups."""
+    mistral = spec(MISTRAL_SMALL_4)
+    assert (mistral.features.query_scale_beta, mistral.features.query_scale_length) == (0.1, 8192)
+    assert (mistral.rotated_width, mistral.latent_queries, mistral.rope.partial) == (64, 32 * 128, 1.0)
+    assert (mistral.transformer["rotary_scaling_factor"], mistral.transformer["mscale_all_dim"]) == (128.0, 1.0)
+    assert not mistral.transformer["moe_router_pre_softmax"] and mistral.features.router_group_best == 0
+    assert spec(MISTRAL_SMALL_4, norm_topk_prob=False).transformer["moe_router_pre_softmax"]
+    assert spec(MISTRAL_SMALL_4, n_group=8, topk_group=2).features.router_group_best == 2
+    for absent in ({"rope_parameters": ...}, {"head_dim": ...}):
+        given = spec(MISTRAL_SMALL_4, **absent)
+        assert given == replace(mistral, hf_config=given.hf_config)
+
+
+@pytest.mark.parametrize(
+    "base", [DEEPSEEK_V3, DEEPSEEK_V2_LITE, MISTRAL_SMALL_4], ids=["v3", "v2-lite", "mistral-small-4"]
+)
 def test_the_factor_on_scores_is_transformers(base: dict[str, Any]) -> None:
     """Against the attention module itself, made tiny."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    deepseek_moe.register()
     fields = {k: v for k, v in base.items() if k not in ("quantization_config", "auto_map", "model_type")}
     small = {
         **fields,
@@ -124,6 +145,15 @@ def test_the_factor_on_scores_is_transformers(base: dict[str, Any]) -> None:
         (K_EXAONE_236B_A23B, {"num_experts": None}, "num_experts"),
         (K_EXAONE_236B_A23B, {"architectures": ["ExaoneForCausalLM"]}, "ExaoneMoeForCausalLM"),
         (K_EXAONE_236B_A23B, {"layer_types": None}, "sliding_window_pattern"),
+        (MISTRAL_SMALL_4, {"head_dim": 64}, "must be qk_nope_head_dim + qk_rope_head_dim 128, or absent"),
+        (MISTRAL_SMALL_4, {"partial_rotary_factor": 1.0}, "partial_rotary_factor must be 0.5"),
+        (MISTRAL_SMALL_4, {"rope_parameters": {**YARN, "partial_rotary_factor": 1.0}}, "must be 0.5"),
+        (MISTRAL_SMALL_4, {"rope_parameters": {**YARN, "rope_type": "default"}}, "angles for whole heads"),
+        (MISTRAL_SMALL_4, {"rope_parameters": {**YARN, "llama_4_scaling_beta": None}}, "llama_4_scaling_beta"),
+        (MISTRAL_SMALL_4, {"rope_parameters": "yarn"}, "must be a mapping"),
+        (MISTRAL_SMALL_4, {"rope_scaling": YARN}, "call it rope_parameters"),
+        (MISTRAL_SMALL_4, {"n_group": 128}, "groups of 2 or more"),
+        (MISTRAL_SMALL_4, {"num_experts_per_tok": 1}, "no gradient"),
         (GLM_4_7_FLASH, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (GLM_4_7_FLASH, {"first_k_dense_replace": 3}, 'add mlp_layer_types, "dense" for the first 3 layers'),
         (GLM_4_7_FLASH, {"mlp_layer_types": ["sparse"] * 46}, "must have 47 entries"),

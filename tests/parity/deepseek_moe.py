@@ -9,7 +9,8 @@ from typing import Any
 
 @cache
 def register() -> None:
-    """Makes the models known to transformers' Auto classes as `deepseek` and `kimi_k2`."""
+    """Makes the models known to transformers' Auto classes as `deepseek` and `kimi_k2`, and Mistral 4, which
+    transformers has under images to text only, to AutoModelForCausalLM."""
     from torch import nn
     from transformers import (
         AutoConfig,
@@ -19,6 +20,8 @@ def register() -> None:
         LlamaConfig,
         LlamaForCausalLM,
         LlamaModel,
+        Mistral4Config,
+        Mistral4ForCausalLM,
         conversion_mapping,
     )
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import (
@@ -69,6 +72,7 @@ def register() -> None:
         config_class = KimiConfig
 
     KimiForCausalLM.__name__ = DeepseekV3ForCausalLM.__name__  # as the published folders call it
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     AutoConfig.register("kimi_k2", KimiConfig)
     AutoModelForCausalLM.register(KimiConfig, KimiForCausalLM)
     kimi_mapping = conversion_mapping.get_checkpoint_conversion_mapping("deepseek_v3")

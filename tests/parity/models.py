@@ -101,6 +101,9 @@ GPT_OSS: dict[str, Any] = {
     "swiglu_limit": 0.6,
 }
 LATENT_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.5)
+MISTRAL_YARN = _rope(
+    "yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=0.5, llama_4_scaling_beta=0.4
+)
 EXPERT_TYPES = ("mixtral",)
 NO_HEAD_DIM = {k: v for k, v in BASE.items() if k != "head_dim"}
 
@@ -212,6 +215,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "kimi_k2": ("kimi_k2", {**DEEPSEEK_MOE, **LATENT, **LATENT_YARN, "n_group": 1, "topk_group": 1}),
+    "mistral4-plain": (
+        "mistral4",
+        {
+            **DEEPSEEK_MOE,
+            **LATENT,
+            **MISTRAL_YARN,
+            "head_dim": 24,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+        },
+    ),
+    "mistral4": ("mistral4", {**DEEPSEEK_MOE, **LATENT, **MISTRAL_YARN, "head_dim": 24}),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "gpt_oss": ("gpt_oss", GPT_OSS),
@@ -293,20 +311,7 @@ VARIANTS |= {
     "gemma": ("gemma", {**BASE, "tie_word_embeddings": True, "pad_token_id": 7}),
     "glm": ("glm", {**BASE, "attention_bias": True, "partial_rotary_factor": 0.5}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {**BASE, **_rope("dynamic", alpha=1000.0, factor=1.0)}),
-    "ministral3": (
-        "ministral3",
-        {
-            **BASE,
-            **_rope(
-                "yarn",
-                factor=4.0,
-                original_max_position_embeddings=8,
-                mscale=1.0,
-                mscale_all_dim=0.5,
-                llama_4_scaling_beta=0.4,
-            ),
-        },
-    ),
+    "ministral3": ("ministral3", {**BASE, **MISTRAL_YARN}),
     "seed_oss": ("seed_oss", {**BASE, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smollm3": ("smollm3", {**DENSE, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 7}),
 }
@@ -397,7 +402,7 @@ def config(variant: str) -> Any:
     from transformers import AutoConfig
 
     known = KNOWN.get(variant)
-    if {"deepseek", "kimi_k2"} & {variant, known and known[0]}:
+    if {"deepseek", "kimi_k2", "mistral4"} & {variant, known and known[0]}:
         deepseek_moe.register()
     if known:
         model_type, fields = known
@@ -460,11 +465,11 @@ def by_disk_name(model: torch.nn.Module, value: Callable[[Tensor], Tensor]) -> I
     in one tensor.
 
     In memory `mlp.experts.gate_up_proj [E, 2I, H]` and `mlp.experts.down_proj [E, H, I]`; on disk one matrix an expert,
-    called gate_proj, up_proj, down_proj or, by Mixtral and MiniMax, w1, w3, w2 of `block_sparse_moe`. gpt_oss keeps
-    them together.
+    called gate_proj, up_proj, down_proj or, by Mixtral and MiniMax, w1, w3, w2 of `block_sparse_moe`. gpt_oss and
+    Mistral 4 keep them together.
     """
     mixtral = model.config.model_type in ("mixtral", "minimax_m2")
-    stacked = model.config.model_type == "gpt_oss"
+    stacked = model.config.model_type in ("gpt_oss", "mistral4")
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in chain(model.named_parameters(), saved_buffers(model)):
         tensor = value(parameter)

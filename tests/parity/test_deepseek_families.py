@@ -28,6 +28,8 @@ DEFAULT = (
     "solar_open packed cp2",
     "exaone_moe tp2 sp pp2",
     "kimi_k2 tp2 sp ep2",
+    "mistral4 tp2 sp ep2",
+    "mistral4-plain packed cp2",
 )
 VARIANTS = (
     "deepseek_v3",
@@ -43,6 +45,8 @@ VARIANTS = (
     "solar_open",
     "exaone_moe",
     "kimi_k2",
+    "mistral4",
+    "mistral4-plain",
 )
 LAYOUTS = (
     "single",

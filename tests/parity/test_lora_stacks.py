@@ -1,5 +1,5 @@
-"""LoRA on experts that share a parameter (gpt_oss) against PEFT itself on the Hugging Face model: under layouts, new,
-in four bits."""
+"""LoRA on experts that share a parameter (gpt_oss, mistral4) against PEFT itself on the Hugging Face model: under
+layouts, new, in four bits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prepared(
         target_parameters=list(parameters),
     )
     task = Task(case, model, recipe, options={"train_type": "lora", "adapters": str(folder / "adapter")})
-    base = model if variant == "gpt_oss" else nf4.round_trip(model, folder / "rounded")
+    base = nf4.round_trip(model, folder / "rounded") if variant.endswith("-nf4") else model
     steps = [global_batch(replace(case, packed=False), k) for k in range(STEPS)]
     return task, lora.reference(base, recipe, folder / "adapter", steps, lora.PeftOracle)
 
@@ -74,6 +74,13 @@ def check(task: Task, want: Reference, pool: Pool) -> None:
 def test_layout(text: str, pool: Pool, references: References, tmp_path: Path) -> None:
     """Attention and all experts."""
     check(*prepared(text, references, tmp_path), pool)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("text", ["tp2 sp dp2 ep2", pytest.param("pp2", marks=pytest.mark.slow)])
+def test_latent_attention(text: str, pool: Pool, references: References, tmp_path: Path) -> None:
+    """With stacks that are not transposed, and a shared expert of separate matrices."""
+    check(*prepared(text, references, tmp_path, variant="mistral4"), pool)
 
 
 @pytest.mark.slow

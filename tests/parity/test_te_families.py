@@ -35,7 +35,7 @@ BESIDE = ("", "do recompute=full", "do", "recompute=selective")
 """What goes beside one of KINDS, in turn: over the families each meets each."""
 EXCHANGED_HEADS = ("cp2 comm=a2a", "cp2 packed comm=a2a", "cp4 comm=a2a+p2p")
 WINDOWS = ("dots1", "exaone4", "exaone_moe", "phi3", "qwen2_moe", "smollm3", "mistral-window", "qwen2-window")
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "mistral4")
 REFUSED = {
     **dict.fromkeys(("gemma2", "gemma3_text", "olmo3", "gpt_oss", *LATENT), EXCHANGED_HEADS),
     **dict.fromkeys(WINDOWS, ("cp4 comm=a2a+p2p",)),

@@ -70,6 +70,8 @@ class RouterDefaults:
     """`topk_method`; `greedy` chooses among all experts, whatever `n_group` says."""
     layer_types: bool = False
     """Whether `mlp_layer_types`, where it is given, lists the layers with experts."""
+    normalization_read: bool = True
+    """Whether transformers reads `norm_topk_prob`."""
     dense_count_read: bool = True
     """Whether transformers reads `first_k_dense_replace`."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -132,19 +134,20 @@ def _moe_layers(reading: ConfigReading, family: RouterDefaults, layers: int) -> 
 
 def _router(reading: ConfigReading, family: RouterDefaults, experts: int, topk: int) -> None:
     values: dict[str, Any] = {"moe_router_score_function": family.score, "moe_router_load_balancing_type": "aux_loss"}
-    values["moe_router_pre_softmax"] = family.score == "softmax"
     if family.bias:
         values.update(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0)
     normalized = reading.get("norm_topk_prob", bool, family.normalized)
+    # softmax over all experts, normalized over the chosen ones, is softmax over the chosen ones
+    values["moe_router_pre_softmax"] = family.score == "softmax" and not normalized
     if family.score == "sigmoid":
         values["router_normalized"] = normalized
-    elif normalized:
+    if normalized and not family.normalization_read:
         reading.problem(
             "norm_topk_prob", "must be false: transformers' model scales weights and does not normalize them"
         )
     if topk > experts:
         reading.problem("num_experts_per_tok", f"is more than the {experts} experts")
-    if topk == 1 and normalized and family.score == "sigmoid":
+    if topk == 1 and normalized:
         reading.problem(
             "num_experts_per_tok",
             "with one expert per token, normalized weights are 1 and the router gets no gradient",

@@ -30,11 +30,17 @@ def _heads(reading: ConfigReading) -> None:
     reading.values.update(num_query_groups=heads, v_head_dim=width, kv_channels=width)
 
 
-def _head_dim(reading: ConfigReading) -> None:
-    """transformers gives this name to the rotated part."""
-    rotated = reading.raw.get("qk_rope_head_dim")
-    if reading.raw.get("head_dim") not in (None, rotated):
-        reading.problem("head_dim", f"must be qk_rope_head_dim {rotated}, or absent")
+def _head_dim_row(*parts: str) -> FieldGroupRow:
+    """`head_dim`, which transformers' model sets to the sum of these fields."""
+
+    def read(reading: ConfigReading) -> None:
+        widths = [width for part in parts if isinstance(width := reading.raw.get(part), int)]
+        if len(widths) < len(parts):
+            return  # reported by the rows of these fields
+        if reading.raw.get("head_dim") not in (None, sum(widths)):
+            reading.problem("head_dim", f"must be {' + '.join(parts)} {sum(widths)}, or absent")
+
+    return FieldGroupRow(("head_dim",), read)
 
 
 def _scores(reading: ConfigReading) -> None:
@@ -49,16 +55,20 @@ def _scores(reading: ConfigReading) -> None:
         )
 
 
-LATENT: tuple[ConfigRow, ...] = (
-    FieldGroupRow(("q_lora_rank",), _compressed_queries),
-    MappedField("kv_lora_rank", "kv_lora_rank", int),
-    MappedField("qk_nope_head_dim", "qk_head_dim", int),
-    MappedField("qk_rope_head_dim", "qk_pos_emb_head_dim", int, least=2),
-    FieldGroupRow(("v_head_dim", "num_key_value_heads"), _heads),
-    FieldGroupRow(("head_dim",), _head_dim),
-    FieldGroupRow((), _scores),
-    RequiredValue("attention_bias", (False,), "Megatron's latent attention has no biases"),
-    UnusedField(("qk_head_dim",), "follows from qk_nope_head_dim and qk_rope_head_dim"),
-    UnusedField(("pretraining_tp",), "transformers' model does not read it"),
-)
-"""To stand after `rope_row`."""
+def latent_rows(*head_dim: str) -> tuple[ConfigRow, ...]:
+    """The rows, to stand after `rope_row`; `head_dim`: the fields whose sum transformers calls so."""
+    return (
+        FieldGroupRow(("q_lora_rank",), _compressed_queries),
+        MappedField("kv_lora_rank", "kv_lora_rank", int),
+        MappedField("qk_nope_head_dim", "qk_head_dim", int),
+        MappedField("qk_rope_head_dim", "qk_pos_emb_head_dim", int, least=2),
+        FieldGroupRow(("v_head_dim", "num_key_value_heads"), _heads),
+        _head_dim_row(*head_dim),
+        FieldGroupRow((), _scores),
+        RequiredValue("attention_bias", (False,), "Megatron's latent attention has no biases"),
+        UnusedField(("qk_head_dim",), "follows from qk_nope_head_dim and qk_rope_head_dim"),
+        UnusedField(("pretraining_tp",), "transformers' model does not read it"),
+    )
+
+
+LATENT = latent_rows("qk_rope_head_dim")

@@ -145,16 +145,22 @@ def post_norms(attention: str, mlp: str) -> tuple[WeightRule, ...]:
     )
 
 
-def moe_block(block: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[WeightRule, ...]:
-    """Norm, router and experts of a MoE layer whose HF module is called `block`, its projections `gate`, `up`,
-    `down`."""
-    b = f"{H}{block}."
-    e = f"{H}{block}.experts.{{E}}."
+def norm_and_router(block: str, name: str = "gate") -> tuple[WeightRule, ...]:
+    """Norm and router of a MoE layer whose HF module is called `block`, the router `name`."""
     return (
         ReplicatedRule(
             M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), "moe"
         ),
-        ReplicatedRule(M + "mlp.router.weight", (f"{b}{router}.weight",), ("experts", "hidden_size"), "moe"),
+        ReplicatedRule(M + "mlp.router.weight", (f"{H}{block}.{name}.weight",), ("experts", "hidden_size"), "moe"),
+    )
+
+
+def moe_block(block: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[WeightRule, ...]:
+    """Norm, router and experts of a MoE layer whose HF module is called `block`, its projections `gate`, `up`,
+    `down`."""
+    e = f"{H}{block}.experts.{{E}}."
+    return (
+        *norm_and_router(block, router),
         GateUpRule(
             M + "mlp.experts.{E}.linear_fc1.weight",
             (f"{e}{gate}.weight", f"{e}{up}.weight"),
@@ -170,12 +176,19 @@ def moe_block(block: str, gate: str, up: str, down: str, router: str = "gate") -
 def experts_in_both_forms(block: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
     """A MoE block whose experts a folder has one by one, or stacked: [E, 2 f, h] and [E, h, f], as transformers holds
     them in memory."""
+    return (
+        *(replace(cast(Any, rule), when="split_experts") if rule.scope == "expert" else rule for rule in block),
+        *stacked_experts(STACKED),
+    )
+
+
+def stacked_experts(when: str = "") -> tuple[WeightRule, ...]:
+    """Experts that share two tensors, [E, 2 f, h] and [E, h, f]; `when`: the fact of a model that has them."""
     e = H + "mlp.experts."
     m = M + "mlp.experts.{E}."
     return (
-        *(replace(cast(Any, rule), when="split_experts") if rule.scope == "expert" else rule for rule in block),
-        StackedGateUp(m + "linear_fc1.weight", (e + "gate_up_proj",), when=STACKED),
-        StackedDown(m + "linear_fc2.weight", (e + "down_proj",), turned=False, when=STACKED),
+        StackedGateUp(m + "linear_fc1.weight", (e + "gate_up_proj",), when=when),
+        StackedDown(m + "linear_fc2.weight", (e + "down_proj",), turned=False, when=when),
     )
 
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.multi_latent_attention import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megaswift.engine.megatron.layers.rope import apply_rotary_by_position
+from megaswift.engine.megatron.layers.rope import angles_and_query_scale, apply_rotary_by_position
 
 NORM_EPSILON = 1e-6
 """The epsilon of the norms of compressed queries and keys: transformers and the models' authors set it apart from
@@ -35,7 +35,7 @@ class _ByPosition(MLASelfAttention):
     def _settle(self) -> None:
         """After construction: our angles, and the epsilon of the norms that the second projections begin with."""
         del self.rotary_pos_emb
-        self._angles: Tensor | None = None
+        self._rotary: Tensor | None = None
         for product in ("linear_q_up_proj", "linear_kv_up_proj"):
             if hasattr(self, product):
                 getattr(self, product).eps = NORM_EPSILON
@@ -48,8 +48,8 @@ class _ByPosition(MLASelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """hidden_states [s / cp (/ tp), b, h], angles [s / cp, b or 1, 1, d] to (output, bias)."""
-        self._angles = rotary_pos_emb
+        """hidden_states [s / cp (/ tp), b, h], what `PositionRotary` returns, to (output, bias)."""
+        self._rotary = rotary_pos_emb
         return super().forward(hidden_states, attention_mask, *args, **kwargs)
 
     def get_query_key_value_tensors(
@@ -64,9 +64,9 @@ class _ByPosition(MLASelfAttention):
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """[s, b, heads, d] each, d of values apart; [t, heads, d] where Transformer Engine wants packed rows so."""
         c = self.config
-        angles = self._angles
-        assert angles is not None and inference_context is None
-        self._angles = None
+        rotary, self._rotary = self._rotary, None
+        assert rotary is not None and inference_context is None
+        angles, scale = angles_and_query_scale(rotary, c.features)
         if c.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
@@ -89,6 +89,8 @@ class _ByPosition(MLASelfAttention):
         query = torch.cat(
             [still, apply_rotary_by_position(turned, angles, c.rope_factor, c.features.latent_pairs)], dim=-1
         )
+        if scale is not None:
+            query = query * scale.to(query.dtype)
         turning = apply_rotary_by_position(turning.unsqueeze(-2), angles, c.rope_factor, c.features.latent_pairs)
         key = torch.cat([key, turning.expand(-1, -1, heads, -1)], dim=-1)
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
