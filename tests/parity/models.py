@@ -6,6 +6,7 @@ biases away from 0, routers decisive), so that a parameter that goes unused, or 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -406,7 +407,8 @@ def config(variant: str) -> Any:
         deepseek_moe.register()
     if known:
         model_type, fields = known
-        return AutoConfig.for_model(model_type, **{"rope_theta": 10000.0, **fields})
+        own = copy.deepcopy(fields)  # transformers writes into nested values, which variants share
+        return AutoConfig.for_model(model_type, **{"rope_theta": 10000.0, **own})
     standard = AutoConfig.for_model(variant)
     return AutoConfig.for_model(variant, **{k: v for k, v in {**MIXTRAL, **MOE}.items() if hasattr(standard, k)})
 

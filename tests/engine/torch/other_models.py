@@ -66,7 +66,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {}),
     "starcoder2": ("starcoder2", {}),
     "cohere": ("cohere", {}),
-    "gemma": ("gemma", {}),
     "nemotron": ("nemotron", {}),
     "persimmon": ("persimmon", {}),
     "olmo": ("olmo", {}),
