@@ -15,9 +15,9 @@ from tests.parity.mtp import MTP
 from tests.parity.oracle import Recipe, Reference, reference
 
 AUX = Recipe(aux_coeff=0.02, z_coeff=0.01)
-NOISY = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Model types with gated delta nets: their decays' gradients are sums that cancel, and Hugging Face's own float32 is up
-to 5e-5 off."""
+NOISY = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "hy_v3")
+"""Model types of which Hugging Face's own float32 is off by more than half of the limit: of gated delta nets 5e-5, for
+the gradients of their decays are sums that cancel; of Hy3 by 4e-6, in norms of queries and keys."""
 
 
 class References:
