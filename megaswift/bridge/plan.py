@@ -24,6 +24,8 @@ from megaswift.models.weights.rules import Shard, SliceMap, TensorParallelShard,
 from megaswift.models.weights.table import format_rule_name, shard_shape
 
 FLOATS = ("F32", "BF16", "F16", "F64")
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Megatron's name of the embedding."""
 SHOWN = 8
 """Problems of one kind that are listed in full."""
 
@@ -172,7 +174,7 @@ class EntriesOfSameHfTensors:
 
 
 def _foreign_prefix(missing: Sequence[str], stored: Collection[str]) -> str:
-    """What stands before the names of most missing tensors in a folder (`module.`); empty: nothing."""
+    """Return the prefix that a folder puts before the names of most missing tensors (`module.`), or an empty text."""
     for name in missing[:1]:
         for other in stored:
             prefix = other.removesuffix(name)
@@ -227,11 +229,11 @@ class WeightPlan:
 
     @property
     def copies(self) -> dict[str, str]:
-        """Those of the carried tensors that repeat one of the model's, where they are a part of what trains: a folder
-        is written with the model's values."""
+        """Map each carried tensor that repeats a tensor of the model to that tensor's name, if the layer it belongs to
+        trains: an export writes the trained values in its place."""
         table = self.family.mtp
         found = {} if table is None else table.copied_tensors(self.spec)
-        embedding = self.by_megatron["embedding.word_embeddings.weight"].hf[0]
+        embedding = self.by_megatron[EMBEDDING].hf[0]
         return {copy: name if name in self.by_hf else embedding for copy, name in found.items()}
 
     def hf_tensors(self, dtypes: Mapping[str, torch.dtype] | torch.dtype) -> dict[str, TensorMeta]:
@@ -307,7 +309,7 @@ class WeightPlan:
             )
 
     def _unequal(self, source: WeightSource, head: str, rows: int = 4096) -> Iterator[Problem]:
-        embedding = self.by_megatron["embedding.word_embeddings.weight"].hf[0]
+        embedding = self.by_megatron[EMBEDDING].hf[0]
         same = source.shape(head) == source.shape(embedding)
         for row in range(0, self.spec.vocab_size, rows):
             if same:

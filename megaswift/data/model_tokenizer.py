@@ -67,8 +67,8 @@ def _use_template(tokenizer: Any, chat_template: str) -> None:
 
 
 def tokenizer_or_processor_for(model: ModelConfig, data: DataConfig, task: str) -> Any:
-    """What training on `--model` reads text with: its tokenizer, or a vision-language model's processor. ConfigError
-    where the task does not train such a model.
+    """Load the tokenizer of `--model`, or the processor of a vision-language model. ConfigError where the task does not
+    train such a model.
 
     The tokenizer is enough for a model whose language model the native engine trains, where the task has no images or
     the folder no processor.

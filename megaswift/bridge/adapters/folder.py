@@ -242,8 +242,8 @@ class PeftFolder:
         return Problem(f"{self.directory}, tensor {name}", rule)
 
     def _with_ranks(self, ranks: Mapping[str, int]) -> AdapterHyperparameters:
-        """What differs from module to module. PEFT's patterns name a stack by its parameter, not by the experts in
-        it."""
+        """Return the settings with the ranks and alphas of single modules. PEFT's patterns name a stack by its
+        parameter, not by the experts in it."""
         s = self.settings
         own = {m: rank for m, rank in ranks.items() if m not in self._unstacked}
         alphas = alphas_of_modules(s.alphas, s.alpha, own, s.rslora)

@@ -49,14 +49,14 @@ def source_tensor_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, tor
 
 @dataclass(frozen=True)
 class HfExportTensorPlan:
-    """What an export consists of: every tensor in the order of the files, and where carried ones come from."""
+    """The contents of an export: every tensor in the order of the files, and the source of those carried along."""
 
     tensors: dict[str, TensorMeta]
     stored: WeightSource | None
     kept: tuple[str, ...]
     """Carried along unchanged, read from `stored`."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that repeat one of the model's, with its name."""
+    """Tensors that repeat a tensor of the model -> that tensor's name."""
 
 
 def plan_hf_export_tensors(plan: WeightPlan, options: HfExportOptions) -> HfExportTensorPlan:

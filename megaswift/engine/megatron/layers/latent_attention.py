@@ -64,7 +64,8 @@ class _ByPosition(MLASelfAttention):
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """[s, b, heads, d] each, d of values apart; [t, heads, d] where Transformer Engine wants packed rows so."""
         c = self.config
-        rotary, self._rotary = self._rotary, None
+        rotary = self._rotary
+        self._rotary = None
         assert rotary is not None and inference_context is None
         angles, scale = angles_and_query_scale(rotary, c.features)
         if c.q_lora_rank is None:

@@ -1,8 +1,9 @@
 """Layers for multi-token prediction, on the last pipeline stage (DeepSeek-V3, arXiv:2412.19437, equations 21 to 23).
 
-Owns the layers, with Megatron-Core's names, and the copy of the embedding that the last of several stages needs. Which
-tokens a layer reads is `losses.mtp`. Megatron-Core's own block is not used: it rolls tokens between context-parallel
-ranks by messages, and document by document with a wait of the host at each border; here the host knows all positions.
+Owns the layers, with Megatron-Core's names, and the copy of the embedding that the last of several stages needs.
+`losses.mtp` decides which tokens a layer reads. Megatron-Core's own block is not used: it shifts tokens document by
+document, with messages between context-parallel ranks and a wait of the host at each border. Here the host computes
+all positions beforehand.
 """
 
 from __future__ import annotations
@@ -26,13 +27,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
+from megaswift.bridge.plan import EMBEDDING
 from megaswift.engine.megatron.layers.classes import layer_module_classes
 from megaswift.engine.megatron.layers.implementation import LayerImplementationChoice
 from megaswift.engine.megatron.layers.spec import layer_spec
 from megaswift.engine.megatron.microbatch import MicrobatchInputs
 from megaswift.models.spec import LayerKind, ModelSpec
-
-EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class MtpLayer(MegatronModule):
@@ -107,7 +107,8 @@ class MtpLayer(MegatronModule):
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """The same values; the gradient is 0, and not missing: Megatron-Core's DDP waits for that of every parameter."""
+    """Pass values through and return a gradient of 0. A missing gradient would not do: Megatron-Core's DDP waits for
+    that of every parameter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ class PositionRotary(nn.Module):
 
 
 def angles_and_query_scale(rotary: Tensor, features: ArchitectureExtras) -> tuple[Tensor, Tensor | None]:
-    """What `PositionRotary` joined: angles [s, b, 1, d], and the factor on rotated queries [s, b, 1, 1] if any."""
+    """Take apart what `PositionRotary` returns: angles [s, b, 1, d], and the factor on rotated queries [s, b, 1, 1]
+    if there is one."""
     if not features.query_scale_beta:
         return rotary, None
     return rotary[..., :-1], rotary[..., -1:]

@@ -44,7 +44,8 @@ class RotatedSelfAttention(SelfAttention):
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """[s / cp, b, heads, d] each, as attention takes them."""
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
-        rotary, self._rotary = self._rotary, None
+        rotary = self._rotary
+        self._rotary = None
         assert rotary is not None
         config = self.config
         angles, scale = angles_and_query_scale(rotary, config.features)
