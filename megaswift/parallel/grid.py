@@ -20,8 +20,11 @@ ELISION = "..."
 T = TypeVar("T")
 
 
-def rank_grid_text(layout: Layout, num_layers: int, split: PipelineSplit | None = None) -> str:
-    """The grid. Long sides are cut in the middle; ranks of a tensor-parallel group share a cell.
+def rank_grid_text(
+    layout: Layout, num_layers: int, split: PipelineSplit | None = None, prediction_layers: int = 0
+) -> str:
+    """The grid. Long sides are cut in the middle; ranks of a tensor-parallel group share a cell. `prediction_layers`
+    for multi-token prediction stand beside the head.
 
     TP2 PP2 DP2, 4 layers:
                     stage 0     stage 1
@@ -34,7 +37,7 @@ def rank_grid_text(layout: Layout, num_layers: int, split: PipelineSplit | None 
     rows = [["", *_each(stages, "stage {}".format)]]
     for v in range(layout.vpp):
         name = "layers" if layout.vpp == 1 else f"chunk {v}"
-        rows.append([name, *_each(stages, partial(_chunk, chunks, v))])
+        rows.append([name, *_each(stages, partial(_chunk, chunks, prediction_layers, v))])
     places = [(dp, cp) for dp in range(layout.dp) for cp in range(layout.cp)]
     for place in _elide(places, MOST_ROWS):
         if place is None:
@@ -51,8 +54,11 @@ def rank_grid_text(layout: Layout, num_layers: int, split: PipelineSplit | None 
     )
 
 
-def _chunk(chunks: Sequence[Sequence[ModelChunk]], chunk: int, pp: int) -> str:
-    return str(chunks[pp][chunk])
+def _chunk(chunks: Sequence[Sequence[ModelChunk]], prediction_layers: int, chunk: int, pp: int) -> str:
+    held = chunks[pp][chunk]
+    if held.loss and prediction_layers:
+        return f"{held}+{prediction_layers} mtp"
+    return str(held)
 
 
 def _ranks(layout: Layout, dp: int, cp: int, pp: int) -> str:

@@ -519,7 +519,7 @@ def summary_facts(plan: RunPlan, task: Task, data: TaskData, engine: Engine, run
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
     grid = ""
     if layout.world_size > 1:
-        grid = rank_grid_text(layout, spec.num_layers, PipelineSplit.from_config(plan.cfg.parallel))
+        grid = rank_grid_text(layout, spec.num_layers, PipelineSplit.from_config(plan.cfg.parallel), spec.mtp_layers)
     processes = log.count_text(layout.world_size, "process")
     evaluation_rows = 0 if data.evaluation is None else len(data.evaluation.data)
     return SummaryFacts(

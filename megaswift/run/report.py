@@ -26,7 +26,7 @@ from megaswift.run.loss_png import median_smooth, metric_column, plot_limits, pr
 from megaswift.run.summary import Rows
 from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.hooks.profiler import profile_summaries
-from megaswift.trainers.hooks.progress import duration_text
+from megaswift.trainers.hooks.progress import PREDICTION_LOSS, duration_text
 from megaswift.trainers.memory_snapshot import memory_snapshots
 
 PACKAGES = (
@@ -189,8 +189,8 @@ def chart_cards_html(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -
     loss += [ChartSeries(f"median of {window} lines", averaged, "mean")] if window > 1 else []
     loss += [ChartSeries("evaluation", points(watched, evals), "eval", marks=True)] if evals else []
     cards = [(watched, loss, plot_limits(losses + metric_column(evals, watched)))]
-    # Preference metrics of training and evaluation, then curves of training alone.
-    for name, title in PREFERENCE:
+    # Losses of prediction layers and preference metrics of training and evaluation, then curves of training alone.
+    for name, title in (*_prediction_losses(lines), *PREFERENCE):
         if any(name in line for line in lines):
             both = [ChartSeries("training", points(name, lines), "mean")]
             both += [ChartSeries("evaluation", points(name, evals), "eval", marks=True)] if evals else []
@@ -218,6 +218,12 @@ def chart_cards_html(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -
             head = f'<h3>{escape(title)}<span class="key">{key}</span></h3>'
             html.append(f'<div class="card">{head}{line_chart_svg(title, series, bounds)}</div>')
     return "".join(html)
+
+
+def _prediction_losses(lines: Sequence[Mapping[str, Any]]) -> Rows:
+    """The curves of layers for multi-token prediction: the metric, its title."""
+    names = dict.fromkeys(name for line in lines for name in line)
+    return [(m[0], f"loss of prediction layer {m[1]}") for name in names if (m := PREDICTION_LOSS.fullmatch(name))]
 
 
 def _rewards(lines: Sequence[Mapping[str, Any]]) -> Rows:

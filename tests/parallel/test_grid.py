@@ -70,3 +70,9 @@ def test_the_grid_shows_the_ranks_of_the_layout():
 
 def test_uneven_stages():
     assert "embed+0-2   3+head" in rank_grid_text(Layout(2, pp=2), 4, PipelineSplit(first=3))
+
+
+def test_layers_for_multi_token_prediction_stand_beside_the_head():
+    layout = Layout(2, pp=2, vpp=2)
+    lines = [line.split() for line in rank_grid_text(layout, 4, prediction_layers=2).splitlines()]
+    assert lines[1:3] == [["chunk", "0", "embed+0", "1"], ["chunk", "1", "2", "3+head+2", "mtp"]]

@@ -142,6 +142,14 @@ def test_each_reward_has_a_curve_where_there_are_several(run: tuple[Path, Path, 
     assert "reward a&lt;b, mean, step 20: 0.25" in text
 
 
+def test_each_prediction_layer_has_a_curve(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
+    ahead = {"mtp_1_loss": 2.5, "mtp_2_loss": 2.75}
+    run[1].write_text("".join(strict_json_text(line(i, **ahead)) + "\n" for i in range(1, 21)))
+    text, parser = parsed(run)
+    assert {"loss of prediction layer 1", "loss of prediction layer 2"} <= set(parser.texts)
+    assert "training, step 20: 2.75" in text
+
+
 def test_the_last_completions_with_their_rewards(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
     """A dozen of the last generation; conversations turn by turn; nothing of a text is markup."""
     first = {"step": 1, "prompt": "old", "completion": "gone", "reward": 0.0, "advantage": 0.0}

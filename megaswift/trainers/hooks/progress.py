@@ -7,6 +7,7 @@ bar.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from typing import TextIO
@@ -17,6 +18,7 @@ from megaswift import distributed, log
 from megaswift.trainers.hook import Hook, Line, Run, StepRecord
 
 BAR = "{percentage:3.0f}%|{bar:24}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
+PREDICTION_LOSS = re.compile(r"mtp_(\d+)_loss")
 PLAIN_SECONDS = 10.0
 """At least so long between two plain lines."""
 
@@ -50,6 +52,15 @@ def preference_accuracy_text(line: Line) -> str:
     return "" if rate is None else f"  reward accuracy {rate:.0%}"
 
 
+def companion_text(line: Line) -> str:
+    """Write what stands beside the loss: those of prediction layers, the nearest token first, and how often pairs are
+    ranked correctly; empty where there is neither."""
+    losses = [value for name, value in line.items() if PREDICTION_LOSS.fullmatch(name)]
+    figures = "/".join("nan" if loss is None else f"{loss:.4f}" for loss in losses)
+    ahead = f"  mtp {figures}" if losses else ""
+    return ahead + preference_accuracy_text(line)
+
+
 def progress_figures(line: Line) -> str:
     """Write the few figures of a line that the progress shows."""
     if "reward" in line:
@@ -57,7 +68,7 @@ def progress_figures(line: Line) -> str:
     else:
         loss = "loss nan" if line["loss"] is None else f"loss {line['loss']:.4f}"
     speed = f"{line['tokens_per_second']:,.0f} tokens/s"
-    return f"{loss}{preference_accuracy_text(line)}  lr {line['learning_rate']:.2e}  {speed}"
+    return f"{loss}{companion_text(line)}  lr {line['learning_rate']:.2e}  {speed}"
 
 
 class Progress(Hook):
@@ -107,7 +118,7 @@ class Progress(Hook):
             print_line(f"step {line['step']}: evaluation reward {reward} over {line['prompts']:,} prompts")
             return
         print_line(
-            f"step {line['step']}: evaluation loss {line['loss']:.4f}{preference_accuracy_text(line)} over "
+            f"step {line['step']}: evaluation loss {line['loss']:.4f}{companion_text(line)} over "
             f"{line['label_tokens']:,} label tokens"
         )
 

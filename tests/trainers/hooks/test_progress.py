@@ -87,6 +87,17 @@ def test_pairs_say_how_often_the_chosen_answer_is_first(capsys: pytest.CaptureFi
     )
 
 
+def test_losses_of_prediction_layers_stand_beside_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    loop: Any = None
+    line = {"step": 4, "loss": 0.5, "label_tokens": 400, "mtp_1_loss": 0.75, "mtp_2_loss": None, "mtp_1_weight": 9.0}
+    figures = progress_figures({**line, "learning_rate": 1e-5, "tokens_per_second": 1234.5})
+    assert figures == "loss 0.5000  mtp 0.7500/nan  lr 1.00e-05  1,234 tokens/s"
+    Progress(io.StringIO()).on_evaluate(loop, {**line, "mtp_2_loss": 1.0})
+    assert capsys.readouterr().err == (
+        "megaswift: step 4: evaluation loss 0.5000  mtp 0.7500/1.0000 over 400 label tokens\n"
+    )
+
+
 def test_an_evaluation_of_prompts_with_and_without_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
     """Every function may have returned None: there is no reward then, and no label tokens either."""
     line = {"step": 4, "epoch": 1.0, "loss": math.nan, "prompts": 10, "seconds": 1.0}
