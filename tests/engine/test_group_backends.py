@@ -28,7 +28,7 @@ COLLECTIVES = {
 } | {"send", "recv", "isend", "irecv", "monitored_barrier", "send_object_list", "recv_object_list"}
 ON_DEVICE = {
     "megaswift.engine.objective",  # counts of a step, moved to the device
-    "megaswift.engine.megatron.layers.router",  # sums of auxiliary losses, moved to the device
+    "megaswift.engine.megatron.layers.moe.router",  # sums of auxiliary losses, moved to the device
 }
 """Modules whose collectives on the default group send tensors of the device."""
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.engine.megatron.layers.expert_capacity import filled_to_capacity, picks_within_capacity
+from megaswift.engine.megatron.layers.moe.capacity import filled_to_capacity, picks_within_capacity
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import ROW, Case, global_batch, own, parse

@@ -1,7 +1,7 @@
 """DeepSeek's line of families under parallel layouts: latent attention, groups of experts, biases that no gradient
 trains.
 
-Covers: megaswift/engine/megatron/layers/latent_attention.py.
+Covers: megaswift/engine/megatron/layers/attention/latent.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Experts in grouped products, which other files compare with Hugging Face, beside experts one by one: what a
 checkpoint holds, where weights lie; those one by one against Hugging Face.
 
-Covers: megaswift/engine/megatron/layers/local_dispatcher.py, megaswift/engine/megatron/layers/grouped_experts.py.
+Covers: megaswift/engine/megatron/layers/moe/dispatcher.py, megaswift/engine/megatron/layers/moe/experts.py.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def test_one_by_one(text: str, pool: Pool, references: References) -> None:
 def report(rank: int, world: int, task: Task) -> dict[str, Any]:
     """Of a rank's engine: what its checkpoint would hold of experts, whether weights are read where they lie."""
     from megaswift.engine.megatron.checkpoint.rank_chunks import local_to_global_tensor_slices
-    from megaswift.engine.megatron.layers.grouped_experts import GroupedExpertLinear
-    from megaswift.engine.megatron.layers.local_dispatcher import LocalTokenDispatcher
+    from megaswift.engine.megatron.layers.moe.dispatcher import LocalTokenDispatcher
+    from megaswift.engine.megatron.layers.moe.experts import GroupedExpertLinear
 
     engine, context = build(task.case, task.folder, world, **task.options)
     layers = [m for chunk in engine.plain for m in chunk.modules() if isinstance(m, GroupedExpertLinear)]

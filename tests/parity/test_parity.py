@@ -2,7 +2,7 @@
 weights.
 
 Covers: megaswift/engine/megatron/engine.py, megaswift/engine/megatron/forward_backward.py,
-megaswift/engine/megatron/layers/router.py, megaswift/engine/megatron/layers/norm.py,
+megaswift/engine/megatron/layers/moe/router.py, megaswift/engine/megatron/layers/norm.py,
 megaswift/engine/megatron/layers/post_norm.py,
 megaswift/engine/megatron/layers/spec.py,
 megaswift/engine/document_attention.py, megaswift/engine/megatron/layers/spec.py,

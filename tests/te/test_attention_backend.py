@@ -1,6 +1,6 @@
 """Two engines of different `--attn_impl` in one process each take their own kernels.
 
-Covers: megaswift/engine/megatron/layers/te_attention.py.
+Covers: megaswift/engine/megatron/layers/attention/te.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.engine.megatron.layers.te_attention import VARIABLES, TEAttentionBackendEnv
+from megaswift.engine.megatron.layers.attention.te import VARIABLES, TEAttentionBackendEnv
 from tests.parity.cases import parse
 from tests.parity.models import build as build_model
 from tests.parity.pool import Pool

@@ -1,7 +1,7 @@
 """A run whose experts' inputs are padded to their capacity goes as the run without, rows of any length and evaluations
 between its steps.
 
-Covers: megaswift/engine/megatron/layers/expert_capacity.py.
+Covers: megaswift/engine/megatron/layers/moe/capacity.py.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from megaswift.engine.megatron.checkpoint import save_load
 from megaswift.engine.megatron.checkpoint.optimizer_states import MainWeightFiller
 from megaswift.engine.megatron.freezing import freeze_weights, require_input_gradients
 from megaswift.engine.megatron.hf_export import export_hf_folder_from_ranks
+from megaswift.engine.megatron.layers.attention.te import TEAttentionBackendEnv
 from megaswift.engine.megatron.layers.implementation import (
     TORCH,
     LayerImplementationChoice,
@@ -37,8 +38,7 @@ from megaswift.engine.megatron.layers.implementation import (
     fp8_compute_capability_problems,
     fp8_width_problems,
 )
-from megaswift.engine.megatron.layers.router import AuxLosses
-from megaswift.engine.megatron.layers.te_attention import TEAttentionBackendEnv
+from megaswift.engine.megatron.layers.moe.router import AuxLosses
 from megaswift.engine.megatron.lora.adapters import RankAdapters, adapter_plan_from_lora_config
 from megaswift.engine.megatron.microbatch import prepare_batch_ahead
 from megaswift.engine.megatron.model import build_model_chunks, finish_weight_gathers, wrap_chunks

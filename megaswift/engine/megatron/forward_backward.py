@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megaswift.engine.megatron.cuda_graphs import without_cuda_graphs
-from megaswift.engine.megatron.layers.expert_capacity import without_expert_padding
+from megaswift.engine.megatron.layers.moe.capacity import without_expert_padding
 from megaswift.engine.megatron.layers.mtp import sum_embedding_gradients
 from megaswift.engine.megatron.lora.layers import reduce_expert_adapter_gradients
 from megaswift.engine.megatron.microbatch import MicrobatchInputs, microbatch_inputs

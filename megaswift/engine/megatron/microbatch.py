@@ -15,7 +15,7 @@ from torch import Tensor
 from megaswift.device_copy import copy_to_device_async, pin_where_copied
 from megaswift.engine.document_attention import RowDocuments, prefixes_of_documents
 from megaswift.engine.megatron.context_parallel import gather_order, local_row_positions
-from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams
+from megaswift.engine.megatron.layers.attention.document import RowPackedSeqParams
 from megaswift.losses.contract import Batch
 from megaswift.losses.mtp import tokens_ahead
 

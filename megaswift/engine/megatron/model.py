@@ -29,17 +29,17 @@ from torch import Tensor, nn
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.cuda_graphs import tell_graphs_of_fused_gradients
 from megaswift.engine.megatron.layers.delta_net import GatedDeltaNet
-from megaswift.engine.megatron.layers.grouped_experts import GroupedExpertLinear
 from megaswift.engine.megatron.layers.head import compute_vocabulary_fields
 from megaswift.engine.megatron.layers.implementation import (
     TORCH,
     TRANSFORMER_ENGINE,
     LayerImplementationChoice,
 )
-from megaswift.engine.megatron.layers.local_dispatcher import dispatch_to_local_experts
+from megaswift.engine.megatron.layers.moe.dispatcher import dispatch_to_local_experts
+from megaswift.engine.megatron.layers.moe.experts import GroupedExpertLinear
+from megaswift.engine.megatron.layers.moe.router import AuxLossTopKRouter, install_padding_mask_hooks
 from megaswift.engine.megatron.layers.mtp import MultiTokenPrediction
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
-from megaswift.engine.megatron.layers.router import AuxLossTopKRouter, install_padding_mask_hooks
 from megaswift.engine.megatron.layers.spec import block_spec
 from megaswift.engine.megatron.microbatch import MicrobatchInputs
 from megaswift.engine.megatron.optim.fp8_weights import gather_weights_now

@@ -295,8 +295,8 @@ def transformer_config(
     rope_factor = inverse_frequencies(spec)[1]
     if parallel.tp_comm_overlap:
         check_tp_comm_overlap(choice, latent)
-    # latent_attention.py and rotated_attention.py rotate by position; Megatron's fused rotation of packed rows leaves
-    # out YaRN's factor
+    # layers/attention/latent.py and rotated.py rotate by position; Megatron's fused rotation of packed rows leaves out
+    # YaRN's factor
     fields["apply_rope_fusion"] &= not latent and not spec.features.changes_rotated_queries and rope_factor == 1.0
     if fields.get("rotary_interleaved") and settings.shares_rows and not megatron_version_at_least("0.17"):
         fields["apply_rope_fusion"] = False  # 0.16's fused rotation of packed rows takes neighbours for halves

@@ -1,5 +1,5 @@
 """The MoE balancing and z losses of transformers' models, by the definition of the native engine
-(`engine/megatron/layers/router.py`).
+(`engine/megatron/layers/moe/router.py`).
 
 Per layer, over the non-padding tokens of one micro-batch; averaged over the micro-batches of all ranks that hold a
 token. transformers' own formula mixes all layers into one and averages over what one process sees, so another number of

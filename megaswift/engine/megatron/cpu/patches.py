@@ -23,7 +23,7 @@ import torch
 
 from megaswift.engine.jit_fuser import fuses_pointwise_functions
 from megaswift.engine.megatron.cpu import collectives, cuda_stubs
-from megaswift.engine.megatron.layers.token_permutation import unsynced_permute
+from megaswift.engine.megatron.layers.moe.permutation import unsynced_permute
 from megaswift.engine.triton_support import triton_launches
 
 BOTH = "0.16-0.19"

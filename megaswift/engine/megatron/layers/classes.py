@@ -15,16 +15,16 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
+from megaswift.engine.megatron.layers.attention.document import TorchAttention
+from megaswift.engine.megatron.layers.attention.latent import ReplicatedLinear, TELatentAttention, TorchLatentAttention
 from megaswift.engine.megatron.layers.gated_activations import GATED
-from megaswift.engine.megatron.layers.grouped_experts import GroupedExpertLinear, GroupedExperts
 from megaswift.engine.megatron.layers.implementation import TORCH
-from megaswift.engine.megatron.layers.latent_attention import ReplicatedLinear, TELatentAttention, TorchLatentAttention
+from megaswift.engine.megatron.layers.moe.experts import GroupedExpertLinear, GroupedExperts
 from megaswift.engine.megatron.layers.norm import NormColumnParallelLinear, QKNorm, TorchNorm
 from megaswift.engine.megatron.layers.post_norm import (
     ScaledPostNormLinear,
     scaled_post_norm_projection_class,
 )
-from megaswift.engine.megatron.layers.torch_attention import TorchAttention
 
 
 @dataclass(frozen=True)

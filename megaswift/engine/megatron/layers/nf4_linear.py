@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megaswift.bridge import nf4
-from megaswift.engine.megatron.layers.latent_attention import ReplicatedLinear
+from megaswift.engine.megatron.layers.attention.latent import ReplicatedLinear
 from megaswift.models.qlora import BLOCK
 
 LINEAR = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)

@@ -27,6 +27,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from megaswift.engine.megatron.layers.attention.document import window_of_layer
+from megaswift.engine.megatron.layers.attention.rotated import RotatedSelfAttention
 from megaswift.engine.megatron.layers.classes import (
     LayerModuleClasses,
     attention_core_class,
@@ -39,11 +41,9 @@ from megaswift.engine.megatron.layers.delta_net import (
     OutputGatedSelfAttention,
 )
 from megaswift.engine.megatron.layers.implementation import LayerImplementationChoice
+from megaswift.engine.megatron.layers.moe.router import AuxLossTopKRouter
 from megaswift.engine.megatron.layers.nf4_linear import nf4_layer_spec
 from megaswift.engine.megatron.layers.norm import AllHeadsKeyNorm, AllHeadsQueryNorm, AllHeadsRMSNorm
-from megaswift.engine.megatron.layers.rotated_attention import RotatedSelfAttention
-from megaswift.engine.megatron.layers.router import AuxLossTopKRouter
-from megaswift.engine.megatron.layers.torch_attention import window_of_layer
 from megaswift.models.spec import LINEAR, ArchitectureExtras, LayerKind
 
 

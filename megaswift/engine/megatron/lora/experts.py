@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.adapters.plan import Half, ModuleAdapterSpec, rank_output_rows_by_adapter
 from megaswift.device_copy import copy_to_device_async
-from megaswift.engine.megatron.layers.grouped_product import ExpertRows, grouped_linear
+from megaswift.engine.megatron.layers.moe.products import ExpertRows, grouped_linear
 from megaswift.engine.megatron.lora.layers import CHILD, Adapters
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.models.grouped_experts import ROW_BYTES

@@ -190,7 +190,7 @@ class Launches(TorchDispatchMode):
 def test_a_dozen_kernels_for_128_experts() -> None:
     """Forward, of both layers; backward 31, of which 5 set gradients of experts without tokens to zero and 5 find
     them. (Stacks made of 768 parameters in each pass: 1,550 and 1,160.)"""
-    from megaswift.engine.megatron.layers.grouped_product import ExpertRows
+    from megaswift.engine.megatron.layers.moe.products import ExpertRows
 
     plan = plan_of(128, AdapterHyperparameters(16, 32.0))
     counts = torch.randint(0, 5, (128,), generator=torch.Generator().manual_seed(3))
@@ -213,7 +213,7 @@ def test_a_dozen_kernels_for_128_experts() -> None:
 def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the test device, with numbers of tokens there: neither in a forward nor in a backward pass, although some
     experts have no token."""
-    from megaswift.engine.megatron.layers.grouped_product import ExpertRows
+    from megaswift.engine.megatron.layers.moe.products import ExpertRows
 
     leave_empty_groups_unwritten(monkeypatch)
     stand_in = StandIn()

@@ -46,7 +46,7 @@ def gate(model_type: str, **fields: Any) -> tuple[Any, Tensor, Tensor]:
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
 def test_biased_sigmoids(model_type: str, normalized: bool, groups: int, left: int) -> None:
-    from megaswift.engine.megatron.layers.router import RoutingRule, choose_experts
+    from megaswift.engine.megatron.layers.moe.router import RoutingRule, choose_experts
 
     module, hidden, want = gate(
         model_type, n_group=groups, topk_group=left, norm_topk_prob=normalized, routed_scaling_factor=2.5
@@ -59,7 +59,7 @@ def test_biased_sigmoids(model_type: str, normalized: bool, groups: int, left: i
 
 @pytest.mark.parametrize("groups, left", [(4, 2), (8, 4)])
 def test_softmax_in_groups(groups: int, left: int) -> None:
-    from megaswift.engine.megatron.layers.router import RoutingRule, choose_experts
+    from megaswift.engine.megatron.layers.moe.router import RoutingRule, choose_experts
 
     method = "group_limited_greedy"
     module, hidden, want = gate(
@@ -78,7 +78,7 @@ def test_biased_softmax(least: float) -> None:
     from transformers import AutoConfig
     from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 
-    from megaswift.engine.megatron.layers.router import RoutingRule, choose_experts
+    from megaswift.engine.megatron.layers.moe.router import RoutingRule, choose_experts
 
     torch.manual_seed(5)
     sizes = {"hidden_size": HIDDEN, "moe_num_experts": EXPERTS, "moe_k": TOPK, "moe_norm_min": least}
@@ -99,7 +99,7 @@ def test_biased_softmax(least: float) -> None:
 
 def test_a_choice_by_hand() -> None:
     """Two groups of two: the second has the better best two together, the first the best one."""
-    from megaswift.engine.megatron.layers.router import RoutingRule, choose_experts
+    from megaswift.engine.megatron.layers.moe.router import RoutingRule, choose_experts
 
     logits = torch.tensor([[3.0, -3.0, 2.0, 1.0]])
     one, _ = choose_experts(logits, RoutingRule("sigmoid", 1, 2, 1, 1), None)
@@ -112,7 +112,7 @@ def test_a_choice_by_hand() -> None:
 
 
 def test_padding_is_not_counted() -> None:
-    from megaswift.engine.megatron.layers.router import AuxLossTopKRouter
+    from megaswift.engine.megatron.layers.moe.router import AuxLossTopKRouter
 
     seen = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(3))
     router = AuxLossTopKRouter.__new__(AuxLossTopKRouter)

@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 
-from megaswift.engine.megatron.layers.token_permutation import unsynced_permute
+from megaswift.engine.megatron.layers.moe.permutation import unsynced_permute
 
 moe_utils, token_dispatcher = (  # after the engine
     importlib.import_module(f"megatron.core.transformer.moe.{name}") for name in ("moe_utils", "token_dispatcher")

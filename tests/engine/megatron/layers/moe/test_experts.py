@@ -1,6 +1,6 @@
 """Grouped products against one product after the other: values, gradients, and whether weights are copied.
 
-Covers: megaswift/engine/megatron/layers/grouped_experts.py, megaswift/engine/megatron/layers/grouped_product.py,
+Covers: megaswift/engine/megatron/layers/moe/experts.py, megaswift/engine/megatron/layers/moe/products.py,
 megaswift/models/grouped_experts.py.
 """
 
@@ -23,7 +23,7 @@ EXPERTS, INPUTS, OUTPUTS = 4, 16, 24
 
 def layer_of(dtype: torch.dtype, bias: bool = False) -> Any:
     """A layer with random weights."""
-    from megaswift.engine.megatron.layers.grouped_experts import GroupedExpertLinear
+    from megaswift.engine.megatron.layers.moe.experts import GroupedExpertLinear
 
     config: Any = SimpleNamespace(use_cpu_initialization=True, params_dtype=dtype, add_bias_linear=bias)
     layer = GroupedExpertLinear(EXPERTS, INPUTS, OUTPUTS, config)
@@ -35,7 +35,7 @@ def layer_of(dtype: torch.dtype, bias: bool = False) -> Any:
 
 def rows_of(counts: list[int] | Tensor) -> Any:
     """Numbers of rows as the layer takes them."""
-    from megaswift.engine.megatron.layers.grouped_product import ExpertRows
+    from megaswift.engine.megatron.layers.moe.products import ExpertRows
 
     return ExpertRows.of(torch.as_tensor(counts))
 

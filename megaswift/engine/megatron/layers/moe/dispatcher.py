@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from megaswift.engine.megatron.layers.grouped_experts import GroupedExperts
+from megaswift.engine.megatron.layers.moe.experts import GroupedExperts
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlock

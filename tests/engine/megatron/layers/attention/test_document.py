@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megaswift.engine import document_attention
 from megaswift.engine import document_attention as engine_document_attention
 from megaswift.engine.document_attention import AttentionRule, RowDocuments
-from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams, TorchAttention
+from megaswift.engine.megatron.layers.attention.document import RowPackedSeqParams, TorchAttention
 from megaswift.models.spec import ArchitectureExtras
 from tests.engine.masks import seen
 
@@ -94,7 +94,7 @@ def test_blocks_under_context_parallelism(monkeypatch, rank, sinks):
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
     whole = torch.randn(64, 1, 2, 16)
     monkeypatch.setattr(
-        "megaswift.engine.megatron.layers.torch_attention.gather_key_value_sequence", lambda *_: whole_leaf
+        "megaswift.engine.megatron.layers.attention.document.gather_key_value_sequence", lambda *_: whole_leaf
     )
     query = torch.randn(32, 1, 4, 8)
     results = []
@@ -177,7 +177,7 @@ def test_many_documents_cost_what_few_do(monkeypatch, ranks):
     """Gradients of a row are put together once: work that grows with row x documents took a third of a step of 128
     short completions."""
     monkeypatch.setattr(
-        "megaswift.engine.megatron.layers.torch_attention.gather_key_value_sequence", lambda x, *_: torch.cat([x, x])
+        "megaswift.engine.megatron.layers.attention.document.gather_key_value_sequence", lambda x, *_: torch.cat([x, x])
     )
     config = SimpleNamespace(
         kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=None, features=ArchitectureExtras()

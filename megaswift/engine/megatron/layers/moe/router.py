@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from megaswift.engine.megatron.layers.expert_capacity import filled_to_capacity, picks_within_capacity
+from megaswift.engine.megatron.layers.moe.capacity import filled_to_capacity, picks_within_capacity
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.errors import ConfigError, Problem
 from megaswift.models.spec import ModelSpec

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megaswift.device_copy import copy_to_device_async
-from megaswift.engine.megatron.layers.grouped_product import ExpertRows, grouped_product, grouped_weight_gradients
+from megaswift.engine.megatron.layers.moe.products import ExpertRows, grouped_product, grouped_weight_gradients
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megaswift.engine.document_attention import RowDocuments
-from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams, TorchAttention
+from megaswift.engine.megatron.layers.attention.document import RowPackedSeqParams, TorchAttention
 from megaswift.models.spec import ArchitectureExtras
 from tests.engine.masks import seen
 
