@@ -1,1 +1,1 @@
-"""Attention of the native engine's layers: by documents in torch, Transformer Engine's, latent, with rotation by position."""
+"""Attention of the native engine's layers: by documents in torch, Transformer Engine's, latent, rotated by position."""
