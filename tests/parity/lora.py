@@ -246,21 +246,6 @@ class AddedAdapters(TorchFunctionMode):
         return out
 
 
-class ReorderedSums(TorchFunctionMode):
-    """Sums of products in another order, which rounds otherwise."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Columns of inputs and of matrices are exchanged alike."""
-        if func is F.linear:
-            order = torch.randperm(args[0].shape[-1], generator=self.generator)
-            args = (args[0][..., order], args[1][:, order], *args[2:])
-        return func(*args, **(kwargs or {}))
-
-
 class PeftOracle(Oracle):
     """The oracle on PEFT's own layers, in float64 as the other one."""
 

@@ -183,6 +183,21 @@ class Widened(TorchFunctionMode):
         return func(*wide, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
 
 
+class ReorderedSums(TorchFunctionMode):
+    """Sums of products in another order, which rounds otherwise."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Columns of inputs and of matrices are exchanged alike."""
+        if func is F.linear:
+            order = torch.randperm(args[0].shape[-1], generator=self.generator)
+            args = (args[0][..., order], args[1][:, order], *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
 class Oracle:
     """A Hugging Face model under plain torch; `wide`: in float64 throughout."""
 

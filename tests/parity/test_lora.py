@@ -18,9 +18,9 @@ from tests.parity.cases import Case, global_batch, parse
 from tests.parity.compare import GRADIENT, compare, distances, table, tensors
 from tests.parity.measure import STEPS, Task
 from tests.parity.models import disk_tensors, model_type
-from tests.parity.oracle import Recipe, Reference
+from tests.parity.oracle import Recipe, Reference, ReorderedSums
 from tests.parity.pool import Pool
-from tests.parity.references import NOISY, References
+from tests.parity.references import NOISY, ORDERS, References
 
 ALL = (
     *lora.ATTENTION,
@@ -103,8 +103,6 @@ SEEDS = {
 }
 """Seeds of adapters, 5 elsewhere. With 5 Hugging Face's float32 is itself 4.7e-6 to 5.1e-6 away from its float64 here,
 for an expert's adapter sees few tokens, and the limit is 5e-6; with these it is 3.3e-6 to 3.9e-6 (`least_rounded`)."""
-ORDERS = 4
-"""Orders of summation besides the usual one."""
 
 
 class Adapters:
@@ -159,7 +157,7 @@ class Adapters:
         kinds: list[type[lora.LoraOracle]] = [lora.Float32LoraOracle, lora.AddedLoraOracle]
         found = [lora.reference(model, self.recipe(case), adapter, rows, kind) for kind in kinds]
         for seed in range(ORDERS):
-            with lora.ReorderedSums(seed):
+            with ReorderedSums(seed):
                 found.append(lora.reference(model, self.recipe(case), adapter, rows, lora.AddedLoraOracle))
         return [each.gradients for each in found]
 
