@@ -1,7 +1,4 @@
-"""The documentation site builds without a warning, in both languages, and loads nothing from other hosts.
-
-Covers: scripts/docs_site.py.
-"""
+"""The documentation site builds without a warning, in both languages, and loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["'](ht
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built pages."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     variables = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
