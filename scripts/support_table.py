@@ -27,11 +27,8 @@ from tests.parity import models, test_families  # noqa: E402
 
 BEGIN = "<!-- support table: scripts/support_table.py writes this -->"
 END = "<!-- end of support table -->"
-TARGETS = {"README.md": False, "README.zh-CN.md": False, "docs/families.md": True, "converters/README.md": False}
+TARGETS = {"docs/families.md": True, "converters/README.md": False}
 """Files, and whether they hold everything: what was tested, what is refused."""
-
-CHINESE = {"what it is": "说明", "own modules on a GPU": "GPU 上自己实现的模块"}
-"""Titles of columns in the Chinese README."""
 
 
 def about(name: str) -> str:
@@ -147,8 +144,6 @@ def main(argv: list[str] | None = None) -> int:
             stale.append(target)
             continue
         head, *rows = table(full)
-        for title, chinese in CHINESE.items() if ".zh-CN" in target else ():
-            head = head.replace(title, chinese)
         body = "\n".join([BEGIN, "", head, *rows, *([*refusals(), *axes()] if full else []), "", END])
         fresh = text[: text.index(BEGIN)] + body + text[text.index(END) + len(END) :]
         if fresh != text:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
@@ -208,30 +209,31 @@ def test_commands_are_understood(words: list[str]) -> None:
     assert load_config(None if words[0] == "rlhf" else words[0], options, environ={}).task in TASKS
 
 
-def examples(language: str) -> list[str]:
-    """The README's blocks of a language."""
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", TEXTS["README.md"], re.DOTALL | re.MULTILINE)
-    return [block for written, block in blocks if written == language]
+def examples(page: str, language: str) -> list[str]:
+    """The blocks of a language on a page, without the indentation that a list gives them."""
+    blocks = re.findall(r"^( *)```(\w*)\n(.*?)^ *```", TEXTS[page], re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for _, written, block in blocks if written == language]
 
 
-def test_the_readme_s_tree_has_a_line_for_every_folder() -> None:
-    tree = next(block for block in examples("") if block.startswith("megaswift/\n"))
+def test_the_source_tree_has_a_line_for_every_folder() -> None:
+    tree = next(block for block in examples("docs/architecture.md", "text") if block.startswith("megaswift/"))
     packages = [file.parent.name for file in (ROOT / "megaswift").glob("*/__init__.py")]
-    named = re.findall(r"^ *(\w+)/ +\w", tree, re.MULTILINE)
+    named = [name for line in tree.splitlines() for name in re.findall(r"(\w+)/(?=\s)", line[:20])][1:]
     assert sorted(named) == sorted([*packages, *FOLDERS[1:], "configs", "docs", "docker"])
 
 
-def test_the_readme_s_new_family_is_one() -> None:
-    blocks = [block for block in examples("python") if "FAMILIES" in block]
-    assert len(blocks) == 1 and (ROOT / "megaswift/families/qwen3.py").read_text(encoding="utf-8").endswith(blocks[0])
+def test_the_page_s_new_family_is_one() -> None:
+    blocks = [block for block in examples("docs/families.md", "python") if "FAMILIES.register" in block]
+    file = (ROOT / "megaswift/families/mistral.py").read_text(encoding="utf-8")
+    assert len(blocks) == 1 and file.endswith(blocks[0])
 
 
-def test_the_readme_s_new_format_works_as_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_s_new_format_works_as_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"prompt": "How much is 1 + 1?", "completion": "2"}
     assert "prompt_completion" not in FORMATS.names()
     monkeypatch.setattr(FORMATS, "_items", dict(FORMATS._items))
     file = tmp_path / "prompt_completion.py"
-    file.write_text(next(block for block in examples("python") if "FORMATS" in block), encoding="utf-8")
+    file.write_text(next(block for block in examples("docs/data.md", "python") if "FORMATS" in block), encoding="utf-8")
     spec = importlib.util.spec_from_file_location("prompt_completion", file)
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
