@@ -18,12 +18,14 @@ UNUSED_MESSAGES = "unused_messages"
 UNUSED_PARTS = "unused_parts"
 WITHOUT_CONTENT = "without_content"
 TAGS_WITHOUT_FILES = "tags_without_files"
+PLAIN_TEXT = "plain_text"
 SPLIT_REASONING = "split_reasoning"
 UNKNOWN_ROLE = "unknown_role"
 MALFORMED = "malformed"
 WITHOUT_LABELS = "without_labels"
 NOTES = {
     EMPTY_ANSWERS: "with an empty completion, which trains the model to stop immediately",
+    PLAIN_TEXT: "of plain text, trained on whole and without the chat template (language modelling, as in megaswift pt)",
     UNUSED_TOOLS: "with tools that the chat template does not use",
     UNUSED_SYSTEM: "with a system message that the chat template omits",
     UNUSED_CALLS: "with a tool call that the chat template omits, which is not trained",

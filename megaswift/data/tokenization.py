@@ -247,12 +247,13 @@ def _malformed(reports: list[PieceReport]) -> DataError:
     if bad > SHOWN:
         problems.append(Problem(f"and {bad - SHOWN} more rows", "are malformed too"))
     fix = "correct the row, or give --strict false to skip such rows and count them"
-    if bad > 1 and not any(r.rows or r.causes for r in read):
+    proposed = next((p.fix for p in problems if p.fix), "")
+    if (bad > 1 or proposed) and not any(r.rows or r.causes for r in read):
         other = (
             "use other data, another task, another template (--chat_template FILE), or --columns FROM=TO "
             "where columns have other names"
         )
-        fix = f"no valid row so far: {next((p.fix for p in problems if p.fix), other)}"
+        fix = f"no valid row so far: {proposed or other}"
     return DataError([*(replace(p, fix="") for p in problems[:-1]), replace(problems[-1], fix=fix)])
 
 

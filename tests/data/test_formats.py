@@ -142,6 +142,21 @@ GOOD: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
         },
         [U, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, A],
     ),
+    ("prompt, response", {"prompt": "q1", "response": "a1", "id": "7", "history": [], "reasoning": ""}, [U, A]),
+    ("prompt, response", {"prompt": "q2", "response": "a2", "history": [["q1", "a1"]]}, [U, A, V, B]),
+    ("input, output", {"input": "q1", "output": "a1", "system_prompt": "s"}, [S, U, A]),
+    ("question, answer", {"question": "q1", "answer": "a1", "topic": "t", "context": None}, [U, A]),
+    ("instruction, response", {"instruction": "q1", "response": "a1", "context": ""}, [U, A]),
+    (
+        "instruction, response, context",
+        {"instruction": "q", "context": "c", "response": "a1", "category": "closed_qa"},
+        [{"role": "user", "content": "q\nc"}, A],
+    ),
+    (
+        "instruction, response, input",
+        {"instruction": "q", "input": "c", "response": "a1"},
+        [{"role": "user", "content": "q\nc"}, A],
+    ),
     (
         "glaive",
         {
@@ -178,8 +193,8 @@ def test_every_registered_format_is_tried_above() -> None:
 
 def test_text_is_for_pretraining() -> None:
     assert recognize_format({"text": "t"}, "pt").parse({"text": "t"}) == UntokenizedSample(text="t")
-    with pytest.raises(RowError, match="not for sft"):
-        recognize_format({"text": "t"}, "sft")
+    with pytest.raises(RowError, match="no format has these columns"):
+        recognize_format({"text": "t"}, "dpo")
     with pytest.raises(RowError, match="not for pt"):
         recognize_format({"messages": []}, "pt")
 
@@ -286,17 +301,45 @@ def test_the_role_table_is_documented() -> None:
 
 
 SUGGESTIONS = [
-    ("sft", {"question": "q", "answer": "a"}, "--columns question=query answer=response"),
-    ("sft", {"Question": "q", "Final Answer": "z", "Output": "a"}, "--columns Question=query Output=response"),
-    ("sft", {"id": 3, "dialog": [U, A]}, "--columns dialog=messages"),
-    ("sft", {"User Input": "q", "input": "q", "response": "a"}, "--columns input=query"),
+    ("sft", {"q": "q", "answer": "a"}, "--columns q=query answer=response"),
+    ("sft", {"question": "q", "answer": "a", "cot": "c"}, "--columns question=query answer=response (not read: cot)"),
+    (
+        "sft",
+        {"question": "q", "context": "c", "answer": "a", "id": 3},
+        "--columns question=instruction context=input answer=output (not read: id)",
+    ),
+    (
+        "sft",
+        {"Question": "q", "Final Answer": "z", "Output": "a"},
+        "--columns Question=query Output=response (not read: Final Answer)",
+    ),
+    ("sft", {"id": 3, "dialog": [U, A]}, "--columns dialog=messages (not read: id)"),
+    ("sft", {"User Input": "q", "input": "q", "response": "a"}, "--columns input=query (not read: User Input)"),
     ("sft", {"Ground Truth": "a", "query": "q"}, "--columns 'Ground Truth=response'"),
-    ("pt", {"content": "t", "url": "u"}, "--columns content=text"),
+    ("sft", {"问题": "q", "回答": "a"}, "--columns '问题=query' '回答=response'"),
+    (
+        "sft",
+        {"指令": "q", "输入": "c", "输出": "a", "系统": "s"},
+        "--columns '指令=instruction' '输入=input' '输出=output' '系统=system'",
+    ),
+    ("sft", {"对话": [U, A], "tools": None}, "--columns '对话=messages'"),
+    ("pt", {"content": "t", "url": "u"}, "--columns content=text (not read: url)"),
     ("dpo", {"question": "q", "chosen": "a", "worse": "b"}, "--columns question=prompt worse=rejected"),
-    ("grpo", {"problem": "q", "solution": "s"}, "--columns problem=prompt"),
+    ("grpo", {"problem": "q", "solution": "s"}, "--columns problem=prompt (for reward functions: solution)"),
     ("sft", {"question": 3, "answer": "a"}, ""),
     ("sft", {"x": "q", "y": "a"}, ""),
+    ("sft", {"question": "q", "answer": "a", "c\x1b": "c"}, ""),
 ]
+
+
+def renamed_as_proposed(row: dict[str, Any], fix: str) -> dict[str, Any]:
+    """The row under the names of a proposal; every column is renamed, known, or named as not read."""
+    options, _, rest = fix.partition(" (")
+    pairs = dict(word.split("=", 1) for word in shlex.split(options)[1:])
+    named = {*pairs, *pairs.values(), *rest.rstrip(")").partition(": ")[2].split(", ")}
+    known = {name for f in FORMATS for name in (*f.required, *f.optional)}
+    assert {*row} <= {*named, *known}
+    return {pairs.get(name, name): value for name, value in row.items() if name in pairs or name not in pairs.values()}
 
 
 @pytest.mark.parametrize(("task", "row", "fix"), SUGGESTIONS)
@@ -305,11 +348,39 @@ def test_columns_are_proposed_that_make_the_row_readable(task: str, row: dict[st
         recognize_format(row, task)
     assert e.value.fix == fix and pickle.loads(pickle.dumps(e.value)).fix == fix  # noqa: S301 (goes from rank to rank)
     if fix:
-        pairs = dict(word.split("=", 1) for word in shlex.split(fix)[1:])
-        renamed = {
-            pairs.get(name, name): value for name, value in row.items() if name in pairs or name not in pairs.values()
-        }
-        recognize_format(renamed, task)
+        recognize_format(renamed_as_proposed(row, fix), task)
+
+
+AMBIGUOUS = [
+    {"question": "q", "answer": "a", "explanation": "e"},
+    {"prompt": "q", "response": "a", "output": "b"},
+    {"instruction": "q", "context": "c", "input": "d", "response": "a"},
+    {"input": "q", "output": ["a", "b"]},
+    {"prompt": [U], "response": "a"},
+    {"text": "t", "label": 1},
+    {"text": "t", "summary": "s"},
+]
+
+
+@pytest.mark.parametrize("row", AMBIGUOUS, ids=str)
+def test_a_row_that_common_names_leave_open_is_refused(row: dict[str, Any]) -> None:
+    """Reading it would lose a column that may belong to the conversation."""
+    with pytest.raises(RowError, match="no format has these columns"):
+        recognize_format(row, "sft")
+
+
+def test_a_text_alone_is_a_document_for_fine_tuning_too() -> None:
+    assert recognize_format({"text": "t", "id": 3}, "sft").parse({"text": "t"}) == UntokenizedSample(text="t")
+    row = {"prompt": "q", "completion": "a", "rejected_response": "b"}
+    with pytest.raises(RowError, match="expected a conversation"):
+        recognize_format(row, "dpo").parse(row)
+
+
+@pytest.mark.parametrize("task", ["dpo", "grpo", "pt"])
+def test_questions_and_answers_by_common_names_are_read_for_fine_tuning_alone(task: str) -> None:
+    """In reinforcement learning the answer is a column for reward functions, under its own name."""
+    with pytest.raises(RowError, match="no format has these columns"):
+        recognize_format({"question": "q", "answer": "a"}, task)
 
 
 def test_unknown_columns_list_the_formats_with_theirs() -> None:

@@ -260,10 +260,31 @@ def test_a_template_that_writes_half_a_character_is_refused(tmp_path: Path) -> N
         load_document_splits(cfg.data, cfg.train, tok)
 
 
-def test_the_proposed_columns_are_ready_to_paste(tmp_path: Path) -> None:
-    cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [{"question": "q", "answer": "a"}] * 2))
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_proposed_columns_are_ready_to_paste(tmp_path: Path, rows: int) -> None:
+    cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [{"q": "q", "answer": "a"}] * rows))
     with pytest.raises(DataError) as e:
         load_document_splits(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
-    assert str(e.value).endswith("try: no valid row so far: --columns question=query answer=response")
+    assert str(e.value).endswith("try: no valid row so far: --columns q=query answer=response")
+
+
+def test_a_cell_of_many_levels_is_refused() -> None:
     with pytest.raises(RowError, match="nested too deep"):
         checked_conversation_sample(json.dumps([[]]).replace("[]", "[" * 500 + "]" * 500), "messages")
+
+
+def test_texts_for_fine_tuning_are_trained_on_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens and labels are those of pretraining on the same file, and a line says so."""
+    data = jsonl(tmp_path / "d.jsonl", [{"text": "one two"}, {"text": "three", "id": 1}])
+    tok = tokenizer("llama", "llama3")
+    made = {}
+    for task in ("sft", "pt"):
+        cfg = config(tmp_path, data, task)
+        docs, _ = load_document_splits(cfg.data, cfg.train, tok, task)
+        made[task] = [[part.tolist() for part in docs.read(i)] for i in range(len(docs))]
+    assert made["sft"] == made["pt"] and len(made["sft"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("2 rows of plain text, trained on whole and without the chat template") == 1
+    cfg = config(tmp_path, data, system="s")
+    with pytest.raises(DataError, match="--system cannot be applied"):
+        load_document_splits(cfg.data, cfg.train, tok)

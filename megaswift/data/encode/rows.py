@@ -22,7 +22,7 @@ from megaswift.data.encode.split_points import token_safe_split_patterns
 from megaswift.data.formats import parse_sample
 from megaswift.data.options.agent_templates import AGENT_FORMATS, AGENT_TEXTS, REFUSED_AGENT_FORMATS
 from megaswift.data.options.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
-from megaswift.data.row_counters import EMPTY_ANSWERS
+from megaswift.data.row_counters import EMPTY_ANSWERS, PLAIN_TEXT
 from megaswift.data.sources.columns import fill_self_cognition_name_placeholders, rename_columns
 from megaswift.data.sources.files import FilePart
 from megaswift.data.sources.readers import LocatedRow
@@ -237,9 +237,10 @@ class RowEncoder:
     def sample(self, row: Any) -> UntokenizedSample:
         """The sample of a row, with the run's column names and system message."""
         sample = parse_sample(self.named(row), self.spec.task)
-        if sample.prompt is not None and self.spec.system:
+        if sample.text is not None and self.spec.task != "pt" and self.spec.system:
             fault = "plain text, which is trained without a chat template, so --system cannot be applied"
-            raise RowError("prompt", fault, "messages, or omit --system")
+            column = "text" if sample.prompt is None else "prompt"
+            raise RowError(column, fault, "messages, or omit --system")
         return with_default_system_message(sample, self.spec.system)
 
     def located(self, path: str, row: Any) -> RenderedConversation:
@@ -257,7 +258,12 @@ class RowEncoder:
         if sample.prompt is not None:
             return self._completed(sample.prompt, sample.text or "")
         if sample.text is not None:
-            return RenderedConversation(sample.text, ((0, len(sample.text)),), plain=True)
+            text = sample.text
+            notes: tuple[str, ...] = ()
+            if self.spec.task != "pt":  # which appends the token itself
+                text = self._ended(text)
+                notes = (PLAIN_TEXT,)
+            return RenderedConversation(text, ((0, len(text)),), notes=notes, plain=True)
         if self._chat is None:
             raise RowError(
                 "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja (or the template text)"
@@ -268,11 +274,14 @@ class RowEncoder:
 
     def _completed(self, prompt: str, whole: str) -> RenderedConversation:
         """A plain prompt and its completion, which ends with the end-of-text token and carries the loss."""
-        end = self.token_text(self.spec.eos_id)
-        text = whole if whole.endswith(end) else whole + end
+        text = self._ended(whole)
         notes = () if whole[len(prompt) :].strip() else (EMPTY_ANSWERS,)
         begin = 0 if self.spec.loss_scale.turns == "all" else len(prompt)
         return RenderedConversation(text, ((begin, len(text)),), notes=notes, plain=True)
+
+    def _ended(self, text: str) -> str:
+        end = self.token_text(self.spec.eos_id)
+        return text if text.endswith(end) else text + end
 
     def tokenize(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 tokens [n], loss weights [n]) of each text; the weights are uint8 where all are 0 or 1."""

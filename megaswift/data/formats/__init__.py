@@ -23,14 +23,27 @@ from megaswift.options.tasks import RL, SFT
 
 Row = Mapping[str, Any]
 OTHER_NAMES = {
-    "query": ("question", "user", "input", "instruction", "problem", "human", "prompt", "ask", "context", "q", "src"),
+    "query": (
+        *("question", "user", "input", "instruction", "problem", "human", "prompt", "ask", "context", "q", "src"),
+        *("问题", "提问", "用户", "输入", "指令", "题目", "问"),
+    ),
     "response": (
         *("answer", "output", "completion", "assistant", "reply", "target", "solution", "gpt", "bot", "generation"),
-        *("ground_truth", "chosen", "a", "tgt"),
+        *("ground_truth", "chosen", "a", "tgt", "回答", "答案", "输出", "回复", "助手", "答"),
     ),
-    "messages": ("conversation", "conversations", "dialog", "dialogue", "chat", "turns", "history", "chat_messages"),
-    "text": ("content", "document", "body", "article", "passage", "raw_content", "markdown", "code", "story", "page"),
-    "prompt": ("question", "query", "problem", "instruction", "input", "user", "task"),
+    "instruction": ("question", "query", "prompt", "problem", "user", "指令", "问题", "提问"),
+    "input": ("context", "passage", "document", "article", "background", "输入", "上下文", "背景"),
+    "output": ("response", "answer", "completion", "reply", "target", "输出", "回答", "答案", "回复"),
+    "system": ("system_prompt", "system_message", "系统", "系统提示", "系统提示词"),
+    "messages": (
+        *("conversation", "conversations", "dialog", "dialogue", "chat", "turns", "history", "chat_messages"),
+        *("对话", "消息"),
+    ),
+    "text": (
+        *("content", "document", "body", "article", "passage", "raw_content", "markdown", "code", "story", "page"),
+        *("文本", "内容", "正文"),
+    ),
+    "prompt": ("question", "query", "problem", "instruction", "input", "user", "task", "问题", "提示词", "题目"),
     "chosen": (
         "preferred",
         "accepted",
@@ -45,16 +58,32 @@ OTHER_NAMES = {
     "label": ("is_good", "desirable", "thumbs_up", "good"),
     "rejected": ("dispreferred", "negative", "worse", "lose", "loser", "bad", "response_rejected", "answer_rejected"),
 }
-"""A format's column: what other data sets call it."""
+"""A format's column: what other data sets call it. Only proposed to the user, never read without --columns."""
 LISTS = ("messages",)
 SUGGESTED = {
-    "sft": (("messages",), ("query", "response")),
+    "sft": (("messages",), ("instruction", "input", "output"), ("query", "response")),
     "pt": (("text",),),
     "kto": (("query", "response", "label"),),
     "rl": (("messages",), ("prompt",)),
     "preference": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
 }
 """By task: columns of the formats that are proposed when a row is of none."""
+
+
+ADDED = ("system",)
+"""Optional columns that are proposed beside them."""
+BESIDE = re.compile(
+    r"_*(id|idx|index|uid|uuid|guid|index_level_\d+)_*|\w+_id|category|categories|subset|split|source|data_source|"
+    r"dataset|dataset_name|topic|subject|domain|type|tag|tags|language|lang|locale|difficulty|level|license|url|date|"
+    r"timestamp|created_at|model|model_name"
+)
+"""Columns that say where a row comes from and are no part of a conversation. Where the format of a row is a guess by
+common names (`question`, `answer`), a further column with a value makes it ambiguous unless its name matches."""
+
+
+def has_nothing_besides(row: Row, read: Iterable[str]) -> bool:
+    """Return whether all columns of a row are read, or say nothing about a conversation (`BESIDE`), or are empty."""
+    return all(name in read or not value or BESIDE.fullmatch(name.lower()) for name, value in row.items())
 
 
 def _any_row(row: Row) -> bool:
@@ -180,7 +209,7 @@ def parse_into_known_format(
 
 def columns_option_suggestion(row: Row, task: str) -> str:
     """`--columns question=query answer=response` where the row's columns are known by other names, else by a part of
-    them (`user_message`); else nothing."""
+    them (`user_message`), followed by the names of columns that are not read; else nothing."""
     lower = {name.lower().replace(" ", "_"): name for name, value in reversed(list(row.items())) if value is not None}
     for known_as in (_whole_name, _part_of_name):
         for wanted in SUGGESTED.get(task, SUGGESTED["rl" if task in RL else "preference"]):
@@ -188,10 +217,24 @@ def columns_option_suggestion(row: Row, task: str) -> str:
                 new: next((lower[n] for n in known_as(new, lower) if _fits(new, row[lower[n]])), None) for new in wanted
             }
             if all(candidates.values()) and len(set(candidates.values())) == len(candidates):
-                pairs = [f"{old}={new}" for new, old in candidates.items() if old != new]
-                typed = shlex.join(pairs)
-                return "" if CONTROL.search(typed) else f"--columns {typed}"
+                return _proposal({old: new for new, old in candidates.items() if old is not None}, row, task)
     return ""
+
+
+def _proposal(columns: Mapping[str, str], row: Row, task: str) -> str:
+    """The option that renames these columns, and what becomes of the others."""
+    lower = {name.lower().replace(" ", "_"): name for name, value in row.items() if isinstance(value, str)}
+    if "text" not in columns.values():
+        for new in ADDED:
+            old = next((lower[n] for n in _whole_name(new, lower) if lower[n] not in columns), None)
+            columns = {**columns, old: new} if old is not None and new not in row else columns
+    pairs = shlex.join(f"{old}={new}" for old, new in columns.items() if old != new)
+    renamed = {**row, **{new: row[old] for old, new in columns.items()}}
+    form = next((f for f in _ordered(FORMATS) if task in f.tasks and renamed.keys() >= {*f.required}), None)
+    optional = () if form is None else form.optional
+    others = [name for name in row if name not in {*columns, *columns.values(), *optional}]
+    rest = f" ({'for reward functions' if task in RL else 'not read'}: {', '.join(others)})" if others else ""
+    return "" if CONTROL.search(pairs + rest) else f"--columns {pairs}{rest}"
 
 
 def _whole_name(new: str, lower: Mapping[str, str]) -> list[str]:

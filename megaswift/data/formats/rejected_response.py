@@ -22,6 +22,7 @@ from megaswift.data.preference.rows import (
 )
 from megaswift.data.templates.message_loss import loss_flag
 from megaswift.data.untokenized_sample import (
+    RowError,
     UntokenizedSample,
     checked_conversation_sample,
     text_in_column,
@@ -33,7 +34,10 @@ from megaswift.options.tasks import PAIRS
 def read_sft_conversation(row: Row) -> UntokenizedSample:
     """Return the conversation of a row, read as an SFT row without its preference columns."""
     sft_row = {k: v for k, v in row.items() if k not in COLUMNS}
-    return parse_sample(sft_row, "sft")
+    sample = parse_sample(sft_row, "sft")
+    if sample.text is not None:
+        raise RowError(", ".join(sft_row), "plain text", "a conversation, such as messages")
+    return sample
 
 
 def _chosen(row: Row) -> UntokenizedSample:
@@ -78,7 +82,7 @@ def parse_rejected_messages(row: Row) -> PreferenceExample:
 def has_sft_conversation(row: Row) -> bool:
     """Return whether a row without its preference columns has the columns of an SFT format."""
     columns = {k for k, v in row.items() if v is not None and k not in COLUMNS}
-    return any(columns.issuperset(f.required) and "sft" in f.tasks for f in FORMATS)
+    return any(columns.issuperset(f.required) and "sft" in f.tasks and f.name != "text" for f in FORMATS)
 
 
 FORMATS.register(
