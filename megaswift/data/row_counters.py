@@ -25,7 +25,8 @@ MALFORMED = "malformed"
 WITHOUT_LABELS = "without_labels"
 NOTES = {
     EMPTY_ANSWERS: "with an empty completion, which trains the model to stop immediately",
-    PLAIN_TEXT: "of plain text, trained on whole and without the chat template (language modelling, as in megaswift pt)",
+    PLAIN_TEXT: "of plain text, trained on whole and without the chat template (language modelling, as in megaswift "
+    "pt)",
     UNUSED_TOOLS: "with tools that the chat template does not use",
     UNUSED_SYSTEM: "with a system message that the chat template omits",
     UNUSED_CALLS: "with a tool call that the chat template omits, which is not trained",
@@ -48,6 +49,7 @@ WORDS = NOTES | {
     "empty": "without tokens",
     WITHOUT_LABELS: "without label tokens",
     EMPTY_ANSWERS: "with an empty completion",
+    PLAIN_TEXT: "of plain text",
 }
 """Texts about all rows, as short as the first screen and the report need them."""
 

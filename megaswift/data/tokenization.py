@@ -35,6 +35,7 @@ from megaswift.data.show.loss_mask import (
     certify_first_rows,
 )
 from megaswift.data.sources import columns, hub
+from megaswift.data.sources.csv_encoding import UTF_8, encoding_of
 from megaswift.data.sources.files import (
     DatasetFiles,
     FilePart,
@@ -214,7 +215,16 @@ def resolve_or_download_dataset_files(name: str, root: Path, flag: str = "--data
     """The files behind an entry of the option `flag`, fetched from a hub where it is an id, and copied where it is an
     address."""
     fetch = partial(hub.download_dataset_as_parquet, root, flag)
-    return replace(resolve_dataset_files(with_local_copy(name, root, flag), fetch, flag), name=name)
+    source = replace(resolve_dataset_files(with_local_copy(name, root, flag), fetch, flag), name=name)
+    for file in source.files:
+        if log.is_main() and source.kind(file) == "csv" and encoding_of(file) != UTF_8:
+            _note_other_encoding(file)
+    return source
+
+
+@cache
+def _note_other_encoding(file: Path) -> None:
+    log.info(f"{file}: is not UTF-8, and is read as GB18030, in which Excel saves CSV files in China")
 
 
 def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, data: Any) -> Path:

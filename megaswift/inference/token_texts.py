@@ -6,25 +6,11 @@ only, so decoding a token alone gives neither.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
+from megaswift.data.token_bytes import bytes_of_stored_token
 from megaswift.inference.detokenizer import BROKEN, decode_tokens
-
-_FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""How SentencePiece's vocabularies write a byte."""
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE (GPT-2): printable bytes stand for themselves, the others follow from 256
-    on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTES = byte_alphabet()
 
 
 class TokenTexts:
@@ -72,15 +58,8 @@ class TokenTexts:
         text = decode_tokens(self.tokenizer, [*before, token])[len(decode_tokens(self.tokenizer, before)) :]
         if BROKEN not in text:
             return text.encode("utf-8")
-        stored = self.tokenizer.convert_ids_to_tokens(token)
-        if isinstance(stored, bytes):  # tokenizers that come with a model, over tiktoken
-            return stored
-        fallback = _FALLBACK_BYTE.fullmatch(stored)
-        if fallback is not None:
-            return bytes.fromhex(fallback[1])
-        if all(character in _BYTES for character in stored):
-            return bytes(_BYTES[character] for character in stored)
-        return text.encode("utf-8")
+        stored = bytes_of_stored_token(self.tokenizer.convert_ids_to_tokens(token))
+        return text.encode("utf-8") if stored is None else stored
 
     def _before(self) -> list[int]:
         """A token of letters, after which others are decoded as within a text."""

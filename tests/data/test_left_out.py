@@ -79,7 +79,7 @@ def test_unknown_roles_are_named_and_counted(tmp_path: Path, capsys: pytest.Capt
     for role, count in (("asistant", 2), ("critic", 1)):
         text = f"{count} rows with a message of an unknown role, which carries no loss ({role!r})"
         assert f"d.jsonl: {text}" in said
-        assert text.replace("rows ", "") in data_summary(docs, None, 300)[0]
+        assert text.replace("rows ", "") in data_summary(docs, None)[0]
     trained = [tok.decode(ids[np.flatnonzero(mask)]) for ids, mask in map(docs.read, range(4))]
     assert trained == ["", "a<|im_end|>", "", "a<|im_end|>"]
     cfg, tok = made(tmp_path, rows, template, streaming=True)
@@ -156,7 +156,7 @@ def test_every_reason_is_counted_and_told(tmp_path: Path, capsys: pytest.Capture
     ):
         assert part in said
     source, _ = build_train_and_eval_sources(cfg.data, cfg.train, tok, LoaderGeometry())
-    for text in (data_text(source.stats), data_summary(docs, None, 300)[0]):
+    for text in (data_text(source.stats), data_summary(docs, None)[0]):
         for part in (
             "1 malformed and skipped",
             "1 deleted (longer than --max_length)",

@@ -182,11 +182,13 @@ def test_at_most_ten_are_shown(tmp_path: Path) -> None:
 
 
 def test_the_same_mistake_of_several_rows_is_told_once(tmp_path: Path) -> None:
-    mixed = jsonl(tmp_path / "mixed.jsonl", [{"query": "x", "response": 1}, {"text": "t"}] * 2)
+    mixed = jsonl(tmp_path / "mixed.jsonl", [{"query": "x", "response": 1}, {"chosen": "t", "rejected": "u"}] * 2)
     with pytest.raises(DataError) as e:
         texts(tmp_path, mixed)
     assert [p.what for p in e.value.problems] == [f"{mixed}:1 and 1 more like it", f"{mixed}:2 and 1 more like it"]
-    assert "is for megaswift pt, not for sft" in str(e.value) and "try: no valid row so far" in str(e.value)
+    assert "is for megaswift dpo, orpo, cpo, simpo, rm, not for sft" in str(
+        e.value
+    ) and "try: no valid row so far" in str(e.value)
 
 
 def test_csv_rows_of_the_wrong_width(tmp_path: Path) -> None:

@@ -124,8 +124,9 @@ def _ordered(formats: Iterable[RowFormat]) -> list[RowFormat]:
 
 
 def known_formats_text(task: str) -> str:
-    """The formats of a task with their columns, for a message."""
-    return "; ".join(f"{f.name}: {f.columns()}" for f in _ordered(FORMATS) if task in f.tasks)
+    """The formats of a task with their columns, for a message; of common columns, these alone."""
+    known = [f for f in _ordered(FORMATS) if task in f.tasks]
+    return "; ".join(f.name if f.common else f"{f.name}: {f.columns()}" for f in known)
 
 
 def recognize_format(row: Row, task: str) -> RowFormat:

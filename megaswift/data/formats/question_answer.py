@@ -7,8 +7,6 @@ columns hold text, and every further column is optional below, holds images, say
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from megaswift.data.formats import FORMATS, Row, RowFormat, has_nothing_besides
 from megaswift.data.formats.alpaca import parse as parse_alpaca
 from megaswift.data.untokenized_sample import UntokenizedSample

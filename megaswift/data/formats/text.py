@@ -1,5 +1,5 @@
-"""`text`: a plain document for pretraining. Fine-tuning reads it too, as text without a chat template, where a row holds
-nothing else."""
+"""`text`: a plain document for pretraining. Fine-tuning reads it too, without a chat template, where a row has no other
+column of content."""
 
 from __future__ import annotations
 

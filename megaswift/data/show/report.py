@@ -6,11 +6,13 @@ Owns the parts and their text. What is in a report belongs to `samples.py`.
 
 from __future__ import annotations
 
-import html
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TextIO
+
+from megaswift.data.token_bytes import bytes_of_stored_token
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,13 +27,26 @@ WIDTH = 40
 """Characters of its longest bar."""
 
 
+BROKEN = "\ufffd"
+"""What stands in a decoded text for bytes that are no character."""
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """A token as text, or several tokens that share a character."""
+
+    text: str
+    weight: float
+    """Loss weight of the token, or of each."""
+    tokens: int = 1
+
+
 @dataclass(frozen=True)
 class TokenizedText:
-    """Some tokens as texts, with their loss weights."""
+    """The tokens of a document."""
 
     title: str
-    texts: Sequence[str]
-    weights: Sequence[float]
+    tokens: Sequence[TokenText]
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,14 @@ class Histogram:
     """(first value, last value, how many) of each class."""
 
 
-Block = str | TokenizedText | Histogram
+@dataclass(frozen=True)
+class Sample:
+    """All that the report has of one sample."""
+
+    parts: tuple[str | TokenizedText, ...]
+
+
+Block = str | Sample | Histogram
 
 
 def histogram_of(values: np.ndarray, what: str) -> Histogram:
@@ -67,48 +89,73 @@ def use_color(out: TextIO) -> bool:
     return out.isatty() and not os.environ.get("NO_COLOR")
 
 
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Each token's text, line ends shown as ⏎; bytes of a character that is spread over several tokens as they are
-    stored."""
-    texts = []
-    for i in ids:
-        text = tokenizer.decode([i], clean_up_tokenization_spaces=False)
-        text = str(tokenizer.convert_ids_to_tokens(i)) if "\ufffd" in text else text
-        texts.append(text.replace("\n", "⏎"))
-    return texts
+def token_texts(tokenizer: Any, ids: Sequence[int], weights: Sequence[float]) -> list[TokenText]:
+    """Return tokens as texts, line ends shown as ⏎.
 
+    Tokens that share a character and have equal weights are one text: a character of several bytes may be split over
+    tokens. Bytes of a character that is cut off, and of one whose tokens differ in weight, are written as \\xe4.
 
-def fold_repeats(texts: Sequence[str], mask: Sequence[float]) -> tuple[list[str], list[float]]:
-    """(texts, mask) with long runs of one token without loss, as images have them, as one: `<image> x 64`."""
-    out: list[str] = []
-    folded_mask: list[float] = []
+    Args:
+        tokenizer: A tokenizer of transformers.
+        ids: Numbers of the tokens.
+        weights: Their loss weights.
+    """
+    shown: list[TokenText] = []
     position = 0
-    while position < len(texts):
-        end = position
-        while end < len(texts) and texts[end] == texts[position] and not mask[end]:
-            end += 1
-        run = end - position
-        out += [f"{texts[position]} x {run}"] if run > 3 else texts[position : max(end, position + 1)]
-        folded_mask += [0] if run > 3 else mask[position : max(end, position + 1)]
-        position = max(end, position + 1)
-    return out, folded_mask
+    while position < len(ids):
+        text = tokenizer.decode([ids[position]], clean_up_tokenization_spaces=False)
+        count = 1
+        if BROKEN in text:
+            text, count = _shared_characters(tokenizer, ids, weights, position)
+        shown.append(TokenText(text.replace("\n", "⏎"), weights[position], count))
+        position += count
+    return shown
 
 
-def loss_highlighted_text(texts: Sequence[str], mask: Sequence[float], color: bool) -> str:
-    """The tokens of one sample; runs with loss in green, or in brackets, after their weight where it is not 1."""
+def _shared_characters(tokenizer: Any, ids: Sequence[int], weights: Sequence[float], begin: int) -> tuple[str, int]:
+    """The text of the token at `begin` with those behind it that its last character needs, and their number; of a
+    character that is not whole, the token alone."""
+    raw = b""
+    for end in range(begin, len(ids)):
+        part = bytes_of_stored_token(tokenizer.convert_ids_to_tokens(ids[end]))
+        if part is None or weights[end] != weights[begin]:
+            break
+        raw += part
+        try:
+            return raw.decode(), end + 1 - begin
+        except UnicodeDecodeError as error:
+            if error.end < len(raw) or error.reason != "unexpected end of data":
+                break
+    stored = tokenizer.convert_ids_to_tokens(ids[begin])
+    alone = bytes_of_stored_token(stored)
+    return (str(stored) if alone is None else alone.decode(errors="backslashreplace")), 1
+
+
+def fold_repeats(tokens: Sequence[TokenText]) -> list[TokenText]:
+    """Return the tokens with long runs of one token without loss, as images have them, as one: `<image> x 64`."""
+    folded: list[TokenText] = []
+    for _, group in groupby(tokens):
+        run = list(group)
+        many = len(run) > 3 and not run[0].weight
+        folded += [TokenText(f"{run[0].text} x {len(run)}", 0)] if many else run
+    return folded
+
+
+def loss_highlighted_text(tokens: Sequence[TokenText], color: bool) -> str:
+    """Return the tokens of one sample for a terminal.
+
+    Runs with loss are green, or in brackets, after their weight where it is not 1; a text of several tokens has their
+    number behind it: `你(2)`.
+    """
     out = []
-    position = 0
-    while position < len(texts):
-        end = position
-        while end < len(texts) and mask[end] == mask[position]:
-            end += 1
-        weight = "" if mask[position] in (0, 1) else f"{mask[position]:g} x: "
-        run = weight + "|".join(texts[position:end])
+    for weight, group in groupby(tokens, key=lambda token: token.weight):
+        before = "" if weight in (0, 1) else f"{weight:g} x: "
+        texts = [f"{token.text}({token.tokens})" if token.tokens > 1 else token.text for token in group]
+        run = before + "|".join(texts)
         if color:
-            out.append(f"{GREEN if mask[position] else DIM}{run}{OFF}")
+            out.append(f"{GREEN if weight else DIM}{run}{OFF}")
         else:
-            out.append(f"[{run}]" if mask[position] else run)
-        position = end
+            out.append(f"[{run}]" if weight else run)
     return ("|" if color else " ").join(out).replace("⏎", "⏎\n")
 
 
@@ -116,8 +163,8 @@ def block_lines(block: Block, color: bool) -> list[str]:
     """A part of the report as lines of a terminal."""
     if isinstance(block, str):
         return [block]
-    if isinstance(block, TokenizedText):
-        return [block.title, loss_highlighted_text(block.texts, block.weights, color)]
+    if isinstance(block, Sample):
+        return [line for part in block.parts for line in _part_lines(part, color)]
     largest = max(count for _, _, count in block.bars)
     lines = [block.title]
     for first, last, count in block.bars:
@@ -125,67 +172,5 @@ def block_lines(block: Block, color: bool) -> list[str]:
     return lines
 
 
-# `megaswift data show --html FILE`: the report as one page that needs nothing else.
-#
-# Owns the page's markup. Its parts are `report.py`'s. Texts of rows are escaped, and the page allows no scripts.
-
-STYLE = """
-:root { color-scheme: light dark; --loss: #0a7d2c; --back: #d8f3df; --dim: #666; --bar: #4a7bd0; --line: #ccc }
-@media (prefers-color-scheme: dark) {
-  :root { --loss: #7ee29a; --back: #123d20; --dim: #999; --bar: #6f9be8; --line: #444 } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }
-.tokens { font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
-  border: 1px solid var(--line); border-radius: 6px; padding: .7em 1em; color: var(--dim) }
-.tokens span { border-right: 1px dotted var(--line) }
-.tokens .loss { color: var(--loss); background: var(--back); font-weight: 600 }
-pre { white-space: pre-wrap; margin: .3em 0 }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin-bottom: 1.2em }
-td { padding: 0 .6em; text-align: right; white-space: nowrap } td.bar { width: 30em; text-align: left }
-td.bar div { background: var(--bar); height: .9em; border-radius: 2px }
-h2 { font-size: 1em; margin: 1.4em 0 .4em } .key { color: var(--dim) }
-"""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-
-
-def report_page(blocks: Iterable[Block], title: str) -> str:
-    """The page with all parts of a report."""
-    body = "\n".join(part for block in blocks for part in _markup(block))
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        f'<meta name="viewport" content="width=device-width">\n<style>{STYLE}</style>\n</head>\n<body>\n'
-        f"<h1>{html.escape(title)}</h1>\n"
-        '<p class="key"><span class="tokens" style="padding: .1em .4em"><span class="loss">Green</span></span> tokens '
-        "carry loss; a number before them is their weight.</p>\n"
-        f"{body}\n</body>\n</html>\n"
-    )
-
-
-def _markup(block: Block) -> Iterator[str]:
-    if isinstance(block, str):
-        if block.strip():
-            yield f"<pre>{html.escape(block.strip(chr(10)))}</pre>"
-    elif isinstance(block, TokenizedText):
-        yield f"<h2>{html.escape(block.title.strip('- '))}</h2>"
-        yield f'<div class="tokens">{"".join(_tokens(block))}</div>'
-    else:
-        yield from _table(block)
-
-
-def _tokens(block: TokenizedText) -> Iterator[str]:
-    before = 1.0
-    for text, weight in zip(block.texts, block.weights, strict=True):
-        shown = html.escape(text).replace("⏎", "⏎\n")
-        if weight not in (0, 1) and weight != before:
-            yield f"<small>{weight:g} x </small>"
-        yield f'<span class="loss">{shown}</span>' if weight else f"<span>{shown}</span>"
-        before = weight
-
-
-def _table(block: Histogram) -> Iterator[str]:
-    largest = max(count for _, _, count in block.bars)
-    yield f"<h2>{html.escape(block.title)}</h2>\n<table>"
-    for first, last, count in block.bars:
-        bar = f'<div style="width: {100 * count / largest:.1f}%"></div>'
-        yield f'<tr><td>{first:,} - {last:,}</td><td class="bar">{bar}</td><td>{count:,}</td></tr>'
-    yield "</table>"
+def _part_lines(part: str | TokenizedText, color: bool) -> list[str]:
+    return [part] if isinstance(part, str) else [part.title, loss_highlighted_text(part.tokens, color)]

@@ -3,7 +3,7 @@ training goes wrong.
 
 Owns the command and what is in its report. It reads with the same code as training, so it shows what a run trains on;
 the tokenizer comes from the caller, who knows where models lie. How parts look belongs to `report.py` and
-`report.py`, the check of loss masks to `certificate.py`.
+`page.py`, the check of loss masks to `certificate.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megaswift.data.options.loss_scale import parse_loss_scale
 from megaswift.data.row_counters import row_count_texts
 from megaswift.data.show.report import (
     Block,
+    Sample,
     TokenizedText,
     block_lines,
     fold_repeats,
@@ -44,20 +45,22 @@ USAGE = """\
 megaswift data show DATASET... --model DIR [options]
 megaswift data show run.yaml [options]
 
-Prints samples as tokens; label tokens are green (in [brackets] without color), `|` separates tokens. Then prints
-lengths, what is longer than --max_length, and packing (without context parallelism), and checks the loss mask of every
-row in a second way; exit code 1 where it does not hold. Needs only the model's tokenizer. Accepts a run configuration
-(.yaml or .json, as the first argument; training options in it are ignored), the options of section `data`
-(--max_length, --packing, --columns, --chat_template, --loss_scale, ...), --use_hf, --model_revision,
---trust_remote_code, and
+Prints samples as tokens; label tokens are green (in [brackets] without color), `|` separates tokens, and 你(2) is a
+character that is split over two tokens. Then prints lengths, what is longer than --max_length, and packing (without
+context parallelism), and checks the loss mask of every row in a second way; exit code 1 where it does not hold. Needs
+only the model's tokenizer. Accepts a run configuration (.yaml or .json, as the first argument; training options in it
+are ignored), the options of section `data` (--max_length, --packing, --columns, --chat_template, --loss_scale, ...),
+--use_hf, --model_revision, --trust_remote_code, and
 
-  --samples N   number of samples to print (default 3)
+  --samples N   number of samples (default: 3 in the terminal, 200 on the page)
   --first N     index of the first sample, from 0 (default 0)
   --certify N   rows of each data set whose loss mask is checked: all (default), none, or the first N
-  --html FILE   also write the report as a web page
+  --html FILE   also write the report as a web page, where samples can be searched
   --task TASK   pt: plain text; dpo, orpo, cpo, simpo, rm: pairs; kto: labeled completions; grpo, ppo: prompts
                 (default sft: conversations)
 """
+PRINTED = 3
+ON_PAGE = 200
 MODEL_OPTIONS = ("model", "use_hf", "model_revision", "trust_remote_code")
 ORDER_OPTIONS = ("shuffle", "dataloader_num_workers")
 """Options of section data without effect here."""
@@ -106,8 +109,8 @@ def _number(own: dict[str, str], name: str) -> int:
     return int(own[name])
 
 
-def data_summary(docs: Documents, evaluation: Documents | None, max_length: int, packing: bool = True) -> list[Block]:
-    """Counts, lengths, and how rows would be packed."""
+def data_summary(docs: Documents, evaluation: Documents | None) -> list[Block]:
+    """Counts and lengths."""
     tokens = int(docs.length.sum())
     labels = int(docs.labels.sum())
     happened = ", ".join(row_count_texts(docs.counted))
@@ -120,8 +123,7 @@ def data_summary(docs: Documents, evaluation: Documents | None, max_length: int,
             f"evaluation: {len(evaluation):,} rows, {int(evaluation.length.sum()):,} tokens, "
             f"{int(evaluation.labels.sum()):,} label tokens"
         )
-    blocks += ["", *_lengths(docs, "tokens per sample")]
-    return blocks + ["", *packing_summary(docs, max_length)] if packing else blocks
+    return blocks + ["", *_lengths(docs, "tokens per sample")]
 
 
 def _lengths(docs: Documents, what: str) -> list[Block]:
@@ -161,7 +163,7 @@ def main(argv: Sequence[str], reader_for: Callable[[ModelConfig, DataConfig, str
     if not argv or "--help" in argv or "-h" in argv:
         print(USAGE, end="")
         return 0 if argv else 2
-    own, words = split_own_options(argv, {"samples": "3", "first": "0", "task": "", "certify": "all", "html": ""})
+    own, words = split_own_options(argv, {"samples": "", "first": "0", "task": "", "certify": "all", "html": ""})
     cfg = load_config(own["task"] or None, words)
     _check(cfg.model.model, cfg.data, words)
     for notice in cfg.notices:
@@ -169,7 +171,8 @@ def main(argv: Sequence[str], reader_for: Callable[[ModelConfig, DataConfig, str
     from megaswift.data.sources.files import cached_dataset_folder, resolve_dataset_files
 
     first = _number(own, "first")
-    count = _number(own, "samples")
+    printed = _number(own, "samples") if own["samples"] else PRINTED
+    count = ON_PAGE if own["html"] and not own["samples"] else printed
     named_counts = {"all": None, "none": 0}
     certify = own["certify"]
     certified_rows = named_counts[certify] if certify in named_counts else _number(own, "certify")
@@ -179,7 +182,9 @@ def main(argv: Sequence[str], reader_for: Callable[[ModelConfig, DataConfig, str
     reader = reader_for(cfg.model, cfg.data, cfg.task)
     title = f"megaswift data show: {', '.join(cfg.data.dataset)}"
     if blend is not None:
-        return _print_and_write(own["html"], title, indexed_report(blend, reader, range(first, first + count)))
+        blocks = indexed_report(blend, reader, range(first, first + count))
+        _print(blocks, printed)
+        return _print_and_write(own["html"], title, [], blocks)
     from megaswift.data.build import (
         global_batch_unit,  # brings torch; help and mistakes are answered without
     )
@@ -192,7 +197,7 @@ def main(argv: Sequence[str], reader_for: Callable[[ModelConfig, DataConfig, str
         blocks = prompt_report(cfg.data, cfg.train, cfg.task, reader, which, cfg.rollout.max_completion_length)
     else:
         blocks = preference_report(cfg.data, cfg.train, cfg.task, reader, which)
-    _print(blocks)
+    _print(blocks, printed)
     if certified_rows == 0 or cfg.task == "pt":
         return _print_and_write(own["html"], title, [], blocks)
     from megaswift.data.show.certificate import certificate_lines, certify_run_data
@@ -205,17 +210,25 @@ def main(argv: Sequence[str], reader_for: Callable[[ModelConfig, DataConfig, str
     return 1 if findings.faults else 0
 
 
-def _print(blocks: Sequence[Block]) -> None:
+def _print(blocks: Sequence[Block], samples: int) -> None:
+    """Print a report with at most so many samples."""
     color = use_color(sys.stdout)
-    print("\n".join(line for block in blocks for line in block_lines(block, color)), flush=True)
+    lines: list[str] = []
+    for block in blocks:
+        if isinstance(block, Sample):
+            samples -= 1
+            if samples < 0:
+                continue
+        lines += block_lines(block, color)
+    print("\n".join(lines), flush=True)
 
 
 def _print_and_write(page: str, title: str, blocks: Sequence[Block], printed: Sequence[Block] = ()) -> int:
     """Print what is left of a report, and write the page of all of it."""
     if blocks:
-        _print(blocks)
+        _print(blocks, 0)
     if page:
-        from megaswift.data.show.report import report_page
+        from megaswift.data.show.page import report_page
 
         path = Path(page)
         try:
@@ -251,8 +264,8 @@ def indexed_report(blend: IndexedBlend, tokenizer: Any, which: range) -> list[Bl
         blocks.append(f"=== {prefix}: {data.documents:,} documents, {len(data.lengths):,} sequences")
         for i in _shown(which, len(data.lengths), "sequences"):
             ids = data.read(i, 0, int(data.lengths[i])).tolist()
-            texts = token_texts(tokenizer, ids)
-            blocks.append(TokenizedText(f"--- sequence {i}: {len(ids)} tokens", texts, [0] * len(ids)))
+            texts = token_texts(tokenizer, ids, [0] * len(ids))
+            blocks.append(Sample((TokenizedText(f"--- sequence {i}: {len(ids)} tokens", texts),)))
         blocks += ["", histogram_of(np.asarray(data.lengths), "tokens per sequence"), ""]
     return blocks
 
@@ -271,10 +284,12 @@ def sample_report(
     docs, evaluation = load_document_splits(data, train, reader, task)
     blocks: list[Block] = []
     for i in _shown(which, len(docs), "samples"):
-        blocks += [_document(docs, i, reader, f"--- sample {i} (row {docs.sample[i]}): "), ""]
+        blocks.append(Sample((_document(docs, i, reader, f"--- sample {i} (row {docs.sample[i]}): "), "")))
     sees = isinstance(reader, Processor)
-    show_packing = bool(data.packing) or (not sees and not packing_given)
-    return blocks + data_summary(docs, evaluation, data.max_length, show_packing)
+    summary = data_summary(docs, evaluation)
+    if data.packing or (not sees and not packing_given):
+        summary += ["", *packing_summary(docs, data.max_length)[: None if data.packing else 1]]
+    return blocks + summary
 
 
 def preference_report(data: DataConfig, train: TrainConfig, task: str, tokenizer: Any, which: range) -> list[Block]:
@@ -294,16 +309,16 @@ def preference_report(data: DataConfig, train: TrainConfig, task: str, tokenizer
             title += "" if value != value else f", margin {value:g}"
         else:
             names = ("desirable" if value else "undesirable",)
-        blocks.append(title)
-        for name, k in zip(names, range(i * units.width, (i + 1) * units.width), strict=True):
-            blocks += [_document(docs, k, tokenizer, f"{name}: "), ""]
+        places = range(i * units.width, (i + 1) * units.width)
+        sides = [_document(docs, k, tokenizer, f"{name}: ") for name, k in zip(names, places, strict=True)]
+        blocks.append(Sample((title, *(part for side in sides for part in (side, "")))))
     blocks.append(
         f"{len(units):,} {kind}, {len(docs):,} documents"
         if kind == "pairs"
         else f"{len(units):,} examples, {int(units.values.sum()):,} of them desirable"
     )
     blocks += [] if evaluation is None else [f"evaluation: {len(evaluation):,} {kind}"]
-    return blocks + data_summary(docs, None, data.max_length, packing=False)
+    return blocks + data_summary(docs, None)
 
 
 def prompt_report(
@@ -318,8 +333,8 @@ def prompt_report(
     for i in _shown(which, len(prompts), "prompts"):
         prompt = prompts.read(i)
         title = f"--- prompt {i} (row {prompt.number}): {len(prompt.token_ids)} tokens"
-        blocks.append(_document(prompts.docs, i, tokenizer, title, counts=False))
-        blocks += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in prompt.columns.items()] + [""]
+        columns = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in prompt.columns.items()]
+        blocks.append(Sample((_document(prompts.docs, i, tokenizer, title, counts=False), *columns, "")))
     happened = ", ".join(row_count_texts(prompts.docs.counted))
     blocks.append(
         f"{len(prompts):,} prompts{f' ({happened})' if happened else ''}"
@@ -332,8 +347,7 @@ def _document(docs: Documents, i: int, reader: Any, title: str, counts: bool = T
     from megaswift.data.vision.processor import tokenizer_of_tokenizer_or_processor
 
     ids, loss = docs.read(i)
-    texts = token_texts(tokenizer_of_tokenizer_or_processor(reader), ids.tolist())
-    mask = loss.tolist()
+    tokens = token_texts(tokenizer_of_tokenizer_or_processor(reader), ids.tolist(), loss.tolist())
     if docs.image_end[i]:
-        texts, mask = fold_repeats(texts, mask)
-    return TokenizedText(title + f"{docs.length[i]} tokens, {docs.labels[i]} label tokens" * counts, texts, mask)
+        tokens = fold_repeats(tokens)
+    return TokenizedText(title + f"{docs.length[i]} tokens, {docs.labels[i]} label tokens" * counts, tokens)

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megaswift.data.sources import json_text
+from megaswift.data.sources.csv_encoding import UTF_8, encoding_of
 from megaswift.data.untokenized_sample import LineError, RowError, describe_value
 from megaswift.errors import DataError, Problem, without_control_characters
 from megaswift.errors import first_line as reason
@@ -29,6 +30,7 @@ MOST_CELL = 1 << 28
 """Characters of a CSV cell; one that is longer is an open quote."""
 ROWS_A_BYTE = 1000
 """Rows that a byte of a Parquet file may stand for: many where a column repeats one value."""
+SAVE_IN_UTF_8 = "save the file in UTF-8 (in Excel as `CSV UTF-8`), or convert it: iconv -f ENCODING -t UTF-8"
 DAMAGED = (pa.ArrowException, OSError, ValueError, ArithmeticError, MemoryError)
 """What pyarrow raises for bytes that are no longer those that were written."""
 
@@ -142,7 +144,8 @@ def _json(path: Path, start: int, stop: int, first_line: int) -> Iterator[Locate
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
     csv.field_size_limit(MOST_CELL)
-    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as f:
+    encoding = encoding_of(path)
+    with path.open(newline="", encoding=encoding, errors="surrogateescape") as f:
         reader = csv.reader(f, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         header = _header(path, reader)
         while True:
@@ -155,7 +158,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
             if cells is None:
                 return
             if cells:
-                yield line, _csv_row(header, cells)
+                yield line, _csv_row(header, cells, "UTF-8" if encoding == UTF_8 else "GB18030")
 
 
 def _csv_error(error: csv.Error, first: int, last: int) -> LineError:
@@ -165,14 +168,14 @@ def _csv_error(error: csv.Error, first: int, last: int) -> LineError:
     return LineError(lines, f"not CSV: {error}", "quotes only around whole cells, doubled within a cell")
 
 
-def _csv_row(header: list[str], cells: list[str]) -> dict[str, str] | LineError:
+def _csv_row(header: list[str], cells: list[str], encoding: str) -> dict[str, str] | LineError:
     if len(cells) != len(header):
         return LineError("row", f"{len(cells)} cells", f"{len(header)}, as in the header")
     for name, cell in zip(header, cells, strict=True):
         if "\0" in cell:
             return LineError(f"column {name}", "a NUL byte", "text without such characters")
         if not cell.isascii() and json_text.SURROGATE.search(cell):
-            return LineError(f"column {name}", "not UTF-8", "text in UTF-8")
+            return LineError(f"column {name}", f"not {encoding}", f"text in {encoding}")
     return dict(zip(header, cells, strict=True))
 
 
@@ -184,7 +187,7 @@ def _header(path: Path, reader: Any) -> list[str]:
         raise DataError(Problem(f"{path}:1", f"is not CSV: {e}", "write column names in the first line")) from None
     place = f"{path}:{max(1, reader.line_num)}"
     if any("\0" in name or json_text.SURROGATE.search(name) for name in header):
-        raise DataError(Problem(place, "is not UTF-8 (perhaps UTF-16)", "save the file in UTF-8"))
+        raise DataError(Problem(place, "is not UTF-8 (perhaps UTF-16)", SAVE_IN_UTF_8))
     twice = sorted({name for name in header if name and header.count(name) > 1})
     if twice:
         raise DataError(

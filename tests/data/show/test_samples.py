@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,63 @@ from megaswift.data import tokenization
 from megaswift.data.build import load_document_splits
 from megaswift.data.model_tokenizer import tokenizer_or_processor_for
 from megaswift.data.show import report, samples
+from megaswift.data.token_bytes import bytes_of_stored_token
 from megaswift.errors import DataError, UserError
 from tests.data.makers import chat, config, jsonl, template, tokenizer
 
 
 def test_masks_in_brackets_and_in_colour() -> None:
     texts, mask = ["user", "⏎", "Par", "is", "<|im_end|>", "⏎"], [0, 0, 1, 1, 1, 0]
-    assert report.loss_highlighted_text(texts, mask, color=False) == "user|⏎\n [Par|is|<|im_end|>] ⏎\n"
-    assert f"{report.GREEN}Par|is|<|im_end|>{report.OFF}" in report.loss_highlighted_text(texts, mask, color=True)
+    tokens = [report.TokenText(text, weight) for text, weight in zip(texts, mask, strict=True)]
+    assert report.loss_highlighted_text(tokens, color=False) == "user|⏎\n [Par|is|<|im_end|>] ⏎\n"
+    assert f"{report.GREEN}Par|is|<|im_end|>{report.OFF}" in report.loss_highlighted_text(tokens, color=True)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llama", "mistral"])
+def test_a_character_that_is_split_over_tokens_is_shown_once(kind: str) -> None:
+    """Byte-level BPE (with tokens that hold a space and a part of a character) and bytes of SentencePiece. The texts
+    are those of the row, in order, and the numbers are those of all tokens."""
+    tok = tokenizer(kind)
+    text = "a 你好 née 🙂\nParis"
+    ids = tok(text, add_special_tokens=False)["input_ids"]
+    tokens = report.token_texts(tok, ids, [1.0] * len(ids))
+    assert "".join(token.text for token in tokens).replace("⏎", "\n").replace(" ", "") == text.replace(" ", "")
+    assert sum(token.tokens for token in tokens) == len(ids)
+    split = {token.text.strip(): token.tokens for token in tokens if token.tokens > 1}
+    assert {"你": 3, "好": 3}.items() <= split.items() and "你(3)" in report.loss_highlighted_text(tokens, color=False)
+
+
+def test_tokens_with_parts_of_two_characters_are_shown_together() -> None:
+    """SmolLM2 has such tokens: the end of one character and the beginning of the next."""
+    stored = ["Ġä", "½łå", "¥", "½", "!"]  # " 你好!"
+
+    class Tokenizer:
+        def decode(self, ids: list[int], clean_up_tokenization_spaces: bool) -> str:
+            return bytes_of_stored_token(stored[ids[0]]).decode(errors="replace")  # type: ignore[union-attr]
+
+        def convert_ids_to_tokens(self, number: int) -> str:
+            return stored[number]
+
+    shown = report.token_texts(Tokenizer(), range(5), [1.0] * 5)
+    assert shown == [report.TokenText(" 你好", 1.0, 4), report.TokenText("!", 1.0)]
+
+
+def test_a_character_whose_tokens_differ_in_loss_or_that_is_cut_is_shown_as_bytes() -> None:
+    tok = tokenizer("qwen")
+    ids = tok("你x", add_special_tokens=False)["input_ids"]
+    assert [t.text for t in report.token_texts(tok, ids, [0, 1, 1, 1])] == ["\\xe4", "\\xbd", "\\xa0", "x"]
+    assert [t.text for t in report.token_texts(tok, ids[:2], [1, 1])] == ["\\xe4", "\\xbd"]
+    broken = [ids[0], ids[3], ids[1]]
+    assert [t.text for t in report.token_texts(tok, broken, [1, 1, 1])] == ["\\xe4", "x", "\\xbd"]
+    real = tok("\ufffd", add_special_tokens=False)["input_ids"]
+    assert report.token_texts(tok, real, [1] * len(real)) == [report.TokenText("\ufffd", 1, len(real))]
+
+
+def test_long_runs_of_one_token_without_loss_are_one_text() -> None:
+    image = report.TokenText("<image>", 0)
+    trained = report.TokenText("x", 1)
+    assert report.fold_repeats([image] * 3 + [trained] * 5) == [image] * 3 + [trained] * 5
+    assert report.fold_repeats([trained, *[image] * 64]) == [trained, report.TokenText("<image> x 64", 0)]
 
 
 def test_colour_only_on_a_terminal_and_without_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +130,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--- sample 1 (row 1)" in out and "--- sample 2" in out and "sample 3 " not in out and "sample 0 " not in out
     assert out.partition("[")[2].partition("]")[0].replace("|", "").startswith("Paris")
     assert "|<|im_end|>] " in out
-    assert "8 rows," in out and "packed into" in out and "\033" not in out and "evaluation:" not in out
+    assert (
+        "8 rows," in out
+        and "packed into" in out
+        and "samples per packed" not in out
+        and "\033" not in out
+        and "evaluation:" not in out
+    )
 
 
 def test_an_output_directory_as_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,8 +265,12 @@ def test_the_certificate_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "loss mask certified: 300 rows, 300 answers: no token of a prompt carries loss" in out
     assert "tokens beyond --max_length of longer rows: 300 in total" in out
     text = page.read_text()
-    assert "loss mask certified: 300 rows" in text and "<script" not in text and "&amp;|" not in text
-    assert '<span class="loss">' in text and "tokens per sample" in text and "default-src 'none'" in text
+    assert "loss mask certified: 300 rows" in text and "tokens per sample" in text and '<span class="loss">' in text
+    assert out.count("--- sample") == 3 and text.count("<section>") == 200
+    markup, script = text.split("<script>")  # the only one, which the policy names by its hash
+    digest = base64.b64encode(hashlib.sha256(script.partition("</script>")[0].encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in markup
+    assert re.findall(r"(?:src|href)=", text) == []
     words = [*words, "--dataset_cache_dir", str(tmp_path / "cache"), "--samples", "0"]
     faulty = template("qwen2_5_training")
     (tmp_path / "t.jinja").write_text(faulty)
