@@ -108,6 +108,12 @@ def _checkpoint(argv: list[str]) -> int:
     return checkpoint(argv)
 
 
+def _report(argv: list[str]) -> int:
+    from megaswift.commands.report import main as report
+
+    return report(argv)
+
+
 def _infer(argv: list[str]) -> int:
     from megaswift.infer import main as infer
 
@@ -170,6 +176,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "data": ("data show: inspect tokens, masks, lengths; data index: .bin/.idx", _data),
     "convert": ("convert, verify and merge weights (Hugging Face, Megatron)", _convert),
     "checkpoint": ("list, verify and remove the checkpoints of a run", _checkpoint),
+    "report": ("compare runs on a page: curves, completions, options", _report),
     "infer": ("generate: interactive chat, or batch inference on a prompt file", _infer),
     "deploy": ("serve a model over an OpenAI-compatible API", _deploy),
     "export": ("write a model folder with adapters merged, or quantized", _export),
@@ -180,7 +187,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "doctor": ("check packages, devices, network and other nodes", _doctor),
 }
 
-PLAIN_COMMANDS = ("config", "data", "convert", "checkpoint", "migrate", "submit", "jobs", "bench", "doctor")
+PLAIN_COMMANDS = ("config", "data", "convert", "checkpoint", "report", "migrate", "submit", "jobs", "bench", "doctor")
 """Commands whose words are no options of a table, which checks each value."""
 MEGATRON_COMMANDS = ("sft", "pt", "rlhf")
 """Commands that ms-swift starts as `megatron COMMAND`: here they train with Megatron-Core by default."""

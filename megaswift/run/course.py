@@ -21,7 +21,7 @@ from megaswift.engine.determinism import nondeterministic_op_error
 from megaswift.errors import UserError, first_line
 from megaswift.folders.source import short_name
 from megaswift.models.spec import ModelSpec
-from megaswift.run import loss_png, report, summary
+from megaswift.run import loss_png, summary
 from megaswift.run.build import BuiltRun, SettledRun, build_run
 from megaswift.run.checks.ranks import refuse_ranks_that_differ
 from megaswift.run.checks.resumed_model import refuse_other_model
@@ -36,6 +36,8 @@ from megaswift.run.faults.timeout_monitor import CollectiveTimeoutMonitor
 from megaswift.run.model_files import export_model
 from megaswift.run.output import OutputFolder
 from megaswift.run.plan import RunPlan
+from megaswift.run.report import page
+from megaswift.run.report.comparison import run_name
 from megaswift.run.tasks import TASKS
 from megaswift.trainers import checkpoints
 from megaswift.trainers.file_hashes import first_intact_step
@@ -298,12 +300,13 @@ def tell_streamed_rows(source: object, rows: summary.Rows) -> None:
 def write_page(cfg: SwiftConfig, outputs: OutputFolder, story: Story) -> None:
     """Write loss.png and report.html from the files on disk. Rank 0. What fails here hides no error of the run
     itself."""
-    title = f"{TASKS.get(cfg.task).title}: {short_name(str(cfg.model.model))}"
+    name = run_name(outputs.root)
+    task = f"{TASKS.get(cfg.task).title} of {short_name(str(cfg.model.model))}"
     try:
-        loss_png.draw_loss_png(outputs.metrics, outputs.evaluation, outputs.curves, title)
+        loss_png.draw_loss_png(outputs.metrics, outputs.evaluation, outputs.curves, f"{name} · {task}")
         times = {part: spent for part, spent in story.seconds.items() if spent}
-        header = report.RunReportHeaderAndTimes(title, story.status, story.rows, times)
-        report.write_report(outputs.report, cfg, header, (outputs.metrics, outputs.evaluation, outputs.completions))
+        header = page.RunReportHeaderAndTimes(name, task, story.status, story.rows, times)
+        page.write_report(outputs.report, cfg, header, (outputs.metrics, outputs.evaluation, outputs.completions))
     except REPORT_ERRORS as error:
         log.warn(f"{outputs.report} could not be written: {first_line(error)}")
     else:

@@ -17,6 +17,7 @@ EVAL = "#d9730d"
 BAD = "#c0392b"
 INK = "#333a45"
 GRID = "#e3e6ea"
+LOG_FACTOR = 20
 
 
 def median_smooth(values: Sequence[float], window: int) -> list[float]:
@@ -45,8 +46,8 @@ def smoothing_window(count: int) -> int:
 
 
 def plot_limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the range to show: all of a tame curve, without the first spikes of a wild one; None when there is
-    nothing."""
+    """Return the range to show: all of a tame curve, without the first spikes of a wild one. It reaches below 0 only
+    where a value does; None when there is nothing."""
     finite = sorted(v for v in values if math.isfinite(v))
     if not finite:
         return None
@@ -55,8 +56,31 @@ def plot_limits(values: Sequence[float]) -> tuple[float, float] | None:
     typical = finite[min(int(len(finite) * 0.98), len(finite) - 1)]
     if len(finite) >= 50 and high - low > 4 * (typical - low) > 0:
         high = typical + 0.5 * (typical - low)
-    room = 0.06 * (high - low) or abs(high) * 0.05 or 1.0  # a constant: around it; around 0 from -1 to 1
-    return low - room, high + room
+    room = 0.06 * (high - low) or abs(high) * 0.05 or 1.0  # a constant: around it
+    return (max(low - room, 0.0) if low >= 0 else low - room), high + room
+
+
+def is_log_scale(values: Sequence[float]) -> bool:
+    """Return whether a loss or norm needs a logarithmic axis: its values span a factor of 20, so that the smallest
+    could not be read off a linear one."""
+    finite = [v for v in values if math.isfinite(v)]
+    return bool(finite) and min(finite) > 0 and max(finite) > LOG_FACTOR * min(finite)
+
+
+def set_log_scale(axis: Any, values: Sequence[float]) -> None:
+    """Make a vertical axis logarithmic, with enough ticks to read values between powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axis.set_yscale("log")
+    finite = [v for v in values if math.isfinite(v)]
+    decades = math.log10(max(finite) / min(finite))
+    if decades < 2.5:
+        between: tuple[int, ...] = (1, 2, 5)
+    else:
+        between = (1, 3) if decades < 5 else (1,)
+    axis.yaxis.set_major_locator(LogLocator(subs=between))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.minorticks_off()
 
 
 def draw_loss_png(metrics: Path, evaluation: Path, picture: Path, title: str) -> None:
@@ -80,7 +104,10 @@ def draw_loss_png(metrics: Path, evaluation: Path, picture: Path, title: str) ->
     few = {"marker": "o", "markersize": 3} if len(lines) < 40 else {}
     axes[1].plot(steps, metric_column(lines, "learning_rate"), color=MEAN, linewidth=1.4, **few)
     axes[2].plot(steps, metric_column(lines, "grad_norm"), color=MEAN, linewidth=1.1, **few)
-    if bounds := plot_limits(metric_column(lines, "grad_norm")):
+    norms = metric_column(lines, "grad_norm")
+    if is_log_scale(norms):
+        set_log_scale(axes[2], norms)
+    elif bounds := plot_limits(norms):
         axes[2].set_ylim(*bounds)
     axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
     for axis, name in zip(axes, (watched, "learning rate", "gradient norm"), strict=True):
@@ -108,7 +135,7 @@ def _main(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], ev
     window = smoothing_window(len(lines))
     # Training: one curve, or the median over a window on top of each line.
     if window > 1:
-        axis.plot(steps, losses, color=RAW, linewidth=0.9, label="each line")
+        axis.plot(steps, losses, color=RAW, linewidth=0.9, label="training")
         axis.plot(steps, median_smooth(losses, window), color=MEAN, linewidth=1.8, label=f"median of {window} lines")
     else:
         axis.plot(
@@ -138,7 +165,9 @@ def _main(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], ev
     for i, step in enumerate(bad):
         axis.axvline(step, color=BAD, linewidth=0.8, alpha=0.5, label="skipped" if i == 0 else None)
     # Limits, legend, and the last value.
-    if bounds := plot_limits(shown):
+    if watched == "loss" and is_log_scale(shown):
+        set_log_scale(axis, shown)
+    elif bounds := plot_limits(shown):
         axis.set_ylim(*bounds)
     if evals or window > 1 or bad:
         axis.legend(

@@ -132,7 +132,7 @@ class PolicyTask(Task):
 
         return TaskParts(
             rollouts,
-            first_hooks=[*rollout_hooks(plan, rollouts)],
+            first_hooks=[*rollout_hooks(plan, rollouts, data.tokenizer)],
             last_hooks=[*reward_evaluation_hooks(plan, rollouts, data.held_out)],
             prepare=unchanged if critic is None else critic.prepare,
             agree_before_batch=True,
@@ -431,7 +431,7 @@ def build_sampler_in_freed_memory(
     return sampler
 
 
-def rollout_hooks(plan: RunPlan, rollouts: RolloutSource) -> Iterator[Hook]:
+def rollout_hooks(plan: RunPlan, rollouts: RolloutSource, tokenizer: Any) -> Iterator[Hook]:
     """Build the hooks of a policy's run that come before those of every run."""
     cfg = plan.cfg
     parts = rollouts.parts
@@ -440,7 +440,9 @@ def rollout_hooks(plan: RunPlan, rollouts: RolloutSource) -> Iterator[Hook]:
     if parts.critic is not None:
         yield parts.critic
     if cfg.rl.log_completions:
-        yield CompletionsLog(plan.outputs.completions, rollouts, cfg.rl.num_completions_to_print)
+        most = cfg.rl.num_completions_to_print
+        with_tokens = cfg.rl.num_completions_with_tokens
+        yield CompletionsLog(plan.outputs.completions, rollouts, most, with_tokens, tokenizer)
     if cfg.preference.sync_ref_model and rollouts.settings.beta:
         yield ReferenceLogprobs(cfg.preference.ref_model_sync_steps, cfg.preference.ref_model_mixup_alpha)
 

@@ -69,9 +69,9 @@ def wrong_name_where_batches_are_pinned() -> None:
 
 def wrong_name_in_the_report() -> None:
     """After the last step."""
-    from megaswift.run import report
+    from megaswift.run.report import page
 
-    _misspelt(report.environment_versions, "get_device_name")
+    _misspelt(page.environment_versions, "get_device_name")
 
 
 def wrong_name_in_random_states() -> None:

@@ -98,5 +98,32 @@ def test_the_range_leaves_out_a_first_spike_of_a_long_curve() -> None:
     assert low < 1 and high < 3
     assert (loss_png.plot_limits([1.0, 100.0]) or (0, 0))[1] > 100
     assert loss_png.plot_limits([math.nan]) is None
-    assert loss_png.plot_limits([0.0] * 20) == (-1.0, 1.0), "a constant 0 has no axis of 1e-09"
+    assert loss_png.plot_limits([0.0] * 20) == (0.0, 1.0), "a constant 0 has no axis of 1e-09, and none below 0"
     assert loss_png.plot_limits([-2.0, -2.0]) == (-2.1, -1.9)
+
+
+def scales(picture: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[str], str]:
+    """The scale of the upper axis, its visible labels, and the title."""
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k)))
+    loss_png.draw_loss_png(*picture, "run · sft of model")
+    upper = drawn[0].axes[0]
+    low, high = upper.get_ylim()
+    texts = [text.get_text() for text in upper.get_yticklabels() if low <= text.get_position()[1] <= high]
+    return upper.get_yscale(), texts, upper.get_title(loc="left")
+
+
+def test_a_loss_near_the_end_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 7.9 to 0.06 on a logarithmic axis; a reward, and a loss that falls less, on a linear one."""
+    falling = [7.9 * math.exp(-i / 20) for i in range(98)]
+    scale, texts, title = scales(write_run(tmp_path / "a", falling), monkeypatch)
+    assert scale == "log" and {"0.1", "0.2", "0.5", "1", "2", "5"} <= {*texts} and title == "run · sft of model"
+    assert scales(write_run(tmp_path / "b", [4.0, 3.0, 2.0]), monkeypatch)[0] == "linear"
+    files = write_run(tmp_path / "c", [1.0, 2.0])
+    files[0].write_text(
+        "".join(strict_json_text({"step": i, "loss": 1.0, "reward": 0.01 * i**2}) + "\n" for i in range(1, 9))
+    )
+    assert scales(files, monkeypatch)[0] == "linear"

@@ -31,6 +31,8 @@ USUAL = (
     6,
     "--max_length",
     32,
+    "--num_completions_with_tokens",
+    2,
     "--beta",
     0.1,
     "--global_batch_size",
@@ -104,6 +106,14 @@ def completions(out: Path) -> list[dict[str, Any]]:
     return read_lines(out / "completions.jsonl")
 
 
+def to_rounding(line: dict[str, Any]) -> dict[str, Any]:
+    """The line of another layout: numbers of tokens are written with three decimals."""
+    numbers = {"advantage": pytest.approx(line["advantage"], abs=1e-6)}
+    if "token_logprobs" in line:
+        numbers["token_logprobs"] = pytest.approx(line["token_logprobs"], abs=1.001e-3)
+    return {**line, **numbers}
+
+
 def figures(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """All but times and memory."""
     words = ("time", "wait", "second", "memory", "_per_")
@@ -152,9 +162,8 @@ def test_the_same_completions_on_every_layout(
         read_lines(alone(folder) / "metrics.jsonl"),
     )
     assert len(completions(alone(folder))) == 3 * BATCH and len(lines) == 3
-    assert completions(tmp_path / "out") == [
-        {**line, "advantage": pytest.approx(line["advantage"], abs=1e-6)} for line in completions(alone(folder))
-    ]
+    assert ["token_texts" in line for line in completions(alone(folder))] == 3 * ([True] * 2 + [False] * (BATCH - 2))
+    assert completions(tmp_path / "out") == [*map(to_rounding, completions(alone(folder)))]
     assert len({line["completion"] for line in completions(tmp_path / "out")}) > 2 * BATCH
     for mine, wanted in zip(lines, others, strict=True):
         assert mine["sampling/sampling_logp_difference/max"] < 1e-6
@@ -226,9 +235,7 @@ def test_estimators_and_selections_are_the_same_on_every_layout(
     """What is compared within a group, selected over a step, or drawn a second time, whichever rank has it."""
     many = trained(folder, tmp_path / "many", "--max_steps", 2, *FORMULAS[formula], *layout, ranks=ranks)
     one = trained(folder, tmp_path / "one", "--max_steps", 2, *FORMULAS[formula], ranks=1)
-    assert completions(tmp_path / "many") == [
-        {**line, "advantage": pytest.approx(line["advantage"], abs=1e-6)} for line in completions(tmp_path / "one")
-    ]
+    assert completions(tmp_path / "many") == [*map(to_rounding, completions(tmp_path / "one"))]
     names = ("loss", "grad_norm", "reward", *(("reward_baseline",) if "remax" in formula else ()))
     for mine, wanted in zip(many, one, strict=True):
         assert {k: mine[k] for k in names} == pytest.approx({k: wanted[k] for k in names}, rel=1e-4, abs=1e-6)

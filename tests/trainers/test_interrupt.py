@@ -81,9 +81,9 @@ LATE = (
     + """
 import os, signal
 import psutil
-from megaswift.run import report
+from megaswift.run.report import page
 
-write = report.write_report
+write = page.write_report
 
 def fault(number):
     if number == 3:
@@ -95,7 +95,7 @@ def late(*values):
     write(*values)
     open("told", "w").close()
 
-report.write_report = late
+page.write_report = late
 """
 )
 """Rank 1 alone gets the signal in step 3; rank 0 gets it when it has left the loop."""

@@ -65,8 +65,9 @@ class RolloutSource:
         """Completions of the present generation, in the order of their numbers; the same on every rank."""
         self.steps_taken = settings.steps
         """Optimizer steps taken on the present generation."""
-        self.fresh: list[tuple[ScoredCompletion, float]] = []
-        """Completions that the last step was the first to use, each with its mean advantage."""
+        self.fresh: list[tuple[ScoredCompletion, np.ndarray]] = []
+        """Completions that the last step was the first to use, each with the advantages of the tokens that the model
+        wrote; none for a completion that is not trained on."""
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
 
@@ -133,9 +134,7 @@ class RolloutSource:
         self.metrics |= {"advantages/mean": float(own.mean()), "advantages/std": float(own.std())}
         if self.parts.scheduler.asynchronous:
             self.metrics["sampling/staleness"] = float(staleness)
-        self.fresh = [
-            (r, float(a.mean()) if len(a) else 0.0) for r, a in zip(rollouts, fields["advantages"], strict=True)
-        ]
+        self.fresh = [*zip(rollouts, fields["advantages"], strict=True)]
 
     def sample(self) -> list[ScoredCompletion]:
         """Draw prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megaswift.config import SwiftConfig
-from megaswift.run import report
 from megaswift.run.course import memory_advice
 from megaswift.run.faults import out_of_memory
 from megaswift.run.output import OutputFolder
+from megaswift.run.report import page
 from megaswift.trainers import memory_snapshot
 from megaswift.trainers.memory_snapshot import memory_snapshots
 
@@ -114,7 +114,7 @@ def test_with_profile_a_file_has_the_holders_and_the_report_shows_them(profile: 
     held = torch.zeros(3, 1024, 1024, dtype=torch.float64)
     with pytest.raises(out_of_memory.OutOfMemory) as caught, advised(tmp_path, profile):
         torch.empty(2**60, dtype=torch.uint8)
-    snapshots, html = memory_snapshots(tmp_path / "profile"), report.profile_html(tmp_path / "profile")
+    snapshots, html = memory_snapshots(tmp_path / "profile"), page.profile_html(tmp_path / "profile")
     assert (str(tmp_path / "profile" / "rank-0.memory.json") in caught.value.message()) == profile
     if not profile:
         assert not snapshots and not html and not (tmp_path / "profile").exists()

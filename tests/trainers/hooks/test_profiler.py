@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.run import report
+from megaswift.run.report import page
 from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.hooks.profiler import (
     OTHER,
@@ -221,7 +221,7 @@ def test_on_a_gpu_kernels_count_alone() -> None:
 
 
 def test_the_report_shows_each_profiled_rank(tmp_path: Path) -> None:
-    assert report.profile_html(tmp_path) == ""
+    assert page.profile_html(tmp_path) == ""
     for rank in (0, 12, 3):
         summary = {
             "steps": 1 if rank == 3 else 2,
@@ -230,7 +230,7 @@ def test_the_report_shows_each_profiled_rank(tmp_path: Path) -> None:
         }
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(summary))
     (tmp_path / "rank-0-step-3.trace.json").write_text("not a summary")
-    html = report.profile_html(tmp_path)
+    html = page.profile_html(tmp_path)
     assert (
         html.index("rank 0: 4.2 ms a step, 2 steps")
         < html.index("rank 3: 4.2 ms a step, 1 step<")

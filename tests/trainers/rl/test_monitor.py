@@ -44,7 +44,7 @@ def test_rewards_that_differ_between_prompts_only(capsys: Capture) -> None:
     assert told(source(lambda s: float(next(numbers) // 2)), 4, capsys)[0] == [3]
     alone = {"reward": 0.5, "reward_std": 0.1, "frac_reward_zero_std": 1.0, "completions/clipped_ratio": 0.0}
     made = SimpleNamespace(
-        fresh=[(SimpleNamespace(total=0.0), 0.0)], settings=SimpleNamespace(group=1), metrics=alone, next=lambda: None
+        fresh=[(SimpleNamespace(total=0.0), [0.0])], settings=SimpleNamespace(group=1), metrics=alone, next=lambda: None
     )
     assert told(made, 4, capsys) == ([], "")
     alone["reward_std"] = 0.0

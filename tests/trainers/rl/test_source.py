@@ -285,7 +285,7 @@ def test_without_it_groups_stay() -> None:
     made = source(lambda s: 1.0)
     made.next()
     assert [r.prompt.content for r, _ in made.fresh[::2]] == ["Q0", "Q1", "Q2", "Q3"] and asked(made) == [0, 1]
-    assert all(advantage == 0 for _, advantage in made.fresh)
+    assert all(not advantages.any() for _, advantages in made.fresh)
 
 
 def test_seeds_are_of_run_generation_and_number_alone() -> None:

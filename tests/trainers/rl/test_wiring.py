@@ -364,7 +364,7 @@ def test_turns_of_a_conversation(most: int | None, tmp_path: Path) -> None:
 def test_so_many_completions_are_written(most: int | None, lines: int, tmp_path: Path) -> None:
     made = source()
     made.next()
-    record = CompletionsLog(tmp_path / "completions.jsonl", made, most)
+    record = CompletionsLog(tmp_path / "completions.jsonl", made, most, 0, TOKENIZER)
     loop: Any = None
     record.on_step(loop, SimpleNamespace(number=4))  # type: ignore[arg-type]
     found = read_lines(tmp_path / "completions.jsonl")
@@ -402,6 +402,7 @@ ELSEWHERE = {
     "whiten_rewards": "rl/test_advantages",
     "log_completions": "test_ppo_trajectories",
     "num_completions_to_print": "test_colocated",
+    "num_completions_with_tokens": "test_grpo_run",
 }
 """Options whose arrival other tests show."""
 

@@ -350,3 +350,11 @@ class RlConfig:
         tasks=RL,
         only_with={"log_completions": True},
     )
+    num_completions_with_tokens: int = option(
+        8,
+        "Completions per step logged token by token: 20 bytes a token; 0: none",
+        minimum=0,
+        unit="completions",
+        tasks=RL,
+        only_with={"log_completions": True},
+    )
