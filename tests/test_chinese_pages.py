@@ -18,6 +18,7 @@ PAGES = {
     "docs/index.md": "docs/index.zh-CN.md",
     "docs/commands.md": "docs/commands.zh-CN.md",
     "docs/features.md": "docs/features.zh-CN.md",
+    "docs/rl.md": "docs/rl.zh-CN.md",
 }
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
