@@ -18,6 +18,7 @@ from pathlib import Path
 from tests.parity.cases import Case, parse
 from tests.parity.compare import compare, table
 from tests.parity.measure import Task
+from tests.parity.picture import draw, worst_gradient
 from tests.parity.pool import Pool, RankError, te_pool
 from tests.parity.references import References
 
@@ -35,6 +36,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--part", default="1/1", help="k/n: only every n-th case, from the k-th")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a case")
     parser.add_argument("--rows", type=int, default=8, help="tensors shown of a failing case")
+    parser.add_argument("--picture", type=Path, help="a PNG of the worst gradient of each case")
     parser.add_argument("--no-aux", action="store_true", help="auxiliary losses off")
     return parser
 
@@ -60,6 +62,8 @@ def main() -> int:
     """Runs the cases; the number that failed."""
     args = options().parse_args()
     failed = 0
+    errors: dict[str, float] = {}
+    parameters = 0
     pool_of_ranks = te_pool(args.te) if args.te else Pool()
     with tempfile.TemporaryDirectory() as scratch, pool_of_ranks as pool:
         references = References(Path(scratch), aux=not args.no_aux)
@@ -74,6 +78,8 @@ def main() -> int:
                 continue
             differences = compare(got, want, recipe)
             bad = any(d.bad for d in differences)
+            errors[" ".join(str(case).split()[1:])] = worst_gradient(differences)
+            parameters = len(want.gradients)
             failed += bad
             took = f"{time.monotonic() - start:.1f} s"
             if bad or len(args.cases) == 1:
@@ -81,6 +87,8 @@ def main() -> int:
             else:
                 worst = max(differences, key=lambda d: d.error / d.limit)
                 print(f"ok   {case} ({took}); nearest its limit: {worst}", flush=True)
+    if args.picture:
+        draw(errors, args.picture, parameters)
     return failed
 
 
