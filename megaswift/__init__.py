@@ -18,6 +18,7 @@ _WHERE = {"SwiftConfig": "megaswift.config", "Trainer": "megaswift.api"}
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
+        importlib.import_module("megaswift.error_exit").explain_uncaught_errors()
         return getattr(importlib.import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'megaswift' has no attribute {name!r}")
 

@@ -8,6 +8,7 @@ machine speaks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from megaswift.errors import UserError
@@ -67,6 +69,30 @@ def print_error_once(error: UserError, environ: Mapping[str, str], patience: flo
     else:
         time.sleep(max(0.0, min(1.0, end - time.monotonic())))  # leave the other's message on the screen alone
     return error.exit_code
+
+
+def explain_uncaught_errors() -> None:
+    """A user's mistake that a script does not catch ends it as a command ends: one message, no traceback, and the
+    error's exit code."""
+    before = sys.excepthook
+    if getattr(before, "__name__", "") == _explained.__name__:
+        return
+
+    @functools.wraps(_explained)
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, UserError):
+            _explained(error)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _explained(error: UserError) -> None:
+    if hasattr(sys, "ps1"):  # at Python's prompt, which goes on
+        _say(error.message())
+        return
+    exit_worker(print_error_once(error, os.environ), os.environ)
 
 
 def write_torchrun_error_file(error: UserError, environ: Mapping[str, str]) -> None:

@@ -83,6 +83,10 @@ class UserError(Exception):
         text = f"megaswift: {self.title}{count}\n{shown}"
         return text.encode("utf-8", "backslashreplace").decode("utf-8")  # half of a surrogate pair cannot be written
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what notebooks show in place of a traceback: IPython asks exceptions for this method."""
+        return self.message().split("\n")
+
 
 class ConfigError(UserError):
     """A wrong option, value or combination."""
@@ -118,6 +122,12 @@ class RewardError(UserError):
     """A reward function that fails, or that returns what is no reward."""
 
     title = "the rewards cannot be used"
+
+
+class PluginError(UserError):
+    """Code of the user's, such as a loss or a callback, that fails or returns something other than it must."""
+
+    title = "code of yours cannot be used"
 
 
 NO_PATH = frozenset({errno.ENAMETOOLONG, errno.ELOOP})

@@ -1,35 +1,41 @@
-"""Registrations for files of `--external_plugins`: what a user adds without changing the package (docs/plugins.md).
+"""Registrations: what a user adds without changing the package (docs/plugins.md), in a script or notebook for its own
+process, or in a file of `--external_plugins` for every process of a run.
 
     from megaswift import plugins
 
     plugins.loss_scale("formula", {r"\\$[^$]+\\$": [2.0]})
 
+    @plugins.reward("shorter")
+    def shorter(completions, **columns): ...
+
 Each function adds one thing under a name, which then is a value of its option like any other. A name that megaswift
-itself has is an error; a name of an earlier file is replaced. Nothing heavy is imported before it is registered.
+itself has is an error; a name that was registered before is replaced. Nothing heavy is imported before it is
+registered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from megaswift.errors import ConfigError, Problem
 from megaswift.options.option import PLUGIN_CHOICES
-from megaswift.options.plugins import PLUGINS
+from megaswift.options.plugins import PLUGINS, digest_of_script
 
 if TYPE_CHECKING:
     from megaswift.models.family import Family
 
 _OWN: dict[str, set[str]] = {}
-"""By kind, names that files have registered."""
+"""By kind, names that files and scripts have registered."""
 
 
 def _take(kind: str, name: str, built_in: Iterable[str]) -> None:
     """ConfigError for a name that megaswift has."""
     own = _OWN.setdefault(kind, set())
     if name in set(built_in) - own:
-        file = PLUGINS.reading or "a file of --external_plugins"
+        file = PLUGINS.reading or "megaswift.plugins"
         raise ConfigError(Problem(str(file), f"registers {kind} {name}, which megaswift has", "another name"))
     own.add(name)
 
@@ -39,15 +45,54 @@ def _choice(option: str, name: str) -> None:
         PLUGIN_CHOICES[option].append(name)
 
 
+_THINGS = frozenset({"function", "environment", "formula", "estimate", "make"})
+"""Names that the second parameter has, what is registered."""
+
+
+def _or_decorator(register: Callable[..., None]) -> Any:
+    """`register(name, thing)`, or `@register(name)` above the definition of the thing."""
+
+    @wraps(register)
+    def registered(name: str, *things: Any, **options: Any) -> Any:
+        if things or not _THINGS.isdisjoint(options):
+            return register(name, *things, **options)
+
+        def decorated(thing: Any) -> Any:
+            register(name, thing, **options)
+            return thing
+
+        return decorated
+
+    return registered
+
+
+@_or_decorator
 def reward(name: str, function: Any) -> None:
     """Register a reward function as a value of `--reward_funcs`.
 
     Args:
         name: The value of the option.
-        function: A function, or a class whose instances are called, with the arguments of ms-swift's `orms`
+        function: A function, or a class whose instances are called, as a function of `FILE.py:function` is
             (docs/rewards.md). It returns a number for each completion.
+
+    Raises:
+        ConfigError: megaswift itself has a reward of this name.
     """
+    from megaswift.rewards.functions import NAMED, SPELLINGS
+
+    _take("reward", name, (*NAMED.names(), *SPELLINGS))
     PLUGINS.rewards[name] = function
+
+
+@_or_decorator
+def environment(name: str, environment: Any) -> None:
+    """Register an environment of multi-turn rollouts as a value of `--environment`.
+
+    Args:
+        name: The value of the option.
+        environment: A class, or a function that makes an environment, called without arguments for each completion.
+    """
+    PLUGINS.environments[name] = environment
 
 
 def data_format(
@@ -78,6 +123,8 @@ def data_format(
     FORMATS.replace(name, entry if detect is None else replace(entry, detect=detect))
     if PLUGINS.reading is not None:
         PLUGINS.with_formats.add(PLUGINS.reading)
+    else:
+        PLUGINS.script_formats[name] = digest_of_script(parse)
 
 
 def loss_scale(name: str, table: Mapping[str, Any]) -> None:
@@ -96,6 +143,7 @@ def loss_scale(name: str, table: Mapping[str, Any]) -> None:
     NAMED[name] = dict(table)
 
 
+@_or_decorator
 def dpo_loss(name: str, formula: Callable[[Any], Any]) -> None:
     """Register a loss as a value of `--loss_type` in dpo.
 
@@ -110,9 +158,10 @@ def dpo_loss(name: str, formula: Callable[[Any], Any]) -> None:
     from megaswift.losses.dpo_loss_types import LOSS_TYPES
 
     _loss("dpo", name, LOSS_TYPES)
-    LOSS_TYPES[name] = formula
+    LOSS_TYPES[name] = _checked(name, formula, lambda pairs: pairs.margin, "pair")
 
 
+@_or_decorator
 def kto_loss(name: str, formula: Callable[[Any, Any, Any], Any], needs_kl: bool = False) -> None:
     """Register a loss as a value of `--loss_type` in kto.
 
@@ -130,9 +179,10 @@ def kto_loss(name: str, formula: Callable[[Any, Any, Any], Any], needs_kl: bool 
     from megaswift.losses.options.loss_table import KL_PAIRS
 
     _loss("kto", name, LOSS_TYPES, needs=frozenset({KL_PAIRS} if needs_kl else ()))
-    LOSS_TYPES[name] = formula
+    LOSS_TYPES[name] = _checked(name, formula, lambda rewards, *_: rewards, "completion")
 
 
+@_or_decorator
 def cpo_loss(name: str, formula: Callable[[Any, Any], Any], per_token: bool = False) -> None:
     """Register a loss as a value of `--loss_type` in cpo.
 
@@ -149,9 +199,11 @@ def cpo_loss(name: str, formula: Callable[[Any, Any], Any], per_token: bool = Fa
     from megaswift.losses.cpo import LOSS_TYPES, CpoLossType
 
     _loss("cpo", name, LOSS_TYPES)
-    LOSS_TYPES[name] = CpoLossType(formula, per_token)
+    checked = _checked(name, formula, lambda rewards, _: rewards.difference, "pair")
+    LOSS_TYPES[name] = CpoLossType(checked, per_token)
 
 
+@_or_decorator
 def orpo_loss(name: str, formula: Callable[[Any], Any]) -> None:
     """Register a loss as a value of `--loss_type` in orpo.
 
@@ -167,9 +219,10 @@ def orpo_loss(name: str, formula: Callable[[Any], Any]) -> None:
     from megaswift.losses.orpo import LOSS_TYPES
 
     _loss("orpo", name, LOSS_TYPES)
-    LOSS_TYPES[name] = formula
+    LOSS_TYPES[name] = _checked(name, formula, lambda logps: logps.difference, "pair")
 
 
+@_or_decorator
 def rm_loss(name: str, formula: Callable[[Any, Any], Any]) -> None:
     """Register a loss as a value of `--loss_type` in rm.
 
@@ -184,9 +237,10 @@ def rm_loss(name: str, formula: Callable[[Any, Any], Any]) -> None:
     from megaswift.losses.reward import LOSS_TYPES
 
     _loss("rm", name, LOSS_TYPES)
-    LOSS_TYPES[name] = formula
+    LOSS_TYPES[name] = _checked(name, formula, lambda scores, _: scores.difference, "pair")
 
 
+@_or_decorator
 def policy_loss(name: str, formula: Callable[[Any], Any], loss_agg_mode: str = "token-mean") -> None:
     """Register a loss as a value of `--loss_type` in grpo.
 
@@ -202,7 +256,7 @@ def policy_loss(name: str, formula: Callable[[Any], Any], loss_agg_mode: str = "
     from megaswift.losses.policy_loss_types import LOSS_TYPES, PolicyLossType
 
     _loss("grpo", name, LOSS_TYPES, loss_agg_mode)
-    LOSS_TYPES[name] = PolicyLossType(formula)
+    LOSS_TYPES[name] = PolicyLossType(_checked(name, formula, lambda x: x.logprobs, "token"))
 
 
 def _loss(
@@ -217,6 +271,13 @@ def _loss(
     _choice("loss_type", name)
 
 
+def _checked(name: str, formula: Callable[..., Any], like: Callable[..., Any], each: str) -> Callable[..., Any]:
+    from megaswift.losses.user_loss import checked_formula
+
+    return checked_formula(name, formula, like, each)
+
+
+@_or_decorator
 def advantage_estimator(
     name: str,
     estimate: Callable[[Any], Any],
@@ -247,7 +308,6 @@ def advantage_estimator(
 
     _take("advantage estimator", name, ESTIMATORS.names())
     # The table that option rules read comes first, then the function, then the choice.
-    # The table that option rules read comes first, then the function, then the choice.
     PLUGIN_ESTIMATORS[name] = AdvantageEstimatorEntry(
         name,
         "grpo",
@@ -261,6 +321,7 @@ def advantage_estimator(
     _choice("advantage_estimator", name)
 
 
+@_or_decorator
 def callback(name: str, make: Callable[[], Any]) -> None:
     """Register a hook that every run of this command has.
 

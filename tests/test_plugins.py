@@ -58,6 +58,7 @@ def as_before() -> Iterator[None]:
     """What a test has registered goes with it."""
     tables: list[Any] = [PLUGIN_CHOICES, PLUGIN_LOSSES, PLUGIN_ESTIMATORS, PLUGIN_HOOKS, PLUGIN_OPTIMIZERS, LOSSES]
     tables += [ESTIMATOR_NAMES, NAMED, dpo_loss_types.LOSS_TYPES, policy_loss_types.LOSS_TYPES, PLUGINS.rewards]
+    tables += [PLUGINS.environments, PLUGINS.orms, PLUGINS.script_formats]
     tables += [module.LOSS_TYPES for module in (kto, cpo, orpo, reward)]
     tables += [PLUGINS.read, plugins._OWN, *(registry._items for registry in (FORMATS, ESTIMATORS, FAMILIES))]
     for registry in (FORMATS, FAMILIES):

@@ -6,7 +6,9 @@ Code of the user's that does not return is an error too, which ends the process:
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import itertools
 import os
 import signal
@@ -207,6 +209,18 @@ def convert_user_code_errors(say: Callable[[str], UserError], timed: bool = True
         raise say(user_traceback_text(error)) from error
     finally:
         CLOCK.finish(number)
+
+
+def defined_at(thing: object) -> str:
+    """Return `FILE:LINE` of a function, or of the `__call__` of an object; the empty string where there is none."""
+    while isinstance(thing, functools.partial):
+        thing = thing.func
+    thing = inspect.unwrap(thing) if callable(thing) else thing
+    for found in (thing, getattr(type(thing), "__call__", None)):  # noqa: B004
+        code = getattr(getattr(found, "__func__", found), "__code__", None)
+        if code is not None:
+            return f"{code.co_filename}:{code.co_firstlineno}"
+    return ""
 
 
 def user_traceback_text(error: BaseException) -> str:

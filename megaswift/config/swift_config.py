@@ -151,8 +151,10 @@ def config_yaml_text(values: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return str(value)  # without the object of a `NamedObject`
     if isinstance(value, tuple):
-        return list(value)
+        return [_plain(one) for one in value]
     return dict(value) if isinstance(value, dict) else value
 
 

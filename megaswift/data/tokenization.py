@@ -274,7 +274,8 @@ def _build(scratch: Path, target: Path, source: DatasetFiles, how: tuple[EncodeS
     worth = WORKER_BYTES if spec.processor is None else IMAGE_WORKER_BYTES
     count = min(processes, len(parts), 1 + sum(f.stat().st_size for f in source.files) // worth)
     certified = None
-    if count > 1:
+    in_files = all(path for path, _ in spec.plugins)  # formats of a script are in this process alone
+    if count > 1 and in_files:
         certified = _run_workers(scratch, spec, parts, count)
     else:
         encoder = row_encoder_for_task(spec)

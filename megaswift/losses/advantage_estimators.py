@@ -6,7 +6,6 @@ names. The formulas that have other uses are in `advantages.py`. Completions of 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaswift.base.registry import Registry
-from megaswift.base.user_code import convert_user_code_errors
+from megaswift.base.user_code import convert_user_code_errors, defined_at
 from megaswift.errors import Problem, RewardError
 from megaswift.losses import advantages as formulas
 from megaswift.losses.options.estimator_table import PLUGIN_ESTIMATORS
@@ -145,8 +144,7 @@ def estimate_advantage_fields(name: str, x: EstimatorInput) -> dict[str, Tensor]
         estimate = estimator(x)
     else:
         what = f"--advantage_estimator {name}"
-        file = inspect.getfile(inspect.unwrap(estimator)) if inspect.isfunction(estimator) else "--external_plugins"
-        where = f"the estimator of {file}"
+        where = f"the estimator of {defined_at(estimator) or type(estimator).__name__}"
         with convert_user_code_errors(lambda trace: RewardError(Problem(what, f"{where} failed\n{trace}"))):
             estimate = estimator(replace(x, mask=x.mask.clone()))  # it may change its input in place
         if fault := _fault_of_estimate(estimate, x):

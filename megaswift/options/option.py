@@ -98,6 +98,8 @@ class OptionDetails(TypedDict, total=False):
     """The tasks that have this option; absent: all tasks."""
     secret: bool
     """Whether the value must never be shown or written."""
+    takes_objects: bool
+    """Whether Python code may give functions or classes, which `NamedObject` names."""
     free_text: bool
     """Whether the value is prose for a model or a reader: a URL in it is not refused for the credentials it holds."""
     only_with: Mapping[str, Any]

@@ -15,6 +15,7 @@ import hashlib
 import importlib.abc
 import importlib.machinery
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megaswift.base.user_code import import_user_file
+from megaswift.base.user_code import defined_at, import_user_file
 from megaswift.errors import ConfigError, Problem, missing_path_hint
 from megaswift.options.sources import ConfigSource
 
@@ -99,14 +100,20 @@ def _in_place_of_swift(orms: dict[str, Any]) -> Iterator[None]:
 
 @dataclass
 class ExternalPlugins:
-    """What the files of this process have registered."""
+    """What files and scripts have registered in this process."""
 
     rewards: dict[str, Any] = field(default_factory=dict)
-    """Rewards of ms-swift's `orms`, and of `megaswift.plugins.reward`."""
+    """Functions, classes and objects of `megaswift.plugins.reward`."""
+    environments: dict[str, Any] = field(default_factory=dict)
+    """Classes of `megaswift.plugins.environment`."""
+    orms: dict[str, Any] = field(default_factory=dict)
+    """What files written for ms-swift put into its `orms`. Only configurations that name such a file see them."""
     read: dict[Path, str] = field(default_factory=dict)
     """SHA-256 of each file when it was read."""
     with_formats: set[Path] = field(default_factory=set)
     """Files that have registered data formats: workers that tokenize read them too."""
+    script_formats: dict[str, str] = field(default_factory=dict)
+    """Data formats that a script has registered, and a digest of what it registered them from."""
     reading: Path | None = None
 
 
@@ -136,13 +143,23 @@ def load_external_plugins(files: Sequence[str]) -> None:
             continue
         PLUGINS.reading = path
         try:
-            with _in_place_of_swift(PLUGINS.rewards):
+            with _in_place_of_swift(PLUGINS.orms):
                 import_user_file(path, flag)
         finally:
             PLUGINS.reading = None
         PLUGINS.read[path] = digest
 
 
-def files_with_data_formats() -> list[tuple[str, str]]:
-    """Path and SHA-256 of each file that has registered a data format."""
-    return sorted((str(path), digest) for path, digest in PLUGINS.read.items() if path in PLUGINS.with_formats)
+def sources_of_data_formats() -> list[tuple[str, str]]:
+    """Path and SHA-256 of each file that has registered a data format; no path for formats of a script, which other
+    processes cannot read."""
+    files = [(str(path), digest) for path, digest in PLUGINS.read.items() if path in PLUGINS.with_formats]
+    return sorted([*files, *(("", digest) for digest in PLUGINS.script_formats.values())])
+
+
+def digest_of_script(function: Any) -> str:
+    """SHA-256 of the file in which a function is defined, the same on every rank; a number of its own for a function
+    of a notebook, whose cells may have changed since: its rows are tokenized again."""
+    path = Path(defined_at(function).rpartition(":")[0])
+    content = path.read_bytes() if path.is_file() else os.urandom(32)
+    return hashlib.sha256(content).hexdigest()

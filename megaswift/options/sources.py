@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaswift.base.named_object import named_object
 from megaswift.base.redaction import MASK, is_secret
 from megaswift.errors import Problem
 from megaswift.options.option import OptionTable
@@ -85,6 +86,7 @@ def source_from_mapping(options: Mapping[str, Any], table: OptionTable) -> Confi
             fields = {f: getattr(value, f) for f, o in table.options.items() if o.section == name}
             value = {f: v for f, v in fields.items() if v != table.options[f].default}
         inner = value if table.opens_section(name, value) else {name: value}
+        inner = {n: _with_named_objects(table, n, v) for n, v in inner.items()}
         givens += [
             GivenOptionValue(
                 normalize_name(n), v, f"{n}={MASK if is_secret(normalize_name(n)) else _shown(v)}", f"{n}="
@@ -92,6 +94,16 @@ def source_from_mapping(options: Mapping[str, Any], table: OptionTable) -> Confi
             for n, v in inner.items()
         ]
     return ConfigSource(tuple(givens))
+
+
+def _with_named_objects(table: OptionTable, name: str, value: Any) -> Any:
+    """A value in which each function or class has the text that names it, where the option takes them."""
+    option = table.options.get(table.names.get(normalize_name(name), ""))
+    if option is None or not option.details.get("takes_objects"):
+        return value
+    if isinstance(value, list | tuple):
+        return [named_object(one) if callable(one) else one for one in value]
+    return named_object(value) if callable(value) else value
 
 
 def _shown(value: Any) -> str:

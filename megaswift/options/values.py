@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from megaswift.base.command_words import unusable_text_rule
+from megaswift.base.named_object import NamedObject
 from megaswift.errors import did_you_mean_hint
 from megaswift.options.option import Option
 
@@ -101,9 +102,12 @@ def _text(option: Option, raw: Any) -> str:
         raw = os.fspath(raw)
     if isinstance(raw, bool) and option.switches:
         raw = option_value_text(raw)
+    if callable(raw):
+        rule = "is a Python object, but this option takes text"
+        raise InvalidValue(rule, f'register it under a name (megaswift.plugins), and give {option.name}="NAME"')
     if not isinstance(raw, str) and (isinstance(raw, bool) or not isinstance(raw, int)):
         raise InvalidValue("must be text", example_flag_text(option))
-    text = str(raw)
+    text = raw if isinstance(raw, NamedObject) else str(raw)
     _refuse_unusable_text(option, text)
     if option.choices:
         return _choice(option, text)
@@ -212,7 +216,9 @@ def _list(option: Option, raw: Any) -> tuple[Any, ...]:
         items = [i for i in items if not (isinstance(i, str) and i.strip().lower() in UNSET)]
     if option.kind in ("numbers", "integers"):
         return tuple((_float if option.kind == "numbers" else _int)(option, i) for i in items)
-    return tuple(_text(option, i.strip() if isinstance(i, str) else i) for i in items)
+    return tuple(
+        _text(option, i.strip() if isinstance(i, str) and not isinstance(i, NamedObject) else i) for i in items
+    )
 
 
 def _map(option: Option, raw: Any) -> dict[str, str]:

@@ -17,6 +17,7 @@ class RewardConfig:
         "Reward functions: accuracy, format, ... (docs/rewards.md), or FILE.py:function",
         aliases=("reward_functions",),
         tasks=RL,
+        takes_objects=True,
     )
     reward_model: tuple[str, ...] = option((), "Reward model folders", tasks=RL, metavar="DIR...")
     reward_weights: tuple[float, ...] = option(

@@ -10,11 +10,11 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
-from megaswift.base.user_code import convert_user_code_errors
+from megaswift.base.user_code import convert_user_code_errors, defined_at
 from megaswift.errors import Problem, RewardError, did_you_mean_hint, without_control_characters
 from megaswift.rewards.reward_input import RewardInput
 
@@ -80,6 +80,9 @@ ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "completion_mask")
 """What a user's function gets beside the columns; `completion_ids` as TRL has it, and which of them the model wrote: 1,
 or 0 for what tools wrote."""
 
+OF_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL 1.16 passes besides."""
+
 
 @dataclass(frozen=True)
 class RewardScores:
@@ -121,6 +124,8 @@ def missing_reward_column_problems(functions: Sequence[RewardFunction], columns:
 
 def _parameter(function: RewardFunction, name: str) -> str:
     """What a mistyped parameter of a user's function should be called; the empty string where it looks like none."""
+    if is_user_function(function) and name in OF_TRL:
+        return f"give it a default, {name}=None: TRL passes it, and a run here has none"
     guess = did_you_mean_hint(name, ALWAYS_PASSED) if is_user_function(function) else ""
     return f"{guess} ({', '.join(ALWAYS_PASSED)} are passed without a column)" if guess else ""
 
@@ -146,7 +151,7 @@ def score_rewards(
             say = reward_error_from_trace_factory(reward_function_flag(f), samples)
             with convert_user_code_errors(say, timed=is_user_function(f)):
                 returned = f(samples)
-            awaited[f.name] = checked_rewards(reward_function_flag(f), returned, samples)
+            awaited[f.name] = _checked_rewards_of(f, returned, samples)
     values = {f.name: awaited.get(f.name, []) for f in functions}
     sums = {name: [sum(v) if isinstance(v, tuple) else v for v in given] for name, given in values.items()}
     total = [_weighted(weights, each) for each in zip(*sums.values(), strict=True)]
@@ -197,7 +202,7 @@ async def _all(functions: Sequence[Any], samples: Sequence[RewardInput]) -> list
     async def one(function: Any) -> list[Value]:
         with convert_user_code_errors(reward_error_from_trace_factory(reward_function_flag(function), samples)):
             returned = await function.wait(samples)
-        return checked_rewards(reward_function_flag(function), returned, samples)
+        return _checked_rewards_of(function, returned, samples)
 
     return list(await asyncio.gather(*(one(f) for f in functions)))
 
@@ -225,6 +230,17 @@ def _plain(returned: Any) -> Any:
 def _shown(sample: RewardInput) -> str:
     text = sample.text
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
+
+
+def _checked_rewards_of(function: RewardFunction, returned: Any, samples: Sequence[RewardInput]) -> list[Value]:
+    """The checked values of a function; the error says where a function of the user's is defined."""
+    try:
+        return checked_rewards(reward_function_flag(function), returned, samples)
+    except RewardError as error:
+        place = defined_at(getattr(function, "function", None))
+        if not place:
+            raise
+        raise RewardError(replace(p, rule=f"{p.rule} (defined at {place})") for p in error.problems) from None
 
 
 def checked_rewards(flag: str, returned: Any, samples: Sequence[RewardInput]) -> list[Value]:

@@ -1,8 +1,10 @@
-"""A user's reward: `FILE.py:function`, or what a file of `--external_plugins` registers.
+"""A user's reward: `FILE.py:function`, `module:function`, a function that a script gives or registers
+(`megaswift.plugins.reward`), or an entry of ms-swift's `orms`.
 
 A function is called as `f(prompts=..., completions=..., **columns)`: with everything where it takes `**kwargs`, else
-with what its parameters name. Classes and functions of ms-swift's `orms` and of `megaswift.plugins.reward` are called
-as ms-swift calls them; `options/plugins.py` reads their files.
+with what its parameters name. Completions have the form of the row's prompt, text or messages, as in TRL, whichever way
+the function was named: so it may move from a script to a file and stay as it is. Only entries of `orms` get texts
+always, because that is ms-swift's contract and their files are run unchanged.
 """
 
 from __future__ import annotations
@@ -14,10 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megaswift.base.named_object import NamedObject, short_name
 from megaswift.base.user_code import convert_user_code_errors, import_user_file
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, missing_path_hint
+from megaswift.options.plugins import ORM
 from megaswift.rewards.reward_input import RewardInput
 from megaswift.rewards.scoring import ALWAYS_PASSED
+
+MESSAGES = "messages"
+"""A parameter that gets prompt and completion as one list of messages, as in ms-swift."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,8 @@ class UserFunction:
             "completion_ids": [list(s.token_ids) for s in samples],
             "completion_mask": [[1] * len(s.token_ids) if s.own is None else [*map(int, s.own)] for s in samples],
         }
+        if self.takes is not None and MESSAGES in self.takes:
+            given.setdefault(MESSAGES, [_messages(s) for s in samples])
         return given if self.takes is None else {name: value for name, value in given.items() if name in self.takes}
 
     def __call__(self, samples: Sequence[RewardInput]) -> Any:
@@ -83,7 +92,11 @@ def load_user_reward_function(text: str) -> UserFunction:
                 did_you_mean_hint(name, own),
             )
         )
-    function = names[name]
+    return checked_user_function(name, names[name], flag, path.name)
+
+
+def checked_user_function(name: str, function: Any, flag: str, place: str) -> UserFunction:
+    """The function of a file, a module or a script; ConfigError where it is none. `place`: where it is defined."""
     if not callable(function):
         kind = type(function).__name__
         raise ConfigError(
@@ -91,9 +104,18 @@ def load_user_reward_function(text: str) -> UserFunction:
         )
     if inspect.isclass(function):
         raise ConfigError(
-            Problem(flag, f"{name} is a class", f"create an instance in {path.name}: {name.lower()} = {name}(...)")
+            Problem(flag, f"{name} is a class", f"create an instance in {place}: {name.lower()} = {name}(...)")
         )
+    if hasattr(function, "parameters") and hasattr(function, "forward"):
+        rule = f"is a loaded model ({type(function).__name__}), not a function"
+        raise ConfigError(Problem(flag, rule, 'save it, and give its folder: reward_model=["DIR"]'))
     return describe_user_function(name, function, flag)
+
+
+def given_user_function(named: NamedObject) -> UserFunction:
+    """The function that a script gives as the value of `reward_funcs`."""
+    flag = f"--reward_funcs {named}"
+    return checked_user_function(short_name(named.thing), named.thing, flag, "the script")
 
 
 def describe_user_function(name: str, function: Callable[..., Any], flag: str) -> UserFunction:
@@ -113,27 +135,27 @@ def describe_user_function(name: str, function: Callable[..., Any], flag: str) -
         )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in named)
-    needed = frozenset(p.name for p in named if p.default is p.empty) - set(ALWAYS_PASSED)
+    needed = frozenset(p.name for p in named if p.default is p.empty) - {*ALWAYS_PASSED, MESSAGES}
     waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
     return (AsyncUserFunction if waits else UserFunction)(name, function, takes, needed)
 
 
 @dataclass(frozen=True)
-class PluginReward(UserFunction):
-    """An instance of a file's class."""
+class SwiftReward(UserFunction):
+    """An entry of ms-swift's `orms`."""
 
     def arguments(self, samples: Sequence[RewardInput]) -> dict[str, list[Any]]:
         """As ms-swift calls it: completions as text; `messages` are prompt and completion."""
         given = super().arguments(samples)
         if "completions" in given:
             given["completions"] = [s.text for s in samples]
-        if self.takes is None or "messages" in self.takes:
-            given["messages"] = [_messages(s) for s in samples]
+        if self.takes is None or MESSAGES in self.takes:
+            given[MESSAGES] = [_messages(s) for s in samples]
         return given
 
 
 @dataclass(frozen=True)
-class AsyncPluginReward(PluginReward, AsyncUserFunction):
+class AsyncSwiftReward(SwiftReward, AsyncUserFunction):
     """Its `__call__` is `async def`."""
 
 
@@ -147,8 +169,9 @@ def _messages(sample: RewardInput) -> list[Any]:
     return [*prompt, *answer]
 
 
-def make_plugin_reward(name: str, registered: Any) -> UserFunction:
-    """The reward of a class or function that a plugin has registered."""
+def make_registered_reward(name: str, registered: Any, of_swift: bool) -> UserFunction:
+    """The reward of a class or function that is registered under `name`. `of_swift`: in ms-swift's `orms`, as are
+    subclasses of its `ORM` wherever they are registered."""
     flag = f"--reward_funcs {name}"
     made: Any = registered
     if inspect.isclass(registered):
@@ -157,6 +180,8 @@ def make_plugin_reward(name: str, registered: Any) -> UserFunction:
         ):
             takes_args = "args" in inspect.signature(registered).parameters
             made = registered(**({"args": None} if takes_args else {}))
-    described = describe_user_function(name, made, flag)
-    kind = AsyncPluginReward if isinstance(described, AsyncUserFunction) else PluginReward
-    return kind(name, made, described.takes, described.columns - {"messages"})
+    described = checked_user_function(name, made, flag, "the script")
+    if not of_swift and not isinstance(made, ORM):
+        return described
+    kind = AsyncSwiftReward if isinstance(described, AsyncUserFunction) else SwiftReward
+    return kind(name, made, described.takes, described.columns)

@@ -90,6 +90,7 @@ from megaswift.trainers.reference_logprobs import (
     compute_reference_logprobs,
 )
 from megaswift.trainers.schedule import check_schedule_length, lr_at, weight_decay_at
+from megaswift.trainers.user_hook import make_user_hooks
 
 SHAPE = (
     "family",
@@ -458,7 +459,7 @@ def run_hooks(
         hooks.append(best)
     if plateau is not None:
         hooks.append(plateau)
-    hooks += [make() for make in PLUGIN_HOOKS.values()]
+    hooks += make_user_hooks(PLUGIN_HOOKS)
 
     # Checkpoints. The manifest is what a resumed run is compared with.
     manifest: dict[str, Any] = {

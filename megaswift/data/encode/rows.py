@@ -41,7 +41,7 @@ from megaswift.data.vision.processor import Processor, ProcessorFolderWithDigest
 from megaswift.errors import ConfigError, DataError, Problem, without_control_characters
 from megaswift.models.family import read_config_json
 from megaswift.models.vision import has_vision_tower
-from megaswift.options.plugins import files_with_data_formats
+from megaswift.options.plugins import sources_of_data_formats
 
 BATCH = 256
 SHOWN = 10
@@ -75,7 +75,8 @@ class EncodeSpec:
     image_folder: str = ""
     """Where images go that the data file itself holds."""
     plugins: list[tuple[str, str]] = field(default_factory=list)
-    """Path and SHA-256 of files of `--external_plugins` that have registered data formats."""
+    """Path and SHA-256 of files of `--external_plugins` that have registered data formats; an empty path: a script has
+    registered some, which are in this process alone."""
 
 
 @dataclass
@@ -134,7 +135,7 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         processor=reader.spec if isinstance(reader, Processor) else None,
         text_part=not isinstance(reader, Processor) and _is_of_vision_model(tokenizer),
         image_folder=str(data_cache_folder(data.dataset_cache_dir) / "images") if isinstance(reader, Processor) else "",
-        plugins=files_with_data_formats(),
+        plugins=sources_of_data_formats(),
     )
 
 

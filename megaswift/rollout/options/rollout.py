@@ -76,6 +76,7 @@ class RolloutConfig:
         "Environment for multi-turn rollouts",
         aliases=("multi_turn_scheduler",),
         tasks=RL,
+        takes_objects=True,
         metavar="FILE.py:NAME",
     )
     max_turns: int | None = option(

@@ -8,8 +8,10 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from megaswift.base.named_object import NamedObject, find_object, names_module
 from megaswift.config import SwiftConfig
 from megaswift.errors import Problem, UserError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.models.family import read_config_json
@@ -25,6 +27,8 @@ from megaswift.trainers.rl.options.generation_batch import generation_batch_plan
 TRANSFORMERS = "transformers"
 CONFIG = "config.json"
 """A file of every model's folder."""
+REGISTERED = "for a function of your own, FILE.py:FUNCTION, or --external_plugins with the file that registers it"
+"""What to do about a name that only a script's process has."""
 EXPORT = "hf"
 """The folder of the exported model in the folder of a run."""
 
@@ -88,20 +92,26 @@ def reward_problems(cfg: SwiftConfig) -> Iterator[Problem]:
     """Report unknown reward functions, and files and environments that do not exist."""
     files = [file for file in cfg.train.external_plugins if Path(file).expanduser().is_file()]
     load_external_plugins(files)  # mostly read already, with the configuration
-    registered = PLUGINS.rewards if files else {}
+    registered = {"reward_funcs": [*PLUGINS.rewards, *(PLUGINS.orms if files else ())]}
+    registered["environment"] = [*PLUGINS.environments]
     for flag, texts in (
         ("reward_funcs", cfg.rewards.reward_funcs),
         ("environment", [cfg.rollout.environment] if cfg.rollout.environment else []),
     ):
         for text in texts:
             file = Path(text.rpartition(":")[0]).expanduser()
-            if flag == "reward_funcs" and text in registered:
+            if isinstance(text, NamedObject) or text in registered[flag]:
                 continue
-            if flag == "reward_funcs" and not is_file_function(text):
+            if names_module(text):
+                try:
+                    find_object(text, flag)
+                except UserError as error:
+                    yield from error.problems
+            elif flag == "reward_funcs" and not is_file_function(text):
                 try:
                     NAMED.get(SPELLINGS.get(text, text))
                 except UserError as error:
-                    yield from error.problems
+                    yield from (replace(p, fix=p.fix or REGISTERED) for p in error.problems)
             elif ":" not in text:
                 yield Problem(f"--{flag} {text}", "does not name an object in a file", f"--{flag} FILE.py:NAME")
             elif not file.is_file():

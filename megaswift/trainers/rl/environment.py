@@ -13,8 +13,10 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
-from megaswift.base.user_code import convert_user_code_errors, import_user_file
+from megaswift.base.named_object import NamedObject, find_object, names_module
+from megaswift.base.user_code import convert_user_code_errors, defined_at, import_user_file
 from megaswift.errors import ConfigError, Problem, RewardError, did_you_mean_hint, without_control_characters
+from megaswift.options.plugins import PLUGINS
 from megaswift.rewards.scoring import USABLE, float_or_none, is_usable
 
 Message = dict[str, Any]
@@ -36,12 +38,20 @@ class Environment(Protocol):
 
 
 def load_environment_class(text: str) -> Callable[[], Environment]:
-    """Load the class (or function that makes an environment) of `FILE.py:NAME`; ConfigError with what to do where there
-    is none."""
+    """Load the class (or function that makes an environment) of `FILE.py:NAME` or `module:NAME`, or the one that a
+    script gives or registers; ConfigError with what to do where there is none."""
     flag = f"--environment {text}"
     file, _, name = text.rpartition(":")
-    names = import_user_file(Path(file).expanduser(), flag)
-    environment = names.get(name)
+    names: Mapping[str, Any] = {}
+    if isinstance(text, NamedObject):
+        environment = text.thing
+    elif text in PLUGINS.environments:
+        environment = PLUGINS.environments[text]
+    elif names_module(text):
+        environment = find_object(text, "environment")
+    else:
+        names = import_user_file(Path(file).expanduser(), flag)
+        environment = names.get(name)
     if environment is None:
         raise ConfigError(
             Problem(
@@ -107,26 +117,31 @@ class EnvironmentWithNamedErrors:
         ):
             returned: Any = self.inner.step(answer)
         if not isinstance(returned, tuple | list) or len(returned) != 3:
-            raise RewardError(
-                Problem(self.flag, f"step returned {_shown(returned)}", "return (messages, reward, done)")
-            )
+            rule = f"step returned {_shown(returned)}{self._place('step')}"
+            raise RewardError(Problem(self.flag, rule, "return (messages, reward, done)"))
         messages, reward, done = returned
         worth = float_or_none(reward)
         if worth is None or not is_usable(worth):
             fix = f"return {USABLE}; 0.0 for no reward"
-            raise RewardError(Problem(self.flag, f"step returned the reward {_shown(reward)}", fix))
+            rule = f"step returned the reward {_shown(reward)}{self._place('step')}"
+            raise RewardError(Problem(self.flag, rule, fix))
         ended = float_or_none(done)
         if ended is None:
             fix = "return whether the conversation is over, True or False, as the third value"
-            raise RewardError(Problem(self.flag, f"step returned done as {_shown(done)}", fix))
+            raise RewardError(Problem(self.flag, f"step returned done as {_shown(done)}{self._place('step')}", fix))
         fix = f"return {MESSAGES}, or [] to end the conversation"
         return self._checked_messages(messages, "step", fix), worth, bool(ended)
+
+    def _place(self, method: str) -> str:
+        """Where a method is defined, for messages."""
+        at = defined_at(getattr(self.inner, method))
+        return f" (defined at {at})" if at else ""
 
     def _checked_messages(self, messages: Any, method: str, fix: str) -> list[Message]:
         """The messages as plain values of their own; RewardError for anything else."""
         rule = f"{method} returned the messages {_shown(messages)}"
         if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
-            raise RewardError(Problem(self.flag, rule, fix))
+            raise RewardError(Problem(self.flag, rule + self._place(method), fix))
         try:
             text = json.dumps([dict(m) for m in messages], ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError):

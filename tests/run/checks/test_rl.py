@@ -118,7 +118,7 @@ def test_a_wrong_reward_function_is_told_with_batches_that_do_not_fit(tmp_path: 
 
 def test_a_reward_that_a_plugin_registers_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a file as ms-swift's examples write it; another name is not, nor this one without the file."""
-    monkeypatch.setattr("megaswift.options.plugins.PLUGINS.rewards", {})
+    monkeypatch.setattr("megaswift.options.plugins.PLUGINS.orms", {})
     file = tmp_path / "gsm8k_plugin.py"
     file.write_text("from swift.rewards import ORM, orms\nclass Right(ORM): ...\norms['gsm8k_right'] = Right\n")
     assert told(reward_funcs=["gsm8k_right"], external_plugins=[str(file)]) == []
