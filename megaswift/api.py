@@ -11,16 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megaswift import compat
+from megaswift import compat, log
 from megaswift.base.named_object import named_object, short_name
-from megaswift.commands.training import config_after_restart, launch_option_mismatch_problems
+from megaswift.commands.python_launch import objects_of_script_problems, run_in_processes
+from megaswift.commands.training import config_after_restart, launch_option_mismatch_problems, process_count
 from megaswift.config import SwiftConfig
 from megaswift.config.sections import NAMES
 from megaswift.data.loaded_tokenizer import options_of_loaded_tokenizer
 from megaswift.data.sources.in_memory import dataset_option_paths
 from megaswift.error_exit import explain_uncaught_errors
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.options.launch import LaunchConfig
 from megaswift.launchers.options.launchers import launcher_entry
 from megaswift.launchers.options.variables import is_launched_worker, restart_count
@@ -67,7 +67,8 @@ _output_folders: set[Path] = set()
 class Trainer:
     """Train a model from Python: `Trainer(model="DIR", config=SwiftConfig(dtype="bf16")).train(dataset="d.jsonl")`.
 
-    Under torchrun every process creates a trainer; without torchrun the run has one process.
+    Under torchrun every process creates a trainer. Without torchrun the run is this process, or has `nproc_per_node`
+    processes of its own, which megaswift starts.
 
     Args:
         model: A model folder or a hub id; overrides the configuration's.
@@ -152,7 +153,13 @@ class Trainer:
 
         if self.tokenizer is not None:
             cfg = cfg.replace(**options_of_loaded_tokenizer(self.tokenizer, cfg.model))
-        world = int(os.environ.get("WORLD_SIZE", "1"))
+        starts = not is_launched_worker(os.environ) and (cfg.launch.nproc_per_node or 1) > 1
+        problems = objects_of_script_problems(cfg, self.callbacks) if starts else []
+        if problems:
+            raise ConfigError(problems)
+        world = process_count(cfg.launch)
+        for notice in cfg.notices:
+            log.info(notice)
         with errors_as_typed(cfg.typed, NAMES), _registered(self.callbacks):
             cfg = config_after_restart(cfg, restart_count(os.environ))
             if starts_over(cfg):
@@ -161,7 +168,7 @@ class Trainer:
             preflight(cfg, world)
             _output_folders.add(Path(cfg.checkpoint.output_dir).resolve())
             try:
-                return TrainOutput.of(run_training(cfg))
+                return TrainOutput.of(run_in_processes(cfg) if starts else run_training(cfg))
             except UserError:
                 explain_uncaught_errors()  # torch has put a hook of its own on top, which prints each rank's traceback
                 raise
@@ -223,28 +230,25 @@ def _registered(callbacks: dict[str, Any]) -> Iterator[None]:
 
 
 def python_api_launch_option_problems(launch: LaunchConfig) -> list[Problem]:
-    """Launch options that this process does not follow: the Python API starts no other process."""
+    """Launch options that this process does not follow: the Python API starts processes of this machine alone."""
     if is_launched_worker(os.environ):
         return [*compat.python_api_problems(os.environ), *launch_option_mismatch_problems(launch)]
     if launcher_entry(launch.launcher).always_starts:
         return [
             Problem(
                 f"--launcher {launch.launcher}",
-                "the Python API does not start processes",
+                "the Python API does not start it",
                 "use the command line: megaswift sft",
             )
         ]
-    wanted = torchrun_launcher.world_size_of_launch_options(launch)
-    if wanted == int(os.environ.get("WORLD_SIZE", "1")):
-        return []
     counts = {"nproc_per_node": launch.nproc_per_node, "nnodes": launch.nnodes}
-    given = [f"--{name} {value}" for name, value in counts.items() if value is not None]
-    if not given:
+    if (launch.nnodes or 1) == 1:
         return []
+    given = [f"--{name} {value}" for name, value in counts.items() if value is not None]
     return [
         Problem(
             " ".join(given),
-            "the Python API does not start processes",
+            "the Python API does not start processes on other machines",
             f"run torchrun {' '.join(given)} SCRIPT.py, or use the command line",
         )
     ]

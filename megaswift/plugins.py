@@ -15,6 +15,7 @@ registered.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -40,26 +41,37 @@ def _take(kind: str, name: str, built_in: Iterable[str]) -> None:
     own.add(name)
 
 
+def _note(option: str, name: str) -> None:
+    """Keeps where a name was registered. `option`: that takes the name; the empty string: every run has it."""
+    if PLUGINS.reading is None:
+        PLUGINS.of_script[option, name] = None
+    else:
+        PLUGINS.of_script.pop((option, name), None)
+
+
 def _choice(option: str, name: str) -> None:
+    _note(option, name)
     if name not in PLUGIN_CHOICES.setdefault(option, []):
         PLUGIN_CHOICES[option].append(name)
 
 
-_THINGS = frozenset({"function", "environment", "formula", "estimate", "make"})
-"""Names that the second parameter has, what is registered."""
+_THINGS = frozenset({"function", "environment", "parse", "formula", "estimate", "make"})
+"""Names that the parameter has which takes what is registered."""
 
 
 def _or_decorator(register: Callable[..., None]) -> Any:
-    """`register(name, thing)`, or `@register(name)` above the definition of the thing."""
+    """`register(name, thing, ...)`, or `@register(name, ...)` above the definition of the thing."""
+    signature = inspect.signature(register)
+    thing = next(name for name in signature.parameters if name in _THINGS)
 
     @wraps(register)
-    def registered(name: str, *things: Any, **options: Any) -> Any:
-        if things or not _THINGS.isdisjoint(options):
-            return register(name, *things, **options)
+    def registered(*given: Any, **options: Any) -> Any:
+        if thing in signature.bind_partial(*given, **options).arguments:
+            return register(*given, **options)
 
-        def decorated(thing: Any) -> Any:
-            register(name, thing, **options)
-            return thing
+        def decorated(made: Any) -> Any:
+            register(*given, **options, **{thing: made})
+            return made
 
         return decorated
 
@@ -82,6 +94,7 @@ def reward(name: str, function: Any) -> None:
 
     _take("reward", name, (*NAMED.names(), *SPELLINGS))
     PLUGINS.rewards[name] = function
+    _note("reward_funcs", name)
 
 
 @_or_decorator
@@ -93,8 +106,10 @@ def environment(name: str, environment: Any) -> None:
         environment: A class, or a function that makes an environment, called without arguments for each completion.
     """
     PLUGINS.environments[name] = environment
+    _note("environment", name)
 
 
+@_or_decorator
 def data_format(
     name: str,
     required: Sequence[str],
@@ -121,6 +136,7 @@ def data_format(
     parsed = parse_into_known_format(name, parse, tasks)
     entry = RowFormat(name, tuple(required), parsed, tasks=tuple(tasks), rank=-9, common=True)
     FORMATS.replace(name, entry if detect is None else replace(entry, detect=detect))
+    _note("", f"data format {name}")
     if PLUGINS.reading is not None:
         PLUGINS.with_formats.add(PLUGINS.reading)
     else:
@@ -141,6 +157,7 @@ def loss_scale(name: str, table: Mapping[str, Any]) -> None:
 
     _take("loss scale", name, NAMED)
     NAMED[name] = dict(table)
+    _note("loss_scale", name)
 
 
 @_or_decorator
@@ -332,8 +349,10 @@ def callback(name: str, make: Callable[[], Any]) -> None:
     from megaswift.trainers.hook import PLUGIN_HOOKS
 
     PLUGIN_HOOKS[name] = make
+    _note("", f"callback {name}")
 
 
+@_or_decorator
 def optimizer(
     name: str,
     make: Callable[[list[dict[str, Any]], Any], Any],
@@ -375,3 +394,4 @@ def family(entry: Family) -> None:
 
     _take("model family", entry.name, FAMILIES.names())
     FAMILIES.replace(entry.name, entry)
+    _note("", f"model family {entry.name}")

@@ -16,36 +16,34 @@ import pytest
 import torch
 
 from megaswift import plugins
-from megaswift.config import load_config
+from megaswift.config import SwiftConfig, load_config
 from megaswift.data import tokenization
 from megaswift.data.build import load_document_splits
-from megaswift.data.formats import FORMATS
 from megaswift.data.options.loss_scale import NAMED
-from megaswift.engine.options.optimizer import PLUGIN_OPTIMIZERS
 from megaswift.errors import ConfigError, DataError, RewardError
-from megaswift.losses import cpo, dpo_loss_types, kto, orpo, policy_loss_types, reward
-from megaswift.losses.advantage_estimators import ESTIMATORS, estimate_advantage_fields
+from megaswift.losses import kto
+from megaswift.losses.advantage_estimators import estimate_advantage_fields
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_loss_types import DpoSettings
-from megaswift.losses.options.estimator_table import ESTIMATOR_NAMES, PLUGIN_ESTIMATORS
 from megaswift.losses.options.loss_table import PLUGIN_LOSSES
-from megaswift.losses.options.preference import LOSSES
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings
 from megaswift.models.family import FAMILIES
-from megaswift.options.option import PLUGIN_CHOICES
+from megaswift.options import plugins as options_of_plugins
 from megaswift.options.plugins import PLUGINS
 from megaswift.rewards.functions import load_reward_functions
 from megaswift.rewards.reward_input import RewardInput
 from megaswift.rewards.scoring import BuiltInRewardParameters
 from megaswift.run.checks.data import data_problems
-from megaswift.trainers.hook import PLUGIN_HOOKS
+from megaswift.run.checks.rl import reward_environment_and_model_problems
 from megaswift.trainers.hooks.metrics import read_lines
+from megaswift.trainers.rl.environment import load_environment_class
 from tests.data.makers import jsonl, tokenizer
 from tests.losses.bigram import documents, pairs, reference_of
 from tests.losses.bigram import run as run_loss
 from tests.losses.rollouts import models, rollouts
 from tests.losses.test_advantage_estimators import inputs
+from tests.registered_plugins import kept_registrations
 from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run
 
@@ -56,19 +54,8 @@ RECIPES = re.findall(r"^## (.+?)\n.*?```python\n(.*?)```", (Path(__file__).paren
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """What a test has registered goes with it."""
-    tables: list[Any] = [PLUGIN_CHOICES, PLUGIN_LOSSES, PLUGIN_ESTIMATORS, PLUGIN_HOOKS, PLUGIN_OPTIMIZERS, LOSSES]
-    tables += [ESTIMATOR_NAMES, NAMED, dpo_loss_types.LOSS_TYPES, policy_loss_types.LOSS_TYPES, PLUGINS.rewards]
-    tables += [PLUGINS.environments, PLUGINS.orms, PLUGINS.script_formats]
-    tables += [module.LOSS_TYPES for module in (kto, cpo, orpo, reward)]
-    tables += [PLUGINS.read, plugins._OWN, *(registry._items for registry in (FORMATS, ESTIMATORS, FAMILIES))]
-    for registry in (FORMATS, FAMILIES):
-        registry.names()
-    kept = [(table, dict(table)) for table in tables]
-    yield
-    for table, was in kept:
-        table.clear()
-        table.update(was)
-    PLUGINS.with_formats.clear()
+    with kept_registrations():
+        yield
 
 
 @pytest.fixture
@@ -138,6 +125,65 @@ def test_a_data_format_of_workers(
     data, plain = tickets(tmp_path, 2000)
     words = ["--external_plugins", recipe("Data formats"), "--dataset_num_proc", "2"]
     assert tokens(tmp_path, data, *words) == tokens(tmp_path, plain) and counts == [2]
+
+
+def test_a_data_format_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tokenized in this process, whose format it is, and again when another function is registered."""
+    data, plain = tickets(tmp_path, 9)
+
+    def register(mark: str) -> None:
+        @plugins.data_format("ticket", ("product", "problem", "solution"))
+        def ticket(row: Any) -> Any:
+            turns = [{"role": "user", "content": f"{mark}{row['product']}] {row['problem']}"}]
+            return {"messages": [*turns, {"role": "assistant", "content": row["solution"]}]}
+
+    monkeypatch.setattr(tokenization, "WORKER_BYTES", 1)
+    monkeypatch.setattr(tokenization, "_run_workers", lambda *_: pytest.fail("has no such format"))
+    monkeypatch.setattr(options_of_plugins, "defined_at", lambda _: "<a cell of a notebook>:1")
+    register("[")
+    assert tokens(tmp_path, data, "--dataset_num_proc", "2") == tokens(tmp_path, plain)
+    register("(")
+    assert tokens(tmp_path, data) != tokens(tmp_path, plain)
+
+
+def test_a_script_s_file_tells_whether_its_format_has_changed(tmp_path: Path) -> None:
+    """The same on every rank, and in another process."""
+    digests = []
+    for text in ("def parse(row): return row", "def parse(row): return row", "def parse(row): return {**row}"):
+        (tmp_path / "script.py").write_text(text)
+        names: dict[str, Any] = {}
+        exec(compile(text, str(tmp_path / "script.py"), "exec"), names)
+        digests.append(options_of_plugins.digest_of_script(names["parse"]))
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize("heading", ["Reward functions", "Environments", "Advantage estimators", "Losses"])
+def test_a_script_needs_no_file(heading: str) -> None:
+    """What the recipes register is there when they have run in this process."""
+    exec(compile(dict(RECIPES)[heading], heading, "exec"), {"__name__": "__main__"})
+    options = {
+        "Reward functions": {"reward_funcs": "shorter"},
+        "Environments": {"environment": "echo"},
+        "Advantage estimators": {"advantage_estimator": "median"},
+        "Losses": {"loss_type": "unclipped"},
+    }[heading]
+    cfg = SwiftConfig(task="grpo", **options)
+    assert not reward_environment_and_model_problems(cfg)
+    assert [name for _, name in PLUGINS.of_script][-1] == [*options.values()][0]
+    if heading == "Environments":
+        echo = load_environment_class("echo")()
+        assert echo.reset("1+1=") is None and echo.step("2") == ([{"role": "user", "content": "2"}], 0.5, False)
+
+
+def test_a_decorator_registers_what_follows() -> None:
+    @plugins.kto_loss("mine", needs_kl=True)
+    def mine(rewards: torch.Tensor, desirable: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        return rewards - zero
+
+    assert mine(torch.ones(2), torch.ones(2), torch.zeros(())).tolist() == [1, 1], "the function is as it was"
+    assert PLUGIN_LOSSES["kto", "mine"].needs and "mine" in kto.LOSS_TYPES
+    with pytest.raises(ConfigError, match="megaswift.plugins: registers reward accuracy, which megaswift has"):
+        plugins.reward("accuracy", len)
 
 
 def test_a_loss_scale(recipe: Callable[[str], str], tmp_path: Path) -> None:

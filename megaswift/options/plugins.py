@@ -112,6 +112,8 @@ class ExternalPlugins:
     """SHA-256 of each file when it was read."""
     with_formats: set[Path] = field(default_factory=set)
     """Files that have registered data formats: workers that tokenize read them too."""
+    of_script: dict[tuple[str, str], None] = field(default_factory=dict)
+    """Option and value that a script has registered; no option for what every run has, such as a callback."""
     script_formats: dict[str, str] = field(default_factory=dict)
     """Data formats that a script has registered, and a digest of what it registered them from."""
     reading: Path | None = None

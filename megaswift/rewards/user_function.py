@@ -40,6 +40,8 @@ class UserFunction:
     """It may compare completions: nobody knows."""
     flag: str = ""
     """As typed."""
+    messages: bool = False
+    """Whether a parameter has this name."""
 
     def arguments(self, samples: Sequence[RewardInput]) -> dict[str, list[Any]]:
         """Prompts, completions and columns, each a list over the samples; None where a row lacks a column."""
@@ -51,7 +53,7 @@ class UserFunction:
             "completion_ids": [list(s.token_ids) for s in samples],
             "completion_mask": [[1] * len(s.token_ids) if s.own is None else [*map(int, s.own)] for s in samples],
         }
-        if self.takes is not None and MESSAGES in self.takes:
+        if self.messages:
             given.setdefault(MESSAGES, [_messages(s) for s in samples])
         return given if self.takes is None else {name: value for name, value in given.items() if name in self.takes}
 
@@ -137,7 +139,8 @@ def describe_user_function(name: str, function: Callable[..., Any], flag: str) -
     takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in named)
     needed = frozenset(p.name for p in named if p.default is p.empty) - {*ALWAYS_PASSED, MESSAGES}
     waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-    return (AsyncUserFunction if waits else UserFunction)(name, function, takes, needed)
+    messages = any(p.name == MESSAGES for p in named)
+    return (AsyncUserFunction if waits else UserFunction)(name, function, takes, needed, messages=messages)
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ class SwiftReward(UserFunction):
         given = super().arguments(samples)
         if "completions" in given:
             given["completions"] = [s.text for s in samples]
-        if self.takes is None or MESSAGES in self.takes:
+        if self.takes is None or self.messages:
             given[MESSAGES] = [_messages(s) for s in samples]
         return given
 
@@ -184,4 +187,4 @@ def make_registered_reward(name: str, registered: Any, of_swift: bool) -> UserFu
     if not of_swift and not isinstance(made, ORM):
         return described
     kind = AsyncSwiftReward if isinstance(described, AsyncUserFunction) else SwiftReward
-    return kind(name, made, described.takes, described.columns)
+    return kind(name, made, described.takes, described.columns, messages=described.messages)

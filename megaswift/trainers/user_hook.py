@@ -29,7 +29,7 @@ def _make(name: str, make: Callable[[], Any]) -> Hook:
     with convert_user_code_errors(lambda trace: PluginError(Problem(what, f"cannot be created\n{trace}"))):
         hook = make()
     if not isinstance(hook, Hook):
-        rule = f"is a {type(hook).__name__}, not a megaswift.trainers.hook.Hook" + _place(make)
+        rule = f"is of type {type(hook).__name__}, not a megaswift.trainers.hook.Hook" + _place(make)
         raise PluginError(Problem(what, rule, "write class MINE(Hook) with on_step, on_log, on_evaluate or on_end"))
     for method in set(CALLED) - vars(hook).keys():  # an object that a script gives may have been in a run before
         setattr(hook, method, _with_named_errors(what, getattr(hook, method)))

@@ -5,17 +5,23 @@ Covers: megaswift/rewards/user_function.py.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megaswift import plugins
+from megaswift.base.named_object import named_object
 from megaswift.errors import ConfigError, RewardError
 from megaswift.rewards.functions import NAMED, SPELLINGS, load_reward_functions
+from megaswift.rewards.reward_input import RewardInput
 from megaswift.rewards.scoring import (
     BuiltInRewardParameters,
     missing_reward_column_problems,
     score_rewards,
 )
+from tests.registered_plugins import kept_registrations
 from tests.rewards.samples import judged
 
 OPTIONS = BuiltInRewardParameters(max_completion_length=20)
@@ -143,3 +149,48 @@ def test_later_messages_name_what_was_typed(file: Path) -> None:
         score_rewards([again], [1.0], [judged("a")])
     with pytest.raises(ConfigError, match="--reward_funcs get_soft_overlong_punishment: requires --soft_cache_length"):
         load_reward_functions(["get_soft_overlong_punishment"], OPTIONS)
+
+
+FORMS = """
+seen = []
+
+def form(completions, messages, **columns):
+    seen.append((completions, messages))
+    return [1.0] * len(completions)
+"""
+ANSWER = [{"role": "assistant", "content": "3"}]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("named", ["object", "file", "module", "registered"])
+def test_the_form_of_completions_is_that_of_the_prompt(
+    named: str, chat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the function was named."""
+    (tmp_path / "forms_of_mine.py").write_text(FORMS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    module: Any = __import__("forms_of_mine")
+    with kept_registrations():
+        plugins.reward("registered", module.form)
+        names = {"file": f"{tmp_path}/forms_of_mine.py:form", "module": "forms_of_mine:form"}
+        name = named_object(module.form) if named == "object" else names.get(named, named)
+        (function,) = load_reward_functions([name], OPTIONS)
+    question = [{"role": "user", "content": "1+2="}]
+    sample = RewardInput(question, ANSWER, [1], True) if chat else RewardInput("1+2=", "3", [1], True)
+    assert score_rewards([function], [1.0], [sample]).total == [1.0]
+    ((completions, messages),) = vars(sys.modules[function.function.__module__])["seen"]  # type: ignore[attr-defined]
+    assert completions == ([ANSWER] if chat else ["3"]) and messages == [[*question, *ANSWER]]
+
+
+def test_a_column_of_the_name_messages_is_the_row_s() -> None:
+    (function,) = load_reward_functions([named_object(lambda messages: [float(m) for m in messages])], OPTIONS)
+    assert score_rewards([function], [1.0], [judged("a", messages=4)]).total == [4.0]
+
+
+def test_a_wrong_value_names_the_line_of_the_function(file: Path) -> None:
+    file.write_text("\n\ndef short(completions):\n    return completions[1:]\n")
+    functions = load_reward_functions([f"{file}:short"], OPTIONS)
+    for samples in ([judged("a")], [judged("a"), judged("b")] * 2):
+        with pytest.raises(RewardError, match=rf"values for .* samples \(defined at {file}:3\)"):
+            score_rewards(functions, [1.0], samples)

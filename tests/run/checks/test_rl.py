@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from megaswift import plugins
 from megaswift.commands.training import further_problems_of_refused_config
 from megaswift.config import SwiftConfig, load_config
 from megaswift.errors import UserError
 from megaswift.rollout import vllm_package
 from megaswift.run.checks.preflight import preflight
 from megaswift.run.checks.rl import rl_run_problems
+from tests.registered_plugins import kept_registrations
 from tests.test_cli import model_folder
 
 GOOD = {"reward_funcs": ["format"], "num_generations": 2, "gbs": 4}
@@ -124,6 +126,18 @@ def test_a_reward_that_a_plugin_registers_is_known(tmp_path: Path, monkeypatch: 
     assert told(reward_funcs=["gsm8k_right"], external_plugins=[str(file)]) == []
     assert told(reward_funcs=["gsm8k_wrong"], external_plugins=[str(file)]) != []
     assert told(reward_funcs=["gsm8k_right"]) != []
+
+
+def test_what_a_script_has_registered_is_known() -> None:
+    """Without a file; so is what it gives itself."""
+    with kept_registrations():
+        plugins.reward("of_mine", len)
+        plugins.environment("world_of_mine", list)
+        assert told(reward_funcs=["of_mine", lambda completions: []], environment="world_of_mine") == []
+        assert told(environment=list, reward_funcs="builtins:len") == []
+    assert "reward function 'of_mine'" in told(reward_funcs=["of_mine"])[0]
+    assert "does not name an object in a file" in told(environment="world_of_mine")[0]
+    assert "has none" in told(reward_funcs=["__main__:of_nobody"])[0]
 
 
 def test_all_of_them_at_once() -> None:
