@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -263,11 +264,9 @@ def test_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "DIR")
-    cell = compile(example("rewards.md", "In a script or notebook"), "cell", "exec")
-    names: dict[str, Any] = {"__name__": "__main__"}
+    (tmp_path / "cell.py").write_text(example("rewards.md", "In a script or notebook"), encoding="utf-8")
     for number in (1, 2):
-        exec(cell, names)
-        result = names["result"]
+        result = runpy.run_path("cell.py", run_name="__main__")["result"]
         assert result.global_step == 2 and {"rewards/exact/mean", "rewards/repetition/mean"} <= result.metrics.keys()
         assert (tmp_path / "out/replaced").is_dir() == (number == 2)
     first = (tmp_path / "out/replaced/1/metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -288,10 +287,9 @@ def test_the_script_of_the_plugins_page(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "DIR")
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(example("plugins.md", "In a script or notebook"), "cell", "exec"), names)
+    (tmp_path / "script.py").write_text(example("plugins.md", "In a script or notebook"), encoding="utf-8")
+    history = runpy.run_path("script.py", run_name="__main__")["result"].log_history
     said = capsys.readouterr().out.splitlines()
-    history = names["result"].log_history
     assert [f"step {line['step']}: reward {line['reward']:.2f}" for line in history] == [
         line for line in said if line.startswith("step ")
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,16 +152,15 @@ def test_a_script_s_file_tells_whether_its_format_has_changed(tmp_path: Path) ->
     digests = []
     for text in ("def parse(row): return row", "def parse(row): return row", "def parse(row): return {**row}"):
         (tmp_path / "script.py").write_text(text)
-        names: dict[str, Any] = {}
-        exec(compile(text, str(tmp_path / "script.py"), "exec"), names)
+        names = runpy.run_path(str(tmp_path / "script.py"))
         digests.append(options_of_plugins.digest_of_script(names["parse"]))
     assert digests[0] == digests[1] != digests[2]
 
 
 @pytest.mark.parametrize("heading", ["Reward functions", "Environments", "Advantage estimators", "Losses"])
-def test_a_script_needs_no_file(heading: str) -> None:
+def test_a_script_needs_no_file(heading: str, recipe: Callable[[str], str]) -> None:
     """What the recipes register is there when they have run in this process."""
-    exec(compile(dict(RECIPES)[heading], heading, "exec"), {"__name__": "__main__"})
+    runpy.run_path(recipe(heading), run_name="__main__")
     options = {
         "Reward functions": {"reward_funcs": "shorter"},
         "Environments": {"environment": "echo"},

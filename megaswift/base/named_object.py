@@ -1,7 +1,7 @@
 """Python objects as values of options: a function or class that a script gives, and the text that stands for it in
 configuration files, logs and reports.
 
-Owns the text, `module:qualname`, and finding the object of a text again.
+Owns the text, `module:NAME`, and finding the object of a text again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NamedObject(str):
 
 
 def named_object(thing: Any) -> NamedObject:
-    """Return `module:qualname` of a function or class, with the object; an instance of a class is `module:Class()`."""
+    """Return `module:NAME` of a function or class, with the object; an instance of a class is `module:Class()`."""
     inner = thing
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -60,14 +60,14 @@ def short_name(thing: Any) -> str:
 
 
 def names_module(text: str) -> bool:
-    """Whether a text is `module:qualname` and not `FILE.py:NAME`."""
+    """Whether a text is `module:NAME` and not `FILE.py:NAME`."""
     module, separator, name = text.rpartition(":")
     named = all(part.isidentifier() for part in module.split("."))
     return bool(separator) and bool(name) and named and not module.endswith(".py")
 
 
 def find_object(text: str, option: str) -> Any:
-    """Return the object of `module:qualname`, which is imported where it is not here yet.
+    """Return the object of `module:NAME`, which is imported where it is not here yet.
 
     Raises:
         ConfigError: There is none, with what to do.

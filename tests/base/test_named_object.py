@@ -9,7 +9,6 @@ import copy
 import functools
 import pickle
 import sys
-import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,6 +105,6 @@ def test_what_is_not_there_is_told_with_what_to_do(text: str, told: str, folder:
 
 def test_a_function_of_this_script_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     script = ModuleType("__main__")
-    exec(textwrap.dedent("def even(completions): ..."), vars(script))
+    vars(script)["even"] = even
     monkeypatch.setitem(sys.modules, "__main__", script)
-    assert find_object("__main__:even", "reward_funcs") is vars(script)["even"]
+    assert find_object("__main__:even", "reward_funcs") is even
