@@ -44,6 +44,7 @@ LAYERS = {
     "rewards": 5,
     "trainers": 6,
     "run": 7,
+    "board": 8,
     "cli": 8,
     "commands": 8,
 }
@@ -56,6 +57,7 @@ OWNERS = {
     "megatron": "megaswift.engine.megatron",
     "transformer_engine": "megaswift.engine.megatron",
     "deepspeed": "megaswift.engine.torch",
+    "gradio": "megaswift.board",
 }
 NO_TORCH = (
     "base",

@@ -114,6 +114,12 @@ def _report(argv: list[str]) -> int:
     return report(argv)
 
 
+def _board(argv: list[str]) -> int:
+    from megaswift.commands.board import main as board
+
+    return board(argv)
+
+
 def _infer(argv: list[str]) -> int:
     from megaswift.infer import main as infer
 
@@ -177,6 +183,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "convert": ("convert, verify and merge weights (Hugging Face, Megatron)", _convert),
     "checkpoint": ("list, verify and remove the checkpoints of a run", _checkpoint),
     "report": ("compare runs on a page: curves, completions, options", _report),
+    "board": ("show runs in the browser: curves, completions, log", _board),
     "infer": ("generate: interactive chat, or batch inference on a prompt file", _infer),
     "deploy": ("serve a model over an OpenAI-compatible API", _deploy),
     "export": ("write a model folder with adapters merged, or quantized", _export),
@@ -187,7 +194,19 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "doctor": ("check packages, devices, network and other nodes", _doctor),
 }
 
-PLAIN_COMMANDS = ("config", "data", "convert", "checkpoint", "report", "migrate", "submit", "jobs", "bench", "doctor")
+PLAIN_COMMANDS = (
+    "config",
+    "data",
+    "convert",
+    "checkpoint",
+    "report",
+    "board",
+    "migrate",
+    "submit",
+    "jobs",
+    "bench",
+    "doctor",
+)
 """Commands whose words are no options of a table, which checks each value."""
 MEGATRON_COMMANDS = ("sft", "pt", "rlhf")
 """Commands that ms-swift starts as `megatron COMMAND`: here they train with Megatron-Core by default."""

@@ -47,17 +47,25 @@ def write_comparison(path: Path, folders: Sequence[Path]) -> None:
         folders: Output folders of runs.
     """
     names = distinct_names(folders)
-    runs = [
-        RunFiles(name, folder / "metrics.jsonl", folder / "eval.jsonl", folder / "completions.jsonl")
-        for name, folder in zip(names, folders, strict=True)
-    ]
-    options = [_options(folder / "config.yaml") for folder in folders]
-    differing = differing_options(options)
+    runs = [run_files(name, folder) for name, folder in zip(names, folders, strict=True)]
+    write_atomically(path, comparison_html(runs))
+
+
+def run_files(name: str, folder: Path) -> RunFiles:
+    """Return the logs in an output folder."""
+    return RunFiles(name, folder / "metrics.jsonl", folder / "eval.jsonl", folder / "completions.jsonl")
+
+
+def comparison_html(runs: Sequence[RunFiles], live: str = "") -> str:
+    """Render the page of several runs; `live` as for `render_page`."""
+    names = [run.name for run in runs]
+    folders = [run.metrics.parent for run in runs]
+    differing = differing_options([_options(folder / "config.yaml") for folder in folders])
     sections = f"<h2>Options that differ</h2>{_table(names, differing)}" if differing else ""
     where = " · ".join(str(folder.resolve()) for folder in folders)
     title = names[0] if len(names) == 1 else " and ".join([", ".join(names[:-1]), names[-1]])
     figures = _table(names, _figures(runs))
-    write_atomically(path, render_page(title, f"{local_time()} · {where}", runs, figures, sections))
+    return render_page(title, f"{local_time()} · {where}", runs, figures, sections, live)
 
 
 def differing_options(options: Sequence[Mapping[str, Any]]) -> Rows:

@@ -1,7 +1,7 @@
 "use strict";
 // Draws the curves and completions of report.html from the JSON in #data. All texts are set as text, never as markup.
 
-const data = JSON.parse(document.getElementById("data").textContent);
+let data = JSON.parse(document.getElementById("data").textContent);
 const SMOOTHING = [0, 0.01, 0.02, 1 / 30, 0.06, 0.12, 0.25]; // window of the median, as a share of the run
 const MARGIN = { left: 58, right: 12, top: 10, bottom: 24 };
 const HEIGHT = 230;
@@ -452,19 +452,10 @@ function completionControls() {
   }
   reading.run = String(holders[0][0]);
   const bar = document.getElementById("completion-controls");
-  const slider = element("input", { type: "range", name: "step", min: 0 });
-  const note = element("span");
+  const slider = element("input", { type: "range", name: "step", min: 0, max: 0 });
+  const note = element("span", { id: "note" });
   const legend = element("span", { id: "legend" });
-  const setRun = () => {
-    const { steps, of } = data.runs[Number(reading.run)].completions;
-    reading.step = steps.length - 1;
-    slider.max = reading.step;
-    slider.value = reading.step;
-    const shown = `${steps.length.toLocaleString("en")} of ${of.toLocaleString("en")} steps`;
-    note.textContent = steps.length < of ? `${shown}; completions.jsonl has all` : "";
-    drawCompletions();
-  };
-  if (holders.length > 1) bar.append(select("run", reading, "run", holders.map(([i, run]) => [i, run.name]), setRun));
+  if (holders.length > 1) bar.append(select("run", reading, "run", holders.map(([i, run]) => [i, run.name]), lastStep));
   slider.addEventListener("input", () => {
     reading.step = Number(slider.value);
     drawCompletions();
@@ -478,7 +469,25 @@ function completionControls() {
     bar.append(select("color tokens by", reading, "colors", colors, drawCompletions));
   }
   bar.append(legend, note);
-  setRun();
+  lastStep();
+}
+
+function lastStep() {
+  reading.step = Infinity;
+  renewCompletions();
+}
+
+/** Adapt the slider to the steps of the chosen run, and draw. Whoever reads the last step gets a new last one. */
+function renewCompletions() {
+  const slider = document.querySelector("[name=step]");
+  if (!slider) return;
+  const { steps, of } = data.runs[Number(reading.run)].completions;
+  if (reading.step >= Number(slider.max)) reading.step = steps.length - 1;
+  slider.max = steps.length - 1;
+  slider.value = reading.step;
+  const shown = `${steps.length.toLocaleString("en")} of ${of.toLocaleString("en")} steps`;
+  document.getElementById("note").textContent = steps.length < of ? `${shown}; completions.jsonl has all` : "";
+  drawCompletions();
 }
 
 // ---- The page

@@ -223,12 +223,24 @@ def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
     }
 
 
-def render_page(title: str, subtitle: str, runs: Sequence[RunFiles], figures: str, sections: str) -> str:
-    """Render the page: title, figures, curves, completions, then further sections in HTML."""
+def render_page(
+    title: str, subtitle: str, runs: Sequence[RunFiles], figures: str, sections: str, live: str = ""
+) -> str:
+    """Render the page: title, figures, curves, completions, then further sections in HTML.
+
+    Args:
+        title: Heading and title.
+        subtitle: The line below the heading.
+        runs: Runs whose curves and completions are shown.
+        figures: HTML above the curves.
+        sections: HTML below the completions.
+        live: A further script, for a page that a server sends: it may ask that server for newer numbers.
+    """
     script = (_HERE / "page.js").read_text(encoding="utf-8")
     style = (_HERE / "page.css").read_text(encoding="utf-8")
-    only_script = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{only_script}'"
+    own = " ".join(f"'sha256-{_sha256(text)}'" for text in (script, live) if text)
+    asks = "; connect-src 'self'" if live else ""
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {own}{asks}"
     head = (
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -246,11 +258,17 @@ def render_page(title: str, subtitle: str, runs: Sequence[RunFiles], figures: st
     )
     data = json_for_script(page_data(runs))
     drawn = f'<script type="application/json" id="data">{data}</script><script>{script}</script>'
+    if live:
+        drawn += f"<script>{live}</script>"
     return (
         f'<!doctype html><html lang="en"><head>{head}</head><body><main><h1>{escape(title)}</h1>'
         f'<p class="sub">{escape(subtitle)}</p>{figures}{curves if any(run.lines for run in runs) else ""}{completions}'
         f"{sections}</main>{drawn}</body></html>\n"
     )
+
+
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def local_time() -> str:

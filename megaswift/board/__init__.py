@@ -1,0 +1,1 @@
+"""`megaswift board`: a web page for the runs of this machine."""
