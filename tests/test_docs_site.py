@@ -42,6 +42,13 @@ def test_every_page_is_there_in_both_languages(site: Path) -> None:
     assert "快速开始" in (site / "zh-CN/index.html").read_text(encoding="utf-8")
 
 
+def test_links_lead_to_chinese_headings(site: Path) -> None:
+    """An anchor is the heading's own text, as on GitHub."""
+    page = (site / "zh-CN/troubleshooting/index.html").read_text(encoding="utf-8")
+    assert 'id="启动缓慢"' in page
+    assert 'id="settings-that-fit---fit-true"' in (site / "memory/index.html").read_text(encoding="utf-8")
+
+
 def test_the_reference_has_every_option(site: Path) -> None:
     page = (site / "reference/options/index.html").read_text(encoding="utf-8")
     assert [name for name in OPTIONS if f"<code>--{name}</code>" not in page] == []
