@@ -21,7 +21,7 @@ class RewardConfig:
     )
     reward_model: tuple[str, ...] = option((), "Reward model folders", tasks=RL, metavar="DIR...")
     reward_weights: tuple[float, ...] = option(
-        (), "Weight of each of reward_funcs, then of each reward_model; unset: 1 each", tasks=RL, metavar="NUMBER..."
+        (), "Weight of each of reward_funcs, then of each reward_model; default: 1 each", tasks=RL, metavar="NUMBER..."
     )
     cosine_min_len_value_wrong: float = option(
         -0.5,
@@ -53,7 +53,7 @@ class RewardConfig:
     )
     cosine_max_len: int | None = option(
         None,
-        "cosine reward: maximum length; unset: max_completion_length",
+        "cosine reward: maximum length; default: max_completion_length",
         minimum=1,
         unit="tokens",
         tasks=RL,
@@ -79,7 +79,7 @@ class RewardConfig:
     )
     soft_max_length: int | None = option(
         None,
-        "soft_overlong reward: length of reward -1; unset: max_completion_length",
+        "soft_overlong reward: length of reward -1; default: max_completion_length",
         minimum=1,
         unit="tokens",
         tasks=RL,

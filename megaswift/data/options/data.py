@@ -44,18 +44,18 @@ class DataConfig:
         metavar="PATH...",
     )
     interleave_prob: tuple[float, ...] = option(
-        (), "Mix data sets: a weight for each entry of dataset; unset: concatenate", metavar="WEIGHT..."
+        (), "Mix data sets: a weight for each entry of dataset; default: concatenate", metavar="WEIGHT..."
     )
     stopping_strategy: str = option(
         "first_exhausted",
-        "An epoch of mixed data ends with the end of the first, or of each data set",
+        "End of an epoch of mixed data: when the first data set ends, or when all have",
         choices=("first_exhausted", "all_exhausted", "all_exhausted_without_replacement"),
         only_with={"interleave_prob": is_set(notice=True)},
     )
     split_dataset_ratio: float = option(0.0, "Fraction of rows held out for evaluation", minimum=0, below=1)
     data_split: str | None = option(
         None,
-        "Shares of indexed data for training, evaluation and tests; unset: all train",
+        "Shares of indexed data for training, evaluation, tests; default: only training",
         aliases=("split",),
         tasks=("pt",),
         metavar="969,30,1",
@@ -77,16 +77,16 @@ class DataConfig:
     )
     packing: bool | None = option(
         None,
-        "Pack short samples; attention stays within a sample. Unset: off for sft and pt",
+        "Pack short samples; attention stays within a sample; default: not for sft, pt",
         only_with={"rows_of_text": True},
         neutral=(None, True),
     )
     prefix_sharing: bool | None = option(
-        None, "Compute a prompt once for its answers in a micro-batch; unset: if exact", tasks=PROMPTED
+        None, "Compute a prompt once for all its answers in a micro-batch; default: if exact", tasks=PROMPTED
     )
     padding_free: bool | None = option(
         None,
-        "Pack the samples of each step; batch sizes count samples. Unset: if short",
+        "Pack the samples of each step; batch sizes count samples; default: if short",
         only_with={"rows_of_text": True},
     )
     system: str | None = option(
@@ -94,14 +94,14 @@ class DataConfig:
     )
     model_name: tuple[str, ...] = option(
         (),
-        "Text for {{NAME}} in rows; two: of rows tagged zh, then of others",
+        "Text for {{NAME}} in rows; two values: for rows tagged zh, then for other rows",
         tasks=CHATS,
         metavar="NAME...",
         free_text=True,
     )
     model_author: tuple[str, ...] = option(
         (),
-        "Text for {{AUTHOR}} in rows; two: of rows tagged zh, then of others",
+        "Text for {{AUTHOR}} in rows; two values: for rows tagged zh, then for others",
         tasks=CHATS,
         metavar="NAME...",
         free_text=True,
@@ -124,7 +124,7 @@ class DataConfig:
     )
     reset_attention_mask: bool | None = option(
         None,
-        "Indexed data: attention stays within a document; unset: it crosses documents",
+        "Indexed data: attention stays within a document; default: it crosses them",
         tasks=("pt",),
         metavar="true|false",
         only_with={"indexed_data": one_of(True, notice=True)},
@@ -132,7 +132,7 @@ class DataConfig:
     )
     reset_position_ids: bool | None = option(
         None,
-        "Indexed data: positions begin anew with a document",
+        "Indexed data: positions restart with each document",
         tasks=("pt",),
         metavar="true|false",
         only_with={"indexed_data": one_of(True, notice=True)},
@@ -143,13 +143,13 @@ class DataConfig:
     shuffle: bool = option(True, "Shuffle rows in each epoch", aliases=("dataset_shuffle", "train_dataloader_shuffle"))
     group_by_length: bool = option(
         False,
-        "Put rows of similar length into a global batch; less padding",
+        "Group rows of similar length into a global batch, for less padding",
         tasks=("sft", "pt", *PREFERENCES),
         only_with={"packing": but_not(True, notice=True), "rows_of_text": True},
     )
     data_seed: int | None = option(
         None,
-        "Seed for shuffling, random subsets and the evaluation split; unset: seed",
+        "Seed for shuffling, random subsets and the evaluation split; default: seed",
         minimum=0,
         maximum=LARGEST_SEED,
         metavar="SEED",
@@ -164,7 +164,7 @@ class DataConfig:
     )
     dataloader_num_workers: int = option(
         2,
-        "Threads that prepare batches ahead; 0: none",
+        "Threads that prepare batches in advance; 0: none",
         minimum=0,
         unit="threads",
         only_with={"streaming": but_not(True, notice=True)},
@@ -188,7 +188,7 @@ class DataConfig:
     )
     enable_thinking: bool | None = option(
         None,
-        "Variable enable_thinking of the chat template; unset: the template's default",
+        "Variable enable_thinking of the chat template; default: the template's own",
         tasks=CHATS,
         metavar="true|false",
     )
@@ -203,7 +203,7 @@ class DataConfig:
     )
     video_fps: float | None = option(
         None,
-        "Frames to read of a second of video; unset: as the model's processor says",
+        "Frames to read per second of video; default: that of the model's processor",
         aliases=("fps",),
         minimum=1e-3,
         unit="frames/s",
@@ -248,7 +248,7 @@ class DataConfig:
         only_with={"rows_of_text": True},
         neutral=(True,),
     )
-    dataset_cache_dir: str | None = option(None, "Folder for tokenized data; unset: below ~/.cache", metavar="DIR")
+    dataset_cache_dir: str | None = option(None, "Folder for tokenized data; default: below ~/.cache", metavar="DIR")
 
     @property
     def evaluation_share(self) -> float:

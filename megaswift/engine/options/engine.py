@@ -46,7 +46,7 @@ class EngineBackendConfig:
     )
     ddp_backend: str | None = option(
         None,
-        "Communication backend; unset: nccl on GPUs, gloo on CPUs",
+        "Communication backend; default: nccl on GPUs, gloo on CPUs",
         aliases=("distributed_backend", "dist_backend"),
         choices=("nccl", "gloo"),
         metavar="nccl|gloo",
@@ -54,7 +54,7 @@ class EngineBackendConfig:
     use_fsdp: bool = option(False, "Same as --engine fsdp2")
     fsdp: tuple[str, ...] = option(
         (),
-        "FSDP2 sharding strategy and options; unset: full_shard",
+        "FSDP2 sharding strategy and options; default: full_shard",
         choices=FSDP_WORDS,
         metavar="WORD...",
         only_with={"engine": "fsdp2"},
@@ -67,13 +67,13 @@ class EngineBackendConfig:
     )
     fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] = option(
         (),
-        "Module classes that fsdp2 shards as units; unset: the decoder layers",
+        "Module classes that fsdp2 shards as units; default: the decoder layers",
         metavar="CLASS...",
         only_with={"engine": "fsdp2"},
     )
     fsdp_min_num_params: int | None = option(
         None,
-        "Units of fsdp2: modules of at least this size; unset: by class",
+        "Units of fsdp2: modules with at least this many parameters; default: by class",
         aliases=("min_num_params",),
         minimum=1,
         unset=("0",),
@@ -82,7 +82,7 @@ class EngineBackendConfig:
     )
     fsdp_backward_prefetch: str = option(
         "backward_pre",
-        "Gathering of the next unit of fsdp2 in the backward pass",
+        "When fsdp2 gathers the next unit in the backward pass",
         aliases=("backward_prefetch",),
         choices=("backward_pre", "no_prefetch"),
         spellings=PREFETCH_SPELLINGS,

@@ -33,7 +33,7 @@ class BackendOptions:
     )
     vllm_pipeline_parallel_size: int | None = option(
         None,
-        "vLLM: number of groups of layers, each on GPUs of its own",
+        "vLLM: number of groups of layers, each on its own GPUs",
         aliases=("pipeline_parallel_size",),
         minimum=1,
         unit="stages",
@@ -49,7 +49,7 @@ class BackendOptions:
     )
     vllm_enable_expert_parallel: bool | None = option(
         None,
-        "vLLM: divide the experts of a mixture over the GPUs",
+        "vLLM: distribute the experts of a model over the GPUs",
         aliases=("enable_expert_parallel",),
         metavar=_SWITCH,
         only_with=_VLLM,
@@ -76,14 +76,14 @@ class BackendOptions:
     )
     vllm_quantization: str | None = option(
         None,
-        "vLLM: quantization method of the weights, under vLLM's name (fp8, awq, ...); unset: the checkpoint's",
+        "vLLM: quantization method of the weights, under vLLM's name (fp8, awq, ...); default: the checkpoint's",
         aliases=("quantization",),
         metavar="METHOD",
         only_with=_VLLM,
     )
     vllm_enable_prefix_caching: bool | None = option(
         None,
-        "vLLM: reuse the KV cache of equal prompt beginnings; unset: vLLM's default",
+        "vLLM: reuse the KV cache of equal prompt beginnings; default: as in vLLM",
         aliases=("enable_prefix_caching",),
         metavar=_SWITCH,
         only_with=_VLLM,
@@ -126,7 +126,7 @@ class BackendOptions:
     )
     vllm_disable_cascade_attn: bool | None = option(
         None,
-        "vLLM: disable cascade attention; unset: vLLM's default",
+        "vLLM: disable cascade attention; default: as in vLLM",
         aliases=("disable_cascade_attn",),
         metavar=_SWITCH,
         only_with=_VLLM,

@@ -28,14 +28,14 @@ class PreferenceConfig:
 
     beta: float | None = option(
         None,
-        "KL (orpo: odds-ratio) coefficient; unset: 0.1, simpo 2, grpo 0, ppo 0.05",
+        "KL (orpo: odds-ratio) coefficient; default: 0.1, simpo 2, grpo 0, ppo 0.05",
         aliases=("kl_coef",),
         minimum=0,
         tasks=("dpo", "kto", "orpo", "cpo", "simpo", *RL),
     )
     loss_type: tuple[str, ...] = option(
         (),
-        "Loss types, summed; unset: the first of the task",
+        "Loss types, summed; default: the first of the task",
         choices=ALL_LOSSES,
         choices_of=LOSSES,
         spellings={"aot_pair": "aot_unpaired"},
@@ -43,7 +43,7 @@ class PreferenceConfig:
         metavar="NAME...",
     )
     loss_weights: tuple[float, ...] = option(
-        (), "Weight of each loss_type; unset: 1 each", tasks=("dpo",), metavar="NUMBER..."
+        (), "Weight of each loss_type; default: 1 each", tasks=("dpo",), metavar="NUMBER..."
     )
     label_smoothing: float = option(
         0.0,
@@ -88,7 +88,7 @@ class PreferenceConfig:
     reference_free: bool = option(False, "Set all reference log-probabilities to 0", tasks=("dpo",))
     ref_model: str | None = option(
         None,
-        "Reference model folder; unset: the initial model",
+        "Reference model folder; default: the initial model",
         aliases=("ref_model_name_or_path",),
         tasks=_REFERENCED,
         metavar="DIR",
@@ -132,7 +132,7 @@ class PreferenceConfig:
     undesirable_weight: float = option(1.0, "Loss weight of undesirable completions", minimum=0, tasks=("kto",))
     cpo_alpha: float | None = option(
         None,
-        "Weight of the NLL term on the chosen completion; unset: 1, simpo 0",
+        "Weight of the NLL term on the chosen completion; default: 1, simpo 0",
         minimum=0,
         tasks=("cpo", "simpo"),
         only_with={"loss_type": but_not(ALPHAPO)},

@@ -78,7 +78,7 @@ class ParallelConfig:
     )
     sequence_parallel: bool | None = option(
         None,
-        "Split norms and dropout over the tensor-parallel ranks; unset: on if tp > 1",
+        "Split norms and dropout over the tensor-parallel ranks; default: if tp > 1",
         aliases=("sp",),
         only_with={"engine": ("megatron", "auto"), "tensor_parallel_size": at_least(2, notice=True)},
     )
@@ -109,7 +109,7 @@ class ParallelConfig:
     )
     cp_comm_type: str | None = option(
         None,
-        "KV exchange in context parallelism; unset: p2p (all_gather on torch layers)",
+        "KV exchange in context parallelism; default: p2p (all_gather on torch layers)",
         choices=("p2p", "a2a", "all_gather", "a2a+p2p"),
         spellings={"allgather": "all_gather"},
         metavar="TYPE",
@@ -130,17 +130,17 @@ class ParallelConfig:
     )
     overlap_grad_reduce: bool | None = option(
         None,
-        "Overlap gradient reduction with the backward pass; unset: on GPU",
+        "Overlap gradient reduction with the backward pass; default: on GPUs",
         only_with={"engine": ("megatron", "auto")},
     )
     overlap_param_gather: bool | None = option(
         None,
-        "Overlap parameter gather and forward (needs overlap_grad_reduce); unset: on GPU",
+        "Overlap parameter gather and forward (needs overlap_grad_reduce); default: GPUs",
         only_with={"engine": ("megatron", "auto")},
     )
     overlap_p2p_comm: bool | None = option(
         None,
-        "Overlap pipeline communication with compute; unset: if vpp > 1",
+        "Overlap pipeline communication with compute; default: if vpp > 1",
         only_with={"engine": ("megatron", "auto"), "pipeline_parallel_size": at_least(2)},
     )
     tp_comm_overlap: bool = option(
@@ -151,7 +151,7 @@ class ParallelConfig:
     )
     tp_comm_overlap_cfg: str | None = option(
         None,
-        "YAML file: Transformer Engine's settings of each product",
+        "YAML file with Transformer Engine's settings for each product",
         metavar="FILE",
         tasks=_SUPERVISED,
         only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
@@ -168,14 +168,14 @@ class ParallelConfig:
     )
     tp_comm_overlap_ag: bool = option(
         True,
-        "tp_comm_overlap of all-gathers",
+        "tp_comm_overlap for all-gathers",
         tasks=_SUPERVISED,
         only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
         neutral=(),
     )
     tp_comm_overlap_rs: bool = option(
         True,
-        "tp_comm_overlap of forward reduce-scatters",
+        "tp_comm_overlap for forward reduce-scatters",
         tasks=_SUPERVISED,
         only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
         neutral=(),
@@ -189,14 +189,14 @@ class ParallelConfig:
     )
     tp_comm_bulk_dgrad: bool | None = option(
         None,
-        "Gather inputs beside input-gradient products; unset: no weight is frozen",
+        "Gather inputs during input-gradient products; default: if no weight is frozen",
         tasks=_SUPERVISED,
         only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
         neutral=(None, False),
     )
     tp_comm_bulk_wgrad: bool | None = option(
         None,
-        "Scatter gradients beside weight-gradient products; unset: as above",
+        "Scatter gradients during weight-gradient products; default: as for dgrad",
         tasks=_SUPERVISED,
         only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
         neutral=(None, False),

@@ -26,7 +26,7 @@ class RolloutConfig:
 
     rollout_backend: str = option(
         "transformers",
-        "Sampler, in the training process or a server; unset: vllm if it has a GPU",
+        "Sampler, in the training process or a server; default: vllm if it has a GPU",
         aliases=("use_vllm", "vllm_mode"),
         choices=BACKENDS,
         spellings=BACKEND_SPELLINGS,
@@ -34,7 +34,7 @@ class RolloutConfig:
     )
     rollout_batch_size: int | None = option(
         None,
-        "Concurrent completions of a sampler or over its servers; unset: by backend",
+        "Concurrent completions of a sampler or over all servers; default: by backend",
         aliases=("vllm_max_num_seqs",),
         minimum=1,
         tasks=RL,
@@ -81,7 +81,7 @@ class RolloutConfig:
     )
     max_turns: int | None = option(
         None,
-        "Maximum number of model turns with an environment; unset: no limit",
+        "Maximum number of model turns with an environment; default: no limit",
         aliases=("max_tool_calling_iterations",),
         minimum=1,
         unit="turns",
@@ -103,7 +103,7 @@ class RolloutConfig:
     )
     rollout_server_url: tuple[str, ...] = option(
         (),
-        "Sampler server URLs; unset: this machine, default port",
+        "Sampler server URLs; default: the usual port on this machine",
         aliases=("vllm_server_base_url", "sglang_server_base_url"),
         tasks=RL,
         metavar="URL...",
@@ -120,14 +120,14 @@ class RolloutConfig:
     )
     rollout_sync_folder: str | None = option(
         None,
-        "Folder for weights sent to samplers; unset: /dev/shm, or in output_dir",
+        "Folder for weights sent to samplers; default: /dev/shm, or in output_dir",
         tasks=RL,
         metavar="DIR",
         only_with={"sync_files": True},
     )
     rollout_lora: bool | None = option(
         None,
-        "Send LoRA adapters to samplers instead of merged weights; unset: if supported",
+        "Send LoRA adapters to samplers instead of merged weights; default: if supported",
         aliases=("vllm_enable_lora",),
         tasks=RL,
         only_with={"train_type": but_not("full")},

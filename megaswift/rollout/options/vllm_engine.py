@@ -56,7 +56,7 @@ class VllmSamplerConfig:
     vllm_enforce_eager: bool = option(False, "Disable CUDA graphs", tasks=RL, only_with={"rollout_backend": "vllm"})
     vllm_seed_requests: bool | None = option(
         None,
-        "A seed for each completion, repeatable; unset: not with vllm on a GPU",
+        "Seed each completion, so runs are repeatable; default: not with vllm on a GPU",
         tasks=RL,
         metavar="true|false",
         only_with={"rollout_backend": ("vllm", "vllm_server")},
@@ -64,7 +64,7 @@ class VllmSamplerConfig:
     )
     vllm_enable_prefix_caching: bool | None = option(
         None,
-        "Reuse the KV cache of equal prompt beginnings; unset: vLLM's default",
+        "Reuse the KV cache of equal prompt beginnings; default: as in vLLM",
         tasks=RL,
         metavar="true|false",
         only_with={"rollout_backend": "vllm"},
@@ -72,7 +72,7 @@ class VllmSamplerConfig:
     )
     vllm_disable_cascade_attn: bool | None = option(
         None,
-        "Disable cascade attention; unset: vLLM's default",
+        "Disable cascade attention; default: as in vLLM",
         tasks=RL,
         metavar="true|false",
         only_with={"rollout_backend": "vllm"},
@@ -106,7 +106,7 @@ class VllmSamplerConfig:
 
     rollout_weight_transport: str = option(
         "auto",
-        "How merged weights reach vLLM servers; auto: the fastest that they offer",
+        "Transport of merged weights to vLLM servers; auto: the fastest available",
         choices=TRANSPORTS,
         tasks=RL,
         only_with={"rollout_backend": "vllm_server"},

@@ -14,7 +14,7 @@ class FaultToleranceConfig:
     oom_retry: bool = option(True, "After out of memory, restart once with a smaller micro-batch")
     check_replicas_interval: int | None = option(
         None,
-        "Steps between comparisons of weights over data-parallel replicas; unset: never",
+        "Steps between comparisons of data-parallel replicas' weights; default: never",
         aliases=("check_weight_hash_across_dp_replicas_interval",),
         minimum=1,
         unset=("-1", "0"),
@@ -22,15 +22,19 @@ class FaultToleranceConfig:
         only_with={"engine": but_not("fsdp2", "zero3", "zero3_offload")},
     )
     preemption_command: str | None = option(
-        None, "Command polled on each node; exit code 0: the machine will be taken away", metavar="COMMAND"
+        None, "Command polled on each node; exit code 0: the node is about to be preempted", metavar="COMMAND"
     )
     preemption_interval: float = option(
-        10.0, "Time between two polls of it", above=0, unit="seconds", only_with={"preemption_command": is_set()}
+        10.0,
+        "Time between two polls of preemption_command",
+        above=0,
+        unit="seconds",
+        only_with={"preemption_command": is_set()},
     )
     gpu_health_interval: int | None = option(
-        None, "Steps between checks of the GPUs for hardware errors; unset: never", minimum=1, unit="steps"
+        None, "Steps between checks of the GPUs for hardware errors; default: never", minimum=1, unit="steps"
     )
     log_straggler: bool = option(False, "Name ranks with slow passes or slow input at each log entry")
     straggler_ratio: float = option(
-        1.3, "A rank is slow from this multiple of the median time on", above=1, only_with={"log_straggler": True}
+        1.3, "Multiple of the median time from which a rank counts as slow", above=1, only_with={"log_straggler": True}
     )

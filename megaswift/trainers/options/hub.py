@@ -14,21 +14,21 @@ class HubConfig:
     push_to_hub: bool = option(False, "Upload OUT/hf, or OUT/adapter, to a model repository of the hub (use_hf)")
     hub_model_id: str | None = option(
         None,
-        "Repository, NAME or ORGANIZATION/NAME; unset: output_dir's name",
+        "Repository, NAME or ORGANIZATION/NAME; default: output_dir's name",
         aliases=("push_to_hub_model_id",),
         metavar="ID",
         only_with={"push_to_hub": one_of(True, notice=True)},
     )
     hub_token: str | None = option(
         None,
-        "Token of the hub; unset: the one stored by the hub's client",
+        "Hub token; default: the token stored by the hub's client",
         aliases=("push_to_hub_token",),
         secret=True,
         only_with={"push_to_hub": one_of(True, notice=True)},
     )
     hub_revision: str | None = option(
         None,
-        "Branch of the repository, made where it is missing (Hugging Face); unset: main",
+        "Branch of the repository, created if missing (Hugging Face); default: main",
         metavar="BRANCH",
         only_with={"push_to_hub": one_of(True, notice=True)},
     )
@@ -37,7 +37,7 @@ class HubConfig:
     )
     hub_strategy: str = option(
         "end",
-        "Uploads: at the end; also each checkpoint: its weights, the newest, all",
+        "Uploads besides the result: each save's weights, then the newest or all saves",
         choices=("end", "every_save", "checkpoint", "all_checkpoints"),
         only_with={"push_to_hub": one_of(True, notice=True)},
         neutral=(None, "end"),

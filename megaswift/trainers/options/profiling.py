@@ -29,5 +29,5 @@ class ProfileConfig:
         neutral=(4,),
     )
     profile_ranks: tuple[int, ...] = option(
-        (0,), "Ranks that are profiled", minimum=0, only_with={"profile": one_of(True, notice=True)}, neutral=((0,),)
+        (0,), "Ranks to profile", minimum=0, only_with={"profile": one_of(True, notice=True)}, neutral=((0,),)
     )

@@ -64,7 +64,7 @@ class ScheduleConfig:
     )
     lr_warmup_init_ratio: float | None = option(
         None,
-        "The same as a fraction of learning_rate, instead of lr_warmup_init",
+        "lr_warmup_init as a fraction of learning_rate",
         aliases=("warmup_lr_rate",),
         minimum=0,
         maximum=1,
@@ -72,7 +72,7 @@ class ScheduleConfig:
     )
     lr_decay_iters: int | None = option(
         None,
-        "Steps after which the schedule has reached its final rate; unset: all steps",
+        "Steps until the schedule reaches its final rate; default: all steps",
         minimum=1,
         unit="steps",
         only_with={"decay_steps": True},
@@ -96,7 +96,7 @@ class ScheduleConfig:
     )
     wsd_stable_steps: int | None = option(
         None,
-        "Steps of wsd between warmup and decay; unset: until the decay at the end",
+        "Steps of wsd between warmup and decay; default: until the decay at the end",
         aliases=("num_stable_steps",),
         minimum=0,
         unit="steps",
@@ -126,7 +126,7 @@ class ScheduleConfig:
     )
     plateau_threshold: float = option(
         1e-4,
-        "reduce_lr_on_plateau: change of the metric that is an improvement",
+        "reduce_lr_on_plateau: change of the metric that counts as an improvement",
         minimum=0,
         only_with={"lr_scheduler_type": PLATEAU},
     )
@@ -145,7 +145,7 @@ class ScheduleConfig:
     )
     start_weight_decay: float | None = option(
         None,
-        "Weight decay of the first step where weight_decay_incr_style is not constant",
+        "Weight decay of the first step if weight_decay_incr_style is not constant",
         minimum=0,
         tasks=NO_CRITIC,
         only_with={"weight_decay_incr_style": but_not("constant")},

@@ -24,12 +24,12 @@ class TrackerConfig:
     )
     run_name: str | None = option(
         None,
-        "Name of the run in online trackers; unset: output_dir's",
+        "Name of the run in online trackers; default: the name of output_dir",
         aliases=("experiment_name", "swanlab_exp_name", "wandb_exp_name"),
     )
     tensorboard_dir: str | None = option(
         None,
-        "Folder of TensorBoard events; unset: output_dir/runs",
+        "Folder of TensorBoard events; default: output_dir/runs",
         aliases=("logging_dir", "tensorboard_log_dir"),
         metavar="DIR",
         only_with={"report_to": "tensorboard"},
@@ -46,7 +46,7 @@ class TrackerConfig:
     )
     swanlab_mode: str | None = option(
         None,
-        "SwanLab: where the run is kept",
+        "SwanLab: where the run is stored",
         choices=("online", "local", "offline", "disabled"),
         spellings={"cloud": "online"},
         metavar="MODE",

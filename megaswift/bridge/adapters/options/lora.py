@@ -76,7 +76,7 @@ class LoraConfig:
     )
     adapters: str | None = option(
         None,
-        "PEFT adapter folder to continue from; unset: new adapters",
+        "PEFT adapter folder to continue from; default: new adapters",
         aliases=("adapter_name_or_path", "resume_lora"),
         metavar="DIR",
         only_with={"train_type": but_not("full")},

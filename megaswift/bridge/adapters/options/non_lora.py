@@ -61,7 +61,7 @@ class NonLoraPeftConfig:
     )
     total_step: int | None = option(
         None,
-        "AdaLoRA: length of the rank schedule; unset: the length of the run",
+        "AdaLoRA: length of the rank schedule; default: the length of the run",
         aliases=("adalora_total_step",),
         minimum=1,
         unit="steps",
