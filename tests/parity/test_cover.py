@@ -8,10 +8,10 @@ from itertools import combinations, product
 
 import pytest
 
-from megaswift.families import family_of
+from megaswift.families import FAMILIES, family_of
 from megaswift.parallel.constraints import LayoutRequest, broken_rule_problems
 from megaswift.parallel.model_shape import ModelShape
-from tests.parity import cover
+from tests.parity import cover, test_deepseek_families, test_dense_families, test_families, test_moe_families
 from tests.parity.cases import Case, parse
 from tests.parity.models import config, is_moe
 
@@ -43,6 +43,13 @@ def test_gated_delta_nets_meet_every_axis() -> None:
         assert len({getattr(c, axis) for c in cases}) > 1, axis
     assert {c.recompute for c in cases} == {"none", "full", "selective", "moe"}
     assert {c.tp for c in cases if not c.sp} == {1, 2, 4}
+
+
+def test_the_default_run_has_every_family() -> None:
+    """Each is trained on ranks, or scored and exported."""
+    trained = (*test_dense_families.VARIANTS, *test_moe_families.FAMILIES)
+    trained += tuple(parse(text).model for text in test_deepseek_families.DEFAULT)
+    assert set(FAMILIES.names()) <= {*trained, *test_families.SCORED}
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -37,8 +37,25 @@ VARIANTS = (
 )
 
 
+SCORED = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "gemma2",
+    "phi3",
+    "gpt_oss",
+    "deepseek_v3",
+)
+"""Families that the default run scores and exports here: one of each kind, and those that it trains nowhere else."""
 EXPERTS = ("deepseek_v3", "gpt_oss")
-"""Mixtures that the default run sees under expert parallelism too."""
+"""Mixtures that it sees under expert parallelism too."""
 
 
 def family_cases() -> list[Case]:
@@ -52,10 +69,13 @@ def family_cases() -> list[Case]:
 
 
 def by_tier(cases: list[Case]) -> list[Any]:
-    """By default one layout a family, that of expert parallelism of some, and all of two families; the others are the
-    slow tier's."""
+    """By default one layout of SCORED families, that of expert parallelism of some, and all of two families; the others
+    are the slow tier's."""
     first, experts = (str(parse(text, model="")) for text in ("tp2 sp", "dp2 ep2"))
-    whole = {case.model: {first} | ({experts} if case.model in EXPERTS else set()) for case in cases}
+    whole = {
+        case.model: ({first} if case.model in SCORED else set()) | ({experts} if case.model in EXPERTS else set())
+        for case in cases
+    }
     later = [
         case.model not in ("qwen3", "qwen3_moe") and str(replace(case, model="")) not in whole[case.model]
         for case in cases

@@ -61,7 +61,6 @@ QUICK = {
     "ministral3": ("cp2 packed comm=a2a",),
 }
 """Of the default run: families that differ most."""
-QUICK_ADAPTED = {"minimax_m2": ("dp2 ep2 do",)}
 QUICK_REFUSED = {"olmo3": ("cp2 comm=a2a",)}
 ADAPTERS = (5, 6, 7, 8)
 """Seeds of adapters; the one is taken with which Hugging Face's float32 is nearest to its float64 (with others a
@@ -103,7 +102,7 @@ def adapter_cases() -> Iterator[Any]:
     """Every family under every layout of ADAPTED."""
     for name in FAMILIES.names():
         texts = (*ADAPTED, *(EXPERT_ADAPTED if is_moe(name) else ()))
-        yield from parameters(name, tuple(t for t in texts if t not in REFUSED.get(name, ())), QUICK_ADAPTED)
+        yield from parameters(name, tuple(t for t in texts if t not in REFUSED.get(name, ())), {})
 
 
 @pytest.mark.parametrize("case", family_cases())
