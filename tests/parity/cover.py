@@ -54,6 +54,10 @@ SMALL = {
         "tp8 sp",
         "cp8 packed recompute=full",
         "dp8 do",
+        "pp2 dp4 tied recompute=full",
+        "pp4 cp2 do",
+        "cp4 dp2 do packed recompute=selective",
+        "tp2 pp2 vpp2 cp2 sp do packed tied recompute=selective",
     ),
     "moe": (
         "single",
@@ -174,6 +178,8 @@ def cover_pairs(keys: Sequence[str], candidates: Sequence[Case], covered: Iterab
 
 @cache
 def default(model: str) -> tuple[Case, ...]:
-    """What the default run proves: the small cases, and with them a cover of all pairs of choices of this model."""
+    """What the default run proves: the small cases, and with them a cover of all pairs of choices of this model. Pairs of
+    the dense model also occur in cases of the one with experts."""
     keys = (*AXES, *SWITCHES[model])
-    return (*small(model), *cover_pairs(keys, paired(model), small(model)))
+    elsewhere = default("moe") if model == "dense" else ()
+    return (*small(model), *cover_pairs(keys, paired(model), (*small(model), *elsewhere)))
