@@ -178,8 +178,10 @@ def cover_pairs(keys: Sequence[str], candidates: Sequence[Case], covered: Iterab
 
 @cache
 def default(model: str) -> tuple[Case, ...]:
-    """What the default run proves: the small cases, and with them a cover of all pairs of choices of this model. Pairs of
-    the dense model also occur in cases of the one with experts."""
+    """What the default run proves: the small cases, and with them a cover of all pairs of choices of this model.
+
+    Pairs of the dense model also occur in cases of the one with experts.
+    """
     keys = (*AXES, *SWITCHES[model])
     elsewhere = default("moe") if model == "dense" else ()
     return (*small(model), *cover_pairs(keys, paired(model), (*small(model), *elsewhere)))
