@@ -27,10 +27,11 @@ _NARROW = ("train_type", "fsdp", "warmup_steps")
 _THEIRS = {
     "engine": ("deepspeed",),
     "eval_strategy": FALSE,
+    "loss_type": ("nll", "chunked_nll", "dft"),
     "save_strategy": FALSE,
     "resume_from_checkpoint": (*TRUE, *FALSE),
 }
-"""Own option: values that are valid, and mean something else in other toolkits."""
+"""Own option: values that other toolkits give it with a meaning of their own."""
 
 
 def translate(sources: Sequence[ConfigSource], known: Mapping[str, str] = NAMES) -> list[ConfigSource]:
@@ -116,7 +117,10 @@ def _is_own(given: GivenOptionValue) -> bool:
     option = OPTIONS.get(NAMES.get(given.name, ""))
     if option is None or option.name in _FILES or given.name in _BY_NAME or isinstance(given.value, Mapping):
         return False
-    text = str(given.value).strip().lower()
+    value = given.value
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    text = str(value).strip().lower()
     if given.value is None:
         return True
     if option.name == "deepspeed":

@@ -24,6 +24,7 @@ from megaswift.compat.names.translated import (
     DATALOADER_KEY,
     INTERVALS,
     JSON_TEXTS,
+    NOTICED,
     PRECISIONS,
     RENAMED,
     SAMPLES,
@@ -42,7 +43,7 @@ from megaswift.engine.options.zero_file import deepspeed_json_text, read_deepspe
 from megaswift.errors import ConfigError
 from megaswift.options.sources import AcceptedOption, ConfigSource, GivenOptionValue
 from megaswift.options.tasks import TASKS
-from megaswift.options.values import FALSE, TRUE
+from megaswift.options.values import FALSE, TRUE, option_value_text
 
 _RESUME = "resume_from_checkpoint"
 _HOST = ("vllm_server_host", "sglang_server_host")
@@ -68,7 +69,10 @@ def _translated(source: ConfigSource) -> ConfigSource:
     ]
     givens: list[GivenOptionValue] = []
     accepted: list[AcceptedOption] = []
+    original = {given.label: given.name for given in source.givens}
     for given in translated_options(source.givens):
+        if original.get(given.label) in NOTICED and given.name in NAMES:
+            notices.append(f"{given.label}: read as --{given.name} {option_value_text(given.value)}")
         option = accepted_option(given)
         if option is None:
             givens.append(given)
@@ -93,6 +97,22 @@ def _with_cached_datasets(givens: Iterable[GivenOptionValue]) -> Iterator[GivenO
         yield replace(given, value=[*_listed(given.value), *added]) if added else given
 
 
+def _with_dataset_config(givens: Iterable[GivenOptionValue]) -> Iterator[GivenOptionValue]:
+    """TRL's `dataset_name` with `dataset_config`: NAME:CONFIG."""
+    givens = [one for one in givens if one.name != "dataset_config" or _text(one) != "none"]
+    config = next((one for one in givens if one.name == "dataset_config"), None)
+    named = [one for one in givens if NAMES.get(RENAMED.get(one.name, one.name)) == "dataset"]
+    if config is None or len(named) != 1 or len(_listed(named[0].value)) != 1:
+        yield from givens
+        return
+    for given in givens:
+        if given is named[0]:
+            label = f"{given.label} {config.label}"
+            yield replace(given, name="dataset", value=f"{_listed(given.value)[0]}:{config.value}", label=label)
+        elif given is not config:
+            yield given
+
+
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
@@ -109,7 +129,7 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
     givens = [replace(given, name="task") if _names_task(given) else given for given in givens]
     givens = list(_with_weights_of_checkpoint(givens))
     givens = list(translated_fsdp_options(givens))
-    givens = list(_with_cached_datasets(with_collected_architecture(givens)))
+    givens = list(_with_dataset_config(_with_cached_datasets(with_collected_architecture(givens))))
     values = {given.name: _text(given) for given in givens}
     unused = _unused_names(values)
     off = _unused_precisions(values)
@@ -135,6 +155,8 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
             yield replace(given, name="warmup_ratio")
         elif given.name in SAMPLES and (batch := _number(batches.get("global_batch_size", ""))) >= 1:
             yield replace(given, name=SAMPLES[given.name], value=int(_number(text) // batch))
+        elif given.name == "dataset_text_field" and "columns" not in values and text not in ("text", "none"):
+            yield replace(given, name="columns", value={str(given.value): "text"})
         elif given.name == "distributed_timeout_minutes" and _number(text) > 0:
             yield replace(given, name="ddp_timeout", value=round(60 * _number(text)))
         elif given.name == "dataset_dir" and _names_datasets(values):  # LLaMA-Factory's: entries of a file in it
@@ -179,6 +201,8 @@ def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
         yield from (_schedule_option(given, *entry) for entry in kwargs.items() if entry not in SCHEDULER_DEFAULTS)
         if kwargs.get("min_lr_ratio") is not None:  # of warmup_stable_decay: its warmup begins there
             yield replace(_schedule_option(given, "warmup_lr_rate", kwargs["min_lr_ratio"]), label=given.label)
+    elif given.name == "chat_template_kwargs" and (_json_object(given.value) or {}).keys() == {"enable_thinking"}:
+        yield replace(given, name="enable_thinking", value=(_json_object(given.value) or {})["enable_thinking"])
     elif given.name == "dataloader" and isinstance(given.value, dict):
         yield from (_dataloader_option(given, name, value) for name, value in given.value.items())
     else:

@@ -109,6 +109,8 @@ class OptionDetails(TypedDict, total=False):
     """Values that are accepted where the option does not exist, in place of `NEUTRAL`."""
     metavar: str
     """Placeholder for the value in `--help`, such as `DIR`, shown if there is no default."""
+    example: str
+    """A value for messages about a malformed one; needed where the kind does not tell the form (`map`)."""
 
 
 def option(default: Any, help: str, **details: Unpack[OptionDetails]) -> Any:

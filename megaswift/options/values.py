@@ -52,10 +52,10 @@ def parse_option_value(option: Option, raw: Any) -> Any:
         return None
     if option.kind in ("list", "numbers", "integers"):
         return () if unset else _list(option, raw)
-    if raw is None:
-        raise InvalidValue("has no value", example_flag_text(option))
     if option.kind == "map":
         return {} if unset else _map(option, raw)
+    if raw is None:
+        raise InvalidValue("has no value", example_flag_text(option))
     if isinstance(raw, list | tuple):
         if len(raw) != 1:
             raise InvalidValue("takes one value", example_flag_text(option))
@@ -68,6 +68,8 @@ def example_flag_text(option: Option) -> str:
     """A flag with a value that would do."""
     if option.kind == "bool":
         return f"--{option.name} true or --{option.name} false"
+    if "example" in option.details:
+        return f"--{option.name} {option.details['example']}"
     if option.choices:
         value: Any = option.choices[0]
     elif option.default not in (None, (), {}):
@@ -77,7 +79,7 @@ def example_flag_text(option: Option) -> str:
         value = {
             "int": max(1, int(option.details.get("minimum", 1))),
             "float": 0.1 if above < 0.1 else 2 * above,
-            "map": "question=query",
+            "map": "NAME=VALUE",
         }.get(option.kind, "TEXT")
     return f"--{option.name} {option_value_text(value)}"
 
@@ -241,7 +243,9 @@ def _map(option: Option, raw: Any) -> dict[str, str]:
         if isinstance(item, dict):
             item = {k: json.dumps(v) if isinstance(v, bool | int | float | list) else v for k, v in item.items()}
         if not isinstance(item, dict) or not all(isinstance(v, str) for v in item.values()):
-            raise InvalidValue("must be FROM=TO pairs or a JSON object of strings", example_flag_text(option))
+            form = option.details.get("metavar", "").removesuffix("...")
+            pairs = f"{form} pairs or " if "=" in form else ""
+            raise InvalidValue(f"must be {pairs}a JSON object of strings", example_flag_text(option))
         for key, value in item.items():
             _refuse_unusable_text(option, str(key))
             _refuse_unusable_text(option, value)

@@ -175,6 +175,7 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
         "output_dir": "--result_path FILE",
         "metric": "compare `response` and `labels` in the result file",
         "val_dataset_sample": "--val_dataset FILE#N",
+        "prompt": "type it in the terminal, or pipe it: echo TEXT | megaswift infer --model DIR",
         "eval_human": "leave out --val_dataset to chat in the terminal",
     },
     "deploy": {
@@ -193,6 +194,8 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
         "rope_scaling": "set rope_scaling in the model's config.json",
         "new_special_tokens": "leave it out: the tokenizer of the model folder has them",
         "merge_adapters": "--merge_lora true",
+        "to_gguf": "convert the folder with llama.cpp: python convert_hf_to_gguf.py DIR",
+        "quantization_method": "--quant_method",
         "ckpt_dir": "--adapters DIR",
         "hub_strategy": "leave it out: the folder is uploaded once, when it is complete",
         "fp8_recipe": "--quant_method fp8 writes weights in FP8; the others describe training",

@@ -101,6 +101,15 @@ NEUTRAL: dict[str, NeutralOption] = {
         ("train",), "the split train of a data set is read", "--dataset FILE, with the rows of that split"
     ),
     # the loss and the kernels
+    **dict.fromkeys(
+        ("assistant_only_loss", "completion_only_loss"),
+        NeutralOption(
+            (*ON, "none"),
+            "only the assistant's turns, or the completion, carry loss",
+            "--loss_scale all trains on every token",
+            unless="loss_scale",
+        ),
+    ),
     "calculate_per_token_loss": _PER_TOKEN,
     "average_tokens_across_devices": _PER_TOKEN,
     "cross_entropy_loss_fusion": NeutralOption(ON, "the loss is computed on vocabulary shards", "leave it out"),

@@ -11,6 +11,10 @@ PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CACHED = {"cached_dataset": "dataset", "cached_val_dataset": "val_dataset"}
 """ms-swift's options of cached data, and what their folders are entries of."""
 RENAMED = {
+    "cast_lm_head_to_fp32": "fp32_lm_head",
+    "chat_template_path": "chat_template",
+    "test_split_size": "split_dataset_ratio",
+    "use_bnb_nested_quant": "bnb_4bit_use_double_quant",
     "model_id": "model",
     "sft_type": "train_type",
     "finetuning_type": "train_type",
@@ -85,6 +89,8 @@ SWITCHES = {
     "load_in_8bit": ("quantization_bit", 8),
     "use_peft": ("train_type", "lora"),
     "use_lora": ("train_type", "lora"),
+    "lora": ("train_type", "lora"),
+    "qlora": ("train_type", "qlora"),
     "use_galore": ("optimizer", "galore_adamw"),
     "activation_checkpointing": ("recompute_granularity", "full"),
     "recompute_activations": ("recompute_granularity", "selective"),
@@ -122,6 +128,11 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     ("train_sampling_strategy", "group_by_length"): ("group_by_length", True),
     ("train_sampling_strategy", "random"): ("shuffle", True),
     ("train_sampling_strategy", "sequential"): ("shuffle", False),
+    ("truncation_mode", "keep_start"): ("truncation_strategy", "right"),
+    ("truncation_mode", "keep_end"): ("truncation_strategy", "left"),
+    ("loss_type", "nll"): ("enable_dft_loss", False),
+    ("loss_type", "chunked_nll"): ("enable_dft_loss", False),
+    ("loss_type", "dft"): ("enable_dft_loss", True),
     ("sleep_level", "0"): ("rollout_sleep", False),
     ("sleep_level", "1"): ("rollout_sleep", True),
     ("sleep_level", "2"): ("rollout_sleep", True),
@@ -158,5 +169,7 @@ KNOWN_KEYS = {
 """What stands for an entry of a mapping that no option answers to -> the keys that have one."""
 JSON_TEXTS = ("rope_scaling", "vllm_engine_kwargs", "vllm_limit_mm_per_prompt", "vllm_speculative_config")
 """Options whose JSON may be written as a mapping in a file."""
+NOTICED = ("truncation_mode", "dataset_text_field", "chat_template_kwargs", "lora", "qlora")
+"""Names that are translated to another option with another value, which a notice shows."""
 WEIGHTS_ONLY = ("resume_only_model", "finetune")
 """Switches with which a checkpoint to resume from is weights to start from."""

@@ -113,7 +113,11 @@ class DataConfig:
         metavar="TURNS+TABLE",
     )
     columns: dict[str, str] = option(
-        {}, "Column renaming: instr=query out=response, or JSON", metavar="FROM=TO...", only_with={"rows_of_text": True}
+        {},
+        "Column renaming: instr=query out=response, or JSON",
+        metavar="FROM=TO...",
+        example="question=query",
+        only_with={"rows_of_text": True},
     )
     sample_by: str = option(
         "line",

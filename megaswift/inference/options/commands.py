@@ -266,7 +266,11 @@ class PromptFileOptions:
         False, "Use the validation rows of the run that wrote the model or adapters, as its config.yaml has them"
     )
     columns: dict[str, str] = option(
-        {}, "Column renaming: question=query, or JSON", metavar="FROM=TO...", only_with={"dataset": is_set()}
+        {},
+        "Column renaming: question=query, or JSON",
+        metavar="FROM=TO...",
+        example="question=query",
+        only_with={"dataset": is_set()},
     )
     result_path: str | None = option(
         None,

@@ -170,11 +170,15 @@ class ModelConfig:
         {},
         "Other fields of Megatron-Core's TransformerConfig; results are not proven",
         metavar="JSON",
+        example="'{\"fp32_residual_connection\": true}'",
         only_with={"engine": ("megatron", "auto")},
         neutral=(None, False, 0, (), {}),
     )
     megatron_architecture: dict[str, str] = option(
-        {}, "Megatron-LM's architecture options; compared with config.json", metavar="NAME=VALUE..."
+        {},
+        "Megatron-LM's architecture options; compared with config.json",
+        metavar="NAME=VALUE...",
+        example="num_layers=24",
     )
     moe_aux_loss_coeff: float | None = option(
         None,

@@ -146,6 +146,7 @@ class NonLoraPeftConfig:
         {},
         "Any other field of the adapter's PEFT configuration",
         metavar="NAME=VALUE...",
+        example="gralora_k=4",
         only_with={"train_type": tuple(METHODS), "adapters": None},
         neutral=({},),
     )
