@@ -103,7 +103,7 @@ def _take(line: ParsedCommandLine, flag: str, values: list[str], table: OptionTa
     elif not values and option is not None and option.kind != "bool":
         line.problems.append(Problem(flag, "has no value", example_flag_text(option)))
     elif option is None:
-        several = values if len(values) > 1 and not hidden else None  # a list, if another toolkit has it under this name
+        several = values if len(values) > 1 and not hidden else None  # a list under a name of another toolkit
         line.givens.append(GivenOptionValue(name, several or (values[0] if values else True), label, flag))
     elif option.kind in ("list", "numbers", "integers", "map") and values:
         earlier = next((g for g in line.givens if g.name == name), None)
