@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from megaswift import compat
 from megaswift.base.redaction import is_secret, redacted_command
 from megaswift.compat.names.translated import RENAMED
 from megaswift.compat.scripts.launch import LAUNCH_ORDER, command_line
 from megaswift.compat.scripts.migrated_run import MigratedOption, MigratedRun
 from megaswift.compat.scripts.settle import missing_options
-from megaswift.config.sections import NAMES
+from megaswift.config.resolve import Resolver
+from megaswift.config.sections import NAMES, TRAINING
+from megaswift.errors import ConfigError, Problem
+from megaswift.options.files import read_config_file
 from megaswift.version import __version__
 
 LONGEST = 400
@@ -22,8 +28,38 @@ LONGEST = 400
 
 
 def run_file_text(run: MigratedRun, file: str) -> str:
-    """The whole file."""
-    return "\n".join(_lines(run, file)) + "\n"
+    """Return the whole file, as the loader accepts it: a line that it refuses becomes a question.
+
+    `settle.py` has checked the options before; lines of the launch, and values as YAML spells them, are checked here.
+    """
+    while True:
+        text = "\n".join(_lines(run, file)) + "\n"
+        refused = next(((n, p) for p in _problems_of_text(run, text) if (n := _line_at_fault(run, p))), None)
+        if refused is None:
+            return text
+        name, problem = refused
+        option = run.options.pop(name, None)
+        what = f"{name}: {run.launch.pop(name)}" if option is None else option.label
+        run.ask_problem(problem, what)
+
+
+def _problems_of_text(run: MigratedRun, text: str) -> list[Problem]:
+    """What the loader finds wrong with the text as a file."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            Resolver(compat).resolve(run.task, [read_config_file(str(path), TRAINING)])
+        except ConfigError as error:
+            return error.problems
+    return []
+
+
+def _line_at_fault(run: MigratedRun, problem: Problem) -> str:
+    """The option whose line a message names: `/tmp/run.yaml:7 ray_address: auto`."""
+    named = re.findall(r"\w+", problem.what.partition("run.yaml:")[2] or problem.what)
+    words = [NAMES.get(word, word) for word in named]
+    return next((word for word in words if word in run.options or word in run.launch), "")
 
 
 def _lines(run: MigratedRun, file: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Every option of a script is in the file that `megaswift migrate` writes, or named in its comments.
+"""Every option of a script is in the file that `megaswift migrate` writes, or named in its comments; the file loads.
 
 Covers: megaswift/compat/scripts/shell_syntax.py, megaswift/compat/scripts/shell_words.py,
 megaswift/compat/scripts/commands.py.
@@ -15,6 +15,7 @@ import pytest
 
 from megaswift.commands.migrate import main
 from megaswift.compat.translation import RENAMED
+from megaswift.config import load_config
 from megaswift.config.sections import NAMES, OPTIONS
 
 DOCUMENTED = json.loads((Path(__file__).parents[1] / "names/documented_names.json").read_text())
@@ -88,6 +89,7 @@ def test_each_option_of_a_random_script_is_in_its_file(start: str, number: int, 
     source.write_text(text, newline="")
     assert main([str(source), "--output", str(target)]) in (0, 3)
     assert lost(names, target.read_text()) == [], text
+    load_config(None, [str(target)], environ={})
 
 
 GUIDE = """\

@@ -97,6 +97,16 @@ def test_long_comments_are_cut(tmp_path: Path) -> None:
 def test_numbers(tmp_path: Path) -> None:
     run = translated("swift sft --model m --dataset d", tmp_path)
     for value in (1e-05, 3.0, 0.1, 1e22, 1 / 3):
-        run.add(MigratedOption("learning_rate", value, "lr"))
+        run.add(MigratedOption("max_grad_norm", value, "clip"))
         (tmp_path / "x.yaml").write_text(run_file_text(run, "x"))
-        assert float(yaml.safe_load((tmp_path / "x.yaml").read_text())["learning_rate"]) == value
+        assert float(yaml.safe_load((tmp_path / "x.yaml").read_text())["max_grad_norm"]) == value
+
+
+@pytest.mark.parametrize(
+    "start", ["swift sft", "megatron sft", "trl sft", "torchrun --nproc_per_node 8 pretrain_gpt.py"]
+)
+def test_a_line_of_the_launch_that_the_loader_refuses_is_a_question(start: str, tmp_path: Path) -> None:
+    run = translated(f"{start} --model m --dataset d --ray_address auto --lr 1e-4", tmp_path)
+    assert loaded(run, tmp_path).optim.learning_rate == 1e-4
+    (question,) = [line for line in run.open if line.startswith("ray_address: auto: ")]
+    assert "applies only to --launcher ray" in question and "ray_address" not in run.launch
