@@ -96,7 +96,7 @@ def test_long_comments_are_cut(tmp_path: Path) -> None:
 
 def test_numbers(tmp_path: Path) -> None:
     run = translated("swift sft --model m --dataset d", tmp_path)
-    for value in (1e-05, 3.0, 0.1, 1e22, 1 / 3):
+    for value in (1e-05, 3.0, 0.1, 1e12, 1 / 3):
         run.add(MigratedOption("max_grad_norm", value, "clip"))
         (tmp_path / "x.yaml").write_text(run_file_text(run, "x"))
         assert float(yaml.safe_load((tmp_path / "x.yaml").read_text())["max_grad_norm"]) == value
