@@ -68,17 +68,19 @@ def _in_gb2312(character: str) -> bool:
 
 
 def _around_first_invalid(path: Path) -> bytes:
-    """The whole lines around the first byte that is not UTF-8; empty where all are."""
+    """The text around the first byte that is not UTF-8, up to the end of a line; empty where all are UTF-8.
+
+    It begins a little earlier, because the first byte of a character may end the block before. What is before that is
+    UTF-8, ASCII as a rule, so no character is cut there.
+    """
     position = _first_invalid_block(path)
     if position is None:
         return b""
-    begin = max(0, position - LOOKED_AT)
     with path.open("rb") as file:
-        file.seek(begin)
+        file.seek(max(0, position - LOOKED_AT))
         sample = file.read(BLOCK + 2 * LOOKED_AT)
         ends = not file.read(1)
-    first = sample.find(b"\n") + 1 if begin else 0
-    return sample[first:] if ends else sample[first : sample.rfind(b"\n") + 1]
+    return sample if ends else sample[: sample.rfind(b"\n") + 1]
 
 
 def _first_invalid_block(path: Path) -> int | None:

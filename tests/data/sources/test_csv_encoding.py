@@ -53,15 +53,15 @@ def test_utf_8_with_a_broken_byte_stays_utf_8(tmp_path: Path) -> None:
     assert isinstance(rows[2], RowError) and "not UTF-8" in str(rows[2]) and rows[3] == {"问题": "好", "回答": "好"}
 
 
-@pytest.mark.parametrize("before", [0, 5, 40])
-def test_the_first_chinese_line_may_be_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int) -> None:
+@pytest.mark.parametrize("before", ["", *("a,b\n" * 40 + "x" * n + "\n" for n in range(15))])
+def test_the_first_chinese_line_may_be_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str) -> None:
     """Blocks end within characters and lines; the last line is cut where the file is."""
     monkeypatch.setattr(csv_encoding, "BLOCK", 16)
     monkeypatch.setattr(csv_encoding, "LOOKED_AT", 64)
     file = tmp_path / "d.csv"
-    file.write_bytes(("a,b\n" * before + "你好,你好有什么可以帮你\n" * 20).encode("gb18030"))
+    file.write_bytes((before + "你好,你好有什么可以帮你\n" * 20).encode("gb18030"))
     assert encoding_of(file) == csv_encoding.GB18030
-    file.write_bytes(("a,b\n" * before + "你好,你好有什么可以帮你\n" * 20).encode())
+    file.write_bytes((before + "你好,你好有什么可以帮你\n" * 20).encode())
     assert encoding_of(file) == csv_encoding.UTF_8
     file.write_bytes("你好".encode()[:-1])
     assert encoding_of(file) == csv_encoding.UTF_8
