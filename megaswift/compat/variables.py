@@ -24,6 +24,7 @@ SIZES = re.compile(
 OTHERS = (
     (SIZES, "the model's preprocessor_config.json sets the sizes of images and videos"),
     (re.compile("NCCL_TIMEOUT"), "neither NCCL nor PyTorch reads it either; --ddp_timeout SECONDS sets the timeout"),
+    (re.compile("REASONING_EFFORT"), "the chat template's own default applies; --chat_template FILE.jinja changes it"),
     (re.compile("ASCEND_RT_VISIBLE_DEVICES"), "Ascend NPUs are not supported; CUDA_VISIBLE_DEVICES selects GPUs"),
 )
 """Names of other variables, and what to say of them."""

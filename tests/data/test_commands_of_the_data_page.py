@@ -25,8 +25,10 @@ ELSEWHERE = ("s3://", "AI-ModelScope", "MS::")
 
 def commands() -> list[str]:
     """The lines of the page's code blocks that run megaswift on local files, without comments."""
-    blocks = re.findall(r"^```\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.MULTILINE | re.DOTALL)
-    lines = [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    page = (ROOT / "docs" / "data.md").read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    shell = [block for language, block in blocks if language in ("", "bash")]
+    lines = [line.partition("  #")[0].strip() for block in shell for line in block.splitlines()]
     return [c for c in lines if c.startswith("megaswift ") and not any(e in c for e in ELSEWHERE)]
 
 

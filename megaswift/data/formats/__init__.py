@@ -124,9 +124,9 @@ def _ordered(formats: Iterable[RowFormat]) -> list[RowFormat]:
 
 
 def known_formats_text(task: str) -> str:
-    """The formats of a task with their columns, for a message; of common columns, these alone."""
+    """The formats of a task with their columns, for a message; of two common columns, these alone."""
     known = [f for f in _ordered(FORMATS) if task in f.tasks]
-    return "; ".join(f.name if f.common else f"{f.name}: {f.columns()}" for f in known)
+    return "; ".join(f.name if f.common and len(f.required) > 1 else f"{f.name}: {f.columns()}" for f in known)
 
 
 def recognize_format(row: Row, task: str) -> RowFormat:

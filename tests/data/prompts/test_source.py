@@ -153,7 +153,7 @@ def test_what_json_cannot_hold_is_text(tmp_path: Path) -> None:
         ({"prompt": [U, says("a")]}, "the last message is the assistant's"),
         ({"messages": [says("a")]}, "column messages: no message before the completion"),
         ({"question": "q"}, "prompt: prompt [tools, system]"),
-        ({"text": "t"}, "the format text is for megaswift pt, not for grpo"),
+        ({"text": "t"}, "column text: no format has these columns"),
     ],
 )
 def test_rows_that_ask_nothing(tmp_path: Path, row: dict[str, Any], part: str) -> None:
