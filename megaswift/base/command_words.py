@@ -14,7 +14,7 @@ from megaswift.base.redaction import redacted_command
 from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint
 
 HELP = ("-h", "--help")
-_NO_PAGE = "run megaswift --help for the commands; there is no web interface"
+_PAGE = "megaswift board OUT, which shows runs in the browser; runs are started from the command line"
 ELSEWHERE = {
     "finetune": "megaswift sft",
     "pretrain": "megaswift pt",
@@ -26,8 +26,8 @@ ELSEWHERE = {
     "merge-lora": "megaswift export --merge_lora true",
     "eval": "run megaswift infer --result_path FILE to generate; give --val_dataset FILE in training for the loss",
     "sample": "megaswift infer --dataset FILE --temperature 1, once per --seed",
-    "web-ui": _NO_PAGE,
-    "webui": _NO_PAGE,
+    **dict.fromkeys(("web-ui", "webui", "ui", "dashboard"), _PAGE),
+    "compare": "megaswift report OUT1 OUT2",
     "app": "run megaswift deploy and use a chat client for OpenAI's API",
     "list": "megaswift checkpoint ls OUT",
     **dict.fromkeys(

@@ -23,6 +23,8 @@ from megaswift.run.report.page import json_for_script, page_data
 from megaswift.trainers.checkpoints import CheckpointStore
 
 HEAD = ["run", "status", "step", "loss or reward", "tokens/s", "memory, GiB", "last line"]
+WIDTHS = [200, 230, 90, 160, 110, 130, 190]
+"""Pixels of the columns: on a narrow screen the table scrolls, and no word is broken."""
 STEPS = ["step", "saved", "size", ""]
 RENEWAL_SECONDS = 5
 FRAME = '<iframe title="curves" src="{}" style="width:100%;height:82vh;border:0"></iframe>'
@@ -104,7 +106,7 @@ def board_page(board: Board) -> gr.Blocks:
     """Build the page."""
     with gr.Blocks(title="megaswift board", analytics_enabled=False, fill_width=True) as page:
         remembered = gr.BrowserState([], storage_key="megaswift-board", secret="megaswift-board")
-        table = gr.Dataframe(headers=HEAD, datatype="str", interactive=False, label="Runs", wrap=True)
+        table = gr.Dataframe(headers=HEAD, datatype="str", interactive=False, label="Runs", column_widths=[*WIDTHS])
         chosen = gr.Dropdown([], multiselect=True, label="Shown", interactive=True)
         with gr.Tab("Curves and completions"):
             frame = gr.HTML()

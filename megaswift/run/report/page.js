@@ -177,7 +177,7 @@ function drawChart(card, name) {
     svg.append(drawn("text", { class: "y", x: MARGIN.left - 7, y: Number(y) + 4, "text-anchor": "end" }, texts[i]));
   });
   const [what, divisor] = unit(last);
-  const marks = linearTicks(first / divisor, last / divisor, Math.max(2, Math.floor(width / 95)));
+  const marks = linearTicks(first / divisor, last / divisor, Math.max(4, Math.floor(width / 95)));
   const whole = marks.filter((v) => view.x !== "step" || Number.isInteger(v));
   labels(whole).forEach((text, i) => {
     const anchor = i === whole.length - 1 && px(whole[i] * divisor) > width - 30 ? "end" : "middle";

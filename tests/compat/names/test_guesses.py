@@ -40,7 +40,9 @@ SWIFT_NAMES = Path(__file__).with_name("swift_names.json")
         ("plan", "--fit true --device_memory 80GiB"),
         ("estimate", "--fit true --device_memory 80GiB"),
         ("merge_lora", "megaswift export --merge_lora true"),
-        ("webui", "there is no web interface"),
+        ("webui", "megaswift board OUT"),
+        ("web_ui", "megaswift board OUT"),
+        ("compare", "megaswift report OUT1 OUT2"),
     ],
 )
 def test_a_command_that_is_none_names_what_does_its_work(word: str, answer: str) -> None:
