@@ -77,6 +77,7 @@ class Trainer:
         eval_dataset: Data for evaluation, in the same forms.
         tokenizer: A loaded tokenizer or processor. Its chat template and further special tokens are used; one with
             another vocabulary than the model's is refused.
+        processing_class: The same, by its name in TRL and transformers.
         callbacks: Objects or classes of `megaswift.trainers.hook.Hook`, for the runs of this trainer.
         options: Options that override the configuration, `task` among them: `reward_funcs=[function]`.
 
@@ -92,6 +93,7 @@ class Trainer:
         train_dataset: Any = None,
         eval_dataset: Any = None,
         tokenizer: Any = None,
+        processing_class: Any = None,
         callbacks: Sequence[Any] = (),
         **options: Any,
     ) -> None:
@@ -104,7 +106,7 @@ class Trainer:
         self.config = config if config is not None and not options else _config_of(config, options)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
-        self.tokenizer = tokenizer
+        self.tokenizer = processing_class if tokenizer is None else tokenizer
         self.callbacks = _named_callbacks(callbacks)
 
     def train(self, dataset: Any = None, val_dataset: Any = None, **options: Any) -> TrainOutput:

@@ -201,11 +201,12 @@ def test_what_other_processes_cannot_import_is_refused(tmp_path: Path) -> None:
         ({"callbacks": [print]}, "callbacks: print is no megaswift.trainers.hook.Hook"),
         ({"config": SwiftConfig(), "task": "dpo"}, "task='dpo': conflicts with the configuration, which is of sft"),
         ({"nosuch": 1}, "nosuch=1: is not an option"),
+        ({"processing_class": 3, "model": "DIR", "train_dataset": "d"}, "tokenizer: is of type int"),
     ],
 )
 def test_wrong_arguments_of_a_trainer(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        Trainer(**arguments)
+        Trainer(**arguments).train()
 
 
 def test_a_printed_result_is_one_line() -> None:

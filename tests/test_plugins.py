@@ -130,7 +130,7 @@ def test_a_data_format_of_workers(
 
 def test_a_data_format_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tokenized in this process, whose format it is, and again when another function is registered."""
-    data, plain = tickets(tmp_path, 9)
+    data, plain = tickets(tmp_path, 2000)
 
     def register(mark: str) -> None:
         @plugins.data_format("ticket", ("product", "problem", "solution"))
