@@ -22,11 +22,22 @@ PAGES = {
     "docs/inference.md": "docs/inference.zh-CN.md",
     "docs/layouts.md": "docs/layouts.zh-CN.md",
     "docs/memory.md": "docs/memory.zh-CN.md",
+    "docs/lora.md": "docs/lora.zh-CN.md",
 }
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 GENERATED = re.compile(r"<!-- [\w -]+ -->\n.*?<!-- end -->", re.DOTALL)
-NAMES_OF_PRODUCTS = {"megaswift", "ms-swift", "TRL", "transformers", "Megatron-LM", "LLaMA-Factory"}
+NAMES_OF_PRODUCTS = {
+    "megaswift",
+    "ms-swift",
+    "TRL",
+    "transformers",
+    "Megatron-LM",
+    "LLaMA-Factory",
+    "LoRA",
+    "QLoRA",
+    "DoRA",
+}
 """Headings that are the same in both languages."""
 
 
