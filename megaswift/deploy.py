@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from megaswift.serve.request_guard import AccessRules
 
 USAGE = """\
-megaswift deploy: serve an OpenAI-compatible API (chat, completions, models) with transformers or vLLM
+megaswift deploy: serve an OpenAI-compatible API with transformers or vLLM
 
-  megaswift deploy --model DIR                                    http://127.0.0.1:8000/v1, local requests only
+  megaswift deploy --model DIR            http://127.0.0.1:8000/v1, local requests only
   MEGASWIFT_API_KEY=... megaswift deploy --model DIR --host 0.0.0.0
-  megaswift deploy --adapters law=OUT1/adapter code=OUT2/adapter  requests select adapters by model name"""
+  megaswift deploy --adapters law=OUT1/adapter code=OUT2/adapter    adapters by model name"""
 TEXT_BODY = 8 << 20
 """Maximum bytes of a request to a text model, unless --max_body_size is given."""
 IMAGES_BODY = 32 << 20

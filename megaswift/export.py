@@ -43,15 +43,15 @@ from megaswift.trainers.hub_clients import HubRepository, hub_client, hub_client
 Exported = TypeVar("Exported")
 
 USAGE = """\
-megaswift export: merge adapters into a model, quantize it, convert it from or to a Megatron checkpoint, upload it
+megaswift export: merge adapters into a model; quantize, convert and upload models
 
   megaswift export --adapters OUT/adapter --merge_lora true --output_dir MERGED
   megaswift export --model DIR --quantization_bit 4 --output_dir SMALL
   megaswift export --model DIR --quant_method fp8 --output_dir SMALL
-  megaswift export --model DIR --adapters OUT/adapter --merge_lora true --quantization_bit 4 --output_dir SMALL
+  megaswift export --adapters OUT/adapter --merge_lora true --quantization_bit 4 --output_dir SMALL
   megaswift export --model DIR --to_mcore true --output_dir MCORE
   megaswift export --mcore_model MCORE --to_hf true --output_dir DIR
-  megaswift export --to_cached_dataset true --model DIR --dataset FILE... --output_dir FOLDER (--help)
+  megaswift export --to_cached_dataset true --model DIR --dataset FILE... --output_dir FOLDER
   megaswift export --adapters OUT/adapter --push_to_hub true --hub_model_id ORGANIZATION/NAME"""
 
 

@@ -40,7 +40,7 @@ megaswift infer: interactive chat, or batch inference on a prompt file
   megaswift infer --model DIR                                          chat (/clear, /quit)
   megaswift infer --model DIR --dataset q.jsonl --result_path a.jsonl  prompt file
   megaswift infer --adapters OUT/adapter --load_data_args true         validation rows of the run
-  megaswift infer --model DIR --adapters OUT/adapter --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
+  megaswift infer --model DIR --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
 STOPPED = "stopped; the same command resumes"
 LOOK_SECONDS = 0.5
 DEVICES = "CUDA_VISIBLE_DEVICES"

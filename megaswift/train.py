@@ -26,7 +26,7 @@ megaswift train: the command of the task that the options name (task, --algorith
   megaswift train --algorithm dpo --model DIR --dataset pairs.jsonl
   torchrun --nproc_per_node 4 megaswift/train.py --config run.yaml
 
-megaswift sft --help lists the options"""
+megaswift sft --help shows the options; any other task has its own"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megaswift.cli import COMMANDS, main
+from megaswift.options.tasks import TASKS
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megaswift"
 SUBCOMMANDS = {
@@ -31,6 +32,8 @@ MESSAGES = frozenset(
 """Calls whose strings are messages, besides those of exception classes."""
 LONG = 3
 """Words of a string that is listed wherever it is."""
+PAGED = (*TASKS, "infer", "deploy", "export")
+"""Commands whose `--help` is the first of two pages."""
 
 
 def help_pages() -> Iterator[tuple[str, str]]:
@@ -40,6 +43,8 @@ def help_pages() -> Iterator[tuple[str, str]]:
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):  # argparse exits after its page
             main([*words, "--help"])
+            if words[0:1] and words[0] in PAGED:
+                main([*words, "--help", "all"])
         yield " ".join(["megaswift", *words, "--help"]), out.getvalue()
 
 

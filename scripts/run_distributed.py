@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All options of a run: megaswift sft --help",
+        epilog="All options of a run: megaswift sft --help all",
     )
     made.add_argument(
         "--nproc_per_node", "--nproc-per-node", metavar="N", help="processes on this machine (NPROC_PER_NODE)"

@@ -106,7 +106,7 @@ print(refused(*polynomial, "--lr_share", "1.5"))
 cfg = load_config("sft", [*polynomial[1:], "--lr_share", "0.3"], environ={})
 print("lr_share: 0.3" in cfg.to_yaml(), SwiftConfig.from_dict(cfg.to_dict()).schedule.lr_share)
 print([round(lr_at(step, 4, cfg.schedule, cfg.optim.learning_rate), 3) for step in range(5)])
-print("--lr_share" in task_help("sft", 120), "torch" in sys.modules)
+print("--lr_share" in task_help("sft", "all", 120), "torch" in sys.modules)
 """
     ).splitlines()
     assert told[0] == "accepted"
@@ -149,7 +149,7 @@ print(refused("dpo", "--loss_type", "cubic", "--f_divergence_type", "forward_kl"
 print(refused("dpo", "--loss_type", "cubic", "--label_smoothing", "0.6"))
 print(refused("cpo", "--loss_type", "cubic"))
 print(refused("dpo", "--cubic_power", "2"))
-page = " ".join(task_help("dpo", 120).split())
+page = " ".join(task_help("dpo", "all", 120).split())
 print("sigmoid_norm | cubic]" in page, "loss_type sigmoid, exo_pair, robust, aot, aot_unpaired, cubic" in page)
 print("torch" in sys.modules)
 import torch
@@ -214,7 +214,7 @@ print(refused(*grpo, "--num_generations", "1"))
 print(refused("ppo", "--advantage_estimator", "median"))
 cfg = load_config("grpo", [*grpo[1:], "--beta", "0.1", "--num_generations", "3"], environ={})
 print(kl_in_reward_of(cfg), policy_loss_of(cfg))
-page = " ".join(task_help("grpo", 120).split())
+page = " ".join(task_help("grpo", "all", 120).split())
 print("| median]" in page, "advantage_estimator rloo, median" in page, "torch" in sys.modules)
 import numpy as np
 from megaswift.data.prompts.collate import RolloutTokens
@@ -271,7 +271,7 @@ print(refused(*grpo, "--brevity_length", "4"))
 print(refused("grpo", "--reward_funcs", "accuracy", "--brevity_length", "4"))
 print(refused(*grpo, "--brevity_length", "0"))
 print(refused(*grpo, "--repetition_n_grams", "2"))
-print("--brevity_length" in task_help("grpo", 120), "torch" in sys.modules)
+print("--brevity_length" in task_help("grpo", "all", 120), "torch" in sys.modules)
 from megaswift.run.policy_task import reward_functions_of
 cfg = load_config("grpo", [*grpo[1:], "--brevity_length", "4"], environ={})
 brevity, _ = reward_functions_of(cfg)
@@ -323,7 +323,7 @@ words = ["--launcher", "echo", "--max_restarts", "2"]
 print(refused("sft", *words))
 print(refused("sft", *words, "--num_workers", "2"))
 print(refused("sft", "--launcher", "echo", "--master_addr", "h"))
-print("[torchrun | echo | ray]" in " ".join(task_help("sft", 120).split()), "torch" in sys.modules)
+print("[torchrun | echo | ray]" in " ".join(task_help("sft", "all", 120).split()), "torch" in sys.modules)
 cfg = load_config("sft", words, environ={})
 started = launcher_of(cfg.launch).start(TrainingCommand("sft", words), cfg.launch, {})
 print(requests_worker_processes(cfg.launch), started, *nested_launcher_problems("echo", {}))
@@ -445,7 +445,7 @@ from megaswift.trainers.hooks.trackers import TrackedRun, tracker_hooks
 words = ["--report_to", "echo", "--echo_title", "a"]
 print(refused("sft", *words), *(p.rule for p in tracker_problems(("echo",))))
 print(refused("sft", "--echo_title", "a"))
-print("mlflow | echo]" in " ".join(task_help("sft", 120).split()))
+print("mlflow | echo]" in " ".join(task_help("sft", "all", 120).split()))
 """
     )
     told = package.run(program).splitlines()

@@ -12,7 +12,7 @@ from scripts.list_user_visible_texts import help_pages, listing, messages, new_e
 def test_every_command_has_a_page() -> None:
     pages = dict(help_pages())
     assert {f"megaswift {name} --help" for name in COMMANDS} <= pages.keys() and all(pages.values())
-    assert "--verify" in pages["megaswift checkpoint ls --help"] and "--lr" in pages["megaswift sft --help"]
+    assert "--verify" in pages["megaswift checkpoint ls --help"] and "--fp8_recipe" in pages["megaswift sft --help"]
 
 
 def test_messages_are_listed_with_their_expressions(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import argparse
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from megaswift.base.redaction import redacted_command
@@ -48,6 +48,15 @@ ELSEWHERE = {
 
 _ENTRY_FILE = re.compile(r"(?:^|/)(?:cli/)?(?:_megatron/)?([a-z]+)\.py$")
 """An entry file of another toolkit, such as swift/cli/_megatron/rlhf.py; `main.py` starts any of them."""
+
+
+def help_topic(words: Sequence[str]) -> str | None:
+    """Return what a command line asks help for: `lora` in `--help lora`, empty for `--help` alone; None without it."""
+    place = next((i for i, word in enumerate(words) if word in HELP), None)
+    if place is None:
+        return None
+    following = words[place + 1 : place + 2]
+    return following[0].partition("=")[0] if following else ""
 
 
 def unknown_command_error(program: str, word: str, commands: Iterable[str]) -> UserError:

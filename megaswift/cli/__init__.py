@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     if not words or words[0] in (*HELP, "help"):
         if words[:1] == ["help"] and words[1:]:
-            return _run([words[1], "--help"])
+            return _run([words[1], "--help", *words[2:]])
         print(usage(), end="", file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     if words[0] in ("--version", "version"):

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from megaswift import compat, log
 from megaswift.base.closed_stdout import ignore_closed_stdout
-from megaswift.base.command_words import HELP
+from megaswift.base.command_words import help_topic
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.sections import NAMES, TRAINING
 from megaswift.error_exit import exit_worker, print_error_once
@@ -56,12 +56,9 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
     """The command line of `task`; returns the exit code: 0, 2 for a user's mistake, 3 for training that learned
     nothing, 130 for Ctrl-C, else the launcher's."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if any(w in HELP for w in words):
-        from megaswift.config.help import RLHF_USAGE, task_help
-
-        with ignore_closed_stdout():
-            print(RLHF_USAGE if task == RLHF else task_help(task))
-        return 0
+    topic = help_topic(words)
+    if topic is not None:
+        return print_help(task, words, topic)
     take_cluster_variables(os.environ)
     if is_launched_worker(os.environ) and ({PARENT, "TORCHELASTIC_RUN_ID"} & os.environ.keys()):
         end_with_parent(os.environ)
@@ -81,6 +78,23 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
         log.info("stopped")
         code = INTERRUPTED
     exit_worker(code, os.environ)
+
+
+def print_help(task: str, words: Sequence[str], topic: str) -> int:
+    """Print the help of a task about a topic; of `rlhf` that of the task that the words name, or the list of tasks.
+
+    Returns:
+        The exit code: 2 for a topic that no option has to do with.
+    """
+    from megaswift.config.help import RLHF_USAGE, task_help
+
+    named = next((word for word in words if word in ALIGNMENT and word != topic), None) if task == RLHF else task
+    try:
+        with ignore_closed_stdout():
+            print(task_help(named, topic) if named else RLHF_USAGE)
+    except UserError as error:
+        return print_error_once(error, os.environ)
+    return 0
 
 
 def start_process_again(environ: Mapping[str, str], argv: Sequence[str]) -> NoReturn:

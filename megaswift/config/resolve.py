@@ -95,7 +95,7 @@ class Resolver:
 def _config_error(problems: Iterable[Problem], given: GivenOptions) -> ConfigError:
     """Return one error with all problems, without secrets. A problem is listed once, although one given value may set
     several options and be wrong for each."""
-    any_task = f"megaswift TASK --help lists them all (TASK: {', '.join(TASKS)})"
+    any_task = f"megaswift TASK --help all lists them (TASK: {', '.join(TASKS)})"
     help_line = LISTS_ALL.format(task=given.task) if given.task else any_task
     with_help = [replace(p, fix=help_line) if p.fix == LISTS_ALL else p for p in problems]
     return ConfigError(list(dict.fromkeys(redact_problems(with_help, given.secrets))))

@@ -18,7 +18,7 @@ from megaswift.options.values import (
     resets_number_to_default,
 )
 
-LISTS_ALL = "megaswift {task} --help lists them all"
+LISTS_ALL = "megaswift {task} --help all lists them"
 """The fix of an unknown option; the task is filled in once all sources are read, because a later one may name it."""
 _FOR_DATA = "set the file system's variables, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 CREDENTIALS = {
@@ -135,14 +135,16 @@ def unknown_option_problem(
     """
     if isinstance(given.value, dict):
         rule = f"is not a section of options; sections are {', '.join(sections)}"
-        last = "leave the mapping out; options stand at the top level or in these sections, and TASK --help lists them"
+        last = (
+            "leave the mapping out; options stand at the top level or in these sections, and TASK --help all lists them"
+        )
         names = [*sections, *known]
         return Problem(given.spelling.rstrip(":"), rule, fix or did_you_mean_hint(given.name, names) or last)
     positive = given.name.removeprefix("no_")
     if not fix and positive != given.name and positive in known:
         fix = f"--{positive} false"
     of = f" of megaswift {command}" if command else ""
-    lists = f"megaswift {command} --help lists all options" if command else LISTS_ALL
+    lists = f"megaswift {command} --help all lists them" if command else LISTS_ALL
     return Problem(given.label, f"is not an option{of}", fix or did_you_mean_hint(given.name, known) or lists)
 
 

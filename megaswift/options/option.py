@@ -107,6 +107,8 @@ class OptionDetails(TypedDict, total=False):
     selector is another option, or a fact of `variants.py`."""
     neutral: tuple[Any, ...]
     """Values that are accepted where the option does not exist, in place of `NEUTRAL`."""
+    common: tuple[str, ...]
+    """Commands whose first help page has this option: the thirty or fewer that most people use."""
     metavar: str
     """Placeholder for the value in `--help`, such as `DIR`, shown if there is no default."""
     example: str

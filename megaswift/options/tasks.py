@@ -14,6 +14,7 @@ TASKS = {
     "grpo": "reinforcement learning without a critic: GRPO and variants",
     "ppo": "reinforcement learning with a critic: PPO",
 }
+EVERY_TASK = tuple(TASKS)
 TASK_NAMES = ("task", "rlhf_type")
 """Names by which the sources say which task to run."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import option
-from megaswift.options.tasks import RL
+from megaswift.options.tasks import PPO, RL
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,9 @@ class RewardConfig:
         aliases=("reward_functions",),
         tasks=RL,
         takes_objects=True,
+        common=RL,
     )
-    reward_model: tuple[str, ...] = option((), "Reward model folders", tasks=RL, metavar="DIR...")
+    reward_model: tuple[str, ...] = option((), "Reward model folders", tasks=RL, metavar="DIR...", common=PPO)
     reward_weights: tuple[float, ...] = option(
         (), "Weight of each of reward_funcs, then of each reward_model; default: 1 each", tasks=RL, metavar="NUMBER..."
     )

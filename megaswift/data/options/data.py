@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megaswift.data.options.agent_templates import AGENT_TEMPLATES
 from megaswift.options.option import LARGEST_SEED, but_not, is_set, one_of, option
-from megaswift.options.tasks import CHATS, LIKELIHOODS, PREFERENCES, PROMPTED, SFT, VISION_TASKS
+from megaswift.options.tasks import CHATS, EVERY_TASK, LIKELIHOODS, PREFERENCES, PROMPTED, SFT, VISION_TASKS
 
 SHARE = re.compile(r"\s*(?:[0-9]+\.?[0-9]*|\.[0-9]+)\s*", re.ASCII)
 """A number without sign or exponent."""
@@ -36,12 +36,14 @@ class DataConfig:
         "Files, folders, hub IDs, or PREFIX of .bin/.idx; path#500: 500 random rows",
         aliases=("datasets", "data_path", "train_data_path", "cached_dataset"),
         metavar="PATH...",
+        common=EVERY_TASK,
     )
     val_dataset: tuple[str, ...] = option(
         (),
         "Evaluation data, in the same form",
         aliases=("val_datasets", "valid_data_path", "cached_val_dataset"),
         metavar="PATH...",
+        common=("sft", "pt", *PREFERENCES),
     )
     interleave_prob: tuple[float, ...] = option(
         (), "Mix data sets: a weight for each entry of dataset; default: concatenate", metavar="WEIGHT..."
@@ -52,13 +54,15 @@ class DataConfig:
         choices=("first_exhausted", "all_exhausted", "all_exhausted_without_replacement"),
         only_with={"interleave_prob": is_set(notice=True)},
     )
-    split_dataset_ratio: float = option(0.0, "Fraction of rows held out for evaluation", minimum=0, below=1)
+    split_dataset_ratio: float = option(
+        0.0, "Fraction of rows held out for evaluation", minimum=0, below=1, common=("sft", "pt")
+    )
     data_split: str | None = option(
         None,
         "Shares of indexed data for training, evaluation, tests; default: only training",
         aliases=("split",),
         tasks=("pt",),
-        metavar="969,30,1",
+        metavar="SHARES",
         only_with={"indexed_data": True},
     )
     max_length: int = option(
@@ -67,6 +71,7 @@ class DataConfig:
         aliases=("seq_length", "max_seq_length", "cutoff_len"),
         minimum=1,
         unit="tokens",
+        common=EVERY_TASK,
     )
     truncation_strategy: str = option(
         "delete",
@@ -80,6 +85,7 @@ class DataConfig:
         "Pack short samples; attention stays within a sample; default: not for sft, pt",
         only_with={"rows_of_text": True},
         neutral=(None, True),
+        common=("sft", "pt"),
     )
     prefix_sharing: bool | None = option(
         None, "Compute a prompt once for all its answers in a micro-batch; default: if exact", tasks=PROMPTED
@@ -130,7 +136,7 @@ class DataConfig:
         None,
         "Indexed data: attention stays within a document; default: it crosses them",
         tasks=("pt",),
-        metavar="true|false",
+        metavar="BOOL",
         only_with={"indexed_data": one_of(True, notice=True)},
         neutral=(None, False),
     )
@@ -138,12 +144,14 @@ class DataConfig:
         None,
         "Indexed data: positions restart with each document",
         tasks=("pt",),
-        metavar="true|false",
+        metavar="BOOL",
         only_with={"indexed_data": one_of(True, notice=True)},
         neutral=(None, False),
     )
     eod_mask_loss: bool = option(False, "Indexed data: no loss on a document's first token", tasks=("pt",))
-    streaming: bool = option(False, "Read rows on demand instead of preparing the whole data set; needs max_steps")
+    streaming: bool = option(
+        False, "Read rows on demand instead of preparing the whole data set; needs max_steps", common=("pt",)
+    )
     shuffle: bool = option(True, "Shuffle rows in each epoch", aliases=("dataset_shuffle", "train_dataloader_shuffle"))
     group_by_length: bool = option(
         False,
@@ -175,7 +183,7 @@ class DataConfig:
     )
     chat_template: str | None = option(
         None,
-        "Replaces the tokenizer's chat template: Jinja file or text, or a name (qwen3)",
+        "Jinja file or text, or a name (qwen3), in place of the tokenizer's template",
         aliases=("template", "template_type"),
         tasks=CHATS,
         metavar="FILE",
@@ -194,7 +202,7 @@ class DataConfig:
         None,
         "Variable enable_thinking of the chat template; default: the template's own",
         tasks=CHATS,
-        metavar="true|false",
+        metavar="BOOL",
     )
     max_pixels: int | None = option(
         None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import option
+from megaswift.options.tasks import EVERY_TASK
 
 ZERO = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 ENGINES = ("auto", "megatron", "ddp", *ZERO, "fsdp2")
@@ -42,14 +43,17 @@ class EngineBackendConfig:
         spellings=SPELLINGS,
     )
     deepspeed: str | None = option(
-        None, "Same as --engine zero2 and so on, or a DeepSpeed JSON file, or JSON", metavar="zero2|FILE"
+        None,
+        "As --engine zero2 and so on, or a DeepSpeed JSON file, or JSON",
+        metavar="STAGE|FILE",
+        common=EVERY_TASK,
     )
     ddp_backend: str | None = option(
         None,
         "Communication backend; default: nccl on GPUs, gloo on CPUs",
         aliases=("distributed_backend", "dist_backend"),
         choices=("nccl", "gloo"),
-        metavar="nccl|gloo",
+        metavar="BACKEND",
     )
     use_fsdp: bool = option(False, "Same as --engine fsdp2")
     fsdp: tuple[str, ...] = option(

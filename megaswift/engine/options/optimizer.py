@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.options.option import but_not, option
-from megaswift.options.tasks import GRPO, PREFERENCES
+from megaswift.options.tasks import EVERY_TASK, GRPO, PREFERENCES
 
 NO_CRITIC = ("sft", "pt", *PREFERENCES, *GRPO)
 """Tasks that train one model."""
@@ -67,7 +67,9 @@ def is_elementwise_plugin(name: str) -> bool:
 class OptimConfig:
     """Optimizer and learning-rate schedule"""
 
-    learning_rate: float = option(1e-5, "Peak learning rate; unset with adapters: 1e-4", aliases=("lr",), above=0)
+    learning_rate: float = option(
+        1e-5, "Peak learning rate; unset with adapters: 1e-4", aliases=("lr",), above=0, common=EVERY_TASK
+    )
     lorap_lr_ratio: float | None = option(
         None,
         "LoRA+: learning rate of B over that of A; unset: the same",

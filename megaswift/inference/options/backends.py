@@ -21,7 +21,11 @@ class BackendOptions:
     """Inference backend"""
 
     infer_backend: str = option(
-        "transformers", "Inference backend", choices=("transformers", "vllm"), spellings={"pt": "transformers"}
+        "transformers",
+        "Inference backend",
+        choices=("transformers", "vllm"),
+        spellings={"pt": "transformers"},
+        common=("infer", "deploy"),
     )
     tensor_parallel_size: int | None = option(
         None,
@@ -30,6 +34,7 @@ class BackendOptions:
         minimum=1,
         unit="GPUs",
         only_with=_VLLM,
+        common=("infer", "deploy"),
     )
     vllm_pipeline_parallel_size: int | None = option(
         None,

@@ -37,20 +37,26 @@ class ModelPathOptions:
 
     model: str | None = option(
         None,
-        "Hugging Face model folder, output directory of a run, checkpoint, or hub ID",
+        "Model folder, output directory of a run, checkpoint, or hub ID",
         aliases=("model_id_or_path", "model_name_or_path", "model_id"),
         metavar="DIR",
+        common=("infer", "deploy", "export"),
     )
     model_type: str | None = option(None, "Expected model_type of config.json; another one is an error", metavar="NAME")
-    use_hf: bool = option(True, "Hub of IDs, and of uploads: Hugging Face; false: ModelScope")
+    use_hf: bool = option(
+        True, "Hub of IDs, and of uploads: Hugging Face; false: ModelScope", common=("infer", "deploy")
+    )
     model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
-    trust_remote_code: bool = option(False, "Allow Python code from the model folder to run")
+    trust_remote_code: bool = option(
+        False, "Allow Python code from the model folder to run", common=("infer", "deploy")
+    )
     adapters: tuple[str, ...] = option(
         (),
         "PEFT adapter folders or the output directory of a LoRA run; several are added up; deploy: NAME=DIR for "
         "adapters that requests select by model name",
         aliases=("adapter", "mcore_adapter"),
         metavar="DIR...",
+        common=("infer", "deploy", "export"),
     )
 
     @property
@@ -74,6 +80,7 @@ class ModelLoadingOptions(ModelPathOptions):
         aliases=("dtype", "model_dtype"),
         choices=("auto", "float32", "bfloat16", "float16"),
         spellings=DTYPES,
+        common=("infer", "deploy"),
     )
     attn_impl: str = option(
         "auto",
@@ -82,6 +89,7 @@ class ModelLoadingOptions(ModelPathOptions):
         choices=("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
         spellings=ATTENTION,
         only_with={"infer_backend": "transformers"},
+        common=("infer",),
     )
     rope_scaling: str | None = option(
         None,
@@ -116,13 +124,14 @@ class BitsandbytesOptions:
         maximum=8,
         metavar="BITS",
         only_with={"file_backend": "transformers"},
+        common=("infer", "deploy", "export"),
     )
     quant_method: str | None = option(
         None,
         "Quantization library",
         choices=("bnb",),
         spellings={"bitsandbytes": "bnb"},
-        metavar="bnb",
+        metavar="METHOD",
         only_with={"quantization_bit": is_set()},
     )
     bnb_4bit_quant_type: str = option(
@@ -146,12 +155,14 @@ class PlacementOptions(BitsandbytesOptions):
         "auto",
         "auto, balanced, balanced_low_0, sequential, a device (cpu, cuda:0), or a map of modules: JSON or JSON file",
         only_with={"infer_backend": "transformers"},
+        common=("infer", "deploy"),
     )
     max_memory: str | None = option(
         None,
         "Maximum memory for weights per device: 0:20GiB,cpu:64GiB",
         metavar="SIZES",
         only_with={"infer_backend": "transformers", "automatic_placement": True},
+        common=("infer", "deploy"),
     )
     offload_folder: str | None = option(
         None,
@@ -159,6 +170,7 @@ class PlacementOptions(BitsandbytesOptions):
         aliases=("offload_dir",),
         metavar="DIR",
         only_with={"infer_backend": "transformers", "disk": True},
+        common=("infer", "deploy"),
     )
 
 
@@ -169,16 +181,24 @@ class GenerationOptions:
     Unset options default to the model's generation_config.json."""
 
     max_new_tokens: int = option(
-        512, "Maximum number of generated tokens", aliases=("max_tokens",), minimum=1, unit="tokens"
+        512,
+        "Maximum number of generated tokens",
+        aliases=("max_tokens",),
+        minimum=1,
+        unit="tokens",
+        common=("infer", "deploy"),
     )
-    temperature: float | None = option(None, "Sampling temperature; 0: greedy decoding", minimum=0, metavar="T")
+    temperature: float | None = option(
+        None, "Sampling temperature; 0: greedy decoding", minimum=0, metavar="T", common=("infer", "deploy")
+    )
     top_p: float | None = option(
         None,
-        "Nucleus sampling: cumulative probability of the candidate tokens",
+        "Nucleus sampling: cumulative probability of candidate tokens",
         above=0,
         maximum=1,
         metavar="P",
         only_with={"temperature": but_not(0)},
+        common=("infer", "deploy"),
     )
     top_k: int | None = option(
         None,
@@ -186,6 +206,7 @@ class GenerationOptions:
         minimum=0,
         metavar="K",
         only_with={"temperature": but_not(0)},
+        common=("infer",),
     )
     repetition_penalty: float | None = option(
         None,
@@ -193,6 +214,7 @@ class GenerationOptions:
         minimum=PENALTIES[0],
         maximum=PENALTIES[1],
         metavar="X",
+        common=("infer",),
     )
     num_beams: int | None = option(
         None, "Number of beams in beam search", minimum=1, metavar="N", only_with={"file_backend": "transformers"}
@@ -203,6 +225,7 @@ class GenerationOptions:
         aliases=("stop_strings", "stop_words"),
         metavar="TEXT...",
         only_with={"server_backend": "transformers"},
+        common=("infer",),
     )
     seed: int | None = option(
         None,
@@ -210,6 +233,7 @@ class GenerationOptions:
         minimum=0,
         metavar="SEED",
         only_with={"temperature": but_not(0)},
+        common=("infer",),
     )
 
 
@@ -219,10 +243,11 @@ class ChatTemplateOptions:
 
     chat_template: str | None = option(
         None,
-        "Replaces the tokenizer's chat template: Jinja file or text, or a name (qwen3)",
+        "Jinja file or text, or a name (qwen3), in place of the tokenizer's template",
         aliases=("template", "template_type"),
         metavar="FILE",
         free_text=True,
+        common=("infer", "deploy"),
     )
     agent_template: str | None = option(
         None,
@@ -236,6 +261,7 @@ class ChatTemplateOptions:
         metavar="TEXT|FILE",
         free_text=True,
         only_with={"server_backend": "transformers"},
+        common=("infer", "deploy"),
     )
     max_length: int | None = option(
         None,
@@ -243,12 +269,14 @@ class ChatTemplateOptions:
         minimum=1,
         unit="tokens",
         only_with={"server_backend": "transformers"},
+        common=("infer", "deploy"),
     )
     enable_thinking: bool | None = option(
         None,
         "Variable enable_thinking of the chat template; unset: the template's default",
-        metavar="true|false",
+        metavar="BOOL",
         only_with={"server_backend": "transformers"},
+        common=("infer", "deploy"),
     )
 
 
@@ -258,12 +286,15 @@ class PromptFileOptions:
 
     dataset: tuple[str, ...] = option(
         (),
-        "Prompt files, folders or hub IDs in any format that training accepts; no responses needed; FILE#N: N rows",
+        "Prompt files, folders or hub IDs, in training's formats; no responses needed; FILE#N: N rows",
         aliases=("val_dataset", "infer_dataset"),
         metavar="FILE...",
+        common=("infer",),
     )
     load_data_args: bool = option(
-        False, "Use the validation rows of the run that wrote the model or adapters, as its config.yaml has them"
+        False,
+        "Use the validation rows of the run that wrote the weights; its config.yaml has them",
+        common=("infer",),
     )
     columns: dict[str, str] = option(
         {},
@@ -271,12 +302,14 @@ class PromptFileOptions:
         metavar="FROM=TO...",
         example="question=query",
         only_with={"dataset": is_set()},
+        common=("infer",),
     )
     result_path: str | None = option(
         None,
-        "JSONL file to write: each row with its `response`, in input order; unset: infer_result/MODEL/DATASET.jsonl",
+        "JSONL file to write: rows with their `response`, in input order; unset: infer_result/MODEL/DATASET.jsonl",
         metavar="FILE",
         only_with={"dataset": is_set()},
+        common=("infer",),
     )
     per_device_eval_batch_size: int = option(
         8,
@@ -285,6 +318,7 @@ class PromptFileOptions:
         minimum=1,
         unit="rows",
         only_with={"file_backend": "transformers"},
+        common=("infer",),
     )
     logprobs: bool = option(
         False, "Also write the log-probability of each generated token", only_with={"dataset": is_set()}
@@ -303,14 +337,16 @@ class PromptFileOptions:
 class TerminalOptions:
     """Conversation in the terminal"""
 
-    stream: bool = option(True, "Print an answer while it is generated; false: when it is complete")
+    stream: bool = option(True, "Print an answer while it is generated; false: when it is complete", common=("infer",))
 
 
 @dataclass(frozen=True)
 class NodeOptions:
     """Launch"""
 
-    nproc_per_node: int | None = option(None, "Processes on this node; unset: one", minimum=1, unit="processes")
+    nproc_per_node: int | None = option(
+        None, "Processes on this node; unset: one", minimum=1, unit="processes", common=("infer",)
+    )
     nnodes: int | None = option(None, "Number of nodes, each started with this command", minimum=1, unit="nodes")
     node_rank: int | None = option(None, "Rank of this node, from 0", minimum=0, metavar="RANK")
     master_addr: str | None = option(None, "Address of node 0, which writes the result", metavar="HOST")
@@ -345,18 +381,26 @@ class ExportProcessOptions(NodeOptions):
 class ServerOptions:
     """Server"""
 
-    host: str = option("127.0.0.1", "Address to bind to; any address except loopback requires a token")
-    port: int = option(8000, "Port; 0: any free port", minimum=0, maximum=65535)
-    api_key: str | None = option(
-        None, "Token that clients must send; safer: the environment variable MEGASWIFT_API_KEY", metavar="TOKEN"
+    host: str = option(
+        "127.0.0.1", "Address to bind to; any address except loopback requires a token", common=("deploy",)
     )
-    served_model_name: str | None = option(None, "Model name in the API; unset: name of the folder", metavar="NAME")
+    port: int = option(8000, "Port; 0: any free port", minimum=0, maximum=65535, common=("deploy",))
+    api_key: str | None = option(
+        None,
+        "Token that clients must send; safer: the environment variable MEGASWIFT_API_KEY",
+        metavar="TOKEN",
+        common=("deploy",),
+    )
+    served_model_name: str | None = option(
+        None, "Model name in the API; unset: name of the folder", metavar="NAME", common=("deploy",)
+    )
     max_batch_size: int = option(
         8,
         "Maximum number of completions generated together",
         minimum=1,
         unit="completions",
         only_with={"server_backend": "transformers"},
+        common=("deploy",),
     )
     max_waiting: int = option(
         64,
@@ -364,6 +408,7 @@ class ServerOptions:
         minimum=0,
         unit="completions",
         only_with={"server_backend": "transformers"},
+        common=("deploy",),
     )
     max_body_size: str | None = option(
         None,
@@ -376,6 +421,7 @@ class ServerOptions:
         "Log each request: client, path, status and duration; neither text nor token",
         aliases=("verbose",),
         only_with={"server_backend": "transformers"},
+        common=("deploy",),
     )
     max_logprobs: int = option(20, "Maximum top_logprobs of a request", minimum=0, maximum=20, unit="tokens")
     owned_by: str = option(
@@ -389,25 +435,27 @@ class ExportOptions(BitsandbytesOptions):
 
     quant_method: str | None = option(
         None,
-        "Quantization method: bnb (needs quantization_bit), or fp8: float8 weights in blocks of 128 x 128",
+        "Quantization method; bnb needs quantization_bit, fp8 is float8 weights in blocks of 128 x 128",
         choices=("bnb", FP8),
         spellings={"bitsandbytes": "bnb"},
-        metavar="bnb|fp8",
+        metavar="METHOD",
         only_with={"quantization_bit": is_set()},
         neutral=(FP8,),
+        common=("export",),
     )
 
-    merge_lora: bool = option(False, "Merge the adapters from --adapters into the model")
-    to_mcore: bool = option(False, "Convert to a sharded Megatron checkpoint (torch_dist)")
-    to_hf: bool = option(False, "Convert --mcore_model to a Hugging Face folder")
+    merge_lora: bool = option(False, "Merge the adapters from --adapters into the model", common=("export",))
+    to_mcore: bool = option(False, "Convert to a sharded Megatron checkpoint (torch_dist)", common=("export",))
+    to_hf: bool = option(False, "Convert --mcore_model to a Hugging Face folder", common=("export",))
     mcore_model: str | None = option(
         None,
-        "Megatron checkpoint to convert: a converted folder, OUT, or OUT/checkpoints/step-N",
+        "Megatron checkpoint to convert; a converted folder, OUT, or OUT/checkpoints/step-N",
         metavar="DIR",
         only_with={"conversion": True},
+        common=("export",),
     )
     test_convert_precision: bool = option(
-        False, "Compare every tensor after a conversion, bit by bit", only_with={"conversion": True}
+        False, "Compare every tensor after a conversion, bit by bit", only_with={"conversion": True}, common=("export",)
     )
     torch_dtype: str | None = option(
         None,
@@ -436,8 +484,9 @@ class ExportOptions(BitsandbytesOptions):
         "Folder to write; must not exist; unset: the source with a suffix: DIR-merged, DIR-mcore",
         metavar="DIR",
         only_with={"written_folder": True},
+        common=("export",),
     )
-    max_shard_size: str = option("5GB", "Maximum file size", only_with={"written_folder": True})
+    max_shard_size: str = option("5GB", "Maximum file size", only_with={"written_folder": True}, common=("export",))
 
     @property
     def quantizes(self) -> bool:
@@ -450,15 +499,17 @@ class ExportUploadOptions:
     """Upload to a hub"""
 
     push_to_hub: bool = option(
-        False, "Upload the folder written, or without one --adapters or --model, to a model repository (use_hf)"
+        False,
+        "Upload the folder written to a model repository (use_hf); without one: --adapters or --model",
+        common=("export",),
     )
     hub_model_id: str | None = option(
-        None, "Repository, NAME or ORGANIZATION/NAME; unset: the folder's name", metavar="ID"
+        None, "Repository, NAME or ORGANIZATION/NAME; unset: the folder's name", metavar="ID", common=("export",)
     )
     hub_token: str | None = option(
         None, "Token of the hub; unset: the one stored by the hub's client", aliases=("hf_token",), secret=True
     )
-    hub_private_repo: bool = option(False, "Make a new repository private")
+    hub_private_repo: bool = option(False, "Make a new repository private", common=("export",))
     commit_message: str | None = option(
         None,
         "Message of the commit; unset: upload NAME",

@@ -8,17 +8,15 @@ also comes from files and Python, is `swift_config.py`'s.
 from __future__ import annotations
 
 import os
-import shutil
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from megaswift import log
-from megaswift.base.command_words import HELP
+from megaswift.base.command_words import help_topic
 from megaswift.base.redaction import redact_problems
-from megaswift.config.help import option_lines, section_heading
+from megaswift.config.help import HelpPages
 from megaswift.config.sections import SECTIONS, TRAINING
 from megaswift.data.options.hub_ids import dataset_hubs, hub_source_from_environment
 from megaswift.errors import ConfigError, Problem
@@ -29,11 +27,6 @@ from megaswift.options.given_options import GivenOptions, Toolkits, unknown_opti
 from megaswift.options.option import OptionTable, build_option_table
 from megaswift.options.sources import ConfigSource, GivenOptionValue, accepted_notice, secret_values_of
 from megaswift.options.spelling import TypedOption, errors_as_typed, problems_as_typed
-
-LEGEND = (
-    "Each option is shown with its default and unit; CAPITALS: not set by default. Dashes and underscores are "
-    "interchangeable. A boolean flag without a value means true."
-)
 
 
 @dataclass(frozen=True)
@@ -88,8 +81,9 @@ class CommandParser(Generic[Config]):
 
     def run(self, argv: Sequence[str], work: Callable[[Config], int]) -> int:
         """Help where it is asked for, else `work` on the options; returns the exit code."""
-        if not argv or any(word in HELP for word in argv):
-            print(self.help())
+        topic = help_topic(argv)
+        if not argv or topic is not None:
+            print(self.help(topic or ""))
             return 0 if argv else 2
         parsed = self.parse(argv)
         if CHECKED not in os.environ:  # the process that started this one has printed them
@@ -145,13 +139,7 @@ class CommandParser(Generic[Config]):
             first.setdefault(option.name, given)
         state.accepted |= {accepted.name: accepted for accepted in source.accepted}
 
-    def help(self, width: int | None = None) -> str:
-        """The help page, `width` columns wide (None: as wide as the terminal, at most 120)."""
-        width = min(width or shutil.get_terminal_size((100, 24)).columns, 120)
-        lines = [self.usage.rstrip(), "", *textwrap.wrap(LEGEND, width)]
-        for key, cls in self.sections.items():
-            lines += section_heading(cls.__doc__ or key, width)
-            for option in self.table.options.values():
-                if option.section == key:
-                    lines += option_lines(option, width)
-        return "\n".join(line.rstrip() for line in lines)
+    def help(self, topic: str = "", width: int | None = None) -> str:
+        """Return a help page, as `HelpPages.page` does."""
+        options = [option for key in self.sections for option in self.table.options.values() if option.section == key]
+        return HelpPages(self.name, self.usage, self.sections, options).page(topic, width)

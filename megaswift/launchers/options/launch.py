@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megaswift.launchers.options.launchers import LAUNCHERS
 from megaswift.options.option import at_least, option
+from megaswift.options.tasks import EVERY_TASK
 
 NCCL_PRESETS = ("none", "auto", "ethernet", "roce", "infiniband", "nvlink_node")
 """The names of `megaswift.clusters.network_presets`; none: NCCL chooses; auto: by this node's devices."""
@@ -21,7 +22,11 @@ class LaunchConfig:
 
     launcher: str = option("torchrun", "Process launcher", choices=LAUNCHERS)
     nproc_per_node: int | None = option(
-        None, "Processes on this node; unset: one process, without a launcher", minimum=1, unit="processes"
+        None,
+        "Processes on this node; unset: one process, without a launcher",
+        minimum=1,
+        unit="processes",
+        common=EVERY_TASK,
     )
     hostfile: str | None = option(
         None,
@@ -79,7 +84,7 @@ class LaunchConfig:
         only_with={"launcher": "ray"},
     )
     use_gpu: bool | None = option(
-        None, "Ray: one GPU per process; unset: if the cluster has GPUs", metavar="auto", only_with={"launcher": "ray"}
+        None, "Ray: one GPU per process; unset: if the cluster has GPUs", metavar="BOOL", only_with={"launcher": "ray"}
     )
     cpus_per_worker: int = option(
         1, "Ray: CPU cores reserved per process", minimum=1, unit="cores", only_with={"launcher": "ray"}

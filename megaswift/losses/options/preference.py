@@ -32,6 +32,7 @@ class PreferenceConfig:
         aliases=("kl_coef",),
         minimum=0,
         tasks=("dpo", "kto", "orpo", "cpo", "simpo", *RL),
+        common=("dpo", "kto", "orpo", "cpo", "simpo", *RL),
     )
     loss_type: tuple[str, ...] = option(
         (),
@@ -41,6 +42,7 @@ class PreferenceConfig:
         spellings={"aot_pair": "aot_unpaired"},
         tasks=tuple(LOSSES),
         metavar="NAME...",
+        common=tuple(LOSSES),
     )
     loss_weights: tuple[float, ...] = option(
         (), "Weight of each loss_type; default: 1 each", tasks=("dpo",), metavar="NUMBER..."
@@ -93,6 +95,7 @@ class PreferenceConfig:
         tasks=_REFERENCED,
         metavar="DIR",
         only_with={"reference_free": False, "beta": but_not(0)},
+        common=("dpo", "kto"),
     )
     offload_reference: bool = option(
         False,
@@ -136,6 +139,7 @@ class PreferenceConfig:
         minimum=0,
         tasks=("cpo", "simpo"),
         only_with={"loss_type": but_not(ALPHAPO)},
+        common=("cpo",),
     )
     simpo_gamma: float = option(
         1.0,
@@ -143,12 +147,17 @@ class PreferenceConfig:
         minimum=0,
         tasks=("cpo", "simpo"),
         only_with={"loss_type": ("simpo", "alphapo")},
+        common=("simpo",),
     )
     alpha: float = option(
         0.0, "Exponent of the AlphaPO reward; 0: log-probability (arXiv:2501.03884)", tasks=("cpo", "simpo")
     )
     center_rewards_coefficient: float | None = option(
-        None, "Weight of the penalty that centers rewards on zero (arXiv:2312.09244)", above=0, tasks=("rm",)
+        None,
+        "Weight of the penalty that centers rewards on zero (arXiv:2312.09244)",
+        above=0,
+        tasks=("rm",),
+        common=("rm",),
     )
 
 

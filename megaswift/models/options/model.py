@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megaswift.bridge.adapters.options.methods import METHODS
 from megaswift.options.option import but_not, is_set, option
-from megaswift.options.tasks import ALIGNMENT, PREFERENCES
+from megaswift.options.tasks import ALIGNMENT, EVERY_TASK, PREFERENCES
 
 DTYPES = {
     "fp32": "float32",
@@ -39,6 +39,7 @@ class ModelConfig:
         "Hugging Face model folder, output directory of a run, or hub ID",
         aliases=("model_id_or_path", "model_name_or_path"),
         metavar="DIR",
+        common=EVERY_TASK,
     )
     model_type: str | None = option(None, "Model type that config.json must have; unset: any", metavar="TYPE")
     use_hf: bool = option(True, "Hub of models, data and push_to_hub: Hugging Face; false: ModelScope")
@@ -53,12 +54,13 @@ class ModelConfig:
     new_special_tokens: tuple[str, ...] = option(
         (), "Special tokens to add, or a .txt file with one a line", tasks=(*PLAIN, *PREFERENCES), metavar="TOKEN..."
     )
-    random_init: bool = option(False, "Initialize weights randomly from config.json, to pretrain from scratch")
+    random_init: bool = option(False, "Random weights by config.json, to pretrain from scratch", common=("pt",))
     train_type: str = option(
         "full",
         "Train all weights, or adapters on a frozen base model (qlora: LoRA on NF4)",
         aliases=("tuner_type",),
         choices=("full", "lora", "qlora", *METHODS),
+        common=EVERY_TASK,
     )
     torch_dtype: str = option(
         "auto",
@@ -66,6 +68,7 @@ class ModelConfig:
         aliases=("dtype", "model_dtype"),
         choices=("auto", "float32", "bfloat16", "float16"),
         spellings=DTYPES,
+        common=EVERY_TASK,
     )
     attn_impl: str = option(
         "auto",
@@ -89,6 +92,7 @@ class ModelConfig:
         choices=("none", "full", "selective"),
         spellings=ON_OFF,
         metavar="none",
+        common=EVERY_TASK,
     )
     recompute_method: str | None = option(
         None,
@@ -286,7 +290,7 @@ class ModelConfig:
     vit_gradient_checkpointing: bool | None = option(
         None,
         "Recompute the vision encoder's layers; unset: with recompute_granularity full",
-        metavar="true|false",
+        metavar="BOOL",
         only_with={"engine": but_not("megatron"), "vision_model": True},
         neutral=(None,),
     )

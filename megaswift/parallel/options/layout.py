@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import at_least, option
+from megaswift.options.tasks import EVERY_TASK, PREFERENCES
 
 _SUPERVISED = ("sft", "pt")
 """Tasks whose micro-batches have one shape."""
@@ -23,6 +24,7 @@ class ParallelConfig:
         unit="ranks",
         only_with={"engine": ("megatron", "auto")},
         neutral=(None, False, 0, (), 1),
+        common=EVERY_TASK,
     )
     pipeline_parallel_size: int = option(
         1,
@@ -32,6 +34,7 @@ class ParallelConfig:
         unit="ranks",
         only_with={"engine": ("megatron", "auto")},
         neutral=(None, False, 0, (), 1),
+        common=("sft", "pt", *PREFERENCES),
     )
     virtual_pipeline_parallel_size: int | None = option(
         None,
@@ -50,6 +53,7 @@ class ParallelConfig:
         unit="ranks",
         only_with={"engine": ("megatron", "auto")},
         neutral=(None, False, 0, (), 1),
+        common=("pt",),
     )
     expert_parallel_size: int = option(
         1,

@@ -31,6 +31,7 @@ class RolloutConfig:
         choices=BACKENDS,
         spellings=BACKEND_SPELLINGS,
         tasks=RL,
+        common=RL,
     )
     rollout_batch_size: int | None = option(
         None,
@@ -46,12 +47,13 @@ class RolloutConfig:
         minimum=1,
         unit="tokens",
         tasks=RL,
+        common=RL,
     )
     temperature: float = option(
-        1.0, "Sampling temperature, also applied to the policy's log-probabilities", above=0, tasks=RL
+        1.0, "Sampling temperature, also of the policy's log-probabilities", above=0, tasks=RL, common=RL
     )
     top_p: float = option(
-        1.0, "Nucleus sampling: cumulative probability of the candidate tokens", above=0, maximum=1, tasks=RL
+        1.0, "Nucleus sampling: cumulative probability of candidate tokens", above=0, maximum=1, tasks=RL
     )
     top_k: int = option(0, "Number of highest-probability candidate tokens; 0: all", minimum=0, tasks=RL)
     min_p: float | None = option(
@@ -77,7 +79,7 @@ class RolloutConfig:
         aliases=("multi_turn_scheduler",),
         tasks=RL,
         takes_objects=True,
-        metavar="FILE.py:NAME",
+        metavar="FILE:NAME",
     )
     max_turns: int | None = option(
         None,

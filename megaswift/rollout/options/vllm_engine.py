@@ -58,7 +58,7 @@ class VllmSamplerConfig:
         None,
         "Seed each completion, so runs are repeatable; default: not with vllm on a GPU",
         tasks=RL,
-        metavar="true|false",
+        metavar="BOOL",
         only_with={"rollout_backend": ("vllm", "vllm_server")},
         neutral=(None,),
     )
@@ -66,7 +66,7 @@ class VllmSamplerConfig:
         None,
         "Reuse the KV cache of equal prompt beginnings; default: as in vLLM",
         tasks=RL,
-        metavar="true|false",
+        metavar="BOOL",
         only_with={"rollout_backend": "vllm"},
         neutral=(None,),
     )
@@ -74,7 +74,7 @@ class VllmSamplerConfig:
         None,
         "Disable cascade attention; default: as in vLLM",
         tasks=RL,
-        metavar="true|false",
+        metavar="BOOL",
         only_with={"rollout_backend": "vllm"},
         neutral=(None,),
     )

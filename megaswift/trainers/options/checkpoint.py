@@ -5,25 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import is_set, one_of, option
-from megaswift.options.tasks import PREFERENCES
+from megaswift.options.tasks import EVERY_TASK, PREFERENCES
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Output folder and checkpoints"""
 
-    output_dir: str = option("output", "Output directory of the run", aliases=("save",))
+    output_dir: str = option("output", "Output directory of the run", aliases=("save",), common=EVERY_TASK)
     add_version: bool | None = option(
         None,
         "Write to a new folder output_dir/vN-DATE-TIME; unset: if no output_dir is given",
-        metavar="true|false",
+        metavar="BOOL",
     )
     overwrite_output_dir: bool = option(False, "Replace an earlier run in output_dir")
     resume_from_checkpoint: str | None = option(
         None,
         "Checkpoint folder to resume from; latest: the newest in output_dir or a version",
         aliases=("load",),
-        metavar="DIR|latest",
+        metavar="DIR",
+        common=EVERY_TASK,
     )
     ignore_data_skip: bool = option(
         False,
@@ -44,9 +45,15 @@ class CheckpointConfig:
         fraction=True,
         unit="steps",
         only_with={"save_strategy": one_of("steps", None, notice=True)},
+        common=EVERY_TASK,
     )
     save_total_limit: int | None = option(
-        None, "Number of checkpoints to keep, newest first; unset: all", minimum=1, unset=("-1",), unit="checkpoints"
+        None,
+        "Number of checkpoints to keep, newest first; unset: all",
+        minimum=1,
+        unset=("-1",),
+        unit="checkpoints",
+        common=EVERY_TASK,
     )
     save_only_model: bool = option(
         False, "Checkpoints hold the weights alone, without optimizer and random states", aliases=("no_save_optim",)

@@ -28,6 +28,7 @@ class EvaluationConfig:
         fraction=True,
         unit="steps",
         only_with={"evaluation_data": one_of(True, notice=True), "eval_strategy": one_of("steps", None, notice=True)},
+        common=("sft", "pt", *PREFERENCES),
     )
     eval_on_start: bool = option(
         False,

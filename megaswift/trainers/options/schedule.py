@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megaswift.engine.options.optimizer import NO_CRITIC
 from megaswift.options.option import but_not, is_set, option
+from megaswift.options.tasks import PREFERENCES
 
 PLATEAU = "reduce_lr_on_plateau"
 SCHEDULES = {
@@ -52,9 +53,15 @@ class ScheduleConfig:
             PLATEAU,
         ),
         spellings=SCHEDULES,
+        common=("sft", "pt", *PREFERENCES),
     )
     warmup_ratio: float = option(
-        0.0, "Fraction of steps used for warmup", aliases=("lr_warmup_fraction",), minimum=0, below=1
+        0.0,
+        "Fraction of steps used for warmup",
+        aliases=("lr_warmup_fraction",),
+        minimum=0,
+        below=1,
+        common=("sft", "pt", *PREFERENCES),
     )
     warmup_steps: int = option(
         0, "Warmup steps, instead of warmup_ratio", aliases=("lr_warmup_iters",), minimum=0, unit="steps"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import option
+from megaswift.options.tasks import EVERY_TASK
 
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 """Values of `report_to`. Each is also the name of the package that it needs, and of its folder in the output folder."""
@@ -21,6 +22,7 @@ class TrackerConfig:
         ("tensorboard",),
         "Experiment trackers, in addition to metrics.jsonl; none: no tracker",
         choices=TRACKERS,
+        common=EVERY_TASK,
     )
     run_name: str | None = option(
         None,

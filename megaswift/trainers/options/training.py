@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import LARGEST_SEED, but_not, one_of, option
+from megaswift.options.tasks import EVERY_TASK
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class TrainConfig:
         aliases=("micro_batch_size", "per_device_batch_size"),
         minimum=1,
         unit="samples",
+        common=EVERY_TASK,
     )
     per_device_eval_batch_size: int | None = option(
         None,
@@ -35,10 +37,19 @@ class TrainConfig:
         only_with={"evaluation_data": one_of(True, notice=True)},
     )
     gradient_accumulation_steps: int | None = option(
-        None, "Micro-batches per optimizer step; unset: from global_batch_size, else 1", minimum=1, unit="micro-batches"
+        None,
+        "Micro-batches per optimizer step; unset: from global_batch_size, else 1",
+        minimum=1,
+        unit="micro-batches",
+        common=EVERY_TASK,
     )
     global_batch_size: int | None = option(
-        None, "Samples per optimizer step over all ranks", aliases=("gbs",), minimum=1, unit="samples"
+        None,
+        "Samples per optimizer step over all ranks",
+        aliases=("gbs",),
+        minimum=1,
+        unit="samples",
+        common=EVERY_TASK,
     )
     max_steps: int | None = option(
         None,
@@ -47,9 +58,15 @@ class TrainConfig:
         minimum=1,
         unset=("-1",),
         unit="steps",
+        common=EVERY_TASK,
     )
     num_train_epochs: float = option(
-        1.0, "Passes over the training data", aliases=("num_epochs", "max_epochs"), above=0, unit="epochs"
+        1.0,
+        "Passes over the training data",
+        aliases=("num_epochs", "max_epochs"),
+        above=0,
+        unit="epochs",
+        common=EVERY_TASK,
     )
     label_smoothing_factor: float = option(
         0.0,
@@ -64,9 +81,7 @@ class TrainConfig:
         "Bitwise reproducible runs; slower on GPUs",
         aliases=("deterministic_mode", "full_determinism"),
     )
-    tf32: bool | None = option(
-        None, "Round float32 products to TF32 on GPUs; unset: PyTorch's default", metavar="true|false"
-    )
+    tf32: bool | None = option(None, "Round float32 products to TF32 on GPUs; unset: PyTorch's default", metavar="BOOL")
     logging_steps: int | float = option(
         1,
         "Steps between entries in metrics.jsonl; below 1: that fraction of all steps",
@@ -84,7 +99,7 @@ class TrainConfig:
     device_memory: str | None = option(
         None,
         "Memory of a device for fit; unset: the GPU's",
-        metavar="139GiB",
+        metavar="SIZE",
         tasks=("sft", "pt"),
         only_with={"fit": True},
         neutral=(None,),

@@ -27,7 +27,7 @@ DOCUMENTED: dict[str, dict[str, list[str | None]]] = json.loads(
     Path(__file__).with_name("documented_names.json").read_text(encoding="utf-8")
 )
 """By toolkit: name to its default and another value; null: unset. ms-swift of 2026-08-22, Megatron-LM d98e8a64."""
-GENERIC = re.compile(r"did you mean|lists them all")
+GENERIC = re.compile(r"did you mean|--help all lists them")
 
 
 def transformers_names() -> dict[str, list[str | None]]:

@@ -126,7 +126,7 @@ ANSWERS = [
     ("--ref_load x", "--ref_model DST"),
     ("--lora_bias all", "--modules_to_save NAME"),
     ("--muon_extra_scale_factor 1", "--learning_rate X"),
-    ("--nothing_like_it 1", "megaswift sft --help lists them all"),
+    ("--nothing_like_it 1", "megaswift sft --help all lists them"),
 ]
 
 
@@ -166,14 +166,14 @@ def test_a_task_that_is_not_there_hides_nothing_else() -> None:
 
 @pytest.mark.parametrize("task", ["pt", "dpo", "grpo"])
 def test_the_hint_names_the_command(task: str) -> None:
-    assert fixes("--nothing_like_it", "1", task=task) == [f"megaswift {task} --help lists them all"]
-    assert fixes("--nothing_like_it", "1", "--rlhf_type", "rm", task=None) == ["megaswift rm --help lists them all"]
+    assert fixes("--nothing_like_it", "1", task=task) == [f"megaswift {task} --help all lists them"]
+    assert fixes("--nothing_like_it", "1", "--rlhf_type", "rm", task=None) == ["megaswift rm --help all lists them"]
 
 
 def test_without_a_task_the_hint_names_all() -> None:
     """`megaswift rlhf` without --rlhf_type, and `megaswift config`."""
     (fix,) = fixes("--nothing_like_it", "1", task=None)
-    assert fix.startswith("megaswift TASK --help lists them all (TASK: sft, pt, dpo, ")
+    assert fix.startswith("megaswift TASK --help all lists them (TASK: sft, pt, dpo, ")
 
 
 @pytest.mark.parametrize("module", [infer, deploy, export])

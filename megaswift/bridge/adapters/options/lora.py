@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megaswift.bridge.adapters.options.methods import LORAS, adapters_with
 from megaswift.options.option import but_not, option
+from megaswift.options.tasks import CHATS, PREFERENCES
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,14 @@ class LoraConfig:
         aliases=("lora_r", "lora_dim", "vera_rank"),
         minimum=1,
         only_with={"train_type": adapters_with("lora_rank"), "adapters": None},
+        common=CHATS,
     )
     lora_alpha: float = option(
         32.0,
         "Scaling numerator: adapter outputs are multiplied by alpha / r",
         above=0,
         only_with={"train_type": adapters_with("lora_alpha"), "adapters": None},
+        common=("sft", *PREFERENCES),
     )
     lora_dropout: float = option(
         0.0,
@@ -60,9 +63,10 @@ class LoraConfig:
     )
     target_modules: tuple[str, ...] = option(
         ("all-linear",),
-        "Modules to adapt: all-linear, Hugging Face or Megatron names, or regexes",
+        "Modules to adapt; names (Hugging Face, Megatron), regexes, or all-linear",
         aliases=("target_regex",),
         only_with={"train_type": but_not("full"), "adapters": None},
+        common=("sft",),
     )
     target_parameters: tuple[str, ...] = option(
         (),

@@ -24,7 +24,7 @@ class RlConfig:
     """Reinforcement learning"""
 
     num_generations: int | None = option(
-        None, "Completions per prompt; unset: 8, ppo 1", minimum=1, tasks=RL, metavar="N"
+        None, "Completions per prompt; unset: 8, ppo 1", minimum=1, tasks=RL, metavar="N", common=RL
     )
     generation_batch_size: int | None = option(
         None,
@@ -62,6 +62,7 @@ class RlConfig:
         choices_of=ESTIMATOR_NAMES,
         tasks=RL,
         metavar="NAME",
+        common=GRPO,
     )
     pass_at_k: int = option(
         4,
@@ -135,6 +136,7 @@ class RlConfig:
         tasks=RL,
         only_with={"loss_type": ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "rloo", "clip_cov")},
         neutral=(None,),
+        common=GRPO,
     )
     epsilon_high: float | None = option(
         None,

@@ -352,7 +352,7 @@ def test_what_is_left_out_of_other_tasks() -> None:
 
 
 def test_help_names_the_losses_of_the_task() -> None:
-    pages = {task: " ".join(task_help(task, 120).split()) for task in ("grpo", "ppo", "dpo")}
+    pages = {task: " ".join(task_help(task, "all", 120).split()) for task in ("grpo", "ppo", "dpo")}
     assert (
         f"[{' | '.join(loss_names('grpo'))}]" in pages["grpo"]
         and "| aot |" not in pages["grpo"]
