@@ -34,6 +34,7 @@ from megaswift.run.faults.diagnosis import (
 from megaswift.run.faults.oom_retry import retry_after
 from megaswift.run.faults.timeout_monitor import CollectiveTimeoutMonitor
 from megaswift.run.model_files import export_model
+from megaswift.run.next_commands import next_commands
 from megaswift.run.output import OutputFolder
 from megaswift.run.plan import RunPlan
 from megaswift.run.report import page
@@ -80,6 +81,7 @@ class Story:
     rows: summary.Rows = field(default_factory=list)
     """The rows of the first screen; empty until the run is built."""
     status: str = "failed before the first step"
+    finished: bool = False
 
 
 def run_to_the_end(settled: SettledRun, start_up_seconds: float) -> Path:
@@ -117,7 +119,8 @@ def run_to_the_end(settled: SettledRun, start_up_seconds: float) -> Path:
                 facts = built.facts()
                 story.rows = summary.summary_rows(cfg, facts)
                 if distributed.global_rank() == 0:
-                    log.info(summary.render_summary(facts.title, story.rows))
+                    name = cfg.trackers.run_name or plan.outputs.root.absolute().name
+                    log.info(summary.render_summary(f"{facts.title}: {name}", story.rows))
 
                 # Training, and what it leaves.
                 train_or_skip(run, story, diagnosis, advice)
@@ -129,11 +132,15 @@ def run_to_the_end(settled: SettledRun, start_up_seconds: float) -> Path:
                             settled.upload.at_end(plan.outputs.hf if whole else plan.outputs.adapter, run.step)
                 why = f": {run.stopping}" if run.stopping else ""
                 story.status = f"finished at step {run.step}{why}{step_monitor(run).summary()}"
+                story.finished = True
         except InterruptedBySignal as signalled:  # on all ranks
             interrupted = signalled
         finally:
             if distributed.global_rank() == 0 and story.rows:
                 write_page(cfg, plan.outputs, story)
+                if story.finished:
+                    commands = next_commands(cfg, plan.outputs, plan.adapts)
+                    log.print_result("\n".join(["next:", *(f"  {command}" for command in commands)]))
             settled.lock.release()
 
         # All ranks are here: they end together.

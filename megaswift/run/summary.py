@@ -18,6 +18,7 @@ from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text
 from megaswift.models.options.model import ModelConfig
+from megaswift.run.algorithm import algorithm_text
 from megaswift.trainers.hook import steps_of
 from megaswift.trainers.options.schedule import ScheduleConfig
 from megaswift.trainers.options.training import TrainConfig
@@ -68,6 +69,7 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
     layout = facts.layout + engine_suffix(cfg) + ("\n" + facts.picture if facts.picture else "")
     return [
         ("model", facts.model),
+        *([("algorithm", algorithm)] if (algorithm := algorithm_text(cfg)) else []),
         *([("reference", facts.reference)] if facts.reference else []),
         (
             "parameters",

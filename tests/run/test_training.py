@@ -64,7 +64,7 @@ def test_a_run_leaves_the_whole_output_directory(whole: tuple[Path, str]) -> Non
         "train.log",
     }
     lines_of_log = (out / "train.log").read_text()
-    for told in ("supervised fine-tuning", "step 8/8  loss ", "step 8: evaluation loss ", "finished at step 8; report"):
+    for told in ("supervised fine-tuning", "step 8/8  loss ", "step 8: evaluation loss ", "finished at step 8; report", "next:\n"):
         assert lines_of_log.count(told) == 1 and told in text
     lines = values(out)
     assert [line["step"] for line in lines] == list(range(1, 9))
@@ -72,7 +72,7 @@ def test_a_run_leaves_the_whole_output_directory(whole: tuple[Path, str]) -> Non
     assert [line["step"] for line in read_lines(out / "eval.jsonl")] == [4, 8]
     assert CheckpointStore(out / "checkpoints").latest() == out / "checkpoints" / "step-8"
     # one screen, not one a rank
-    assert "TP2 SP DP1 on 2 processes" in text and text.count("megaswift: supervised fine-tuning") == 1
+    assert "TP2 SP DP1 on 2 processes" in text and text.count("megaswift: supervised fine-tuning: ") == 1
     assert "UserWarning" not in text and "FutureWarning" not in text
 
 

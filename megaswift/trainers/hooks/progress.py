@@ -7,6 +7,7 @@ bar.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import time
@@ -17,8 +18,10 @@ from tqdm import tqdm
 from megaswift import distributed, log
 from megaswift.trainers.hook import Hook, Line, Run, StepRecord
 
-BAR = "{percentage:3.0f}%|{bar:24}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
+BAR = "{percentage:3.0f}%|{bar:24}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {desc}"
 PREDICTION_LOSS = re.compile(r"mtp_(\d+)_loss")
+UNKNOWN_COLUMNS = 120
+"""Width of the bar in a terminal that does not give its size."""
 PLAIN_SECONDS = 10.0
 """At least so long between two plain lines."""
 
@@ -71,6 +74,14 @@ def progress_figures(line: Line) -> str:
     return f"{loss}{companion_text(line)}  lr {line['learning_rate']:.2e}  {speed}"
 
 
+def terminal_columns(stream: TextIO) -> int:
+    """Return the width of a terminal; 0 if it is unknown."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
 class Progress(Hook):
     """The bar, or the lines."""
 
@@ -87,9 +98,9 @@ class Progress(Hook):
         self._began = time.monotonic()
         self._last = float("-inf")
         if distributed.global_rank() == 0 and self.stream.isatty():
-            self.bar = tqdm(
-                total=run.total_steps, initial=run.step, bar_format=BAR, dynamic_ncols=True, file=self.stream
-            )
+            # A terminal may not give its size (`docker run -t` from a job, `script`); tqdm would then print nothing.
+            size = {"dynamic_ncols": True} if terminal_columns(self.stream) else {"ncols": UNKNOWN_COLUMNS, "nrows": 20}
+            self.bar = tqdm(total=run.total_steps, initial=run.step, bar_format=BAR, file=self.stream, **size)
 
     def on_step(self, run: Run, step: StepRecord) -> None:
         """Moves the bar."""
@@ -99,7 +110,7 @@ class Progress(Hook):
     def on_log(self, run: Run, line: Line) -> None:
         """Shows the figures."""
         if self.bar is not None:
-            self.bar.set_postfix_str(progress_figures(line), refresh=False)
+            self.bar.set_description_str(progress_figures(line), refresh=False)
         if distributed.global_rank() == 0 and (
             time.monotonic() - self._last >= self.every or line["step"] == run.total_steps
         ):

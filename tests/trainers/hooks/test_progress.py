@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import math
-from typing import Any
+import os
+import pty
+import struct
+import termios
+from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 
@@ -22,10 +28,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(stream: io.StringIO, path, steps: int = 5, every: float = 0.0) -> str:  # noqa: ANN001
+def shown(stream: TextIO, path: Path, steps: int = 5, every: float = 0.0) -> str:
     lines = MetricsJsonlHook(path, 1, ThroughputFormula([StepFlopFormula(1, 1)], 1), "label_weight")
     train(tiny_loop(steps, lines, Progress(stream, every)))
-    return stream.getvalue()
+    return stream.getvalue() if isinstance(stream, io.StringIO) else ""
 
 
 def test_a_terminal_gets_a_bar_with_loss_rate_speed_and_time_left(tmp_path, monkeypatch) -> None:  # noqa: ANN001
@@ -36,6 +42,19 @@ def test_a_terminal_gets_a_bar_with_loss_rate_speed_and_time_left(tmp_path, monk
     assert "step 5/5  loss " in (tmp_path / "train.log").read_text()  # in plain lines there too
     assert "5/5" in last and "loss " in last and "lr 2.00e-03" in last and "tokens/s" in last and "<" in last
     assert "\nstep" not in text
+
+
+@pytest.mark.parametrize("size", [(0, 0), (24, 120)])
+def test_a_terminal_of_unknown_size_gets_the_bar_too(tmp_path: Path, size: tuple[int, int]) -> None:
+    """As `docker run -t` in a job makes it, or `script`."""
+    mine, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+    with open(theirs, "w") as stream:
+        shown(stream, tmp_path / "m.jsonl")
+        text = os.read(mine, 1 << 16).decode()
+    os.close(mine)
+    last = text.strip().split("\r")[-1]
+    assert "| 5/5 [" in last and "] loss " in last and "tokens/s" in last and " ," not in text
 
 
 def test_elsewhere_there_are_plain_lines_now_and_then(tmp_path) -> None:  # noqa: ANN001
