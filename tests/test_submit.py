@@ -61,6 +61,33 @@ def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[st
     assert not (folder / "out").exists()
 
 
+def test_a_dry_run_prints_the_run_and_needs_no_secret(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit(["run.yaml", "--cluster", "secret", "--dry_run"]) == 0
+    said = capsys.readouterr()
+    assert "MEGASWIFT_TEST_TOKEN is not set in this shell; to submit, export MEGASWIFT_TEST_TOKEN=" in said.err
+    head, _, rest = said.out.partition("\n")
+    assert head == f"# ---- {folder}/out/jobs/run/run.yaml"
+    printed = yaml.safe_load(rest.partition("\n# ---- ")[0])
+    assert printed == yaml.safe_load((folder / "run.yaml").read_text())
+    with pytest.raises(ConfigError, match="MEGASWIFT_TEST_TOKEN is not set in this shell"):
+        submit(["run.yaml", "--cluster", "secret"])
+
+
+def test_a_run_that_is_saved_by_the_clock_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run.yaml", "--cluster", "lab", "--dry_run"]
+    submit(words)
+    said = capsys.readouterr().err
+    assert (
+        "no --save_steps: a run that takes over an hour writes a checkpoint every 30 minutes to out/checkpoints" in said
+    )
+    assert "keeps the last 2; a shorter one is saved at its end" in said
+    for typed in (["--save_steps", "100"], ["--save_strategy", "no"]):
+        submit([*words, *typed])
+        assert "save_steps" not in capsys.readouterr().err
+    submit([*words, "--save_total_limit", "5"])
+    assert "keeps the last 5" in capsys.readouterr().err
+
+
 def test_sizes_come_from_options_file_and_cluster_in_this_order(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,7 +131,6 @@ def test_relative_paths_are_those_of_the_job_s_folder(folder: Path, capsys: pyte
         (("--cluster", "lab", "--nodes", "3", "--tp", "2"), "requires a multiple of 2 processes"),
         (("--cluster", "pods", "--tp", "3"), "requires a multiple of 3 processes"),
         (("--cluster", "lab", "--hub_token", "abcdef"), "--hub_token: is a secret"),
-        (("--cluster", "secret"), "MEGASWIFT_TEST_TOKEN is not set in this shell"),
         (("--cluster", "lab", "--learning_rat", "1"), "did you mean"),
         (("--cluster", "local", "--nodes", "2"), "a local job has one node"),
         (("--cluster", "shells", "--nodes", "3"), "has 2 hosts"),
@@ -248,6 +274,7 @@ def test_paths_that_a_pod_does_not_have_are_named(
     (folder / "clusters.yaml").write_text(yaml.safe_dump({"clusters": {"c": cluster}}))
     assert submit(["run.yaml", "--cluster", "c", "--dry_run", *words]) == 0
     said = capsys.readouterr().err
+    said = "".join(line for line in said.splitlines(keepends=True) if "no --save_steps" not in line)
     assert said.count("megaswift: warning: ") == len([text for text in warned if text.startswith("--")])
     assert all(text in said for text in warned)
 

@@ -38,6 +38,7 @@ from megaswift.options.command_line import read_command_line
 from megaswift.options.files import read_config_file
 from megaswift.options.sources import GivenOptionValue
 from megaswift.parallel.layout import PROCESSES
+from megaswift.trainers.options.checkpoint import INTERVAL, KEPT, saves_by_time
 
 USAGE = """\
 Checks a run, renders it as a job of a cluster and submits it with the cluster's own tool. clusters.yaml describes the
@@ -68,12 +69,14 @@ def main(argv: Sequence[str]) -> int:
     scheduler = scheduler_of(cluster.launcher)
     job, cfg = _job(given, rest, cluster, scheduler)
     problems = [*scheduler.problems(job), *_network_problems(job)]
-    problems += _missing_variable_problems(job)
+    missing = _missing_variable_problems(job)
+    problems += [] if given.dry_run else missing
     if problems := problems or [*_ignored_option_problems(job, scheduler)]:
         raise ConfigError(problems)
     _check_run(cfg, job, scheduler)
     files = {"model": [cfg.model.model] if cfg.model.model else [], "dataset": cfg.data.dataset}
-    for text in (*scheduler.warnings(job), *_paths_outside_mounts(files, cfg.checkpoint.output_dir, job)):
+    outside = _paths_outside_mounts(files, cfg.checkpoint.output_dir, job)
+    for text in (*scheduler.warnings(job), *outside, *_saves_by_time_warning(cfg), *_still_missing(given, missing)):
         log.warn(text)
     rendered = scheduler.render(job)
     if given.dry_run:
@@ -262,6 +265,22 @@ def _missing_variable_problems(job: Job) -> list[Problem]:
     return [Problem(where, f"{n} is not set in this shell", f"export {n}=..., or leave it out there") for n in missing]
 
 
+def _still_missing(given: argparse.Namespace, missing: Sequence[Problem]) -> Iterator[str]:
+    """What only a dry run does without."""
+    if given.dry_run:
+        yield from (f"{problem.what}: {problem.rule}; to submit, {problem.fix}" for problem in missing)
+
+
+def _saves_by_time_warning(cfg: SwiftConfig) -> Iterator[str]:
+    """What a job loses at most when a node dies, where its options do not say."""
+    if saves_by_time(cfg.checkpoint):
+        kept = cfg.checkpoint.save_total_limit or KEPT
+        yield (
+            f"no --save_steps: a run that takes over an hour writes a checkpoint every {INTERVAL / 60:.0f} minutes to "
+            f"{cfg.checkpoint.output_dir}/checkpoints and keeps the last {kept}; a shorter one is saved at its end"
+        )
+
+
 def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:
     """Layout, and where the cluster sees this machine's files, model, data and output directory too."""
     from megaswift.parallel.constraints import LayoutRequest
@@ -326,6 +345,7 @@ def _sizes_fix(job: Job, axes: Mapping[str, int]) -> str:
 
 
 def _show(job: Job, rendered: RenderedJob) -> None:
+    print(f"# ---- {job.run_file}\n{job.run_text}")
     for name, text in rendered.files.items():
         print(f"# ---- {job.folder / name}\n{text}")
     print("# ---- submitted by")

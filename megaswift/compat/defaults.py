@@ -52,6 +52,7 @@ _CHATS = tuple(t for t in CHATS if t not in RL)
 _PT = ("pt",)
 _ONE_ROW = "1: a step has one row per rank"
 _AT_END = "only at the end"
+_BY_TIME = "at the end; every 30 minutes in a run of over an hour"
 _DELETED = "2048; longer rows are deleted and counted"
 _BOTH = "2048, prompt and completion together"
 
@@ -66,7 +67,7 @@ def _training_arguments(toolkit: str) -> Iterator[DifferingDefault]:
     yield DifferingDefault("per_device_train_batch_size", toolkit, "8", "1")
     yield DifferingDefault("weight_decay", toolkit, "0", "0.1")
     yield DifferingDefault("adam_beta2", toolkit, "0.999", "0.95")
-    yield DifferingDefault("save_steps", toolkit, "500", _AT_END)
+    yield DifferingDefault("save_steps", toolkit, "500", _BY_TIME)
     yield DifferingDefault("dataloader_num_workers", toolkit, "0", "2")
     yield DifferingDefault("report_to", toolkit, "none", "tensorboard")
     yield DifferingDefault("ddp_timeout", toolkit, "1800 seconds", "600 seconds")
@@ -82,7 +83,7 @@ CHANGED: tuple[DifferingDefault, ...] = (
     DifferingDefault("truncation_strategy", SWIFT, "left", "delete", RL),
     DifferingDefault("recompute_granularity", SWIFT, _CHECKPOINTING, "none"),
     DifferingDefault("lora_dropout", SWIFT, "0.05", "0", _EVERY, True),
-    DifferingDefault("save_steps", SWIFT, "500", _AT_END),
+    DifferingDefault("save_steps", SWIFT, "500", _BY_TIME),
     DifferingDefault("eval_steps", SWIFT, "save_steps", _AT_END, written=""),
     DifferingDefault("logging_steps", SWIFT, "5", "1"),
     DifferingDefault("strict", SWIFT, "false: malformed rows are left out", "true: a malformed row stops the run"),
@@ -107,7 +108,7 @@ CHANGED: tuple[DifferingDefault, ...] = (
     DifferingDefault("sequence_parallel", MEGATRON_SWIFT, "false", "true if tensor_parallel_size > 1"),
     DifferingDefault("moe_aux_loss_coeff", MEGATRON_SWIFT, "0", "the coefficient in config.json"),
     DifferingDefault("lora_dropout", MEGATRON_SWIFT, "0.05", "0", _EVERY, True),
-    DifferingDefault("save_steps", MEGATRON_SWIFT, "500", _AT_END),
+    DifferingDefault("save_steps", MEGATRON_SWIFT, "500", _BY_TIME),
     DifferingDefault("eval_steps", MEGATRON_SWIFT, "save_steps", _AT_END, written=""),
     DifferingDefault("logging_steps", MEGATRON_SWIFT, "5", "1"),
     DifferingDefault("dataloader_num_workers", MEGATRON_SWIFT, "4", "2"),
@@ -225,6 +226,8 @@ def defaults_differing_from_toolkit(c: Sections, toolkit: str) -> Iterator[Diffe
     adapts = c.model.train_type != "full"
     for row in CHANGED:
         applies = row.toolkit == toolkit and c.task in row.tasks and row.option not in c.given
+        if row.option == "learning_rate" and c.model.random_init:  # another default, which the first screen shows
+            continue
         if applies and row.adapters in (None, adapts):
             yield row
 

@@ -20,6 +20,7 @@ from megaswift.options.sources import ConfigSource, GivenOptionValue, accepted_n
 from megaswift.options.spelling import problems_as_typed
 from megaswift.options.tasks import ALIGNMENT, RL, TASK_NAMES, TASKS
 from megaswift.options.values import option_value_text
+from megaswift.trainers.options.schedule import FromScratchSchedule, from_scratch_defaults
 from megaswift.trainers.rl.options.checks import missing_reward_problems
 from megaswift.trainers.rl.options.generation_batch import (
     BATCH_OPTIONS,
@@ -153,8 +154,10 @@ def _take_task(given: GivenOptions, value: GivenOptionValue, toolkits: TrainingT
 
 
 def _values(given: GivenOptions) -> dict[str, Any]:
-    """Return the given values, data sets with their hub, and the defaults of `train_type` for values not given."""
-    return {**train_type_defaults(given.values.get("train_type")), **dataset_hubs(given.values, given.wrong)}
+    """Return the given values, data sets with their hub, and for values not given the defaults of `train_type` and
+    `random_init`."""
+    values = {**train_type_defaults(given.values.get("train_type")), **dataset_hubs(given.values, given.wrong)}
+    return {**values, **from_scratch_defaults(given.task or "sft", values)}
 
 
 def _sections(given: GivenOptions) -> Sections:
@@ -172,6 +175,8 @@ def _sections(given: GivenOptions) -> Sections:
     parts = {
         key: cls(**{n: v for n, v in values.items() if OPTIONS[n].section == key}) for key, cls in SECTIONS.items()
     }
+    if "warmup_steps" in from_scratch_defaults(given.task or "sft", given.values):
+        parts["schedule"] = FromScratchSchedule(**vars(parts["schedule"]))
     return Sections(task=given.task or "sft", **parts, given=set_by_user, typed=dict(given.typed))
 
 
@@ -194,6 +199,8 @@ def _default_max_length(given: GivenOptions) -> dict[str, int]:
 
 def _learning_rate_notice(c: Sections) -> Iterator[str]:
     default = OPTIONS["learning_rate"].default
+    if c.model.random_init:  # the first screen shows it
+        return
     if c.optim.learning_rate != default and "learning_rate" not in c.given:
         yield (
             f"learning_rate {option_value_text(c.optim.learning_rate)}, the default with train_type "

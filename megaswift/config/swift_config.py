@@ -20,6 +20,7 @@ from megaswift.options.command_line import read_command_line
 from megaswift.options.files import read_config_file
 from megaswift.options.plugins import plugins_of_sources
 from megaswift.options.sources import ConfigSource, launch_source_from_environment, source_from_mapping
+from megaswift.trainers.options.schedule import from_scratch_defaults
 
 
 @dataclass(frozen=True, init=False)
@@ -108,7 +109,8 @@ class SwiftConfig(Sections):
             return made_from.replace(**options).with_adapter_folder(str(self.lora.adapters))
         unset = {n: None for n in self.typed if self.value(n) is None}  # what the user has left to nothing stays so
         given = unset | {n: self.value(n) for n in sorted(self.given)}
-        derived = train_type_defaults(self.model.train_type)
+        from_scratch = from_scratch_defaults(self.task, given)
+        derived = {**train_type_defaults(self.model.train_type), **from_scratch}
         again = {*given, "gradient_accumulation_steps", "add_version"}  # worked out again from what is given
         ambient = {
             n: self.value(n)
@@ -129,6 +131,8 @@ class SwiftConfig(Sections):
             The task, and a dictionary for each section, without secrets and options that have no effect.
         """
         idle = ignored_option_names(self) | {name for name, o in OPTIONS.items() if o.details.get("secret")}
+        if self.schedule.warmup_fits_run:  # read again, it would be the user's
+            idle |= {"warmup_steps", "warmup_ratio"}
         sections: dict[str, Any] = {"task": self.task}
         for key in SECTIONS:
             sections[key] = {n: _plain(self.value(n)) for n, o in OPTIONS.items() if o.section == key and n not in idle}

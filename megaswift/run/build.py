@@ -23,7 +23,8 @@ from megaswift.config import SwiftConfig
 from megaswift.data.batches.loader import EvaluationSource
 from megaswift.engine.flops import StepFlopFormula, peak_tflops, step_flop_formula
 from megaswift.engine.options.engine_checks import NATIVE
-from megaswift.engine.protocol import Engine
+from megaswift.engine.options.optimizer_checks import can_shard_optimizer
+from megaswift.engine.protocol import Engine, EngineSizeReport
 from megaswift.folders.source import locate_model
 from megaswift.losses.kto import uses_delta, uses_kl
 from megaswift.losses.options.preference import loss_types_of, needs_reference
@@ -79,10 +80,12 @@ from megaswift.trainers.hooks.progress import Progress
 from megaswift.trainers.hooks.replicas import ReplicaCheckHook
 from megaswift.trainers.hooks.step_monitor import SkippedStepAndLossSpikeMonitor
 from megaswift.trainers.hooks.straggler import StragglerHook
+from megaswift.trainers.hooks.timed_saves import TimedSaves
 from megaswift.trainers.hooks.trackers import TrackedRun, tracker_hooks
 from megaswift.trainers.hub_upload import HubUpload
 from megaswift.trainers.loop import StepTimer
 from megaswift.trainers.options.batch_sizes import batch_plan
+from megaswift.trainers.options.checkpoint import saves_by_time
 from megaswift.trainers.options.evaluation_checks import best_model_metric, compares_evaluations, evaluates
 from megaswift.trainers.options.schedule import PLATEAU
 from megaswift.trainers.reference_logprobs import (
@@ -474,6 +477,8 @@ def run_hooks(
     save_interval = interval_of(saves.save_strategy, saves.save_steps)
     checkpoint = CheckpointHook(outputs.store, save_interval, saves.save_total_limit, manifest)
     checkpoint.best = best
+    if saves_by_time(saves):
+        checkpoint.timed = TimedSaves(checkpoint_size(plan, engine.report()))
     checkpoint.exit_interval = saves.exit_interval
     checkpoint.background = saves.async_save
     checkpoint.attach = files.describe
@@ -487,6 +492,16 @@ def run_hooks(
     if saves.save_only_model:
         checkpoint.write_weights_only = checkpoint.write_more if plan.adapts else files.write_weights_of_step
     return [*hooks, *fault_tolerance_hooks(cfg.fault_tolerance, checkpoint), checkpoint]
+
+
+def checkpoint_size(plan: RunPlan, sizes: EngineSizeReport) -> int:
+    """Estimate the bytes of a checkpoint of all ranks; 0 where that is not known before the first one."""
+    if plan.cfg.checkpoint.save_only_model or plan.adapts or plan.cfg.engine.engine != NATIVE:
+        return 0
+    layout = plan.layout
+    sharded = plan.cfg.parallel.distributed_optimizer and can_shard_optimizer(plan.cfg)
+    states = sizes.optimizer_bytes * (layout.dp * layout.cp if sharded else 1)
+    return round((sizes.weight_bytes + states) * sizes.parameters_total / sizes.parameters_per_rank)
 
 
 def fault_tolerance_hooks(options: FaultToleranceConfig, checkpoint: CheckpointHook) -> list[Hook]:

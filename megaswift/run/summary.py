@@ -20,6 +20,7 @@ from megaswift.log import count_text
 from megaswift.models.options.model import ModelConfig
 from megaswift.run.algorithm import algorithm_text
 from megaswift.trainers.hook import steps_of
+from megaswift.trainers.options.checkpoint import INTERVAL, KEPT, saves_by_time
 from megaswift.trainers.options.schedule import ScheduleConfig
 from megaswift.trainers.options.training import TrainConfig
 from megaswift.trainers.schedule import final_rate, warmup_steps
@@ -175,6 +176,9 @@ def output_text(cfg: SwiftConfig, total_steps: int) -> str:
         saves.save_strategy or "",
         f"every {steps_of(saves.save_steps, total_steps):,} steps{keep}" if saves.save_steps else "at the end",
     )
+    if saves_by_time(saves):
+        kept = saves.save_total_limit or KEPT
+        save = f"at the end; if the run takes over an hour, every {INTERVAL / 60:.0f} minutes, the last {kept} kept"
     evaluate = f", evaluation every {steps_of(options.eval_steps, total_steps):,}" if options.eval_steps else ""
     evaluate = ", evaluation every epoch" if options.eval_strategy == "epoch" else evaluate
     best = ", the best exported" if options.load_best_model_at_end else ""

@@ -126,6 +126,9 @@ class Hook:
     busy = False
     """Whether this rank works in the background; `Run.busy_ranks` counts the ranks that do."""
 
+    wants_checkpoint = False
+    """Whether a checkpoint is due for a reason that not all ranks know; they agree on `Run.wants_checkpoint`."""
+
     def on_start(self, run: Run) -> None:
         """Prepare the first step; a checkpoint has been restored by now."""
 
@@ -243,6 +246,8 @@ class Run:
     """How many ranks had a hook that works in the background after step `busy_after`, the same on every rank."""
     busy_after: int = 0
     """This step's number less one, or two where its batch was taken ahead."""
+    wants_checkpoint: bool = False
+    """Whether a hook of some rank wanted a checkpoint after step `busy_after`, the same on every rank."""
     signals: interrupt.ReceivedSignal = field(default_factory=interrupt.ReceivedSignal)
     """Those of this run; after an interruption they are this object's until `restore`."""
     ahead: TakenBatch | None = None

@@ -16,10 +16,10 @@ from megaswift.trainers import interrupt
 from megaswift.trainers.hook import Hook, Run, StepRecord, TakenBatch
 from megaswift.trainers.hooks.progress import print_warning
 
-FAILED, SQUARES, BUSY = range(len(interrupt.SIGNALS), len(interrupt.SIGNALS) + 3)
+FAILED, SQUARES, BUSY, SAVE = range(len(interrupt.SIGNALS), len(interrupt.SIGNALS) + 4)
 """Indices into the numbers that are summed over the ranks along with the counts of a batch. First, for each signal, how
-many ranks have received it; then how many ranks have no batch, `StepRecord.squares`, and how many ranks have a hook
-that works in the background."""
+many ranks have received it; then how many ranks have no batch, `StepRecord.squares`, how many ranks have a hook that
+works in the background, and how many (rank 0 alone) have one that wants a checkpoint."""
 
 
 def train(run: Run) -> None:
@@ -63,6 +63,7 @@ def train(run: Run) -> None:
                 counted = taken.counts()
                 run.busy_ranks = round(counted.further[BUSY])
                 run.busy_after = taken.step
+                run.wants_checkpoint = counted.further[SAVE] > 0
                 run.mistake = taken.mistake
                 if counted.further[FAILED] and run.mistake is None:
                     run.mistake = DataError(
@@ -128,14 +129,15 @@ def start_taking(run: Run) -> TakenBatch:
     if run.prepare_before_counts and microbatches:
         microbatches = run.prepare(run.engine, microbatches, True)
 
-    # What is summed along with the counts: the signals, then `FAILED`, `SQUARES` and `BUSY`. With `agree_before_batch`
-    # signals are left out here: a batch that took minutes is trained on, and the ranks agree before the next batch.
+    # What is summed along with the counts: the signals, then `FAILED` and so on. With `agree_before_batch` signals are
+    # left out here: a batch that took minutes is trained on, and the ranks agree before the next batch.
     signals = [run.signals.number == number and not run.agree_before_batch for number in interrupt.SIGNALS]
     layout = run.engine.layout
     # All ranks of a replica have the same batch, so that each adds its share.
     squares = sum(length_squares(batch) for batch in microbatches) / (layout.tp * layout.pp * layout.cp)
     busy = any(hook.busy for hook in run.hooks)
-    counts = run.engine.start_count(microbatches, run.loss, [*signals, mistake is not None, squares, busy])
+    save = any(hook.wants_checkpoint for hook in run.hooks)
+    counts = run.engine.start_count(microbatches, run.loss, [*signals, mistake is not None, squares, busy, save])
     return TakenBatch(microbatches, counts, mistake, run.data.epoch, state, back, run.step)
 
 

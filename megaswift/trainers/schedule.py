@@ -14,18 +14,18 @@ from typing import Any
 
 from megaswift.errors import ConfigError, Problem
 from megaswift.log import count_text
-from megaswift.trainers.options.schedule import PLATEAU, ScheduleConfig
+from megaswift.trainers.options.schedule import LONGEST_WARMUP, PLATEAU, ScheduleConfig
 from megaswift.trainers.options.training import TrainConfig
 
 
 def warmup_steps(total_steps: int, schedule: ScheduleConfig) -> int:
     """Return the steps that warm up: `warmup_steps` when given, else that share of the schedule's steps, rounded up (as
-    transformers does)."""
-    return (
-        schedule.warmup_steps
-        if schedule.warmup_steps > 0
-        else ceil(schedule.warmup_ratio * decay_steps(total_steps, schedule))
-    )
+    transformers does). A default takes at most a fifth of the schedule."""
+    length = decay_steps(total_steps, schedule)
+    if schedule.warmup_steps <= 0:
+        return ceil(schedule.warmup_ratio * length)
+    longest = int(LONGEST_WARMUP * length) if schedule.warmup_fits_run else schedule.warmup_steps
+    return min(schedule.warmup_steps, longest)
 
 
 def decay_steps(total_steps: int, schedule: ScheduleConfig) -> int:
@@ -49,7 +49,7 @@ def check_schedule_length(total_steps: int, schedule: ScheduleConfig) -> None:
     if schedule.lr_scheduler_type == "wsd" and (schedule.wsd_decay_steps or 0) > decay_steps(total_steps, schedule):
         rule = f"is longer than the schedule of {count_text(decay_steps(total_steps, schedule), 'step')}"
         raise ConfigError(Problem(f"--wsd_decay_steps {schedule.wsd_decay_steps}", rule, "--wsd_decay_ratio 0.1"))
-    if schedule.warmup_steps > total_steps:
+    if warmup_steps(total_steps, schedule) > total_steps:
         raise ConfigError(
             Problem(
                 f"--warmup_steps {schedule.warmup_steps}",

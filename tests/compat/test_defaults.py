@@ -153,7 +153,7 @@ def told(*argv: str, task: str = "sft") -> list[str]:
 def test_the_notice() -> None:
     (line,) = told("--tuner_type", "lora", "--model", "m", "--num_train_epochs", "2")
     assert line.startswith("tuner_type is an option name of ms-swift.") and PAGE in line and "\n" not in line
-    assert "lora_dropout 0 (0.05)" in line and "save_steps only at the end (500)" in line
+    assert "lora_dropout 0 (0.05)" in line and "save_steps at the end; every 30 minutes" in line
     assert "num_train_epochs" not in line and "eval_steps" not in line  # given; without data to evaluate on
     (line,) = told("--micro_batch_size", "2", "--train_iters", "3")
     assert "Megatron-SWIFT" in line and "lora_dropout" not in line and "recompute_granularity none (selective)" in line

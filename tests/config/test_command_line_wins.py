@@ -40,7 +40,7 @@ DROPPED = [
     ("train_type: lora\nlora_rank: 4\n", "--train_type full", ["lora_rank"]),
     ("gbs: 64\n", "--gradient_accumulation_steps 2", ["global_batch_size"]),
     ("gradient_accumulation_steps: 2\n", "--gbs 64", ["gradient_accumulation_steps"]),
-    ("save_steps: 5\nsave_total_limit: 2\n", "--save_steps none", ["save_total_limit"]),
+    ("save_steps: 5\nsave_total_limit: 2\n", "--save_strategy no", ["save_steps", "save_total_limit"]),
     ("merge_lora: true\ntrain_type: lora\n", "--export_hf false", ["merge_lora"]),
     ("warmup_steps: 50\n", "--max_steps 3", ["warmup_steps"]),
     ("lr_warmup_init: 1e-6\nwarmup_steps: 3\n", "--lr_warmup_init_ratio 0.1", ["lr_warmup_init"]),

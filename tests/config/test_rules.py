@@ -92,7 +92,7 @@ IDLE = [
     ("--num_train_epochs 2 --max_steps 1", "--num_train_epochs 2"),
     ("--group_by_length --packing", "--group_by_length"),
     ("--padding_free --packing", "--padding_free"),
-    ("--save_total_limit 2", "--save_total_limit 2 --save_steps 3"),
+    ("--save_total_limit 2 --save_strategy no", "--save_total_limit 2"),
     ("--wsd_decay_style linear", "--wsd_decay_style linear --lr_scheduler_type wsd"),
     ("--lr_num_cycles 2", "--lr_num_cycles 2 --lr_scheduler_type cosine_with_restarts"),
     ("--lr_power 2", "--lr_power 2 --lr_scheduler_type polynomial"),

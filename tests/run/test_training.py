@@ -64,7 +64,13 @@ def test_a_run_leaves_the_whole_output_directory(whole: tuple[Path, str]) -> Non
         "train.log",
     }
     lines_of_log = (out / "train.log").read_text()
-    for told in ("supervised fine-tuning", "step 8/8  loss ", "step 8: evaluation loss ", "finished at step 8; report", "next:\n"):
+    for told in (
+        "supervised fine-tuning",
+        "step 8/8  loss ",
+        "step 8: evaluation loss ",
+        "finished at step 8; report",
+        "next:\n",
+    ):
         assert lines_of_log.count(told) == 1 and told in text
     lines = values(out)
     assert [line["step"] for line in lines] == list(range(1, 9))

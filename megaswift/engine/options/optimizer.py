@@ -68,7 +68,11 @@ class OptimConfig:
     """Optimizer and learning-rate schedule"""
 
     learning_rate: float = option(
-        1e-5, "Peak learning rate; unset with adapters: 1e-4", aliases=("lr",), above=0, common=EVERY_TASK
+        1e-5,
+        "Peak learning rate; unset with adapters: 1e-4, random_init: 3e-4",
+        aliases=("lr",),
+        above=0,
+        common=EVERY_TASK,
     )
     lorap_lr_ratio: float | None = option(
         None,

@@ -25,8 +25,10 @@ from megaswift.trainers import checkpoints
 from megaswift.trainers.file_hashes import damaged_file_problems_all_ranks
 from megaswift.trainers.hook import BEST, NO, Every, Hook, Run, StepInterval, StepRecord
 from megaswift.trainers.hooks.best_model import BestModelHook
-from megaswift.trainers.hooks.progress import print_line, print_warning
+from megaswift.trainers.hooks.progress import duration_text, print_line, print_warning
+from megaswift.trainers.hooks.timed_saves import TimedSaves
 from megaswift.trainers.options.batch_sizes import BatchPlan
+from megaswift.trainers.options.checkpoint import INTERVAL, KEPT
 
 
 class BackgroundWriter:
@@ -109,6 +111,8 @@ class CheckpointHook(Hook):
         self.pending: PendingCheckpoint | None = None
         self.exit_interval: int | None = None
         """The run ends after a step that is divisible by it, and is saved then."""
+        self.timed: TimedSaves | None = None
+        """Saves a long run by the clock, where no option says when."""
         self.size = 0
         """Bytes of the last checkpoint, on rank 0; before the first one, what it holds at least."""
         self.saved = -1
@@ -118,6 +122,8 @@ class CheckpointHook(Hook):
         """Start the interval; the restored step needs no saving."""
         self.saved = run.step
         self.interval.start(run)
+        if self.timed is not None:
+            self.timed.start(run)
 
     def on_step(self, run: Run, step: StepRecord) -> None:
         """Saves when it is due; a checkpoint that all ranks have written in the background counts from now on."""
@@ -125,10 +131,28 @@ class CheckpointHook(Hook):
             self.finish_pending()
         improved = self.interval.every == BEST and self.best is not None and self.best.improved_at(step.number)
         exits = self.exit_interval is not None and step.number % self.exit_interval == 0
-        if self.interval.due(step) or improved or exits:
+        if self.interval.due(step) or improved or exits or self._due_by_time(run):
             self.save(run, self.background)
         if exits and step.number < run.total_steps and not run.stopping:
             run.stopping = f"exit_interval {self.exit_interval}; --resume_from_checkpoint latest goes on"
+
+    def _due_by_time(self, run: Run) -> bool:
+        """Whether the ranks have agreed on a checkpoint, and none was saved after rank 0 had asked."""
+        if self.timed is None:
+            return False
+        known = self.timed.is_long
+        self.timed.measure(run)
+        if self.timed.is_long and not known:
+            self._tell_length(self.timed)
+        return run.wants_checkpoint and self.saved <= run.busy_after
+
+    def _tell_length(self, timed: TimedSaves) -> None:
+        size = f" of about {bytes_text(timed.size)}" if timed.size else ""
+        print_line(
+            f"the run takes about {duration_text(timed.expected or 0.0)}: it writes a checkpoint{size} every "
+            f"{INTERVAL / 60:.0f} minutes to {self.store.root} and keeps the last {self.limit or KEPT} "
+            "(other intervals: --save_steps N)"
+        )
 
     def on_end(self, run: Run) -> None:
         """Saves the last step. A run that saves nothing saves it only where it ended early. Nothing is left in the
@@ -149,13 +173,20 @@ class CheckpointHook(Hook):
         """Whether this rank writes a checkpoint in the background."""
         return self.pending is not None and self.pending.writer.busy
 
+    @property
+    def wants_checkpoint(self) -> bool:  # type: ignore[override]
+        """Whether half an hour has passed on rank 0."""
+        return self.timed is not None and distributed.global_rank() == 0 and self.timed.due
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the interval."""
-        return self.interval.state_dict()
+        """Return the state of the interval, and the steps that were saved by the clock."""
+        return self.interval.state_dict() | ({"timed": self.timed.steps} if self.timed is not None else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of the interval."""
         self.interval.load_state_dict(state)
+        if self.timed is not None:
+            self.timed.steps = [int(step) for step in state.get("timed", ())]
 
     def save(self, run: Run, background: bool = False) -> None:
         """Save a checkpoint, on every rank together; it is complete when this returns unless it is written in the
@@ -165,6 +196,8 @@ class CheckpointHook(Hook):
         self.before_save(run)
         if self.best is not None:
             self.best.before_save(run.step)
+        if self.timed is not None:
+            self.timed.note_save(run.step)
         hooks = {type(h).__name__: state for h in run.hooks if (state := h.state_dict())}
         steps = {"total_steps": run.total_steps, "skipped_steps": run.skipped}
         state = {**self.facts, **steps, "data": run.position, "hooks": copy.deepcopy(hooks)}
@@ -217,10 +250,19 @@ class CheckpointHook(Hook):
         for part in distributed.gather_on_rank0(checkpoints.hash_files(folder, rest[rank::ranks])) or ():
             files |= part
         done = distributed.run_on_rank0(lambda: self.store.finish(step, files, state))
-        distributed.run_on_rank0(lambda: self.store.rotate(self.limit, best))
+        distributed.run_on_rank0(lambda: self._delete_older(step, best))
         self.size = sum(entry["bytes"] for entry in files.values())
         print_line(f"step {step}: checkpoint {done} ({self.size / 2**20:,.1f} MiB, {seconds()})")
         self.after_save(done, step)
+
+    def _delete_older(self, step: int, best: int | None) -> None:
+        """Deletes what `save_total_limit` leaves no room for, and checkpoints that the clock asked for. Those of other
+        runs in the folder stay: nobody asked for a limit."""
+        self.store.rotate(self.limit, best)
+        if self.timed is None or self.limit is not None:
+            return
+        older = [self.store.folder(number) for number in self.timed.surplus(step) if number != best]
+        self.store.remove([folder for folder in older if folder.is_dir()])
 
     def _open(self, step: int, names: Sequence[str]) -> Path:
         check_space(self.store.root, self.size, step)

@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from megaswift.options.option import is_set, one_of, option
 from megaswift.options.tasks import EVERY_TASK, PREFERENCES
 
+# A run without an option about saving is saved by the clock.
+LONG_RUN = 3600.0
+"""Seconds from which such a run is saved before its end."""
+INTERVAL = 1800.0
+"""Seconds between two of its checkpoints."""
+KEPT = 2
+"""Checkpoints that stay of it: the newest, and the one before."""
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -39,7 +47,7 @@ class CheckpointConfig:
     )
     save_steps: int | float | None = option(
         None,
-        "Steps between checkpoints; below 1: fraction of all steps; unset: at the end",
+        "Steps between checkpoints; below 1: fraction of all steps; unset: every 30 min",
         aliases=("save_interval",),
         minimum=1,
         fraction=True,
@@ -71,3 +79,9 @@ class CheckpointConfig:
         unit="steps",
     )
     export_hf: bool = option(True, "Write the trained model to output_dir/hf at the end")
+
+
+def saves_by_time(options: CheckpointConfig) -> bool:
+    """Return whether no option says when to save: a run that expects to last over an hour is then saved by the
+    clock."""
+    return options.save_strategy is None and options.save_steps is None

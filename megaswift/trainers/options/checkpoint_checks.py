@@ -13,10 +13,10 @@ def _exports_no_model(c: Sections) -> bool:
 CHECKPOINT_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "save_total_limit",
-        ("save_steps", "save_strategy"),
-        lambda c: c.checkpoint.save_steps is None and c.checkpoint.save_strategy not in ("epoch", "best"),
-        "needs save_steps; without it only one checkpoint is written, at the end",
-        "--save_steps 500",
+        ("save_strategy",),
+        lambda c: c.checkpoint.save_strategy == "no",
+        "limits what save_steps or the clock save; save_strategy no saves only a run that is interrupted",
+        "--save_strategy steps --save_steps 500",
         notice=True,
     ),
     IgnoredOption(

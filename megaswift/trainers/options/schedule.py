@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from megaswift.engine.options.optimizer import NO_CRITIC
 from megaswift.options.option import but_not, is_set, option
@@ -22,6 +24,9 @@ SCHEDULES = {
 @dataclass(frozen=True)
 class ScheduleConfig:
     """Learning-rate schedule"""
+
+    warmup_fits_run: ClassVar[bool] = False
+    """Whether the warmup is a default, which a short run shortens."""
 
     min_lr: float = option(
         0.0,
@@ -64,7 +69,11 @@ class ScheduleConfig:
         common=("sft", "pt", *PREFERENCES),
     )
     warmup_steps: int = option(
-        0, "Warmup steps, instead of warmup_ratio", aliases=("lr_warmup_iters",), minimum=0, unit="steps"
+        0,
+        "Warmup steps, instead of warmup_ratio; unset with random_init: 500",
+        aliases=("lr_warmup_iters",),
+        minimum=0,
+        unit="steps",
     )
     lr_warmup_init: float = option(
         0.0, "Learning rate at the first warmup step", minimum=0, only_with={"warmup": is_set(notice=True)}
@@ -170,3 +179,24 @@ class ScheduleConfig:
         choices=("constant", "linear", "cosine"),
         tasks=NO_CRITIC,
     )
+
+
+class FromScratchSchedule(ScheduleConfig):
+    """Learning-rate schedule"""
+
+    warmup_fits_run = True
+
+
+FROM_SCRATCH = {"learning_rate": 3e-4, "warmup_steps": 500}
+"""Defaults of training random weights, as in configs/pt/from_scratch.yaml."""
+LONGEST_WARMUP = 0.2
+"""Share of the schedule that a default warmup takes at most."""
+
+
+def from_scratch_defaults(task: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of options that depend on `random_init`: none of what is given, and no warmup where its
+    length is given in the other way."""
+    if task not in ("sft", "pt") or not given.get("random_init"):
+        return {}
+    fixed = {*given, *(("warmup_steps",) if "warmup_ratio" in given else ())}
+    return {name: value for name, value in FROM_SCRATCH.items() if name not in fixed}

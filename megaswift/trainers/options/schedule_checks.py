@@ -48,10 +48,16 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
     ),
 )
 
+
+def _typed_warmup(c: Sections) -> int:
+    """Warmup steps that a short run does not shorten."""
+    return 0 if c.schedule.warmup_fits_run else c.schedule.warmup_steps
+
+
 SCHEDULE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("warmup_steps", "max_steps"),
-        lambda c: c.train.max_steps is not None and c.schedule.warmup_steps > c.train.max_steps,
+        lambda c: c.train.max_steps is not None and _typed_warmup(c) > c.train.max_steps,
         "is longer than the run of {max_steps} steps",
         "--warmup_steps {max_steps}",
     ),
@@ -84,7 +90,7 @@ SCHEDULE_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("lr_decay_iters", "warmup_steps"),
-        lambda c: c.schedule.lr_decay_iters is not None and c.schedule.warmup_steps >= c.schedule.lr_decay_iters,
+        lambda c: c.schedule.lr_decay_iters is not None and _typed_warmup(c) >= c.schedule.lr_decay_iters,
         "ends the schedule within the {warmup_steps} warmup steps",
         "give more steps than --warmup_steps {warmup_steps}",
     ),

@@ -70,7 +70,8 @@ def test_defaults_of_ms_swift_are_written_out(tmp_path: Path) -> None:
     assert (c.value("lora_dropout"), c.value("save_steps"), c.value("logging_steps")) == (0.05, 500, 5)
     assert c.value("strict") is False and c.value("use_hf") is False
     assert [line.split(":")[0] for line in run.open] == ["max_length is not given"]
-    assert run.options["save_steps"].comment == "default of ms-swift: 500; here: only at the end"
+    here = "at the end; every 30 minutes in a run of over an hour"
+    assert run.options["save_steps"].comment == f"default of ms-swift: 500; here: {here}"
 
 
 @pytest.mark.parametrize(
