@@ -69,7 +69,7 @@ from megaswift.run.tasks import TASKS
 from megaswift.trainers.batch_fields import batch_logprobs
 from megaswift.trainers.hook import PLUGIN_HOOKS, Hook, Rate, Run, interval_of, timed
 from megaswift.trainers.hooks.best_model import best_model_hook
-from megaswift.trainers.hooks.checkpoint import CheckpointHook
+from megaswift.trainers.hooks.checkpoint import CheckpointHook, TimedSaves
 from megaswift.trainers.hooks.evaluation import EvaluationHook
 from megaswift.trainers.hooks.gpu_health import GpuHealthHook
 from megaswift.trainers.hooks.metrics import MetricsJsonlHook, ThroughputFormula
@@ -80,7 +80,6 @@ from megaswift.trainers.hooks.progress import Progress
 from megaswift.trainers.hooks.replicas import ReplicaCheckHook
 from megaswift.trainers.hooks.step_monitor import SkippedStepAndLossSpikeMonitor
 from megaswift.trainers.hooks.straggler import StragglerHook
-from megaswift.trainers.hooks.timed_saves import TimedSaves
 from megaswift.trainers.hooks.trackers import TrackedRun, tracker_hooks
 from megaswift.trainers.hub_upload import HubUpload
 from megaswift.trainers.loop import StepTimer

@@ -11,8 +11,7 @@ import torch
 from megaswift.engine.objective import start_count_global_batch
 from megaswift.trainers.checkpoints import CheckpointStore
 from megaswift.trainers.hook import Hook, Run
-from megaswift.trainers.hooks.checkpoint import CheckpointHook
-from megaswift.trainers.hooks.timed_saves import TimedSaves
+from megaswift.trainers.hooks.checkpoint import CheckpointHook, TimedSaves
 from megaswift.trainers.loop import train
 from tests.trainers.tiny import tiny_loop
 

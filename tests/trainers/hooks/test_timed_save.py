@@ -1,4 +1,7 @@
-"""Saving by the clock: which runs, when, on which ranks, and which checkpoints stay."""
+"""Saving by the clock: which runs, when, on which ranks, and which checkpoints stay.
+
+Covers: megaswift/trainers/hooks/checkpoint.py.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.trainers.checkpoints import CheckpointStore
-from megaswift.trainers.hooks.checkpoint import CheckpointHook, restore_run
-from megaswift.trainers.hooks.timed_saves import TimedSaves
+from megaswift.trainers.hooks.checkpoint import CheckpointHook, TimedSaves, restore_run
 from megaswift.trainers.loop import train
 from megaswift.trainers.options.checkpoint import saves_by_time
 from tests.parity.pool import shared
