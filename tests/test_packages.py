@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -38,7 +39,7 @@ def requirements(*extras: str) -> list[str]:
 
 def test_the_constraints_are_within_the_bounds_and_those_of_the_image() -> None:
     versions = pinned()
-    asked = {r.name: r for r in map(Requirement, requirements("te", "vllm"))}
+    asked = {r.name: r for r in map(Requirement, requirements("gpu", "vllm"))}
     for name in ("torch", "transformer-engine", "vllm"):
         bounds = asked[name].specifier
         assert versions[name] in bounds, f"{asked[name]} and {versions[name]}"
@@ -49,6 +50,19 @@ def test_the_constraints_are_within_the_bounds_and_those_of_the_image() -> None:
     assert image["FLASH_ATTN_VERSION"] == versions["flash-attn"]
     assert arguments(FOLDER / "Dockerfile.cpu")["TORCH"] == versions["torch"]
     assert len({versions[part] for part in TE_PARTS}) == 1
+
+
+@pytest.mark.parametrize("page", ["install.md", "install.zh-CN.md"])
+def test_the_page_has_the_commands_and_versions_of_the_files(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    rows = dict(re.findall(r"^\| ([\w-]+) \| (\d[\d.]*) \|$", text, re.M))
+    assert rows == pinned()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = {name for found in re.findall(r"-e '\.\[([\w,-]+)\]'", text) for name in found.split(",")}
+    assert asked == {"infer", "all", "gpu", "gpu-cu12", "vllm"} and asked <= extras.keys()
+    assert "core_cu13" in extras["gpu"][0] and "core_cu12" in extras["gpu-cu12"][0]
+    everything = " ".join(extras["all"])
+    assert not re.search(r"\bgpu|vllm|transformer-engine|flash-attn", everything), "all needs no compiler"
 
 
 def wheel_of_transformer_engine_torch(folder: Path) -> None:
@@ -94,9 +108,9 @@ def resolved(pip: Path, *words: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_the_extra_te_takes_releases_that_go_together(pip: Path) -> None:
+def test_the_extra_gpu_takes_releases_that_go_together(pip: Path) -> None:
     """By the bounds alone: torch of the tests, and the Transformer Engine for its CUDA."""
-    found, versions = resolved(pip, *requirements("te")), pinned()
+    found, versions = resolved(pip, *requirements("gpu")), pinned()
     for name in ("torch", "triton", *TE_PARTS):
         assert found[name] == versions[name], name
     assert "transformer-engine-cu12" not in found
@@ -105,7 +119,7 @@ def test_the_extra_te_takes_releases_that_go_together(pip: Path) -> None:
 @pytest.mark.slow
 def test_constrained_extras_are_installed_together(pip: Path) -> None:
     """Trainer, Transformer Engine and vLLM in one environment, each of the release that is named."""
-    found = resolved(pip, "-c", str(CONSTRAINTS), *requirements("te", "vllm"))
+    found = resolved(pip, "-c", str(CONSTRAINTS), *requirements("gpu", "vllm"))
     assert {name: found[name] for name in pinned() if name in found} == {
-        name: version for name, version in pinned().items() if name != "flash-attn"
+        name: version for name, version in pinned().items() if name not in ("flash-attn", "transformer-engine-cu12")
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megaswift.diagnosis.finding import Finding
 from megaswift.diagnosis.installed import Software, has_module, installed_version
+from megaswift.engine.options.te import install_command
 
 TE = "transformer-engine"
 TE_MODULE = "transformer_engine.pytorch"
@@ -30,7 +31,7 @@ def extension_findings(software: Software) -> Iterator[Finding]:
     gpu = bool(software.torch.get("cuda_available"))
     if TE_MODULE not in software.imports and gpu:
         found = "not installed: layers use torch's modules, without FP8 and fused kernels"
-        yield Finding(TE, "note", found, "run pip install --no-build-isolation 'transformer-engine[pytorch]'")
+        yield Finding(TE, "note", found, f"run {install_command(software.torch.get('cuda'))} (docs/install.md)")
     yield from transformer_engine_parts(software.torch.get("cuda"))
     for module, (name, build) in BUILT.items():
         if module in software.imports:

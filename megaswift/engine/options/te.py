@@ -18,6 +18,8 @@ _LAYERS = "needs Transformer Engine's layers"
 _RECOMPUTES = "recomputing layernorm and moe_act needs Transformer Engine's layers"
 _GATHERS = "cp_comm_type other than all_gather needs Transformer Engine"
 
+VERSIONS = ">=2.12,<2.21"
+"""Releases of Transformer Engine that megaswift works with, as in pyproject.toml."""
 PRODUCTS = "products"
 ATTENTION = "attention"
 OPTIMIZER = "optimizer"
@@ -90,3 +92,9 @@ def missing_transformer_engine_problems(
             lack = torch if lacks[part] else "transformer_engine is not installed"
             found.append(Problem(f"--{name} {option_value_text(c.value(name))}", f"{why}, but {lack}", fix))
     return found
+
+
+def install_command(cuda: str | None) -> str:
+    """Return the command that installs Transformer Engine for the installed torch. `cuda`: the CUDA of that torch."""
+    core = f"core_cu{cuda.split('.')[0]}," if cuda else ""
+    return f"pip install --no-build-isolation 'transformer-engine[{core}pytorch]{VERSIONS}'"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import megatron.core
 import torch
 
-from megaswift.engine.options.te import ATTENTION, PRODUCTS
+from megaswift.engine.options.te import ATTENTION, PRODUCTS, install_command
 from megaswift.errors import ConfigError, Problem
 from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import ModelSpec
@@ -148,7 +148,7 @@ def transformer_engine_unusable_reason() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device"
     installed = importlib.util.find_spec("transformer_engine") is not None
-    return "" if installed else "Transformer Engine is not installed"
+    return "" if installed else f"Transformer Engine is not installed: {install_command(torch.version.cuda)}"
 
 
 def choose_layer_implementation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
 import pytest
@@ -17,13 +18,16 @@ from megaswift.engine.megatron.layers.implementation import (
     fp8_compute_capability_problems,
     fp8_width_problems,
     te_unsupported_attention_features,
+    transformer_engine_unusable_reason,
 )
+from megaswift.engine.options.te import VERSIONS
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
 from megaswift.parallel.layout import Layout
 from tests.families.published import MISTRAL_7B, PUBLISHED, QWEN3_0_6B
 from tests.families.published_moe import GPT_OSS_20B, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B
 from tests.parity.models import config
+from tests.sources import ROOT
 
 GPT_OSS, OLMOE, QWEN, MISTRAL, QWEN3 = (
     family_of(c).spec(c) for c in (GPT_OSS_20B, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B, MISTRAL_7B, QWEN3_0_6B)
@@ -162,3 +166,17 @@ def test_widths_of_experts() -> None:
     assert "width of an expert on each rank that is divisible by 32; here it is 48" in problem.rule
     (problem,) = fp8_width_problems("delayed", MOE, Layout(2, etp=2, tp=2))
     assert "48 / 2 ranks = 24" in problem.rule and problem.fix.startswith("fewer expert-tensor-parallel ranks")
+
+
+@pytest.mark.parametrize(("cuda", "core"), [("13.0", "core_cu13,"), ("12.6", "core_cu12,")])
+def test_a_gpu_without_transformer_engine_names_the_command(
+    cuda: str, core: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row `kernels` shows the reason, and `megaswift doctor` the same command."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    command = f"pip install --no-build-isolation 'transformer-engine[{core}pytorch]>=2.12,<2.21'"
+    assert transformer_engine_unusable_reason() == f"Transformer Engine is not installed: {command}"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"transformer-engine[{core}pytorch]{VERSIONS}" in (*extras["gpu"], *extras["gpu-cu12"])
