@@ -145,7 +145,7 @@ def test_schema_is_complete_and_json() -> None:
     assert set(schema["properties"]) >= {*NAMES, *SECTIONS, "task"}
     assert set(schema["$defs"]["section"]["properties"]) == {*NAMES, "rlhf_type"}
     assert schema["$defs"]["learning_rate"] == {
-        "description": "Peak learning rate; unset with adapters: 1e-4, random_init: 3e-4",
+        "description": "Peak learning rate; default with adapters: 1e-4, random_init: 3e-4",
         "type": ["number", "string", "null"],
         "pattern": "^([Nn]one|NONE|[Nn]ull|NULL)?$",
         "exclusiveMinimum": 0,

@@ -69,14 +69,14 @@ class OptimConfig:
 
     learning_rate: float = option(
         1e-5,
-        "Peak learning rate; unset with adapters: 1e-4, random_init: 3e-4",
+        "Peak learning rate; default with adapters: 1e-4, random_init: 3e-4",
         aliases=("lr",),
         above=0,
         common=EVERY_TASK,
     )
     lorap_lr_ratio: float | None = option(
         None,
-        "LoRA+: learning rate of B over that of A; unset: the same",
+        "LoRA+: learning rate of B divided by that of A; default: the same rate",
         aliases=("loraplus_lr_ratio",),
         above=0,
         only_with={"train_type": ("lora", "qlora")},
@@ -84,7 +84,7 @@ class OptimConfig:
     weight_decay: float = option(0.1, "Weight decay of matrices: decoupled for adam, L2 for sgd", minimum=0)
     vit_lr: float | None = option(
         None,
-        "Peak learning rate of the vision encoder; unset: learning_rate",
+        "Peak learning rate of the vision encoder; default: learning_rate",
         above=0,
         metavar="RATE",
         only_with={"engine": but_not("megatron"), "vision_model": True, "freeze_vit": False},
@@ -92,7 +92,7 @@ class OptimConfig:
     )
     aligner_lr: float | None = option(
         None,
-        "Peak learning rate of the aligner; unset: learning_rate",
+        "Peak learning rate of the aligner; default: learning_rate",
         above=0,
         metavar="RATE",
         only_with={"engine": but_not("megatron"), "vision_model": True, "freeze_aligner": False},
@@ -164,7 +164,7 @@ class OptimConfig:
     )
     muon_num_ns_steps: int = option(
         5,
-        "Muon: Newton-Schulz iterations of a step",
+        "Muon: Newton-Schulz iterations per step",
         minimum=1,
         maximum=99,
         only_with={"optimizer": MUON},
@@ -182,7 +182,7 @@ class OptimConfig:
     )
     main_grads_dtype: str = option(
         "fp32",
-        "Gradients' data type with precision_aware_optimizer; bf16: 2 bytes less",
+        "Data type of gradients with precision_aware_optimizer; bf16: 2 bytes less",
         choices=("fp32", "bf16"),
         only_with={"engine": ("megatron", "auto"), "precision_aware_optimizer": True, "optimizer_cpu_offload": False},
         neutral=("fp32",),
@@ -203,7 +203,7 @@ class OptimConfig:
     )
     store_param_remainders: bool = option(
         True,
-        "precision_aware_optimizer: store of main weights what bfloat16 ones lack",
+        "precision_aware_optimizer: store only the bits that bfloat16 weights lack",
         only_with={"engine": ("megatron", "auto"), "precision_aware_optimizer": True, "optimizer_cpu_offload": False},
         neutral=(True,),
     )

@@ -42,10 +42,10 @@ class ModelPathOptions:
         metavar="DIR",
         common=("infer", "deploy", "export"),
     )
-    model_type: str | None = option(None, "Expected model_type of config.json; another one is an error", metavar="NAME")
-    use_hf: bool = option(
-        True, "Hub of IDs, and of uploads: Hugging Face; false: ModelScope", common=("infer", "deploy")
+    model_type: str | None = option(
+        None, "Expected model_type of config.json; any other value is an error", metavar="NAME"
     )
+    use_hf: bool = option(True, "Hub for IDs and uploads: Hugging Face; false: ModelScope", common=("infer", "deploy"))
     model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
     trust_remote_code: bool = option(
         False, "Allow Python code from the model folder to run", common=("infer", "deploy")
@@ -99,7 +99,7 @@ class ModelLoadingOptions(ModelPathOptions):
     )
     new_special_tokens: tuple[str, ...] = option(
         (),
-        "Special tokens that the model was trained with, or a .txt file with one a line; checked to exist",
+        "Special tokens that the model was trained with, or a .txt file with one per line; checked to exist",
         metavar="TOKEN...",
         only_with={"server_backend": "transformers"},
     )
@@ -229,7 +229,7 @@ class GenerationOptions:
     )
     seed: int | None = option(
         None,
-        "Sampling seed; unset: random (prompt file: 42)",
+        "Sampling seed; default: random (prompt file: 42)",
         minimum=0,
         metavar="SEED",
         only_with={"temperature": but_not(0)},
@@ -251,7 +251,7 @@ class ChatTemplateOptions:
     )
     agent_template: str | None = option(
         None,
-        "Format of tools and calls, as in training; unset: the run's, if it is text",
+        "Format of tools and calls, as in training; default: the run's, if it is text",
         choices=AGENT_TEMPLATES,
         only_with={"server_backend": "transformers"},
     )
@@ -265,7 +265,7 @@ class ChatTemplateOptions:
     )
     max_length: int | None = option(
         None,
-        "Maximum number of prompt tokens; a longer prompt is an error; unset: the model's context",
+        "Maximum number of prompt tokens; a longer prompt is an error; default: the model's context",
         minimum=1,
         unit="tokens",
         only_with={"server_backend": "transformers"},
@@ -273,7 +273,7 @@ class ChatTemplateOptions:
     )
     enable_thinking: bool | None = option(
         None,
-        "Variable enable_thinking of the chat template; unset: the template's default",
+        "Variable enable_thinking of the chat template; default: the template's own",
         metavar="BOOL",
         only_with={"server_backend": "transformers"},
         common=("infer", "deploy"),
@@ -293,7 +293,7 @@ class PromptFileOptions:
     )
     load_data_args: bool = option(
         False,
-        "Use the validation rows of the run that wrote the weights; its config.yaml has them",
+        "Use the validation rows of the run that wrote the weights (from its config.yaml)",
         common=("infer",),
     )
     columns: dict[str, str] = option(
@@ -306,7 +306,7 @@ class PromptFileOptions:
     )
     result_path: str | None = option(
         None,
-        "JSONL file to write: rows with their `response`, in input order; unset: infer_result/MODEL/DATASET.jsonl",
+        "JSONL file to write: rows with their `response`, in input order; default: infer_result/MODEL/DATASET.jsonl",
         metavar="FILE",
         only_with={"dataset": is_set()},
         common=("infer",),
@@ -345,13 +345,13 @@ class NodeOptions:
     """Launch"""
 
     nproc_per_node: int | None = option(
-        None, "Processes on this node; unset: one", minimum=1, unit="processes", common=("infer",)
+        None, "Processes on this node; default: one", minimum=1, unit="processes", common=("infer",)
     )
     nnodes: int | None = option(None, "Number of nodes, each started with this command", minimum=1, unit="nodes")
     node_rank: int | None = option(None, "Rank of this node, from 0", minimum=0, metavar="RANK")
     master_addr: str | None = option(None, "Address of node 0, which writes the result", metavar="HOST")
     master_port: int | None = option(
-        None, "Free port on node 0; unset: 29500", minimum=1, maximum=65535, metavar="PORT"
+        None, "Free port on node 0; default: 29500", minimum=1, maximum=65535, metavar="PORT"
     )
 
 
@@ -392,7 +392,7 @@ class ServerOptions:
         common=("deploy",),
     )
     served_model_name: str | None = option(
-        None, "Model name in the API; unset: name of the folder", metavar="NAME", common=("deploy",)
+        None, "Model name in the API; default: name of the folder", metavar="NAME", common=("deploy",)
     )
     max_batch_size: int = option(
         8,
@@ -412,7 +412,7 @@ class ServerOptions:
     )
     max_body_size: str | None = option(
         None,
-        "Maximum request size; unset: 8MiB, or 32MiB if the model accepts images",
+        "Maximum request size; default: 8MiB, or 32MiB if the model accepts images",
         metavar="SIZE",
         only_with={"server_backend": "transformers"},
     )
@@ -459,7 +459,7 @@ class ExportOptions(BitsandbytesOptions):
     )
     torch_dtype: str | None = option(
         None,
-        "Dtype of all tensors of a conversion; unset: unchanged",
+        "Dtype of all tensors of a conversion; default: unchanged",
         aliases=("dtype",),
         choices=("float32", "bfloat16", "float16"),
         spellings=DTYPES,
@@ -481,7 +481,7 @@ class ExportOptions(BitsandbytesOptions):
     )
     output_dir: str | None = option(
         None,
-        "Folder to write; must not exist; unset: the source with a suffix: DIR-merged, DIR-mcore",
+        "New folder to write; default: the source with a suffix: DIR-merged, DIR-mcore",
         metavar="DIR",
         only_with={"written_folder": True},
         common=("export",),
@@ -504,15 +504,15 @@ class ExportUploadOptions:
         common=("export",),
     )
     hub_model_id: str | None = option(
-        None, "Repository, NAME or ORGANIZATION/NAME; unset: the folder's name", metavar="ID", common=("export",)
+        None, "Repository, NAME or ORGANIZATION/NAME; default: the folder's name", metavar="ID", common=("export",)
     )
     hub_token: str | None = option(
-        None, "Token of the hub; unset: the one stored by the hub's client", aliases=("hf_token",), secret=True
+        None, "Hub token; default: the token stored by the hub's client", aliases=("hf_token",), secret=True
     )
     hub_private_repo: bool = option(False, "Make a new repository private", common=("export",))
     commit_message: str | None = option(
         None,
-        "Message of the commit; unset: upload NAME",
+        "Commit message; default: upload NAME",
         aliases=("hub_commit_message",),
         metavar="TEXT",
         free_text=True,

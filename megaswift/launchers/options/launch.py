@@ -23,14 +23,14 @@ class LaunchConfig:
     launcher: str = option("torchrun", "Process launcher", choices=LAUNCHERS)
     nproc_per_node: int | None = option(
         None,
-        "Processes on this node; unset: one process, without a launcher",
+        "Processes on this node; default: one process, without a launcher",
         minimum=1,
         unit="processes",
         common=EVERY_TASK,
     )
     hostfile: str | None = option(
         None,
-        "Hosts of the run, lines like `node0 slots=8`: sets nodes and processes",
+        "File of hosts, with lines like `node0 slots=8`; sets nodes and processes",
         aliases=("deepspeed_hostfile",),
         metavar="FILE",
         only_with={"launcher": "torchrun"},
@@ -48,7 +48,7 @@ class LaunchConfig:
     )
     master_port: int | None = option(
         None,
-        "Free port on node 0; unset: 29500, or any free port on a single node",
+        "Free port on node 0; default: 29500, or any free port on a single node",
         minimum=1,
         maximum=65535,
         metavar="PORT",
@@ -71,7 +71,7 @@ class LaunchConfig:
     )
     nccl_preset: str = option(
         "none",
-        "NCCL variables to set where unset; auto: by this node's devices",
+        "Set of NCCL variables, unless already set; auto: by this node's devices",
         choices=NCCL_PRESETS,
     )
     num_workers: int | None = option(
@@ -79,12 +79,15 @@ class LaunchConfig:
     )
     ray_address: str | None = option(
         None,
-        "Ray: HOST:PORT, auto or local; unset: RAY_ADDRESS, else local",
+        "Ray: HOST:PORT, auto or local; default: RAY_ADDRESS, else local",
         metavar="ADDRESS",
         only_with={"launcher": "ray"},
     )
     use_gpu: bool | None = option(
-        None, "Ray: one GPU per process; unset: if the cluster has GPUs", metavar="BOOL", only_with={"launcher": "ray"}
+        None,
+        "Ray: one GPU per process; default: if the cluster has GPUs",
+        metavar="BOOL",
+        only_with={"launcher": "ray"},
     )
     cpus_per_worker: int = option(
         1, "Ray: CPU cores reserved per process", minimum=1, unit="cores", only_with={"launcher": "ray"}

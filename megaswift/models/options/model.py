@@ -41,8 +41,8 @@ class ModelConfig:
         metavar="DIR",
         common=EVERY_TASK,
     )
-    model_type: str | None = option(None, "Model type that config.json must have; unset: any", metavar="TYPE")
-    use_hf: bool = option(True, "Hub of models, data and push_to_hub: Hugging Face; false: ModelScope")
+    model_type: str | None = option(None, "Model type that config.json must have; default: any", metavar="TYPE")
+    use_hf: bool = option(True, "Hub for models, data and push_to_hub: Hugging Face; false: ModelScope")
     model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
     trust_remote_code: bool = option(False, "Allow Python code from the model folder to run")
     rope_scaling: str | None = option(
@@ -52,7 +52,7 @@ class ModelConfig:
         metavar="NAME|JSON",
     )
     new_special_tokens: tuple[str, ...] = option(
-        (), "Special tokens to add, or a .txt file with one a line", tasks=(*PLAIN, *PREFERENCES), metavar="TOKEN..."
+        (), "Special tokens to add, or a .txt file with one per line", tasks=(*PLAIN, *PREFERENCES), metavar="TOKEN..."
     )
     random_init: bool = option(False, "Random weights by config.json, to pretrain from scratch", common=("pt",))
     train_type: str = option(
@@ -79,7 +79,7 @@ class ModelConfig:
     )
     transformer_impl: str = option(
         "auto",
-        "Layer implementation; auto: Transformer Engine on a GPU where it is installed",
+        "Layer implementation; auto: Transformer Engine on a GPU, if it is installed",
         choices=("auto", "transformer_engine", "torch"),
         spellings={"te": "transformer_engine", "local": "torch"},
         only_with={"engine": ("megatron", "auto")},
@@ -96,21 +96,21 @@ class ModelConfig:
     )
     recompute_method: str | None = option(
         None,
-        "Full recomputation of uniform groups or of the first layers; unset: uniform",
+        "Full recomputation of uniform groups or of the first layers; default: uniform",
         choices=("uniform", "block"),
         metavar="METHOD",
         only_with={"engine": ("megatron", "auto"), "recompute_granularity": "full"},
     )
     recompute_num_layers: int | None = option(
         None,
-        "Layers per group (uniform) or per stage (block); unset: 1",
+        "Layers per group (uniform) or per stage (block); default: 1",
         minimum=1,
         unit="layers",
         only_with={"engine": ("megatron", "auto"), "recompute_granularity": "full"},
     )
     recompute_modules: tuple[str, ...] = option(
         (),
-        "Submodules that selective recomputation covers; unset: MLPs and experts",
+        "Submodules that selective recomputation covers; default: MLPs and experts",
         choices=("core_attn", "mlp", "moe", "moe_act", "layernorm"),
         only_with={"engine": ("megatron", "auto"), "recompute_granularity": "selective"},
     )
@@ -136,14 +136,14 @@ class ModelConfig:
     )
     fp32_lm_head: bool = option(
         False,
-        "Products of the LM head in float32, from 16-bit weights",
+        "Compute products of the LM head in float32, from 16-bit weights",
         aliases=("head_fp32_output", "enable_fp32_lm_head"),
         tasks=(*PLAIN, *(task for task in ALIGNMENT if task != "rm")),
         only_with={"engine": ("megatron", "auto")},
     )
     gradient_accumulation_fusion: bool | None = option(
         None,
-        "Matrix products add weight gradients to main gradients; unset: true",
+        "Add weight gradients to main gradients in the matrix products; default: true",
         metavar="true",
         only_with={"engine": ("megatron", "auto")},
     )
@@ -166,13 +166,13 @@ class ModelConfig:
     )
     jit_fuser: bool | None = option(
         None,
-        "torch.compile of Megatron-Core's pointwise functions; unset: on a GPU",
+        "Use torch.compile for Megatron-Core's pointwise functions; default: on a GPU",
         metavar="true",
         only_with={"engine": ("megatron", "auto")},
     )
     megatron_extra_kwargs: dict[str, str] = option(
         {},
-        "Other fields of Megatron-Core's TransformerConfig; results are not proven",
+        "Other fields of Megatron-Core's TransformerConfig; results are not verified",
         metavar="JSON",
         example="'{\"fp32_residual_connection\": true}'",
         only_with={"engine": ("megatron", "auto")},
@@ -186,13 +186,13 @@ class ModelConfig:
     )
     moe_aux_loss_coeff: float | None = option(
         None,
-        "MoE load-balancing loss coefficient; unset: from the model's config.json",
+        "MoE load-balancing loss coefficient; default: from the model's config.json",
         aliases=("router_aux_loss_coef",),
         minimum=0,
         metavar="X",
     )
     moe_z_loss_coeff: float | None = option(
-        None, "MoE router z-loss coefficient; unset: no z-loss", minimum=0, metavar="X"
+        None, "MoE router z-loss coefficient; default: no z-loss", minimum=0, metavar="X"
     )
     moe_token_dispatcher_type: str = option(
         "alltoall",
@@ -203,12 +203,12 @@ class ModelConfig:
     )
     moe_grouped_gemm: bool | None = option(
         None,
-        "Grouped GEMM over the experts; unset: except with DoRA and NF4 weights",
+        "Grouped GEMM over the experts; default: except with DoRA and NF4 weights",
         only_with={"engine": ("megatron", "auto")},
     )
     moe_grouped_gemm_impl: str = option(
         "auto",
-        "Whose grouped GEMM; torch's waits for no token counts on one GPU (not run yet)",
+        "Library of the grouped GEMM; torch: no wait for token counts (not run on a GPU)",
         choices=("auto", "transformer_engine", "torch"),
         spellings={"te": "transformer_engine"},
         only_with={"engine": ("megatron", "auto"), "grouped_gemm": True},
@@ -216,12 +216,12 @@ class ModelConfig:
     )
     moe_permute_fusion: bool | None = option(
         None,
-        "Fused sorting of tokens by expert; unset: Transformer Engine without allgather",
+        "Fused sorting of tokens by expert; default: Transformer Engine, not allgather",
         only_with={"engine": ("megatron", "auto"), "transformer_impl": but_not("torch")},
     )
     moe_router_fusion: bool = option(
         False,
-        "Fused kernel for the choice of experts (Transformer Engine; not run on a GPU)",
+        "Fused kernel for choosing experts (Transformer Engine; not run on a GPU)",
         only_with={"engine": ("megatron", "auto"), "transformer_impl": but_not("torch")},
     )
     moe_shared_expert_overlap: bool = option(
@@ -239,13 +239,13 @@ class ModelConfig:
     )
     moe_pad_expert_input_to_capacity: bool = option(
         False,
-        "Pad expert inputs to the capacity; the host then waits for no token counts",
+        "Pad expert inputs to the capacity, so the host does not wait for token counts",
         tasks=PLAIN,
         only_with={"engine": ("megatron", "auto")},
     )
     mtp_num_layers: int | None = option(
         None,
-        "Train the model's layers for multi-token prediction; unset: kept as they are",
+        "Train the model's layers for multi-token prediction; default: keep them as is",
         minimum=1,
         unit="layers",
         unset=("0",),
@@ -255,14 +255,14 @@ class ModelConfig:
     )
     mtp_loss_scaling_factor: float = option(
         0.1,
-        "Weight of the mean loss of these layers",
+        "Weight of the mean loss of the layers for multi-token prediction",
         minimum=0,
         tasks=PLAIN,
         only_with={"engine": ("megatron", "auto"), "mtp_num_layers": is_set()},
     )
     mtp_detach_heads: bool = option(
         False,
-        "No gradient from these layers into the rest of the model",
+        "No gradient from the layers for multi-token prediction into the rest",
         tasks=PLAIN,
         only_with={"engine": ("megatron", "auto"), "mtp_num_layers": is_set()},
     )
@@ -275,7 +275,7 @@ class ModelConfig:
     )
     trainable_parameters: tuple[str, ...] = option(
         (),
-        "Regular expressions for names of weights to train among the frozen ones",
+        "Regular expressions for names of weights to train despite freeze_parameters",
         aliases=("trainable_parameters_regex",),
         metavar="PATTERN...",
         only_with={"train_type": "full"},
@@ -289,7 +289,7 @@ class ModelConfig:
     )
     vit_gradient_checkpointing: bool | None = option(
         None,
-        "Recompute the vision encoder's layers; unset: with recompute_granularity full",
+        "Recompute the vision encoder's layers; default: with recompute_granularity full",
         metavar="BOOL",
         only_with={"engine": but_not("megatron"), "vision_model": True},
         neutral=(None,),

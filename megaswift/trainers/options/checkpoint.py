@@ -23,7 +23,7 @@ class CheckpointConfig:
     output_dir: str = option("output", "Output directory of the run", aliases=("save",), common=EVERY_TASK)
     add_version: bool | None = option(
         None,
-        "Write to a new folder output_dir/vN-DATE-TIME; unset: if no output_dir is given",
+        "Write to a new folder output_dir/vN-DATE-TIME; default: if no output_dir given",
         metavar="BOOL",
     )
     overwrite_output_dir: bool = option(False, "Replace an earlier run in output_dir")
@@ -36,18 +36,18 @@ class CheckpointConfig:
     )
     ignore_data_skip: bool = option(
         False,
-        "A resumed run begins its data from the first row again",
+        "Start the data of a resumed run from the first row again",
         tasks=("sft", "pt", *PREFERENCES),
         only_with={"resume_from_checkpoint": is_set(notice=True)},
     )
     save_strategy: str | None = option(
         None,
-        "When to save; no: only when interrupted; unset: every save_steps and at the end",
+        "When to save; no: only when interrupted; default: every save_steps, at the end",
         choices=("no", "steps", "epoch", "best"),
     )
     save_steps: int | float | None = option(
         None,
-        "Steps between checkpoints; below 1: fraction of all steps; unset: every 30 min",
+        "Steps between checkpoints; below 1: fraction of steps; default: every 30 min",
         aliases=("save_interval",),
         minimum=1,
         fraction=True,
@@ -57,24 +57,24 @@ class CheckpointConfig:
     )
     save_total_limit: int | None = option(
         None,
-        "Number of checkpoints to keep, newest first; unset: all",
+        "Number of checkpoints to keep, newest first; default: all",
         minimum=1,
         unset=("-1",),
         unit="checkpoints",
         common=EVERY_TASK,
     )
     save_only_model: bool = option(
-        False, "Checkpoints hold the weights alone, without optimizer and random states", aliases=("no_save_optim",)
+        False, "Save only the weights in checkpoints, without optimizer and random states", aliases=("no_save_optim",)
     )
     async_save: bool = option(
         False,
         "Write checkpoints in the background, from a copy in host memory (native engine)",
         only_with={"engine": ("megatron", "auto")},
     )
-    save_rng: bool = option(True, "Save random states in checkpoints; false: a resumed run draws other ones")
+    save_rng: bool = option(True, "Save random states in checkpoints; false: a resumed run draws new numbers")
     exit_interval: int | None = option(
         None,
-        "Save and end the run after steps divisible by this; unset: at the last step",
+        "Save and end the run after a step divisible by this; default: the last step",
         minimum=1,
         unit="steps",
     )

@@ -70,7 +70,7 @@ class ScheduleConfig:
     )
     warmup_steps: int = option(
         0,
-        "Warmup steps, instead of warmup_ratio; unset with random_init: 500",
+        "Warmup steps, instead of warmup_ratio; default with random_init: 500",
         aliases=("lr_warmup_iters",),
         minimum=0,
         unit="steps",

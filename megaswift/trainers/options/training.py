@@ -23,14 +23,14 @@ class TrainConfig:
     )
     per_device_eval_batch_size: int | None = option(
         None,
-        "Micro-batch size in evaluation; unset: same as in training",
+        "Micro-batch size in evaluation; default: same as in training",
         minimum=1,
         unit="samples",
         only_with={"evaluation_data": one_of(True, notice=True)},
     )
     eval_iters: int | None = option(
         None,
-        "Evaluation batches of global_batch_size samples each; unset: all samples",
+        "Evaluation batches of global_batch_size samples each; default: all samples",
         minimum=1,
         unset=("-1",),
         unit="batches",
@@ -38,7 +38,7 @@ class TrainConfig:
     )
     gradient_accumulation_steps: int | None = option(
         None,
-        "Micro-batches per optimizer step; unset: from global_batch_size, else 1",
+        "Micro-batches per optimizer step; default: from global_batch_size, else 1",
         minimum=1,
         unit="micro-batches",
         common=EVERY_TASK,
@@ -53,7 +53,7 @@ class TrainConfig:
     )
     max_steps: int | None = option(
         None,
-        "Optimizer steps; unset: from num_train_epochs",
+        "Optimizer steps; default: from num_train_epochs",
         aliases=("train_iters", "max_iters"),
         minimum=1,
         unset=("-1",),
@@ -81,16 +81,16 @@ class TrainConfig:
         "Bitwise reproducible runs; slower on GPUs",
         aliases=("deterministic_mode", "full_determinism"),
     )
-    tf32: bool | None = option(None, "Round float32 products to TF32 on GPUs; unset: PyTorch's default", metavar="BOOL")
+    tf32: bool | None = option(None, "Round float32 products to TF32 on GPUs; default: as in PyTorch", metavar="BOOL")
     logging_steps: int | float = option(
         1,
-        "Steps between entries in metrics.jsonl; below 1: that fraction of all steps",
+        "Steps between entries in metrics.jsonl; below 1: fraction of all steps",
         aliases=("log_interval",),
         minimum=1,
         fraction=True,
         unit="steps",
     )
-    logging_first_step: bool = option(False, "Log the first step too, whatever logging_steps is")
+    logging_first_step: bool = option(False, "Also log the first step, with any logging_steps")
     fit: bool = option(
         False,
         "Choose recomputation, micro-batch and optimizer settings that fit the device",
@@ -98,7 +98,7 @@ class TrainConfig:
     )
     device_memory: str | None = option(
         None,
-        "Memory of a device for fit; unset: the GPU's",
+        "Memory of a device for fit; default: the GPU's",
         metavar="SIZE",
         tasks=("sft", "pt"),
         only_with={"fit": True},
@@ -112,7 +112,7 @@ class TrainConfig:
     )
     neftune_noise_alpha: float | None = option(
         None,
-        "NEFTune noise on embeddings (torch engines only); unset: no noise",
+        "NEFTune noise on embeddings (torch engines only); default: no noise",
         above=0,
         metavar="X",
         only_with={"engine": but_not("megatron")},

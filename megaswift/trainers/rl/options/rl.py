@@ -24,11 +24,11 @@ class RlConfig:
     """Reinforcement learning"""
 
     num_generations: int | None = option(
-        None, "Completions per prompt; unset: 8, ppo 1", minimum=1, tasks=RL, metavar="N", common=RL
+        None, "Completions per prompt; default: 8, ppo 1", minimum=1, tasks=RL, metavar="N", common=RL
     )
     generation_batch_size: int | None = option(
         None,
-        "Completions per generation over all ranks; unset: global_batch_size",
+        "Completions per generation over all ranks; default: global_batch_size",
         minimum=1,
         unit="completions",
         tasks=RL,
@@ -57,7 +57,7 @@ class RlConfig:
 
     advantage_estimator: str | None = option(
         None,
-        "Advantage estimator; unset: grpo (ppo: gae)",
+        "Advantage estimator; default: grpo (ppo: gae)",
         choices=advantage_estimator_names(),
         choices_of=ESTIMATOR_NAMES,
         tasks=RL,
@@ -91,13 +91,13 @@ class RlConfig:
     )
     kl_in_reward: bool | None = option(
         None,
-        "Apply the KL penalty to rewards instead of the loss; unset: not for grpo",
+        "Apply the KL penalty to rewards instead of the loss; default: not for grpo",
         tasks=RL,
         only_with={"beta": but_not(0)},
     )
     kl_estimator: str | None = option(
         None,
-        "KL estimator; unset: k3 in the loss, k1 in rewards",
+        "KL estimator; default: k3 in the loss, k1 in rewards",
         choices=("k1", "k2", "k3"),
         tasks=RL,
         metavar="NAME",
@@ -140,7 +140,7 @@ class RlConfig:
     )
     epsilon_high: float | None = option(
         None,
-        "Upper clip range; unset: epsilon (cispo: maximum ratio; unset: 5)",
+        "Upper clip range; default: epsilon (cispo: maximum ratio, default 5)",
         minimum=0,
         tasks=RL,
         metavar="X",
@@ -168,7 +168,7 @@ class RlConfig:
     )
     top_entropy_quantile: float = option(
         1.0,
-        "Train on this fraction of tokens, those of highest entropy (arXiv:2506.01939)",
+        "Train on the fraction of tokens with the highest entropy (arXiv:2506.01939)",
         minimum=0,
         maximum=1,
         tasks=RL,
@@ -184,14 +184,14 @@ class RlConfig:
     )
     use_bias_correction_kl: bool | None = option(
         None,
-        "Weight the KL by the importance ratio (arXiv:2512.02556); unset: not for k2",
+        "Weight the KL by the importance ratio (arXiv:2512.02556); default: not for k2",
         tasks=RL,
         only_with={"beta": but_not(0), "kl_in_reward": False},
         neutral=(False,),
     )
     loss_agg_mode: str | None = option(
         None,
-        "Loss normalization, under verl's names; unset: that of loss_type",
+        "Loss normalization, under verl's names; default: that of loss_type",
         choices=AGG_MODES,
         tasks=RL,
         metavar="MODE",
@@ -227,7 +227,7 @@ class RlConfig:
     )
     kl_cov_ratio: float = option(
         0.0002,
-        "Fraction of the tokens that get a KL penalty, those of largest covariance",
+        "Fraction of tokens, those with the largest covariance, that get a KL penalty",
         above=0,
         maximum=1,
         tasks=GRPO,
@@ -268,7 +268,7 @@ class RlConfig:
     )
     importance_sampling_correction: bool | None = option(
         None,
-        "Correct the trainer-sampler mismatch; unset: off for transformers unless async",
+        "Correct trainer-sampler mismatch; default: not for transformers unless async",
         aliases=("vllm_importance_sampling_correction",),
         tasks=RL,
     )
@@ -296,7 +296,7 @@ class RlConfig:
     )
     importance_sampling_clip_min: float | None = option(
         None,
-        "Lower bound of the correction weights; unset: no bound",
+        "Lower bound of the correction weights; default: no bound",
         aliases=("vllm_importance_sampling_clip_min",),
         minimum=0,
         tasks=RL,
@@ -306,7 +306,7 @@ class RlConfig:
     )
     importance_sampling_filter_max: float | None = option(
         None,
-        "Drop completions whose geometric mean weight is larger; unset: no bound",
+        "Drop completions whose geometric mean weight is larger; default: no bound",
         above=0,
         tasks=RL,
         metavar="X",
@@ -315,7 +315,7 @@ class RlConfig:
     )
     importance_sampling_filter_min: float | None = option(
         None,
-        "Drop completions whose geometric mean weight is smaller; unset: no bound",
+        "Drop completions whose geometric mean weight is smaller; default: no bound",
         minimum=0,
         tasks=RL,
         metavar="X",
@@ -337,7 +337,7 @@ class RlConfig:
     whiten_rewards: bool = option(False, "Scale the rewards of a batch to unit standard deviation", tasks=PPO)
     whiten_advantages: bool | None = option(
         None,
-        "Normalize batch advantages to mean 0 and variance 1; unset: only for gae",
+        "Normalize batch advantages to mean 0 and variance 1; default: only for gae",
         aliases=("normalize_advantages",),
         tasks=RL,
         only_with={"advantage_estimator": ("rloo", "gae")},
@@ -346,7 +346,7 @@ class RlConfig:
     log_completions: bool = option(True, "Write completions and rewards to completions.jsonl and the report", tasks=RL)
     num_completions_to_print: int | None = option(
         None,
-        "Number of completions per logged step; unset: all",
+        "Number of completions per logged step; default: all",
         minimum=1,
         unit="completions",
         tasks=RL,
@@ -354,7 +354,7 @@ class RlConfig:
     )
     num_completions_with_tokens: int = option(
         8,
-        "Completions per step logged token by token: 20 bytes a token; 0: none",
+        "Completions per step logged token by token: 20 bytes per token; 0: none",
         minimum=0,
         unit="completions",
         tasks=RL,
