@@ -11,7 +11,9 @@ import pytest
 from tests.sources import ROOT
 
 PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
-BLOCK = re.compile(r"^```(?:bash|sh|shell)?\n(.*?)^```", re.M | re.S)
+FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```[ ]*$", re.M | re.S)
+"""A block of code with its language."""
+SHELL = ("", "bash", "sh", "shell")
 AGAIN = ("--overwrite_output_dir", "--resume_from_checkpoint", "--dry_run")
 """Options with which a command takes a folder that is there already."""
 WRITES = re.compile(r"--(?:output_dir|output|result_path) (\S+)|merge[-_]lora(?:\.py)? \S+ \S+ (\S+)|to-hf \S+ (\S+)")
@@ -22,7 +24,9 @@ OTHERS = {"migrate"}
 def written(page: str) -> list[str]:
     """The folders that the commands of a page write to, in order."""
     found = []
-    for block in BLOCK.findall(page):
+    for language, block in FENCE.findall(page):
+        if language not in SHELL:
+            continue
         for command in block.replace("\\\n", " ").splitlines():
             command = command.partition("  #")[0].strip()
             if command.startswith("#") or any(word in command for word in AGAIN) or OTHERS & {*command.split()}:
@@ -42,4 +46,5 @@ def test_repeated_folders_are_seen() -> None:
     page = f"{one}text\n```\nmegaswift sft --output_dir OUT  # another\n```\n"
     assert written(page) == ["OUT", "OUT"]
     assert written("```\nmegaswift sft --output_dir OUT --resume_from_checkpoint latest\n```\n") == []
+    assert written(f"```python\na = 1\n```\n{one}```python\nb = 2\n```\n{one}") == ["OUT", "OUT"]
     assert written("```\nmegaswift convert merge-lora M A MERGED\n```\n") == ["MERGED"]
