@@ -70,7 +70,7 @@ def _table(options: Iterable[Option]) -> Iterator[str]:
         aliases = f" Also {', '.join(f'`--{alias}`' for alias in option.aliases)}." if option.aliases else ""
         tasks = option.details.get("tasks", ())
         only = f" Tasks: {', '.join(tasks)}." if tasks else ""
-        cells = (f"`--{option.name}`", default_text(option), f"{option.help}.{choices}{aliases}{only}")
+        cells = (f"`--{option.name}`", default_text(option, option.default), f"{option.help}.{choices}{aliases}{only}")
         yield f"| {' | '.join(cell.replace('|', '&#124;').replace('<', '&lt;') for cell in cells)} |"
     yield ""
 
