@@ -81,9 +81,13 @@ BESIDE = re.compile(
 common names (`question`, `answer`), a further column with a value makes it ambiguous unless its name matches."""
 
 
+_NOTHING = (None, "", [], {})
+"""Values of a column that says nothing; 0 and false say something."""
+
+
 def has_nothing_besides(row: Row, read: Iterable[str]) -> bool:
     """Return whether all columns of a row are read, or say nothing about a conversation (`BESIDE`), or are empty."""
-    return all(name in read or not value or BESIDE.fullmatch(name.lower()) for name, value in row.items())
+    return all(name in read or value in _NOTHING or BESIDE.fullmatch(name.lower()) for name, value in row.items())
 
 
 def _any_row(row: Row) -> bool:
