@@ -354,7 +354,7 @@ def test_columns_are_proposed_that_make_the_row_readable(task: str, row: dict[st
 AMBIGUOUS = [
     {"question": "q", "answer": "a", "explanation": "e"},
     {"prompt": "q", "response": "a", "output": "b"},
-    {"question": "q", "answer": "a", "label": 0},
+    {"question": "q", "answer": "a", "correct": 0},
     {"question": "q", "answer": "a", "is_correct": False},
     {"instruction": "q", "context": "c", "input": "d", "response": "a"},
     {"input": "q", "output": ["a", "b"]},

@@ -81,7 +81,7 @@ BESIDE = re.compile(
 common names (`question`, `answer`), a further column with a value makes it ambiguous unless its name matches."""
 
 
-_NOTHING = (None, "", [], {})
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values of a column that says nothing; 0 and false say something."""
 
 
