@@ -24,6 +24,7 @@ PAGES = {
     "docs/memory.md": "docs/memory.zh-CN.md",
     "docs/lora.md": "docs/lora.zh-CN.md",
     "docs/training.md": "docs/training.zh-CN.md",
+    "docs/data.md": "docs/data.zh-CN.md",
 }
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
