@@ -18,6 +18,7 @@ sshd openssh-server hosts of an ssh cluster
 ip iproute2 machines as network namespaces
 debootstrap debootstrap the base system of the CPU image
 buildah buildah building the CPU image
+chromium chromium reports and the board in a browser
 "
 
 dry_run=0

@@ -23,7 +23,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium in PATH")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium in PATH: bash scripts/setup_slow_tier.sh")
 ANSWER = re.compile(r'<pre id="answer">(.*?)</pre>', re.DOTALL)
 
 

@@ -15,7 +15,7 @@ from tests.sources import ROOT
 from tests.test_docker_image import MISSING, Builder, base_system
 
 SCRIPT = ROOT / "scripts" / "setup_slow_tier.sh"
-PROGRAMS = (*NEEDED, "sshd", "ip", "buildah", "debootstrap")
+PROGRAMS = (*NEEDED, "sshd", "ip", "buildah", "debootstrap", "chromium")
 LINE = re.compile(r"^missing  (\S+): .* \(package (\S+)\)$", re.MULTILINE)
 
 

@@ -21,7 +21,7 @@ from tests.run.report.runs import completion, line, write_folder
 from tests.sources import ROOT
 from tests.trainers.inputs import write_inputs
 
-pytest.importorskip("gradio")
+pytest.importorskip("gradio", reason="needs gradio: pip install -e '.[board]'")
 pytestmark = [needs_browser, pytest.mark.process]
 
 TOKEN = "a-secret-of-the-test"
