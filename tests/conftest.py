@@ -44,6 +44,7 @@ TOGETHER = {f"tests/{file}": "transformer engine" for file in TE} | {
     "tests/run/test_training.py": "runs",
     "tests/rank_recorder/test_rank_recorder.py": "records",
     "tests/serve/test_app.py": "server",
+    "tests/test_docs_site.py": "docs site",
     "tests/parity/test_videos.py": "videos",
     "tests/fake_cuda/test_commands.py": "fake cuda",
     "tests/engine/torch/strategies/test_zero.py": "zero",

@@ -382,6 +382,7 @@ def wrong_is_one_message(kind: str, ranks: int, tmp_path: Path) -> None:
     assert ended.returncode == 2 if ranks == 1 else "exitcode: 2" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_processes_that_megaswift_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function of a module is imported there. A run that fails there is an error here, with its exit code."""

@@ -146,6 +146,7 @@ def test_figures_of_a_report(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_four_processes_over_gloo(tmp_path: Path) -> None:
     output = tmp_path / "comm.json"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.engine.triton_programs import NEED_TRITON, printed
 
 pytestmark = NEED_TRITON
@@ -17,6 +19,7 @@ def test_kernels_give_what_torch_gives() -> None:
     assert all(float(value) < float(limit) for _, value, limit in cases), cases
 
 
+@pytest.mark.slow
 def test_kernels_compile(tmp_path: Path) -> None:
     """For compute capability 9.0, by Triton's compiler, which needs no GPU: the interpreter takes more than it does."""
     cases = printed(PROGRAM, "compile", TRITON_CACHE_DIR=str(tmp_path))

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({}, WHOLE),
         pytest.param(FULL, WHOLE, marks=pytest.mark.slow),
-        ({"recompute_granularity": "selective"}, CHUNKS),
+        pytest.param({"recompute_granularity": "selective"}, CHUNKS, marks=pytest.mark.slow),
         pytest.param(FULL, CHUNKS, marks=pytest.mark.slow),
         pytest.param({"train_type": "lora", "lora_rank": 4}, CHUNKS, marks=pytest.mark.slow),
         ({"train_type": "qlora", "lora_rank": 4, **FULL}, CHUNKS),

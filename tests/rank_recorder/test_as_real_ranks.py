@@ -42,7 +42,7 @@ def longest_lists(real: Mapping[int, RankRecord]) -> set[int]:
 @pytest.mark.parametrize(
     ("name", "world"),
     [
-        ("dp", 4),
+        pytest.param("dp", 4, marks=SLOW),
         ("pp ep", 4),
         ("dpo", 2),
         ("grpo", 2),

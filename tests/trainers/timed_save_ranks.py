@@ -37,11 +37,11 @@ class Noted(CheckpointHook):
         self.timed = TimedSaves(3 << 20, lambda: clock.now)
         self.steps: list[int] = []
 
-    def save(self, run: Run, background: bool = False) -> None:
+    def save(self, run: Run, background: bool = False, by_clock: bool = False) -> None:
         assert self.timed is not None
         self.steps.append(run.step)
         self.saved = run.step
-        self.timed.note_save(run.step)
+        self.timed.note_save(run.step, by_clock)
 
 
 def go(rank: int, world: int, slow: int) -> tuple[list[int], int]:

@@ -92,8 +92,9 @@ class TimedSaves:
         self.size = size
         """Bytes of a checkpoint; 0 where they are unknown."""
         self.clock = clock
-        self.steps: list[int] = []
-        """Steps that this run has saved, the newest last; a resumed run goes on with them."""
+        self.steps: dict[int, bool] = {}
+        """Steps that this run has saved, the newest last, and whether the clock asked for each; a resumed run goes on
+        with them."""
         self.expected: float | None = None
         """Seconds that the run takes from its first step here, once two steps are measured."""
         self._first = self._began = self._warm = self._saved = 0.0
@@ -115,10 +116,10 @@ class TimedSaves:
         elif taken > 1:
             self.expected = now - self._began + left * (now - self._warm) / (taken - 1)
 
-    def note_save(self, step: int) -> None:
+    def note_save(self, step: int, by_clock: bool) -> None:
         """Begin the next interval, and note the step among those of this run."""
         self._saved = self.clock()
-        self.steps = [*(known for known in self.steps if known < step), step]
+        self.steps = {known: asked for known, asked in self.steps.items() if known < step} | {step: by_clock}
 
     @property
     def is_long(self) -> bool:
@@ -131,8 +132,10 @@ class TimedSaves:
         return self.is_long and self.clock() - self._saved >= INTERVAL
 
     def surplus(self, step: int) -> list[int]:
-        """Return the steps to delete once the checkpoint of `step` is complete."""
-        return [known for known in self.steps if known <= step][:-KEPT]
+        """Return the steps to delete once the checkpoint of `step` is complete: of those that the clock asked for, all
+        that are older than the last two."""
+        complete = [known for known in self.steps if known <= step]
+        return [known for known in complete[:-KEPT] if self.steps[known]]
 
 
 class CheckpointHook(Hook):
@@ -184,8 +187,9 @@ class CheckpointHook(Hook):
             self.finish_pending()
         improved = self.interval.every == BEST and self.best is not None and self.best.improved_at(step.number)
         exits = self.exit_interval is not None and step.number % self.exit_interval == 0
-        if self.interval.due(step) or improved or exits or self._due_by_time(run):
-            self.save(run, self.background)
+        by_clock = self._due_by_time(run)
+        if self.interval.due(step) or improved or exits or by_clock:
+            self.save(run, self.background, by_clock and not exits)
         if exits and step.number < run.total_steps and not run.stopping:
             run.stopping = f"exit_interval {self.exit_interval}; --resume_from_checkpoint latest goes on"
 
@@ -213,7 +217,8 @@ class CheckpointHook(Hook):
         self.finish_pending()
         early = run.interrupted or run.mistake is not None
         if self.saved != run.step and (early or self.interval.every != NO):
-            self.save(run)
+            in_place_of_clock = early and self.timed is not None and self.timed.is_long
+            self.save(run, by_clock=in_place_of_clock)
 
     def close(self) -> None:
         """Give up a checkpoint that is still being written after an error: other ranks may have ended."""
@@ -233,24 +238,25 @@ class CheckpointHook(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the interval, and the steps that were saved by the clock."""
-        return self.interval.state_dict() | ({"timed": self.timed.steps} if self.timed is not None else {})
+        timed = {} if self.timed is None else {"timed": [*self.timed.steps.items()]}
+        return self.interval.state_dict() | timed
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of the interval."""
         self.interval.load_state_dict(state)
         if self.timed is not None:
-            self.timed.steps = [int(step) for step in state.get("timed", ())]
+            self.timed.steps = {int(step): bool(asked) for step, asked in state.get("timed", ())}
 
-    def save(self, run: Run, background: bool = False) -> None:
+    def save(self, run: Run, background: bool = False, by_clock: bool = False) -> None:
         """Save a checkpoint, on every rank together; it is complete when this returns unless it is written in the
-        `background`."""
+        `background`. `by_clock`: nothing but the time that has passed, or the end of such a run before its time, asks for it."""
         self.finish_pending()
         began = time.perf_counter()
         self.before_save(run)
         if self.best is not None:
             self.best.before_save(run.step)
         if self.timed is not None:
-            self.timed.note_save(run.step)
+            self.timed.note_save(run.step, by_clock)
         hooks = {type(h).__name__: state for h in run.hooks if (state := h.state_dict())}
         steps = {"total_steps": run.total_steps, "skipped_steps": run.skipped}
         state = {**self.facts, **steps, "data": run.position, "hooks": copy.deepcopy(hooks)}

@@ -45,7 +45,7 @@ def test_a_step_of_half_an_hour_is_an_estimate() -> None:
     now = 2000.0
     saves.measure(at(8, 10))
     assert saves.expected == 6000 and saves.due
-    saves.note_save(8)
+    saves.note_save(8, True)
     assert not saves.due
     now = 3800.0
     assert saves.due
@@ -126,3 +126,13 @@ def test_all_ranks_save_after_the_same_step_by_the_clock_of_rank_0(slow: int, ex
     another rank changes nothing."""
     found = shared("").run("tests.trainers.timed_save_ranks:go", slow, 3)
     assert found == [(expected, STEPS)] * 3
+
+
+def test_only_saves_of_the_clock_are_deleted() -> None:
+    """Older ones than the last two; those that an option or a signal asked for stay."""
+    saves = TimedSaves()
+    for step, by_clock in ((2, False), (5, True), (8, True), (11, False)):
+        saves.note_save(step, by_clock)
+    assert saves.surplus(11) == [5]
+    saves.note_save(14, True)
+    assert saves.surplus(14) == [5, 8] and saves.surplus(8) == []

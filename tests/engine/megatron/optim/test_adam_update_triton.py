@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from tests.engine.triton_programs import NEED_TRITON, printed
@@ -24,6 +25,7 @@ def test_the_kernel_gives_what_torch_gives() -> None:
         assert (other, steps) == ("0", changed), (kind, name, other, steps)
 
 
+@pytest.mark.slow
 def test_the_kernel_compiles(tmp_path: Path) -> None:
     """For compute capability 9.0; where addresses are multiples of 16 bytes, only the four numbers of a step are loaded
     one by one."""
