@@ -215,7 +215,7 @@ class CheckpointHook(Hook):
         """Saves the last step. A run that saves nothing saves it only where it ended early. Nothing is left in the
         background."""
         self.finish_pending()
-        early = run.interrupted or run.mistake is not None
+        early = bool(run.interrupted) or run.mistake is not None
         if self.saved != run.step and (early or self.interval.every != NO):
             in_place_of_clock = early and self.timed is not None and self.timed.is_long
             self.save(run, by_clock=in_place_of_clock)
@@ -249,7 +249,8 @@ class CheckpointHook(Hook):
 
     def save(self, run: Run, background: bool = False, by_clock: bool = False) -> None:
         """Save a checkpoint, on every rank together; it is complete when this returns unless it is written in the
-        `background`. `by_clock`: nothing but the time that has passed, or the end of such a run before its time, asks for it."""
+        `background`. `by_clock`: nothing but the time that has passed asks for it, or the early end of a run that is
+        saved by the clock."""
         self.finish_pending()
         began = time.perf_counter()
         self.before_save(run)
