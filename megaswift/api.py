@@ -200,7 +200,7 @@ def starts_over(cfg: SwiftConfig) -> bool:
 
 
 def _named_callbacks(given: Sequence[Any]) -> dict[str, Any]:
-    """What makes each callback, by a name for messages."""
+    """Return what makes each callback, by a name for messages."""
     from megaswift.trainers.hook import Hook
 
     makers: dict[str, Any] = {}

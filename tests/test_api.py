@@ -364,17 +364,17 @@ WRONG = {
 
 @pytest.mark.process
 def test_a_mistake_in_code_of_a_script_is_one_message(tmp_path: Path) -> None:
-    wrong_is_one_message("callback", 2, tmp_path)
+    assert_one_message("callback", 2, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", WRONG)
 def test_each_kind_of_mistake_is_one_message(kind: str, ranks: int, tmp_path: Path) -> None:
-    wrong_is_one_message(kind, ranks, tmp_path)
+    assert_one_message(kind, ranks, tmp_path)
 
 
-def wrong_is_one_message(kind: str, ranks: int, tmp_path: Path) -> None:
+def assert_one_message(kind: str, ranks: int, tmp_path: Path) -> None:
     ended = started(tmp_path / "made", ranks, kind)
     said = ended.stderr.partition("torch/distributed/elastic")[0]  # torchrun's own report follows
     told = WRONG[kind] if ranks == 1 else WRONG[kind].replace("7 values for 8", "3 values for 4")

@@ -121,7 +121,7 @@ def board_page(board: Board) -> gr.Blocks:
         details = [log, memory, steps, config]
 
         def look(keys: list[str]) -> list[Any]:
-            """What changes while a run goes on, without the curves, which renew themselves."""
+            """Return what changes while a run goes on, without the curves, which renew themselves."""
             runs = board.chosen(keys)
             shown = (
                 [runs[0].log(), memory_html(runs[0]), checkpoint_rows(runs[0].folder), runs[0].config()] if runs else []

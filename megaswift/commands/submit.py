@@ -266,13 +266,13 @@ def _missing_variable_problems(job: Job) -> list[Problem]:
 
 
 def _still_missing(given: argparse.Namespace, missing: Sequence[Problem]) -> Iterator[str]:
-    """What only a dry run does without."""
+    """Yield a warning for each variable that only a dry run may lack."""
     if given.dry_run:
         yield from (f"{problem.what}: {problem.rule}; to submit, {problem.fix}" for problem in missing)
 
 
 def _saves_by_time_warning(cfg: SwiftConfig) -> Iterator[str]:
-    """What a job loses at most when a node dies, where its options do not say."""
+    """Yield a warning where no option says when checkpoints are written: how much a dead node may cost."""
     if saves_by_time(cfg.checkpoint):
         kept = cfg.checkpoint.save_total_limit or KEPT
         yield (

@@ -55,7 +55,7 @@ def options_of_loaded_tokenizer(given: Any, model: ModelConfig) -> dict[str, Any
 
 
 def _content(tokenizer: Any) -> Any:
-    """What decides the tokens of a text; truncation and padding are settings of single calls."""
+    """Return what decides the tokens of a text; truncation and padding are settings of single calls."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return tokenizer.get_vocab()

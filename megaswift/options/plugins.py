@@ -100,7 +100,7 @@ def _in_place_of_swift(orms: dict[str, Any]) -> Iterator[None]:
 
 @dataclass
 class ExternalPlugins:
-    """What files and scripts have registered in this process."""
+    """Registrations of files and scripts in this process."""
 
     rewards: dict[str, Any] = field(default_factory=dict)
     """Functions, classes and objects of `megaswift.plugins.reward`."""

@@ -19,7 +19,9 @@ def next_commands(cfg: SwiftConfig, outputs: OutputFolder, adapts: bool) -> list
         adapts: Whether the run trained adapters.
     """
     trust = ["--trust_remote_code", "true"] if cfg.model.trust_remote_code else []
-    adapter, hf, step = outputs.adapter, outputs.hf, outputs.store.latest()
+    adapter = outputs.adapter
+    hf = outputs.hf
+    step = outputs.store.latest()
     if cfg.task == "rm":
         model = [str(cfg.model.model), "--reward_model", str(hf if hf.is_dir() else adapter)]
         return [_command("grpo", "--model", *model, "--dataset", "PROMPTS", *trust)]

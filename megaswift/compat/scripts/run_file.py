@@ -44,7 +44,7 @@ def run_file_text(run: MigratedRun, file: str) -> str:
 
 
 def _problems_of_text(run: MigratedRun, text: str) -> list[Problem]:
-    """What the loader finds wrong with the text as a file."""
+    """Return what the loader finds wrong with the text as a file."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
         path.write_text(text, encoding="utf-8")

@@ -84,7 +84,7 @@ def _around_first_invalid(path: Path) -> bytes:
 
 
 def _first_invalid_block(path: Path) -> int | None:
-    """Where the block of BLOCK bytes begins in which the bytes are no UTF-8 any more; None where all are."""
+    """Return where the first block of BLOCK bytes begins that is not UTF-8; None where the whole file is."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = 0
     with path.open("rb") as file:

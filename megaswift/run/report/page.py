@@ -51,7 +51,7 @@ _HERE = Path(__file__).parent
 
 @dataclass
 class RunReportHeaderAndTimes:
-    """What the page shows besides the files' contents."""
+    """Facts that the page shows besides the files' contents."""
 
     title: str
     """The name of the run."""

@@ -133,7 +133,7 @@ class EnvironmentWithNamedErrors:
         return self._checked_messages(messages, "step", fix), worth, bool(ended)
 
     def _place(self, method: str) -> str:
-        """Where a method is defined, for messages."""
+        """Return the place of a method in its file, for messages."""
         at = defined_at(getattr(self.inner, method))
         return f" (defined at {at})" if at else ""
 
