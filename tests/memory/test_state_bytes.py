@@ -79,7 +79,7 @@ def held(stage: HeldBytes) -> Held:
         ("dense", "dp2", {"engine": "ddp"}),
         ("dense", "dp2", {"engine": "ddp", "train_type": "lora", "optimizer": "adafactor"}),
         ("dense", "dp2", {"engine": "fsdp2"}),
-        ("dense", "dp2", {"engine": "zero2"}),
+        pytest.param("dense", "dp2", {"engine": "zero2"}, marks=pytest.mark.slow),
         pytest.param("dense", "dp2", {"engine": "zero2", **HALF}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -178,9 +178,8 @@ def test_delayed_scaling(te_pool: Pool, tmp_path: Path) -> None:
         assert torch.equal(kept.weights[name], weight), name
 
 
-@pytest.mark.parametrize(
-    "recipe", ["delayed", *(pytest.param(r, marks=pytest.mark.slow) for r in ("tensorwise", "blockwise"))]
-)
+@pytest.mark.slow  # tests/te/test_resume.py is in the default run
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_resume(recipe: str, te_pool: Pool, tmp_path: Path) -> None:
     """Two steps, a checkpoint, two more steps: another process takes the same two."""
     saved, _ = go(te_pool, tmp_path, recipe, True, last=2, save=tmp_path / "step", extra=2)

@@ -51,6 +51,7 @@ LAYOUTS = [
     "moe tp2 sp etp2 recompute=moe",
 ]
 LATER = [
+    "qwen3_next single",
     "dense tp2 sp",
     "dense pp2",
     "dense dp2 do",
@@ -87,7 +88,6 @@ FAMILIES = [
     "qwen2_moe tp2 sp",
     "deepseek_v3-dense tp2",
     "qwen3_5 tp2 sp",
-    "qwen3_next single",
     "arcee tp2 sp",
     "hunyuan_v1_dense tp2",
     "ministral3 pp2",

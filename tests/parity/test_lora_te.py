@@ -96,7 +96,11 @@ def test_whose_product(
         assert name == kind and ("experts (torch's grouped product)" in screen) == (kind == "GroupedExperts")
 
 
-@pytest.mark.parametrize("options", [{"moe_grouped_gemm": False}, {"moe_grouped_gemm_impl": "torch"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"moe_grouped_gemm": False}, pytest.param({"moe_grouped_gemm_impl": "torch"}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_other_products_of_experts(options: dict[str, Any], te_pool: Pool, adapters: Adapters) -> None:  # noqa: F811
     """The same numbers."""
     task, want = adapters.of(parse("moe te dp2 ep2"))

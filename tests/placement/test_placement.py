@@ -27,6 +27,10 @@ from tests.placement.steps import case_and_options, prepare_run
 from tests.placement.waits import FAULTS, SHARDED_FAULTS, SLOW, WAITS
 
 
+OFTEN = [(impl, ranks) for impl, ranks in WAITS if not impl or ranks == 1]
+"""Of the default run: Transformer Engine on one rank, torch's modules on one and two."""
+
+
 @pytest.fixture(scope="module")
 def pools() -> None:
     """All of them begin to import while the models are made and the first one's ranks run."""
@@ -88,7 +92,12 @@ def expected(table: dict[str, Any], rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("impl", "ranks", "table"),
     [
-        *(pytest.param(*key, table, id=f"{key[0] or 'torch'}-{key[1]}") for key, table in WAITS.items()),
+        *(
+            pytest.param(
+                *key, table, id=f"{key[0] or 'torch'}-{key[1]}", marks=() if key in OFTEN else pytest.mark.slow
+            )
+            for key, table in WAITS.items()
+        ),
         *(
             pytest.param(*key, table, id=f"slow-{key[0] or 'torch'}-{key[1]}", marks=pytest.mark.slow)
             for key, table in SLOW.items()

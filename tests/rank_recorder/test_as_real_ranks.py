@@ -44,10 +44,10 @@ def longest_lists(real: Mapping[int, RankRecord]) -> set[int]:
     [
         pytest.param("dp", 4, marks=SLOW),
         ("pp ep", 4),
-        ("dpo", 2),
         ("grpo", 2),
         ("fsdp2", 2),
-        ("ddp", 2),
+        pytest.param("dpo", 2, marks=SLOW),
+        pytest.param("ddp", 2, marks=SLOW),
         pytest.param("dp", 8, marks=SLOW),
         pytest.param("tp cp", 8, marks=SLOW),
         pytest.param("dpo", 8, marks=SLOW),

@@ -48,8 +48,8 @@ def assert_alike(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
-        ("", 2),
         ("--pp 2 --vpp 2", 2),
+        pytest.param("", 2, marks=pytest.mark.slow),
         pytest.param("--tp 2 --sequence_parallel true", 2, marks=pytest.mark.slow),
         pytest.param("--cp 2", 2, marks=pytest.mark.slow),
         pytest.param("--engine ddp", 2, marks=pytest.mark.slow),

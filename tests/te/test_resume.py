@@ -47,7 +47,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUICK = (
     ("aware", "bfloat16", "dense dp2 do"),
     ("host", "bfloat16", "moe dp2 ep2 do"),
-    ("bf16-grads", "bfloat16", "dense dp2 do"),
     ("bf16-moments", "bfloat16", "dense dp2 do"),
 )
 

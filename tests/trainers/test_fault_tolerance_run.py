@@ -102,6 +102,7 @@ def test_equal_replicas_train_on(options: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_gpu_with_errors_ends_the_run_without_a_checkpoint(tmp_path: Path) -> None:
     tool = tmp_path / "bin/nvidia-smi"
     tool.parent.mkdir()

@@ -71,11 +71,9 @@ def test_a_line_of_metrics_brings_the_means_since_the_last(
     assert "step 7: rank 0" in text and text.count("step 7") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("engine", "rank"),
-    [("ddp", 1), *(pytest.param(e, 1, marks=pytest.mark.slow) for e in ("megatron", "zero2"))],
-)
+@pytest.mark.parametrize(("engine", "rank"), [("ddp", 1), ("megatron", 1), ("zero2", 1)])
 def test_the_slow_rank_of_a_run_is_named(engine: str, rank: int, tmp_path: Path) -> None:
     done = run_with_fault(tmp_path, rank, SLOW, f"--engine {engine} --nproc_per_node 2 --max_steps 3 --log_straggler")
     assert done.returncode == 0, done.stderr

@@ -56,7 +56,6 @@ def go(pool: Pool, run: Run) -> list[Result]:
 CONTINUED = [
     ("dense dp2 do", BF16),
     ("qwen3_5_moe tp2 sp ep2 do", {}),
-    ("qwen3_5 dp2 do", BF16),
     ("qwen3_5-mtp pp2 tied dp2 do", {}),
     ("dense dp2 do", OVERLAP),
     *(
@@ -72,6 +71,7 @@ CONTINUED = [
         )
     ),
     *(pytest.param("dense dp2", options, marks=pytest.mark.slow) for options in (BF16, {"optimizer": "sgd"})),
+    pytest.param("qwen3_5 dp2 do", BF16, marks=pytest.mark.slow),
     pytest.param("dense dp2 do", {**BF16, "optimizer_cpu_offload": True}, marks=pytest.mark.slow),
 ]
 
