@@ -401,11 +401,28 @@ _GENERATION = (
 
 IRRELEVANT: tuple[ConfigRow, ...] = (
     UnusedField(
-        ("bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix"),
+        (
+            "bos_token_id",
+            "eos_token_id",
+            "unk_token_id",
+            "sep_token_id",
+            "cls_token_id",
+            "mask_token_id",
+            "decoder_start_token_id",
+            "tokenizer_class",
+            "prefix",
+        ),
         "determined by the tokenizer",
     ),
     UnusedField(
-        ("transformers_version", "_name_or_path", "_commit_hash", "unsloth_version", "unsloth_fixed"),
+        (
+            "transformers_version",
+            "_name_or_path",
+            "_model_name_or_path",
+            "_commit_hash",
+            "unsloth_version",
+            "unsloth_fixed",
+        ),
         "the origin of the file",
     ),
     UnusedField(
