@@ -105,10 +105,12 @@ class GivenOptions:
             return
         if earlier and option.name not in self.wrong and value != self.values[option.name]:
             several = f" (both set {option.name})" if earlier.name != given.name else ""
-            rule = f"conflicts with {earlier.label}{several}"
-            fix = f"keep one of the two: --{option.name} {option_value_text(value)}"
-            self.problems.append(Problem(given.label, rule, fix))
-            return
+            if earlier.spelling != given.spelling or not given.spelling.startswith("--"):
+                rule = f"conflicts with {earlier.label}{several}"
+                fix = f"keep one of the two: --{option.name} {option_value_text(value)}"
+                self.problems.append(Problem(given.label, rule, fix))
+                return
+            self.notices.append(f"{given.spelling} is given several times; its last value counts")
         self.values[option.name] = value
         self.typed[option.name] = TypedOption(given.spelling, given.label)
         self.wrong.discard(option.name)

@@ -140,6 +140,13 @@ def test_all_mistakes_at_once_each_as_written(tmp_path: Path) -> None:
     assert "(12 problems)" in text
 
 
+def test_the_last_of_two_values_counts() -> None:
+    """As in other programs, so that options can be added behind those of a script."""
+    cfg = load_config("sft", ["--lr", "1e-4", "--tp", "2", "--lr", "2e-4"], False, environ={})
+    assert cfg.optim.learning_rate == 2e-4
+    assert "--lr is given several times; its last value counts" in cfg.notices
+
+
 @pytest.mark.parametrize(
     "argv, part",
     [
@@ -151,7 +158,6 @@ def test_all_mistakes_at_once_each_as_written(tmp_path: Path) -> None:
         (["--lr"], "--lr: has no value"),
         (["--dataset"], "--dataset: has no value"),
         (["--lr", "1", "2"], "2: is an unexpected argument (--lr takes one value)"),
-        (["--lr", "1", "--lr", "2"], "--lr 2: conflicts with --lr 1"),
         (["--no-shuffle"], "try: --shuffle false"),
         (["--fp4"], "is not supported: FP4"),
         (["--tensor_paralel_size", "2"], "did you mean tensor_parallel_size?"),

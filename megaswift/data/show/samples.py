@@ -211,14 +211,18 @@ def main(argv: Sequence[str], reader_for: Callable[[ModelConfig, DataConfig, str
 
 
 def _print(blocks: Sequence[Block], samples: int) -> None:
-    """Print a report with at most so many samples."""
+    """Print a report with at most so many samples; before the first one stands how to read it."""
     color = use_color(sys.stdout)
     lines: list[str] = []
+    left = samples
     for block in blocks:
         if isinstance(block, Sample):
-            samples -= 1
-            if samples < 0:
+            left -= 1
+            if left < 0:
                 continue
+            if left == samples - 1:
+                marked = "green" if color else "[in brackets]"
+                lines.append(f"Tokens are separated by |; those that carry loss are {marked}.")
         lines += block_lines(block, color)
     print("\n".join(lines), flush=True)
 
