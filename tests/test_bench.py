@@ -80,6 +80,22 @@ def test_a_run_file_gives_the_layout(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert commands[0][-5:] == ["bench", "comm", str(tmp_path / "run.yaml"), "--nproc_per_node", "8"]
 
 
+def test_nodes_are_those_of_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each node would measure itself alone."""
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    for name in (*LAUNCH, *IDENTITY):
+        monkeypatch.delenv(name, raising=False)
+    step = {"ID": "0", "NUM_TASKS": "2", "NUM_NODES": "2", "NODELIST": "127.0.0.1,gpu4"}
+    os.environ.update({f"SLURM_STEP_{name}": value for name, value in step.items()}, SLURM_NODEID="1")
+    commands: list[list[str]] = []
+    monkeypatch.setattr(
+        bench.torchrun_launcher, "run_torchrun_with_restarts", lambda words, environ: commands.append(words) or 0
+    )
+    assert main(["bench", "comm", "--nproc_per_node", "8"]) == 0
+    assert commands[0][commands[0].index("--nnodes") + 1] == "2"
+    assert commands[0][commands[0].index("--node-rank") + 1] == "1"
+
+
 def test_sizes_that_the_time_may_not_allow_are_the_largest() -> None:
     plan = CommunicationPlan({"tp": [[0, 1]], "pp": [[0, 1]]}, ("all_reduce", "send_recv"), (64, 16), 1.0)
     of_each = [("tp", "all_reduce"), ("tp", "send_recv"), ("pp", "send_recv")]

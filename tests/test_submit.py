@@ -104,6 +104,25 @@ def test_sizes_come_from_options_file_and_cluster_in_this_order(
     assert nodes("--cluster", "pods") == "  completions: 4"
 
 
+@pytest.mark.parametrize("words", [("--cluster", "local", "--gpus_per_node", "2"), ("--cluster", "lab")])
+def test_checks_know_the_processes_of_the_job(words: tuple[str, ...], folder: Path) -> None:
+    """Options that need several processes, which neither the file nor the command line of a run names."""
+    assert submit(["run.yaml", *words, "--max_restarts", "2", "--dry_run"]) == 0
+
+
+def test_a_model_that_lacks_files_is_told_before_it_waits_for_nodes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(yaml.safe_load((folder / "run.yaml").read_text())["model"])
+    (model / "model.safetensors").unlink()
+    assert submit(["run.yaml", "--cluster", "lab", "--dry_run"]) == 0
+    said = capsys.readouterr().err
+    assert "has no *.safetensors; to submit, use a folder with safetensors" in said
+    with pytest.raises(ConfigError, match="has no \\*.safetensors"):
+        submit(["run.yaml", "--cluster", "lab"])
+    assert not (folder / "out").exists()
+
+
 def test_an_ssh_job_has_all_hosts_by_default(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, count in (([], 2), (["--nodes", "1"], 1)):
         submit(["run.yaml", "--cluster", "shells", "--dry_run", *words])
@@ -117,7 +136,8 @@ def test_relative_paths_are_those_of_the_job_s_folder(folder: Path, capsys: pyte
     (folder / "clusters.yaml").write_text(f"clusters: {{lab: {{launcher: local, workdir: '{there}'}}}}\n")
     words = ["run.yaml", "--cluster", "lab", "--dataset", "own.jsonl", "--dry_run"]
     (folder / "own.jsonl").write_text((folder / "data.jsonl").read_text())
-    with pytest.raises(ConfigError, match="own.jsonl: no such file"):
+    told = "own.jsonl: no such file(.|\n)*launcher local reads this machine's files: submit where the path exists"
+    with pytest.raises(ConfigError, match=told):
         submit(words)
     (folder / "own.jsonl").rename(there / "own.jsonl")
     assert submit(words) == 0

@@ -24,6 +24,8 @@ ENDED = "ended"
 FAILURES = "failures"
 """File of the job's folder, with the job's id after it: a line for each failure of the run, written by the script.
 Slurm's own count (SLURM_RESTART_COUNT) also has the starts after a time limit, a lost node or a preemption."""
+NO_PROGRAM = (126, 127)
+"""Exit codes of a shell that cannot run the command, as where `setup` did not find the environment."""
 CANCELLED = 128 + 15
 """Exit code of a run that SIGTERM has ended, as scancel does: queued again it would come back."""
 CLOCK_SECONDS = 10
@@ -177,7 +179,8 @@ def _decision(job: Job, requeues: int) -> Iterator[str]:
     again, since one that is not counted would start it for ever."""
     yield "again=0"
     yield 'case "$early $code" in'
-    yield f"    {_any_of(f'? {code}' for code in (0, *EXPLAINED))}) ;;  # it ended, or would end the same way again"
+    final = _any_of(f"? {code}" for code in (0, *EXPLAINED, *NO_PROGRAM))
+    yield f"    {final}) ;;  # it ended, or would end the same way again"
     yield '    "1 "*) again=1 ;;  # its time is over'
     yield '    "2 "*) ;;  # scancel, after USR1'
     if requeues:

@@ -23,6 +23,7 @@ from megaswift.config import load_config
 from megaswift.config.sections import NAMES, OPTIONS, TRAINING
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import torchrun_launcher
+from megaswift.launchers.cluster_variables import take_cluster_variables
 from megaswift.launchers.options.launch import LaunchConfig
 from megaswift.launchers.options.variables import CHECKED, is_launched_worker
 from megaswift.launchers.parent_death import PARENT, end_with_parent
@@ -72,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] != ["comm"]:
         print("megaswift bench comm     bandwidth of each group of a parallel layout (comm --help)")
         return 0 if argv else 2
+    take_cluster_variables(os.environ)
     given, rest = _parser().parse_known_args(list(argv[1:]))
     if problems := [*_problems(given), *_options_without_effect(rest)]:
         raise ConfigError(problems)

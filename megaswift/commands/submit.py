@@ -73,10 +73,13 @@ def main(argv: Sequence[str]) -> int:
     problems += [] if given.dry_run else missing
     if problems := problems or [*_ignored_option_problems(job, scheduler)]:
         raise ConfigError(problems)
-    _check_run(cfg, job, scheduler)
+    lacks = _check_run(cfg, job, scheduler)
+    if lacks and not given.dry_run:
+        raise ConfigError(lacks)
     files = {"model": [cfg.model.model] if cfg.model.model else [], "dataset": cfg.data.dataset}
     outside = _paths_outside_mounts(files, cfg.checkpoint.output_dir, job)
-    for text in (*scheduler.warnings(job), *outside, *_saves_by_time_warning(cfg), *_still_missing(given, missing)):
+    left = _still_missing(given, [*missing, *lacks])
+    for text in (*scheduler.warnings(job), *outside, *_saves_by_time_warning(cfg), *left):
         log.warn(text)
     rendered = scheduler.render(job)
     if given.dry_run:
@@ -138,13 +141,16 @@ def _job(
     if problems := [*_secret_problems(cluster, rest, file), *_secret_text_problems(cluster, text, rest, file)]:
         raise ConfigError(problems)
     # Load twice: the first reading gives nodes and processes, with which the second resolves the run.
-    first = load_config(None, words, complete=True, environ=FIRST_NODE)
     hosts = len(hosts_of(cluster)) if cluster.launcher == SSH else 1
-    nodes = given.nodes or first.launch.nnodes or cluster.get("nodes") or hosts or 1
     gpus = given.gpus_per_node if given.gpus_per_node is not None else cluster.get("gpus_per_node")
+    sizes = {"nnodes": cluster.get("nodes") or hosts or 1, "nproc_per_node": gpus or 1}
+    in_file = {NAMES.get(given.name) for given in read_config_file(str(file), TRAINING).givens}
+    unnamed = {name.upper(): str(size) for name, size in sizes.items() if name not in in_file}
+    first = load_config(None, words, complete=True, environ={**unnamed, **FIRST_NODE})
+    nodes = given.nodes or first.launch.nnodes or 1
     processes = gpus or first.launch.nproc_per_node or 1
-    sizes = {"NNODES": str(nodes), "NPROC_PER_NODE": str(processes)}
-    cfg = load_config(None, words, complete=True, environ={**sizes, **FIRST_NODE})
+    sizes_of_job = {"NNODES": str(nodes), "NPROC_PER_NODE": str(processes)}
+    cfg = load_config(None, words, complete=True, environ={**sizes_of_job, **FIRST_NODE})
     # Name the job and choose its folder, on this machine or in the image.
     name = job_name(given.name or file.stem)
     workdir = str(cluster.get("workdir") or (os.getcwd() if scheduler.shares_files else "/workspace"))
@@ -266,7 +272,7 @@ def _missing_variable_problems(job: Job) -> list[Problem]:
 
 
 def _still_missing(given: argparse.Namespace, missing: Sequence[Problem]) -> Iterator[str]:
-    """Yield a warning for each variable that only a dry run may lack."""
+    """Yield a warning for each thing that only a dry run may lack."""
     if given.dry_run:
         yield from (f"{problem.what}: {problem.rule}; to submit, {problem.fix}" for problem in missing)
 
@@ -281,19 +287,30 @@ def _saves_by_time_warning(cfg: SwiftConfig) -> Iterator[str]:
         )
 
 
-def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:
-    """Layout, and where the cluster sees this machine's files, model, data and output directory too."""
+def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> list[Problem]:
+    """Check the layout, and where the cluster sees this machine's files, model, data and output directory too.
+
+    Returns:
+        What the model's folder lacks, which a dry run may do without.
+
+    Raises:
+        ConfigError: The run cannot start.
+    """
+    from megaswift.folders.source import missing_model_file_problems
     from megaswift.parallel.constraints import LayoutRequest
     from megaswift.parallel.layout import size_problems
     from megaswift.run.checks.preflight import layout_data_output_problems
 
+    lacks: list[Problem] = []
     world = job.nodes * job.processes_per_node
     axes = LayoutRequest.of(cfg.parallel, world, cfg.data.max_length, cfg.train).axes
     if not scheduler.shares_files:
         problems = size_problems(world, axes)
     elif Path(job.workdir).is_dir():
         with chdir(job.workdir):  # relative paths are the job's
-            problems = layout_data_output_problems(cfg, world)
+            problems = [_path_on_nodes(p, job) for p in layout_data_output_problems(cfg, world)]
+            if cfg.model.model and (folder := Path(cfg.model.model).expanduser()).is_dir():
+                lacks = missing_model_file_problems(folder, cfg.model.random_init)
     else:
         what = f"cluster {job.cluster.name}: workdir: {job.workdir}"
         rule = f"is not a folder here, and launcher {job.cluster.launcher} shares this machine's files"
@@ -301,6 +318,15 @@ def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:
     if problems:
         fix = _sizes_fix(job, axes)
         raise ConfigError([replace(p, fix=re.sub(PROCESSES_LINE, fix, p.fix, flags=re.M)) for p in problems])
+    return lacks
+
+
+def _path_on_nodes(problem: Problem, job: Job) -> Problem:
+    """Return the problem of a path that is not there with the reason why it must be there."""
+    if not problem.rule.startswith("no such"):
+        return problem
+    why = f"launcher {job.cluster.launcher} reads this machine's files: submit where the path exists"
+    return replace(problem, fix=f"{problem.fix}; {why}")
 
 
 def _paths_outside_mounts(files: Mapping[str, Sequence[str]], output_dir: str, job: Job) -> Iterator[str]:

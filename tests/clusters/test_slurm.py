@@ -226,6 +226,7 @@ def test_srun_itself_starts_nodes_or_ranks(environ: dict[str, str], tmp_path: Pa
         (1, False, 2, 2, False),
         (2, False, 0, 2, False),
         (3, False, 0, 2, False),
+        (127, False, 0, 2, False),  # the environment is not there
         (4, False, 0, 2, True),  # a GPU with errors
         (138, False, 2, 2, True),  # --preemption_command: no failure
         (138, False, 0, 0, False),
