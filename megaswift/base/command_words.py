@@ -14,7 +14,7 @@ from megaswift.base.redaction import redacted_command
 from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint
 
 HELP = ("-h", "--help")
-_PAGE = "megaswift board OUT, which shows runs in the browser; runs are started from the command line"
+_PAGE = "megaswift board OUT, which shows, starts, stops and resumes runs in the browser, and chats with their models"
 ELSEWHERE = {
     "finetune": "megaswift sft",
     "pretrain": "megaswift pt",

@@ -15,6 +15,7 @@ POLICY = (
 """Gradio's own scripts are inline; nothing comes from another address."""
 CLOSED = ("/gradio_api/upload", "/gradio_api/file", "/gradio_api/proxy", "/gradio_api/stream")
 """Routes of Gradio that the board does not use."""
+READING = ("GET", "HEAD", "OPTIONS")
 
 
 class TokenMiddleware:
@@ -56,6 +57,9 @@ class TokenMiddleware:
         if scope["path"].startswith(CLOSED):
             await _answer(send, 404, "the board has no such page")
             return
+        if scope["method"] not in READING and not _is_own_page(headers):
+            await _answer(send, 403, "only the board's own page may change something")
+            return
 
         async def guarded(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -77,6 +81,16 @@ class TokenMiddleware:
         except CookieError:
             return ""
         return found.value if found else ""
+
+
+def _is_own_page(headers: dict[str, str]) -> bool:
+    """Whether a request that may change something comes from a page of this board, or from no page at all.
+
+    The cookie alone does not say so: for it every port of a machine is the same site. Browsers send `Origin` with each
+    such request.
+    """
+    origin = headers.get("origin")
+    return origin is None or origin.partition("://")[2] == headers.get("host")
 
 
 def host_name(host: str) -> str:

@@ -1,4 +1,7 @@
-"""The board's web application: Gradio's components around the report's page of curves and completions."""
+"""The board's web application: Gradio's components around the report's page of curves and completions.
+
+Owns the page of the runs; the form of a new run and the chat have files of their own.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,12 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from megaswift.base.byte_size import bytes_text
 from megaswift.board.access import TokenMiddleware
+from megaswift.board.browser_memory import BrowserMemory
+from megaswift.board.chat import Chat
+from megaswift.board.chat_tab import chat_tab
+from megaswift.board.jobs import Jobs
+from megaswift.board.new_run import new_run_tab
+from megaswift.board.run_tab import run_facts, run_tab
 from megaswift.board.runs import BoardRun, find_runs
 from megaswift.run.loss_png import primary_metric
 from megaswift.run.report.comparison import comparison_html
@@ -28,14 +37,20 @@ WIDTHS = [200, 230, 90, 160, 110, 130, 190]
 STEPS = ["step", "saved", "size", ""]
 RENEWAL_SECONDS = 5
 FRAME = '<iframe title="curves" src="{}" style="width:100%;height:82vh;border:0"></iframe>'
+LOG_TAB = "log"
+NEW_TAB = "new"
+_CSS = (Path(__file__).parent / "board.css").read_text(encoding="utf-8")
 _LIVE = (Path(__file__).parent / "live.js").read_text(encoding="utf-8")
 
 
 class Board:
     """The runs below some folders, found anew whenever somebody looks."""
 
-    def __init__(self, roots: Sequence[Path]) -> None:
+    def __init__(self, roots: Sequence[Path], read_only: bool) -> None:
         self.roots = roots
+        self.jobs = None if read_only else Jobs(roots)
+        """Starts and ends runs; None for a board that only reads."""
+        self.chat = Chat()
 
     def runs(self) -> list[BoardRun]:
         """Return the runs, the most recently written first."""
@@ -45,6 +60,15 @@ class Board:
         """Return the runs of these keys; keys of no run are left out, so an address leads to no other folder."""
         known = {run.key: run for run in self.runs()}
         return [known[key] for key in keys or () if key in known]
+
+    def first(self, keys: Sequence[str] | None) -> BoardRun | None:
+        """Return the first of these runs."""
+        return next(iter(self.chosen(keys)), None)
+
+    def folder(self, keys: Sequence[str] | None) -> Path | None:
+        """Return the folder of the first of these runs."""
+        run = self.first(keys)
+        return run.folder if run else None
 
     def table(self) -> list[list[str]]:
         """Return a row of each run."""
@@ -105,47 +129,80 @@ def _bar_row(name: str, size: int, most: int) -> str:
 def board_page(board: Board) -> gr.Blocks:
     """Build the page."""
     with gr.Blocks(title="megaswift board", analytics_enabled=False, fill_width=True) as page:
-        remembered = gr.BrowserState([], storage_key="megaswift-board", secret="megaswift-board")
+        memory = BrowserMemory("megaswift-board-shown")
         table = gr.Dataframe(headers=HEAD, datatype="str", interactive=False, label="Runs", column_widths=[*WIDTHS])
         chosen = gr.Dropdown([], multiselect=True, label="Shown", interactive=True)
-        with gr.Tab("Curves and completions"):
-            frame = gr.HTML()
-        with gr.Tab("Log"):
-            log = gr.Textbox(lines=28, max_lines=28, label="train.log of the first run shown", interactive=False)
-        with gr.Tab("Memory"):
-            memory = gr.HTML()
-        with gr.Tab("Checkpoints"):
-            steps = gr.Dataframe(headers=STEPS, datatype="str", interactive=False)
-        with gr.Tab("Configuration"):
-            config = gr.Textbox(lines=28, max_lines=28, label="config.yaml", interactive=False)
-        details = [log, memory, steps, config]
+        with gr.Tabs() as tabs:
+            with gr.Tab("Curves and completions"):
+                frame = gr.HTML()
+            with gr.Tab("Log", id=LOG_TAB):
+                log = gr.Textbox(lines=28, max_lines=28, label="train.log of the first run shown", interactive=False)
+                output = gr.Textbox(lines=8, max_lines=28, label="Output of its job", interactive=False, visible=False)
+            with gr.Tab("Memory"):
+                parts = gr.HTML()
+            with gr.Tab("Checkpoints"):
+                steps = gr.Dataframe(headers=STEPS, datatype="str", interactive=False)
+            with gr.Tab("Configuration"):
+                config = gr.Textbox(lines=28, max_lines=28, label="config.yaml", interactive=False)
+            started = None
+            controls: list[Any] = []
+            if board.jobs is not None:
+                with gr.Tab("Chat"):
+                    chat_tab(board.chat, chosen, board.folder)
+                with gr.Tab("Stop and resume"):
+                    controls = run_tab(board.jobs, chosen, board.first)
+                with gr.Tab("New run", id=NEW_TAB):
+                    started = new_run_tab(page, board.jobs)
+        details = [log, output, parts, steps, config, *controls]
 
         def look(keys: list[str]) -> list[Any]:
             """Return what changes while a run goes on, without the curves, which renew themselves."""
-            runs = board.chosen(keys)
-            shown = (
-                [runs[0].log(), memory_html(runs[0]), checkpoint_rows(runs[0].folder), runs[0].config()] if runs else []
-            )
-            return [board.table(), gr.update(choices=board.choices()), *(shown or ["", "", [], ""])]
+            run = board.first(keys)
+            own = run_facts(run) if controls else []
+            return [board.table(), gr.update(choices=board.choices()), *_details(run), *own]
 
         def choose(keys: list[str]) -> list[Any]:
             keys = [run.key for run in board.chosen(keys)]
             address = f"page?{urlencode([('run', key) for key in keys])}"
-            return [FRAME.format(escape(address)) if keys else "", keys, *look(keys)[2:]]
+            return [FRAME.format(escape(address)) if keys else "", *look(keys)[2:]]
 
-        def arrive(keys: list[str]) -> list[Any]:
-            keys = [run.key for run in board.chosen(keys)] or [run.key for run in board.runs()[:1]]
+        def arrive(kept: list[list[str]]) -> list[Any]:
+            keys = [run.key for run in board.chosen(kept[0] if kept else [])] or [run.key for run in board.runs()[:1]]
             return [board.table(), gr.update(choices=board.choices(), value=keys), *choose(keys)]
 
-        page.load(arrive, [remembered], [table, chosen, frame, remembered, *details], show_progress="hidden")
-        chosen.input(choose, [chosen], [frame, remembered, *details], show_progress="hidden")
+        def show(folder: str) -> list[Any]:
+            """Show the run that was just started, with its log."""
+            keys = [run.key for run in board.runs() if str(run.folder) == folder]
+            return [*arrive([keys]), gr.Tabs(selected=LOG_TAB)]
+
+        arrived = [table, chosen, frame, *details]
+        memory.keep([chosen.change], [chosen])
+        memory.recall(page, arrive, arrived)
+        chosen.input(choose, [chosen], [frame, *details], show_progress="hidden")
         gr.Timer(RENEWAL_SECONDS).tick(look, [chosen], [table, chosen, *details], show_progress="hidden")
+        if started is not None:
+            started.change(show, [started], [*arrived, tabs], show_progress="hidden")
     return page
 
 
-def board_app(roots: Sequence[Path], token: str, port: int, local: bool) -> TokenMiddleware:
-    """Build the application: Gradio's page, and the page of curves in it with its numbers."""
-    board = Board(roots)
+def _details(run: BoardRun | None) -> list[Any]:
+    """The values of log, output, memory, checkpoints and configuration."""
+    if run is None:
+        return ["", gr.update(value="", visible=False), "", [], ""]
+    log = run.log()
+    said = run.output()
+    last = said.strip().rpartition("\n")[2]
+    output = gr.update(value=said, visible=bool(last) and last not in log)  # such as a library's error
+    return [log, output, memory_html(run), checkpoint_rows(run.folder), run.config()]
+
+
+def board_app(roots: Sequence[Path], token: str, port: int, local: bool, read_only: bool) -> TokenMiddleware:
+    """Build the application: Gradio's page, and the page of curves in it with its numbers.
+
+    Args:
+        read_only: Whether the page only shows runs; otherwise it also starts them.
+    """
+    board = Board(roots, read_only)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/page")
@@ -169,7 +226,8 @@ def board_app(roots: Sequence[Path], token: str, port: int, local: bool) -> Toke
     font = ["system-ui", "sans-serif"]
     mono = ["ui-monospace", "monospace"]
     theme = gr.themes.Default(font=font, font_mono=mono)
-    mounted = gr.mount_gradio_app(app, board_page(board), path="/", theme=theme, footer_links=[], ssr_mode=False)
+    facts: dict[str, Any] = {"theme": theme, "css": _CSS, "footer_links": [], "ssr_mode": False, "run_history": False}
+    mounted = gr.mount_gradio_app(app, board_page(board), path="/", **facts)
     return TokenMiddleware(mounted, token, port, local)
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.base.plain_files import read_plain_file
+from megaswift.base.versions import versions
+from megaswift.board.jobs import is_alive, job_log, newest_job
+from megaswift.clusters.job_folder import JOBS, RECORD
 from megaswift.run.lock import NAME as LOCK
 from megaswift.run.report.comparison import run_files
 from megaswift.run.report.page import RunFiles
@@ -25,7 +29,7 @@ from megaswift.run.report.page import RunFiles
 DEPTH = 3
 """Folders below a given one that are searched: OUT, OUT/v0-..., and one more for folders of experiments."""
 FILES = ("metrics.jsonl", "config.yaml", "train.log")
-SKIPPED = {"checkpoints", "hf", "adapter", "replaced", "runs", "stacks", "profile"}
+SKIPPED = {JOBS, "checkpoints", "hf", "adapter", "replaced", "runs", "stacks", "profile"}
 LOG_BYTES = 200_000
 FRESH_SECONDS = 120
 """A log of another machine's run that was written to within this time belongs to a run in progress."""
@@ -54,15 +58,12 @@ class BoardRun:
 
     def log(self) -> str:
         """Return the end of train.log."""
-        path = self.folder / "train.log"
-        try:
-            with path.open("rb") as file:
-                start = max(0, os.fstat(file.fileno()).st_size - LOG_BYTES)
-                file.seek(start)
-                text = file.read(LOG_BYTES).decode("utf-8", errors="replace")
-        except OSError:
-            return ""
-        return text.partition("\n")[2] if start else text
+        return _end_of(self.folder / "train.log")
+
+    def output(self) -> str:
+        """Return the end of what the process of the newest job has printed, errors included; empty for no job."""
+        job = newest_job(self.folder)
+        return "" if job is None else _end_of(job_log(job))
 
     def config(self) -> str:
         """Return config.yaml."""
@@ -72,12 +73,16 @@ class BoardRun:
             return ""
 
     def status(self) -> str:
-        """Return `running`, or how the run ended."""
+        """Return `running`, `starting`, or how the run ended."""
         if is_locked(self.folder / LOCK):
             return "running"
+        log = self.folder / "train.log"
+        job = newest_job(self.folder)
+        if job is not None and _age(log) > _age(Path(job.folder, RECORD)):  # nothing of this job stands there yet
+            return "starting" if is_alive(job) else "ended before it began: see the output"
         host = str(_lock_holder(self.folder / LOCK).get("host", ""))
         ended = [match[1] for line in self.log().splitlines() if (match := _ENDED.search(line))]
-        if host not in ("", socket.gethostname()) and _age(self.folder / "train.log") < FRESH_SECONDS:
+        if host not in ("", socket.gethostname()) and _age(log) < FRESH_SECONDS:
             return f"running on {host}"
         return ended[-1] if ended else "ended without a report"
 
@@ -114,7 +119,7 @@ def find_runs(roots: Sequence[Path]) -> list[BoardRun]:
             names.setdefault(folder, root.name if folder == root else str(folder.relative_to(root)))
     shared = {name for name in names.values() if [*names.values()].count(name) > 1}
     runs = [BoardRun(str(folder) if name in shared else name, folder) for folder, name in names.items()]
-    return sorted(runs, key=lambda run: _age(run.folder / "metrics.jsonl"))
+    return sorted(runs, key=lambda run: min(_age(run.folder / name) for name in ("metrics.jsonl", JOBS)))
 
 
 def is_locked(path: Path) -> bool:
@@ -141,7 +146,7 @@ def is_locked(path: Path) -> bool:
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
-    if any((folder / name).is_file() for name in FILES):
+    if any((folder / name).is_file() for name in FILES) or _has_job(folder):
         yield folder
     if not depth:
         return
@@ -152,6 +157,26 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
         return
     for path in below:
         yield from _run_folders(path, depth - 1)
+
+
+def _has_job(folder: Path) -> bool:
+    """Whether a job was submitted that writes to this folder itself, not to versions below it."""
+    return any((folder / JOBS).glob(f"*/{RECORD}")) and not versions(folder)
+
+
+def _end_of(path: Path) -> str:
+    """The last whole lines of a log file; empty for anything but a file of this folder."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                return ""
+            start = max(0, facts.st_size - LOG_BYTES)
+            file.seek(start)
+            text = file.read(LOG_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.partition("\n")[2] if start else text
 
 
 def _lock_holder(path: Path) -> dict[str, Any]:

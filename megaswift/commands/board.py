@@ -15,8 +15,9 @@ PORT = 7860
 TOKEN = "MEGASWIFT_BOARD_TOKEN"
 DESCRIPTION = """\
 Show runs in the browser: a table of all runs below the folders, curves and completions of several runs side by side,
-log, memory by part, checkpoints, configuration. The board only reads: closing the page, the browser or the board
-changes no run.
+log, memory by part, checkpoints, configuration. On this machine's own address the page also starts, stops and resumes
+runs below the folders, as background jobs, and chats with their models. Closing the page, the browser or the board
+changes no run. Who has the token can do what you can do: keep it as you keep a password.
 """
 
 
@@ -27,6 +28,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
     parser.add_argument("--port", type=int, default=PORT, help=f"default: {PORT}, or a free one if it is taken")
     parser.add_argument("--token", help=f"what the address must contain; default: {TOKEN}, or a random one")
+    parser.add_argument(
+        "--read_only", "--read-only", action="store_true", help="only show runs; always so with another --host"
+    )
     given = parser.parse_args(argv)
     roots = given.runs or [Path()]
     problems = [Problem(str(p), "is not a folder", missing_path_hint(p)) for p in roots if not p.is_dir()]
@@ -49,7 +53,8 @@ def main(argv: list[str]) -> int:
 
     from megaswift.board.app import board_app
 
-    app = board_app([root.resolve() for root in roots], token, port, local)
+    read_only = given.read_only or not local  # without encryption the token of another host can be read on the way
+    app = board_app([root.resolve() for root in roots], token, port, local, read_only)
     name = given.host if given.host not in ("0.0.0.0", "::") else socket.gethostname()
     listener.listen()  # who opens the address at once waits for the page
     print(f"http://{f'[{name}]' if ':' in name else name}:{port}/?token={token}", flush=True)

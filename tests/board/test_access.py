@@ -53,6 +53,22 @@ def test_other_names_of_this_machine_are_refused_on_loopback() -> None:
         assert client(host=host).get("/", headers=cookie).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        (None, 200),
+        ("http://127.0.0.1:7860", 200),
+        ("http://127.0.0.1:8000", 403),  # the same site for the cookie, which has no port
+        ("http://evil.example", 403),
+        ("null", 403),
+    ],
+)
+def test_only_the_board_s_own_page_changes_something(origin: str | None, status: int) -> None:
+    headers = {"cookie": f"megaswift_board_7860={TOKEN}"} | ({"origin": origin} if origin else {})
+    assert client().post("/gradio_api/queue/join", headers=headers).status_code == status
+    assert client().get("/", headers=headers).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["upload", "file=/etc/passwd", "proxy=http://127.0.0.1:1/", "stream/x"])
 def test_routes_that_the_board_does_not_use_are_closed(path: str) -> None:
     answer = client().get(f"/gradio_api/{path}", headers={"cookie": f"megaswift_board_7860={TOKEN}"})

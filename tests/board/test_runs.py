@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from megaswift.board.runs import find_runs, is_locked
 from megaswift.run.lock import RunLock
+from tests.board.test_jobs import write_job
 from tests.run.report.runs import line, write_folder
 
 SCREEN = (
@@ -68,6 +71,29 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
     long_ago = time.time() - 600
     os.utime(folder / "train.log", (long_ago, long_ago))
     assert find_runs([folder])[0].status() == "finished at step 8"
+
+
+def test_a_job_is_a_run_from_its_start_on(tmp_path: Path) -> None:
+    out = tmp_path / "sft-1"
+    program = [sys.executable, "-c", "input()", str(out / "jobs" / "sft" / "run.yaml")]
+    with subprocess.Popen(program, stdin=subprocess.PIPE) as process:
+        job = write_job(out, "sft", process.pid)
+        (run,) = find_runs([tmp_path])
+        assert (run.name, run.status(), run.output()) == ("sft-1", "starting", "")
+        process.kill()
+    (job / "job.log").write_text("no such library\n")
+    assert run.status() == "ended before it began: see the output" and run.output() == "no such library\n"
+    (out / "train.log").write_text("2026-11-29 13:53:29 megaswift: finished at step 8; report with curves: OUT\n")
+    assert run.status() == "finished at step 8"
+    (job / "job.log").unlink()
+    (job / "job.log").symlink_to("/etc/passwd")
+    assert run.output() == "", "a link may lead elsewhere"
+
+
+def test_the_jobs_of_versions_are_no_run_of_their_own(tmp_path: Path) -> None:
+    write_job(tmp_path / "output", "sft", 1)
+    write_folder(tmp_path / "output" / "v0-20261129-170000", [line(1)])
+    assert [run.name for run in find_runs([tmp_path])] == ["output/v0-20261129-170000"]
 
 
 def test_log_memory_and_last_line(tmp_path: Path) -> None:
