@@ -1,6 +1,6 @@
 """Values of widgets that the browser keeps for the next visit, in its local storage.
 
-Gradio's own `BrowserState` (6.31) still holds its default when the page's load event asks for it.
+Gradio's own component for that (6.31) still holds its default when the page's load event asks for it.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "convert": ("convert, verify and merge weights (Hugging Face, Megatron)", _convert),
     "checkpoint": ("list, verify and remove the checkpoints of a run", _checkpoint),
     "report": ("compare runs on a page: curves, completions, options", _report),
-    "board": ("show, start, stop and resume runs in the browser; chat with their models", _board),
+    "board": ("show, start and stop runs in the browser; chat with their models", _board),
     "infer": ("generate: interactive chat, or batch inference on a prompt file", _infer),
     "deploy": ("serve a model over an OpenAI-compatible API", _deploy),
     "export": ("write a model folder with adapters merged, or quantized", _export),
