@@ -86,8 +86,8 @@ class TokenMiddleware:
 def _is_own_page(headers: dict[str, str]) -> bool:
     """Whether a request that may change something comes from a page of this board, or from no page at all.
 
-    The cookie alone does not say so: for it every port of a machine is the same site. Browsers send the header Origin with each
-    such request.
+    The cookie alone does not say so: for it every port of a machine is the same site. Browsers send the header Origin
+    with each such request.
     """
     origin = headers.get("origin")
     return origin is None or origin.partition("://")[2] == headers.get("host")
