@@ -116,6 +116,9 @@ class KubernetesScheduler:
         """Returns the command that prints the logs of all pods, each line with its pod."""
         return [*_kubectl_of(job), *pod_logs(f"{INSTANCE_LABEL}={job.id}", follow)]
 
+    def alive(self, job: SubmittedJob) -> None:
+        """kubectl ends with the last pod's output."""
+
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """Deletes the resources; pods get SIGTERM and time to save."""
         made = ("services", "configmaps") if _kind(job) == "job" else ("configmaps",)

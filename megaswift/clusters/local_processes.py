@@ -60,6 +60,10 @@ class LocalScheduler:
         """The log file."""
         return printed_file(Path(job.folder, LOG), follow)
 
+    def alive(self, job: SubmittedJob) -> Sequence[str]:
+        """Looks at the process."""
+        return _of_its_process(job, IS_OWN)
+
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """SIGTERM: the run saves its state."""
         return _of_its_process(job, f'{IS_OWN} && kill -TERM "$1" || {ENDED}')

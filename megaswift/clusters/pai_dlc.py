@@ -91,6 +91,9 @@ class DlcScheduler:
         """Returns the command that prints the first worker's log; the client ends by itself."""
         return ["dlc", "logs", job.id, f"{job.id}-worker-0"]
 
+    def alive(self, job: SubmittedJob) -> None:
+        """The client prints what is there."""
+
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """Stops the job; its record stays."""
         return ["dlc", "stop", "job", job.id, "--force"]

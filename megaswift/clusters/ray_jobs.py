@@ -99,6 +99,9 @@ class RayScheduler:
         words = self._words(job, "logs", pod_logs(f"job-name={job.id}", follow))
         return [*words, *(["--follow"] if follow and not _on_kubernetes(job) else [])]
 
+    def alive(self, job: SubmittedJob) -> None:
+        """Ray's client and kubectl end with the driver."""
+
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """SIGTERM to the driver, which saves; or the resource's end."""
         return self._words(job, "stop", deletion([*RESOURCES, "configmaps"], job.id))

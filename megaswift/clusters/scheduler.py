@@ -11,6 +11,10 @@ from megaswift.clusters.job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.table import SCHEDULERS
 from megaswift.errors import Problem
 
+HAS_ENDED = 1
+"""Exit code of `alive` for a job that prints nothing more. With any other one, as of ssh that does not get through, it
+may still print."""
+
 
 class Scheduler(Protocol):
     """Renders jobs, and knows the cluster's own tool."""
@@ -37,6 +41,9 @@ class Scheduler(Protocol):
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
         """The command that prints what the job has printed."""
+
+    def alive(self, job: SubmittedJob) -> Sequence[str] | None:
+        """Returns a command that exits with `HAS_ENDED` once the job has ended. None: `logs` ends by itself."""
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """The command that ends the job; the run saves its state first where the cluster gives it time."""

@@ -87,6 +87,10 @@ class SlurmScheduler:
         """The script's output, which is that of all nodes."""
         return printed_file(Path(job.folder, LOG.replace("%j", job.id)), follow)
 
+    def alive(self, job: SubmittedJob) -> Sequence[str]:
+        """Looks into the queue, where a job waits too that was queued again."""
+        return ["bash", "-c", _ALIVE, "jobs", job.id]
+
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """SIGTERM to the run, which saves; Slurm kills what is left after its KillWait."""
         return ["scancel", "--", job.id]
@@ -110,6 +114,12 @@ exit 1
 """
 """$1: the job's id, $2: its file ENDED. Slurm forgets a job some minutes after its end (MinJobAge)."""
 
+
+_ALIVE = """\
+queue=$(squeue --noheader --jobs "$1" --format %T 2>&1)
+case "$?$queue" in 0|*"Invalid job id"*) exit 1 ;; esac
+"""
+"""$1: the job's id. The queue has nothing of a job that has ended; a controller that is away is another error."""
 
 _CORES = (
     "cores=${SLURM_CPUS_ON_NODE:-}; "

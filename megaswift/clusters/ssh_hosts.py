@@ -70,6 +70,10 @@ class SshScheduler:
         """Returns the command that prints the log of node 0, whose rank 0 prints."""
         return printed_file(Path(job.folder, "node-0.log"), follow)
 
+    def alive(self, job: SubmittedJob) -> Sequence[str]:
+        """Looks at the process of node 0."""
+        return _on_every_host(replace(job, id=job.id.split(" ")[0]), IS_OWN)
+
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """SIGTERM on every host."""
         return _on_every_host(job, f'{IS_OWN} && kill -TERM "$1" || echo "$h ended"')
@@ -124,12 +128,14 @@ def _start_lines(job: Job, hosts: Sequence[str]) -> list[str]:
 
 
 def _on_every_host(job: SubmittedJob, line: str) -> Sequence[str]:
-    """`line` on each host, where $1 is the process id, $2 the job's folder and $h the host. Paths go in as data."""
+    """`line` on each host, where $1 is the process id, $2 the job's folder and $h the host. Paths go in as data. The
+    exit code is that of the last host that failed."""
     options = shell_words([*QUIET, *map(str, job.options.get("ssh_options") or ())])
     words = '"$h" "$FOLDER/node-$r.pid" "$FOLDER/node-$r.pid" "$FOLDER/"'
     pid = '"$([ -f %q ] && head -c 20 %q)"'
     send = f"printf 'h=%q; set -- {pid} %q; %s\\n' {words} {shell_words([line])}"
-    loop = f'set -f; r=0; for h in $HOSTS; do {send} | ssh {options} -- "$h" bash -s; r=$((r+1)); done'
+    each = f'{send} | ssh {options} -- "$h" bash -s || code=$?; r=$((r+1))'
+    loop = f'set -f; r=0; code=0; for h in $HOSTS; do {each}; done; exit "$code"'
     return ["env", f"HOSTS={job.id}", f"FOLDER={job.folder}", "bash", "-c", loop]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from megaswift.clusters.clusters_file import read_cluster
 from megaswift.clusters.job import SubmittedJob
 from megaswift.clusters.job_folder import submitted_jobs
 from megaswift.clusters.options import SSH
-from megaswift.clusters.scheduler import scheduler_of
+from megaswift.clusters.scheduler import HAS_ENDED, scheduler_of
 from megaswift.errors import ConfigError, Problem, UserError
 
 USAGE = """\
@@ -29,6 +30,11 @@ VERBS = {
     "cancel": "ends the job",
 }
 
+BETWEEN_LOOKS_S = 3.0
+"""`logs --follow`: seconds between two looks at whether the job has ended."""
+LAST_LINES_S = 2.0
+"""Seconds for the job's last lines: tail looks for them every second where the file system has no events."""
+
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit code."""
@@ -37,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("verb", choices=tuple(VERBS), help="; ".join(f"{verb}: {text}" for verb, text in VERBS.items()))
     parser.add_argument("folder", nargs="?", default="output", metavar="FOLDER", help="default: output")
     parser.add_argument("--clusters", metavar="FILE", help="the file with the clusters: for ssh_options")
-    parser.add_argument("--follow", "-f", action="store_true", help="logs: wait for more")
+    parser.add_argument("--follow", "-f", action="store_true", help="logs: print more as it comes, until the job ends")
     given = parser.parse_args(list(argv))
     if given.follow and given.verb != "logs":
         rule = f"has no effect on megaswift jobs {given.verb}"
@@ -86,7 +92,32 @@ def _run(job: SubmittedJob, given: argparse.Namespace) -> int:
         raise UserError(Problem(words[0], "is not on this machine", "run this where the job was submitted"))
     if given.follow and words == scheduler.logs(job, False):
         log.warn(f"{words[0]} cannot wait for more output: it prints what is there")
+    alive = scheduler.alive(job) if given.follow else None
     try:
-        return subprocess.run(list(words), check=False).returncode
+        if alive is None:
+            return subprocess.run(list(words), check=False).returncode
+        if _has_ended(alive):
+            return subprocess.run(list(scheduler.logs(job, False)), check=False).returncode
+        return _follow(words, alive)
     except KeyboardInterrupt:  # logs --follow
         return 0
+
+
+def _has_ended(alive: Sequence[str]) -> bool:
+    quiet = subprocess.DEVNULL
+    return subprocess.run(list(alive), stdin=quiet, stdout=quiet, stderr=quiet, check=False).returncode == HAS_ENDED
+
+
+def _follow(words: Sequence[str], alive: Sequence[str]) -> int:
+    """Runs a command that does not end by itself until the job has ended."""
+    with subprocess.Popen(list(words)) as printing:
+        try:
+            while not _has_ended(alive):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return printing.wait(BETWEEN_LOOKS_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                printing.wait(LAST_LINES_S)
+        finally:
+            printing.terminate()
+    log.info("the job has ended")
+    return 0

@@ -82,6 +82,8 @@ class Story:
     """The rows of the first screen; empty until the run is built."""
     status: str = "failed before the first step"
     finished: bool = False
+    saved_early: bool = False
+    """A signal ended the run, and it can be resumed."""
 
 
 def run_to_the_end(settled: SettledRun, start_up_seconds: float) -> Path:
@@ -141,6 +143,8 @@ def run_to_the_end(settled: SettledRun, start_up_seconds: float) -> Path:
                 if story.finished:
                     commands = next_commands(cfg, plan.outputs, plan.adapts)
                     log.print_result("\n".join(["next:", *(f"  {command}" for command in commands)]))
+                if story.saved_early:
+                    log.print_result("saved; resume with the same command and --resume_from_checkpoint latest")
             settled.lock.release()
 
         # All ranks are here: they end together.
@@ -265,13 +269,11 @@ def train_or_skip(
         tell_streamed_rows(run.data, story.rows)
     if not run.interrupted:
         return
-    if run.step:
+    story.saved_early = run.step > 0
+    if story.saved_early:
         story.status = f"interrupted after step {run.step} of {run.total_steps}"
-        then = ", saved; resume with the same command and --resume_from_checkpoint latest"
     else:
-        story.status = "interrupted before the first step"
-        then = ": there is nothing to save"
-    log.info(story.status + then)
+        story.status = "interrupted before the first step: there is nothing to save"
     raise InterruptedBySignal(run.interrupted)
 
 
@@ -316,6 +318,7 @@ def write_page(cfg: SwiftConfig, outputs: OutputFolder, story: Story) -> None:
         page.write_report(outputs.report, cfg, header, (outputs.metrics, outputs.evaluation, outputs.completions))
     except REPORT_ERRORS as error:
         log.warn(f"{outputs.report} could not be written: {first_line(error)}")
+        log.print_result(story.status)
     else:
         log.print_result(f"{story.status}; report with curves: {outputs.report}")
 

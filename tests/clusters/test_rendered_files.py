@@ -114,13 +114,14 @@ FINISHED = {"slurm_all": "7", "local": "4711", "ssh": "node0 node1", "dlc": "dlc
 
 
 def asked(name: str) -> str:
-    """What `megaswift jobs` runs for status, logs, logs --follow and cancel."""
+    """What `megaswift jobs` runs for status, logs, logs --follow, whether the job has ended, and cancel."""
     cluster = JOBS[name].cluster
     kept = {option: cluster.get(option) for option in KEPT if cluster.get(option) is not None}
     record = SubmittedJob("run", "lab", cluster.launcher, FINISHED[name], "/out/jobs/run", "", kept)
     scheduler = scheduler_of(cluster.launcher)
-    words = (scheduler.status(record), scheduler.logs(record, False), scheduler.logs(record, True))
-    return "\n".join([f"==== {name}", *map(shell_words, (*words, scheduler.cancel(record)))]) + "\n"
+    words = [scheduler.status(record), scheduler.logs(record, False), scheduler.logs(record, True)]
+    words += [command for command in (scheduler.alive(record), scheduler.cancel(record)) if command]
+    return "\n".join([f"==== {name}", *map(shell_words, words)]) + "\n"
 
 
 def test_the_commands_of_jobs_as_read() -> None:

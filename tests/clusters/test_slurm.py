@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megaswift.clusters.job import SubmittedJob
-from megaswift.clusters.scheduler import scheduler_of
+from megaswift.clusters.scheduler import HAS_ENDED, scheduler_of
 from megaswift.clusters.slurm import SCHEDULER
 from megaswift.errors import ConfigError
 from tests.clusters.jobs import job
@@ -73,9 +73,11 @@ def steps(folder: Path) -> list[int]:
 def test_two_nodes_train_to_their_export(environ: dict[str, str], tmp_path: Path) -> None:
     run_file(tmp_path, max_steps=5)
     megaswift(tmp_path, environ, "submit", "run.yaml", "--cluster", "lab", "--nodes", "2")
+    log = megaswift(tmp_path, environ, "jobs", "logs", "out", "--follow")
     ended(environ, tmp_path)
-    log = megaswift(tmp_path, environ, "jobs", "logs", "out")
-    assert "DP2 on 2 processes" in log and (tmp_path / "out/hf/model.safetensors").exists(), log
+    assert (
+        "DP2 on 2 processes" in log and "report with curves" in log and (tmp_path / "out/hf/model.safetensors").exists()
+    ), log
     assert steps(tmp_path) == [5]
     assert "COMPLETED" in megaswift(tmp_path, environ, "jobs", "status", "out")
     record = tmp_path / "out/jobs/run/job.json"
@@ -120,6 +122,23 @@ def test_the_status_of_a_job_that_slurm_has_forgotten(
     path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run(words, env=path, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == code and text in done.stdout + done.stderr, done
+
+
+@pytest.mark.parametrize(
+    ("squeue", "ended"),
+    [
+        ("echo PENDING", False),
+        ("exit 0", True),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", True),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", False),
+    ],
+)
+def test_a_job_that_the_queue_has_no_more_prints_nothing_more(squeue: str, ended: bool, tmp_path: Path) -> None:
+    (tmp_path / "squeue").write_text(f"#!/bin/bash\n{squeue}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    words = SCHEDULER.alive(SubmittedJob("run", "lab", "slurm", "7", str(tmp_path), ""))
+    done = subprocess.run(words, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=False, timeout=300)
+    assert (done.returncode == HAS_ENDED) == ended
 
 
 @needs_slurm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import sys
 import time
@@ -106,5 +107,30 @@ page.write_report = late
 def test_a_signal_that_reaches_a_rank_late_does_not_end_it_before_the_others(tmp_path: Path) -> None:
     done = run_with_fault(tmp_path, 0, LATE, "--engine ddp --nproc_per_node 2")
     assert done.returncode == 143, done.stderr
-    assert "interrupted after step 3" in done.stderr + done.stdout and (tmp_path / "told").exists(), done.stderr
+    told = done.stderr + done.stdout
+    assert re.search("interrupted after step [34] ", told) and (tmp_path / "told").exists(), done.stderr
     assert "training was stopped" not in done.stderr and "was killed by" not in done.stderr, done.stderr
+
+
+ONCE = (
+    BACKWARD
+    + """
+import os, signal
+
+def fault(number):
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+)
+
+
+@pytest.mark.process
+def test_an_interrupted_run_tells_its_end_once(tmp_path: Path) -> None:
+    done = run_with_fault(tmp_path, 0, ONCE, "--engine ddp")
+    told = done.stdout + done.stderr
+    assert done.returncode == 143 and told.count("interrupted after step 2") == 1, told
+    report = "megaswift: interrupted after step 2 of 6; report with curves: "
+    assert [line.partition("/")[0] for line in done.stdout.splitlines()[-2:]] == [
+        report,
+        "megaswift: saved; resume with the same command and --resume_from_checkpoint latest",
+    ]
