@@ -25,7 +25,7 @@ SELECTORS = {
     " wsd reduce_lr_on_plateau",
     "train_type": "full lora qlora adalora boft delora fourierft gralora hra ia3 loha lokr miss oft randlora road shira"
     " vblora vera waveft",
-    "report_to": "tensorboard wandb swanlab mlflow",
+    "report_to": "tensorboard wandb swanlab mlflow trackio",
     "launcher": "torchrun ray",
 }
 """Selectors of every task."""

@@ -207,8 +207,8 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("log_on_each_node", EITHER, "only rank 0 writes messages", LEAVE),
     ("logging_nan_inf_filter", EITHER, "metrics.jsonl has the loss of every logged step as it was", LEAVE),
     ("skip_memory_metrics", EITHER, "metrics.jsonl contains the peak memory", LEAVE),
-    ("trackio_space_id trackio_bucket_id trackio_static_space_id", UNSET, "Trackio is not supported",
-     "--report_to tensorboard, wandb, swanlab or mlflow"),
+    ("trackio_bucket_id trackio_static_space_id", UNSET,
+     "Trackio keeps a run on this machine or sends it to a Space that shows it", "--trackio_space_id OWNER/NAME"),
     ("swanlab_notification_method swanlab_webhook_url swanlab_secret swanlab_sender_email swanlab_receiver_email "
      "swanlab_smtp_server swanlab_smtp_port", UNSET, "a run sends no notifications",
      "act on the exit code of the command"),

@@ -28,8 +28,8 @@ _TEACHER = (
 )
 _HUB = "--push_to_hub true with --hub_model_id, --hub_token, --hub_private_repo and --hub_strategy"
 _TRACKER = (
-    "--run_name, --wandb_project, --swanlab_project and --mlflow_experiment_name name a run and its place; other "
-    "settings of a tracker come from its own environment variables"
+    "--run_name, --wandb_project, --swanlab_project, --mlflow_experiment_name and --trackio_project name a run and its "
+    "place; other settings of a tracker come from its own environment variables"
 )
 _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation harness on OUT/hf"
 
@@ -121,7 +121,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
 
 PATTERNS: tuple[tuple[str, str], ...] = (
     ("padded_vocab_size|make_vocab_size_divisible_by", _OF_MODEL),
-    (r"swanlab_\w+|wandb_\w+|project(_name)?", _TRACKER),
+    (r"swanlab_\w+|wandb_\w+|trackio_\w+|project(_name)?", _TRACKER),
     (r"hub_\w+|push_to_hub_\w+", _HUB),
     (r"teacher_\w+|gkd_\w+|rlsd_\w+|sdar_\w+", _TEACHER),
     (r"galore_\w+", "--galore_rank, --galore_scale, --galore_update_proj_gap or --galore_proj_type"),
@@ -163,7 +163,7 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("ddp_backend", "ccl"): "leave it out: oneCCL is for Intel devices, which megaswift does not support",
     ("ddp_backend", "xccl"): "leave it out: XCCL is for Intel GPUs, which megaswift does not support",
     ("ddp_backend", "hccl"): "leave it out: HCCL is for Ascend NPUs, which megaswift does not support",
-    ("report_to", "all"): "--report_to tensorboard wandb swanlab mlflow",
+    ("report_to", "all"): "--report_to tensorboard wandb swanlab mlflow trackio",
     ("attn_impl", "local"): "--attn_impl sdpa",
     **dict.fromkeys(
         (("attn_impl", name) for name in ("flash_4", "flash_attn4", "flash_attn_4", "flash_attention_4")),

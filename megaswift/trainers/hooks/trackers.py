@@ -1,4 +1,4 @@
-"""`--report_to`: TensorBoard events in OUT/runs, Weights & Biases, SwanLab and MLflow.
+"""`--report_to`: TensorBoard events in OUT/runs, Weights & Biases, SwanLab, MLflow and Trackio.
 
 `preflight` refuses a requested tracker that is not installed; none is skipped silently. Once a run has begun, no
 tracker ends or delays it.
@@ -451,7 +451,48 @@ class MLflow(TrackerHook):
         mlflow.end_run()
 
 
-ONLINE: dict[str, Callable[[TrackedRun], TrackerHook]] = {"wandb": WandB, "swanlab": SwanLab, "mlflow": MLflow}
+class Trackio(TrackerHook):
+    """Trackio: a store on this machine, or a Space on Hugging Face.
+
+    The package finds a run to resume by its name, which several runs of a project may have. Here the id decides: it is
+    set before the first record.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        super().__init__(run.directory)
+        self.run = run
+
+    def open(self, step: int) -> Any:
+        """Start a new run, or resume the one of an earlier start."""
+        import trackio
+
+        places = self.run.places
+        session = trackio.init(
+            project=places.trackio_project,
+            name=self.run.title,
+            space_id=places.trackio_space_id,
+            private=True,
+            config=dict(self.run.config),
+            embed=False,
+        )
+        session.id = self.run.identity("trackio")
+        return session
+
+    def send(self, scalars: dict[str, float], step: int) -> None:
+        """Send one record."""
+        self.session.log(scalars, step=step)
+
+    def end(self) -> None:
+        """Ends the run."""
+        self.session.finish()
+
+
+ONLINE: dict[str, Callable[[TrackedRun], TrackerHook]] = {
+    "wandb": WandB,
+    "swanlab": SwanLab,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
 
 
 def tracker_hooks(report_to: Sequence[str], run: TrackedRun) -> list[Hook]:

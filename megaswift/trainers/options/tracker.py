@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megaswift.options.option import option
 from megaswift.options.tasks import EVERY_TASK
 
-TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
+TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
 """Values of `report_to`. Each is also the name of the package that it needs, and of its folder in the output folder."""
 
 
@@ -66,4 +66,11 @@ class TrackerConfig:
     )
     mlflow_experiment_name: str | None = option(
         None, "MLflow: experiment", metavar="NAME", only_with={"report_to": "mlflow"}
+    )
+    trackio_project: str = option("megaswift", "Trackio: project", metavar="NAME", only_with={"report_to": "trackio"})
+    trackio_space_id: str | None = option(
+        None,
+        "Trackio: Hugging Face Space that gets the run; default: none, a local store",
+        metavar="OWNER/NAME",
+        only_with={"report_to": "trackio"},
     )

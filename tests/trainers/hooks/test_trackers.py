@@ -63,8 +63,8 @@ def test_report_to_chooses(tmp_path: Path) -> None:
     assert [type(h).__name__ for h in tracker_hooks(("tensorboard",), run)] == ["TensorBoard"]
     assert tracker_hooks((), run) == []
     assert [type(h).__name__ for h in tracker_hooks(("wandb",), run)] == ["WandB"]
-    both = tracker_hooks(("mlflow", "swanlab", "tensorboard"), run)
-    assert [type(h).__name__ for h in both] == ["TensorBoard", "SwanLab", "MLflow"]
+    several = tracker_hooks(("trackio", "mlflow", "swanlab", "tensorboard"), run)
+    assert [type(h).__name__ for h in several] == ["TensorBoard", "SwanLab", "MLflow", "Trackio"]
     assert (run.title, TrackedRun(tmp_path, {}, "mine").title) == (tmp_path.name, "mine")
     assert run.identity("wandb") == run.identity("wandb") != run.identity("swanlab")
 
@@ -84,7 +84,10 @@ class Recorded:
 
 
 def test_projects_owners_and_servers_reach_the_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "--report_to wandb swanlab mlflow tensorboard --wandb_project p --wandb_entity e --swanlab_project q"
+    words = (
+        "--report_to wandb swanlab mlflow trackio tensorboard --wandb_project p --wandb_entity e --swanlab_project q"
+    )
+    words += " --trackio_project r --trackio_space_id o/s"
     more = (
         "--swanlab_workspace w --swanlab_mode cloud --swanlab_token t --mlflow_tracking_uri http://h --tensorboard_dir"
     )
@@ -95,10 +98,10 @@ def test_projects_owners_and_servers_reach_the_trackers(tmp_path: Path, monkeypa
     run = TrackedRun(tmp_path, {}, cfg.trackers.run_name, cfg.trackers)
     events, *online = tracker_hooks(cfg.trackers.report_to, run)
     assert isinstance(events, TensorBoard) and events.directory == tmp_path / "t"
-    modules = {name: Recorded() for name in ("wandb", "swanlab", "mlflow")}
+    modules = {name: Recorded() for name in ("wandb", "swanlab", "mlflow", "trackio")}
     for name, module in modules.items():
         real = importlib.import_module(name) if importlib.util.find_spec(name) else None
-        if real is not None and name != "mlflow":
+        if real is not None and name in ("wandb", "swanlab"):
             known = inspect.signature(real.init).parameters
             assert {"project", "entity" if name == "wandb" else "workspace", "mode", "settings"} <= known.keys()
         monkeypatch.setitem(sys.modules, name, module)
@@ -111,6 +114,8 @@ def test_projects_owners_and_servers_reach_the_trackers(tmp_path: Path, monkeypa
     assert found["Settings"] == {"api_key": "t"} and found["init"]["settings"] is not None
     found = modules["mlflow"].calls
     assert (found["set_tracking_uri"], found["set_experiment"]) == (("http://h",), ("x",))
+    found = modules["trackio"].calls["init"]
+    assert found.items() >= {"project": "r", "space_id": "o/s", "private": True, "name": "n"}.items()
 
 
 def records(data: bytes) -> Iterator[bytes]:
@@ -227,6 +232,55 @@ def test_mlflow_has_one_run_with_all_starts(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environ = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/runs.db", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", ML, str(tmp_path)], cwd=ROOT, env=environ, timeout=240)
+    assert done.returncode == 0
+
+
+TRACKIO = """
+import socket, sys
+from pathlib import Path
+
+reached = []
+socket.socket.connect = socket.socket.connect_ex = lambda self, address: reached.append(address) or 111
+
+import trackio
+from megaswift.trainers.hooks.trackers import TrackedRun, Trackio
+from tests.trainers.tiny import tiny_loop
+
+folder = Path(sys.argv[1])
+starts = ((folder / "a/out", 0, (1, 2, 3)), (folder / "b/out", 0, (1,)), (folder / "a/out", 2, (3, 4)))
+for out, first, steps in starts:
+    out.mkdir(parents=True, exist_ok=True)
+    hook, loop = Trackio(TrackedRun(out, {"optim": {"learning_rate": 0.1 + first}, "task": "sft"})), tiny_loop(4)
+    loop.step = first
+    hook.on_start(loop)
+    for step in steps:
+        hook.on_log(loop, {"step": step, "loss": 10.0 * step, "mfu": None, "rewards/chosen": 1.0})
+    hook.on_evaluate(loop, {"step": steps[-1], "loss": 7.0})
+    hook.close()
+ids = [(folder / name / "out/trackio/run-id").read_text() for name in "ab"]
+found = {run.id: run for run in trackio.Api().runs("megaswift")}
+assert sorted(found) == sorted(ids) and {run.name for run in found.values()} == {"out"}, found
+assert [found[i].config["optim"]["learning_rate"] for i in ids] == [2.1, 0.1]
+from trackio.sqlite_storage import SQLiteStorage
+lines = [SQLiteStorage.get_logs("megaswift", "out", run_id=i) for i in ids]
+values = [[(line["step"], line["train/loss"]) for line in of if "train/loss" in line] for of in lines]
+assert values == [[(s, 10.0 * s) for s in (1, 2, 3, 3, 4)], [(1, 10.0)]], values
+assert [(line["step"], line["eval/loss"]) for line in lines[0] if "eval/loss" in line] == [(3, 7.0), (4, 7.0)]
+assert lines[0][0]["train/rewards/chosen"] == 1.0 and not any("train/mfu" in line for line in lines[0])
+assert reached == [], reached
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_trackio_has_one_run_with_all_starts_on_this_machine(tmp_path: Path) -> None:
+    """Two runs of the same name, the first of which is resumed; nothing leaves the machine."""
+    if importlib.util.find_spec("trackio") is None:
+        pytest.skip("trackio is not installed: pip install trackio")
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    own = {"TRACKIO_DIR": str(tmp_path / "store"), "HF_HOME": str(tmp_path), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "0"}
+    environ = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "TRACKIO_SPACE_ID")} | own
+    done = subprocess.run([sys.executable, "-c", TRACKIO, str(tmp_path)], cwd=ROOT, env=environ, timeout=240)
     assert done.returncode == 0
 
 
