@@ -35,6 +35,17 @@ def document(page: Path, width: int = 1280) -> str:
     return done.stdout
 
 
+def picture(page: Path, file: Path, width: int, height: int, script: str = "") -> None:
+    """Draws the top of a page, at which `script` has been."""
+    assert CHROMIUM is not None
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text(encoding="utf-8"))
+    copy = page.with_name(f"drawn-{page.name}")
+    copy.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    words = [CHROMIUM, *FLAGS, f"--user-data-dir={page.parent / 'profile'}", "--hide-scrollbars"]
+    words += [f"--window-size={width},{height}", f"--screenshot={file}", copy.as_uri()]
+    subprocess.run(words, capture_output=True, timeout=60, check=True)
+
+
 def evaluated(page: Path, script: str, width: int = 1280) -> Any:
     """What `script`, the body of a function, returns in a copy of the page without its content policy."""
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text(encoding="utf-8"))

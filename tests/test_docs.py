@@ -1,11 +1,9 @@
-"""What the pages name is there: options, files and folders, the headings that links lead to; commands of training are
-understood."""
+"""What the pages name is there: options, files and folders, the headings that links lead to."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-import shlex
 import textwrap
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -18,16 +16,14 @@ from megaswift import deploy, export, infer
 from megaswift.bridge.adapters.options.methods import VARIANTS
 from megaswift.compat.names.answers import NAMES_ELSEWHERE
 from megaswift.compat.names.translated import RENAMED, SWITCHES
-from megaswift.config import load_config
 from megaswift.config.sections import NAMES, TRAINING
 from megaswift.data.formats import FORMATS, recognize_format
 from megaswift.options.option import Option
-from megaswift.options.tasks import TASKS
 from megaswift.options.values import FALSE, TRUE, InvalidValue, parse_option_value, resets_number_to_default
 from tests.sources import FOLDERS, ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "converters/README.md"]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/tutorials").glob("*.md")])
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 OPTION = r"(?<![\w-])--([A-Za-z][\w-]*)"
 OF_OTHERS = {
@@ -45,14 +41,21 @@ OF_OTHERS = {
     "ipc",
     "rm",
     "ulimit",
+    "exclusive",
+    "time",
+    "requeue",
+    "retry",
+    "retry_connrefused",
+    "retry_delay",
+    "silent",
+    "signal",
 }
-"""Options of Megatron-LM, vLLM, torchrun, DeepSpeed's launcher, SGLang and docker that no file of ours says."""
+"""Options of Megatron-LM, vLLM, torchrun, DeepSpeed's launcher, SGLang, docker, Slurm, curl and timeout that no file of
+ours says."""
 PLACEHOLDER = r"[A-Z][A-Z_]*|\.\.\.|.*[<>*(){}\[\]].*"
 """A value for the reader to fill in."""
 VALUES_OF_OTHERS = {"torch_native"}
 """Of an option of SGLang's that has a name of ours."""
-STAND_IN = dict.fromkeys(("run.yaml", "OUT/config.yaml"), "configs/sft/quick.yaml")
-"""A file of options of the reader's own."""
 
 
 def known_options() -> set[str]:
@@ -77,15 +80,6 @@ def headings(page: Path) -> set[str]:
     """What a link may have behind its #."""
     found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
-
-
-def commands(text: str) -> Iterator[list[str]]:
-    """The words of each line in a block of commands that starts a task, from the task on."""
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        for line in block.replace("\\\n", " ").splitlines() if language in ("", "bash") else ():
-            found = re.match(r"(?!megaswift:)[^#]*?\bmegaswift[/ ](\w+)(?:\.py)? (.*)", line)
-            if found and found[1] in (*TASKS, "rlhf"):
-                yield [found[1], *shlex.split(found[2], comments=True)]
 
 
 def test_options() -> None:
@@ -197,16 +191,6 @@ def test_python_files_exist() -> None:
     found = {(page, name) for page, text in texts.items() for name in unknown_files(text, paths)}
     assert sorted(pair for pair in found if pair[1] not in FILES_OF_OTHERS) == []
     assert unknown_files("`gone.py`, `a/b.py --x`, `<name>.py`, `c/*_b.py`", {"/z/a/b.py"}) == ["gone.py", "c/*_b.py"]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [pytest.param(words, id=f"{page}-{i}") for page, text in TEXTS.items() for i, words in enumerate(commands(text))],
-)
-def test_commands_are_understood(words: list[str]) -> None:
-    options = [STAND_IN.get(word, word) for word in words[1:] if word != "..."]
-    options = [str(ROOT / word) if word.startswith("configs/") else word for word in options]
-    assert load_config(None if words[0] == "rlhf" else words[0], options, environ={}).task in TASKS
 
 
 def examples(page: str, language: str) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.sources import ROOT
 
-PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/tutorials").glob("*.md")])
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```[ ]*$", re.M | re.S)
 """A block of code with its language."""
 SHELL = ("", "bash", "sh", "shell")
