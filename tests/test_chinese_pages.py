@@ -25,7 +25,9 @@ PAGES = {
     "docs/lora.md": "docs/lora.zh-CN.md",
     "docs/training.md": "docs/training.zh-CN.md",
     "docs/data.md": "docs/data.zh-CN.md",
+    "docs/install.md": "docs/install.zh-CN.md",
 }
+LINK = re.compile(r"\]\((?:docs/)?([\w-]+)\.md[)#]")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 GENERATED = re.compile(r"<!-- [\w -]+ -->\n.*?<!-- end -->", re.DOTALL)
@@ -41,6 +43,15 @@ NAMES_OF_PRODUCTS = {
     "DoRA",
 }
 """Headings that are the same in both languages."""
+
+
+@pytest.mark.parametrize("page", PAGES.values())
+def test_links_lead_to_chinese_pages(page: str) -> None:
+    """Where there are any. The first lines name the English page, and tables that the code writes stand there alone."""
+    text = GENERATED.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    lines = [line for line in text.splitlines() if not line.startswith(("English | ", "[English]"))]
+    linked = {name for line in lines for name in LINK.findall(line)}
+    assert sorted(name for name in linked if (ROOT / f"docs/{name}.zh-CN.md").exists()) == []
 
 
 def blocks(text: str) -> list[tuple[str, list[str]]]:

@@ -290,6 +290,25 @@ def test_config_prints_what_it_understood(tmp_path: Path) -> None:
     assert ran("-m", "megaswift", "config", "--lr", "x")[0] == 2
 
 
+def test_config_takes_a_task_and_says_what_it_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("NPROC_PER_NODE", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run.yaml").write_text("tp: 2\npp: 2\nengine: megatron\n")
+    assert main(["config", "pt", "run.yaml"]) == 0
+    said = capsys.readouterr()
+    assert "task: pt" in said.out
+    told = "accepted: a configuration of megaswift pt; without --nproc_per_node its layout is not checked"
+    assert told in said.err
+    assert main(["config", "sft", "run.yaml", "--nproc_per_node", "8"]) == 0
+    assert "accepted: a configuration of megaswift sft on 8 processes" in capsys.readouterr().err
+    assert main(["config", "run.yaml", "--nproc_per_node", "6"]) == 2
+    said = capsys.readouterr()
+    assert "requires a multiple of 2 x 2 = 4 processes; there are 6" in said.err and not said.out
+
+
 @pytest.mark.process
 def test_a_script_s_own_folder_leaves_the_path(tmp_path: Path) -> None:
     """`python megaswift/sft.py` must not make megaswift/data importable as `data`; the checkpoint writer's spawn reads

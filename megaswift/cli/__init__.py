@@ -37,7 +37,8 @@ def _task_of_options(argv: list[str]) -> int:
 
 
 def _config(argv: list[str]) -> int:
-    """`megaswift config FILE [overrides]` and `megaswift config --schema`."""
+    """`megaswift config [TASK] FILE [overrides]` and `megaswift config --schema`."""
+    from megaswift import log
     from megaswift.config import load_config
 
     if not argv or any(a in HELP for a in argv):
@@ -48,8 +49,32 @@ def _config(argv: list[str]) -> int:
 
         print(json.dumps(config_json_schema(), indent=2))
         return 0
-    print(_with_engine(load_config(None, argv)).to_yaml(), end="")
+    named = argv[0] in TASKS and not Path(argv[0]).is_file()
+    cfg = _with_engine(load_config(argv[0] if named else None, argv[1:] if named else argv))
+    fits = _processes_text(cfg)
+    print(cfg.to_yaml(), end="", flush=True)
+    log.info(f"accepted: a configuration of megaswift {cfg.task}{fits}")
     return 0
+
+
+def _processes_text(cfg: SwiftConfig) -> str:
+    """What is known of the processes of the layout.
+
+    Raises:
+        ConfigError: The layout does not divide the processes that the options name.
+    """
+    from megaswift import log
+    from megaswift.commands.training import process_count
+    from megaswift.errors import ConfigError
+    from megaswift.parallel.layout import requested_axis_sizes, size_problems
+
+    axes = requested_axis_sizes(cfg.parallel)
+    if {"nproc_per_node", "nnodes", "num_workers"}.isdisjoint(cfg.given):
+        return "" if set(axes.values()) == {1} else "; without --nproc_per_node its layout is not checked"
+    count = process_count(cfg.launch)
+    if problems := size_problems(count, axes):
+        raise ConfigError(problems)
+    return f" on {log.count_text(count, 'process')}"
 
 
 def _with_engine(cfg: SwiftConfig) -> SwiftConfig:
@@ -169,9 +194,11 @@ def _doctor(argv: list[str]) -> int:
 
 
 CONFIG_USAGE = """\
-megaswift config FILE [--name value ...]     check a configuration and print it with all defaults
-megaswift config --task pt --lr 1e-4 ...     the same without a file (default task: sft)
-megaswift config --schema                    JSON schema of configuration files, for editors
+megaswift config [TASK] FILE [--name value ...]     check a configuration and print it with all defaults
+megaswift config pt --lr 1e-4 ...                   the same without a file (default task: sft)
+megaswift config --schema                           JSON schema of configuration files, for editors
+
+Options are checked, and the layout against --nproc_per_node and --nnodes; neither data nor weights are read.
 """
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {

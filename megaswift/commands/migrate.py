@@ -149,6 +149,8 @@ def _write(migrated: list[_Migrated], given: argparse.Namespace) -> None:
         write_atomically(path, text)
         state = f"{len(one.run.open)} left to decide" if one.run.open else "complete"
         log.print_result(f"wrote {path} ({one.run.place}: {state})")
+    if len(targets) == 1 and (path := targets[0][0]) is not None and path.suffix == ".yaml":
+        log.print_result(f"next:\n  megaswift config {path}\n  megaswift data show {path}")
 
 
 def _targets(migrated: list[_Migrated], given: argparse.Namespace) -> Iterator[tuple[Path | None, _Migrated]]:

@@ -94,7 +94,7 @@ FACTS: dict[str, Fact] = {
     "evaluation_data": Fact(
         has_evaluation_data,
         DATA_OPTIONS,
-        "needs evaluation data",
+        "needs evaluation data (--val_dataset or --split_dataset_ratio)",
         "--val_dataset FILE or --split_dataset_ratio 0.01",
     ),
     "best_model": Fact(

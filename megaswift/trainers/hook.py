@@ -164,6 +164,14 @@ class Hook:
             line: Metrics by name, as in metrics.jsonl.
         """
 
+    def on_evaluation_batch(self, run: Run, batches: int) -> None:
+        """Act after a batch of an evaluation.
+
+        Args:
+            run: The run at the step of the evaluation.
+            batches: Those that are evaluated so far.
+        """
+
     def on_evaluate(self, run: Run, line: Line) -> None:
         """Take the result of an evaluation.
 

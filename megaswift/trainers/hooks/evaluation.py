@@ -89,6 +89,7 @@ class EvaluationHook(IntervalLinesHook):
             step = StepRecord(run.step, epoch, 0.0, result)
             window.add(step, step_mean_weight(step, self.count))
             added.add(result.addends)
+            run.emit("on_evaluation_batch", window.steps)
         self.last = run.step
         line: dict[str, Any] = {
             "step": run.step,

@@ -91,16 +91,40 @@ class Progress(Hook):
         self.bar: tqdm | None = None
         self._first = 0
         self._began = self._last = 0.0
+        self._said = 0.0
+        """When the last line of any kind was written."""
 
     def on_start(self, run: Run) -> None:
         """Opens the bar where there is a terminal."""
         self._first = run.step
-        self._began = time.monotonic()
+        self._began = self._said = time.monotonic()
         self._last = float("-inf")
         if distributed.global_rank() == 0 and self.stream.isatty():
             # A terminal may not give its size (`docker run -t` from a job, `script`); tqdm would then print nothing.
             size = {"dynamic_ncols": True} if terminal_columns(self.stream) else {"ncols": UNKNOWN_COLUMNS, "nrows": 20}
             self.bar = tqdm(total=run.total_steps, initial=run.step, bar_format=BAR, file=self.stream, **size)
+
+    def on_step_begin(self, run: Run) -> None:
+        """Says that steps are made, where none of them was logged for a while."""
+        self._say_if_silent(f"step {run.step}/{run.total_steps}")
+
+    def on_evaluation_batch(self, run: Run, batches: int) -> None:
+        """Says that an evaluation is under way."""
+        if self.bar is not None:
+            self.bar.set_description_str(f"evaluation, batch {batches:,}")
+        self._say_if_silent(f"step {run.step}: evaluation, batch {batches:,}")
+
+    def _say_if_silent(self, text: str) -> None:
+        if distributed.global_rank() == 0 and time.monotonic() - self._said >= self.every:
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        """A plain line, for the log file and where there is no bar."""
+        self._said = time.monotonic()
+        log.LOG_FILE.write(text)
+        if self.bar is None:
+            with contextlib.suppress(OSError):  # as in log: a closed pipe is no reason to end a run
+                print(text, file=self.stream, flush=True)
 
     def on_step(self, run: Run, step: StepRecord) -> None:
         """Moves the bar."""
@@ -116,11 +140,7 @@ class Progress(Hook):
         ):
             self._last = time.monotonic()
             left = (self._last - self._began) / max(line["step"] - self._first, 1) * (run.total_steps - line["step"])
-            text = f"step {line['step']}/{run.total_steps}  {progress_figures(line)}  ETA {duration_text(left)}"
-            log.LOG_FILE.write(text)
-            if self.bar is None:
-                with contextlib.suppress(OSError):  # as in log: a closed pipe is no reason to end a run
-                    print(text, file=self.stream, flush=True)
+            self._say(f"step {line['step']}/{run.total_steps}  {progress_figures(line)}  ETA {duration_text(left)}")
 
     def on_evaluate(self, run: Run, line: Line) -> None:
         """Print a line about an evaluation."""

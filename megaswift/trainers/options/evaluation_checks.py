@@ -12,7 +12,7 @@ from megaswift.trainers.options.schedule import PLATEAU
 REWARD = "reward"
 LOSS = "loss"
 DATA_OPTIONS = ("val_dataset", "split_dataset_ratio", "data_split")
-_NO_DATA = "needs evaluation data"
+_NO_DATA = "needs evaluation data (--val_dataset or --split_dataset_ratio)"
 _DATA_FIX = "--val_dataset FILE or --split_dataset_ratio 0.01"
 
 

@@ -30,6 +30,17 @@ def test_at_the_interval_and_once_at_the_end(tmp_path: Path, every: int | None, 
     assert [line["step"] for line in read_lines(tmp_path / "eval.jsonl")] == steps
 
 
+def test_hooks_hear_of_each_batch(tmp_path: Path) -> None:
+    heard: list[int] = []
+
+    class Listener(Hook):
+        def on_evaluation_batch(self, run: object, batches: int) -> None:
+            heard.append(batches)
+
+    train(tiny_loop(7, hook(tmp_path, 4), Listener()))
+    assert heard == [1, 2, 3, 1, 2, 3]
+
+
 def test_before_the_first_step(tmp_path: Path) -> None:
     """Of the model as it was loaded; a resumed run does not repeat it."""
     first = EvaluationHook(tmp_path / "eval.jsonl", lambda: HELD, 2, "label_weight", True)

@@ -58,7 +58,7 @@ def test_a_terminal_of_unknown_size_gets_the_bar_too(tmp_path: Path, size: tuple
 
 
 def test_elsewhere_there_are_plain_lines_now_and_then(tmp_path) -> None:  # noqa: ANN001
-    lines = shown(io.StringIO(), tmp_path / "a.jsonl").splitlines()
+    lines = [line for line in shown(io.StringIO(), tmp_path / "a.jsonl").splitlines() if "loss" in line]
     assert (
         len(lines) == 5
         and lines[0].startswith("step 1/5  loss ")
@@ -67,6 +67,34 @@ def test_elsewhere_there_are_plain_lines_now_and_then(tmp_path) -> None:  # noqa
     )
     lines = shown(io.StringIO(), tmp_path / "b.jsonl", every=60).splitlines()
     assert [line.split()[1] for line in lines] == ["1/5", "5/5"]  # the first and the last, whatever the interval
+
+
+def test_steps_that_are_not_logged_are_not_silent(tmp_path: Path) -> None:
+    """With --logging_steps 100, or steps of minutes."""
+    stream = io.StringIO()
+    lines = MetricsJsonlHook(tmp_path / "m.jsonl", 4, ThroughputFormula([StepFlopFormula(1, 1)], 1), "label_weight")
+    train(tiny_loop(5, lines, Progress(stream, 0.0)))
+    said = stream.getvalue().splitlines()
+    assert [line.partition("  loss ")[0] for line in said if "loss" not in line or "4/5" in line] == [
+        "step 0/5",
+        "step 1/5",
+        "step 2/5",
+        "step 3/5",
+        "step 4/5",
+        "step 4/5",
+    ]
+    quiet = io.StringIO()
+    train(tiny_loop(5, MetricsJsonlHook(tmp_path / "n.jsonl", 4, lines.speed, "label_weight"), Progress(quiet)))
+    assert all("loss" in line for line in quiet.getvalue().splitlines()), "within the first seconds"
+
+
+def test_an_evaluation_is_not_silent() -> None:
+    stream = io.StringIO()
+    loop, progress = tiny_loop(5), Progress(stream, 0.0)
+    progress.on_start(loop)
+    for count in (1, 2):
+        progress.on_evaluation_batch(loop, count)
+    assert stream.getvalue() == "step 0: evaluation, batch 1\nstep 0: evaluation, batch 2\n"
 
 
 class Closed(io.StringIO):
