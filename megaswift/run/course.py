@@ -216,17 +216,22 @@ def restore(plan: RunPlan, built: BuiltRun, seconds: dict[str, float]) -> None:
         run.total_steps = run.step + run.data.steps_left(options.num_train_epochs)
 
 
+LENGTHS = {"max_steps", "num_train_epochs"}
+"""Options on which the schedule of the learning rate depends."""
+
+
 def tell_changed_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Print `learning_rate 1e-05 -> 2e-05` for every option that has changed since the checkpoint; on rank 0."""
     quiet = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir", "add_version"}
     before = _flat(saved)
-    changes = [
-        f"{name} {before[name]} -> {value}"
+    changes = {
+        name: f"{name} {before[name]} -> {value}"
         for name, value in _flat(now).items()
         if name not in quiet and name in before and before[name] != value
-    ]
+    }
     if changes and distributed.global_rank() == 0:
-        log.info("differs from the checkpoint's run: " + ", ".join(changes))
+        follows = "" if LENGTHS.isdisjoint(changes) else "; the learning rate follows the new length"
+        log.info("differs from the checkpoint's run: " + ", ".join(changes.values()) + follows)
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:

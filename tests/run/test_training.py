@@ -168,6 +168,7 @@ def test_killed_and_started_again_a_run_is_the_uninterrupted_one(inputs: list[st
     kept = values(out)[:saved]
     text = run(inputs, out, *options[2:], "--max_steps", steps)
     assert f"resuming from {out / 'checkpoints' / f'step-{saved}'}" in text and "max_steps 400 -> " in text
+    assert "; the learning rate follows the new length" in text
     lines = values(out)
     assert [line["step"] for line in lines] == list(range(1, steps + 1)) and lines[:saved] == kept
     assert CheckpointStore(out / "checkpoints").latest() == out / "checkpoints" / f"step-{steps}"
