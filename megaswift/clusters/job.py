@@ -15,7 +15,7 @@ from megaswift.launchers.options.variables import JOB_ID
 RUN_FILE = "run.yaml"
 """The copy of the configuration that the job reads, beside the other files of the job."""
 NCCL_OPTIONS = {"nccl_ib_hca": "NCCL_IB_HCA", "nccl_socket_ifname": "NCCL_SOCKET_IFNAME"}
-"""Options of a cluster and NCCL's variables, which go over those of a preset."""
+"""Options of a cluster and NCCL's variables, which override those of a preset."""
 LONGEST_NAME = 40
 """Characters. KubeRay allows 47 for a RayJob, and Kubernetes 63 for a pod, to whose name operators append a role, a
 number and a random part; `next_job_folder` appends a number too."""
@@ -48,7 +48,7 @@ class Job:
     run_text: str
     """The configuration file."""
     overrides: tuple[str, ...]
-    """Options of the command line, which go over the file."""
+    """Options of the command line, which override the file."""
     nodes: int
     gpus_per_node: int
     processes_per_node: int

@@ -43,7 +43,7 @@ from megaswift.trainers.options.checkpoint import INTERVAL, KEPT, saves_by_time
 USAGE = """\
 Checks a run, renders it as a job of a cluster and submits it with the cluster's own tool. clusters.yaml describes the
 clusters (--clusters FILE, else ./clusters.yaml, else ~/.config/megaswift/clusters.yaml); `local` is always there. Other
-options are the run's and go over its file. What is submitted is kept in OUTPUT_DIR/jobs/NAME. Options of clusters:
+options are the run's and override its file. What is submitted is kept in OUTPUT_DIR/jobs/NAME. Options of clusters:
 docs/launch.md. Exit code: 0 submitted; 2 a mistake; 1 the cluster's tool failed."""
 FAILED = 1
 OF_LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "launcher", "num_workers")

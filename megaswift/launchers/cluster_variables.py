@@ -14,4 +14,4 @@ def take_cluster_variables(environ: MutableMapping[str, str]) -> None:
         return
     environ.update(found.variables)
     if int(environ.get("RANK", environ.get("NODE_RANK", "0"))) == 0:
-        log.info(f"nodes and ranks are those of {found.source}; NNODES, NODE_RANK and MASTER_ADDR go over them")
+        log.info(f"nodes and ranks are those of {found.source}; NNODES, NODE_RANK and MASTER_ADDR override them")

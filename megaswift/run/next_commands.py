@@ -24,7 +24,8 @@ def next_commands(cfg: SwiftConfig, outputs: OutputFolder, adapts: bool) -> list
     step = outputs.store.latest()
     if cfg.task == "rm":
         model = [str(cfg.model.model), "--reward_model", str(hf if hf.is_dir() else adapter)]
-        return [_command("grpo", "--model", *model, "--dataset", "PROMPTS", *trust)]
+        prompts = cfg.data.dataset or ("PROMPTS",)  # the pairs have prompts, which other rows may replace
+        return [_command("grpo", "--model", *model, "--dataset", *prompts, *trust)]
     if adapts and not hf.is_dir():
         merged = ["--merge_lora", "true", "--output_dir", _beside(outputs.root, "merged")]
         return [

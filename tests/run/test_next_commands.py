@@ -67,7 +67,7 @@ def test_a_reward_model_and_a_run_that_wrote_nothing(tmp_path: Path) -> None:
     outputs = made(tmp_path / "out", "hf")
     cfg = SwiftConfig(task="rm", model="m", dataset="d.jsonl")
     assert next_commands(cfg, outputs, adapts=False) == [
-        f"megaswift grpo --model m --reward_model {tmp_path}/out/hf --dataset PROMPTS"
+        f"megaswift grpo --model m --reward_model {tmp_path}/out/hf --dataset d.jsonl"
     ]
     assert next_commands(SwiftConfig(model="m", dataset="d"), made(tmp_path / "bare", "."), adapts=False) == []
 

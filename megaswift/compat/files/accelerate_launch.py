@@ -1,7 +1,7 @@
 """Translates settings of `accelerate launch` (flags, or `--config_file FILE`) into options of the run. Each setting
 is applied, reported as without effect, or rejected. Names and meanings: accelerate 1.15.
 
-A run's own options go over these.
+A run's own options override these.
 """
 
 from __future__ import annotations

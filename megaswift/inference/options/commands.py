@@ -286,7 +286,7 @@ class PromptFileOptions:
 
     dataset: tuple[str, ...] = option(
         (),
-        "Prompt files, folders or hub IDs, in training's formats; no responses needed; FILE#N: N rows",
+        "Prompt files, folders or hub IDs, in training's formats; no responses needed; FILE#N: first N rows",
         aliases=("val_dataset", "infer_dataset"),
         metavar="FILE...",
         common=("infer",),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import datetime
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from typing import Any
 
 from megaswift.base.atomic_writes import write_atomically
 from megaswift.config import SwiftConfig
+from megaswift.diagnosis.installed import OPTIONAL_PACKAGES, PACKAGES, installed_version
 from megaswift.log import count_text
 from megaswift.run.loss_png import metric_column, primary_metric
 from megaswift.run.report.completions import completions_by_step
@@ -31,18 +31,6 @@ from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.hooks.profiler import profile_summaries
 from megaswift.trainers.hooks.progress import duration_text
 from megaswift.trainers.memory_snapshot import memory_snapshots
-
-PACKAGES = (
-    "megaswift",
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "datasets",
-    "numpy",
-)
 
 HOLDERS = 12
 """Holders of memory that the page lists after an out-of-memory error."""
@@ -90,11 +78,9 @@ def environment_versions() -> Rows:
     import torch
 
     rows = [("python", f"{platform.python_version()} on {platform.platform()}")]
-    for name in PACKAGES:
-        try:
-            rows.append((name, importlib.metadata.version(name)))
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    for name in ("megaswift", *PACKAGES, *OPTIONAL_PACKAGES):
+        if version := installed_version(name):
+            rows.append((name, version))
     if torch.cuda.is_available():
         rows.append(
             (

@@ -37,6 +37,7 @@ from tests.engine.torch.other_models import APART, ENCODERS, KINDS, MIXING, POSI
 from tests.parity.cases import parse
 from tests.parity.models import VARIANTS, VOCAB, build, config, randomize
 from tests.parity.pool import Pool
+from tests.sources import ROOT
 
 GO = "tests.engine.torch.adapter_ranks:go"
 PACKED = parse("dense dp2 packed")
@@ -53,6 +54,16 @@ def test_none_is_a_family() -> None:
     """Except Qwen3-Next: transformers mixes its packed documents, which a class that is tested elsewhere would hide."""
     assert {model_type for model_type, _ in KINDS.values()} & {*FAMILIES.names()} == {"qwen3_next"}
     assert KINDS.keys() == {*APART, *MIXING, *ENCODERS}
+
+
+def test_the_pages_count_them() -> None:
+    page = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("| models without a family here")]
+    compared = len(APART) + len(MIXING)
+    for text in (f"{compared} kinds", f"({compared} of {compared})", f"({len(APART)})", f"({len(MIXING)}, by more"):
+        assert text in row, text
+    assert f"{len(ENCODERS)} encoders" in row
+    assert f"compares {compared} architectures" in (ROOT / "docs/fallback.md").read_text(encoding="utf-8")
 
 
 def logprobs(model: Any, ids: Tensor) -> Tensor:
