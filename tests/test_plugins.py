@@ -21,7 +21,7 @@ from megaswift.config import SwiftConfig, load_config
 from megaswift.data import tokenization
 from megaswift.data.build import load_document_splits
 from megaswift.data.options.loss_scale import NAMED
-from megaswift.errors import ConfigError, DataError, RewardError
+from megaswift.errors import ConfigError, DataError, PluginError
 from megaswift.losses import kto
 from megaswift.losses.advantage_estimators import estimate_advantage_fields
 from megaswift.losses.dpo import DPO
@@ -261,7 +261,7 @@ def test_an_advantage_estimator_that_returns_nonsense(returned: str, told: str, 
         encoding="utf-8",
     )
     load_config("grpo", ["--external_plugins", str(file), "--reward_funcs", "format"], environ={})
-    with pytest.raises(RewardError, match=told) as error:
+    with pytest.raises(PluginError, match=told) as error:
         estimate_advantage_fields("odd", inputs([1.0, 5.0, 2.0, 0.0, 0.0, 9.0], 3))
     assert "--advantage_estimator odd: the estimator of" in str(error.value) and str(file) in str(error.value)
 

@@ -33,7 +33,7 @@ SKIPPED = {JOBS, "checkpoints", "hf", "adapter", "replaced", "runs", "stacks", "
 LOG_BYTES = 200_000
 FRESH_SECONDS = 120
 """A log of another machine's run that was written to within this time belongs to a run in progress."""
-_ENDED = re.compile(r"megaswift: (.*); report with curves: ")
+_ENDED = re.compile(r"megaswift: (.*); report(?: with curves)?: ")
 _MEMORY = re.compile(r"^\S+ \S+   memory      (.*)$", re.MULTILINE)
 _PART = re.compile(r"([a-z][a-z0-9 ]*?) ([\d,.]+) ([KMGT]iB)")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megaswift.base.registry import Registry
 from megaswift.base.user_code import convert_user_code_errors, defined_at
-from megaswift.errors import Problem, RewardError
+from megaswift.errors import PluginError, Problem
 from megaswift.losses import advantages as formulas
 from megaswift.losses.options.estimator_table import PLUGIN_ESTIMATORS
 from megaswift.trainers.rl.options.rl import RlConfig
@@ -137,7 +137,8 @@ def _gae(x: EstimatorInput) -> Mapping[str, Tensor]:
 def estimate_advantage_fields(name: str, x: EstimatorInput) -> dict[str, Tensor]:
     """Return `advantages` and any further fields of the estimator, [n, t] each.
 
-    Raises RewardError for an estimator of a user's file that fails or returns something else.
+    Raises:
+        PluginError: An estimator of the user's fails or returns something else.
     """
     estimator = ESTIMATORS.get(name)
     if name not in PLUGIN_ESTIMATORS:
@@ -145,12 +146,12 @@ def estimate_advantage_fields(name: str, x: EstimatorInput) -> dict[str, Tensor]
     else:
         what = f"--advantage_estimator {name}"
         where = f"the estimator of {defined_at(estimator) or type(estimator).__name__}"
-        with convert_user_code_errors(lambda trace: RewardError(Problem(what, f"{where} failed\n{trace}"))):
+        with convert_user_code_errors(lambda trace: PluginError(Problem(what, f"{where} failed\n{trace}"))):
             estimate = estimator(replace(x, mask=x.mask.clone()))  # it may change its input in place
         if fault := _fault_of_estimate(estimate, x):
             n, t = x.mask.shape
             fix = f"return advantages as a tensor of shape [{n}], one per completion, or [{n}, {t}], one per token"
-            raise RewardError(Problem(what, f"{where} returned {fault}", fix))
+            raise PluginError(Problem(what, f"{where} returned {fault}", fix))
     fields = {"advantages": estimate} if isinstance(estimate, Tensor) else dict(estimate)
     return {k: (v if v.dim() == 2 else v.unsqueeze(1).expand(x.mask.shape)).detach() for k, v in fields.items()}
 

@@ -68,6 +68,8 @@ def is_set(notice: bool = False) -> Wanted:
     return Wanted(notice=notice)
 
 
+REGISTERED = ("loss_type", "advantage_estimator", "optimizer")
+"""Options whose choices the user's own code may extend."""
 PLUGIN_CHOICES: dict[str, list[str]] = {}
 """Option -> the choices that `--external_plugins` have registered."""
 NEUTRAL: tuple[Any, ...] = (None, False, 0, ())
@@ -150,7 +152,7 @@ class Option:
     @property
     def choices(self) -> tuple[str, ...]:
         """The only allowed values; empty: any value."""
-        return (*self.details.get("choices", ()), *PLUGIN_CHOICES.get(self.name, ()))
+        return tuple(dict.fromkeys((*self.details.get("choices", ()), *PLUGIN_CHOICES.get(self.name, ()))))
 
     def choices_in(self, task: str | None) -> tuple[str, ...]:
         """Return the choices of the option for a task (None: those that do not depend on the task)."""

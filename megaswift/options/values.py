@@ -13,7 +13,7 @@ from typing import Any
 from megaswift.base.command_words import unusable_text_rule
 from megaswift.base.named_object import NamedObject
 from megaswift.errors import did_you_mean_hint
-from megaswift.options.option import Option
+from megaswift.options.option import REGISTERED, Option
 
 LARGEST = 2**53
 """The largest whole number, unless an option says otherwise: every format and library keeps it exactly."""
@@ -128,7 +128,9 @@ def _choice(option: Option, text: str) -> Any:
     if value not in option.choices:
         close = did_you_mean_hint(value, [*option.choices, *option.details.get("spellings", {})])
         which = f"{text.strip()} " if option.kind == "list" else ""
-        raise InvalidValue(f"{which}must be one of {' | '.join(option.choices)}", close or example_flag_text(option))
+        more = " (--external_plugins FILE registers others)" if option.name in REGISTERED else ""
+        rule = f"{which}must be one of {' | '.join(option.choices)}{more}"
+        raise InvalidValue(rule, close or example_flag_text(option))
     return value
 
 

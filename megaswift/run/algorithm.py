@@ -11,7 +11,7 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.config.rules import ignored_option_names
 from megaswift.config.sections import OPTIONS
-from megaswift.losses.options.loss_table import loss_entries
+from megaswift.losses.options.loss_table import PLUGIN_LOSSES, loss_entries
 from megaswift.losses.options.preference import beta_of, cpo_alpha_of, loss_types_of
 from megaswift.losses.policy_loss_types import CISPO_CAP
 from megaswift.options.option import Option
@@ -100,9 +100,13 @@ def _kl(cfg: SwiftConfig) -> Iterator[str]:
 
 
 def _clip_range(cfg: SwiftConfig, idle: set[str]) -> Iterator[str]:
-    """Yield the bounds of the probability ratio; cispo has an upper one alone."""
+    """Yield the bounds of the probability ratio; cispo has an upper one alone. Nobody knows what a loss of the user's
+    does with them: what was given is shown, without a claim."""
     low = cfg.rl.epsilon
     high = cfg.rl.epsilon_high
+    if cfg.task in RL and (cfg.task, policy_loss_of(cfg)) in PLUGIN_LOSSES:
+        yield from (_named(name, cfg.value(name)) for name in ("epsilon", "epsilon_high") if name in cfg.given)
+        return
     if "epsilon" not in idle:
         both = _named("epsilon", low) + ("" if high is None else f", {_named('epsilon_high', high)}")
         yield f"{both} (ratios clipped to {1 - low:g} - {1 + (low if high is None else high):g})"

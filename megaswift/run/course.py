@@ -325,7 +325,8 @@ def write_page(cfg: SwiftConfig, outputs: OutputFolder, story: Story) -> None:
         log.warn(f"{outputs.report} could not be written: {first_line(error)}")
         log.print_result(story.status)
     else:
-        log.print_result(f"{story.status}; report with curves: {outputs.report}")
+        with_curves = " with curves" if outputs.metrics.is_file() and outputs.metrics.stat().st_size else ""
+        log.print_result(f"{story.status}; report{with_curves}: {outputs.report}")
 
 
 def checkpoint_hook(run: Run) -> CheckpointHook:

@@ -12,6 +12,7 @@ while [ $# -gt 0 ]; do
     --env) [ $# -ge 2 ] || stop "--env needs a folder"; env=$(realpath -m "$2") ;;
     --algorithm) [ -n "${algorithm:-}" ] || stop "unknown option $1 (known: $known)"
       case "${2:-}" in grpo|ppo) algorithm=$2 ;; *) stop "--algorithm needs grpo or ppo" ;; esac ;;
+    -h|--help) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) stop "unknown option $1 (known: $known)" ;;
   esac
   shift 2

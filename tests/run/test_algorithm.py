@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
+from megaswift.errors import ConfigError
 from megaswift.options.tasks import TASKS
 from megaswift.run.algorithm import algorithm_text
+from tests.registered_plugins import kept_registrations
 
 REWARD = {"reward_funcs": ["accuracy"]}
 CASES: list[tuple[dict[str, Any], str]] = [
@@ -58,6 +60,7 @@ def test_every_task_has_a_case() -> None:
     assert {options["task"] for options, _ in CASES} == set(TASKS)
 
 
+@kept_registrations()
 def test_an_estimator_and_a_loss_of_a_plugin(tmp_path: Path) -> None:
     """They may read every option; those that were left as they are stay away from the screen."""
     plugin = tmp_path / "own.py"
@@ -70,5 +73,11 @@ def test_an_estimator_and_a_loss_of_a_plugin(tmp_path: Path) -> None:
     cfg = SwiftConfig(advantage_estimator="median", loss_type=["unclipped"], **options)
     assert algorithm_text(cfg) == (
         "advantage_estimator median, loss_type unclipped, loss_agg_mode token-mean, beta 0 (no KL penalty), "
-        "epsilon 0.2 (ratios clipped to 0.8 - 1.2), pass_at_k 2, importance_sampling_level token"
+        "pass_at_k 2, importance_sampling_level token"
     )
+    given = SwiftConfig(advantage_estimator="median", loss_type=["unclipped"], epsilon=0.3, **options)
+    assert "(no KL penalty), epsilon 0.3, pass_at_k 2" in algorithm_text(given), "without a claim of what it does"
+    with pytest.raises(ConfigError) as caught:
+        SwiftConfig(advantage_estimator="medain", loss_type=["unclipped"], **options)
+    assert str(caught.value).count(" | median") == 1
+    assert "(--external_plugins FILE registers others)" in str(caught.value)

@@ -12,6 +12,7 @@ import yaml
 from megaswift.base.atomic_writes import write_atomically
 from megaswift.base.plain_files import read_plain_file
 from megaswift.base.versions import VERSION
+from megaswift.config.sections import OPTIONS
 from megaswift.run.loss_png import primary_metric
 from megaswift.run.report.page import RunFiles, local_time, render_page
 from megaswift.trainers.hooks.progress import duration_text
@@ -71,8 +72,16 @@ def comparison_html(runs: Sequence[RunFiles], live: str = "") -> str:
 def differing_options(options: Sequence[Mapping[str, Any]]) -> Rows:
     """Return the options that are not the same in all runs, with the value of each run."""
     names = dict.fromkeys(name for each in options for name in each if name != "output_dir")
-    rows = [(name, ["" if each.get(name) is None else str(each[name]) for each in options]) for name in names]
+    rows = [(name, [_shown(name, each.get(name)) for each in options]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def _shown(name: str, value: Any) -> str:
+    """The value of an option as text; one that is not set, left out as unused, or the default is the same."""
+    default = OPTIONS[name].default if name in OPTIONS else None
+    if value is None or value == default or (isinstance(value, list) and value == list(default or ())):
+        return "default" if default is None or isinstance(default, tuple) else f"{default} (default)"
+    return str(value)
 
 
 def _options(path: Path) -> dict[str, Any]:

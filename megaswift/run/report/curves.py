@@ -32,7 +32,7 @@ PREFERENCE = {
     "rewards/rejected": "reward of rejected completions",
 }
 POLICY = {
-    "reward_std": "spread of rewards within a group",
+    "reward_std": "standard deviation of rewards",
     "completions/mean_length": "tokens per completion",
     "completions/clipped_ratio": "share of truncated completions",
     "entropy": "entropy",

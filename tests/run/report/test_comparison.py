@@ -21,7 +21,13 @@ def test_names_are_as_long_as_it_takes_to_tell_them_apart(tmp_path: Path) -> Non
 
 def test_options_that_differ() -> None:
     options = [{"lr": 1e-3, "seed": 1, "output_dir": "a"}, {"lr": 1e-4, "seed": 1, "output_dir": "b", "tp": 2}]
-    assert differing_options(options) == [("lr", ["0.001", "0.0001"]), ("tp", ["", "2"])]
+    assert differing_options(options) == [("lr", ["0.001", "0.0001"]), ("tp", ["default", "2"])]
+
+
+def test_a_default_that_is_written_out_differs_from_nothing() -> None:
+    """A configuration leaves out what its algorithm does not read."""
+    options = [{"gamma": 1.0, "loss_type": [], "epsilon": 0.2}, {"epsilon": 0.3, "loss_type": ["mine"]}]
+    assert differing_options(options) == [("loss_type", ["default", "['mine']"]), ("epsilon", ["0.2 (default)", "0.3"])]
 
 
 def test_the_page_has_both_runs(tmp_path: Path) -> None:
