@@ -85,8 +85,9 @@ class DrivenBrowser:
         self._call("Input.insertText", self._session, text=text)
 
     def press(self, key: str) -> None:
-        """Press and release a key, such as Enter."""
-        facts = {"key": key, "code": key, "windowsVirtualKeyCode": {"Enter": 13}.get(key, 0), "text": "\r"}
+        """Press and release Enter or Tab."""
+        number, text = {"Enter": (13, "\r"), "Tab": (9, "\t")}[key]
+        facts = {"key": key, "code": key, "windowsVirtualKeyCode": number, "text": text}
         self._call("Input.dispatchKeyEvent", self._session, type="keyDown", **facts)
         self._call("Input.dispatchKeyEvent", self._session, type="keyUp", **facts)
 

@@ -42,7 +42,7 @@ def new_run_tab(page: gr.Blocks, jobs: Jobs) -> gr.State:
     memory = BrowserMemory(f"megaswift-board-form-{_version_of_form()}")
     started = gr.State("")
     names = [(f"{task}: {text}", task) for task, text in TASKS.items()]
-    task = gr.Dropdown(names, value=FIRST_TASK, label="Task", filterable=False)
+    task = gr.Dropdown(names, value=FIRST_TASK, label="Task", filterable=False, elem_id="task")
     groups: list[gr.Accordion] = []
     fields: list[Field] = []
     for heading, options in form.all_fields().items():
@@ -50,7 +50,8 @@ def new_run_tab(page: gr.Blocks, jobs: Jobs) -> gr.State:
         with gr.Accordion(heading, open=True, visible=own) as group, gr.Row(elem_classes="fields"):
             fields += [_field(option) for option in options]
         groups.append(group)
-    more = gr.Textbox(label="more options", info="as on a command line: --name value ...", lines=2, max_lines=8)
+    facts: dict[str, Any] = {"info": "as on a command line: --name value ...", "elem_id": f"option-{form.MORE}"}
+    more = gr.Textbox(label="more options", lines=2, max_lines=8, **facts)
     more_problem = gr.HTML(visible=False)
     command = command_box("The run's command line")
     problems = gr.HTML(visible=False)

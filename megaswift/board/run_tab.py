@@ -29,7 +29,8 @@ def run_tab(jobs: Jobs, chosen: gr.Dropdown, run_of: Callable[[Sequence[str]], B
     """
     facts = gr.HTML()
     stop = gr.Button("Stop", variant="stop", interactive=False)
-    more = gr.Textbox(label="more options to resume with", info="--name value ..., such as --max_steps 2000", lines=1)
+    hint = "--name value ..., such as --max_steps 2000"
+    more = gr.Textbox(label="more options to resume with", info=hint, lines=1, elem_id="resume-more")
     command = command_box("The command line that continues the run")
     resume = gr.Button("Resume", variant="primary", interactive=False)
     result = gr.HTML()
@@ -58,7 +59,7 @@ def run_tab(jobs: Jobs, chosen: gr.Dropdown, run_of: Callable[[Sequence[str]], B
     stop.click(stopped, [chosen], result, show_progress_on=[result])
     resume.click(resumed, [chosen, more], result, show_progress_on=[result])
     gr.on([more.input, more.blur, chosen.change], text, [chosen, more], command, show_progress="hidden")
-    chosen.change(lambda: "", None, result, show_progress="hidden")
+    chosen.input(lambda: "", None, result, show_progress="hidden")
     return [facts, stop, resume]
 
 

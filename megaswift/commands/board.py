@@ -8,6 +8,7 @@ import secrets
 import socket
 from pathlib import Path
 
+from megaswift import log
 from megaswift.base.command_words import UserErrorArgumentParser
 from megaswift.errors import Problem, UserError, missing_path_hint
 
@@ -55,6 +56,10 @@ def main(argv: list[str]) -> int:
 
     read_only = given.read_only or not local  # without encryption the token of another host can be read on the way
     app = board_app([root.resolve() for root in roots], token, port, local, read_only)
+    if not local and not given.read_only:
+        log.info(
+            "this board only reads: it starts runs with --host 127.0.0.1 (from elsewhere: ssh -L, docs/outputs.md)"
+        )
     name = given.host if given.host not in ("0.0.0.0", "::") else socket.gethostname()
     listener.listen()  # who opens the address at once waits for the page
     print(f"http://{f'[{name}]' if ':' in name else name}:{port}/?token={token}", flush=True)
