@@ -28,7 +28,7 @@ from megaswift.options.values import TRUE
 
 LAUNCH_ORDER = ("nnodes", "node_rank", "master_addr", "master_port", "nproc_per_node")
 KEPT = re.compile(
-    r"(CUDA|NCCL|GLOO|OMP|MKL|PYTORCH|TORCH|HF|TRANSFORMERS|MODELSCOPE|WANDB|SWANLAB|MLFLOW|TOKENIZERS|NVTE|UB|VLLM|SGLANG|"
+    r"(CUDA|NCCL|GLOO|OMP|MKL|PYTORCH|TORCH|HF|TRANSFORMERS|MODELSCOPE|WANDB|SWANLAB|MLFLOW|TRACKIO|TOKENIZERS|NVTE|UB|VLLM|SGLANG|"
     r"TRITON|RAY|LD|ASCEND|HCCL|TASK_QUEUE|DISABLE_VERSION_CHECK|KUBERNETES)_\w+|PYTHONPATH|\w+_proxy|\w+_PROXY"
 )
 """Variables that other programs read, whichever toolkit trains."""
