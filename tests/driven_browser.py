@@ -71,13 +71,12 @@ class DrivenBrowser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, condition: str, seconds: float = WAIT_SECONDS) -> Any:
-        """Wait until an expression is true, and return its value."""
+    def wait(self, condition: str, seconds: float = WAIT_SECONDS) -> None:
+        """Wait until an expression is true."""
         end = time.monotonic() + seconds
-        while not (value := self.run(condition)):
+        while not self.run(f"Boolean({condition})"):
             assert time.monotonic() < end, f"never true: {condition}\n{self.run('document.body.innerText')}"
             time.sleep(0.1)
-        return value
 
     def type(self, selector: str, text: str) -> None:
         """Replace the text of a field, as a user does."""
@@ -97,7 +96,7 @@ class DrivenBrowser:
             f"[...document.querySelectorAll({json.dumps(selector)})].find("
             f"e => [e.textContent.trim(), ''].includes({json.dumps(text)}) && e.offsetParent !== null && !e.disabled)"
         )
-        self.wait(f"Boolean({find})")
+        self.wait(find)
         self.run(f"{find}.click()")
 
     def text(self) -> str:

@@ -17,7 +17,7 @@ import pytest
 
 from megaswift.board.runs import find_runs
 from megaswift.trainers.hooks.metrics import read_lines
-from tests.browser import CHROMIUM, FLAGS, needs_browser
+from tests.browser import needs_browser
 from tests.driven_browser import DrivenBrowser
 from tests.run.report.runs import completion, line, write_folder
 from tests.sources import ROOT
@@ -72,38 +72,44 @@ def serve(root: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
     return board, board.stdout.readline().strip()
 
 
-def document(address: str, profile: Path) -> str:
-    """The document after eight seconds of the page's own time."""
-    assert CHROMIUM is not None
-    words = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "--virtual-time-budget=8000", "--dump-dom", address]
-    for _ in range(3):
-        found = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
-        if "plain" in found:
-            return found
-        time.sleep(2)  # the server has not answered within the page's time
-    return found
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[DrivenBrowser]:
+    """A browser with a profile of its own."""
+    found = DrivenBrowser(tmp_path / "driven")
+    yield found
+    found.close()
+
+
+def document(browser: DrivenBrowser) -> str:
+    """The page as markup."""
+    return str(browser.run("document.documentElement.outerHTML"))
 
 
 def files(root: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(root.rglob("*"))}
 
 
-def test_the_page_shows_the_runs_and_changes_nothing(address: str, runs: Path, tmp_path: Path) -> None:
+def test_the_page_shows_the_runs_and_changes_nothing(browser: DrivenBrowser, address: str, runs: Path) -> None:
     before = files(runs)
-    found = document(address, tmp_path / "profile")
-    assert "<title>megaswift board</title>" in found, "no text of a run ran as a script"
-    assert "plain" in found and "ended without a report" in found and 'src="page?run=' in found
+    browser.open(address)
+    browser.wait("document.querySelector('iframe') && document.body.innerText.includes('ended without a report')")
+    found = document(browser)
+    assert "plain" in found and 'src="page?run=' in found
     assert EVIL not in found and "&lt;img src=x onerror" in found
+    assert browser.run("document.title") == "megaswift board", "no text of a run ran as a script"
     assert files(runs) == before
 
 
-def test_the_page_of_curves_is_that_of_the_runs_in_its_address(address: str, runs: Path, tmp_path: Path) -> None:
-    key = re.findall(r'src="page\?run=([0-9a-f]{16})"', document(address, tmp_path / "profile"))[0]
-    page = address.replace("/?", f"/page?run={key}&")
-    found = document(page, tmp_path / "other")
-    assert "&lt;img src=x onerror=document.title=1&gt;</title>" in found and "<svg" in found
-    assert EVIL not in re.sub(r"<script.*?</script>", "", found, flags=re.DOTALL)
-    assert "no such run" in document(address.replace("/?", "/page?run=..%2F..%2Fetc&"), tmp_path / "third")
+def test_the_page_of_curves_is_that_of_the_runs_in_its_address(browser: DrivenBrowser, address: str) -> None:
+    browser.open(address)
+    browser.wait("document.querySelector('iframe')")
+    key = re.findall(r'src="page\?run=([0-9a-f]{16})"', document(browser))[0]
+    browser.open(address.replace("/?", f"/page?run={key}&"))
+    browser.wait("document.querySelector('svg')")
+    assert browser.run("document.title") == EVIL, "as text"
+    assert EVIL not in re.sub(r"<script.*?</script>", "", document(browser), flags=re.DOTALL)
+    browser.open(address.replace("/?", "/page?run=..%2F..%2Fetc&"))
+    browser.wait("document.body?.innerText === 'no such run'")
 
 
 def test_a_board_that_is_watched_and_killed_changes_no_run(tmp_path: Path) -> None:
@@ -137,14 +143,6 @@ def test_a_board_that_is_watched_and_killed_changes_no_run(tmp_path: Path) -> No
     alone = tmp_path / "alone"
     assert started(alone).wait(timeout=300) == 0
     assert figures(watched) == figures(alone) and len(figures(alone)) == 12
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[DrivenBrowser]:
-    """A browser with a profile of its own."""
-    found = DrivenBrowser(tmp_path / "driven")
-    yield found
-    found.close()
 
 
 def visit(browser: DrivenBrowser, address: str, tab: str, width: int = 1280) -> None:
