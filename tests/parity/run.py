@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from tests.parity.cases import Case, parse
-from tests.parity.compare import compare, table
+from tests.parity.check import against_hugging_face
+from tests.parity.compare import table
 from tests.parity.measure import Task
 from tests.parity.picture import draw, worst_gradient
 from tests.parity.pool import Pool, RankError, te_pool
@@ -76,7 +77,7 @@ def main() -> int:
                 failed += 1
                 print(f"FAIL {case}\n{error}", flush=True)
                 continue
-            differences = compare(got, want, recipe)
+            differences = against_hugging_face(case, got, references)
             bad = any(d.bad for d in differences)
             errors[" ".join(str(case).split()[1:])] = worst_gradient(differences)
             parameters = len(want.gradients)
