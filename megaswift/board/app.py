@@ -226,7 +226,14 @@ def board_app(roots: Sequence[Path], token: str, port: int, local: bool, read_on
     font = ["system-ui", "sans-serif"]
     mono = ["ui-monospace", "monospace"]
     theme = gr.themes.Default(font=font, font_mono=mono)
-    facts: dict[str, Any] = {"theme": theme, "css": _CSS, "footer_links": [], "ssr_mode": False, "run_history": False}
+    facts: dict[str, Any] = {
+        "theme": theme,
+        "css": _CSS,
+        "footer_links": [],
+        "ssr_mode": False,
+        "run_history": False,
+        "show_error": False,
+    }
     mounted = gr.mount_gradio_app(app, board_page(board), path="/", **facts)
     return TokenMiddleware(mounted, token, port, local)
 

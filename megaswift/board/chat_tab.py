@@ -57,7 +57,7 @@ def chat_tab(chat: Chat, chosen: gr.Dropdown, folder_of: Callable[[Sequence[str]
             for answer in chat.answer(folder, asked, **wishes):
                 yield [[*history, _shown("assistant", answer)], gr.skip()]
         except ChatError as error:
-            gr.Warning(str(error), duration=None)
+            gr.Warning(escape(str(error)), duration=None)  # which renders HTML
             yield [said, text]
 
     asking = message.submit(

@@ -317,3 +317,23 @@ def test_a_board_that_only_reads_has_neither_tabs_nor_routes_that_change_somethi
     finally:
         board.kill()
         board.wait()
+
+
+@pytest.mark.slow
+def test_the_error_of_a_model_is_text(browser: DrivenBrowser, tmp_path: Path) -> None:
+    """Gradio renders HTML in its messages, and a path may contain some."""
+    hf = write_folder(tmp_path / "runs" / EVIL, [line(1)]) / "hf"
+    hf.mkdir()
+    (hf / "config.json").write_text("{}")
+    board, address = serve(tmp_path / "runs")
+    try:
+        visit(browser, address, "Chat")
+        browser.wait(f"document.body.innerText.split({json.dumps(EVIL)}).length > 2")  # the run is shown
+        browser.type("#chat-message textarea", "2+3?")
+        browser.press("Enter")
+        browser.wait("document.body.innerText.includes('The model cannot be served')", 120)
+        assert browser.run("document.title") == "megaswift board"
+        assert f"{EVIL}/hf" in browser.text() and "Fatal Python error" not in browser.text()
+    finally:
+        board.kill()
+        board.wait()
