@@ -112,6 +112,7 @@ def test_the_page_of_curves_is_that_of_the_runs_in_its_address(browser: DrivenBr
     browser.wait("document.body?.innerText === 'no such run'")
 
 
+@pytest.mark.slow
 def test_a_board_that_is_watched_and_killed_changes_no_run(tmp_path: Path) -> None:
     """The metrics of a run are those of one that nobody watched, bit for bit."""
     inputs = write_inputs(tmp_path)

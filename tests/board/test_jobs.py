@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,16 @@ def write_job(out: Path, name: str, pid: int, submitted: str = "2026-11-29T17:00
     record = {"name": name, "cluster": "local", "launcher": "local", "id": str(pid), "folder": str(folder)}
     (folder / "job.json").write_text(json.dumps({**record, "submitted": submitted, "options": {}}))
     return folder
+
+
+@contextmanager
+def running_job(out: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process that runs a file of a job's folder, for as long as the block; the process and the folder."""
+    program = [sys.executable, "-c", "print(flush=True); input()", str(out / "jobs" / "sft" / "run.yaml")]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # right after its start it has no command line yet
+        yield process, write_job(out, "sft", process.pid)
 
 
 class Commands:
@@ -113,9 +124,7 @@ def test_a_job_that_is_running_is_stopped_and_no_second_one_starts(tmp_path: Pat
     """Also before the run has the lock of its folder."""
     out = tmp_path / "runs" / "a"
     board = Jobs([tmp_path])
-    program = [sys.executable, "-c", "input()", str(out / "jobs" / "sft" / "run.yaml")]
-    with subprocess.Popen(program, stdin=subprocess.PIPE) as process:
-        folder = write_job(out, "sft", process.pid)
+    with running_job(out) as (process, folder):
         assert is_alive(newest_job(out))
         assert "a job is running in this folder" in board.start("sft", []).problems[0].rule
         assert commands.words == []

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megaswift.board.runs import find_runs
 from megaswift.run.lock import RunLock
-from tests.board.test_jobs import write_job
+from tests.board.test_jobs import running_job
 from tests.run.report.runs import line, write_folder
 
 pytest.importorskip("gradio", reason="needs gradio: pip install -e '.[board]'")
@@ -36,9 +34,7 @@ def test_a_job_can_be_stopped_and_a_run_of_a_terminal_cannot(tmp_path: Path) -> 
     lock.take()
     text, stop, resume = offered(tmp_path)
     assert "<b>&lt;b&gt;run</b>: running" in text and "started in a terminal" in text and not stop and not resume
-    program = [sys.executable, "-c", "input()", str(out / "jobs" / "sft" / "run.yaml")]
-    with subprocess.Popen(program, stdin=subprocess.PIPE) as process:
-        write_job(out, "sft", process.pid)
+    with running_job(out) as (process, _):
         text, stop, resume = offered(tmp_path)
         assert "started in a terminal" not in text and stop and not resume
         process.kill()

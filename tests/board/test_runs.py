@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 
 from megaswift.board.runs import find_runs, is_locked
 from megaswift.run.lock import RunLock
-from tests.board.test_jobs import write_job
+from tests.board.test_jobs import running_job, write_job
 from tests.run.report.runs import line, write_folder
 
 SCREEN = (
@@ -75,9 +73,7 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
 
 def test_a_job_is_a_run_from_its_start_on(tmp_path: Path) -> None:
     out = tmp_path / "sft-1"
-    program = [sys.executable, "-c", "input()", str(out / "jobs" / "sft" / "run.yaml")]
-    with subprocess.Popen(program, stdin=subprocess.PIPE) as process:
-        job = write_job(out, "sft", process.pid)
+    with running_job(out) as (process, job):
         (run,) = find_runs([tmp_path])
         assert (run.name, run.status(), run.output()) == ("sft-1", "starting", "")
         process.kill()
