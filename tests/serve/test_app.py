@@ -263,7 +263,7 @@ def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.M
     monkeypatch.setenv("MEGASWIFT_API_KEY", "k")
     COMMAND.parse(["--model", "x", "--host", "0.0.0.0"])
     for words in (
-        ["--api_key", "hush", "--api_key", "hush2"],
+        ["--api_key", "hush", "hush2"],
         ["--api_kye", "hush"],
         ["--api_key", "hush", "--port", "x"],
     ):

@@ -221,10 +221,17 @@ def _print(blocks: Sequence[Block], samples: int) -> None:
             if left < 0:
                 continue
             if left == samples - 1:
-                marked = "green" if color else "[in brackets]"
-                lines.append(f"Tokens are separated by |; those that carry loss are {marked}.")
+                lines.append(_legend(block, color))
         lines += block_lines(block, color)
     print("\n".join(lines), flush=True)
+
+
+def _legend(sample: Sample, color: bool) -> str:
+    """How to read a sample; prompts carry no loss."""
+    texts = [part for part in sample.parts if isinstance(part, TokenizedText)]
+    if not any(token.weight for text in texts for token in text.tokens):
+        return "Tokens are separated by |."
+    return f"Tokens are separated by |; those that carry loss are {'green' if color else '[in brackets]'}."
 
 
 def _print_and_write(page: str, title: str, blocks: Sequence[Block], printed: Sequence[Block] = ()) -> int:

@@ -104,10 +104,6 @@ class Progress(Hook):
             size = {"dynamic_ncols": True} if terminal_columns(self.stream) else {"ncols": UNKNOWN_COLUMNS, "nrows": 20}
             self.bar = tqdm(total=run.total_steps, initial=run.step, bar_format=BAR, file=self.stream, **size)
 
-    def on_step_begin(self, run: Run) -> None:
-        """Says that steps are made, where none of them was logged for a while."""
-        self._say_if_silent(f"step {run.step}/{run.total_steps}")
-
     def on_evaluation_batch(self, run: Run, batches: int) -> None:
         """Says that an evaluation is under way."""
         if self.bar is not None:
@@ -127,9 +123,10 @@ class Progress(Hook):
                 print(text, file=self.stream, flush=True)
 
     def on_step(self, run: Run, step: StepRecord) -> None:
-        """Moves the bar."""
+        """Moves the bar, or says that steps are made where none of them was logged for a while."""
         if self.bar is not None:
             self.bar.update(1)
+        self._say_if_silent(f"step {run.step}/{run.total_steps}")
 
     def on_log(self, run: Run, line: Line) -> None:
         """Shows the figures."""

@@ -74,15 +74,9 @@ def test_steps_that_are_not_logged_are_not_silent(tmp_path: Path) -> None:
     stream = io.StringIO()
     lines = MetricsJsonlHook(tmp_path / "m.jsonl", 4, ThroughputFormula([StepFlopFormula(1, 1)], 1), "label_weight")
     train(tiny_loop(5, lines, Progress(stream, 0.0)))
-    said = stream.getvalue().splitlines()
-    assert [line.partition("  loss ")[0] for line in said if "loss" not in line or "4/5" in line] == [
-        "step 0/5",
-        "step 1/5",
-        "step 2/5",
-        "step 3/5",
-        "step 4/5",
-        "step 4/5",
-    ]
+    said = [line.partition("  loss ")[0] for line in stream.getvalue().splitlines()]
+    assert said[:4] == ["step 1/5", "step 2/5", "step 3/5", "step 4/5"]
+    assert "step 4/5  loss " in stream.getvalue()
     quiet = io.StringIO()
     train(tiny_loop(5, MetricsJsonlHook(tmp_path / "n.jsonl", 4, lines.speed, "label_weight"), Progress(quiet)))
     assert all("loss" in line for line in quiet.getvalue().splitlines()), "within the first seconds"
