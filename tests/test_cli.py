@@ -304,6 +304,8 @@ def test_config_takes_a_task_and_says_what_it_checked(
     assert told in said.err
     assert main(["config", "sft", "run.yaml", "--nproc_per_node", "8"]) == 0
     assert "accepted: a configuration of megaswift sft on 8 processes" in capsys.readouterr().err
+    monkeypatch.setenv("NPROC_PER_NODE", "4")
+    assert main(["config", "run.yaml"]) == 0 and "sft on 4 processes" in capsys.readouterr().err
     assert main(["config", "run.yaml", "--nproc_per_node", "6"]) == 2
     said = capsys.readouterr()
     assert "requires a multiple of 2 x 2 = 4 processes; there are 6" in said.err and not said.out

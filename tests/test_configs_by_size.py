@@ -15,8 +15,10 @@ from megaswift.config import SwiftConfig, load_config
 from megaswift.engine.options.engine_checks import requested_engine
 from megaswift.families import family_of
 from megaswift.memory.estimate import usable_bytes
+from megaswift.parallel.layout import Layout
 from megaswift.run.checks import preflight
-from tests.config_memory import bytes_on_the_fullest_gpu
+from tests.config_memory import NATIVE_KERNELS, bytes_on_the_fullest_gpu
+from tests.memory.of_config import estimate_of
 from tests.published_shapes import SHAPES
 from tests.sources import ROOT
 
@@ -27,6 +29,7 @@ GIB = 2**30
 NAME = re.compile(r"(?:sft|dpo|grpo)_\w*?(\d+)b_\w+_((?:\d+x)+)(\d+)gb")
 """`sft_72b_lora_zero3_2x8x40gb`: billions of parameters, nodes and GPUs, the memory of each in GB."""
 SAID = re.compile(r"docs/memory\.md\): ([\d.]+) GiB a GPU")
+HELD = re.compile(r"([\d.]+) GiB are weights, gradients and optimizer")
 PRODUCT = re.compile(r"([\d.]+) x ([\d.]+) B(?: / (\d+))? = ([\d.]+) GB")
 """`2 x 72.7 B / 16 = 9.1 GB`."""
 CASES = pytest.mark.parametrize("file", FILES, ids=lambda p: p.stem)
@@ -69,6 +72,12 @@ def test_memory_is_what_the_comment_says_and_fits(file: Path) -> None:
     said = SAID.search(text)
     assert said is not None and float(said[1]) == pytest.approx(needed / GIB, abs=0.06)
     assert needed <= usable_bytes(card, cuda=True)
+    if held := HELD.search(text):
+        parts = estimate_of(
+            cfg, family_of(config).spec(config), Layout.from_config(cfg.parallel, ranks), NATIVE_KERNELS
+        ).held
+        total = parts.weights + parts.gradients + parts.optimizer
+        assert float(held[1]) == pytest.approx(total / GIB, abs=0.06)
     for each, billions, parts, gigabytes in PRODUCT.findall(text):
         assert float(billions) == pytest.approx(parameters / 1e9, rel=0.005)
         assert float(gigabytes) == pytest.approx(float(each) * float(billions) / int(parts or 1), rel=0.02)

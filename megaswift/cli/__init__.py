@@ -69,7 +69,7 @@ def _processes_text(cfg: SwiftConfig) -> str:
     from megaswift.parallel.layout import requested_axis_sizes, size_problems
 
     axes = requested_axis_sizes(cfg.parallel)
-    if {"nproc_per_node", "nnodes", "num_workers"}.isdisjoint(cfg.given):
+    if not (cfg.launch.nproc_per_node or cfg.launch.nnodes or cfg.launch.num_workers):
         return "" if set(axes.values()) == {1} else "; without --nproc_per_node its layout is not checked"
     count = process_count(cfg.launch)
     if problems := size_problems(count, axes):

@@ -139,7 +139,7 @@ def _write(migrated: list[_Migrated], given: argparse.Namespace) -> None:
     if own:
         raise ConfigError(Problem(" ".join(own), "is a file to translate", "another --output or --output_dir"))
     if existing and not given.overwrite:
-        raise ConfigError(Problem(" ".join(existing), "exists", "--overwrite, or another --output_dir"))
+        raise ConfigError(Problem(" ".join(existing), "exists", "--overwrite, or another --output or --output_dir"))
     for path, one in targets:
         text = one.text(str(path or one.name))
         if path is None:

@@ -19,6 +19,10 @@ def next_commands(cfg: SwiftConfig, outputs: OutputFolder, adapts: bool) -> list
         adapts: Whether the run trained adapters.
     """
     trust = ["--trust_remote_code", "true"] if cfg.model.trust_remote_code else []
+    asking = [
+        *(["--system", cfg.data.system] if cfg.data.system else []),
+        *trust,
+    ]  # a chat does not take it from the run
     adapter = outputs.adapter
     hf = outputs.hf
     step = outputs.store.latest()
@@ -29,21 +33,21 @@ def next_commands(cfg: SwiftConfig, outputs: OutputFolder, adapts: bool) -> list
     if adapts and not hf.is_dir():
         merged = ["--merge_lora", "true", "--output_dir", _beside(outputs.root, "merged")]
         return [
-            _command("infer", "--adapters", str(adapter), *trust),
+            _command("infer", "--adapters", str(adapter), *asking),
             _command("export", "--adapters", str(adapter), *merged, *trust),
             _command("deploy", "--adapters", str(adapter), *trust),
         ]
     if hf.is_dir():
         smaller = ["--quant_method", "fp8", "--output_dir", _beside(outputs.root, "fp8")]
         return [
-            _command("infer", "--model", str(hf), *_prompts(cfg, hf), *trust),
+            _command("infer", "--model", str(hf), *_prompts(cfg, hf), *asking),
             _command("export", "--model", str(hf), *smaller, *trust),
             _command("deploy", "--model", str(hf), *trust),
         ]
     if step is None:
         return []
     return [
-        _command("infer", "--model", str(step), *trust),
+        _command("infer", "--model", str(step), *asking),
         _command("convert", "megatron-to-hf", str(step), _beside(outputs.root, "hf")),
         _command("deploy", "--model", str(step), *trust),
     ]

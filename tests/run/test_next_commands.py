@@ -47,6 +47,8 @@ def test_adapters_and_adapters_that_are_merged(tmp_path: Path) -> None:
         f"megaswift export --adapters {adapter} --merge_lora true --output_dir {tmp_path}/out-merged",
         f"megaswift deploy --adapters {adapter}",
     ]
+    asked = next_commands(cfg.replace(system="Be brief."), outputs, adapts=True)
+    assert asked[0] == f"megaswift infer --adapters {adapter} --system 'Be brief.'"
     made(tmp_path / "out", "hf")
     assert f"--model {tmp_path}/out/hf" in next_commands(cfg, outputs, adapts=True)[0]
 
