@@ -73,6 +73,7 @@ class Trainer:
     Args:
         model: A model folder or a hub id; overrides the configuration's.
         config: The options of the run; the defaults of sft where it is left out.
+        args: The same, by its name in TRL and transformers.
         train_dataset: The data, in the forms that `train` takes.
         eval_dataset: Data for evaluation, in the same forms.
         tokenizer: A loaded tokenizer or processor. Its chat template and further special tokens are used; one with
@@ -90,6 +91,7 @@ class Trainer:
         model: str | os.PathLike[str] | None = None,
         config: SwiftConfig | None = None,
         *,
+        args: SwiftConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         tokenizer: Any = None,
@@ -97,6 +99,7 @@ class Trainer:
         callbacks: Sequence[Any] = (),
         **options: Any,
     ) -> None:
+        config = args if config is None else config
         if model is not None:
             if not isinstance(model, str | os.PathLike):
                 rule = f"is a loaded {type(model).__name__}; a run reads the model from files, each rank its part"

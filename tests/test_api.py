@@ -200,6 +200,7 @@ def test_what_other_processes_cannot_import_is_refused(tmp_path: Path) -> None:
         ({"model": torch.nn.Linear(1, 1)}, "model: is a loaded Linear; (.|\n)*model.save_pretrained"),
         ({"callbacks": [print]}, "callbacks: print is no megaswift.trainers.hook.Hook"),
         ({"config": SwiftConfig(), "task": "dpo"}, "task='dpo': conflicts with the configuration, which is of sft"),
+        ({"args": SwiftConfig(), "task": "dpo"}, "task='dpo': conflicts with the configuration, which is of sft"),
         ({"nosuch": 1}, "nosuch=1: is not an option"),
         ({"processing_class": 3, "model": "DIR", "train_dataset": "d"}, "tokenizer: is of type int"),
     ],

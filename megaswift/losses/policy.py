@@ -191,7 +191,17 @@ class PolicyLoss:
             log_ratio = self._completion_mean(log_ratio.detach(), batch) + (log_ratio - log_ratio.detach())
         bounded = torch.where(mask, log_ratio, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         advantages = batch.fields["advantages"].to(old.dtype)
-        return PolicyLossInputs(logprobs, advantages, bounded.exp(), whole, self.settings, batch.fields.get("selected"))
+        return PolicyLossInputs(
+            logprobs,
+            advantages,
+            bounded.exp(),
+            whole,
+            self.settings,
+            batch.fields.get("selected"),
+            mask=mask,
+            old_logprobs=old,
+            completion_mean=lambda x: self._completion_mean(torch.where(mask, x, 0.0), batch),
+        )
 
     def _completion_mean(self, x: Tensor, batch: Batch) -> Tensor:
         """[b, s]: the mean over the labeled tokens of each token's completion of x, which is 0 elsewhere."""

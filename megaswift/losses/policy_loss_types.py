@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -55,7 +55,10 @@ class PolicySettings:
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What is known about the tokens of a micro-batch, [b, s] each."""
+    """What is known about the tokens of a micro-batch, [b, s] each.
+
+    Rows are packed unless `--packing false` is given: a row holds several completions with their prompts.
+    """
 
     logprobs: Tensor
     """Under the policy; differentiable."""
@@ -68,6 +71,12 @@ class PolicyLossInputs:
     settings: PolicySettings
     selected: Tensor | None = None
     """bool: tokens of high covariance (`clip_cov_token_mask`, `kl_cov_token_mask`); None: not known."""
+    mask: Tensor = field(kw_only=True)
+    """bool: the completions' tokens that carry loss."""
+    old_logprobs: Tensor = field(kw_only=True)
+    """Under the policy at the time of sampling; no gradient."""
+    completion_mean: Callable[[Tensor], Tensor] = field(kw_only=True)
+    """The mean of a tensor [b, s] over the `mask` of each token's completion, [b, s]; differentiable."""
 
     @property
     def bounded(self) -> Tensor:

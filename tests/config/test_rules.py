@@ -91,7 +91,7 @@ IDLE = [
     ("--dataloader_num_workers 2 --streaming --max_steps 1", "--dataloader_num_workers 2"),
     ("--num_train_epochs 2 --max_steps 1", "--num_train_epochs 2"),
     ("--group_by_length --packing", "--group_by_length"),
-    ("--padding_free --packing", "--padding_free"),
+    ("--padding_free false --packing", "--padding_free false"),
     ("--save_total_limit 2 --save_strategy no", "--save_total_limit 2"),
     ("--wsd_decay_style linear", "--wsd_decay_style linear --lr_scheduler_type wsd"),
     ("--lr_num_cycles 2", "--lr_num_cycles 2 --lr_scheduler_type cosine_with_restarts"),

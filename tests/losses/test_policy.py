@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaswift import plugins
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import LOSS_TYPES, PolicySettings
@@ -19,6 +20,7 @@ from megaswift.losses.sampler_correction import SamplerCorrection
 from tests.losses import trainers
 from tests.losses.bigram import Bigram, assert_same, assert_same_metrics, run
 from tests.losses.rollouts import TOKENS, Rollouts, label_fields, models, right, rollouts
+from tests.registered_plugins import kept_registrations
 
 NOT_TRL = {"rloo", "clip_cov", "kl_cov"}
 """Loss types that TRL's GRPOTrainer lacks."""
@@ -269,6 +271,26 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
         expected = expected - mine / by
     (wanted,) = torch.autograd.grad(expected, [both[0].weight])
     assert_same((0.0, gradient), (0.0, wanted))
+
+
+@kept_registrations()
+def test_a_loss_of_one_s_own_over_whole_completions() -> None:
+    """The same however rows are packed: the mean log-probability of a completion's own tokens."""
+    plugins.policy_loss("whole", lambda x: -x.completion_mean(x.logprobs - x.old_logprobs) * x.advantages)
+    both = models()
+    data = rollouts(*both)
+    logp = both[0].weight.log_softmax(-1)
+    expected = torch.zeros(())
+    known = zip(data.docs, data.known["advantages"], data.known["old"], data.learnt, strict=True)
+    for d, advantage, old, learnt in known:
+        if learnt.any():
+            mine = logp[d.ids[d.begin - 1 : -1], d.ids[d.begin :]]
+            expected = expected - (mine - old)[learnt].sum() * advantage[0]
+    expected = expected / sum(int(learnt.sum()) for learnt in data.learnt)
+    (wanted,) = torch.autograd.grad(expected, [both[0].weight])
+    for batches in data.layouts():
+        value, gradient, _ = run(PolicyLoss("whole"), both[0], batches)
+        assert_same((value, gradient), (float(expected), wanted))
 
 
 def test_a_kl_that_is_in_the_rewards_is_no_term() -> None:

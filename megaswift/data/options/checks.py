@@ -58,6 +58,7 @@ DATA_IGNORED: tuple[IgnoredOption, ...] = (
         lambda c: c.data.packing and c.task in ("sft", "pt"),
         "packing true leaves no padding",
         "--packing false",
+        neutral=(None, True),
         notice=True,
     ),
     IgnoredOption(
@@ -65,7 +66,8 @@ DATA_IGNORED: tuple[IgnoredOption, ...] = (
         ("packing",),
         lambda c: c.task not in ("sft", "pt"),
         "only sft and pt have it; the samples of other tasks are packed unless --packing false is given",
-        "--packing true",
+        "--packing false",
+        neutral=(None, True),
         notice=True,
     ),
 )
