@@ -192,7 +192,7 @@ def _config_of(config: SwiftConfig | None, options: dict[str, Any]) -> SwiftConf
 
 
 def starts_over(cfg: SwiftConfig) -> bool:
-    """Whether a run that is in the output folder already is moved aside, unasked.
+    """Return whether a run that is in the output folder already is moved aside, unasked.
 
     A cell of a notebook is run again and again, and what comes after it reads the same folder: so the newest run is
     there, and nothing is lost. A script is not asked for: started again by a cluster, it would begin anew each time.

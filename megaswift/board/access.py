@@ -84,7 +84,7 @@ class TokenMiddleware:
 
 
 def _is_own_page(headers: dict[str, str]) -> bool:
-    """Whether a request that may change something comes from a page of this board, or from no page at all.
+    """Return whether a request that may change something comes from a page of this board, or from no page at all.
 
     The cookie alone does not say so: for it every port of a machine is the same site. Browsers send the header Origin
     with each such request.

@@ -13,7 +13,7 @@ import gradio as gr
 
 
 class BrowserMemory:
-    """What the browser keeps under a name."""
+    """Values that the browser keeps under a name."""
 
     def __init__(self, name: str) -> None:
         self.name = json.dumps(name)

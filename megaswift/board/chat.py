@@ -32,7 +32,7 @@ _ADAPTER = "adapter/adapter_config.json"
 
 
 class ChatError(Exception):
-    """Why there is no answer, for the user."""
+    """The model gives no answer; the message tells the user why."""
 
 
 def model_options(folder: Path) -> list[str]:

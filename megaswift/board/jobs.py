@@ -71,7 +71,7 @@ def job_log(job: SubmittedJob) -> Path:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check of a run has found."""
+    """The result of the checks of a run."""
 
     problems: Sequence[Problem]
     output_dir: Path | None = None
@@ -81,7 +81,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a request."""
+    """The result of a request."""
 
     text: str = ""
     """What the command said."""

@@ -160,7 +160,7 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _has_job(folder: Path) -> bool:
-    """Whether a job was submitted that writes to this folder itself, not to versions below it."""
+    """Return whether a job was submitted that writes to this folder itself, not to versions below it."""
     return any((folder / JOBS).glob(f"*/{RECORD}")) and not versions(folder)
 
 

@@ -58,7 +58,7 @@ def _config(argv: list[str]) -> int:
 
 
 def _processes_text(cfg: SwiftConfig) -> str:
-    """What is known of the processes of the layout.
+    """Say on how many processes the layout was checked.
 
     Raises:
         ConfigError: The layout does not divide the processes that the options name.

@@ -40,7 +40,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """What `megaswift submit` submits."""
+    """A run with all that its cluster needs, before it is rendered."""
 
     name: str
     """Lower-case letters, digits and dashes."""
@@ -97,7 +97,7 @@ class RenderedJob:
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """What job.json keeps, for `megaswift jobs`."""
+    """The record of a submitted job in job.json, for `megaswift jobs`."""
 
     name: str
     cluster: str

@@ -153,7 +153,7 @@ def _is_url(value: Any) -> bool:
 
 
 def _ssh_words(value: Any) -> bool:
-    """Whether these words change how ssh reaches a host, and nothing else."""
+    """Return whether these words change how ssh reaches a host, and nothing else."""
     if not isinstance(value, list):
         return False
     words = [str(word) for word in value]

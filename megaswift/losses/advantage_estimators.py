@@ -157,7 +157,7 @@ def estimate_advantage_fields(name: str, x: EstimatorInput) -> dict[str, Tensor]
 
 
 def _fault_of_estimate(estimate: object, x: EstimatorInput) -> str:
-    """What is wrong with what an estimator returned; empty where nothing is."""
+    """Return what is wrong with what an estimator returned; empty where nothing is."""
     fields = {"advantages": estimate} if not isinstance(estimate, Mapping) else dict(estimate)
     if "advantages" not in fields:
         return f"a mapping without advantages, with {', '.join(map(repr, fields)) or 'nothing'}"

@@ -55,7 +55,7 @@ class PolicySettings:
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What is known about the tokens of a micro-batch, [b, s] each.
+    """The tokens of a micro-batch as a loss sees them, [b, s] each.
 
     Rows are packed unless `--packing false` is given: a row holds several completions with their prompts.
     """

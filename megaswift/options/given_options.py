@@ -52,7 +52,7 @@ class Toolkits(Protocol):
 
 @dataclass
 class GivenOptions:
-    """What was understood so far, and what was wrong."""
+    """The options that were understood so far, and the mistakes."""
 
     values: dict[str, Any] = field(default_factory=dict)
     typed: dict[str, TypedOption] = field(default_factory=dict)

@@ -34,7 +34,7 @@ class InvalidValue(ValueError):
 
 
 def resets_number_to_default(option: Option, raw: Any) -> bool:
-    """Whether `raw` takes a number back that has a default: `none` on the command line, over a file's value."""
+    """Return whether `raw` takes a number back that has a default: `none` on the command line, over a file's value."""
     return not option.optional and option.kind in ("int", "float") and _says_none(option, raw)
 
 

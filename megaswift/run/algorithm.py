@@ -115,7 +115,7 @@ def _clip_range(cfg: SwiftConfig, idle: set[str]) -> Iterator[str]:
 
 
 def _is_read_by_few(cfg: SwiftConfig, option: Option) -> bool:
-    """Whether only this task reads the option, or only some losses or estimators, the chosen one among them."""
+    """Return whether only this task reads the option, or only some losses or estimators, the chosen one among them."""
     listed = {selector: wanted.values for selector, wanted in option.only_with.items() if wanted.values}
     if not listed.keys() & {"loss_type", "advantage_estimator"}:
         return len(option.details.get("tasks", ())) == 1

@@ -84,7 +84,7 @@ class TakenBatch:
 
 @dataclass(frozen=True)
 class StepExtras:
-    """What a source of batches adds to the record of the step that they were for."""
+    """The additions of a source of batches to the record of the step that they were for."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -66,7 +66,7 @@ def options_from_accelerate_environment(environ: Mapping[str, str]) -> ConfigSou
 
 
 def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> Iterator[str]:
-    """What the run took from accelerate's settings, and what of them has no effect. `alone`: the run is this one
+    """Yield what the run took from accelerate's settings, and what of them has no effect. `alone`: the run is this one
     process."""
     givens = options_from_accelerate_environment(environ).givens
     taken = [g for g in givens if _plain(c.value(g.name)) == g.value]

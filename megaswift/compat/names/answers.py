@@ -244,7 +244,7 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
 
 
 def foreign_option_advice(name: str, value: Any, known: Collection[str]) -> str:
-    """What to do in place of another toolkit's option with this value; the empty string where it is none.
+    """Return what to do in place of another toolkit's option with this value; the empty string where it is none.
 
     `known`: the names that the command has; an advice that names others is of no use to it.
     """
@@ -268,7 +268,7 @@ def foreign_option_advice(name: str, value: Any, known: Collection[str]) -> str:
 
 
 def _translation(name: str) -> str:
-    """How megaswift writes an option that is translated in training: other commands only name the translation."""
+    """Return how megaswift writes an option that is translated in training; other commands only name it."""
     if name in SWITCHES:
         option, value = SWITCHES[name]
         return f"--{option} {option_value_text(value)}"
@@ -276,5 +276,5 @@ def _translation(name: str) -> str:
 
 
 def foreign_value_advice(option: str, value: str) -> str:
-    """What to say in place of another toolkit's value of an option; the empty string where it is none."""
+    """Return what to say in place of another toolkit's value of an option; the empty string where it is none."""
     return VALUES_ELSEWHERE.get((option, value.strip().lower()), "")

@@ -243,7 +243,7 @@ def launch_words(run: MigratedRun) -> list[str]:
 
 
 def command_line(run: MigratedRun, file: str) -> str:
-    """What to type."""
+    """Return the command line to type."""
     hosts = ["--hostfile", _shell_word(run.hostfile, VARIABLE.findall(run.hostfile))] if run.hostfile else []
     return " ".join([*launch_words(run), "megaswift", run.task or "TASK", _shell_word(file), *hosts])
 

@@ -82,7 +82,7 @@ def _lines(run: MigratedRun, file: str) -> Iterator[str]:
 
 
 def head_lines(run: MigratedRun) -> Iterator[str]:
-    """Where a file comes from."""
+    """Yield the comment that says where a file comes from."""
     yield from _comments([f"From {run.place} ({run.toolkit}), by megaswift migrate {__version__}."])
 
 

@@ -10,7 +10,7 @@ from megaswift.data.options.indexed import INDEXED_DATA_CLASHES, reads_indexed_d
 
 
 def _no_random_order(c: Sections) -> bool:
-    """Whether the data depend on no seed. `FILE#1000` draws rows of a file at random."""
+    """Return whether the data depend on no seed. `FILE#1000` draws rows of a file at random."""
     return (
         not c.data.shuffle
         and not c.data.split_dataset_ratio
@@ -24,7 +24,7 @@ _STREAM = ("streaming", "val_dataset")
 
 
 def _only_streams(c: Sections) -> bool:
-    """Whether all data are streamed: a `val_dataset` is tokenized as a whole in any case."""
+    """Return whether all data are streamed: a `val_dataset` is tokenized as a whole in any case."""
     return c.data.streaming and not c.data.val_dataset
 
 

@@ -135,7 +135,7 @@ def _lengths(docs: Documents, what: str) -> list[Block]:
 
 
 def packing_summary(docs: Documents, max_length: int) -> list[Block]:
-    """How full packed rows are, beside rows of one sample."""
+    """Return how full packed rows are, beside rows of one sample."""
     import numpy as np
 
     from megaswift.data.batches.collate import PaddingShape
@@ -227,7 +227,7 @@ def _print(blocks: Sequence[Block], samples: int) -> None:
 
 
 def _legend(sample: Sample, color: bool) -> str:
-    """How to read a sample; prompts carry no loss."""
+    """Say how to read a sample; prompts carry no loss."""
     texts = [part for part in sample.parts if isinstance(part, TokenizedText)]
     if not any(token.weight for text in texts for token in text.tokens):
         return "Tokens are separated by |."

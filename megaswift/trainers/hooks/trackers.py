@@ -288,7 +288,7 @@ class TensorBoard(TrackerHook):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What online trackers show of a run, and where. What is not set comes from their own environment variables."""
+    """The facts of a run that online trackers show. Those not set come from the trackers' environment variables."""
 
     directory: Path
     """The output directory; files of a tracker are below it."""

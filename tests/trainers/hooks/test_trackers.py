@@ -196,6 +196,13 @@ def test_swanlab_has_every_line(tmp_path: Path) -> None:
     assert content.count(b"train/loss") >= 5 and content.count(b"eval/loss") >= 1
 
 
+def exit_code_of(program: str, folder: Path, environ: dict[str, str]) -> int:
+    """Runs a program on the folder in a process of its own."""
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", program, str(folder)]
+    return subprocess.run(command, cwd=ROOT, env=environ | {"PYTHONPATH": paths}, timeout=240).returncode
+
+
 ML = """
 import sys
 from pathlib import Path
@@ -229,10 +236,7 @@ def test_mlflow_has_one_run_with_all_starts(tmp_path: Path) -> None:
     """Its own client and a database beside it, in a process of its own."""
     if importlib.util.find_spec("mlflow") is None:
         pytest.skip("mlflow is not installed: pip install mlflow-skinny sqlalchemy alembic")
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environ = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/runs.db", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", ML, str(tmp_path)], cwd=ROOT, env=environ, timeout=240)
-    assert done.returncode == 0
+    assert exit_code_of(ML, tmp_path, os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/runs.db"}) == 0
 
 
 TRACKIO = """
@@ -277,11 +281,9 @@ def test_trackio_has_one_run_with_all_starts_on_this_machine(tmp_path: Path) -> 
     """Two runs of the same name, the first of which is resumed; nothing leaves the machine."""
     if importlib.util.find_spec("trackio") is None:
         pytest.skip("trackio is not installed: pip install trackio")
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    own = {"TRACKIO_DIR": str(tmp_path / "store"), "HF_HOME": str(tmp_path), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "0"}
+    own = {"TRACKIO_DIR": str(tmp_path / "store"), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     environ = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "TRACKIO_SPACE_ID")} | own
-    done = subprocess.run([sys.executable, "-c", TRACKIO, str(tmp_path)], cwd=ROOT, env=environ, timeout=240)
-    assert done.returncode == 0
+    assert exit_code_of(TRACKIO, tmp_path, environ) == 0
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
