@@ -44,7 +44,7 @@ class IgnoredTensors:
 
 INV_FREQ = IgnoredTensors(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "follows from config.json")
 TIED_HEAD = IgnoredTensors(r"lm_head\.weight", "a stored duplicate of the tied embedding")
-OTHER_HEAD = IgnoredTensors(r"lm_head\.weight", "the vocabulary head, which a scalar head replaces")
+OTHER_HEAD = IgnoredTensors(r"lm_head\.weight", "the vocabulary head, which another head replaces")
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class WeightPlan:
         self.ignored: tuple[IgnoredTensors, ...] = (INV_FREQ,)
         if spec.tied:
             self.ignored += (TIED_HEAD,)
-        elif spec.scored:
+        elif not spec.untied:
             self.ignored += (OTHER_HEAD,)
         self._kept = family.kept(spec) if family.kept is not None else None
 

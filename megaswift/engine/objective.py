@@ -103,8 +103,10 @@ def all_sum_on_device(values: Tensor) -> Tensor:
 
 
 def named_head_outputs(fields: Tensor, needs: RequestedModelOutputs) -> ModelOutputs:
-    """Return the head's output [f, b, s] as named fields [b, s]; those that the loss does not differentiate are
-    detached."""
+    """Return the head's output [f, b, s] as named fields [b, s] or, of a separate head, as vectors [b, s, f]; fields
+    that the loss does not differentiate are detached."""
+    if needs.head:
+        return ModelOutputs(values=fields[0] if len(fields) == 1 else None, vectors=fields.permute(1, 2, 0))
     named = {
         name: fields[i] if name in needs.differentiable else fields[i].detach() for i, name in enumerate(needs.names)
     }

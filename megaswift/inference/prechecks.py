@@ -18,9 +18,9 @@ from megaswift.folders.saved_steps import refuse_damaged_part
 from megaswift.folders.source import locate_model, missing_model_file_problems
 from megaswift.inference.options.commands import CommonInferenceConfig, ModelLoadingOptions
 from megaswift.models.family import read_config_json
+from megaswift.models.heads import has_scalar_head
 from megaswift.models.model_type import model_type_option_mismatch_problems
 from megaswift.models.quantized_training import quantization_package_problems
-from megaswift.models.scalar_head import has_scalar_head
 
 
 def require_package(package: str, why: str) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from megaswift.device_copy import copy_to_device_async
 
+SCORES = "score"
+HIDDEN = "hidden"
 FIELDS = ("logprobs", "entropy", "logsumexp", "correct", "mean_logit", "log_sum_sq")
 
 
@@ -77,6 +79,18 @@ class Batch:
         return int((self.loss_weights != 0).sum())
 
 
+class ModelShape(Protocol):
+    """The part of a model's description that says how wide its outputs are."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+
+    @property
+    def labels(self) -> int:
+        """Numbers that a classifier's head gives for a position."""
+
+
 @dataclass(frozen=True)
 class RequestedModelOutputs:
     """What a task asks of the model for each label position."""
@@ -87,8 +101,8 @@ class RequestedModelOutputs:
     the backward pass. `correct` has no gradient in any case."""
     temperature: float = 1.0
     head: str | None = None
-    """`score`: `ModelOutputs.values`, by the model's scalar head in place of the vocabulary's; `fields` is empty
-    then."""
+    """`score`: `ModelOutputs.vectors` by a classifier's head in place of the vocabulary's; `hidden`: the last hidden
+    states themselves. `fields` is empty then."""
     ahead: int = 0
     """Layers for multi-token prediction whose log-probabilities are asked for too, at temperature 1."""
 
@@ -100,12 +114,14 @@ class RequestedModelOutputs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The outputs in order."""
-        return ("values",) if self.head else tuple(f for f in FIELDS if f in self.fields)
+        """The outputs in order, without those of a separate head."""
+        return tuple(f for f in FIELDS if f in self.fields)
 
-    @property
-    def rows(self) -> int:
-        """How many numbers the engine computes for each position: the outputs, then those of the layers ahead."""
+    def rows(self, spec: ModelShape) -> int:
+        """Return how many numbers the engine computes for each position: those of the head, or the outputs and then
+        those of the layers ahead."""
+        if self.head:
+            return spec.hidden_size if self.head == HIDDEN else spec.labels
         return len(self.names) + self.ahead
 
     @property
@@ -128,7 +144,10 @@ class ModelOutputs:
     log_sum_sq: Tensor | None = None
     """log of the sum over the vocabulary of p^2."""
     values: Tensor | None = None
-    """The values of the scalar head; differentiable in training."""
+    """The values of a head with one label; differentiable in training."""
+    vectors: Tensor | None = None
+    """[b, s, labels] or [b, s, hidden size], what a head of classes gives or the hidden states; differentiable in
+    training."""
     ahead: Tensor | None = None
     """[layers, b, s]: for each layer for multi-token prediction the log-probability of its label
     (`losses.mtp.tokens_ahead`); differentiable in training."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from megaswift.memory.layer_activations import first_width, kept_by_layer, layer_input_bytes, mask_bytes
 from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
 from megaswift.models.options.model import selective_recompute_modules
+from megaswift.models.spec import VOCABULARY
 from megaswift.models.weights.table import padded_vocabulary_size
 from megaswift.parallel.head_memory import HeadShape, megatron_engine_head_peak_bytes
 from megaswift.parallel.pipeline_split import ModelChunk
@@ -191,7 +192,7 @@ def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
     tokens = setup.tokens
     width = setup.width
     hidden = tokens * spec.hidden_size * width
-    if spec.scored:
+    if spec.head != VOCABULARY:
         return HeadBytes(hidden, hidden)
     model = setup.options.model
     shape = HeadShape(

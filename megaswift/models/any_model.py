@@ -6,12 +6,13 @@ Owns reading sizes from a config.json of any architecture; such a model trains o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megaswift.errors import Problem, WeightsError
 from megaswift.models.family import FAMILIES, family_of, read_config_json
-from megaswift.models.scalar_head import has_scalar_head, with_scalar_head
+from megaswift.models.heads import head_of, label_count
 from megaswift.models.spec import ModelSpec, RopeSpec
 from megaswift.models.unsupported import unsupported_model_type_problem
 
@@ -89,7 +90,8 @@ def spec_from_size_fields(config: Mapping[str, Any]) -> ModelSpec:
         dtype=dtype,
         hf_config=dict(config),
     )
-    return with_scalar_head(spec) if has_scalar_head(config) else spec
+    head = head_of(config)
+    return spec if head is None else replace(spec, head=head, labels=label_count(config), tied=False)
 
 
 def dropout_fields(config: Mapping[str, Any]) -> list[str]:

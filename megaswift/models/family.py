@@ -19,9 +19,9 @@ from megaswift.base.registry import Registry
 from megaswift.errors import Problem, WeightsError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.models.fields.decoder import IRRELEVANT, SIZES, architecture_row
 from megaswift.models.fields.rows import SPEC_FIELDS, ConfigRow, read_rows
+from megaswift.models.heads import config_of_language_model, head_of, label_count
 from megaswift.models.missing_blocks import TORCH_ENGINES, missing_block_problem
 from megaswift.models.quantization import config_without_quantization
-from megaswift.models.scalar_head import config_without_scalar_head, has_scalar_head, with_scalar_head
 from megaswift.models.spec import ArchitectureExtras, ModelSpec
 from megaswift.models.stored_form import STACKED, read_stored_form
 from megaswift.models.unreadable import UnreadableCheck, unreadable_value
@@ -97,11 +97,10 @@ class Family:
 
     def spec(self, hf_config: Mapping[str, Any]) -> ModelSpec:
         """The model that `hf_config` describes; a WeightsError names every field that is wrong or not known."""
-        if has_scalar_head(hf_config):
-            return replace(
-                with_scalar_head(self.spec(config_without_scalar_head(hf_config, self.architecture))),
-                hf_config=config_without_quantization(hf_config),
-            )
+        if (head := head_of(hf_config, self.architecture)) is not None:
+            language = self.spec(config_of_language_model(hf_config, self.architecture))
+            config = config_without_quantization(hf_config)
+            return replace(language, head=head, labels=label_count(hf_config), tied=False, hf_config=config)
         values = read_rows(self.name, self.rows, self.language_fields(hf_config))
         values = {**LLAMA_LIKE, **self.fixed, **values}
         spec_values = {name: values.pop(name) for name in SPEC_FIELDS}

@@ -12,6 +12,8 @@ from typing import Any
 
 VOCABULARY = "vocabulary"
 SCORE = "score"
+TOKEN_SCORE = "token_score"
+NO_HEAD = "none"
 FULL = "full"
 WINDOW = "window"
 LINEAR = "linear"
@@ -127,9 +129,12 @@ class ModelSpec:
     """`bfloat16`, `float16` or `float32`: what config.json says."""
     features: ArchitectureExtras = ArchitectureExtras()
     head: str = VOCABULARY
-    """What the last layer's output goes to: VOCABULARY, or SCORE: one number a token."""
+    """What the last layer's output goes to: VOCABULARY; SCORE, transformers' sequence classification; TOKEN_SCORE, its
+    token classification, whose head has a bias; NO_HEAD: nothing, the hidden states are the output."""
+    labels: int = 1
+    """Numbers that a SCORE or TOKEN_SCORE head gives for a position."""
     new_head_std: float | None = None
-    """Deviation of the weights of a SCORE head that the model's files lack; None: `initializer_range`, as
+    """Deviation of the weights of a classifier's head that the model's files lack; None: `initializer_range`, as
     transformers."""
     hf_config: Mapping[str, Any] = field(repr=False, default_factory=dict)
     """The config.json as read, exported unchanged (without what it says of quantized weights)."""
@@ -334,12 +339,17 @@ class ModelSpec:
     @property
     def untied(self) -> bool:
         """Whether the output layer has a weight of its own."""
-        return not self.tied and not self.scored
+        return not self.tied and self.head == VOCABULARY
 
     @property
     def scored(self) -> bool:
-        """Whether it ends in one number a token."""
-        return self.head == SCORE
+        """Whether the model has a classifier's head."""
+        return self.head in (SCORE, TOKEN_SCORE)
+
+    @property
+    def score_bias(self) -> bool:
+        """Whether the classifier's head has a bias."""
+        return self.head == TOKEN_SCORE
 
     @property
     def qk_norm(self) -> bool:

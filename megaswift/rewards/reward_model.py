@@ -25,7 +25,7 @@ from megaswift.inference.load_errors import REFUSALS
 from megaswift.inference.model import quiet_transformers
 from megaswift.inference.options.commands import ModelLoadingOptions
 from megaswift.models.family import read_config_json
-from megaswift.models.scalar_head import scalar_head_problems
+from megaswift.models.heads import scalar_head_problems
 from megaswift.rewards.reward_input import RewardInput
 
 TOKENS = 16384

@@ -25,7 +25,7 @@ from megaswift.losses.contract import Batch
 from megaswift.losses.kto import uses_delta, uses_kl
 from megaswift.losses.options.kto_pairs import kto_pairs_over_global_batch
 from megaswift.losses.options.preference import beta_of, loss_types_of, needs_reference
-from megaswift.models.scalar_head import with_pad_token_id
+from megaswift.models.heads import with_pad_token_id
 from megaswift.models.spec import ModelSpec
 from megaswift.options.tasks import PROMPTED
 from megaswift.parallel.layout import Layout

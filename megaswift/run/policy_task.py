@@ -27,7 +27,7 @@ from megaswift.errors import DataError
 from megaswift.log import count_text
 from megaswift.losses.options.preference import beta_of
 from megaswift.losses.value import ValueLoss
-from megaswift.models.scalar_head import with_scalar_head
+from megaswift.models.heads import with_scalar_head
 from megaswift.models.spec import ModelSpec
 from megaswift.rewards.functions import load_reward_functions
 from megaswift.rewards.options import RewardConfig

@@ -143,7 +143,7 @@ def test_one_file_beside_shards(fresh: Fresh) -> None:
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2': is not a supported model family"),
         ({"model_type": "mamba"}, "--engine auto, ddp, zero2 or fsdp2, which train any language model"),
-        ({"architectures": ["Qwen3ForTokenClassification"]}, "must contain Qwen3ForCausalLM"),
+        ({"architectures": ["Qwen3ForQuestionAnswering"]}, "must contain Qwen3ForCausalLM"),
         (
             {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
             "is not in this family's table",

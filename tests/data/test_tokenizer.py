@@ -16,7 +16,7 @@ from megaswift.bridge.hf.writer import write_non_tensor_files
 from megaswift.data.tokenizer import score_padding_token
 from megaswift.inference.options.commands import ModelLoadingOptions
 from megaswift.models.family import read_config_json
-from megaswift.models.scalar_head import config_with_scalar_head, with_pad_token_id
+from megaswift.models.heads import config_with_scalar_head, with_pad_token_id
 from megaswift.rewards.reward_input import RewardInput
 from megaswift.rewards.reward_model import load_reward_models
 from tests.trainers.inputs import write_model

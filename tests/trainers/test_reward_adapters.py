@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.bridge.scalar_head import new_scalar_head_weight
+from megaswift.bridge.new_head import new_head_weight
 from megaswift.config import SwiftConfig
 from megaswift.errors import WeightsError
 from megaswift.families import load_spec
@@ -199,7 +199,7 @@ def test_over_four_bits(layout: tuple[object, ...], folder: Path, tmp_path: Path
     assert (
         head.shape == (1, 128)
         and head.dtype == torch.float32
-        and 0 < float((head - new_scalar_head_weight(load_spec(model), 42)).abs().max()) < 0.1
+        and 0 < float((head - new_head_weight(load_spec(model), 42)).abs().max()) < 0.1
     )
 
 

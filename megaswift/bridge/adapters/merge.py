@@ -22,15 +22,15 @@ from megaswift.bridge.convert.hf_output import HfFolderPlan
 from megaswift.bridge.convert.job import file_change_stamps, split_region_into_blocks
 from megaswift.bridge.hf.source import TensorMeta, WeightSource
 from megaswift.bridge.hf.writer import MAX_SHARD_BYTES
+from megaswift.bridge.new_head import NEW, NewHeadSource, head_names
 from megaswift.bridge.plan import WeightPlan
-from megaswift.bridge.scalar_head import NEW, NewScalarHeadSource
 from megaswift.bridge.untied_head import UntiedSource, untied_spec
 from megaswift.bridge.weight_source import open_weights
 from megaswift.errors import Problem, WeightsError, missing_path_hint
 from megaswift.families import family_of, load_spec
 from megaswift.folders.adapter import is_reward_model_adapter
 from megaswift.folders.checkpoint import find_intact_checkpoint
-from megaswift.models.scalar_head import with_scalar_head
+from megaswift.models.heads import with_scalar_head
 
 
 def merged_tensor_blocks(
@@ -115,7 +115,9 @@ def merge_adapter_folder_into_base(
     weights = WeightPlan(family_of(spec.hf_config), spec)
     source = open_weights(base)
     if scored and NEW not in source.names():
-        source = NewScalarHeadSource(source, torch.zeros(weights.hf_shapes[NEW], dtype=getattr(torch, spec.dtype)))
+        dtype = getattr(torch, spec.dtype)
+        head = {name: torch.zeros(weights.hf_shapes[name], dtype=dtype) for name in head_names(spec)}
+        source = NewHeadSource(source, head)
     folder = PeftFolder(adapter)
     if folder.unsupported_modules(weights):
         return _merged_by_peft(base, adapter, target, max_shard_bytes, overwrite, checkpoint is not None)

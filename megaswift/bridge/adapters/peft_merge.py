@@ -23,14 +23,14 @@ from megaswift.bridge.hf.model_folder import (
     tied_tensors,
     write_transformers_folder,
 )
-from megaswift.bridge.scalar_head import NEW
+from megaswift.bridge.new_head import NEW
 from megaswift.bridge.untied_head import untie_adapted_modules, untied_config
 from megaswift.data.tokenizer import load_tokenizer, score_padding_token
 from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.folders.adapter import adapter_peft_type_or_lora, is_reward_model_adapter
 from megaswift.models.family import FAMILIES, read_config_json
+from megaswift.models.heads import config_with_scalar_head, with_pad_token_id
 from megaswift.models.quantized_training import PLAIN, quant_method
-from megaswift.models.scalar_head import config_with_scalar_head, with_pad_token_id
 from megaswift.models.vision import has_vision_tower
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError)

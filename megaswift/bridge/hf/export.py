@@ -17,6 +17,7 @@ from megaswift.bridge.hf.writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.plan import WeightPlan
 from megaswift.bridge.weight_source import open_weights
 from megaswift.folders.checkpoint import find_checkpoint
+from megaswift.models.spec import VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def plan_hf_export_tensors(plan: WeightPlan, options: HfExportOptions) -> HfExpo
 
 def finish_export(writer: HfWriter, plan: WeightPlan, options: HfExportOptions) -> Path:
     """Write the side files, and rename the folder to its final name."""
-    config = None if options.source is not None and not plan.spec.scored else plan.spec.hf_config
+    copied = options.source is not None and plan.spec.head == VOCABULARY
+    config = None if copied else plan.spec.hf_config
     return writer.close(options.source, config)
 
 

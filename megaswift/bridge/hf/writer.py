@@ -30,8 +30,9 @@ from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.hf.header import DTYPE_NAMES
 from megaswift.bridge.hf.source import INDEX, SINGLE, TensorMeta
 from megaswift.errors import CheckpointError, Problem
+from megaswift.models.heads import head_of
 from megaswift.models.quantization import FIELD, config_without_quantization
-from megaswift.models.scalar_head import has_scalar_head
+from megaswift.models.spec import SCORE
 
 MAX_SHARD_BYTES = 5_000_000_000
 CHUNK = 1 << 28
@@ -120,7 +121,7 @@ def write_non_tensor_files(
         _write_json(folder / "config.json", exported_config_json(config, (meta.dtype for meta in tensors.values())))
     if source is not None:
         copy_tokenizer_and_template_files(source, folder)
-        if config is not None and has_scalar_head(config):
+        if config is not None and head_of(config) == SCORE:
             name_padding_token(folder, config)
 
 

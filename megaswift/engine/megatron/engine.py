@@ -20,8 +20,8 @@ from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.bridge.checkpoint.hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.hf.export import HfExportOptions, source_tensor_dtypes, write_hf_export
 from megaswift.bridge.hf.source import WeightSource
+from megaswift.bridge.new_head import with_new_head
 from megaswift.bridge.plan import WeightPlan
-from megaswift.bridge.scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
 from megaswift.bridge.weight_source import open_weights
 from megaswift.engine.diagnostics.compute_time import OwnComputeClock
 from megaswift.engine.diagnostics.replica_checksums import ReplicatedWeights, replicated_by_group
@@ -158,16 +158,10 @@ class MegatronEngine(EngineState):
 
     def load_hf(self, directory: Path) -> None:
         """Load weights from a Hugging Face folder or a checkpoint; each rank reads its own slices only."""
-        source = self._with_head(open_weights(directory))
+        source = with_new_head(open_weights(directory), self.spec, self.settings.seed)
         self.plan.check(source, contents=self.rank == 0)
         self._fill(source)
         self.keep(directory)
-
-    def _with_head(self, source: WeightSource) -> WeightSource:
-        """Add a new scalar head to the weights of a language model, if the model has a head and the weights do not."""
-        if not self.spec.scored or NEW in source.names():
-            return source
-        return NewScalarHeadSource(source, new_scalar_head_weight(self.spec, self.settings.seed))
 
     def keep(self, directory: Path) -> None:
         """Take the tensors that training does not change from `directory` when a checkpoint is saved."""
@@ -298,9 +292,8 @@ class MegatronEngine(EngineState):
             passes.run_forward_backward_schedule(self.chunks, microbatches, keep, self.context, mode)
         if self.layout.pp > 1:
             if not outputs:
-                outputs = [
-                    torch.empty(needs.rows, *b.input_ids.shape, device=self.context.device) for b in microbatches
-                ]
+                rows = needs.rows(self.spec)
+                outputs = [torch.empty(rows, *b.input_ids.shape, device=self.context.device) for b in microbatches]
             for tensor in outputs:
                 dist.broadcast(tensor, group=self.context.groups.pp, group_src=self.layout.pp - 1)
         return [named_head_outputs(fields, needs) for fields in outputs]

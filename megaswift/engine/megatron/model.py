@@ -48,23 +48,24 @@ from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers
 from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.options.optimizer_checks import uses_distributed_optimizer
 from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
-from megaswift.losses.contract import RequestedModelOutputs
-from megaswift.models.spec import ArchitectureExtras, ModelSpec
+from megaswift.losses.contract import HIDDEN, RequestedModelOutputs
+from megaswift.models.spec import VOCABULARY, ArchitectureExtras, ModelSpec
 from megaswift.models.weights.table import padded_vocabulary_size
 from megaswift.parallel.options.layout import ParallelConfig
 
 
-class ScalarHead(nn.Module):
-    """The head of reward models and critics: hidden [t, h] to float32 [1, t], one number per token. Every
-    tensor-parallel rank computes all of it, from whole hidden states."""
+class ScoreHead(nn.Module):
+    """The head of classifiers, reward models and critics: hidden [t, h] to float32 [labels, t]. Every tensor-parallel
+    rank computes all of it, from whole hidden states."""
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
+        self.weight = nn.Parameter(torch.zeros(spec.labels, spec.hidden_size, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(spec.labels, dtype=dtype)) if spec.score_bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The product in the model's precision, as transformers has it."""
-        return nn.functional.linear(hidden, self.weight).float().t()
+        return nn.functional.linear(hidden, self.weight, self.bias).float().t()
 
 
 AHEAD = RequestedModelOutputs()
@@ -144,7 +145,10 @@ class SwiftGPT(GPTModel):
         b, s = labels.shape
         picked = hidden.reshape(s * b, -1).index_select(0, rows)
         chosen = labels.t().reshape(-1).index_select(0, rows)
-        values = self._vocabulary(picked, chosen, needs) if shared else self.score(picked)
+        if needs.head == HIDDEN:
+            values = picked.float().t()
+        else:
+            values = self._vocabulary(picked, chosen, needs) if shared else self.score(picked)
         full = values.new_zeros(len(values), s * b).index_copy(1, rows, values)
         return full.view(len(values), s, b).transpose(1, 2)
 
@@ -268,9 +272,10 @@ def build_model_chunks(
         if spec.experts:
             install_padding_mask_hooks(model.decoder)
             dispatch_to_local_experts(model.decoder)
-        if spec.scored and model.post_process:
+        if spec.head != VOCABULARY and model.post_process:
             del model.output_layer
-            model.score = ScalarHead(spec.hidden_size, config.params_dtype)
+        if spec.scored and model.post_process:
+            model.score = ScoreHead(spec, config.params_dtype)
         model.needs = RequestedModelOutputs()
         if model.pre_process:
             adapt_embedding(model.embedding, spec.features)

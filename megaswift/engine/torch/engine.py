@@ -55,7 +55,7 @@ from megaswift.engine.torch.strategies.ddp import DdpStrategy
 from megaswift.engine.torch.strategies.strategy import GRADIENT, WEIGHT
 from megaswift.engine.torch.strategies.table import build_strategy
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
-from megaswift.models.spec import ModelSpec
+from megaswift.models.spec import VOCABULARY, ModelSpec
 
 
 class TorchEngine(EngineState):
@@ -291,7 +291,7 @@ class TorchEngine(EngineState):
         config.json is the source's, but for a model with a scalar head.
         """
         metas = tensor_metas_with_source_dtypes(checkpoint.meta_tensors_by_disk_name(self), source)
-        config = self.spec.hf_config if self.spec.scored else None
+        config = None if self.spec.head == VOCABULARY else self.spec.hf_config
         metas = metas if dtype is None else {name: meta._replace(dtype=dtype) for name, meta in metas.items()}
         distributed.raise_on_all_ranks(
             checkpoint.write_tensor_stream_to_folder(

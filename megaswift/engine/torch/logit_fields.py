@@ -24,7 +24,7 @@ from megaswift.engine.logit_fields import (
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
 from megaswift.engine.torch.vision_parts import model_has_tower
 from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
-from megaswift.losses.contract import Batch, RequestedModelOutputs
+from megaswift.losses.contract import SCORES, Batch, RequestedModelOutputs
 
 
 def compute_loss_fields(logits: Tensor, labels: Tensor, needs: RequestedModelOutputs) -> Tensor:
@@ -128,7 +128,7 @@ class LossFieldsModel(nn.Module):
         placed = {"position_ids": positions} if self.takes_positions and positions is not None else {}
         inputs = {"input_ids": input_ids, **placed, **extra}
         if self.needs.head:
-            return self._values(columns, labeled, inputs)
+            return self._vectors(columns, labeled, inputs)
         chosen: dict[str, Any] = {"logits_to_keep": columns} if self.chooses else {}
         logits = self.model(use_cache=False, **inputs, **chosen).logits
         if not self.chooses:
@@ -136,9 +136,12 @@ class LossFieldsModel(nn.Module):
         values = compute_loss_fields(logits, labels[:, columns], self.needs) * labeled[:, columns]
         return values.new_zeros(values.shape[0], *labels.shape).index_copy(2, columns, values)
 
-    def _values(self, columns: Tensor, labeled: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """float32 [1, b, s] of a model with a scalar head; transformers' own forward pass gives one number a row."""
+    def _vectors(self, columns: Tensor, labeled: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """float32 [n, b, s] of a classifier's head, or of the hidden states themselves; transformers' own forward pass
+        of a classifier of texts gives the numbers of one position a row."""
         model: Any = unwrap_peft_model(self.model)
-        hidden = model.base_model(use_cache=False, **inputs).last_hidden_state
-        values = model.score(hidden[:, columns]).float().squeeze(-1) * labeled[:, columns]
-        return values.new_zeros(1, *labeled.shape).index_copy(2, columns, values[None])
+        vectors = model.base_model(use_cache=False, **inputs).last_hidden_state[:, columns]
+        if self.needs.head == SCORES:
+            vectors = model.score(vectors)
+        vectors = vectors.float().permute(2, 0, 1) * labeled[:, columns]
+        return vectors.new_zeros(len(vectors), *labeled.shape).index_copy(2, columns, vectors)

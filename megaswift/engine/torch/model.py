@@ -23,7 +23,7 @@ from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.bridge.hf.bits import disable_4bit_cpu_repacking
 from megaswift.bridge.hf.loading_report import LOADING_INFO, check_all_weights_loaded, warn_of_unused_weights
 from megaswift.bridge.initial_weights import initial_lora_a
-from megaswift.bridge.scalar_head import NEW, new_scalar_head_weight
+from megaswift.bridge.new_head import NEW, head_names, new_head_weight
 from megaswift.bridge.weight_source import open_weights
 from megaswift.engine.torch import document_attention, meta_init, quantized_weights, vision_parts
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
@@ -33,7 +33,7 @@ from megaswift.engine.trainable_patterns import nothing_trains_problem, unmatche
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
 from megaswift.models.any_model import spec_from_family
 from megaswift.models.options.model import ModelConfig
-from megaswift.models.spec import ModelSpec
+from megaswift.models.spec import NO_HEAD, SCORE, TOKEN_SCORE, ModelSpec
 from megaswift.models.vision import has_vision_tower
 
 RECOMPILES = 64
@@ -71,12 +71,7 @@ def build_model(
 ) -> nn.Module:
     """The model in float32 on the CPU, with the folder's weights (and `quantized.loading`), random ones (all ranks the
     same), or empty."""
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSequenceClassification,
-    )
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one a rank
@@ -84,16 +79,13 @@ def build_model(
     trust = options.trust_remote_code
     attention = attention_to_load_with(options, spec.hf_config)
     arguments: dict[str, Any] = {"attn_implementation": attention} if attention else {}
-    auto: Any = AutoModelForImageTextToText if has_vision_tower(spec.hf_config) else AutoModelForCausalLM
-    auto = AutoModelForSequenceClassification if spec.scored else auto
+    auto = _auto_class(spec)
     try:
         if weights:
             arguments |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
             model = disable_4bit_cpu_repacking(_loaded(auto, folder, arguments, seed, spec))
             return quantized_weights.dequantized_model_to_float32(_with_named_outputs(model), folder)
-        config = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {})
-        )
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust, **_labels(spec))
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             with meta_init.init_empty_weights() if empty else nullcontext():
@@ -103,6 +95,26 @@ def build_model(
         # what transformers raises for a folder or an option that it cannot serve
         reason = first_line(error)
         raise WeightsError(Problem(f"--model {folder}", f"transformers cannot load it: {reason}")) from None
+
+
+def _auto_class(spec: ModelSpec) -> Any:
+    """The class of transformers that loads a model with this head."""
+    import transformers
+
+    classes: dict[str, Any] = {
+        SCORE: transformers.AutoModelForSequenceClassification,
+        TOKEN_SCORE: transformers.AutoModelForTokenClassification,
+        NO_HEAD: transformers.AutoModel,
+    }
+    if spec.head in classes:
+        return classes[spec.head]
+    tower = has_vision_tower(spec.hf_config)
+    return transformers.AutoModelForImageTextToText if tower else transformers.AutoModelForCausalLM
+
+
+def _labels(spec: ModelSpec) -> dict[str, Any]:
+    """The arguments of transformers that give a classifier its labels."""
+    return {"num_labels": spec.labels} if spec.scored else {}
 
 
 def _with_named_outputs(model: nn.Module) -> nn.Module:
@@ -128,12 +140,13 @@ def _of_use(record: LogRecord) -> bool:
 
 
 def _loaded(auto: Any, folder: Path, arguments: dict[str, Any], seed: int, spec: ModelSpec) -> nn.Module:
-    labels = {"num_labels": 1} if spec.scored else {}
-    model, loading_info = auto.from_pretrained(folder, **labels, **arguments, **LOADING_INFO)
-    check_all_weights_loaded(f"--model {folder}", loading_info, new=(NEW,) if spec.scored else ())
+    model, loading_info = auto.from_pretrained(folder, **_labels(spec), **arguments, **LOADING_INFO)
+    check_all_weights_loaded(f"--model {folder}", loading_info, new=head_names(spec))
     warn_of_unused_weights(f"--model {folder}", loading_info["unexpected_keys"], spec.scored)
     if spec.scored and NEW not in open_weights(folder).names():
-        model.score.weight.data.copy_(new_scalar_head_weight(spec, seed))
+        model.score.weight.data.copy_(new_head_weight(spec, seed))
+        if spec.score_bias:
+            model.score.bias.data.zero_()
     return model
 
 

@@ -26,8 +26,9 @@ from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
 from megaswift.engine.torch.model import is_tested_class
 from megaswift.engine.torch.state import EngineState
 from megaswift.errors import ConfigError, Problem
-from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.contract import HIDDEN, SCORES, Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.models.any_model import dropout_fields
+from megaswift.models.spec import VOCABULARY
 
 BEFORE = 10
 """Tokens of the other document in the same row."""
@@ -66,11 +67,13 @@ def check_causality_and_packing(engine: EngineState, score: Score) -> None:
     doubtful = not known or shares or (settings.shares_rows and spec.family in LOSES_DOCUMENTS)
     if engine.fields.has_tower or not doubtful:
         return
-    needs = RequestedModelOutputs(fields=frozenset(), head="score") if spec.scored else RequestedModelOutputs()
+    needs = RequestedModelOutputs()
+    if spec.head != VOCABULARY:
+        needs = RequestedModelOutputs(fields=frozenset(), head=SCORES if spec.scored else HIDDEN)
 
     def read(batch: Batch) -> Tensor:
         outputs = score([batch], needs)[0]
-        numbers = outputs.values if spec.scored else outputs.logprobs
+        numbers = outputs.logprobs if needs.head is None else outputs.vectors
         assert numbers is not None, "the check was requested"
         return numbers.float().cpu()
 

@@ -29,7 +29,7 @@ from megaswift.bridge.adapters.options.checks import SHARDED
 from megaswift.bridge.hf.loading_report import warn_of_unused_weights
 from megaswift.bridge.hf.model_folder import persistent_buffers
 from megaswift.bridge.hf.source import WeightSource
-from megaswift.bridge.scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
+from megaswift.bridge.new_head import with_new_head
 from megaswift.bridge.weight_source import open_weights
 from megaswift.engine.torch import meta_init, quantized_weights
 from megaswift.engine.torch import model as torch_model
@@ -80,9 +80,7 @@ def prepare_model_and_filler_from_files(directory: Path, engine: EngineState) ->
         fix = f"megaswift convert megatron-to-hf {name} DST, then --model DST"
         raise WeightsError(Problem(f"--model {name}", rule, fix))
     fields = _prepare(directory, engine, weights=False, empty=True)
-    source = open_weights(directory)
-    if engine.spec.scored and NEW not in source.names():
-        source = NewScalarHeadSource(source, new_scalar_head_weight(engine.spec, engine.settings.seed))
+    source = with_new_head(open_weights(directory), engine.spec, engine.settings.seed)
     groups = conversion_groups(unwrap_peft_model(fields.model), source)
     first = tied_name_map(unwrap_peft_model(fields.model))
     problems = _differences(unwrap_peft_model(fields.model), source, groups)

@@ -35,7 +35,8 @@ EMBEDDING: tuple[WeightRule, ...] = (
 HEAD: tuple[WeightRule, ...] = (
     ReplicatedRule("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden_size",), "model"),
     VocabParallelRule("output_layer.weight", ("lm_head.weight",), when="untied"),
-    ReplicatedRule("score.weight", ("score.weight",), ("one", "hidden_size"), "model", when="scored"),
+    ReplicatedRule("score.weight", ("score.weight",), ("labels", "hidden_size"), "model", when="scored"),
+    ReplicatedRule("score.bias", ("score.bias",), ("labels",), "model", when="score_bias"),
 )
 
 INPUT_NORM = ReplicatedRule(

@@ -18,8 +18,9 @@ from megaswift.models.family import (
     trains_language_model,
     unreadable_value_problems,
 )
+from megaswift.models.heads import scalar_head_problems, with_scalar_head
 from megaswift.models.options.model import ModelConfig
-from megaswift.models.scalar_head import with_scalar_head
+from megaswift.models.spec import SCORE, VOCABULARY
 from megaswift.models.vision import has_vision_tower
 from megaswift.run.checks.changed_model import changed_config_folder
 
@@ -36,12 +37,18 @@ def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
         rule = "is a vision-language model, which rm does not support"
         raise ConfigError(Problem(f"--model {cfg.model.model}", rule, "use a folder with its language model alone"))
     if cfg.task == "rm":
+        if spec.head != VOCABULARY:
+            unfit = scalar_head_problems(f"--model {cfg.model.model}", spec.hf_config)
+            if unfit:
+                raise ConfigError(unfit)
         return _with_known_score(with_scalar_head(spec))
-    if spec.scored:
+    if spec.head != VOCABULARY:
+        scalar = spec.head == SCORE and spec.labels == 1
+        named = "a reward model" if scalar else "a classifier" if spec.scored else "a model without its output layer"
         raise ConfigError(
             Problem(
                 f"--model {cfg.model.model}",
-                f"is a reward model, but {cfg.task} needs a language model",
+                f"is {named}, but {cfg.task} needs a language model",
                 "use the language model that it was trained from",
             )
         )

@@ -15,7 +15,7 @@ from megaswift.base.named_object import NamedObject, find_object, names_module
 from megaswift.config import SwiftConfig
 from megaswift.errors import Problem, UserError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.models.family import read_config_json
-from megaswift.models.scalar_head import scalar_head_problems
+from megaswift.models.heads import scalar_head_problems
 from megaswift.options.plugins import PLUGINS, load_external_plugins
 from megaswift.parallel.constraints import LayoutRequest
 from megaswift.rewards.functions import NAMED, SPELLINGS, is_file_function

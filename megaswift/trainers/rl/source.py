@@ -367,7 +367,7 @@ def compute_rollout_token_outputs(
 ) -> CompletionScores:
     """Compute the one output that `needs` names for all ranks' completions. `first`: this rank stands for its
     data-parallel replica. Collective."""
-    (name,) = needs.names
+    (name,) = needs.names if needs.head is None else ("values",)
     batches = layout.batches(micros)
     scores: CompletionScores = {}
     for batch, outputs, micro in zip(batches, engine.score(batches, needs), micros, strict=True):

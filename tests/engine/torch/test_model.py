@@ -22,8 +22,8 @@ from megaswift.engine.torch.conversions import conversion_groups, unused_weights
 from megaswift.engine.torch.model import add_peft, attention_to_load_with, build_model, freeze_parts
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
+from megaswift.models.heads import with_scalar_head
 from megaswift.models.options.model import ModelConfig
-from megaswift.models.scalar_head import with_scalar_head
 from megaswift.run.engines import model_build
 from tests.parity.models import VOCAB, build
 from tests.parity.vision import KINDS, tokenizer

@@ -4,7 +4,7 @@ Covers: megaswift/models/fields/gemma.py, megaswift/models/fields/latent.py,
 megaswift/models/fields/decoder.py, megaswift/models/fields/windows.py, megaswift/families/exaone4.py,
 megaswift/families/gemma3_text.py, megaswift/families/gpt_oss.py, megaswift/families/granite.py,
 megaswift/families/minimax_m2.py, megaswift/families/phi3.py, megaswift/models/quantization.py,
-megaswift/models/scalar_head.py, megaswift/families/seed_oss.py.
+megaswift/models/heads.py, megaswift/families/seed_oss.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pytest
 from megaswift.errors import WeightsError
 from megaswift.families import FAMILIES, family_of, load_spec
 from megaswift.models.fields.rows import ConfigReading
-from megaswift.models.scalar_head import with_scalar_head
+from megaswift.models.heads import with_head, with_scalar_head
+from megaswift.models.spec import NO_HEAD, SCORE, TOKEN_SCORE
 from tests.families.published import (
     LLAMA_2_7B,
     LLAMA_3_1_8B,
@@ -61,8 +62,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("partial rotation", LLAMA_3_1_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("quantized", LLAMA_3_1_8B, {"quantization_config": {"quant_method": "awq"}}, "awq weights are not supported"),
     ("remote code", LLAMA_3_1_8B, {"auto_map": {"AutoModel": "m.M"}}, "auto_map"),
-    ("other head", LLAMA_3_1_8B, {"architectures": ["LlamaForTokenClassification"]}, "LlamaForCausalLM"),
-    ("two labels", LLAMA_3_1_8B, {"architectures": ["LlamaForSequenceClassification"]}, "a classifier with 2 labels"),
+    ("other head", LLAMA_3_1_8B, {"architectures": ["LlamaForQuestionAnswering"]}, "LlamaForCausalLM"),
     ("missing size", LLAMA_3_1_8B, {"hidden_size": ...}, "hidden_size"),
     ("missing KV heads", MISTRAL_7B, {"num_key_value_heads": ...}, "num_key_value_heads"),
     ("wrong type", LLAMA_3_1_8B, {"num_hidden_layers": "32"}, "must be int, not str"),
@@ -103,6 +103,23 @@ def test_a_reward_model_is_known_by_its_config() -> None:
     assert found.scored and not found.untied and found.hf_config["architectures"] == ["LlamaForSequenceClassification"]
     made = with_scalar_head(spec(LLAMA_3_1_8B))
     assert made == found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "labels", "head", "count"),
+    [
+        ("LlamaForSequenceClassification", {}, SCORE, 2),
+        ("LlamaForSequenceClassification", {"id2label": {"0": "a", "1": "b", "2": "c"}}, SCORE, 3),
+        ("LlamaForTokenClassification", {"num_labels": 5}, TOKEN_SCORE, 5),
+        ("LlamaModel", {}, NO_HEAD, 1),
+    ],
+)
+def test_heads_are_known_by_the_config(architecture: str, labels: dict[str, Any], head: str, count: int) -> None:
+    found = spec(LLAMA_3_1_8B, architectures=[architecture], **labels)
+    assert (found.head, found.labels, found.untied) == (head, count, False)
+    made = with_head(spec(LLAMA_3_1_8B), head, [f"l{i}" for i in range(count)])
+    assert made.hf_config["architectures"] == [architecture]
+    assert len(made.hf_config.get("id2label") or "x") == made.labels == count
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

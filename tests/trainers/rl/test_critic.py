@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megaswift.bridge.scalar_head import new_scalar_head_weight
+from megaswift.bridge.new_head import new_head_weight
 from megaswift.config import SwiftConfig
 from megaswift.engine.protocol import StepResult
 from megaswift.families import load_spec
 from megaswift.losses.value import ValueLoss
-from megaswift.models.scalar_head import with_scalar_head
+from megaswift.models.heads import with_scalar_head
 from megaswift.models.spec import ModelSpec
 from megaswift.run import policy_task
 from megaswift.trainers.hooks.step_monitor import TrainingDiverged
@@ -46,10 +46,8 @@ def test_a_new_head_says_next_to_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     spec = load_spec(tmp_path)
     context: Any = None
     policy_task.critic_engine(SwiftConfig(task="ppo"), spec, tmp_path, context, fresh=True)
-    usual = new_scalar_head_weight(with_scalar_head(spec), 1)
-    assert (
-        float(new_scalar_head_weight(asked[0], 1).norm()) == pytest.approx(1 / 64, rel=0.1) and float(usual.norm()) > 1
-    )
+    usual = new_head_weight(with_scalar_head(spec), 1)
+    assert float(new_head_weight(asked[0], 1).norm()) == pytest.approx(1 / 64, rel=0.1) and float(usual.norm()) > 1
     assert asked[0].scored and not spec.scored
 
 

@@ -24,8 +24,8 @@ from megaswift.bridge.adapters.plan import (
     merge_adapters_into_weight,
 )
 from megaswift.bridge.initial_weights import initial_lora_a
+from megaswift.bridge.new_head import NEW, head_names
 from megaswift.bridge.plan import EntriesOfSameHfTensors, WeightPlan
-from megaswift.bridge.scalar_head import NEW
 from megaswift.engine.megatron.lora import layers
 from megaswift.engine.megatron.lora.experts import GroupedAdapters, attach_grouped_adapters_to_layer
 from megaswift.engine.megatron.model import SwiftGPT
@@ -49,7 +49,7 @@ def adapter_plan_from_lora_config(cfg: LoraConfig, weights: WeightPlan) -> Adapt
             raise WeightsError(
                 Problem(
                     f"--adapters {cfg.adapters}",
-                    f"has no {NEW}, the head of a reward model",
+                    f"has no {NEW}, the head of a reward model or classifier",
                     "use a reward model's adapters",
                 )
             )
@@ -66,7 +66,7 @@ def adapter_plan_from_lora_config(cfg: LoraConfig, weights: WeightPlan) -> Adapt
         raise ConfigError(unfit)
     saved = modules_to_save_tensor_names(family, spec, cfg.modules_to_save)
     # as PEFT's SEQ_CLS saves it
-    return AdapterPlan(weights, chosen, settings, dict.fromkeys([*saved, NEW] if spec.scored else saved))
+    return AdapterPlan(weights, chosen, settings, dict.fromkeys([*saved, *head_names(spec)]))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+"""Models that end in something else than the vocabulary: classifiers (of which a reward model and a critic are those
+with one label), and models without a head, whose hidden states are embeddings.
+
+Owns the parts of config.json that name a head, and how a language model becomes such a model. The weights of heads are
+rows of `weights.blocks.HEAD`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megaswift.errors import Problem
+from megaswift.models.spec import NO_HEAD, SCORE, TOKEN_SCORE, ModelSpec
+
+LANGUAGE = "ForCausalLM"
+CLASSIFIER = "ForSequenceClassification"
+TOKEN_CLASSIFIER = "ForTokenClassification"
+SUFFIXES = {SCORE: CLASSIFIER, TOKEN_SCORE: TOKEN_CLASSIFIER, NO_HEAD: "Model"}
+"""The end of the name of transformers' class, by head."""
+
+
+def head_of(config: Mapping[str, Any], architecture: str = "") -> str | None:
+    """Return the head that config.json describes, if it is not the vocabulary's: SCORE, TOKEN_SCORE or, where
+    `architecture` names the family's language model, NO_HEAD."""
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        return None
+    names = [str(name) for name in architectures]
+    if architecture and _renamed(architecture, NO_HEAD) in names:
+        return NO_HEAD
+    return next((kind for kind in (SCORE, TOKEN_SCORE) if any(name.endswith(SUFFIXES[kind]) for name in names)), None)
+
+
+def label_count(config: Mapping[str, Any]) -> int:
+    """Return the number of labels that a model with a head gives; transformers takes 2 for a classifier whose
+    config.json has none."""
+    if head_of(config) is None:
+        return 1
+    return len(config.get("id2label") or {}) or int(config.get("num_labels", 2))
+
+
+def has_scalar_head(config: Mapping[str, Any]) -> bool:
+    """Whether config.json describes a classifier of texts with one label."""
+    return head_of(config) == SCORE and label_count(config) == 1
+
+
+def scalar_head_problems(flag: str, config: Mapping[str, Any]) -> list[Problem]:
+    """Report a model that is to score texts and cannot."""
+    if has_scalar_head(config):
+        return []
+    if head_of(config) == SCORE:
+        rule = f"is a classifier with {label_count(config)} labels; a reward model has one"
+        return [Problem(flag, rule, "use num_labels=1, or the language model itself")]
+    return [
+        Problem(
+            flag,
+            "is not a reward model: its config.json does not name a ...ForSequenceClassification",
+            "train one with megaswift rm",
+        )
+    ]
+
+
+def config_of_language_model(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Return the config.json of the language model under a head."""
+    return {**config, "architectures": [architecture]}
+
+
+def with_head(spec: ModelSpec, kind: str, labels: Sequence[str] = ("LABEL_0",)) -> ModelSpec:
+    """Return the same model with another head in place of the vocabulary's.
+
+    Args:
+        spec: A language model, or a model that has a head of this kind.
+        kind: SCORE, TOKEN_SCORE or NO_HEAD.
+        labels: The names of the labels of a classifier, in order.
+    """
+    config = config_with_head(spec.hf_config, kind, labels)
+    return replace(spec, head=kind, labels=1 if kind == NO_HEAD else len(labels), tied=False, hf_config=config)
+
+
+def with_scalar_head(spec: ModelSpec) -> ModelSpec:
+    """Return the same model with a head of one number; a model that has it stays as it is."""
+    return spec if spec.head == SCORE and spec.labels == 1 else with_head(spec, SCORE)
+
+
+def config_with_head(config: Mapping[str, Any], kind: str, labels: Sequence[str] = ("LABEL_0",)) -> dict[str, Any]:
+    """Return the config.json of a model as that of the model with a head; arguments as in `with_head`."""
+    changed = {**config, "architectures": [_renamed(str(a), kind) for a in config.get("architectures") or []]}
+    if kind == NO_HEAD:
+        return changed
+    changed["id2label"] = {str(i): name for i, name in enumerate(labels)}
+    changed["label2id"] = {name: i for i, name in enumerate(labels)}
+    changed.pop("num_labels", None)
+    return changed
+
+
+def _renamed(architecture: str, kind: str) -> str:
+    for suffix in (LANGUAGE, *SUFFIXES.values()):
+        if architecture.endswith(suffix):
+            return architecture.removesuffix(suffix) + SUFFIXES[kind]
+    return architecture
+
+
+def config_with_scalar_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a language model as that of its classifier with one label."""
+    return config_with_head(config, SCORE)
+
+
+def with_pad_token_id(config: Mapping[str, Any], padding: int) -> dict[str, Any]:
+    """Return the config.json of a classifier with a pad_token_id, by which transformers finds the last token of a
+    padded row."""
+    changed = {**config, "pad_token_id": padding}
+    inner = config.get("text_config")  # of a vision-language model: transformers reads it there
+    return {**changed, "text_config": {**inner, "pad_token_id": padding}} if isinstance(inner, dict) else changed
