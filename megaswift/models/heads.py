@@ -28,7 +28,7 @@ def head_of(config: Mapping[str, Any], architecture: str = "") -> str | None:
     if not isinstance(architectures, list):
         return None
     names = [str(name) for name in architectures]
-    if architecture and _renamed(architecture, NO_HEAD) in names:
+    if architecture.endswith(LANGUAGE) and _renamed(architecture, NO_HEAD) in names:
         return NO_HEAD
     return next((kind for kind in (SCORE, TOKEN_SCORE) if any(name.endswith(SUFFIXES[kind]) for name in names)), None)
 
