@@ -23,8 +23,8 @@ from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.folders.adapter import base_model_name_or_empty
 from megaswift.folders.saved_steps import refuse_damaged_part
 from megaswift.folders.source import locate_model, with_fetched_adapters
-from megaswift.inference.options.commands import FP8, ExportConfig, ModelLoadingOptions, ModelPathOptions
-from megaswift.inference.options.export import LAYOUT, conversion_notices, export_option_problems
+from megaswift.inference.options.commands import CALIBRATED, FP8, ExportConfig, ModelLoadingOptions, ModelPathOptions
+from megaswift.inference.options.export import LAYOUT, calibration_notices, conversion_notices, export_option_problems
 from megaswift.inference.options.launch import node_option_values
 from megaswift.inference.options.parser import CommandParser, ParsedCommand
 from megaswift.inference.options.run_files import (
@@ -48,6 +48,7 @@ megaswift export: merge adapters into a model; quantize, convert and upload mode
   megaswift export --adapters OUT/adapter --merge_lora true --output_dir MERGED
   megaswift export --model DIR --quantization_bit 4 --output_dir SMALL
   megaswift export --model DIR --quant_method fp8 --output_dir SMALL
+  megaswift export --model DIR --quant_method gptq --quant_bits 4 --dataset FILE --output_dir NEW
   megaswift export --adapters OUT/adapter --merge_lora true --quantization_bit 4 --output_dir SMALL
   megaswift export --model DIR --to_mcore true --output_dir MCORE
   megaswift export --mcore_model MCORE --to_hf true --output_dir DIR
@@ -57,7 +58,7 @@ megaswift export: merge adapters into a model; quantize, convert and upload mode
 
 def _complete(parsed: ParsedCommand) -> ParsedCommand:
     parsed = complete_export_options(with_fetched_adapters(parsed, "source"))
-    return replace(parsed, notices=(*parsed.notices, *conversion_notices(parsed)))
+    return replace(parsed, notices=(*parsed.notices, *conversion_notices(parsed), *calibration_notices(parsed)))
 
 
 COMMAND = CommandParser("export", USAGE, ExportConfig, InferenceToolkits("export"), export_option_problems, _complete)
@@ -214,7 +215,7 @@ def _model_problems(cfg: ExportConfig, folder: Path) -> list[Problem]:
 
 
 def _quantize(cfg: ExportConfig, target: Path) -> Path:
-    from megaswift.inference.prechecks import locate_generation_model
+    from megaswift.inference.prechecks import locate_generation_model, require_package
 
     source = cfg.source
     weights = ModelLoadingOptions(
@@ -224,6 +225,8 @@ def _quantize(cfg: ExportConfig, target: Path) -> Path:
         model_revision=source.model_revision,
         trust_remote_code=source.trust_remote_code,
     )
+    if cfg.export.quant_method in CALIBRATED:
+        require_package("llmcompressor", f"--quant_method {cfg.export.quant_method}")
     locate_generation_model(weights)  # before what follows imports torch
     if cfg.export.quant_method == FP8:
         from megaswift.inference.fp8_export import export_fp8_folder
@@ -231,6 +234,10 @@ def _quantize(cfg: ExportConfig, target: Path) -> Path:
         shard = byte_size_or_none(cfg.export.max_shard_size)
         assert shard is not None, "the command line was checked"
         return export_fp8_folder(weights, target, shard)
+    if cfg.export.quant_method in CALIBRATED:
+        from megaswift.inference.calibrated_export import export_calibrated_folder
+
+        return export_calibrated_folder(weights, cfg.export, cfg.calibration, target)
     from megaswift.inference.bitsandbytes_export import quantize_and_save_model
 
     return quantize_and_save_model(weights, cfg.export, target, cfg.export.max_shard_size)

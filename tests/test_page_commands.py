@@ -52,6 +52,10 @@ REFUSED = {
     "sft --model DIR --dataset AI-ModelScope/alpaca-gpt4-data-zh#500 swift/self-cognition#200 --use_hf false": "the "
     "stand-ins lie on this machine",
     "pt --model DIR --dataset 0.3 web 0.7 code --data_split 98,2,0 --max_steps 1000": "the stand-ins are no .bin files",
+    "export --model DIR --quant_method gptq --quant_bits 4 --dataset data.jsonl#2000 --output_dir SMALL-GPTQ": "the "
+    "tests' environment has no llmcompressor",
+    "export --model DIR --quant_method awq --quant_bits 4 --dataset data.jsonl --output_dir SMALL-AWQ": "the "
+    "tests' environment has no llmcompressor",
 }
 """Commands that do not start, and why the page has them."""
 

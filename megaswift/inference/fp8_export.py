@@ -34,7 +34,7 @@ EXPERTS = "experts"
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules that vLLM joins to one product: all are quantized, or none."""
 METHOD = "--quant_method fp8"
-WITHOUT = "quantize with llm-compressor, whose result --model DIR loads"
+WITHOUT = "--quant_method gptq --quant_bits 4 --dataset FILE"
 
 
 def export_fp8_folder(weights: ModelLoadingOptions, target: Path, max_shard_bytes: int) -> Path:

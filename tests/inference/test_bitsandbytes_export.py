@@ -78,9 +78,7 @@ def test_mistakes() -> None:
         main(["--model", "x", "--merge_lora", "true", "--quantization_bit", "4"])
     with pytest.raises(ConfigError, match="merge_adapters true: is not an option .*\n.*--merge_lora true"):
         main(["--model", "x", "--merge_adapters", "true", "--output_dir", "y"])
-    with pytest.raises(
-        ConfigError, match="--quantization_bit, --quant_method fp8, --to_mcore, --to_hf or --push_to_hub"
-    ):
+    with pytest.raises(ConfigError, match="--quantization_bit, --quant_method, --to_mcore, --to_hf or --push_to_hub"):
         main(["--model", "x", "--output_dir", "y"])
 
 

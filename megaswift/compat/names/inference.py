@@ -16,10 +16,9 @@ _ROWS = NeutralOption(EITHER, "rows are read once, before the model is loaded")
 _ONE_READER = NeutralOption(ANY, "rows are read once, before the model is loaded")
 _ORDER = NeutralOption(OFF, "results have the order of the file", "leave it out")
 _ONE_PROCESS = NeutralOption(ANY, "one process does the work")
-_NO_CALIBRATION = NeutralOption(ANY, "weights are quantized without calibration rows")
 _TASKS = "only models that generate text are served; classifiers and embedding models run in transformers' pipeline"
 _TASK = NeutralOption(("causal_lm",), "models that generate text are served", _TASKS)
-_NO_DATA = NeutralOption(ANY, "export reads no data")
+_CALIBRATION = NeutralOption(ANY, "only --dataset has calibration rows, of which every token counts")
 _TRAINING = NeutralOption(ANY, "it applies to training only")
 _IN_MEMORY = NeutralOption(ANY, "adapters are merged in memory")
 _SERVER = NeutralOption(ANY, "a server reads no data")
@@ -80,26 +79,17 @@ _DEPLOY = {
 _EXPORT = {
     **_ALL,
     "ddp_timeout": _ONE_PROCESS,
-    "quant_n_samples": _NO_CALIBRATION,
-    "quant_batch_size": _NO_CALIBRATION,
-    "group_size": _NO_CALIBRATION,
-    "dataset": _NO_DATA,
-    "val_dataset": _NO_DATA,
-    "load_data_args": _NO_DATA,
-    "split_dataset_ratio": _NO_DATA,
-    "dataset_num_proc": _NO_DATA,
-    "template_mode": _NO_DATA,
-    "truncation_strategy": _NO_DATA,
-    "max_length": _NO_DATA,
-    "loss_scale": _NO_DATA,
-    "use_chat_template": _NO_DATA,
-    "template": _NO_DATA,
-    "columns": _NO_DATA,
-    "strict": _NO_DATA,
-    "dataset_shuffle": _NO_DATA,
+    "val_dataset": _CALIBRATION,
+    "load_data_args": _CALIBRATION,
+    "split_dataset_ratio": _CALIBRATION,
+    "dataset_num_proc": _ONE_PROCESS,
+    "template_mode": _CALIBRATION,
+    "truncation_strategy": NeutralOption(ANY, "calibration rows are joined and cut into sequences of --max_length"),
+    "loss_scale": _CALIBRATION,
+    "dataset_shuffle": NeutralOption(ANY, "calibration rows are shuffled with --seed"),
     **dict.fromkeys(("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams"), _NO_TEXT),
-    **dict.fromkeys(("stream", "stop_words", "logprobs", "top_logprobs", "seed", "system"), _NO_TEXT),
-    **dict.fromkeys(("response_prefix", "enable_thinking", "agent_template", "max_model_len"), _NO_TEXT),
+    **dict.fromkeys(("stream", "stop_words", "logprobs", "top_logprobs"), _NO_TEXT),
+    **dict.fromkeys(("response_prefix", "max_model_len"), _NO_TEXT),
     "attn_impl": NeutralOption(ANY, "no attention is computed"),
     "to_peft_format": NeutralOption(EITHER, "adapters always have PEFT's format"),
     "exist_ok": NeutralOption(OFF, "existing folders are never overwritten", "remove the folder first"),
@@ -204,17 +194,16 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Command -> option of another toolkit -> what to do in place of it."""
-_ELSEWHERE = (
-    "quantize with {0}, whose result --model DIR loads; without calibration data: "
-    "megaswift export --quant_method fp8 or bnb"
+_CALIBRATE = (
+    "megaswift export --quant_method {0} --quant_bits 4 --dataset FILE writes such a folder, which --model DIR loads"
 )
 VALUES_ELSEWHERE_OF_INFERENCE: Mapping[tuple[str, str], str] = {
     ("infer_backend", "sglang"): "--infer_backend vllm, or start SGLang's own server: python -m sglang.launch_server",
     ("infer_backend", "lmdeploy"): "--infer_backend vllm, or start LMDeploy's own server: lmdeploy serve api_server",
-    ("quant_method", "awq"): _ELSEWHERE.format("llm-compressor"),
+    ("quant_method", "awq"): _CALIBRATE.format("awq"),
     ("quant_method", "fp8"): "megaswift export --quant_method fp8 writes such a folder, which --model DIR loads",
-    ("quant_method", "gptq"): _ELSEWHERE.format("GPTQModel"),
-    ("quant_method", "gptq_v2"): _ELSEWHERE.format("GPTQModel"),
+    ("quant_method", "gptq"): _CALIBRATE.format("gptq"),
+    ("quant_method", "gptq_v2"): _CALIBRATE.format("gptq"),
 }
 """What to say in place of another toolkit's value of an option."""
 PATTERNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (

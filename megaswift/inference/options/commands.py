@@ -9,14 +9,18 @@ from pathlib import Path
 from megaswift.data.options.agent_templates import AGENT_TEMPLATES
 from megaswift.inference.options.backends import BackendOptions
 from megaswift.models.options.model import DTYPES
-from megaswift.options.option import but_not, is_set, option
+from megaswift.options.option import LARGEST_SEED, but_not, is_set, option
 
 COLD = 1e-5
 """The lowest temperature at which tokens are drawn, as in vLLM: scores divided by less overflow."""
 PENALTIES = (0.01, 100.0)
 """Repetition penalties between which scores stay finite."""
 FP8 = "fp8"
-"""The quantization method that is not bitsandbytes."""
+"""The quantization method that needs neither bits nor calibration."""
+CALIBRATED = ("gptq", "awq")
+"""The quantization methods that read calibration rows."""
+CALIBRATED_BITS = {"gptq": (4, 8), "awq": (4,)}
+"""Method -> the bits that vLLM and transformers compute with."""
 ATTENTION = {
     **dict.fromkeys(("flash", "flash_attn", "flash_attn2", "flash_attn_2", "flash_2"), "flash_attention_2"),
     **dict.fromkeys(("flash_attn3", "flash_attn_3", "flash_3"), "flash_attention_3"),
@@ -433,14 +437,23 @@ class ServerOptions:
 class ExportOptions(BitsandbytesOptions):
     """Export"""
 
+    quantization_bit: int | None = option(
+        None,
+        "Bits of linear layers: 4 or 8; bnb: NF4 or LLM.int8()",
+        aliases=("quant_bits", "quant"),
+        minimum=4,
+        maximum=8,
+        metavar="BITS",
+        common=("export",),
+    )
     quant_method: str | None = option(
         None,
-        "Quantization method; bnb needs quantization_bit, fp8 is float8 weights in blocks of 128 x 128",
-        choices=("bnb", FP8),
+        "Quantization method; fp8: float8 in blocks of 128 x 128; gptq, awq: integers calibrated on dataset",
+        choices=("bnb", FP8, *CALIBRATED),
         spellings={"bitsandbytes": "bnb"},
         metavar="METHOD",
         only_with={"quantization_bit": is_set()},
-        neutral=(FP8,),
+        neutral=(FP8, *CALIBRATED),
         common=("export",),
     )
 
@@ -491,7 +504,34 @@ class ExportOptions(BitsandbytesOptions):
     @property
     def quantizes(self) -> bool:
         """Whether the weights are quantized."""
-        return self.quantization_bit is not None or self.quant_method == FP8
+        return self.quantization_bit is not None or self.quant_method in (FP8, *CALIBRATED)
+
+
+@dataclass(frozen=True)
+class CalibrationOptions(ChatTemplateOptions):
+    """Calibration of gptq and awq
+
+    Rows are rendered and tokenized as in training, shuffled, joined and cut into sequences of max_length."""
+
+    dataset: tuple[str, ...] = option(
+        (),
+        "Calibration rows: files, folders or hub IDs; FILE#N: N rows",
+        metavar="FILE...",
+        common=("export",),
+    )
+    columns: dict[str, str] = option(
+        {}, "Column renaming: question=query, or JSON", metavar="FROM=TO...", example="question=query"
+    )
+    strict: bool = option(True, "A malformed row is an error; false: it is skipped and counted")
+    max_length: int = option(2048, "Length of calibration sequences", minimum=1, unit="tokens", common=("export",))
+    quant_n_samples: int = option(
+        256, "Maximum number of calibration sequences", minimum=1, unit="sequences", common=("export",)
+    )
+    quant_batch_size: int = option(1, "Calibration batch size", minimum=1, unit="sequences", common=("export",))
+    group_size: int = option(
+        128, "Inputs that share a scale; -1: all inputs of an output", minimum=-1, unit="inputs", common=("export",)
+    )
+    seed: int = option(42, "Seed of the order of calibration rows", minimum=0, maximum=LARGEST_SEED, metavar="SEED")
 
 
 @dataclass(frozen=True)
@@ -552,5 +592,6 @@ class ExportConfig:
 
     source: ModelPathOptions
     export: ExportOptions
+    calibration: CalibrationOptions
     upload: ExportUploadOptions
     launch: ExportProcessOptions

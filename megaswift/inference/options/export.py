@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from megaswift.base.byte_size import byte_size_or_none
@@ -12,7 +13,15 @@ from megaswift.inference.options.checks import (
     quantization_bit_problems,
     unused_option_problems,
 )
-from megaswift.inference.options.commands import FP8, ExportOptions, ExportUploadOptions, ModelPathOptions
+from megaswift.inference.options.commands import (
+    CALIBRATED,
+    CALIBRATED_BITS,
+    FP8,
+    CalibrationOptions,
+    ExportOptions,
+    ExportUploadOptions,
+    ModelPathOptions,
+)
 from megaswift.inference.options.parser import ParsedCommand
 from megaswift.inference.options.run_files import adapter_config
 from megaswift.inference.options.variants import ignored_option_problems
@@ -36,6 +45,22 @@ def _fp8(export: ExportOptions, parsed: ParsedCommand) -> Iterator[Problem]:
         yield Problem(parsed.label("quantization_bit"), rule, "leave it out")
 
 
+def _calibrated(export: ExportOptions, parsed: ParsedCommand) -> Iterator[Problem]:
+    """--quant_method gptq and awq."""
+    calibration: CalibrationOptions = parsed.sections["calibration"]
+    method = parsed.label("quant_method")
+    allowed = CALIBRATED_BITS[str(export.quant_method)]
+    if export.quantization_bit is None:
+        yield Problem(method, "needs the number of bits", f"--quant_bits {allowed[0]}")
+    elif export.quantization_bit not in allowed:
+        rule = f"{export.quant_method} weights have {' or '.join(map(str, allowed))} bits"
+        yield Problem(parsed.label("quantization_bit"), rule, f"--quant_bits {allowed[0]}")
+    if not calibration.dataset:
+        yield Problem(method, "needs calibration rows", "--dataset FILE.jsonl; without rows: --quant_method fp8 or bnb")
+    if calibration.group_size == 0:
+        yield Problem("--group_size 0", "must be a number of inputs, or -1", "--group_size 128")
+
+
 def export_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     """`megaswift export`."""
     yield from ignored_option_problems(parsed)
@@ -44,13 +69,16 @@ def export_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     converts = export.to_hf or export.to_mcore
     yield from node_problems(parsed.sections["launch"])
     yield from model_option_problems(source, export.mcore_model)
-    yield from _fp8(export, parsed) if export.quant_method == FP8 else quantization_bit_problems(export)
+    if export.quant_method in CALIBRATED:
+        yield from _calibrated(export, parsed)
+    else:
+        yield from _fp8(export, parsed) if export.quant_method == FP8 else quantization_bit_problems(export)
     upload: ExportUploadOptions = parsed.sections["upload"]
     writes = export.merge_lora or converts or export.quantizes
     if not writes and not upload.push_to_hub:
         yield Problem(
             "megaswift export",
-            "needs --merge_lora, --quantization_bit, --quant_method fp8, --to_mcore, --to_hf or --push_to_hub",
+            "needs --merge_lora, --quantization_bit, --quant_method, --to_mcore, --to_hf or --push_to_hub",
             "--merge_lora true --adapters DIR, --quantization_bit 4, or --to_hf true --mcore_model DIR",
         )
     if upload.push_to_hub:
@@ -95,6 +123,16 @@ def conversion_notices(parsed: ParsedCommand) -> Iterator[str]:
         idle["max_shard_size"] = "it is for safetensors files"
         idle["trust_remote_code"] = "a conversion does not run model code"
     yield from (f"{parsed.label(name)} has no effect: {why}" for name, why in idle.items() if parsed.given(name))
+
+
+def calibration_notices(parsed: ParsedCommand) -> Iterator[str]:
+    """Options of calibration in a command that does not calibrate, as they are part of commands for other toolkits."""
+    export: ExportOptions = parsed.sections["export"]
+    if export.quant_method in CALIBRATED:
+        return
+    names = (field.name for field in fields(CalibrationOptions))
+    why = f"only --quant_method {' and '.join(CALIBRATED)} read rows"
+    yield from (f"{parsed.label(name)} has no effect: {why}" for name in names if parsed.given(name))
 
 
 def _upload(export: ExportOptions, source: ModelPathOptions, writes: bool) -> Iterator[Problem]:

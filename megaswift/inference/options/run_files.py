@@ -20,6 +20,7 @@ from megaswift.config.swift_config import SwiftConfig, load_config
 from megaswift.data.options.agent_templates import AGENT_TEXTS
 from megaswift.errors import ConfigError
 from megaswift.inference.options.commands import (
+    CALIBRATED,
     ExportOptions,
     ModelPathOptions,
     PromptFileOptions,
@@ -226,6 +227,8 @@ def complete_export_options(parsed: ParsedCommand) -> ParsedCommand:
 
 
 def _suffix(export: ExportOptions) -> str:
+    if export.quant_method in CALIBRATED and export.quantization_bit is not None:
+        return f"{export.quant_method}-int{export.quantization_bit}"
     if export.quantization_bit is not None:
         return f"bnb-int{export.quantization_bit}"
     kinds = (("mcore", export.to_mcore), ("merged", export.merge_lora), ("hf", export.to_hf))

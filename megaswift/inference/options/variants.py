@@ -8,7 +8,7 @@ from typing import Any
 
 from megaswift.config.derived_rules import Fact, Selectors
 from megaswift.errors import Problem
-from megaswift.inference.options.commands import FP8
+from megaswift.inference.options.commands import CALIBRATED, FP8
 from megaswift.inference.options.parser import ParsedCommand
 from megaswift.inference.options.placement import AUTOMATIC, DISK, parse_device_map
 from megaswift.options.option import ANY, build_option_table
@@ -27,7 +27,7 @@ def _backend_with(section: str, parsed: ParsedCommand) -> Any:
 
 def _bits(parsed: ParsedCommand) -> int | None:
     """Return the bits of bitsandbytes."""
-    return None if _value(parsed, "quant_method") == FP8 else _value(parsed, "quantization_bit")
+    return None if _value(parsed, "quant_method") in (FP8, *CALIBRATED) else _value(parsed, "quantization_bit")
 
 
 def _prompt_files(parsed: ParsedCommand) -> Any:

@@ -81,7 +81,7 @@ def test_every_hint_names_options_of_its_command() -> None:
         ),
         ("deploy", "--infer_backend vllm --vllm_quantization fp8 --quantization_bit 4", "give one of the two"),
         ("deploy", "--ssl_keyfile k", "reverse proxy"),
-        ("export", "--quant_method gptq", "GPTQModel"),
+        ("infer", "--quant_method gptq", "megaswift export --quant_method gptq --quant_bits 4 --dataset FILE"),
         ("infer", "--quant_method fp8", "megaswift export --quant_method fp8"),
         ("export", "--quant_method fp8", "whose weights have 8 bits"),
         ("export", "--fp8_recipe blockwise", "--quant_method fp8 writes weights in FP8"),
@@ -102,9 +102,9 @@ def test_refusals(command: str, words: str, answer: str) -> None:
 
 def test_a_purpose_that_is_refused_is_the_only_mistake() -> None:
     with pytest.raises(ConfigError) as caught:
-        export.COMMAND.parse(["--model", "m", "--quant_method", "awq", "--dataset", "d", "--output_dir", "new"])
+        export.COMMAND.parse(["--model", "m", "--quant_method", "gptq_v2", "--dataset", "d", "--output_dir", "new"])
     (problem,) = caught.value.problems
-    assert "llm-compressor" in problem.fix
+    assert "--quant_method gptq --quant_bits 4" in problem.fix
 
 
 def test_advice_is_of_the_command() -> None:
