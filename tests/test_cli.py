@@ -424,7 +424,9 @@ def test_a_restarted_attempt_speaks_again(capsys: pytest.CaptureFixture) -> None
 
 def test_only_commands_that_exist_are_listed() -> None:
     tasks = ["sft", "pt", "dpo", "kto", "orpo", "cpo", "simpo", "rm", "grpo", "ppo", "rlhf"]
-    others = "train config data convert checkpoint report board infer deploy export migrate submit jobs bench doctor"
+    others = (
+        "train config data convert checkpoint report board infer deploy export eval migrate submit jobs bench doctor"
+    )
     assert list(COMMANDS) == [*tasks, *others.split()]
     page = usage()
     assert max(map(len, page.splitlines())) <= 80

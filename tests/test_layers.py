@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.config.sections import SECTIONS
+from megaswift.evaluation.options import evaluation as evaluation_options
 from megaswift.inference.options import commands as inference_options
 from tests.sources import ROOT, Source, called_name, sources
 
@@ -38,6 +39,7 @@ LAYERS = {
     "bridge": 3,
     "distributed": 3,
     "engine": 4,
+    "evaluation": 5,
     "inference": 5,
     "serve": 5,
     "rollout": 5,
@@ -58,6 +60,7 @@ OWNERS = {
     "transformer_engine": "megaswift.engine.megatron",
     "deepspeed": "megaswift.engine.torch",
     "gradio": "megaswift.board",
+    "lm_eval": "megaswift.evaluation",
 }
 NO_TORCH = (
     "base",
@@ -242,8 +245,13 @@ def declared_parts() -> set[str]:
 
 def test_every_part_is_in_a_tree() -> None:
     """A class with options that no command has would be dead text."""
-    commands = [name for name in vars(inference_options) if name.endswith("Options")]
-    tree = {*SECTIONS.values(), *(getattr(inference_options, name) for name in commands)}
+    commands = [
+        found
+        for module in (inference_options, evaluation_options)
+        for name, found in vars(module).items()
+        if name.endswith("Options")
+    ]
+    tree = {*SECTIONS.values(), *commands}
     registered = {f"{cls.__module__}.{cls.__name__}" for part in tree for cls in part.__mro__}
     declared = declared_parts()
     assert len(declared) > 20 and declared <= registered

@@ -7,6 +7,7 @@ Those of the README and of the tutorials also run: tests/test_tutorials.py.
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 
 from megaswift.cli import COMMANDS, PLAIN_COMMANDS, main
 from megaswift.data import model_tokenizer
+from megaswift.errors import Problem, UserError
 from megaswift.options.tasks import TASKS
 from tests.front_door.commands import INFERENCE, Command
 from tests.front_door.count import ROWS, refusal
@@ -29,6 +31,8 @@ HERE = re.compile(r"<<'(\w+)'.*?^\1$", re.DOTALL | re.MULTILINE)
 """A file that a page writes."""
 STARTED = re.compile(r"(?:^|(?<=[\s(]))megaswift(?:/(?:cli/_megatron/)?(\w+)\.py| (\w+))(?: (.*))?$")
 ASSIGNED = re.compile(r"(?:^|(?<=\s))([A-Z_]+)=(\S+)(?=\s)")
+PARSED = ("eval",)
+"""Commands whose words are judged by their parser."""
 ENDS = ("&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>", ">/dev/null", '"')
 LAUNCHED = re.compile(r"(?:torchrun .*--nproc_per_node|accelerate .*--num_processes|deepspeed .*--num_gpus) (\d+)")
 """A launcher, with the processes that it starts on a node."""
@@ -101,6 +105,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "OUT").mkdir()
     for file in ("run.yaml", "OUT/config.yaml"):
         (folder / file).write_text(RUN)
+    (folder / "output/adapter").mkdir(parents=True)
+    (folder / "output/adapter/adapter_config.json").write_text('{"base_model_name_or_path": "Qwen2.5-7B"}')
     (folder / "my_plugins.py").write_text("")
     (folder / "my_rewards.py").write_text("def brevity(completions, **columns): ...\nexact = brevity\n")
     for page in PAGES:
@@ -116,17 +122,29 @@ def named(pages: list[tuple[Path, Command]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "command", named([(page, c) for page, c in ALL if c.task in (*TASKS, "rlhf", "train", *INFERENCE)])
+    "command", named([(page, c) for page, c in ALL if c.task in (*TASKS, "rlhf", "train", *INFERENCE, *PARSED)])
 )
 def test_a_run_may_start(command: Command, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
     for name, value in command.environ.items():
         monkeypatch.setenv(name, value)
-    judge = inference_refusal if command.task in INFERENCE else refusal
+    judge = {**dict.fromkeys(INFERENCE, inference_refusal), **dict.fromkeys(PARSED, parse_refusal)}.get(
+        command.task, refusal
+    )
     words = tuple(PLACES.get(word, word) for word in command.words if word != "...")
     problems = judge(Command(**{**vars(command), "words": words}), root)
     shown = " ".join((command.task, *command.words))
     assert bool(problems) == (shown in REFUSED), problems
+
+
+def parse_refusal(command: Command, root: Path) -> list[Problem]:
+    """What the parser of a command refuses; files that the pages write lie in the working folder."""
+    words = [str(root / word) if word.startswith("output/") else word for word in command.words]
+    try:
+        importlib.import_module(f"megaswift.{command.task}").COMMAND.parse(words)
+    except UserError as error:
+        return [*error.problems]
+    return []
 
 
 RUN_ELSEWHERE = "data.md"

@@ -24,7 +24,7 @@ ELSEWHERE = {
     "server": "megaswift deploy",
     "rollout": "run vllm serve, then megaswift grpo --rollout_backend vllm_server (docs/samplers.md)",
     "merge-lora": "megaswift export --merge_lora true",
-    "eval": "run megaswift infer --result_path FILE to generate; give --val_dataset FILE in training for the loss",
+    "evaluate": "megaswift eval",
     "sample": "megaswift infer --dataset FILE --temperature 1, once per --seed",
     **dict.fromkeys(("web-ui", "webui", "ui", "dashboard"), _PAGE),
     "compare": "megaswift report OUT1 OUT2",

@@ -163,6 +163,12 @@ def _export(argv: list[str]) -> int:
     return export(argv)
 
 
+def _eval(argv: list[str]) -> int:
+    from megaswift.eval import main as evaluate
+
+    return evaluate(argv)
+
+
 def _migrate(argv: list[str]) -> int:
     from megaswift.commands.migrate import main as migrate
 
@@ -214,6 +220,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "infer": ("generate: interactive chat, or batch inference on a prompt file", _infer),
     "deploy": ("serve a model over an OpenAI-compatible API", _deploy),
     "export": ("write a model folder with adapters merged, or quantized", _export),
+    "eval": ("scores on tasks of lm-evaluation-harness and files of questions", _eval),
     "migrate": ("translate scripts and files of other toolkits to YAML files", _migrate),
     "submit": ("submit a run as a job of a cluster", _submit),
     "jobs": ("status, output and end of submitted jobs", _jobs),

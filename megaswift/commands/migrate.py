@@ -100,6 +100,10 @@ def _parser(command: str) -> CommandParser | None:
         from megaswift.export import COMMAND as EXPORT
 
         return EXPORT
+    if command == "eval":
+        from megaswift.eval import COMMAND as EVAL
+
+        return EVAL
     return None
 
 

@@ -10,7 +10,13 @@ from typing import Any
 
 from megaswift.compat.explanation import unknown_option_advice, variable_problems
 from megaswift.compat.names.answers import foreign_value_advice
-from megaswift.compat.names.inference import HINTS_OF, NEUTRAL_OF, PATTERNS, VALUES_ELSEWHERE_OF_INFERENCE
+from megaswift.compat.names.inference import (
+    EVALUATION_TASKS,
+    HINTS_OF,
+    NEUTRAL_OF,
+    PATTERNS,
+    VALUES_ELSEWHERE_OF_INFERENCE,
+)
 from megaswift.compat.names.translated import JSON_TEXTS, PRECISIONS
 from megaswift.compat.variables import unread_variables_notices
 from megaswift.config.sections import SECTIONS
@@ -18,6 +24,9 @@ from megaswift.errors import Problem
 from megaswift.options.given_options import unknown_option_problem
 from megaswift.options.sources import AcceptedOption, ConfigSource, GivenOptionValue
 from megaswift.options.values import FALSE, TRUE
+
+EVALUATION_DATASET = "eval_dataset"
+"""ms-swift's name of `--tasks`, whose values are EvalScope's names."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ class InferenceToolkits:
     def _translated(self, source: ConfigSource, known: Mapping[str, str]) -> ConfigSource:
         givens: list[GivenOptionValue] = []
         accepted: list[AcceptedOption] = []
-        for given in _translated_options(source.givens):
+        for given in _translated_options(source.givens, self.command):
             neutral = None if given.name in known else NEUTRAL_OF[self.command].get(given.name)
             if neutral is not None and neutral.accepts(given.value):
                 accepted.append(AcceptedOption(given.name, given.name, given.label, neutral.reason))
@@ -70,8 +79,10 @@ class InferenceToolkits:
         return hint or next(families, "")
 
 
-def _translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOptionValue]:
+def _translated_options(givens: Sequence[GivenOptionValue], command: str) -> Iterator[GivenOptionValue]:
     for given in givens:
+        if command == "eval" and given.name == EVALUATION_DATASET:
+            given = replace(given, value=_evaluation_tasks(given.value))
         dtype = PRECISIONS.get(given.name)
         is_on = dtype is not None and str(given.value).strip().lower() in TRUE
         if given.name in JSON_TEXTS and isinstance(given.value, dict):
@@ -80,3 +91,9 @@ def _translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpt
             yield replace(given, name="torch_dtype", value=dtype)
         else:
             yield given
+
+
+def _evaluation_tasks(value: Any) -> list[str]:
+    """The names of benchmarks as tasks of lm-evaluation-harness."""
+    words = value if isinstance(value, list | tuple) else [value]
+    return [EVALUATION_TASKS.get(str(word).strip().lower(), str(word)) for word in words]

@@ -1,6 +1,7 @@
-"""Every option of infer, deploy and export is read by something that acts on it, for each command by itself.
+"""Every option of infer, deploy, export and eval is read by something that acts on it, for each command by itself.
 
-Covers: megaswift/inference/options/commands.py, megaswift/inference/options/backends.py.
+Covers: megaswift/inference/options/commands.py, megaswift/inference/options/backends.py,
+megaswift/evaluation/options/evaluation.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any
 import pytest
 
 from megaswift import deploy, export, infer
+from megaswift import eval as evaluate
 from megaswift.errors import ConfigError
+from megaswift.evaluation.options.checks import server_token
+from megaswift.evaluation.options.evaluation import EvaluationBackendOptions
 from megaswift.infer import requested_launch
 from megaswift.inference.options.backends import BackendOptions
 from megaswift.inference.options.checks import server_auth_token
@@ -25,13 +29,14 @@ from megaswift.inference.options.parser import CommandParser
 from megaswift.launchers.options.single_process import place_among_nodes
 from tests.sources import Source, sources
 
-COMMANDS: tuple[CommandParser[Any], ...] = (infer.COMMAND, deploy.COMMAND, export.COMMAND)
+COMMANDS: tuple[CommandParser[Any], ...] = (infer.COMMAND, deploy.COMMAND, export.COMMAND, evaluate.COMMAND)
 BACKEND = {f.name for f in fields(BackendOptions)} - {"infer_backend"}
 ONLY_VALUE = {"quant_method"}
 """Its single value is what happens anyway."""
 OTHERWISE: dict[str, set[str]] = {
     "infer": ONLY_VALUE | BACKEND | set(OF_NODES),
     "deploy": ONLY_VALUE | BACKEND | {"api_key"},
+    "eval": ONLY_VALUE | {"api_key"},
     "export": {"bnb_4bit_quant_type", "bnb_4bit_use_double_quant", *LAYOUT, *LAUNCH_OPTIONS},
 }
 """Options that are read under a variable's name or by the configuration; the tests below show each."""
@@ -117,6 +122,8 @@ def test_the_launch() -> None:
 def test_the_token() -> None:
     assert server_auth_token(ServerOptions(api_key="secret")) == "secret"
     assert "server_auth_token(cfg.server)" in package()["megaswift.deploy"].text
+    assert server_token(EvaluationBackendOptions(api_key="secret")) == "secret"
+    assert "server_token(cfg.backend)" in package()["megaswift.eval"].text
 
 
 def test_four_bits_of_an_export() -> None:

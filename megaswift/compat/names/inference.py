@@ -23,6 +23,7 @@ _TRAINING = NeutralOption(ANY, "it applies to training only")
 _IN_MEMORY = NeutralOption(ANY, "adapters are merged in memory")
 _SERVER = NeutralOption(ANY, "a server reads no data")
 _NO_TEXT = NeutralOption(ANY, "export generates no text")
+_NO_ROWS = NeutralOption(ANY, "--tasks names the questions")
 _CHECKED = NeutralOption(EITHER, "model files are checked before they are read")
 
 _ALL: dict[str, NeutralOption] = {
@@ -112,7 +113,29 @@ _EXPORT = {
     "async_save": NeutralOption(EITHER, "the command returns when everything is written"),
     "sequence_parallel": NeutralOption(EITHER, "files do not depend on it"),
 }
-NEUTRAL_OF: Mapping[str, Mapping[str, NeutralOption]] = {"infer": _INFER, "deploy": _DEPLOY, "export": _EXPORT}
+_EVAL = {
+    **{name: option for name, option in _ALL.items() if name != "use_chat_template"},  # a spelling of one of its own
+    "ddp_timeout": _ONE_PROCESS,
+    "eval_backend": NeutralOption(
+        ("native", "lm_eval", "lm-eval"),
+        "lm-evaluation-harness runs the tasks",
+        "evalscope eval --api-url http://127.0.0.1:8000/v1 against megaswift deploy (docs/evaluation.md)",
+    ),
+    "eval_num_proc": NeutralOption(ANY, "questions are asked in batches, and --num_concurrent at a time of a server"),
+    "verbose": NeutralOption(EITHER, "the table of scores is printed at the end"),
+    "local_dataset": NeutralOption(OFF, "files of this machine are named by --tasks", "--tasks FILE"),
+    "stream": NeutralOption(EITHER, "answers are scored when they are complete"),
+    "load_data_args": NeutralOption(EITHER, "--tasks names the data"),
+    "max_shard_size": _IN_MEMORY,
+    **dict.fromkeys(("val_dataset", "split_dataset_ratio", "dataset_num_proc", "dataset_shuffle", "strict"), _NO_ROWS),
+    "log_level": NeutralOption(("info",), "messages have one level", "leave it out"),
+}
+NEUTRAL_OF: Mapping[str, Mapping[str, NeutralOption]] = {
+    "infer": _INFER,
+    "deploy": _DEPLOY,
+    "export": _EXPORT,
+    "eval": _EVAL,
+}
 """Command -> its neutral options."""
 
 _TEMPLATE = "--chat_template FILE.jinja; unset: the tokenizer's template"
@@ -121,6 +144,7 @@ _CONTEXT = "leave it out: prompts are not cut; longer ones than --max_length and
 _TLS = "leave it out: use a reverse proxy for TLS"
 _HUB = "--push_to_hub true with --hub_model_id, --hub_token and --hub_private_repo"
 _TOKEN = "set the environment variable HF_TOKEN"
+_SERVED = "give it to the server: megaswift deploy --infer_backend vllm ..., then --base_url http://127.0.0.1:8000/v1"
 _OTHER_SERVER = "start that server itself: python -m sglang.launch_server, or lmdeploy serve api_server"
 
 _HINTS: dict[str, str] = {
@@ -179,6 +203,24 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
         "ssl_certfile": _TLS,
         "root_path": "leave it out: use a reverse proxy",
     },
+    "eval": {
+        **_HINTS,
+        "ckpt_dir": "--adapters DIR, or --model DIR for a whole model",
+        "hub_token": _TOKEN,
+        "hf_token": _TOKEN,
+        "eval_dataset_args": "write a task file with few-shot examples, subsets and splits (docs/evaluation.md)",
+        "extra_eval_args": "--gen_kwargs, --num_fewshot and --limit",
+        "custom_eval_config": "--tasks FILE.jsonl, or a task file of lm-evaluation-harness",
+        "do_sample": "--temperature: above 0 samples, 0 is greedy",
+        "metric": "the task sets its metrics",
+        "result_path": "--output_dir DIR",
+        "host": "--base_url URL of a server that runs",
+        "port": "--base_url URL of a server that runs",
+        "top_p": "--gen_kwargs top_p=P",
+        "top_k": "--gen_kwargs top_k=K",
+        "repetition_penalty": "--gen_kwargs repetition_penalty=X",
+        "stop_words": "--gen_kwargs until=TEXT",
+    },
     "export": {
         **_HINTS,
         "rope_scaling": "set rope_scaling in the model's config.json",
@@ -198,6 +240,8 @@ _CALIBRATE = (
     "megaswift export --quant_method {0} --quant_bits 4 --dataset FILE writes such a folder, which --model DIR loads"
 )
 VALUES_ELSEWHERE_OF_INFERENCE: Mapping[tuple[str, str], str] = {
+    ("infer_backend", "vllm"): "megaswift deploy --infer_backend vllm, then megaswift eval --base_url "
+    "http://127.0.0.1:8000/v1",
     ("infer_backend", "sglang"): "--infer_backend vllm, or start SGLang's own server: python -m sglang.launch_server",
     ("infer_backend", "lmdeploy"): "--infer_backend vllm, or start LMDeploy's own server: lmdeploy serve api_server",
     ("quant_method", "awq"): _CALIBRATE.format("awq"),
@@ -210,5 +254,18 @@ PATTERNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (r"(sglang|lmdeploy)_\w+", _OTHER_SERVER, ("infer", "deploy")),
     (r"vllm_\w+", "--vllm_engine_kwargs '{\"NAME\": VALUE}', with vLLM's own name", ("infer", "deploy")),
     (r"hub_\w+", _HUB, ("export",)),
+    (r"(vllm|sglang|lmdeploy)_\w+", _SERVED, ("eval",)),
 )
 """Whole families of names, and the commands whose users give them."""
+EVALUATION_TASKS: Mapping[str, str] = {
+    "arc": "ai2_arc",
+    "arc_c": "arc_challenge",
+    "arc_e": "arc_easy",
+    "ceval": "ceval-valid",
+    "competition_math": "hendrycks_math",
+    "gpqa_diamond": "gpqa_diamond_zeroshot",
+    "math_500": "minerva_math500",
+    "trivia_qa": "triviaqa",
+    "truthful_qa": "truthfulqa_mc2",
+}
+"""EvalScope's names of benchmarks -> tasks of lm-evaluation-harness on the same questions."""

@@ -79,7 +79,8 @@ def quantization_bit_problems(options: BitsandbytesOptions) -> Iterator[Problem]
         yield Problem(f"--quantization_bit {bits}", "must be 4 or 8", "--quantization_bit 4")
 
 
-def _placement(parsed: ParsedCommand) -> Iterator[Problem]:
+def placement_problems(parsed: ParsedCommand) -> Iterator[Problem]:
+    """Devices, memory limits and bits that do not exist, or do not go together."""
     options: PlacementOptions = parsed.sections["placement"]
     weights: ModelLoadingOptions = parsed.sections["weights"]
     yield from quantization_bit_problems(options)
@@ -153,7 +154,7 @@ def infer_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     file = parsed.sections["file"]
     backend: BackendOptions = parsed.sections["backend"]
     yield from model_option_problems(parsed.sections["weights"])
-    yield from _placement(parsed)
+    yield from placement_problems(parsed)
     yield from _generation(generation)
     yield from _beams(generation, parsed, not file.dataset)
     yield from _file(file, parsed)
@@ -210,7 +211,7 @@ def deploy_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     server: ServerOptions = parsed.sections["server"]
     generation: GenerationOptions = parsed.sections["generation"]
     yield from model_option_problems(parsed.sections["weights"])
-    yield from _placement(parsed)
+    yield from placement_problems(parsed)
     yield from _generation(generation)
     yield from unused_option_problems(
         parsed, ("num_beams", "seed"), "does not apply to a server: output is streamed, and the seed is set per request"

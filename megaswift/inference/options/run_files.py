@@ -195,6 +195,14 @@ def _one_process(parsed: ParsedCommand, why: str) -> ParsedCommand:
     return replace(parsed, notices=(*parsed.notices, *told))
 
 
+def complete_model_options(parsed: ParsedCommand, why: str) -> ParsedCommand:
+    """Commands of one process that ask a model: base model of the adapters. `why`: the reason for one process."""
+    parsed = _one_process(_with_base_model(parsed, "weights"), why)
+    weights: ModelPathOptions = parsed.sections["weights"]
+    weights = replace(weights, adapters=weights.adapter_folders)
+    return replace(parsed, sections={**parsed.sections, "weights": weights})
+
+
 def complete_deploy_options(parsed: ParsedCommand) -> ParsedCommand:
     """`megaswift deploy`: base model; several adapters without names are called as their folders are."""
     told = "a server is one process; --vllm_data_parallel_size N starts several models of a vLLM server"
