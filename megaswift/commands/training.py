@@ -44,7 +44,7 @@ from megaswift.launchers.parent_death import PARENT, end_with_parent
 from megaswift.options.command_line import read_command_line
 from megaswift.options.sources import ConfigSource
 from megaswift.options.spelling import errors_as_typed
-from megaswift.options.tasks import ALIGNMENT, TASK_NAMES
+from megaswift.options.tasks import ALIGNMENT, TASK_NAMES, TASK_TYPES
 
 INTERRUPTED = 128 + signal.SIGINT
 RAY_FIX = "use --num_workers N on any nodes, or --placement_strategy strict_pack for a single node"
@@ -81,14 +81,18 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
 
 
 def print_help(task: str, words: Sequence[str], topic: str) -> int:
-    """Print the help of a task about a topic; of `rlhf` that of the task that the words name, or the list of tasks.
+    """Print the help of a task about a topic; of `rlhf` and `sft` that of the task that the words name, and of `rlhf`
+    without one the list of tasks.
 
     Returns:
         The exit code: 2 for a topic that no option has to do with.
     """
     from megaswift.config.help import RLHF_USAGE, task_help
 
-    named = next((word for word in words if word in ALIGNMENT and word != topic), None) if task == RLHF else task
+    named: str | None = task
+    if task in (RLHF, "sft"):
+        tasks, other = (ALIGNMENT, None) if task == RLHF else (TASK_TYPES, task)
+        named = next((word for word in words if word in tasks and word != topic), other)
     try:
         with ignore_closed_stdout():
             print(task_help(named, topic) if named else RLHF_USAGE)

@@ -18,7 +18,7 @@ from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.options.given_options import LISTS_ALL, GivenOptions, Toolkits, unknown_option_problem
 from megaswift.options.sources import ConfigSource, GivenOptionValue, accepted_notice, secret_values_of
 from megaswift.options.spelling import problems_as_typed
-from megaswift.options.tasks import ALIGNMENT, RL, TASK_NAMES, TASKS
+from megaswift.options.tasks import ALIGNMENT, CAUSAL_LM, RL, TASK_NAMES, TASK_TYPES, TASKS
 from megaswift.options.values import option_value_text
 from megaswift.trainers.options.schedule import FromScratchSchedule, from_scratch_defaults
 from megaswift.trainers.rl.options.checks import missing_reward_problems
@@ -134,16 +134,24 @@ def _take_source(given: GivenOptions, source: ConfigSource, weight: int, toolkit
         given.accepted[accepted.name] = accepted
 
 
+_TYPES = {CAUSAL_LM: "the language model of sft and other tasks", **{name: TASKS[name] for name in TASK_TYPES}}
+"""The values of `task_type`."""
+
+
 def _take_task(given: GivenOptions, value: GivenOptionValue, toolkits: TrainingToolkits) -> None:
     name = str(value.value).lower()
-    if name not in TASKS:
-        listed = ", ".join(f"{n} ({text})" for n, text in TASKS.items())
-        allowed = ALIGNMENT if value.name == "rlhf_type" else tuple(TASKS)
-        hint = toolkits.instead("rlhf_type", name) or did_you_mean_hint(name, allowed)
+    typed = value.name == "task_type"
+    if typed and name in ("none", CAUSAL_LM) and given.task not in TASK_TYPES:
+        return
+    known = _TYPES if typed else TASKS
+    if name not in known:
+        listed = ", ".join(f"{n} ({text})" for n, text in known.items())
+        allowed = ALIGNMENT if value.name == "rlhf_type" else tuple(known)
+        hint = toolkits.instead("task_type" if typed else "rlhf_type", name) or did_you_mean_hint(name, allowed)
         rule = f"is not a supported task; tasks are {listed}"
         given.problems.append(Problem(value.label, rule, hint or f"use one of {', '.join(allowed)}"))
         given.wrong.add("task")
-    elif given.task is None:
+    elif given.task is None or (given.task == "sft" and name in TASK_TYPES):
         given.task = name
     elif name != given.task:
         rule = f"conflicts with the command, which is {given.task}"

@@ -7,7 +7,7 @@ from typing import Any
 from megaswift.bridge.adapters.options.methods import VARIANTS
 from megaswift.config.sections import OPTIONS, SECTION_ALIASES, SECTIONS
 from megaswift.options.option import Option
-from megaswift.options.tasks import TASKS
+from megaswift.options.tasks import CAUSAL_LM, TASK_TYPES, TASKS
 from megaswift.options.values import FALSE, TRUE
 
 _TYPES = {"text": ["string", "integer"], "int": ["integer"], "float": ["number"]}
@@ -17,11 +17,12 @@ _NONE = "^([Nn]one|NONE|[Nn]ull|NULL)?$"
 _SWITCH = [word for low in (*TRUE, *FALSE) for word in dict.fromkeys((low, low.capitalize(), low.upper()))]
 """Texts for true and false: YAML 1.2 reads yes, no, on and off as text."""
 _TASK = {"enum": list(TASKS), "description": "The task; usually given by the command"}
+_TASK_TYPE = {"enum": [CAUSAL_LM, *TASK_TYPES, None], "description": "The task, in runs of sft"}
 
 
 def config_json_schema() -> dict[str, Any]:
     """JSON Schema, draft 2020-12, for files as readers of YAML 1.1 and 1.2 have them."""
-    inner: dict[str, Any] = {"rlhf_type": _TASK}
+    inner: dict[str, Any] = {"rlhf_type": _TASK, "task_type": _TASK_TYPE}
     for option in OPTIONS.values():
         for name in option.names:
             inner[name] = {"$ref": f"#/$defs/{option.name}"}

@@ -248,18 +248,18 @@ def _has_ranks_of(group: Any, other: Any) -> bool:
 
 
 def _on_device(rows: Sequence[Sequence[Tensor | float]], device: torch.device) -> Tensor:
-    """Return the rows as float64 [micro-batches, numbers] on the device. Values in host memory take one asynchronous
-    copy."""
+    """Return the rows of numbers and tensors [] or [n] as float64 [micro-batches, numbers] on the device. Values in
+    host memory, which are single numbers, take one asynchronous copy."""
     values = [value for row in rows for value in row]
     on_host = [float(v) for v in values if not (isinstance(v, Tensor) and v.device.type == device.type)]
     copied: Iterator[Tensor] = iter(())
     if on_host:
-        copied = iter(copy_to_device_async(torch.tensor(on_host, dtype=torch.float64), device).unbind())
-    scalars = [
-        v.detach().reshape(()).double() if isinstance(v, Tensor) and v.device.type == device.type else next(copied)
+        copied = iter(copy_to_device_async(torch.tensor(on_host, dtype=torch.float64), device).split(1))
+    numbers = [
+        v.detach().reshape(-1).double() if isinstance(v, Tensor) and v.device.type == device.type else next(copied)
         for v in values
     ]
-    return torch.stack(scalars).view(len(rows), -1)
+    return torch.cat(numbers).view(len(rows), -1)
 
 
 def _reduced_over_dp(

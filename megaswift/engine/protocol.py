@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaswift.engine.diagnostics.replica_checksums import ReplicatedWeights
-from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.contract import Addable, Batch, Loss, ModelOutputs, RequestedModelOutputs
 from megaswift.parallel.layout import Layout
 
 
@@ -56,6 +56,10 @@ class Addends:
     """The sum and the count of each metric that is a mean."""
     differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Metrics that are one of the means less another."""
+    vectors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """The sums of each `VectorMetric`."""
+    addable: Mapping[str, Addable] = field(default_factory=dict)
+    """What is made of `vectors`."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ class NamedReport:
 
 
 class ReportOrder:
-    """The order of a loss's numbers: terms, sums, sums and counts of means, which add up; then those of which the
-    largest and the smallest count. Names are sorted within each kind."""
+    """The order of a loss's numbers: terms, sums, sums and counts of means, vectors, which add up; then those of which
+    the largest and the smallest count. Names are sorted within each kind."""
 
     def __init__(self, reported: Reported) -> None:
         self.reported = reported
@@ -32,13 +32,15 @@ class ReportOrder:
         self.means = sorted(reported.means)
         self.largest = sorted(reported.largest)
         self.smallest = sorted(reported.smallest)
-        self.metrics = {*self.sums, *self.means, *self.largest, *self.smallest}
-        self.added = len(self.terms) + len(self.sums) + 2 * len(self.means)
+        self.vectors = sorted(reported.addable)
+        self.metrics = {*self.sums, *self.means, *self.vectors, *self.largest, *self.smallest}
+        of_vectors = sum(reported.addable[name].size for name in self.vectors)
+        self.added = len(self.terms) + len(self.sums) + 2 * len(self.means) + of_vectors
         """How many add up."""
         self.size = self.added + len(self.largest) + len(self.smallest)
 
     def row(self, terms: Mapping[str, Tensor], metrics: Mapping[str, Metric]) -> list[Tensor | float]:
-        """Put the numbers of one micro-batch into the order of the report; each is a number or a 0-d tensor."""
+        """Put the numbers of one micro-batch into the order of the report; each is a number, or a tensor [] or [n]."""
         assert terms.keys() == {*self.terms}, f"terms {sorted(terms)}, declared {self.terms}"
         assert metrics.keys() == self.metrics, f"metrics {sorted(metrics)}, declared {sorted(self.metrics)}"
         means = [metric for name in self.means if isinstance(metric := metrics[name], MeanMetric)]
@@ -46,8 +48,9 @@ class ReportOrder:
         values += [_value(metrics[name]) for name in self.sums]
         values += [mean.sum for mean in means]
         values += [mean.count for mean in means]
-        values += [_value(metrics[name]) for name in (*self.largest, *self.smallest)]
-        assert len(values) == self.size, "a metric of another kind than declared"
+        values += [_value(metrics[name]) for name in (*self.vectors, *self.largest, *self.smallest)]
+        size = sum(value.numel() if isinstance(value, Tensor) else 1 for value in values)
+        assert size == self.size, "a metric of another kind than declared"
         return values
 
     def named(self, numbers: Sequence[float], counts: Mapping[str, float]) -> NamedReport:
@@ -58,12 +61,16 @@ class ReportOrder:
         totals = {name: next(following) for name in self.sums}
         sums = [next(following) for _ in self.means]
         means = {name: (total, next(following)) for name, total in zip(self.means, sums, strict=True)}
+        addable = self.reported.addable
+        vectors = {name: tuple(next(following) for _ in range(addable[name].size)) for name in self.vectors}
         extremes = {name: next(following) for name in (*self.largest, *self.smallest)}
         divided_by = {name: counts[self.reported.terms[name]] for name in terms}
         addends = Addends(
             {name: (value * divided_by[name], divided_by[name]) for name, value in terms.items()},
             means,
             self.reported.differences,
+            vectors,
+            addable,
         )
         metrics = totals | ratios(means) | extremes | (terms if len(terms) > 1 else {})
         return NamedReport(sum(terms.values()), metrics | differences(addends, metrics), addends)

@@ -7,7 +7,7 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -194,7 +194,26 @@ class MinMetric:
     value: Tensor | float
 
 
-Metric = MeanMetric | SumMetric | MaxMetric | MinMetric
+@dataclass(frozen=True)
+class VectorMetric:
+    """Numbers that add up, from which metrics are made once a whole evaluation is added up (`Addable`)."""
+
+    value: Tensor
+    """[n]."""
+
+
+Metric = MeanMetric | SumMetric | MaxMetric | MinMetric | VectorMetric
+
+
+@dataclass(frozen=True)
+class Addable:
+    """Metrics that are neither sums nor means, such as F1: they are made of numbers that add up over batches. Only
+    evaluations report them, each once for all of its rows."""
+
+    size: int
+    """How many numbers there are."""
+    metrics: Callable[[Sequence[float]], Mapping[str, float]]
+    """Makes metrics by name of the sums."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +234,8 @@ class Reported:
     them counted nothing."""
     apart: tuple[str, ...] = ()
     """Terms that are differentiated, but are no part of the reported loss and are not reported under their names."""
+    addable: Mapping[str, Addable] = field(default_factory=dict)
+    """Numbers of a `VectorMetric` of this name, and what evaluations make of them."""
 
     def __add__(self, other: Reported) -> Reported:
         return Reported(
@@ -226,6 +247,7 @@ class Reported:
             self.smallest + other.smallest,
             {**self.differences, **other.differences},
             self.apart + other.apart,
+            {**self.addable, **other.addable},
         )
 
 

@@ -41,6 +41,12 @@ def label_count(config: Mapping[str, Any]) -> int:
     return len(config.get("id2label") or {}) or int(config.get("num_labels", 2))
 
 
+def class_names_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the labels of a classifier, in order."""
+    named = {int(number): str(name) for number, name in (config.get("id2label") or {}).items()}
+    return [named.get(i, f"LABEL_{i}") for i in range(label_count(config))]
+
+
 def has_scalar_head(config: Mapping[str, Any]) -> bool:
     """Whether config.json describes a classifier of texts with one label."""
     return head_of(config) == SCORE and label_count(config) == 1

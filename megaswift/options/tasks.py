@@ -13,12 +13,24 @@ TASKS = {
     "rm": "reward model training from preference pairs",
     "grpo": "reinforcement learning without a critic: GRPO and variants",
     "ppo": "reinforcement learning with a critic: PPO",
+    "seq_cls": "classification of texts, or regression",
+    "token_cls": "classification of tokens, such as named entities",
 }
 EVERY_TASK = tuple(TASKS)
-TASK_NAMES = ("task", "rlhf_type")
+TASK_NAMES = ("task", "rlhf_type", "task_type")
 """Names by which the sources say which task to run."""
+CAUSAL_LM = "causal_lm"
+"""The `task_type` of a run that trains a language model, whatever its task."""
 
 SFT = ("sft",)
+LANGUAGE = ("sft", "pt")
+"""Tasks whose loss is that of the next token."""
+CLASSIFIERS = ("seq_cls", "token_cls")
+"""Tasks whose rows have labels, and whose model ends in a classifier's head."""
+TASK_TYPES = CLASSIFIERS
+"""Tasks that `task_type` may name, in a run of sft."""
+SUPERVISED = LANGUAGE + CLASSIFIERS
+"""Tasks whose unit is a row of the data set."""
 PAIRS = ("dpo", "orpo", "cpo", "simpo", "rm")
 """Tasks whose unit is a pair of answers to one prompt, one chosen and one rejected."""
 EXAMPLES = ("kto",)
@@ -34,7 +46,9 @@ PROMPTED = ("dpo", "cpo", "simpo", "rm", *RL)
 """Tasks with several answers to a prompt that carries no loss."""
 ALIGNMENT = PREFERENCES + RL
 """Tasks that `rlhf_type` may name."""
-CHATS = SFT + ALIGNMENT
+DATASETS = (*LANGUAGE, *TASK_TYPES, *PREFERENCES)
+"""Tasks that train on the rows of a data set themselves."""
+CHATS = (*SFT, "seq_cls", *ALIGNMENT)
 """Tasks of conversations."""
 VISION_TASKS = (*SFT, "dpo", "cpo", "simpo", *GRPO)
 """Tasks that vision-language models train on, images and all."""

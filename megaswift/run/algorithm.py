@@ -15,7 +15,7 @@ from megaswift.losses.options.loss_table import PLUGIN_LOSSES, loss_entries
 from megaswift.losses.options.preference import beta_of, cpo_alpha_of, loss_types_of
 from megaswift.losses.policy_loss_types import CISPO_CAP
 from megaswift.options.option import Option
-from megaswift.options.tasks import RL
+from megaswift.options.tasks import CLASSIFIERS, LANGUAGE, RL
 from megaswift.options.values import option_value_text
 from megaswift.trainers.rl.options.derived import (
     advantage_estimator_of,
@@ -59,8 +59,12 @@ def algorithm_text(cfg: SwiftConfig) -> str:
 
 def _names(cfg: SwiftConfig) -> Iterator[str]:
     """Yield what is chosen by name, and the coefficients whose default depends on the task."""
-    if cfg.task in ("sft", "pt"):
+    if cfg.task in LANGUAGE:
         yield from _cross_entropy(cfg)
+        return
+    if cfg.task in CLASSIFIERS:
+        if cfg.data.problem_type:
+            yield _named("problem_type", cfg.data.problem_type)
         return
     if cfg.task in RL:
         yield _named("advantage_estimator", advantage_estimator_of(cfg))

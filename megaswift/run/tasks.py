@@ -7,12 +7,14 @@ from typing import Any
 
 from megaswift.base.registry import Registry
 from megaswift.config import SwiftConfig
+from megaswift.losses.classification import SequenceClassification, TokenClassification
 from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_loss_types import DpoSettings
 from megaswift.losses.kto import KTO
 from megaswift.losses.mtp import MultiTokenPrediction
+from megaswift.losses.options.classification import default_problem_type
 from megaswift.losses.options.preference import PreferenceConfig, beta_of, cpo_alpha_of, loss_types_of
 from megaswift.losses.orpo import ORPO
 from megaswift.losses.policy import PolicyLoss
@@ -57,6 +59,11 @@ def _dpo(cfg: SwiftConfig) -> Loss:
         rpo_alpha=preference.rpo_alpha,
         reference_free=preference.reference_free,
     )
+
+
+def _sequence_classification(cfg: SwiftConfig) -> Loss:
+    labels = cfg.data.named_labels or 1
+    return SequenceClassification(cfg.data.problem_type or default_problem_type(labels), labels)
 
 
 def _kto(cfg: SwiftConfig) -> Loss:
@@ -125,5 +132,13 @@ for _task in (
     ),
     PolicyTask("grpo", "group relative policy optimization", _policy, "completions", "completions"),
     PolicyTask("ppo", "proximal policy optimization", _policy, "completions", "completions"),
+    DatasetTask("seq_cls", "classification of texts", _sequence_classification, "rows", "rows", scored=True),
+    DatasetTask(
+        "token_cls",
+        "classification of tokens",
+        lambda cfg: TokenClassification(cfg.data.named_labels or 1),
+        "labels",
+        "rows",
+    ),
 ):
     TASKS.register(_task.name, _task)

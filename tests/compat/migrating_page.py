@@ -31,7 +31,6 @@ NOT_HERE = (
     "reward_adapters",
     "ref_adapters",
     "teacher_model",
-    "num_labels",
     "mcore_model",
     "vllm_server_group_port",
     "optimizer: lomo",
@@ -43,6 +42,7 @@ NOT_HERE = (
     "train_type: reft",
     "train_type: prompt_tuning",
     "rlhf_type: gkd",
+    "task_type: decision",
     "infer_backend: lmdeploy",
     "quant_method: awq",
 )

@@ -136,6 +136,8 @@ def test_words_after_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("sft", ["--help", "lora"]) == 0 and "--lora_alpha" in capsys.readouterr().out
     assert train("rlhf", ["--rlhf_type", "dpo", "--help", "ref_model"]) == 0
     assert "--ref_model DIR" in capsys.readouterr().out
+    assert train("sft", ["--task_type", "seq_cls", "--help", "num_labels"]) == 0
+    assert "--num_labels N" in capsys.readouterr().out
     assert train("rlhf", ["--help"]) == 0 and "megaswift kto --help" in capsys.readouterr().out
     assert train("sft", ["--help", "blubb"]) == 2 and "megaswift sft --help all" in capsys.readouterr().err
 
@@ -143,7 +145,7 @@ def test_words_after_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_schema_is_complete_and_json() -> None:
     schema = json.loads(json.dumps(config_json_schema()))
     assert set(schema["properties"]) >= {*NAMES, *SECTIONS, "task"}
-    assert set(schema["$defs"]["section"]["properties"]) == {*NAMES, "rlhf_type"}
+    assert set(schema["$defs"]["section"]["properties"]) == {*NAMES, "rlhf_type", "task_type"}
     assert schema["$defs"]["learning_rate"] == {
         "description": "Peak learning rate; default with adapters: 1e-4, random_init: 3e-4",
         "type": ["number", "string", "null"],

@@ -156,6 +156,10 @@ CLASHING = [
             "--torch_dtype float16",
         )
     ),
+    ("num_labels", "seq_cls --num_labels 3 --class_names a b"),
+    ("class_names", "seq_cls --class_names a b a"),
+    ("num_labels", "seq_cls --num_labels 1 --problem_type single_label_classification"),
+    ("num_labels", "token_cls --num_labels 1"),
     ("split_dataset_ratio", "--split_dataset_ratio 0.1 --val_dataset v"),
     ("split_dataset_ratio", "--split_dataset_ratio 0.1 --streaming --max_steps 1"),
     ("streaming", "--streaming"),

@@ -48,6 +48,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "beta 0.05 (KL k1 subtracted from the rewards), epsilon 0.2 (ratios clipped to 0.8 - 1.2), lam 0.95, "
         "vf_coef 0.1, cliprange_value 0.2",
     ),
+    ({"task": "seq_cls", "num_labels": 1, "problem_type": "regression"}, "problem_type regression"),
+    ({"task": "token_cls", "num_labels": 3}, ""),
 ]
 
 

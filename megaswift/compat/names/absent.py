@@ -20,11 +20,6 @@ _JINJA = "--chat_template FILE.jinja"
 _SERVER = "start a server with it: --rollout_backend vllm_server"
 _EVALUATION = "evaluation measures the loss and the metrics of the task"
 _PREPROCESSOR = "set it in the model's preprocessor_config.json"
-OTHER_TASKS = (
-    "megaswift rm trains a reward model; classifiers, embedding models and rerankers are not supported, and without "
-    "this option a run trains a language model"
-)
-
 UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     # models and templates
     ("max_model_len", UNSET, "--max_length limits rows, and --rope_scaling scales positions to it", "--max_length N"),
@@ -56,7 +51,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("liger_kernel_config", UNSET, "--use_liger true uses all of liger-kernel's layers for the model", LEAVE),
     ("hqq_axis", UNSET, "--quantization_bit quantizes with bitsandbytes, not HQQ", "--quantization_bit 4"),
     ("bnb_4bit_quant_storage", (*UNSET, "uint8"), "weights in 4 bits are stored as uint8", LEAVE),
-    ("task_type", ("causal_lm", *UNSET), "a run trains a language model", OTHER_TASKS),
     ("is_encoder_decoder", (*UNSET, *OFF), "models are decoders", LEAVE),
     ("model_init_kwargs", UNSET, "settings of a model are options of the run",
      "--torch_dtype, --attn_impl and --model_revision"),

@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from megaswift.compat.names.absent import OTHER_TASKS
 from megaswift.compat.names.neutral import NEUTRAL
 from megaswift.compat.names.translated import PRECISIONS, RENAMED, SWITCHES
 from megaswift.engine.options.optimizer import GALORE
@@ -57,8 +56,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "ref_load": _MCORE + ", then --ref_model DST",
     "mcore_ref_model": _MCORE + ", then --ref_model DST",
     "pretrained_checkpoint": "--model DIR, a Hugging Face model folder",
-    "num_labels": OTHER_TASKS,
-    "problem_type": OTHER_TASKS,
     "quantization_method": "--quantization_bit 4, or megaswift export --quantization_bit 4",
     "to_gguf": "convert the exported model with llama.cpp: python convert_hf_to_gguf.py OUT/hf",
     # what trains
@@ -159,6 +156,11 @@ _SOME_WEIGHTS = "--train_type full --freeze_parameters . --trainable_parameters 
 VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("rlhf_type", "gkd"): "run megaswift sft on completions of the teacher: distillation (GKD) is not supported",
     ("rlhf_type", "ppo_v2"): "megaswift ppo",
+    ("task_type", "decision"): "--task_type seq_cls, whose labels are the choices: decision models are not supported",
+    ("task_type", "prm"): "--task_type token_cls, which labels tokens: process reward models are not supported",
+    ("task_type", "sequence_classification"): "--task_type seq_cls",
+    ("task_type", "token_classification"): "--task_type token_cls",
+    ("task_type", "rm"): "megaswift rm",
     ("ddp_backend", "mpi"): "leave it out: MPI needs a build of PyTorch with MPI, and megaswift does not use it",
     ("ddp_backend", "ccl"): "leave it out: oneCCL is for Intel devices, which megaswift does not support",
     ("ddp_backend", "xccl"): "leave it out: XCCL is for Intel GPUs, which megaswift does not support",

@@ -29,7 +29,7 @@ from megaswift.options.command_line import read_command_line
 from megaswift.options.files import read_config_file
 from megaswift.options.given_options import LISTS_ALL, unknown_option_problem
 from megaswift.options.sources import ConfigSource, GivenOptionValue, normalize_name
-from megaswift.options.tasks import TASK_NAMES, TASKS
+from megaswift.options.tasks import CAUSAL_LM, TASK_NAMES, TASK_TYPES, TASKS
 from megaswift.options.values import (
     FALSE,
     InvalidValue,
@@ -38,7 +38,7 @@ from megaswift.options.values import (
     resets_number_to_default,
 )
 
-NAMES_OF_TASK = frozenset({*TASK_SPELLINGS, "task", "rlhf_type", "pref_loss"})
+NAMES_OF_TASK = frozenset({*TASK_SPELLINGS, *TASK_NAMES, "pref_loss"})
 """Options that the line `task` of the file is."""
 
 
@@ -137,10 +137,10 @@ def _unresolved_in(given: GivenOptionValue, unresolved: Mapping[str, tuple[str, 
 
 def _take_task(run: MigratedRun, given: GivenOptionValue) -> None:
     name = str(given.value).lower()
-    if name in TASKS and run.task in (None, name):
+    if name in TASKS and (run.task in (None, name) or (run.task == "sft" and name in TASK_TYPES)):
         run.task = name
-    elif name != "rlhf":
-        advice = foreign_value_advice("rlhf_type", name)
+    elif name not in ("rlhf", "none", CAUSAL_LM):
+        advice = foreign_value_advice("task_type" if given.name == "task_type" else "rlhf_type", name)
         run.ask(given.label, "is not a task here" if name not in TASKS else f"the command is {run.task}", advice)
 
 

@@ -7,6 +7,8 @@ import math
 from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption
 from megaswift.config.sections import Sections
 from megaswift.data.options.indexed import INDEXED_DATA_CLASHES, reads_indexed_data
+from megaswift.losses.options.classification import SINGLE_LABEL
+from megaswift.options.tasks import CLASSIFIERS, SFT, SUPERVISED
 
 
 def _no_random_order(c: Sections) -> bool:
@@ -55,7 +57,7 @@ DATA_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "padding_free",
         ("packing",),
-        lambda c: c.data.packing and c.task in ("sft", "pt"),
+        lambda c: c.data.packing and c.task in SUPERVISED,
         "packing true leaves no padding",
         "--packing false",
         neutral=(None, True),
@@ -64,8 +66,8 @@ DATA_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "padding_free",
         ("packing",),
-        lambda c: c.task not in ("sft", "pt"),
-        "only sft and pt have it; the samples of other tasks are packed unless --packing false is given",
+        lambda c: c.task not in SUPERVISED,
+        "tasks of preferences and RL do not have it: their samples are packed unless --packing false is given",
         "--packing false",
         neutral=(None, True),
         notice=True,
@@ -74,8 +76,8 @@ DATA_IGNORED: tuple[IgnoredOption, ...] = (
 DATA_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("truncation_strategy",),
-        lambda c: c.data.truncation_strategy == "split" and c.task == "sft",
-        "conversations cannot be split: later parts would lack their context (split is for pt)",
+        lambda c: c.data.truncation_strategy == "split" and c.task in (*SFT, *CLASSIFIERS),
+        "samples cannot be split: later parts would lack their context (split is for pt)",
         "--truncation_strategy delete",
     ),
     ConflictingOptions(
@@ -131,6 +133,30 @@ DATA_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: _mixes(c) and reads_indexed_data(c),
         "mixes rows; the weights of indexed data are part of dataset",
         "--dataset 0.7 FIRST 0.3 SECOND",
+    ),
+    ConflictingOptions(
+        ("num_labels", "class_names"),
+        lambda c: c.data.class_names and c.data.num_labels not in (None, len(c.data.class_names)),
+        "is another number than that of class_names",
+        "leave it out, or give a name for each class",
+    ),
+    ConflictingOptions(
+        ("class_names",),
+        lambda c: len(set(c.data.class_names)) < len(c.data.class_names),
+        "names a class twice",
+        "give each name once, in the order of the classes' numbers",
+    ),
+    ConflictingOptions(
+        ("num_labels", "class_names", "problem_type"),
+        lambda c: c.data.problem_type == SINGLE_LABEL and c.data.named_labels == 1,
+        "with a single class there is nothing to learn",
+        "--num_labels 2, or --problem_type regression for one number",
+    ),
+    ConflictingOptions(
+        ("num_labels", "class_names"),
+        lambda c: c.task == "token_cls" and c.data.named_labels == 1,
+        "with a single class there is nothing to learn",
+        "--num_labels 2",
     ),
     *INDEXED_DATA_CLASHES,
 )

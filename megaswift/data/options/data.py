@@ -7,8 +7,20 @@ import re
 from dataclasses import dataclass
 
 from megaswift.data.options.agent_templates import AGENT_TEMPLATES
+from megaswift.losses.options.classification import PROBLEM_TYPES
 from megaswift.options.option import LARGEST_SEED, but_not, is_set, one_of, option
-from megaswift.options.tasks import CHATS, EVERY_TASK, LIKELIHOODS, PREFERENCES, PROMPTED, SFT, VISION_TASKS
+from megaswift.options.tasks import (
+    CHATS,
+    CLASSIFIERS,
+    DATASETS,
+    EVERY_TASK,
+    LANGUAGE,
+    LIKELIHOODS,
+    PREFERENCES,
+    PROMPTED,
+    SFT,
+    VISION_TASKS,
+)
 
 SHARE = re.compile(r"\s*(?:[0-9]+\.?[0-9]*|\.[0-9]+)\s*", re.ASCII)
 """A number without sign or exponent."""
@@ -43,7 +55,7 @@ class DataConfig:
         "Evaluation data, in the same form",
         aliases=("val_datasets", "valid_data_path", "cached_val_dataset"),
         metavar="PATH...",
-        common=("sft", "pt", *PREFERENCES),
+        common=DATASETS,
     )
     interleave_prob: tuple[float, ...] = option(
         (), "Mix data sets: a weight for each entry of dataset; default: concatenate", metavar="WEIGHT..."
@@ -55,7 +67,7 @@ class DataConfig:
         only_with={"interleave_prob": is_set(notice=True)},
     )
     split_dataset_ratio: float = option(
-        0.0, "Fraction of rows held out for evaluation", minimum=0, below=1, common=("sft", "pt")
+        0.0, "Fraction of rows held out for evaluation", minimum=0, below=1, common=LANGUAGE
     )
     data_split: str | None = option(
         None,
@@ -82,10 +94,10 @@ class DataConfig:
     )
     packing: bool | None = option(
         None,
-        "Pack short samples; attention stays within a sample; default: not for sft, pt",
+        "Pack short samples; attention stays within a sample; default: in rlhf",
         only_with={"rows_of_text": True},
         neutral=(None, True),
-        common=("sft", "pt"),
+        common=LANGUAGE,
     )
     prefix_sharing: bool | None = option(
         None, "Compute a prompt once for all its answers in a micro-batch; default: if exact", tasks=PROMPTED
@@ -156,7 +168,7 @@ class DataConfig:
     group_by_length: bool = option(
         False,
         "Group rows of similar length into a global batch, for less padding",
-        tasks=("sft", "pt", *PREFERENCES),
+        tasks=DATASETS,
         only_with={"packing": but_not(True, notice=True), "rows_of_text": True},
     )
     data_seed: int | None = option(
@@ -196,13 +208,39 @@ class DataConfig:
         tasks=CHATS,
     )
     add_non_thinking_prefix: bool = option(
-        True, "Keep the empty reasoning that a template writes; false: leave it out", tasks=("sft", *PREFERENCES)
+        True,
+        "Keep the empty reasoning that a template writes; false: leave it out",
+        tasks=("sft", "seq_cls", *PREFERENCES),
     )
     enable_thinking: bool | None = option(
         None,
         "Variable enable_thinking of the chat template; default: the template's own",
         tasks=CHATS,
         metavar="BOOL",
+    )
+    num_labels: int | None = option(
+        None,
+        "Number of classes; default: those of class_names, the model or names in rows",
+        minimum=1,
+        unit="classes",
+        tasks=CLASSIFIERS,
+        common=CLASSIFIERS,
+        metavar="N",
+    )
+    class_names: tuple[str, ...] = option(
+        (),
+        "Names of the classes in order; default: the model's, or the names in rows",
+        tasks=CLASSIFIERS,
+        common=CLASSIFIERS,
+        metavar="NAME...",
+    )
+    problem_type: str | None = option(
+        None,
+        "Rows have one class, several, or numbers; default: one; num_labels 1: numbers",
+        choices=PROBLEM_TYPES,
+        tasks=("seq_cls",),
+        common=("seq_cls",),
+        metavar="TYPE",
     )
     max_pixels: int | None = option(
         None,
@@ -261,6 +299,11 @@ class DataConfig:
         neutral=(True,),
     )
     dataset_cache_dir: str | None = option(None, "Folder for tokenized data; default: below ~/.cache", metavar="DIR")
+
+    @property
+    def named_labels(self) -> int | None:
+        """The number of classes that the options name; None where they name none."""
+        return len(self.class_names) or self.num_labels
 
     @property
     def evaluation_share(self) -> float:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.options.option import but_not, option
-from megaswift.options.tasks import EVERY_TASK, GRPO, PREFERENCES
+from megaswift.options.tasks import DATASETS, EVERY_TASK, GRPO
 
-NO_CRITIC = ("sft", "pt", *PREFERENCES, *GRPO)
+NO_CRITIC = (*DATASETS, *GRPO)
 """Tasks that train one model."""
 
 PAGED = ("paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_32bit", "paged_lion_8bit")

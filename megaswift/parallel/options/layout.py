@@ -6,10 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import at_least, option
-from megaswift.options.tasks import EVERY_TASK, PREFERENCES
-
-_SUPERVISED = ("sft", "pt")
-"""Tasks whose micro-batches have one shape."""
+from megaswift.options.tasks import DATASETS, EVERY_TASK, SUPERVISED
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class ParallelConfig:
         unit="ranks",
         only_with={"engine": ("megatron", "auto")},
         neutral=(None, False, 0, (), 1),
-        common=("sft", "pt", *PREFERENCES),
+        common=DATASETS,
     )
     virtual_pipeline_parallel_size: int | None = option(
         None,
@@ -150,14 +147,14 @@ class ParallelConfig:
     tp_comm_overlap: bool = option(
         False,
         "Overlap tensor-parallel communication with products; pads rows to max_length",
-        tasks=_SUPERVISED,
+        tasks=SUPERVISED,
         only_with={"engine": ("megatron", "auto"), "tensor_parallel_size": at_least(2, notice=True)},
     )
     tp_comm_overlap_cfg: str | None = option(
         None,
         "YAML file with Transformer Engine's settings for each product",
         metavar="FILE",
-        tasks=_SUPERVISED,
+        tasks=SUPERVISED,
         only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
         neutral=(None,),
     )
@@ -166,42 +163,42 @@ class ParallelConfig:
         "Backend that sets up tp_comm_overlap",
         choices=("nccl", "mpi", "gloo"),
         metavar="BACKEND",
-        tasks=_SUPERVISED,
+        tasks=SUPERVISED,
         only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
         neutral=("nccl",),
     )
     tp_comm_overlap_ag: bool = option(
         True,
         "tp_comm_overlap for all-gathers",
-        tasks=_SUPERVISED,
+        tasks=SUPERVISED,
         only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
         neutral=(),
     )
     tp_comm_overlap_rs: bool = option(
         True,
         "tp_comm_overlap for forward reduce-scatters",
-        tasks=_SUPERVISED,
+        tasks=SUPERVISED,
         only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
         neutral=(),
     )
     tp_comm_overlap_rs_dgrad: bool = option(
         False,
         "Overlap reduce-scatters of input gradients with their own product",
-        tasks=_SUPERVISED,
+        tasks=SUPERVISED,
         only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
         neutral=(False,),
     )
     tp_comm_bulk_dgrad: bool | None = option(
         None,
         "Gather inputs during input-gradient products; default: if no weight is frozen",
-        tasks=_SUPERVISED,
+        tasks=SUPERVISED,
         only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
         neutral=(None, False),
     )
     tp_comm_bulk_wgrad: bool | None = option(
         None,
         "Scatter gradients during weight-gradient products; default: as for dgrad",
-        tasks=_SUPERVISED,
+        tasks=SUPERVISED,
         only_with={"engine": ("megatron", "auto"), "tp_comm_overlap": True},
         neutral=(None, False),
     )

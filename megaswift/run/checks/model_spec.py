@@ -3,7 +3,7 @@ with a scalar head for reward models."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from megaswift.config import SwiftConfig
 from megaswift.engine.options.engine_checks import capabilities_of
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families import FAMILIES, ModelSpec, family_of, load_spec
+from megaswift.losses.options.classification import default_problem_type
 from megaswift.models.any_model import spec_from_family_or_size_fields
 from megaswift.models.family import (
     read_config_json,
@@ -18,11 +19,15 @@ from megaswift.models.family import (
     trains_language_model,
     unreadable_value_problems,
 )
-from megaswift.models.heads import scalar_head_problems, with_scalar_head
+from megaswift.models.heads import SUFFIXES, class_names_of, scalar_head_problems, with_head, with_scalar_head
 from megaswift.models.options.model import ModelConfig
-from megaswift.models.spec import SCORE, VOCABULARY
+from megaswift.models.spec import SCORE, TOKEN_SCORE, VOCABULARY
 from megaswift.models.vision import has_vision_tower
+from megaswift.options.tasks import CLASSIFIERS
 from megaswift.run.checks.changed_model import changed_config_folder
+
+UNKNOWN_LABELS = 2
+"""Classes of a model before its rows have been read, where no option names their number."""
 
 
 def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
@@ -42,6 +47,11 @@ def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
             if unfit:
                 raise ConfigError(unfit)
         return _with_known_score(with_scalar_head(spec))
+    if cfg.task in CLASSIFIERS:
+        if trains_language_model(raw):
+            rule = f"is a vision-language model, which {cfg.task} does not support"
+            raise ConfigError(Problem(f"--model {cfg.model.model}", rule, "use a folder with its language model alone"))
+        return _with_classes(cfg, spec)
     if spec.head != VOCABULARY:
         scalar = spec.head == SCORE and spec.labels == 1
         named = "a reward model" if scalar else "a classifier" if spec.scored else "a model without its output layer"
@@ -53,6 +63,30 @@ def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
             )
         )
     return spec
+
+
+def _with_classes(cfg: SwiftConfig, spec: ModelSpec) -> ModelSpec:
+    """Return the model with a classifier's head; one that it has already stays."""
+    data = cfg.data
+    kind = TOKEN_SCORE if cfg.task == "token_cls" else SCORE
+    label = f"--model {cfg.model.model}"
+    names: Sequence[str] = data.class_names or [f"LABEL_{i}" for i in range(data.num_labels or UNKNOWN_LABELS)]
+    if spec.head == kind:
+        if data.named_labels not in (None, spec.labels):
+            rule = f"is a classifier with {spec.labels} classes, but the options name {data.named_labels}"
+            raise ConfigError(Problem(label, rule, "use the language model that it was trained from"))
+        names = data.class_names or class_names_of(spec.hf_config)
+    elif spec.head != VOCABULARY:
+        other = "of texts" if spec.head == SCORE else "of tokens"
+        what = f"a classifier {other}" if spec.scored else "a model without its output layer"
+        rule = f"is {what}, but {cfg.task} needs a language model, or a classifier of its own kind"
+        raise ConfigError(Problem(label, rule, "use the language model that it was trained from"))
+    changed = with_head(spec, kind, names)
+    known = _with_known_score(changed, kind, cfg.task)
+    if kind == TOKEN_SCORE:
+        return known
+    problem = data.problem_type or spec.hf_config.get("problem_type") or default_problem_type(len(names))
+    return replace(known, hf_config={**known.hf_config, "problem_type": problem})
 
 
 def _with_trained_mtp(cfg: SwiftConfig, spec: ModelSpec) -> ModelSpec:
@@ -78,19 +112,17 @@ def _with_trained_mtp(cfg: SwiftConfig, spec: ModelSpec) -> ModelSpec:
 _OTHER_MODEL = "use a model that AutoModelForCausalLM or AutoModelForImageTextToText of transformers loads"
 
 
-def _with_known_score(spec: ModelSpec) -> ModelSpec:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN  # noqa: N811
+def _with_known_score(spec: ModelSpec, head: str = SCORE, task: str = "rm") -> ModelSpec:
+    from transformers.models.auto import modeling_auto
 
+    known = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if head == TOKEN_SCORE:
+        known = modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
     kind = str(spec.hf_config.get("model_type"))
-    if kind not in KNOWN:
-        raise ConfigError(
-            Problem(
-                "rm",
-                f"transformers has no ...ForSequenceClassification of model_type {kind}, so the reward model could "
-                "not be loaded",
-                "use a model of another family",
-            )
-        )
+    if kind not in known:
+        what = "reward model" if task == "rm" else "classifier"
+        rule = f"transformers has no ...{SUFFIXES[head]} of model_type {kind}, so the {what} could not be loaded"
+        raise ConfigError(Problem(task, rule, "use a model of another family"))
     return spec
 
 

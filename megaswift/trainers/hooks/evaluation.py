@@ -15,7 +15,7 @@ from typing import Any
 
 from megaswift.engine.protocol import Addends
 from megaswift.engine.reported_numbers import differences, ratios
-from megaswift.losses.contract import Batch
+from megaswift.losses.contract import Addable, Batch
 from megaswift.trainers.hook import Every, Run, StepRecord
 from megaswift.trainers.hooks.metrics import IntervalLinesHook, MetricsWindow, step_mean_weight
 
@@ -26,6 +26,8 @@ class AddendsOfBatches:
     def __init__(self) -> None:
         self.sums: dict[str, dict[str, tuple[float, float]]] = {"terms": {}, "means": {}}
         self.differences: dict[str, tuple[str, str]] = {}
+        self.vectors: dict[str, tuple[float, ...]] = {}
+        self.addable: dict[str, Addable] = {}
 
     def add(self, batch: Addends) -> None:
         """Add the numbers of one batch."""
@@ -34,6 +36,10 @@ class AddendsOfBatches:
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = before[0] + total, before[1] + count
         self.differences |= batch.differences
+        self.addable |= batch.addable
+        for name, numbers in batch.vectors.items():
+            earlier = self.vectors.get(name, (0.0,) * len(numbers))
+            self.vectors[name] = tuple(a + b for a, b in zip(earlier, numbers, strict=True))
 
     @property
     def loss(self) -> float:
@@ -42,9 +48,11 @@ class AddendsOfBatches:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Terms where there are several, means and differences of means."""
+        """Terms where there are several, means, differences of means, and what is made of vectors."""
         terms, means = (ratios(self.sums[kind]) for kind in ("terms", "means"))
         found = means | (terms if len(self.sums["terms"]) > 1 else {})
+        made = [self.addable[name].metrics(numbers) for name, numbers in self.vectors.items()]
+        found |= {name: value for metrics in made for name, value in metrics.items()}
         return found | differences(Addends(differences=self.differences), found)
 
 

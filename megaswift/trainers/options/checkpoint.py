@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import is_set, one_of, option
-from megaswift.options.tasks import EVERY_TASK, PREFERENCES
+from megaswift.options.tasks import DATASETS, EVERY_TASK
 
 # A run without an option about saving is saved by the clock.
 LONG_RUN = 3600.0
@@ -37,7 +37,7 @@ class CheckpointConfig:
     ignore_data_skip: bool = option(
         False,
         "Start the data of a resumed run from the first row again",
-        tasks=("sft", "pt", *PREFERENCES),
+        tasks=DATASETS,
         only_with={"resume_from_checkpoint": is_set(notice=True)},
     )
     save_strategy: str | None = option(

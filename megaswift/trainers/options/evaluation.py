@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import but_not, is_set, one_of, option
-from megaswift.options.tasks import PREFERENCES
+from megaswift.options.tasks import DATASETS
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class EvaluationConfig:
         fraction=True,
         unit="steps",
         only_with={"evaluation_data": one_of(True, notice=True), "eval_strategy": one_of("steps", None, notice=True)},
-        common=("sft", "pt", *PREFERENCES),
+        common=DATASETS,
     )
     eval_on_start: bool = option(
         False,
         "Also evaluate before the first step",
-        tasks=("sft", "pt", *PREFERENCES),
+        tasks=DATASETS,
         only_with={"evaluation_data": one_of(True, notice=True), "eval_strategy": but_not("no", notice=True)},
     )
     load_best_model_at_end: bool = option(False, "Export the checkpoint with the best evaluation, not the last one")

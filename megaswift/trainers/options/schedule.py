@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from megaswift.engine.options.optimizer import NO_CRITIC
 from megaswift.options.option import but_not, is_set, option
-from megaswift.options.tasks import PREFERENCES
+from megaswift.options.tasks import DATASETS, LANGUAGE
 
 PLATEAU = "reduce_lr_on_plateau"
 SCHEDULES = {
@@ -58,7 +58,7 @@ class ScheduleConfig:
             PLATEAU,
         ),
         spellings=SCHEDULES,
-        common=("sft", "pt", *PREFERENCES),
+        common=DATASETS,
     )
     warmup_ratio: float = option(
         0.0,
@@ -66,7 +66,7 @@ class ScheduleConfig:
         aliases=("lr_warmup_fraction",),
         minimum=0,
         below=1,
-        common=("sft", "pt", *PREFERENCES),
+        common=DATASETS,
     )
     warmup_steps: int = option(
         0,
@@ -196,7 +196,7 @@ LONGEST_WARMUP = 0.2
 def from_scratch_defaults(task: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of options that depend on `random_init`: none of what is given, and no warmup where its
     length is given in the other way."""
-    if task not in ("sft", "pt") or not given.get("random_init"):
+    if task not in LANGUAGE or not given.get("random_init"):
         return {}
     fixed = {*given, *(("warmup_steps",) if "warmup_ratio" in given else ())}
     return {name: value for name, value in FROM_SCRATCH.items() if name not in fixed}

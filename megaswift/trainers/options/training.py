@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import LARGEST_SEED, but_not, one_of, option
-from megaswift.options.tasks import EVERY_TASK
+from megaswift.options.tasks import EVERY_TASK, LANGUAGE
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TrainConfig:
     label_smoothing_factor: float = option(
         0.0,
         "Share of each label that is spread evenly over the vocabulary",
-        tasks=("sft", "pt"),
+        tasks=LANGUAGE,
         minimum=0,
         below=1,
     )
@@ -94,13 +94,13 @@ class TrainConfig:
     fit: bool = option(
         False,
         "Choose recomputation, micro-batch and optimizer settings that fit the device",
-        tasks=("sft", "pt"),
+        tasks=LANGUAGE,
     )
     device_memory: str | None = option(
         None,
         "Memory of a device for fit; default: the GPU's",
         metavar="SIZE",
-        tasks=("sft", "pt"),
+        tasks=LANGUAGE,
         only_with={"fit": True},
         neutral=(None,),
     )

@@ -27,6 +27,7 @@ from megaswift.compat.names.inference import HINTS_OF, NEUTRAL_OF
 from megaswift.config import load_config
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.errors import ConfigError, did_you_mean_hint, edit_distance, missing_path_hint
+from megaswift.options.tasks import TASK_NAMES
 
 SWIFT_NAMES = Path(__file__).with_name("swift_names.json")
 """Options that ms-swift documents (its docs/source_en, commit 3602360, 2026-08-22), names alone."""
@@ -100,7 +101,8 @@ def test_a_neighbour_of_a_file(tmp_path: Path) -> None:
 
 ANSWERS = [
     ("--lmbda 0.5", "distillation from a teacher (GKD) is not supported"),
-    ("--num_labels 3", "without this option a run trains a language model"),
+    ("--task_type decision", "decision models are not supported"),
+    ("--task_type prm", "--task_type token_cls"),
     ("--dataset identity --dataset_dir data", "--dataset DIR/FILE_NAME; megaswift migrate FILE"),
     ("--safe_serialization false", "leave it out"),
     ("--vllm_tensor_parallel_size 2", "leave it out"),
@@ -198,10 +200,10 @@ def unknown_options(texts: Iterable[str], known: Collection[str]) -> list[str]:
 def test_the_tables_name_what_exists() -> None:
     assert not {name for name in NAMES_ELSEWHERE if name in NAMES}
     texts = [*NAMES_ELSEWHERE.values(), *(text for _, text in PATTERNS), *VALUES_ELSEWHERE.values()]
-    assert unknown_options(texts, {*NAMES, "merge_lora"}) == []
+    assert unknown_options(texts, {*NAMES, *TASK_NAMES, "merge_lora"}) == []
     assert {w for t in texts for w in re.findall(r"megaswift (\w+)", t)} <= {*COMMANDS, "does"}
     for (option, value), text in VALUES_ELSEWHERE.items():
-        known = option == "rlhf_type" or value not in (
+        known = option in TASK_NAMES or value not in (
             *OPTIONS[option].choices,
             *OPTIONS[option].details.get("spellings", {}),
         )
@@ -209,11 +211,11 @@ def test_the_tables_name_what_exists() -> None:
 
 
 def test_no_guess_misleads_among_ms_swift_s_names() -> None:
-    """Of 406 options that ms-swift documents and that are none here, none looks like a typo. (By letters in common, 220
+    """Of 403 options that ms-swift documents and that are none here, none looks like a typo. (By letters in common, 220
     were guessed at, and about 15 of these guesses helped.) `test_documented_names.py` has their answers."""
     names = json.loads(SWIFT_NAMES.read_text())
     unknown = [name for name in dict.fromkeys(names) if name not in NAMES]
-    assert len(unknown) > 320
+    assert len(unknown) > 315
     guessed = {name: did_you_mean_hint(name, NAMES) for name in unknown if not foreign_option_advice(name, "1", NAMES)}
     assert {name: text for name, text in guessed.items() if text} == {}
 

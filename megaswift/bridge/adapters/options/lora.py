@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megaswift.bridge.adapters.options.methods import LORAS, adapters_with
 from megaswift.options.option import but_not, option
-from megaswift.options.tasks import CHATS, PREFERENCES
+from megaswift.options.tasks import DATASETS, EVERY_TASK
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class LoraConfig:
         aliases=("lora_r", "lora_dim", "vera_rank"),
         minimum=1,
         only_with={"train_type": adapters_with("lora_rank"), "adapters": None},
-        common=CHATS,
+        common=tuple(t for t in EVERY_TASK if t != "pt"),
     )
     lora_alpha: float = option(
         32.0,
         "Scaling numerator: adapter outputs are multiplied by alpha / r",
         above=0,
         only_with={"train_type": adapters_with("lora_alpha"), "adapters": None},
-        common=("sft", *PREFERENCES),
+        common=tuple(t for t in DATASETS if t != "pt"),
     )
     lora_dropout: float = option(
         0.0,
