@@ -7,6 +7,8 @@ and placing of them is training's.
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,6 +32,8 @@ from megaswift.inference.options.commands import ChatTemplateOptions
 
 _Message = Mapping[str, Any]
 NO_TEXT = 'a part of type text needs a string: {"type": "text", "text": "..."}'
+RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+"""Variables of chat templates that a conversation sets."""
 STRANGERS = RowImageFolders(None)
 """Whoever asks names no file of this machine."""
 
@@ -65,12 +69,23 @@ class ChatInputRenderer:
         self.home = home
         self.system = read_system_message(options.system)
         self._longest = options.max_length
-        self._variables = thinking_variable(options.enable_thinking, prepared.tokenizer.chat_template)
+        self._variables: dict[str, Any] = thinking_variable(options.enable_thinking, prepared.tokenizer.chat_template)
         self._reader = prepared.reader
         self._name = str(prepared.options.model)
         self._agent = options.agent_template
         if self._agent is not None and prepared.tokenizer.chat_template:
             self._templates()  # an error of the option before the model is loaded
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatInputRenderer:
+        """Return a renderer whose chat template also gets these variables; ChatInputError for names that are not
+        variables of the template, because they would change what is rendered: messages, the template itself."""
+        reserved = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() | RESERVED
+        if taken := sorted(reserved & variables.keys()):
+            raise ChatInputError(f"{', '.join(taken)}: cannot be set by a request")
+        renderer = copy.copy(self)
+        renderer.__dict__.pop("_chat", None)
+        renderer._variables = {**self._variables, **variables}
+        return renderer
 
     @property
     def blind(self) -> str:

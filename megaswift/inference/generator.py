@@ -22,11 +22,14 @@ from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.families import FAMILIES
 from megaswift.inference.adapters import active_adapter
 from megaswift.inference.detokenizer import IncrementalDetokenizer, decode_tokens
+from megaswift.inference.logit_penalties import LogitPenalties, PenaltyProcessor
 from megaswift.inference.options.commands import GenerationOptions
 from megaswift.inference.token_texts import TokenTexts
 
 SCORED_POSITIONS = 512
 """Positions of a prompt whose log-probabilities over the vocabulary are in memory at a time."""
+CANDIDATES = ("top_p", "top_k", "min_p")
+"""Options that choose among which tokens one is drawn; they have no effect where none is."""
 NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -39,7 +42,12 @@ class GenerationParams:
     top_p: float = 1.0
     top_k: int = 0
     """0: all."""
+    min_p: float = 0.0
+    """Candidates have at least this share of the likeliest token's probability."""
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     num_beams: int = 1
     seed: int | None = None
     adapter: str = ""
@@ -114,7 +122,7 @@ def generation_params(options: GenerationOptions, own: Any, seed: int | None = N
     elif temperature is None:
         temperature = 0.0
     if temperature == 0:
-        given = [n for n in ("top_p", "top_k") if getattr(options, n) is not None]
+        given = [n for n in CANDIDATES if getattr(options, n) is not None]
         if given:
             raise ConfigError(
                 [
@@ -132,10 +140,13 @@ def generation_params(options: GenerationOptions, own: Any, seed: int | None = N
         value = getattr(own, name, None) if value is None else value
         return off if value is None else value
 
-    drawn = {"top_p": either("top_p", 1.0), "top_k": either("top_k", 0)} if temperature else {}
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    drawn = {name: either(name, off[name]) for name in CANDIDATES} if temperature else {}
     return GenerationParams(
         float(temperature),
         repetition_penalty=either("repetition_penalty", 1.0),
+        frequency_penalty=options.frequency_penalty or 0.0,
+        presence_penalty=options.presence_penalty or 0.0,
         num_beams=either("num_beams", 1),
         seed=options.seed if seed is None else seed,
         **drawn,
@@ -392,6 +403,12 @@ class Generator:
             torch.manual_seed(sampling.seed)
         beams = sampling.num_beams > 1
         how: dict[str, Any] = {} if beams else {"stopping_criteria": [watch]}
+        penalties = LogitPenalties(
+            sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty, sampling.logit_bias
+        )
+        if penalties:  # transformers' own repetition penalty counts padding
+            prompts = [request.prompt for request in requests]
+            how["logits_processor"] = [PenaltyProcessor(penalties, prompts, sampling.num_beams)]
         hook = self._inner.register_forward_hook(watch.hook) if any(r.logprobs is not None for r in requests) else None
         try:
             with torch.inference_mode():
@@ -412,19 +429,19 @@ class Generator:
     def _config(self, requests: Sequence[AnswerRequest], sampling: GenerationParams) -> Any:
         from transformers import GenerationConfig
 
-        drawn = (
-            {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-            if sampling.temperature
-            else {}
-        )
+        drawn = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p or None,
+        }
         return GenerationConfig(
             max_new_tokens=max(r.max_new_tokens for r in requests),
             do_sample=sampling.temperature > 0,
             num_beams=sampling.num_beams,
-            repetition_penalty=sampling.repetition_penalty,
             pad_token_id=self.pad,
             eos_token_id=sorted(self.ends) or None,
-            **drawn,
+            **(drawn if sampling.temperature else {}),
         )
 
 

@@ -162,13 +162,21 @@ def _chat(served: ServerState, body: bytes) -> ParsedRequest:
     adapter = _adapter(served, parsed.model)
     if (parsed.told() or 0) > served.max_logprobs:
         raise RequestRefused(400, f"top_logprobs may be at most {served.max_logprobs} here", "top_logprobs")
+    _check_biases(served, parsed)
     if parsed.top_logprobs is not None and not parsed.logprobs:
         raise RequestRefused(400, "top_logprobs requires logprobs: true", "top_logprobs")
     agent = served.prompts.agent
     tools = parsed.offered()
     if agent is None:
         _refuse_tools(parsed)
-    prompt = _prompt(served, lambda said: served.prompts.of_chat(*said), [parsed.messages, tools], "messages")
+    prompts = served.prompts
+    if parsed.chat_template_kwargs:
+        try:
+            prompts = prompts.with_variables(parsed.chat_template_kwargs)
+        except ChatInputError as error:
+            raise RequestRefused(400, shorten(str(error)), "chat_template_kwargs") from None
+    said = [parsed.messages, tools, parsed.chat_template_kwargs]
+    prompt = _prompt(served, lambda said: prompts.of_chat(*said[:2]), said, "messages")
     words = (adapter or served.name, served.texts, bool(parsed.logprobs))
     if agent is None or not tools:
         return ParsedRequest(parsed, [prompt], parsed.told(), ChatResponseWriter(*words), adapter)
@@ -193,6 +201,7 @@ def _text(served: ServerState, body: bytes) -> ParsedRequest:
     adapter = _adapter(served, parsed.model)
     if (parsed.logprobs or 0) > served.max_logprobs:
         raise RequestRefused(400, f"logprobs may be at most {served.max_logprobs} here", "logprobs")
+    _check_biases(served, parsed)
     make = served.prompts.of_any
     if parsed.max_tokens == 0:
         make = partial(make, room=False)
@@ -202,6 +211,16 @@ def _text(served: ServerState, body: bytes) -> ParsedRequest:
         prompts = [replace(prompt, echo=text) for prompt, text in zip(prompts, given, strict=True)]
     form = CompletionResponseWriter(adapter or served.name, served.texts, parsed.logprobs is not None)
     return ParsedRequest(parsed, prompts, parsed.logprobs, form, adapter)
+
+
+def _check_biases(served: ServerState, parsed: ChatRequest | CompletionRequest) -> None:
+    """Raise an error for a bias on a token that the model does not have."""
+    count = len(served.prompts.tokenizer)
+    wrong = next((token for token in parsed.logit_bias or () if token >= count), None)
+    if wrong is not None:
+        raise RequestRefused(
+            400, f"logit_bias: {wrong} is not a token id of this model (0 to {count - 1})", "logit_bias"
+        )
 
 
 def _adapter(served: ServerState, name: str) -> str:

@@ -6,6 +6,7 @@ Owns the fields and their ranges. Unknown fields are refused too, so that a miss
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -15,8 +16,8 @@ from megaswift.data.templates.roles import ROLES
 from megaswift.data.vision.media import IMAGE
 from megaswift.data.vision.placeholders import TYPES
 from megaswift.inference.chat_inputs import NO_TEXT
-from megaswift.inference.generator import GenerationParams, generation_params
-from megaswift.inference.options.commands import COLD, PENALTIES, GenerationOptions
+from megaswift.inference.generator import CANDIDATES, GenerationParams, generation_params
+from megaswift.inference.options.commands import COLD, OPENAI_PENALTY, PENALTIES, GenerationOptions
 
 MOST_CHOICES = 16
 MOST_TOP = 20
@@ -35,9 +36,6 @@ SHOWN_ERRORS = 4
 SHOWN_CHARACTERS = 200
 """Maximum length of a quoted part of the request in an error response."""
 OFF: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -50,7 +48,13 @@ OFF: dict[str, tuple[Any, ...]] = {
     "audio": (),
 }
 """Unsupported fields and the values with which they have no effect."""
-SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
+MOST_BIASES = 1024
+"""Maximum tokens of `logit_bias`."""
+LARGEST_BIAS = 100
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 NUMBERS = ("max_tokens", "max_completion_tokens", "n", "seed", "top_logprobs", *SAMPLING)
 
 
@@ -94,6 +98,10 @@ class CommonRequestFields(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MOST_NUMBER)
+    min_p: float | None = Field(None, ge=0, le=1)
+    frequency_penalty: float | None = Field(None, ge=-OPENAI_PENALTY, le=OPENAI_PENALTY)
+    presence_penalty: float | None = Field(None, ge=-OPENAI_PENALTY, le=OPENAI_PENALTY)
+    logit_bias: Any = None
     repetition_penalty: float | None = Field(None, ge=PENALTIES[0], le=PENALTIES[1])
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     seed: int | None = Field(None, ge=0, lt=2**63)
@@ -107,10 +115,6 @@ class CommonRequestFields(BaseModel):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # These would change the answer.
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    logit_bias: Any = None
 
     @field_validator(*NUMBERS, mode="before", check_fields=False)
     @classmethod
@@ -138,6 +142,19 @@ class CommonRequestFields(BaseModel):
             raise ValueError(f"must have strings of 1 to {MOST_STOP_CHARACTERS} characters")
         return value
 
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases(cls, value: Any) -> dict[int, float] | None:
+        if value is None:
+            return value
+        if not isinstance(value, dict) or len(value) > MOST_BIASES:
+            raise ValueError(f"must be an object of at most {MOST_BIASES} token ids")
+        if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in value):
+            raise ValueError('must have token ids as names: {"1234": -100}')
+        if not all(type(bias) in (int, float) and abs(bias) <= LARGEST_BIAS for bias in value.values()):
+            raise ValueError(f"must have numbers from -{LARGEST_BIAS} to {LARGEST_BIAS}")
+        return {int(token): float(bias) for token, bias in value.items()}
+
     @field_validator("temperature")
     @classmethod
     def _cold(cls, value: float | None) -> float | None:
@@ -148,17 +165,18 @@ class CommonRequestFields(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(self, defaults: GenerationOptions, own: Any) -> GenerationParams:
-        """The server's options where the request names none. top_p and top_k without a temperature are OpenAI's: its
-        default is 1."""
+        """The server's options where the request names none. top_p, top_k and min_p without a temperature are OpenAI's:
+        its default is 1."""
         given = {k: v for k in SAMPLING if (v := getattr(self, k)) is not None}
         if given.get("top_k") == -1:
             given["top_k"] = 0
         known = {k: getattr(defaults, k) for k in SAMPLING} | given
         if given.get("temperature") == 0:
-            known |= {"top_p": None, "top_k": None}
-        elif known["temperature"] is None and not own.do_sample and {"top_p", "top_k"} & given.keys():
+            known |= dict.fromkeys(CANDIDATES)
+        elif known["temperature"] is None and not own.do_sample and {*CANDIDATES} & given.keys():
             known["temperature"] = 1.0
-        return generation_params(GenerationOptions(num_beams=1, seed=self.seed, **known), own)
+        params = generation_params(GenerationOptions(num_beams=1, seed=self.seed, **known), own)
+        return replace(params, logit_bias=tuple(sorted((self.logit_bias or {}).items())))
 
 
 class ChatRequest(CommonRequestFields):
@@ -173,6 +191,7 @@ class ChatRequest(CommonRequestFields):
     functions: Any = None
     response_format: Any = None
     modalities: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Any = None
     parallel_tool_calls: Any = None
     prediction: Any = None

@@ -21,7 +21,7 @@ from megaswift.rollout.vllm_package import (
 
 OLDEST = (0, 10)
 """Older releases of vLLM are refused rather than guessed about."""
-GENERATION = ("temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens")
+GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 QUANTIZER = "bitsandbytes"
 MAX_LOGPROBS = 20
 """vLLM's own default."""

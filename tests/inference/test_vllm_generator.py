@@ -96,7 +96,7 @@ def test_the_engine_and_a_batch(engine: type[Engine], tmp_path: Path) -> None:
         "speculative_config": {"method": "ngram"},
     }
     requests = [AnswerRequest((1, 2), 5, ("x",), logprobs=1), AnswerRequest((3,), 6)]
-    first, second = found.generate(requests, GenerationParams(0.7, 0.9, 0, 1.1, seed=40))
+    first, second = found.generate(requests, GenerationParams(0.7, 0.9, 0, 0.2, 1.1, 0.5, -0.5, seed=40))
     assert (first.text, first.tokens, first.reason, second.logprobs) == ("hi", 2, "stop", ())
     assert first.logprobs == (TokenLogprob(4, -0.5, ((9, -0.1),), first=True), TokenLogprob(2, -0.25, ((2, -0.25),)))
     ((prompts, params, how),) = engine.calls
@@ -107,7 +107,10 @@ def test_the_engine_and_a_batch(engine: type[Engine], tmp_path: Path) -> None:
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": -1,
+        "min_p": 0.2,
         "repetition_penalty": 1.1,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
         "stop": ["x"],
         "logprobs": 1,
         "seed": 0,

@@ -195,7 +195,16 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(model: Path, monkeypa
         ({"model": "other"}, "NotFoundError", "'other' does not exist; this server has 'tiny'"),
         ({"temperature": 3}, "BadRequestError", "temperature: Input should be less than or equal to 2"),
         ({"extra_body": {"temprature": 1}}, "BadRequestError", "temprature: Extra inputs are not permitted"),
-        ({"presence_penalty": 1}, "BadRequestError", "presence_penalty: is not supported by this server"),
+        ({"presence_penalty": 3}, "BadRequestError", "presence_penalty: Input should be less than or equal to 2"),
+        ({"logit_bias": {"a": 1}}, "BadRequestError", "logit_bias: must have token ids as names"),
+        ({"logit_bias": {"5": 101}}, "BadRequestError", "logit_bias: must have numbers from -100 to 100"),
+        ({"logit_bias": {"45": 1}}, "BadRequestError", "logit_bias: 45 is not a token id of this model (0 to 44)"),
+        ({"response_format": {"type": "json_object"}}, "BadRequestError", "response_format: is not supported"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"chat_template": "x", "messages": []}}},
+            "BadRequestError",
+            "chat_template, messages: cannot be set by a request",
+        ),
         (
             {"tools": [{"type": "function", "function": {"name": "f"}}]},
             "BadRequestError",

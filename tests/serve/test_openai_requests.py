@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ def http(model: Path) -> Iterator[TestClient]:
     prompts = ChatInputRenderer(prepared, ChatTemplateOptions())
     own = GenerationConfig()
     state = ServerState("tiny", prompts, line, GenerationOptions(), own, 0, copy.deepcopy(prepared.tokenizer))
-    with TestClient(build_app(state)) as client:
+    app = build_app(state)
+    app.state.folder = model
+    app.state.prompts = prompts
+    with TestClient(app) as client:
         yield client
     line.close()
     state.close()
@@ -105,6 +109,8 @@ def test_echo_streamed_and_without_log_probabilities(http: TestClient) -> None:
         ("top_p", True),
         ("top_k", True),
         ("repetition_penalty", True),
+        ("presence_penalty", True),
+        ("min_p", True),
         ("logprobs", True),
     ],
 )
@@ -112,6 +118,47 @@ def test_a_truth_value_is_no_number(http: TestClient, field: str, value: bool) -
     refused = complete(http, **{field: value})
     assert refused.status_code == 400, refused.json()
     assert refused.json()["error"]["param"] == field and "must be a number" in refused.json()["error"]["message"]
+
+
+def test_biases_force_and_forbid_tokens(http: TestClient) -> None:
+    assert complete(http, max_tokens=3, logit_bias={"5": 100}).json()["choices"][0]["text"] == "b b b"
+    plain = complete(http, max_tokens=3).json()["choices"][0]["text"]
+    (first,) = AutoTokenizer.from_pretrained(http.app.state.folder)(plain[0])["input_ids"]
+    other = complete(http, max_tokens=3, logit_bias={str(first): -100}).json()["choices"][0]["text"]
+    assert other[0] != plain[0]
+
+
+def test_requests_with_other_biases_do_not_share_them(http: TestClient) -> None:
+    def first(token: int) -> str:
+        return complete(http, max_tokens=2, logit_bias={str(token): 100}).json()["choices"][0]["text"]
+
+    with ThreadPoolExecutor(6) as pool:
+        assert [*pool.map(first, (4, 5, 6, 4, 5, 6))] == ["a a", "b b", "c c"] * 2
+
+
+def test_min_p_of_1_is_greedy_and_implies_openai_s_temperature(http: TestClient) -> None:
+    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 8}
+    greedy = complete(http, max_tokens=8).json()["choices"][0]["text"]
+    drawn = [http.post("/v1/completions", json=body | {"min_p": p, "seed": 3}).json() for p in (1, 0)]
+    assert drawn[0]["choices"][0]["text"] == greedy != drawn[1]["choices"][0]["text"]
+
+
+def test_variables_of_the_chat_template(http: TestClient, model: Path) -> None:
+    """The prompt is that of transformers with the same variable; the next request has the template's own again."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking %}<u>{% else %}<e><e>{% endif %}"
+    served = http.app.state.prompts
+    own = served.tokenizer.chat_template
+    served.tokenizer.chat_template = tokenizer.chat_template
+    messages = [{"role": "user", "content": "1+2?"}]
+    try:
+        for variables in ({"enable_thinking": True}, {"enable_thinking": False}, {}):
+            body = {"model": "tiny", "messages": messages, "max_tokens": 1, "chat_template_kwargs": variables}
+            answer = http.post("/v1/chat/completions", json=body).json()
+            ids = tokenizer.apply_chat_template(messages, return_dict=False, **variables)
+            assert answer["usage"]["prompt_tokens"] == len(ids) == (5 if variables.get("enable_thinking") else 6)
+    finally:
+        served.tokenizer.chat_template = own
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "top_logprobs"])

@@ -15,6 +15,8 @@ COLD = 1e-5
 """The lowest temperature at which tokens are drawn, as in vLLM: scores divided by less overflow."""
 PENALTIES = (0.01, 100.0)
 """Repetition penalties between which scores stay finite."""
+OPENAI_PENALTY = 2.0
+"""The largest frequency and presence penalty."""
 FP8 = "fp8"
 """The quantization method that needs neither bits nor calibration."""
 CALIBRATED = ("gptq", "awq")
@@ -212,6 +214,14 @@ class GenerationOptions:
         only_with={"temperature": but_not(0)},
         common=("infer",),
     )
+    min_p: float | None = option(
+        None,
+        "Minimum probability of candidate tokens, as a share of the most likely token's",
+        minimum=0,
+        maximum=1,
+        metavar="P",
+        only_with={"temperature": but_not(0)},
+    )
     repetition_penalty: float | None = option(
         None,
         "Repetition penalty; above 1: repeated tokens become less likely",
@@ -219,6 +229,22 @@ class GenerationOptions:
         maximum=PENALTIES[1],
         metavar="X",
         common=("infer",),
+    )
+    frequency_penalty: float | None = option(
+        None,
+        "OpenAI's frequency penalty; lowers a token's logit by this for each time that the answer has it",
+        minimum=-OPENAI_PENALTY,
+        maximum=OPENAI_PENALTY,
+        metavar="X",
+        only_with={"server_backend": "transformers"},
+    )
+    presence_penalty: float | None = option(
+        None,
+        "OpenAI's presence penalty; lowers a token's logit by this once if the answer has it",
+        minimum=-OPENAI_PENALTY,
+        maximum=OPENAI_PENALTY,
+        metavar="X",
+        only_with={"server_backend": "transformers"},
     )
     num_beams: int | None = option(
         None, "Number of beams in beam search", minimum=1, metavar="N", only_with={"file_backend": "transformers"}
