@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +12,11 @@ from megaswift import log
 from megaswift.compat.inference import InferenceToolkits
 from megaswift.data.templates.chosen import check_template, read_system_message
 from megaswift.diagnosis.installed import installed_version
-from megaswift.errors import ConfigError, Problem, UserError, first_line
+from megaswift.errors import ConfigError, Problem
 from megaswift.evaluation.options.checks import complete_eval_options, eval_option_problems, server_token
 from megaswift.evaluation.options.evaluation import SERVER, EvaluationCommandConfig
 from megaswift.folders.source import locate_model, short_name, with_fetched_adapters
+from megaswift.inference.openai_server import first_served_model
 from megaswift.inference.options.parser import CommandParser, ParsedCommand
 from megaswift.inference.prechecks import locate_generation_model, require_package
 from megaswift.version import __version__
@@ -36,8 +35,6 @@ megaswift eval: scores on tasks of lm-evaluation-harness, task files and files o
 PACKAGES = ("lm_eval", "tenacity", "aiohttp")
 """What the extra `eval` installs, as modules."""
 PAGE = "results.html"
-ANSWER_SECONDS = 30
-"""A server lists its models within this time."""
 
 
 def _complete(parsed: ParsedCommand) -> ParsedCommand:
@@ -145,7 +142,7 @@ def _on_server(cfg: EvaluationCommandConfig) -> tuple[Any, Any, str]:
     """The model behind --base_url, the tasks, and the model's name."""
     token = server_token(cfg.backend)
     address = str(cfg.backend.base_url).rstrip("/")
-    name = cfg.backend.served_model_name or _first_model(address, token)
+    name = cfg.backend.served_model_name or first_served_model(address, token)
     folder = None if cfg.weights.model is None else locate_model(cfg.weights, weights=False)
     from megaswift.data.model_tokenizer import read_tokenizer
     from megaswift.evaluation import harness
@@ -171,25 +168,6 @@ def _uses_template(cfg: EvaluationCommandConfig, has_template: bool) -> bool:
         fix = "give --chat_template FILE.jinja, or leave it out"
         raise ConfigError(Problem("--apply_chat_template true", "the tokenizer has no chat template", fix))
     return has_template if cfg.prompt.apply_chat_template is None else cfg.prompt.apply_chat_template
-
-
-def _first_model(address: str, token: str | None) -> str:
-    """The first model that a server lists."""
-    request = urllib.request.Request(f"{address}/models")
-    if token:
-        request.add_header("Authorization", f"Bearer {token}")
-    what = f"--base_url {address}"
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
-            return str(json.load(answer)["data"][0]["id"])
-    except urllib.error.HTTPError as error:
-        fix = "set MEGASWIFT_API_KEY" if error.code in (401, 403) else "give the address up to /v1"
-        raise UserError(Problem(what, f"answers {error.code} to GET /models", fix)) from None
-    except OSError as error:
-        fix = "start a server: megaswift deploy --model DIR"
-        raise UserError(Problem(what, f"is not reached: {first_line(error)}", fix)) from None
-    except (ValueError, KeyError, IndexError, TypeError):
-        raise UserError(Problem(what, "does not list its models", "--served_model_name NAME")) from None
 
 
 def _settings(cfg: EvaluationCommandConfig, found: Any, seconds: float) -> dict[str, Any]:

@@ -237,9 +237,9 @@ def _loader(cfg: InferConfig, prepared: ModelConfigAndTokenizer) -> Callable[[],
     from megaswift.rollout.vllm_package import max_lora_rank_for
     from megaswift.serve.vllm_server import adapters_rank, infer_problems
 
-    if problems := infer_problems(cfg):
+    if problems := infer_problems(cfg.weights):
         raise ConfigError(problems)
-    rank = adapters_rank(cfg)
+    rank = adapters_rank(cfg.weights)
     return lambda: VllmGenerator(prepared, cfg.backend, max_lora_rank_for(rank) if rank else 0)
 
 

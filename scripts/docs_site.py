@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megaswift import deploy, export, infer  # noqa: E402
+from megaswift import deploy, export, infer, sample  # noqa: E402
 from megaswift import eval as evaluate  # noqa: E402
 from megaswift.config.help import default_text  # noqa: E402
 from megaswift.config.sections import TRAINING  # noqa: E402
@@ -25,7 +25,7 @@ LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#]+)(#[^)]*)?\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 LANGUAGE_LINE = re.compile(r"^(English \| \[简体中文\]|\[English\]).*\n+", re.MULTILINE)
 """The line of a page that leads to its other language: the site has a menu for that."""
-COMMANDS = {"infer": infer, "deploy": deploy, "export": export, "eval": evaluate}
+COMMANDS = {"infer": infer, "deploy": deploy, "export": export, "eval": evaluate, "sample": sample}
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

@@ -32,7 +32,7 @@ MESSAGES = frozenset(
 """Calls whose strings are messages, besides those of exception classes."""
 LONG = 3
 """Words of a string that is listed wherever it is."""
-PAGED = (*TASKS, "infer", "deploy", "export", "eval")
+PAGED = (*TASKS, "infer", "deploy", "export", "eval", "sample")
 """Commands whose `--help` is the first of two pages."""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift import deploy, export, infer
+from megaswift import deploy, export, infer, sample
 from megaswift import eval as evaluate
 from megaswift.bridge.adapters.options.methods import VARIANTS
 from megaswift.compat.names.answers import NAMES_ELSEWHERE
@@ -65,7 +65,10 @@ VALUES_OF_OTHERS = {"torch_native"}
 def known_options() -> set[str]:
     """Of training and inference by every spelling; of scripts, of converters and of other programs as our code writes
     them."""
-    tables = {*NAMES, *(name for module in (infer, deploy, export, evaluate) for name in module.COMMAND.table.names)}
+    tables = {
+        *NAMES,
+        *(name for module in (infer, deploy, export, evaluate, sample) for name in module.COMMAND.table.names),
+    }
     files = [
         p
         for folder in ("megaswift", "scripts", "converters")
@@ -106,7 +109,7 @@ def values(text: str) -> Iterator[tuple[str, list[str]]]:
 
 def fits(name: str, words: list[str]) -> bool:
     """Whether an option of some command takes these words, as far as they are no names for the reader to fill in."""
-    tables = [TRAINING, *(module.COMMAND.table for module in (infer, deploy, export, evaluate))]
+    tables = [TRAINING, *(module.COMMAND.table for module in (infer, deploy, export, evaluate, sample))]
     known = [t.options[t.names[name]] for t in tables if name in t.names]
     words = [word.strip("\"'\\,.:") for word in words]
     free = not words[0] or any(re.fullmatch(PLACEHOLDER, word) for word in words) or words[0] in VALUES_OF_OTHERS

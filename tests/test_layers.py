@@ -13,6 +13,7 @@ import pytest
 from megaswift.config.sections import SECTIONS
 from megaswift.evaluation.options import evaluation as evaluation_options
 from megaswift.inference.options import commands as inference_options
+from megaswift.rejection.options import sampling as sampling_options
 from tests.sources import ROOT, Source, called_name, sources
 
 LAYERS = {
@@ -43,6 +44,7 @@ LAYERS = {
     "inference": 5,
     "serve": 5,
     "rollout": 5,
+    "rejection": 5,
     "rewards": 5,
     "trainers": 6,
     "run": 7,
@@ -247,7 +249,7 @@ def test_every_part_is_in_a_tree() -> None:
     """A class with options that no command has would be dead text."""
     commands = [
         found
-        for module in (inference_options, evaluation_options)
+        for module in (inference_options, evaluation_options, sampling_options)
         for name, found in vars(module).items()
         if name.endswith("Options")
     ]

@@ -31,7 +31,7 @@ HERE = re.compile(r"<<'(\w+)'.*?^\1$", re.DOTALL | re.MULTILINE)
 """A file that a page writes."""
 STARTED = re.compile(r"(?:^|(?<=[\s(]))megaswift(?:/(?:cli/_megatron/)?(\w+)\.py| (\w+))(?: (.*))?$")
 ASSIGNED = re.compile(r"(?:^|(?<=\s))([A-Z_]+)=(\S+)(?=\s)")
-PARSED = ("eval",)
+PARSED = ("eval", "sample")
 """Commands whose words are judged by their parser."""
 ENDS = ("&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>", ">/dev/null", '"')
 LAUNCHED = re.compile(r"(?:torchrun .*--nproc_per_node|accelerate .*--num_processes|deepspeed .*--num_gpus) (\d+)")

@@ -25,7 +25,6 @@ ELSEWHERE = {
     "rollout": "run vllm serve, then megaswift grpo --rollout_backend vllm_server (docs/samplers.md)",
     "merge-lora": "megaswift export --merge_lora true",
     "evaluate": "megaswift eval",
-    "sample": "megaswift infer --dataset FILE --temperature 1, once per --seed",
     **dict.fromkeys(("web-ui", "webui", "ui", "dashboard"), _PAGE),
     "compare": "megaswift report OUT1 OUT2",
     "app": "run megaswift deploy and use a chat client for OpenAI's API",

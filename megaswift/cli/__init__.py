@@ -169,6 +169,12 @@ def _eval(argv: list[str]) -> int:
     return evaluate(argv)
 
 
+def _sample(argv: list[str]) -> int:
+    from megaswift.sample import main as sample
+
+    return sample(argv)
+
+
 def _migrate(argv: list[str]) -> int:
     from megaswift.commands.migrate import main as migrate
 
@@ -221,6 +227,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "deploy": ("serve a model over an OpenAI-compatible API", _deploy),
     "export": ("write a model folder with adapters merged, or quantized", _export),
     "eval": ("scores on tasks of lm-evaluation-harness and files of questions", _eval),
+    "sample": ("completions scored with rewards; the best as a data set", _sample),
     "migrate": ("translate scripts and files of other toolkits to YAML files", _migrate),
     "submit": ("submit a run as a job of a cluster", _submit),
     "jobs": ("status, output and end of submitted jobs", _jobs),

@@ -104,6 +104,10 @@ def _parser(command: str) -> CommandParser | None:
         from megaswift.eval import COMMAND as EVAL
 
         return EVAL
+    if command == "sample":
+        from megaswift.sample import COMMAND as SAMPLE
+
+        return SAMPLE
     return None
 
 

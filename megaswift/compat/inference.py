@@ -27,6 +27,12 @@ from megaswift.options.values import FALSE, TRUE
 
 EVALUATION_DATASET = "eval_dataset"
 """ms-swift's name of `--tasks`, whose values are EvalScope's names."""
+JUDGES = ("orm_model", "prm_model")
+"""ms-swift's names of what scores completions: a function, or a model."""
+ENGINES = ("transformers", "pt", "vllm")
+"""Values of ms-swift's `sampler_engine` that `--infer_backend` has."""
+JUDGE_NAMES = {"math": "accuracy", "accuracy": "accuracy", "format": "format", "cosine": "cosine"}
+"""ms-swift's functions for `orm_model` -> reward functions here."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,11 @@ def _translated_options(givens: Sequence[GivenOptionValue], command: str) -> Ite
     for given in givens:
         if command == "eval" and given.name == EVALUATION_DATASET:
             given = replace(given, value=_evaluation_tasks(given.value))
+        if command == "sample" and given.name in JUDGES:
+            given = replace(given, name="reward_model" if _names_folder(given.value) else "reward_funcs")
+            given = given if given.name == "reward_model" else replace(given, value=_reward_functions(given.value))
+        if command == "sample" and given.name == "sampler_engine" and str(given.value).lower() in ENGINES:
+            given = replace(given, name="infer_backend")
         dtype = PRECISIONS.get(given.name)
         is_on = dtype is not None and str(given.value).strip().lower() in TRUE
         if given.name in JSON_TEXTS and isinstance(given.value, dict):
@@ -97,3 +108,14 @@ def _evaluation_tasks(value: Any) -> list[str]:
     """The names of benchmarks as tasks of lm-evaluation-harness."""
     words = value if isinstance(value, list | tuple) else [value]
     return [EVALUATION_TASKS.get(str(word).strip().lower(), str(word)) for word in words]
+
+
+def _names_folder(value: Any) -> bool:
+    """Whether a judge is a model rather than a function."""
+    words = value if isinstance(value, list | tuple) else [value]
+    return not all(str(word).lower() in JUDGE_NAMES or ".py:" in str(word) for word in words)
+
+
+def _reward_functions(value: Any) -> list[str]:
+    words = value if isinstance(value, list | tuple) else [value]
+    return [JUDGE_NAMES.get(str(word).lower(), str(word)) for word in words]

@@ -112,6 +112,8 @@ class Answer:
     reason: str
     """`stop`: the model or a stop text ended it; `length`; `cancelled`."""
     logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    """The tokens generated, the end-of-text token included."""
 
 
 def generation_params(options: GenerationOptions, own: Any, seed: int | None = None) -> GenerationParams:
@@ -223,7 +225,13 @@ class _Row:
         """The whole answer."""
         ids = self.ids[:-1] if self.ids and self.ids[-1] in ends else self.ids
         text = self.stream.text if self.stream is not None else decode_tokens(tokenizer, ids)
-        return Answer((self.request.echo or "") + text, len(self.ids), self.reason or "length", tuple(self.logprobs))
+        return Answer(
+            (self.request.echo or "") + text,
+            len(self.ids),
+            self.reason or "length",
+            tuple(self.logprobs),
+            tuple(self.ids),
+        )
 
 
 class _Watch:

@@ -80,7 +80,7 @@ def _answer(output: Any, request: AnswerRequest) -> Answer:
             TokenLogprob(token, entry[token].logprob, _likeliest(entry, request.logprobs), first=not place)
             for place, (token, entry) in enumerate(zip(tokens, output.logprobs, strict=True))
         )
-    return Answer(output.text, len(tokens), output.finish_reason or "length", logprobs)
+    return Answer(output.text, len(tokens), output.finish_reason or "length", logprobs, tuple(tokens))
 
 
 def _likeliest(entry: Any, count: int) -> tuple[tuple[int, float], ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaswift.data.templates.named import TOKENIZERS_OWN, read_named_template
 from megaswift.errors import Problem, WeightsError, first_line
-from megaswift.inference.options.commands import CommonInferenceConfig, DeployConfig
+from megaswift.inference.options.commands import DeployConfig, ModelPathOptions
 from megaswift.rollout.vllm_package import (
     RANKS,
     max_lora_rank_for,
@@ -32,11 +32,11 @@ def missing_vllm_problems() -> list[Problem]:
     return vllm_version_problem("--infer_backend vllm", OLDEST, "--infer_backend transformers")
 
 
-def infer_problems(cfg: CommonInferenceConfig) -> list[Problem]:
+def infer_problems(weights: ModelPathOptions) -> list[Problem]:
     """What stands against vLLM's engine in `infer`: the package, or several adapters, which it cannot add up."""
-    problems = [*missing_vllm_problems(), *_lora_rank_problems(cfg)]
-    if len(cfg.weights.adapters) > 1:
-        what = f"--adapters {' '.join(cfg.weights.adapters)}"
+    problems = [*missing_vllm_problems(), *_lora_rank_problems(weights)]
+    if len(weights.adapters) > 1:
+        what = f"--adapters {' '.join(weights.adapters)}"
         problems.append(Problem(what, "vLLM applies one adapter at a time", "--infer_backend transformers"))
     return problems
 
@@ -49,21 +49,21 @@ def unsupported_option_problems(cfg: DeployConfig) -> Iterator[Problem]:
             f"the installed vLLM does not support {QUANTIZER}",
             "use --infer_backend transformers, or a quantized checkpoint (AWQ, GPTQ, FP8)",
         )
-    yield from _lora_rank_problems(cfg)
+    yield from _lora_rank_problems(cfg.weights)
 
 
-def _lora_rank_problems(cfg: CommonInferenceConfig) -> Iterator[Problem]:
-    if (rank := adapters_rank(cfg)) > RANKS[-1]:
+def _lora_rank_problems(weights: ModelPathOptions) -> Iterator[Problem]:
+    if (rank := adapters_rank(weights)) > RANKS[-1]:
         yield Problem(
-            f"--adapters {' '.join(cfg.weights.adapters)}",
+            f"--adapters {' '.join(weights.adapters)}",
             f"rank {rank} exceeds vLLM's maximum LoRA rank ({RANKS[-1]})",
             "run megaswift export --merge_lora true, then give --model its folder",
         )
 
 
-def adapters_rank(cfg: CommonInferenceConfig) -> int:
+def adapters_rank(weights: ModelPathOptions) -> int:
     """The largest of --adapters; 0 without."""
-    ranks = [int(_read(Path(folder) / "adapter_config.json").get("r", 8)) for folder in cfg.weights.adapter_folders]
+    ranks = [int(_read(Path(folder) / "adapter_config.json").get("r", 8)) for folder in weights.adapter_folders]
     return max(ranks, default=0)
 
 
@@ -104,7 +104,7 @@ def server_command(cfg: DeployConfig, folder: Path, name: str, port: int) -> lis
     if cfg.placement.quantization_bit is not None:
         words += ["--quantization", QUANTIZER]
     if cfg.weights.adapters:  # clients choose adapters by the model's name there
-        words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank_for(adapters_rank(cfg)))]
+        words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank_for(adapters_rank(cfg.weights)))]
         words += ["--lora-modules"]
         words += [_lora_module(own or f"{name}-adapter", str(path)) for own, path in cfg.weights.named_adapters]
     words += _engine_flags(cfg.backend.engine_arguments)

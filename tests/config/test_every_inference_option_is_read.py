@@ -1,7 +1,8 @@
-"""Every option of infer, deploy, export and eval is read by something that acts on it, for each command by itself.
+"""Every option of infer, deploy, export, eval and sample is read by something that acts on it, for each command by
+itself.
 
 Covers: megaswift/inference/options/commands.py, megaswift/inference/options/backends.py,
-megaswift/evaluation/options/evaluation.py.
+megaswift/evaluation/options/evaluation.py, megaswift/rejection/options/sampling.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megaswift import deploy, export, infer
+from megaswift import deploy, export, infer, sample
 from megaswift import eval as evaluate
 from megaswift.errors import ConfigError
 from megaswift.evaluation.options.checks import server_token
@@ -22,21 +23,37 @@ from megaswift.evaluation.options.evaluation import EvaluationBackendOptions
 from megaswift.infer import requested_launch
 from megaswift.inference.options.backends import BackendOptions
 from megaswift.inference.options.checks import server_auth_token
-from megaswift.inference.options.commands import BitsandbytesOptions, InferProcessOptions, ServerOptions
+from megaswift.inference.options.commands import (
+    BitsandbytesOptions,
+    InferProcessOptions,
+    ModelLoadingOptions,
+    ServerOptions,
+)
 from megaswift.inference.options.export import LAYOUT
 from megaswift.inference.options.launch import LAUNCH_OPTIONS, OF_NODES, node_option_values
 from megaswift.inference.options.parser import CommandParser
 from megaswift.launchers.options.single_process import place_among_nodes
+from megaswift.rejection.options.sampling import SampleRewardOptions
+from megaswift.rewards.reward_input import RewardInput
+from megaswift.rewards.scoring import BuiltInRewardParameters
 from tests.sources import Source, sources
 
-COMMANDS: tuple[CommandParser[Any], ...] = (infer.COMMAND, deploy.COMMAND, export.COMMAND, evaluate.COMMAND)
+COMMANDS: tuple[CommandParser[Any], ...] = (
+    infer.COMMAND,
+    deploy.COMMAND,
+    export.COMMAND,
+    evaluate.COMMAND,
+    sample.COMMAND,
+)
 BACKEND = {f.name for f in fields(BackendOptions)} - {"infer_backend"}
+OF_REWARDS = {f.name for f in fields(BuiltInRewardParameters)} - {"max_completion_length"}
 ONLY_VALUE = {"quant_method"}
 """Its single value is what happens anyway."""
 OTHERWISE: dict[str, set[str]] = {
     "infer": ONLY_VALUE | BACKEND | set(OF_NODES),
     "deploy": ONLY_VALUE | BACKEND | {"api_key"},
     "eval": ONLY_VALUE | {"api_key"},
+    "sample": ONLY_VALUE | BACKEND | {"api_key"} | OF_REWARDS,
     "export": {"bnb_4bit_quant_type", "bnb_4bit_use_double_quant", *LAYOUT, *LAUNCH_OPTIONS},
 }
 """Options that are read under a variable's name or by the configuration; the tests below show each."""
@@ -124,6 +141,15 @@ def test_the_token() -> None:
     assert "server_auth_token(cfg.server)" in package()["megaswift.deploy"].text
     assert server_token(EvaluationBackendOptions(api_key="secret")) == "secret"
     assert "server_token(cfg.backend)" in package()["megaswift.eval"].text
+
+
+def test_parameters_of_rewards() -> None:
+    """Each reaches the functions under its name."""
+    given = SampleRewardOptions(reward_funcs=("soft_overlong",), soft_max_length=9, soft_cache_length=4)
+    (function,) = sample.reward_functions(given, 20, ModelLoadingOptions())
+    completion = RewardInput("q", "a", range(7), True)
+    assert function([completion]) == [-0.5]
+    assert set(sample.COMMAND.table.options) >= OF_REWARDS
 
 
 def test_four_bits_of_an_export() -> None:

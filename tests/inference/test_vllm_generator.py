@@ -126,5 +126,5 @@ def test_what_vllm_does_not_do(engine: type[Engine], tmp_path: Path, monkeypatch
         found.generate([seen], GenerationParams())
     monkeypatch.setattr(vllm_server, "missing_vllm_problems", list)
     folders = [str(peft_folder(tmp_path / name, "m")) for name in ("a", "b")]
-    (problem,) = vllm_server.infer_problems(config(tmp_path, "--adapters", *folders))
+    (problem,) = vllm_server.infer_problems(config(tmp_path, "--adapters", *folders).weights)
     assert problem.rule == "vLLM applies one adapter at a time"

@@ -130,11 +130,37 @@ _EVAL = {
     **dict.fromkeys(("val_dataset", "split_dataset_ratio", "dataset_num_proc", "dataset_shuffle", "strict"), _NO_ROWS),
     "log_level": NeutralOption(("info",), "messages have one level", "leave it out"),
 }
+_SAMPLE = {
+    **_ALL,
+    "sampler_type": NeutralOption(
+        ("sample", "distill"),
+        "completions are sampled, from a server with --base_url",
+        "--num_return_sequences N: no trees are searched",
+    ),
+    "sampler_engine": NeutralOption(
+        ("none",),
+        "it is --infer_backend here",
+        "--base_url URL for a server, or leave it out",
+    ),
+    "resume": NeutralOption(EITHER, "the same command goes on where it stopped"),
+    "stream": NeutralOption(EITHER, "completions are scored when they are complete"),
+    "load_data_args": NeutralOption(EITHER, "--dataset names the prompts"),
+    "dataset_num_proc": _ONE_READER,
+    "dataloader_num_workers": _ONE_READER,
+    "dataset_shuffle": _ORDER,
+    "val_dataset_shuffle": _ORDER,
+    "strict": NeutralOption(ON, "a row that cannot be used is an error", "correct the row"),
+    "split_dataset_ratio": NeutralOption(("0", "0.0"), "every row of --dataset is sampled", "leave it out"),
+    "max_shard_size": _IN_MEMORY,
+    "vllm_use_async_engine": NeutralOption(OFF, "vLLM gets a batch at once", "leave it out"),
+    "log_level": NeutralOption(("info",), "messages have one level", "leave it out"),
+}
 NEUTRAL_OF: Mapping[str, Mapping[str, NeutralOption]] = {
     "infer": _INFER,
     "deploy": _DEPLOY,
     "export": _EXPORT,
     "eval": _EVAL,
+    "sample": _SAMPLE,
 }
 """Command -> its neutral options."""
 
@@ -220,6 +246,21 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
         "top_k": "--gen_kwargs top_k=K",
         "repetition_penalty": "--gen_kwargs repetition_penalty=X",
         "stop_words": "--gen_kwargs until=TEXT",
+    },
+    "sample": {
+        **{name: hint for name, hint in _HINTS.items() if name not in ("external_plugins", "custom_register_path")},
+        "ckpt_dir": "--adapters DIR, or --model DIR for a whole model",
+        "hub_token": _TOKEN,
+        "hf_token": _TOKEN,
+        "output_dir": "--result_path DIR/FILE.jsonl",
+        "num_sampling_batches": "--dataset FILE#N samples the first N rows",
+        "data_range": "--dataset FILE#N samples the first N rows",
+        "override_exist_file": "remove the file, or use another --result_path",
+        "cache_files": "the same command goes on where it stopped, with other options of the selection too",
+        "engine_kwargs": "--vllm_engine_kwargs, or the options of vLLM",
+        "do_sample": "--temperature: above 0 samples",
+        "truncation_strategy": _CONTEXT,
+        "response_prefix": _TEMPLATE,
     },
     "export": {
         **_HINTS,

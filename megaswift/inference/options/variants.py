@@ -52,7 +52,21 @@ def _writes_folder(parsed: ParsedCommand) -> bool:
     return writes or not _value(parsed, "push_to_hub")
 
 
+def _reward_functions(parsed: ParsedCommand) -> tuple[str, ...]:
+    """Return which built-in functions with options are used, also under TRL's names."""
+    built_in = [name for name in _value(parsed, "reward_funcs") if ":" not in name]
+    with_options = ("cosine", "repetition", "soft_overlong", "code")
+    return tuple(short for short in with_options if any(short in name for name in built_in))
+
+
 FACTS: dict[str, Fact] = {
+    "reward_funcs": Fact(_reward_functions, ("reward_funcs",)),
+    "scored": Fact(
+        lambda parsed: bool(_value(parsed, "reward_funcs") or _value(parsed, "reward_model")),
+        ("reward_funcs", "reward_model"),
+        "completions have no rewards",
+        "--reward_funcs accuracy, or --reward_model DIR",
+    ),
     "server_backend": Fact(
         lambda parsed: _backend_with("server", parsed),
         ("infer_backend",),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift import deploy, export, infer
+from megaswift import deploy, export, infer, sample
 from megaswift import eval as evaluate
 from megaswift.compat.inference import InferenceToolkits
 from megaswift.compat.names.inference import HINTS_OF, NEUTRAL_OF
@@ -21,8 +21,20 @@ from megaswift.errors import ConfigError, Problem
 from megaswift.inference.options.placement import parse_device_map
 from megaswift.options.sources import GivenOptionValue
 
-COMMANDS = {"infer": infer.COMMAND, "deploy": deploy.COMMAND, "export": export.COMMAND, "eval": evaluate.COMMAND}
-WORDS = {"infer": [], "deploy": [], "export": ["--quant", "4", "--output_dir", "new"], "eval": ["--tasks", "t"]}
+COMMANDS = {
+    "infer": infer.COMMAND,
+    "deploy": deploy.COMMAND,
+    "export": export.COMMAND,
+    "eval": evaluate.COMMAND,
+    "sample": sample.COMMAND,
+}
+WORDS = {
+    "infer": [],
+    "deploy": [],
+    "export": ["--quant", "4", "--output_dir", "new"],
+    "eval": ["--tasks", "t"],
+    "sample": ["--dataset", "d"],
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -10,12 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from megaswift import deploy, export, infer
+from megaswift import deploy, export, infer, sample
 from megaswift import eval as evaluate
 from megaswift.errors import ConfigError
 from megaswift.inference.options.variants import FACTS
 
-COMMANDS = {"infer": infer.COMMAND, "deploy": deploy.COMMAND, "export": export.COMMAND, "eval": evaluate.COMMAND}
+COMMANDS = {
+    "infer": infer.COMMAND,
+    "deploy": deploy.COMMAND,
+    "export": export.COMMAND,
+    "eval": evaluate.COMMAND,
+    "sample": sample.COMMAND,
+}
 TABLES = {name: command.table.options for name, command in COMMANDS.items()}
 PAIRS = [(name, o, selector) for name, table in TABLES.items() for o in table for selector in table[o].only_with]
 
