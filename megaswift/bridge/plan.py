@@ -25,6 +25,7 @@ from megaswift.models.weights.table import format_rule_name, shard_shape
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
 """Megatron's name of the embedding."""
 SHOWN = 8
 """Problems of one kind that are listed in full."""

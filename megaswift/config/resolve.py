@@ -18,7 +18,7 @@ from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.options.given_options import LISTS_ALL, GivenOptions, Toolkits, unknown_option_problem
 from megaswift.options.sources import ConfigSource, GivenOptionValue, accepted_notice, secret_values_of
 from megaswift.options.spelling import problems_as_typed
-from megaswift.options.tasks import ALIGNMENT, CAUSAL_LM, RL, TASK_NAMES, TASK_TYPES, TASKS
+from megaswift.options.tasks import ALIGNMENT, CAUSAL_LM, PREFERENCES, RL, TASK_NAMES, TASK_TYPES, TASKS
 from megaswift.options.values import option_value_text
 from megaswift.trainers.options.schedule import FromScratchSchedule, from_scratch_defaults
 from megaswift.trainers.rl.options.checks import missing_reward_problems
@@ -173,7 +173,7 @@ def _sections(given: GivenOptions) -> Sections:
     values = _values(given) | _default_max_length(given)
     set_by_user = frozenset(name for name in given.typed if values.get(name) is not None and name not in given.ambient)
     if values.get("packing") is None:
-        values["packing"] = given.task in ALIGNMENT
+        values["packing"] = given.task in PREFERENCES + RL
     if values.get("add_version") is None:
         values["add_version"] = "output_dir" not in set_by_user and not values.get("overwrite_output_dir")
     if accumulation := _default_accumulation(given):

@@ -27,6 +27,7 @@ from megaswift.options.tasks import RL
 from megaswift.options.values import option_value_text
 from megaswift.parallel.options.checks import MODEL_CLASHES
 from megaswift.rollout.options.vllm_engine import vllm_sampler_problems
+from megaswift.trainers.distillation.options.checks import DISTILLATION_CLASHES, DISTILLATION_IGNORED
 from megaswift.trainers.options.batch_sizes import batch_problems
 from megaswift.trainers.options.checkpoint_checks import CHECKPOINT_CLASHES, CHECKPOINT_IGNORED
 from megaswift.trainers.options.evaluation_checks import EVALUATION_CLASHES, EVALUATION_IGNORED
@@ -42,6 +43,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
     *LAUNCH_IGNORED,
     *ENGINE_IGNORED,
     *PREFERENCE_IGNORED,
+    *DISTILLATION_IGNORED,
     *DATA_IGNORED,
     *MODEL_SOURCE_IGNORED,
     *CHECKPOINT_IGNORED,
@@ -61,6 +63,7 @@ CLASHES: tuple[ConflictingOptions, ...] = (
     *ENGINE_CLASHES,
     *ADAPTER_CLASHES,
     *PREFERENCE_CLASHES,
+    *DISTILLATION_CLASHES,
     *RL_CLASHES,
     *OPTIMIZER_CLASHES,
     *SPEED_CLASHES,

@@ -22,6 +22,7 @@ from megaswift.rewards.options import RewardConfig
 from megaswift.rollout.options.rollout import RolloutConfig
 from megaswift.rollout.options.vllm_engine import VllmSamplerConfig
 from megaswift.run.faults.options import FaultToleranceConfig
+from megaswift.trainers.distillation.options.distillation import DistillationConfig
 from megaswift.trainers.options.checkpoint import CheckpointConfig
 from megaswift.trainers.options.evaluation import EvaluationConfig
 from megaswift.trainers.options.hub import HubConfig
@@ -40,6 +41,7 @@ SECTIONS: dict[str, type] = {
     "schedule": ScheduleConfig,
     "lora": LoraConfig,
     "preference": PreferenceConfig,
+    "distillation": DistillationConfig,
     "rl": RlConfig,
     "rewards": RewardConfig,
     "rollout": RolloutConfig,
@@ -70,6 +72,7 @@ SECTION_ALIASES = {
     "dpo": "preference",
     "logging": "train",
     "tuner": "lora",
+    "gkd": "distillation",
     "grpo": "rl",
     "ppo": "rl",
 }
@@ -99,6 +102,7 @@ class Sections:
     parallel: ParallelConfig
     data: DataConfig
     preference: PreferenceConfig
+    distillation: DistillationConfig
     rl: RlConfig
     rollout: RolloutConfig
     rewards: RewardConfig

@@ -52,7 +52,8 @@ def logits_of(products: Tensor, shard: VocabularyHeadShardSpec) -> Tensor:
     return x / shard.temperature if shard.temperature != 1.0 else x
 
 
-def _tiles(products: Tensor, width: int) -> Iterator[slice]:
+def row_tiles(products: Tensor, width: int) -> Iterator[slice]:
+    """Yield the rows of products that are converted to float32 at a time, `width` columns of them."""
     step = tile_rows(width, products.device.type)
     return (slice(a, a + step) for a in range(0, len(products), step))
 
@@ -76,7 +77,7 @@ def row_statistics(products: Tensor, labels: Tensor, shard: VocabularyHeadShardS
     if kernels is not None:
         kernels.write_row_statistics_by_triton(products[:, :width], (local, in_shard), shard, stats)
         return stats
-    for rows in _tiles(products, width):
+    for rows in row_tiles(products, width):
         _write_tile_statistics(products[rows, :width], local[rows], in_shard[rows], shard, stats[:, rows])
     return stats
 
@@ -186,7 +187,7 @@ def write_gradient(
             products[:, :width], (local, in_shard), coefficients, shard, out[:, :width]
         )
     elif width:
-        for rows in _tiles(products, width):
+        for rows in row_tiles(products, width):
             labels_of = local[rows], in_shard[rows]
             out[rows, :width] = _tile_gradient(products[rows, :width], *labels_of, coefficients[:, rows], shard)
     out[:, width:] = 0

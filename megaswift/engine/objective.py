@@ -110,7 +110,22 @@ def named_head_outputs(fields: Tensor, needs: RequestedModelOutputs) -> ModelOut
     named = {
         name: fields[i] if name in needs.differentiable else fields[i].detach() for i, name in enumerate(needs.names)
     }
-    return ModelOutputs(**named, ahead=fields[len(needs.names) :] if needs.ahead else None)
+    count = len(needs.names)
+    return ModelOutputs(
+        **named,
+        ahead=fields[count : count + needs.ahead] if needs.ahead else None,
+        divergence=fields[-1] if needs.divergence is not None else None,
+    )
+
+
+def states_at_labels(batch: Batch, fields: Tensor) -> Tensor:
+    """Return the hidden states [labels, h] of fields [h, b, s] at the labels of the batch, row by row."""
+    return fields.flatten(1).t().index_select(0, label_positions(batch).to(fields.device))
+
+
+def label_positions(batch: Batch) -> Tensor:
+    """Return the positions of labels in the flat [b x s], int64 [labels]."""
+    return (batch.loss_weights != 0).flatten().nonzero().squeeze(1)
 
 
 class GlobalBatchLossCallback:

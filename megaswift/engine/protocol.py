@@ -142,6 +142,7 @@ class Engine(Protocol):
     kind: str
     """`megatron`, `ddp`, ... for the log."""
     vocab_size: int
+    hidden_size: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -220,6 +221,21 @@ class Engine(Protocol):
             Outputs of each micro-batch in order, float32 [b, s], on every model-parallel rank.
         """
 
+    def hidden_states(self, microbatches: Sequence[Batch]) -> list[Tensor]:
+        """Compute the last hidden states at the labels of each micro-batch, in evaluation mode. Collective.
+
+        Args:
+            microbatches: This rank's micro-batches.
+
+        Returns:
+            [labels, hidden size] of each micro-batch in order, in the dtype of the products, on ranks of the last
+            pipeline stage; an empty list on the others.
+        """
+
+    def head_weight(self) -> Tensor:
+        """Return the whole weight of the output layer, [vocabulary, hidden size], for a student's divergence.
+        Collective."""
+
     def keep_reference(self, on_host: bool = False) -> None:
         """Make the model as it is now the reference model.
 
@@ -236,6 +252,29 @@ class Engine(Protocol):
 
         Args:
             share: Between 0 and 1.
+        """
+
+    def set_teacher_head(self, weight: Tensor | None, scale: float = 1.0, softcap: float | None = None) -> None:
+        """Set the head of the teacher whose last hidden states come with batches, for `ModelOutputs.divergence`.
+
+        Args:
+            weight: The weight of its output layer, [vocabulary, hidden size], whole and on any device; the engine
+                copies what it needs. None: no teacher any more.
+            scale: The factor of its logits.
+            softcap: The bound of its logits, by tanh, after the factor.
+        """
+
+    def largest_of_teacher(self, hidden: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """Compute a teacher's largest log-probabilities by the head of `set_teacher_head`, on ranks of the last
+        pipeline stage. Collective over the ranks that share the vocabulary.
+
+        Args:
+            hidden: [n, hidden size of the teacher].
+            k: How many; -inf fills up where the vocabulary is smaller.
+            temperature: By which logits are divided.
+
+        Returns:
+            float32 [n, k], descending, and their tokens, int64 [n, k].
         """
 
     def hf_weights(

@@ -92,6 +92,22 @@ class ModelShape(Protocol):
 
 
 @dataclass(frozen=True)
+class Divergence:
+    """The divergence from a teacher that a loss asks of the model, at each label position.
+
+    The generalized Jensen-Shannon divergence of arXiv 2306.13649, equation 1, as TRL's GKDTrainer has it: with p the
+    teacher's distribution, q the model's and m = beta p + (1 - beta) q, beta KL(p | m) + (1 - beta) KL(q | m);
+    KL(p | q) for beta 0 and KL(q | p) for beta 1.
+    """
+
+    beta: float = 0.5
+    temperature: float = 1.0
+    """By which the logits of both are divided."""
+    topk: int | None = None
+    """Over the teacher's largest so many probabilities alone, as with `teacher_logprobs`; None: the vocabulary."""
+
+
+@dataclass(frozen=True)
 class RequestedModelOutputs:
     """What a task asks of the model for each label position."""
 
@@ -105,6 +121,12 @@ class RequestedModelOutputs:
     states themselves. `fields` is empty then."""
     ahead: int = 0
     """Layers for multi-token prediction whose log-probabilities are asked for too, at temperature 1."""
+    divergence: Divergence | None = None
+    """`ModelOutputs.divergence` too, besides the `fields`. The batch has the teacher's last hidden states in
+    `fields["teacher_hidden"]`, [b, s, hidden size of the teacher], whose head the engine was given
+    (`Engine.set_teacher_head`); or its largest log-probabilities at the divergence's temperature and their tokens in
+    `fields["teacher_logprobs"]` and `fields["teacher_ids"]`, [b, s, k]: all other tokens then are one further outcome
+    of both distributions. Ranks before the last pipeline stage need none of these fields."""
 
     def __post_init__(self) -> None:
         unknown = set(self.fields) - set(FIELDS)
@@ -118,11 +140,11 @@ class RequestedModelOutputs:
         return tuple(f for f in FIELDS if f in self.fields)
 
     def rows(self, spec: ModelShape) -> int:
-        """Return how many numbers the engine computes for each position: those of the head, or the outputs and then
-        those of the layers ahead."""
+        """Return how many numbers the engine computes for each position: those of the head, or the outputs, then those
+        of the layers ahead, then the divergence."""
         if self.head:
             return spec.hidden_size if self.head == HIDDEN else spec.labels
-        return len(self.names) + self.ahead
+        return len(self.names) + self.ahead + (self.divergence is not None)
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -148,6 +170,8 @@ class ModelOutputs:
     vectors: Tensor | None = None
     """[b, s, labels] or [b, s, hidden size], what a head of classes gives or the hidden states; differentiable in
     training."""
+    divergence: Tensor | None = None
+    """The divergence from the teacher at each label position; differentiable in training."""
     ahead: Tensor | None = None
     """[layers, b, s]: for each layer for multi-token prediction the log-probability of its label
     (`losses.mtp.tokens_ahead`); differentiable in training."""

@@ -11,6 +11,7 @@ TASKS = {
     "cpo": "preference learning without a reference model: CPO",
     "simpo": "preference learning without a reference model: SimPO",
     "rm": "reward model training from preference pairs",
+    "gkd": "distillation from a teacher, also on the model's own completions: GKD",
     "grpo": "reinforcement learning without a critic: GRPO and variants",
     "ppo": "reinforcement learning with a critic: PPO",
     "seq_cls": "classification of texts, or regression",
@@ -42,11 +43,15 @@ GRPO = ("grpo",)
 PPO = ("ppo",)
 RL = GRPO + PPO
 """Tasks whose rows are prompts, and whose unit is a completion that the model has sampled."""
+DISTILLATION = ("gkd",)
+"""Tasks that learn a teacher's distribution over the next token."""
+SAMPLED = RL + DISTILLATION
+"""Tasks that may train on completions that are sampled during the run."""
 PROMPTED = ("dpo", "cpo", "simpo", "rm", *RL)
 """Tasks with several answers to a prompt that carries no loss."""
-ALIGNMENT = PREFERENCES + RL
+ALIGNMENT = PREFERENCES + DISTILLATION + RL
 """Tasks that `rlhf_type` may name."""
-DATASETS = (*LANGUAGE, *TASK_TYPES, *PREFERENCES)
+DATASETS = (*LANGUAGE, *TASK_TYPES, *DISTILLATION, *PREFERENCES)
 """Tasks that train on the rows of a data set themselves."""
 CHATS = (*SFT, "seq_cls", *ALIGNMENT)
 """Tasks of conversations."""

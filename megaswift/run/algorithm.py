@@ -15,7 +15,7 @@ from megaswift.losses.options.loss_table import PLUGIN_LOSSES, loss_entries
 from megaswift.losses.options.preference import beta_of, cpo_alpha_of, loss_types_of
 from megaswift.losses.policy_loss_types import CISPO_CAP
 from megaswift.options.option import Option
-from megaswift.options.tasks import CLASSIFIERS, LANGUAGE, RL
+from megaswift.options.tasks import CLASSIFIERS, DISTILLATION, LANGUAGE, RL
 from megaswift.options.values import option_value_text
 from megaswift.trainers.rl.options.derived import (
     advantage_estimator_of,
@@ -65,6 +65,19 @@ def _names(cfg: SwiftConfig) -> Iterator[str]:
     if cfg.task in CLASSIFIERS:
         if cfg.data.problem_type:
             yield _named("problem_type", cfg.data.problem_type)
+        return
+    if cfg.task in DISTILLATION:
+        beta = beta_of(cfg)
+        known = {0.0: "KL(teacher | model)", 1.0: "KL(model | teacher)"}
+        yield f"beta {beta:g} ({known.get(beta, 'generalized Jensen-Shannon divergence')})"
+        yield _named("temperature", cfg.rollout.temperature)
+        own = cfg.distillation.lmbda
+        rest = "the teacher's" if cfg.distillation.seq_kd else "the rows'"
+        yield f"lmbda {own:g} ({own:.0%} of steps on the model's completions, others on {rest})"
+        if cfg.distillation.gkd_logits_topk:
+            yield _named("gkd_logits_topk", cfg.distillation.gkd_logits_topk)
+        if cfg.distillation.sft_alpha:
+            yield _named("sft_alpha", cfg.distillation.sft_alpha)
         return
     if cfg.task in RL:
         yield _named("advantage_estimator", advantage_estimator_of(cfg))

@@ -27,7 +27,7 @@ from megaswift.losses.options.kto_pairs import kto_pairs_over_global_batch
 from megaswift.losses.options.preference import beta_of, loss_types_of, needs_reference
 from megaswift.models.heads import with_pad_token_id
 from megaswift.models.spec import ModelSpec
-from megaswift.options.tasks import PROMPTED
+from megaswift.options.tasks import DISTILLATION, PROMPTED
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.row_padding import needs_rows_of_full_length
 from megaswift.run.checks.prefix_sharing import shares_prefixes
@@ -42,6 +42,7 @@ from megaswift.trainers.batch_fields import (
     Mismatched,
     ReferenceLogprobs,
 )
+from megaswift.trainers.distillation.options.distillation import samples_in_training
 from megaswift.trainers.hook import Rate
 from megaswift.trainers.options.batch_sizes import batch_plan
 from megaswift.trainers.reference_logprobs import PrecomputedReferenceLogprobs
@@ -51,6 +52,9 @@ from megaswift.trainers.schedule import count_steps
 @dataclass(frozen=True)
 class DatasetTask(Task):
     """Batches come from rows; the loss may read scores of a reference besides."""
+
+    rows_of: str = ""
+    """The task whose rows these are, if it is another one."""
 
     def read(self, plan: RunPlan) -> tuple[RunPlan, TaskData]:
         """Read tokenized rows, and choose the packing of a step by them."""
@@ -74,7 +78,7 @@ class DatasetTask(Task):
         return TaskParts(data.source, first_hooks=[transform], prepare=transform.prepare, prepare_before_counts=first)
 
 
-def read_rows(plan: RunPlan, task: Task) -> tuple[RunPlan, TaskData]:
+def read_rows(plan: RunPlan, task: DatasetTask) -> tuple[RunPlan, TaskData]:
     """Load the tokenizer, then build training and evaluation batches. Evaluation passes as many micro-batches at a time
     as a pipeline has stages."""
     # The tokenizer; a model that scores conversations finds their ends by its padding token.
@@ -93,7 +97,7 @@ def read_rows(plan: RunPlan, task: Task) -> tuple[RunPlan, TaskData]:
     # The rows.
     cfg = plan.cfg
     source, evaluation = data_sources.build_train_and_eval_sources(
-        cfg.data, cfg.train, reader, plan.geometry(), cfg.task, task.prompt_labels
+        cfg.data, cfg.train, reader, plan.geometry(), task.rows_of or cfg.task, task.prompt_labels
     )
     if evaluation is not None:
         passes = eval_accumulation(cfg, plan.layout)
@@ -143,7 +147,7 @@ def choose_step_packing(
     """Decide `padding_free`, with a notice where it was not asked for; the sources then pack. The same on every
     rank."""
     asked = cfg.data.padding_free
-    if asked is False or cfg.data.packing or cfg.task not in ("sft", "pt"):
+    if asked is False or cfg.data.packing or cfg.task not in ("sft", "pt", *DISTILLATION) or samples_in_training(cfg):
         return cfg
     rows = source.data if isinstance(source, TokenStoreBatchSource) else None
     if not isinstance(rows, DocumentRows) or rows.towers is not None:

@@ -4,6 +4,7 @@ demand."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,14 +70,14 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> RankContext:
     return TorchContext(layout, timeout, seed)
 
 
-def make_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> Engine:
-    """Build the engine, without weights yet."""
+def make_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any, trains: bool = True) -> Engine:
+    """Build the engine, without weights yet. `trains` False: for a teacher."""
     if requested_engine(cfg) == NATIVE:
-        return native_engine(cfg, spec, context)
-    return _torch_engine(cfg, spec, folder, context)
+        return native_engine(cfg, spec, context, trains)
+    return _torch_engine(cfg, spec, folder, context, trains)
 
 
-def native_engine(cfg: SwiftConfig, spec: ModelSpec, context: Any) -> MegatronEngine:
+def native_engine(cfg: SwiftConfig, spec: ModelSpec, context: Any, trains: bool = True) -> MegatronEngine:
     """Build the native engine, without weights yet."""
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.engine.megatron.layers.implementation import transformer_engine_unusable_reason
@@ -85,11 +86,11 @@ def native_engine(cfg: SwiftConfig, spec: ModelSpec, context: Any) -> MegatronEn
     has_transformer_engine = not transformer_engine_unusable_reason()
     if lacking := missing_transformer_engine_problems(cfg, has_transformer_engine, choice.torch_parts()):
         raise ConfigError(lacking)
-    settings = native_engine_settings(cfg, context.layout)
+    settings = replace(native_engine_settings(cfg, context.layout), trains=trains)
     return MegatronEngine(spec, context, choice, cfg.model, cfg.parallel, cfg.optim, cfg.lora, settings)
 
 
-def _torch_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> Engine:
+def _torch_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any, trains: bool) -> Engine:
     from megaswift.engine.torch.engine import TorchEngine, compute_dtype
     from megaswift.engine.torch.settings import EngineSettings
 
@@ -124,6 +125,7 @@ def _torch_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any)
         quantization=base_quantization(cfg),
         fsdp=fsdp,
         deepspeed=deepspeed,
+        trains=trains,
     )
     return TorchEngine(spec, context, folder, dtype, model_build(cfg, spec.scored), cfg.optim, settings)
 

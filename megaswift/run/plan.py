@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megaswift.models.spec import ModelSpec
 from megaswift.models.vision import reads_images
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.row_padding import fp8_token_multiple, needs_rows_of_full_length, row_padding_multiple
+from megaswift.run.checks.distillation import teacher_layout
 from megaswift.run.engines import RankContext
 from megaswift.run.output import OutputFolder
 from megaswift.trainers.options.batch_sizes import batch_plan
@@ -55,14 +57,20 @@ class RunPlan:
         """What the loader must know of this rank and its batches."""
         layout = self.layout
         plan = batch_plan(self.cfg.train, layout.dp)
+        # A teacher in a layout of its own computes the same micro-batches.
+        teacher = teacher_layout(self.cfg, layout.world_size)
+        layouts = (layout,) if teacher is None else (layout, teacher)
+        multiples = (
+            row_padding_multiple(one, fp8_token_multiple(self.cfg.model, one.sequence_parallel)) for one in layouts
+        )
         return LoaderGeometry(
             dp_rank=self.context.coordinates.dp,
             dp_size=layout.dp,
             per_device=plan.per_device,
             accumulation=plan.accumulation,
-            doc_multiple=2 * layout.cp if layout.cp > 1 else 1,
-            row_multiple=row_padding_multiple(layout, fp8_token_multiple(self.cfg.model, layout.sequence_parallel)),
-            uniform=layout.pp > 1,
+            doc_multiple=lcm(*(2 * one.cp if one.cp > 1 else 1 for one in layouts)),
+            row_multiple=lcm(*multiples),
+            uniform=any(one.pp > 1 for one in layouts),
             full_length=needs_rows_of_full_length(self.cfg.model, self.cfg.parallel.tp_comm_overlap, layout),
             seed=data.data_seed(self.cfg.data, self.cfg.train),
             # an image's token may lie beyond the vocabulary

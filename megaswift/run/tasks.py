@@ -12,6 +12,7 @@ from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_loss_types import DpoSettings
+from megaswift.losses.gkd import Distillation
 from megaswift.losses.kto import KTO
 from megaswift.losses.mtp import MultiTokenPrediction
 from megaswift.losses.options.classification import default_problem_type
@@ -22,6 +23,7 @@ from megaswift.losses.policy_loss_types import PolicySettings
 from megaswift.losses.reward import RewardLoss
 from megaswift.losses.sft import CrossEntropy
 from megaswift.run.dataset_task import DatasetTask
+from megaswift.run.distillation_task import DistillationTask
 from megaswift.run.policy_task import PolicyTask
 from megaswift.run.task import Task
 from megaswift.trainers.rl.options.derived import (
@@ -129,6 +131,18 @@ for _task in (
         "pairs",
         "pairs",
         scored=True,
+    ),
+    DistillationTask(
+        "gkd",
+        "distillation from a teacher",
+        lambda cfg: Distillation(
+            beta_of(cfg),
+            cfg.rollout.temperature,
+            cfg.distillation.gkd_logits_topk,
+            cfg.distillation.sft_alpha,
+        ),
+        "label_weight",
+        "rows",
     ),
     PolicyTask("grpo", "group relative policy optimization", _policy, "completions", "completions"),
     PolicyTask("ppo", "proximal policy optimization", _policy, "completions", "completions"),

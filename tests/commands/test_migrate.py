@@ -94,7 +94,7 @@ def test_unreadable_configuration(name: str, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_command_without_a_task_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "x.sh").write_text("swift rlhf --rlhf_type gkd --model m --teacher_model t\n" + COMPLETE)
+    (tmp_path / "x.sh").write_text("swift rlhf --rlhf_type ppo_v2 --model m\n" + COMPLETE)
     assert migrate([str(tmp_path / "x.sh"), "--output_dir", str(tmp_path / "o")]) == 3
     assert "x.sh:1: not translated" in capsys.readouterr().err and os.listdir(tmp_path / "o") == ["x-2.yaml"]
 

@@ -168,7 +168,7 @@ def test_the_last_of_two_values_counts() -> None:
             "    try: did you mean",
         ),
         (["--train_type", "dpo"], "conflicts with the command, which is sft\n    try: megaswift dpo"),
-        (["--rlhf_type", "gkd"], "is not a supported task; tasks are sft"),
+        (["--rlhf_type", "xpo"], "is not a supported task; tasks are sft"),
         (["--train_type", "pt"], "conflicts with the command, which is sft\n    try: megaswift pt"),
         (["--columns", "{q"], "is not JSON"),
         (["--columns", "q"], "must be FROM=TO pairs"),

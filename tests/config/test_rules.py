@@ -139,6 +139,17 @@ IDLE = [
 ]
 
 CLASHING = [
+    ("teacher_model_server", "gkd --teacher_model_server http://t --teacher_model t --gkd_logits_topk 2"),
+    ("teacher_model_server", "gkd --teacher_model_server http://t"),
+    ("teacher_model_server", "gkd --teacher_model_server http://t --gkd_logits_topk 2 --temperature 2"),
+    ("teacher_logits", "gkd --teacher_logits d --teacher_model t --lmbda 0"),
+    ("teacher_logits", "gkd --teacher_logits d"),
+    ("teacher_logits", "gkd --teacher_logits d --lmbda 0 --streaming --max_steps 2"),
+    ("seq_kd", "gkd --seq_kd"),
+    ("seq_kd", "gkd --seq_kd --teacher_model t --rollout_backend vllm_server"),
+    ("packing", "gkd --packing true --teacher_model t"),
+    ("padding_free", "gkd --padding_free true --teacher_model t"),
+    ("max_completion_length", "gkd --max_completion_length 90 --max_length 80 --teacher_model t"),
     ("async_save", "--async_save --save_only_model"),
     ("truncation_strategy", "--truncation_strategy split"),
     ("interleave_prob", "--interleave_prob 1 2 --dataset a"),

@@ -77,7 +77,7 @@ def test_what_the_loader_takes(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["lr: 0\n", "lr: fast\n", "shuffle: maybe\n", "max_steps: 1.5\n", "max_steps: -2\n", "tp: 0\n", "rlhf_type: gkd\n",
+    ["lr: 0\n", "lr: fast\n", "shuffle: maybe\n", "max_steps: 1.5\n", "max_steps: -2\n", "tp: 0\n", "rlhf_type: xpo\n",
      "dtype: int8\n", "nosuch: 1\n", "parallel: {nosuch: 1}\n", "seed: -1\n", "packing: 3\n"],
 )  # fmt: skip
 def test_what_is_wrong_is_marked(text: str) -> None:

@@ -70,6 +70,7 @@ def test_promised_aliases(alias: str, name: str) -> None:
     assert NAMES[alias] == name
 
 
+TEACHER_AXES = ("tensor", "pipeline", "context", "expert")
 SPELLED = {"loss_scale": "last_round+hermes", "data_split": "98,2,0"}
 
 
@@ -127,6 +128,13 @@ NEEDS = (
             {"precision_aware_optimizer": True},
         ),
         "fp8_recipe": {"fp8_format": "hybrid"},
+        **dict.fromkeys(
+            ("offload_teacher_model", *(f"teacher_{axis}_parallel_size" for axis in TEACHER_AXES)),
+            {"teacher_model": "t"},
+        ),
+        "seq_kd": {"teacher_model": "t"},
+        "teacher_logits": {"lmbda": 0},
+        "teacher_model_server": {"gkd_logits_topk": 2},
         "recompute_method": {"recompute_granularity": "full"},
         "recompute_num_layers": {"recompute_granularity": "full"},
         "recompute_modules": {"recompute_granularity": "selective"},

@@ -50,6 +50,16 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"task": "seq_cls", "num_labels": 1, "problem_type": "regression"}, "problem_type regression"),
     ({"task": "token_cls", "num_labels": 3}, ""),
+    (
+        {"task": "gkd", "lmbda": 0.25, "seq_kd": True, "teacher_model": "t", "sft_alpha": 0.1},
+        "beta 0.5 (generalized Jensen-Shannon divergence), temperature 1, lmbda 0.25 (25% of steps on the model's "
+        "completions, others on the teacher's), sft_alpha 0.1",
+    ),
+    (
+        {"task": "gkd", "beta": 0.0, "lmbda": 0.0, "gkd_logits_topk": 8},
+        "beta 0 (KL(teacher | model)), temperature 1, lmbda 0 (0% of steps on the model's completions, others on the "
+        "rows'), gkd_logits_topk 8",
+    ),
 ]
 
 

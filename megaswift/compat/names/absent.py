@@ -125,7 +125,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("local_rollout_forward_batch_size", ANY, "completions are scored in the micro-batches of training", ""),
     ("missing_eos_penalty", (*UNSET, "0"), "only reward functions change rewards",
      "subtract it in a reward function: --reward_funcs FILE.py:function"),
-    ("seq_kd", OFF, "distillation from a teacher (GKD) is not supported", LEAVE),
     ("mcore_ref_adapter", UNSET, "a reference model is a folder of whole weights",
      "merge the adapters: megaswift export --merge_lora true, then --ref_model DIR"),
     ("log_rollout_offpolicy_metrics", OFF, "metrics.jsonl has the metrics of docs/rl.md only", LEAVE),
@@ -174,7 +173,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("zero_hpz_partition_size", UNSET, "DeepSpeed's secondary shards (ZeRO++) are not used", LEAVE),
     ("freeze_parameters_ratio", ("0", *UNSET), "frozen weights are named, and 1 freezes all of them",
      "--freeze_parameters 'embed_tokens' 'layers\\.[0-9]\\.', for the first ten layers"),
-    ("offload_teacher_model", OFF, "distillation from a teacher (GKD) is not supported", LEAVE),
     # the run
     ("create_checkpoint_symlink", OFF, "OUT/checkpoints/latest.json names the newest checkpoint", LEAVE),
     ("hub_always_push", OFF, "an upload ends before the next one begins", "--hub_strategy every_save"),

@@ -21,10 +21,7 @@ _OF_MODEL = "leave it out: the model's config.json (--model DIR) sets it"
 _CUT = "--max_length, the limit for prompt plus completion"
 _SYNC = "--rollout_sync_folder DIR"
 _STREAMS = "--streaming true"
-_TEACHER = (
-    "distillation from a teacher (GKD) is not supported, and without this option the run trains on the rows alone; "
-    "megaswift sft on answers that the teacher wrote (megaswift infer) is sequence-level distillation"
-)
+_TEACHER = "leave it out: a teacher computes with the run's own settings; --teacher_model, --teacher_tp, --teacher_pp"
 _HUB = "--push_to_hub true with --hub_model_id, --hub_token, --hub_private_repo and --hub_strategy"
 _TRACKER = (
     "--run_name, --wandb_project, --swanlab_project, --mlflow_experiment_name and --trackio_project name a run and its "
@@ -94,10 +91,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "host": _GONE + "it is an option of megaswift deploy",
     # evaluation, logs, checkpoints
     # preference learning and reinforcement learning
-    "lmbda": _TEACHER,
-    "teacher_model": _TEACHER,
-    "gkd_logits_topk": _TEACHER,
-    "sft_alpha": "use --rpo_alpha for DPO with an SFT term",
     "reward_model_plugin": "--reward_funcs FILE.py:function",
     "reward_model_type": "--reward_model DIR",
     "ref_model_type": "--ref_model DIR",
@@ -154,7 +147,6 @@ _LENGTHENING = ("prompt", "prompt_tuning", "multitask_prompt_tuning", "prefix", 
 _SOME_WEIGHTS = "--train_type full --freeze_parameters . --trainable_parameters "
 
 VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
-    ("rlhf_type", "gkd"): "run megaswift sft on completions of the teacher: distillation (GKD) is not supported",
     ("rlhf_type", "ppo_v2"): "megaswift ppo",
     ("task_type", "decision"): "--task_type seq_cls, whose labels are the choices: decision models are not supported",
     ("task_type", "prm"): "--task_type token_cls, which labels tokens: process reward models are not supported",

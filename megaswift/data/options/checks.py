@@ -8,7 +8,7 @@ from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption
 from megaswift.config.sections import Sections
 from megaswift.data.options.indexed import INDEXED_DATA_CLASHES, reads_indexed_data
 from megaswift.losses.options.classification import SINGLE_LABEL
-from megaswift.options.tasks import CLASSIFIERS, SFT, SUPERVISED
+from megaswift.options.tasks import CLASSIFIERS, DISTILLATION, SFT, SUPERVISED
 
 
 def _no_random_order(c: Sections) -> bool:
@@ -57,7 +57,7 @@ DATA_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "padding_free",
         ("packing",),
-        lambda c: c.data.packing and c.task in SUPERVISED,
+        lambda c: c.data.packing and c.task in (*SUPERVISED, *DISTILLATION),
         "packing true leaves no padding",
         "--packing false",
         neutral=(None, True),
@@ -66,7 +66,7 @@ DATA_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "padding_free",
         ("packing",),
-        lambda c: c.task not in SUPERVISED,
+        lambda c: c.task not in (*SUPERVISED, *DISTILLATION),
         "tasks of preferences and RL do not have it: their samples are packed unless --packing false is given",
         "--packing false",
         neutral=(None, True),

@@ -13,6 +13,7 @@ from megaswift.options.tasks import (
     CHATS,
     CLASSIFIERS,
     DATASETS,
+    DISTILLATION,
     EVERY_TASK,
     LANGUAGE,
     LIKELIHOODS,
@@ -127,7 +128,7 @@ class DataConfig:
     loss_scale: str = option(
         "default",
         "Trained text and its weights: default, last_round or all, then +TABLE",
-        tasks=SFT + LIKELIHOODS,
+        tasks=SFT + LIKELIHOODS + DISTILLATION,
         metavar="TURNS+TABLE",
     )
     columns: dict[str, str] = option(
@@ -210,7 +211,7 @@ class DataConfig:
     add_non_thinking_prefix: bool = option(
         True,
         "Keep the empty reasoning that a template writes; false: leave it out",
-        tasks=("sft", "seq_cls", *PREFERENCES),
+        tasks=("sft", "seq_cls", *DISTILLATION, *PREFERENCES),
     )
     enable_thinking: bool | None = option(
         None,

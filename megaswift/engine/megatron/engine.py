@@ -21,7 +21,7 @@ from megaswift.bridge.checkpoint.hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.hf.export import HfExportOptions, source_tensor_dtypes, write_hf_export
 from megaswift.bridge.hf.source import WeightSource
 from megaswift.bridge.new_head import with_new_head
-from megaswift.bridge.plan import WeightPlan
+from megaswift.bridge.plan import EMBEDDING, OUTPUT_LAYER, WeightPlan
 from megaswift.bridge.weight_source import open_weights
 from megaswift.engine.diagnostics.compute_time import OwnComputeClock
 from megaswift.engine.diagnostics.replica_checksums import ReplicatedWeights, replicated_by_group
@@ -64,13 +64,14 @@ from megaswift.engine.objective import (
     StepReport,
     named_head_outputs,
     start_count_global_batch,
+    states_at_labels,
 )
 from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
-from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.contract import HIDDEN, Batch, Loss, ModelOutputs, RequestedModelOutputs
 from megaswift.models import qlora
 from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import ModelSpec
@@ -102,6 +103,7 @@ class MegatronEngine(EngineState):
         self.layout = context.layout
         self.rank = context.rank
         self.vocab_size = spec.vocab_size
+        self.hidden_size = spec.hidden_size
         self.train_type = model.train_type
         self.has_random_start = model.random_init
         self.optim = optim
@@ -137,7 +139,11 @@ class MegatronEngine(EngineState):
         with self.backend.building():
             self.plain = build_model_chunks(spec, self.config, context, self.choice)
         self.weights = RankWeights(self.plain, spec, self.plan, context)
-        self.freeze(model.freeze_parameters, model.trainable_parameters)
+        if settings.trains:
+            self.freeze(model.freeze_parameters, model.trainable_parameters)
+        else:
+            for placed in self.weights.placed:
+                placed.tensor.requires_grad_(False)
         self.lora = RankAdapters(self.plain, self.weights, adapters) if adapters else None
         share = model.mtp_loss_scaling_factor / max(spec.mtp_layers, 1)
         self.aux = AuxLosses(self.plain, spec, model.moe_aux_loss_coeff, model.moe_z_loss_coeff, context, share)
@@ -286,10 +292,7 @@ class MegatronEngine(EngineState):
             outputs.append(fields)
             return fields.new_zeros(())
 
-        self._need(needs)
-        with passes.evaluation_mode(self.chunks), self.backend.computing():
-            mode = passes.ForwardBackwardMode(self.choice.attention, True)
-            passes.run_forward_backward_schedule(self.chunks, microbatches, keep, self.context, mode)
+        self._forward(microbatches, needs, keep)
         if self.layout.pp > 1:
             if not outputs:
                 rows = needs.rows(self.spec)
@@ -297,6 +300,46 @@ class MegatronEngine(EngineState):
             for tensor in outputs:
                 dist.broadcast(tensor, group=self.context.groups.pp, group_src=self.layout.pp - 1)
         return [named_head_outputs(fields, needs) for fields in outputs]
+
+    def _forward(
+        self, microbatches: Sequence[Batch], needs: RequestedModelOutputs, keep: Callable[[Batch, Tensor], Tensor]
+    ) -> None:
+        """Run the model in evaluation mode; `keep` gets each micro-batch and its fields, on the last stage."""
+        self._need(needs)
+        with passes.evaluation_mode(self.chunks), self.backend.computing():
+            mode = passes.ForwardBackwardMode(self.choice.attention, True)
+            passes.run_forward_backward_schedule(self.chunks, microbatches, keep, self.context, mode)
+
+    @torch.no_grad()
+    def hidden_states(self, microbatches: Sequence[Batch]) -> list[Tensor]:
+        """Compute the last hidden states at the labels of each micro-batch, [labels, h] in the dtype of the products,
+        on ranks of the last pipeline stage; empty on others."""
+        found: list[Tensor] = []
+
+        def keep(batch: Batch, fields: Tensor) -> Tensor:
+            found.append(states_at_labels(batch, fields).to(self.dtype))
+            return fields.new_zeros(())
+
+        self._forward(microbatches, RequestedModelOutputs(fields=frozenset(), head=HIDDEN), keep)
+        return found
+
+    def head_weight(self) -> Tensor:
+        """Read the weight of the output layer from the files that `load_hf` read, [vocabulary, h] in host memory."""
+        assert self.kept is not None, "the weights were not loaded"
+        name = self.plan.by_megatron[EMBEDDING if self.spec.tied else OUTPUT_LAYER].hf[0]
+        return self.kept.slice(name).to(self.dtype)
+
+    def set_teacher_head(self, weight: Tensor | None, scale: float = 1.0, softcap: float | None = None) -> None:
+        """Keep this rank's rows of a teacher's head on the last pipeline stage."""
+        last = self.plain[-1]
+        if weight is None:
+            last.teacher_head = None
+        elif last.post_process:
+            last.set_teacher_head(weight, scale, softcap)
+
+    def largest_of_teacher(self, hidden: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """Compute the teacher's largest log-probabilities and their tokens from its hidden states."""
+        return self.plain[-1].largest_of_teacher(hidden, k, temperature)
 
     def hf_weights(
         self, dtype: torch.dtype | None = None, everywhere: bool = False, on_device: bool = False

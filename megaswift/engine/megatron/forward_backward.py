@@ -16,6 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megaswift.engine.divergence import without_teacher
 from megaswift.engine.megatron.cuda_graphs import without_cuda_graphs
 from megaswift.engine.megatron.layers.moe.capacity import without_expert_padding
 from megaswift.engine.megatron.layers.mtp import sum_embedding_gradients
@@ -53,9 +54,15 @@ def run_forward_backward_schedule(
     """All micro-batches through the pipeline; gradients are left in DDP's buffers, reduced, divided by nothing."""
     layout = context.layout
     coords = context.coordinates
-    ahead = unwrapped(chunks[-1]).needs.ahead
+    last = unwrapped(chunks[-1])
+    ahead = last.needs.ahead
+    reads_teacher = last.needs.divergence is not None
+    if reads_teacher and not last.post_process:
+        microbatches = [without_teacher(b) for b in microbatches]
+        reads_teacher = False
     passes = [
-        microbatch_inputs(b, layout.cp, coords.cp, context.device, settings.attention, ahead) for b in microbatches
+        microbatch_inputs(b, layout.cp, coords.cp, context.device, settings.attention, ahead, reads_teacher)
+        for b in microbatches
     ]
     shape = microbatches[0].input_ids.shape
     if layout.pp > 1:

@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megaswift.device_copy import copy_to_device_async, pin_where_copied
+from megaswift.engine.divergence import TeacherOutputs, without_teacher
 from megaswift.engine.document_attention import RowDocuments, prefixes_of_documents
 from megaswift.engine.megatron.context_parallel import gather_order, local_row_positions
 from megaswift.engine.megatron.layers.attention.document import RowPackedSeqParams
@@ -53,6 +54,8 @@ class MicrobatchInputs:
     """int64 [s]: how joined slices become the sequence; None without context parallelism."""
     ahead: tuple[InputsAhead, ...] = ()
     """For each layer for multi-token prediction that is asked for."""
+    teacher: TeacherOutputs | None = None
+    """The teacher's outputs at the `labeled_rows`, [n, ...] each."""
 
 
 @dataclass(frozen=True)
@@ -209,15 +212,29 @@ def _thd(
 
 
 def microbatch_inputs(
-    batch: Batch, cp: int, rank: int, device: torch.device, attention: str, ahead: int = 0
+    batch: Batch,
+    cp: int,
+    rank: int,
+    device: torch.device,
+    attention: str,
+    ahead: int = 0,
+    reads_teacher: bool = False,
 ) -> MicrobatchInputs:
     """The slice of `batch` that context-parallel `rank` of `cp` computes. Indices are computed on the host, where a
-    loader thread has not done so, and each tensor is copied to the device once: the host never waits for the device."""
+    loader thread has not done so, and each tensor is copied to the device once: the host never waits for the device.
+
+    With `reads_teacher` its outputs are copied at labeled positions; the batch for the loss is then without them.
+    """
     host = batch.ahead
     if not (isinstance(host, MicrobatchHostIndices) and host.fits(batch, cp, rank, ahead)):
         host = MicrobatchHostIndices.compute(batch, cp, rank, ahead)
     index, order = (None if t is None else copy_to_device_async(t, device) for t in (host.index, host.order))
-    whole = batch.to(device)
+
+    def on_device(tensor: Tensor) -> Tensor:
+        return copy_to_device_async(tensor, device)
+
+    teacher = _labeled_teacher_rows(batch, host).with_tensors(on_device) if reads_teacher else None
+    whole = (without_teacher(batch) if reads_teacher else batch).to(device)
     rows: PackedSeqParams | None
     documents = RowDocuments.of_batch(batch, cp, rank)
     if attention == "torch":
@@ -244,4 +261,16 @@ def microbatch_inputs(
         index=index,
         order=order,
         ahead=tuple(map(layer_ahead, range(ahead))),
+        teacher=teacher,
     )
+
+
+def _labeled_teacher_rows(batch: Batch, host: MicrobatchHostIndices) -> TeacherOutputs:
+    """The teacher's outputs at the labeled rows, where the batch has them."""
+    b, s = batch.input_ids.shape
+    positions = host.labeled_rows // b
+    if host.index is not None:
+        positions = host.index[positions]
+    flat = host.labeled_rows % b * s + positions
+    outputs = TeacherOutputs.of_fields(batch.fields)
+    return outputs.with_tensors(lambda t: t.flatten(0, 1).index_select(0, copy_to_device_async(flat, t.device)))

@@ -26,9 +26,11 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megaswift.engine.divergence import largest_of_teacher
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.cuda_graphs import tell_graphs_of_fused_gradients
 from megaswift.engine.megatron.layers.delta_net import GatedDeltaNet
+from megaswift.engine.megatron.layers.divergence import compute_divergence
 from megaswift.engine.megatron.layers.head import compute_vocabulary_fields
 from megaswift.engine.megatron.layers.implementation import (
     TORCH,
@@ -47,6 +49,7 @@ from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers
 from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.options.optimizer_checks import uses_distributed_optimizer
+from megaswift.engine.teacher_head import TeacherHead
 from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.losses.contract import HIDDEN, RequestedModelOutputs
 from megaswift.models.spec import VOCABULARY, ArchitectureExtras, ModelSpec
@@ -77,6 +80,8 @@ class SwiftGPT(GPTModel):
 
     needs: RequestedModelOutputs
     step: MicrobatchInputs
+    teacher_head: TeacherHead | None = None
+    """On the last chunk, for divergences from hidden states of a teacher."""
     real_vocabulary: int
     wait_for_weight: Callable[[Tensor], None]
     """Returns once all of a parameter of this chunk is there; `wrap_chunks` sets it. For what is read without a call of
@@ -133,6 +138,9 @@ class SwiftGPT(GPTModel):
             embedding = self.embedding if self.pre_process else self.mtp.embedding
             for read, out in zip(step.ahead, self.mtp(hidden, step, embedding, rotary_pos_emb), strict=True):
                 parts.append(self._fields_of(out, read.labels, read.labeled_rows, AHEAD))
+            if self.needs.divergence is not None:  # comes last
+                parts.append(parts[0][-1:])
+                parts[0] = parts[0][:-1]
         full = torch.cat(parts) if len(parts) > 1 else parts[0]
         if step.order is None or step.index is None:
             return full.contiguous()
@@ -170,7 +178,7 @@ class SwiftGPT(GPTModel):
         return copy_to_tensor_model_parallel_region(hidden, group=group) if shared else hidden
 
     def _vocabulary(self, picked: Tensor, labels: Tensor, needs: RequestedModelOutputs) -> Tensor:
-        """hidden [t, h] and labels [t] to the needed fields [f, t]."""
+        """hidden [t, h] and labels [t] to the needed fields [f, t], and the divergence as the last of them."""
         group = self.pg_collection.tp
         weight = (
             self.shared_embedding_or_output_weight()
@@ -192,7 +200,30 @@ class SwiftGPT(GPTModel):
             features.logit_scale,
             features.logit_softcap,
         )
-        return compute_vocabulary_fields(picked, weight, labels, shard, self.config.head)
+        if needs.divergence is None:
+            return compute_vocabulary_fields(picked, weight, labels, shard, self.config.head)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(needs.differentiable)):
+            fields = compute_vocabulary_fields(picked, weight, labels, shard, self.config.head)
+        assert self.step.teacher is not None
+        teacher = self.step.teacher, self.teacher_head
+        divergence = compute_divergence(picked, weight, teacher, needs.divergence, shard, self.config.head)
+        return torch.cat([fields, divergence[None]])
+
+    def largest_of_teacher(self, hidden: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """The teacher's `k` largest log-probabilities [n, k] and their tokens, from its hidden states [n, h]."""
+        group = self.pg_collection.tp
+        first = group.rank() * (self.vocab_size // group.size())
+        shard = VocabularyHeadShardSpec(first, self.real_vocabulary - first, group, temperature, (), ())
+        return largest_of_teacher(hidden, self.teacher_head, shard, k)
+
+    def set_teacher_head(self, weight: Tensor, scale: float, softcap: float | None) -> None:
+        """Keep this rank's rows of the head of a teacher, [vocabulary, hidden size]."""
+        group = self.pg_collection.tp
+        rows = self.vocab_size // group.size()
+        first = group.rank() * rows
+        columns = max(0, min(rows, min(self.real_vocabulary, len(weight)) - first))
+        own = weight.detach()[first : first + columns].to(next(self.parameters()).device, copy=True)
+        self.teacher_head = TeacherHead(own, columns, scale, softcap)
 
 
 def embedding_scale_hook(features: ArchitectureExtras) -> Callable[..., Tensor]:

@@ -1,4 +1,5 @@
-"""Process groups and random states of a run. Several engines (policy, critic, reward model) can share one context.
+"""Process groups and random states of a run. Several engines (policy, critic, reward model) can share one context; a
+teacher with a layout of its own has one `beside` it.
 
 Owns initialization and tear-down of torch.distributed and of Megatron-Core's groups for a `Layout`; what runs on them
 is not here.
@@ -6,9 +7,13 @@ is not here.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +26,15 @@ from megaswift.engine.megatron.cpu import patches as _device
 from megaswift.engine.megatron.cuda_graphs import delete_captured_graphs
 from megaswift.engine.megatron.tp_comm_overlap import destroy_user_buffers
 from megaswift.parallel.layout import Layout
+
+
+def _core_variables() -> dict[str, Any]:
+    """The variables in which Megatron-Core keeps the groups of the process."""
+    own = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name[1] != "_"}
+    return {name: value for name, value in own.items() if not callable(value) and not isinstance(value, ModuleType)}
+
+
+_UNSET = {name: copy.copy(value) for name, value in _core_variables().items()}
 
 
 class ParallelContext:
@@ -44,7 +58,17 @@ class ParallelContext:
         self.rank = int(os.environ.get("RANK", "0"))
         world = int(os.environ.get("WORLD_SIZE", "1"))
         layout.check_processes(world)
+        self._timeout_s = timeout_s
+        self._parked: dict[str, Any] | None = None
+        """Megatron-Core's variables with the groups of this context while another one's are in their place; None where
+        it never is."""
         self._start(timeout_s, store)
+        self.device = _device.compute_device()
+        self._make_groups(context_levels)
+        self.seed(seed)
+
+    def _make_groups(self, context_levels: Sequence[int] = ()) -> None:
+        layout = self.layout
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
@@ -53,13 +77,40 @@ class ParallelContext:
             hierarchical_context_parallel_sizes=list(context_levels) or None,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
-            distributed_timeout_minutes=timeout_s / 60,  # a float does: Megatron-Core makes a timedelta of it
+            distributed_timeout_minutes=self._timeout_s / 60,  # a float does: Megatron-Core makes a timedelta of it
             create_gloo_process_groups=False,  # a mesh of sockets between all ranks for each group, unused
         )
-        self.device = _device.compute_device()
         self.coordinates = layout.coordinates(self.rank)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.seed(seed)
+
+    def beside(self, layout: Layout) -> ParallelContext:
+        """Return a context of the same processes in another layout, for a second model. Collective.
+
+        Megatron-Core reads groups from variables of its module too: whatever runs on the second model runs within
+        `active`.
+        """
+        layout.check_processes(self.layout.world_size)
+        other = copy.copy(self)
+        other.layout = layout
+        other._parked = {name: copy.copy(value) for name, value in _UNSET.items()}
+        with other.active():
+            other._make_groups()
+        return other
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Put the groups of this context in Megatron-Core's variables for a block; the run's own context has them
+        there always."""
+        if self._parked is None:
+            yield
+            return
+        outer = _core_variables()
+        vars(parallel_state).update(self._parked)
+        try:
+            yield
+        finally:
+            self._parked = _core_variables()
+            vars(parallel_state).update(outer)
 
     def _start(self, timeout_s: float, store: dist.Store | None) -> None:
         if not _device.runs_without_cuda():

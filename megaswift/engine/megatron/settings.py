@@ -17,3 +17,5 @@ class EngineSettings:
     """Whether a row of a batch holds several documents."""
     full_microbatch_tokens: int
     """Tokens of a micro-batch on one context-parallel rank whose rows are padded to the maximum length."""
+    trains: bool = True
+    """Whether the weights train; False for a teacher, which has neither gradients nor an optimizer."""

@@ -29,17 +29,20 @@ from megaswift.bridge.hf.model_folder import (
 from megaswift.device_copy import copy_to_device_async, pin_where_copied
 from megaswift.engine.diagnostics.compute_time import OwnComputeClock
 from megaswift.engine.diagnostics.replica_checksums import ReplicatedWeights
+from megaswift.engine.divergence import TeacherOutputs, largest_of_teacher
 from megaswift.engine.objective import (
     GlobalBatchLossCallback,
     StepReport,
     named_head_outputs,
     start_count_global_batch,
+    states_at_labels,
 )
 from megaswift.engine.options.engine import ZERO
 from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.process_group import set_timeout_of_all_groups
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
+from megaswift.engine.teacher_head import TeacherHead
 from megaswift.engine.torch import checkpoint, document_attention, model_check, quantized_weights, weights
 from megaswift.engine.torch.adapters import peft_names
 from megaswift.engine.torch.adapters.adalora import find_adalora_rank_allocator
@@ -54,7 +57,9 @@ from megaswift.engine.torch.state import EngineState
 from megaswift.engine.torch.strategies.ddp import DdpStrategy
 from megaswift.engine.torch.strategies.strategy import GRADIENT, WEIGHT
 from megaswift.engine.torch.strategies.table import build_strategy
-from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
+from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
+from megaswift.errors import ConfigError, Problem
+from megaswift.losses.contract import HIDDEN, Batch, Loss, ModelOutputs, RequestedModelOutputs
 from megaswift.models.spec import VOCABULARY, ModelSpec
 
 
@@ -79,6 +84,7 @@ class TorchEngine(EngineState):
         self.layout = context.layout
         self.rank = context.rank
         self.vocab_size = spec.vocab_size
+        self.hidden_size = spec.hidden_size
         self.build = build
         self.optim = optim
         self.settings = settings
@@ -115,6 +121,8 @@ class TorchEngine(EngineState):
         model = self.build.model
         self.noise = self._noise()
         self.routers = RouterLosses(bare, self.spec, model.moe_aux_loss_coeff, model.moe_z_loss_coeff)
+        if not self.settings.trains:
+            self.fields.requires_grad_(False)
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
         self.strategy = build_strategy(self.fields, self.optim, self.settings, self.context, self.dtype)
         if self.layout.world_size > 1:
@@ -224,7 +232,9 @@ class TorchEngine(EngineState):
             positions = position_ids(self.fields.model, batch, on_host)
             columns = copy_to_device_async(labeled_columns(on_host.loss_weights != 0), self.context.device)
             labeled = batch.loss_weights != 0
-            return self.strategy.module(batch.input_ids, positions, batch.labels, labeled, columns, extra)
+            asked = self.fields.needs.divergence is not None
+            teacher = TeacherOutputs.of_fields(batch.fields) if asked else None
+            return self.strategy.module(batch.input_ids, positions, batch.labels, labeled, columns, extra, teacher)
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Float32 weights compute in a lower precision by autocast; FSDP2 and ZeRO cast whole units themselves."""
@@ -243,6 +253,29 @@ class TorchEngine(EngineState):
                 outputs.append(named_head_outputs(self._fields(batch.to(self.context.device), batch), needs))
         self.strategy.module.train()
         return outputs
+
+    @torch.no_grad()
+    def hidden_states(self, microbatches: Sequence[Batch]) -> list[Tensor]:
+        """The last hidden states at the labels of each micro-batch, [labels, h] in the dtype of the products."""
+        self.strategy.module.eval()
+        self.fields.needs = RequestedModelOutputs(fields=frozenset(), head=HIDDEN)
+        found = []
+        for batch in microbatches:
+            with document_attention.rows_of(batch, self.fields.model):
+                fields = self._fields(batch.to(self.context.device), batch)
+            found.append(states_at_labels(batch, fields).to(self.dtype))
+        return found
+
+    def head_weight(self) -> Tensor:
+        """The weight of the output layer, [vocabulary, h]. Collective."""
+        model: Any = peft_names.unwrap_peft_model(self.fields.model)
+        head = model.get_output_embeddings()
+        if getattr(head, "bias", None) is not None:
+            rule = "has a bias in its output layer, which a teacher must not have here"
+            raise ConfigError(Problem(f"{type(model).__name__}", rule, "use a teacher of another family"))
+        own = self.strategy.named() if isinstance(self.strategy, DdpStrategy) else self.fields.named_parameters()
+        name = next(name for name, p in own if p is head.weight)
+        return self.strategy.full(name, WEIGHT).to(self.dtype)
 
     def keep_reference(self, on_host: bool = False) -> None:
         """From now on `reference` is the present model. New adapters need no copy: the base is the model without."""
@@ -270,6 +303,19 @@ class TorchEngine(EngineState):
         """reference = share x model + (1 - share) x reference."""
         assert self.remembered is not None, "keep_reference was not called"
         self.remembered.blend(share)
+
+    def set_teacher_head(self, weight: Tensor | None, scale: float = 1.0, softcap: float | None = None) -> None:
+        """Keep a teacher's head, whole on each rank, but for tokens that the model does not have."""
+        self.fields.teacher_head = None
+        if weight is not None:
+            columns = min(self.vocab_size, len(weight))
+            own = weight.detach()[:columns].to(self.context.device, copy=True)
+            self.fields.teacher_head = TeacherHead(own, columns, scale, softcap)
+
+    def largest_of_teacher(self, hidden: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """The teacher's largest log-probabilities and their tokens, from its hidden states."""
+        shard = VocabularyHeadShardSpec(0, self.vocab_size, None, temperature, (), ())
+        return largest_of_teacher(hidden, self.fields.teacher_head, shard, k)
 
     def hf_weights(
         self, dtype: torch.dtype | None = None, everywhere: bool = False, on_device: bool = False

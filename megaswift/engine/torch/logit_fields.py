@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.device_copy import copy_to_device_async
+from megaswift.engine.divergence import TeacherOutputs, TeacherRows
 from megaswift.engine.logit_fields import (
     VocabularyRows,
     gradient_coefficients,
@@ -21,43 +22,89 @@ from megaswift.engine.logit_fields import (
     row_statistics,
     write_gradient,
 )
+from megaswift.engine.teacher_head import TeacherHead
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
 from megaswift.engine.torch.vision_parts import model_has_tower
 from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.losses.contract import SCORES, Batch, RequestedModelOutputs
+from megaswift.parallel.head_memory import head_chunks
 
 
-def compute_loss_fields(logits: Tensor, labels: Tensor, needs: RequestedModelOutputs) -> Tensor:
-    """float32 [f, ...] from logits [..., v] and labels [...], in the order of `needs.names`. The backward pass
-    overwrites the logits."""
+def compute_loss_fields(
+    logits: Tensor,
+    labels: Tensor,
+    needs: RequestedModelOutputs,
+    teacher: tuple[TeacherOutputs, TeacherHead | None] | None = None,
+) -> Tensor:
+    """float32 [f, ...] from logits [..., v] and labels [...], in the order of `needs.names`, and the divergence from
+    the `teacher` [..., n] where that is asked for. The backward pass overwrites the logits."""
     width = logits.shape[-1]
     shard = VocabularyHeadShardSpec(0, width, None, needs.temperature, needs.names, needs.differentiable)
-    fields: Tensor = LossFieldsFunction.apply(logits.reshape(-1, width), labels.reshape(-1), shard)
+    rows = None
+    if needs.divergence is not None:
+        assert teacher is not None
+        outputs, head = teacher
+        flat = outputs.with_tensors(lambda t: t.reshape(-1, t.shape[-1]))
+        rows = flat.rows(head, needs.divergence, shard, _product)
+    fields: Tensor = LossFieldsFunction.apply(logits.reshape(-1, width), labels.reshape(-1), shard, rows)
     return fields.view(len(fields), *labels.shape)
 
 
+def _product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden [r, h] times weight [v, h], in the dtype of both: autocast is off in backward passes too."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return hidden @ weight.t()
+
+
 class LossFieldsFunction(torch.autograd.Function):
-    """(logits [t, v], labels [t]) to the fields [f, t] in float32."""
+    """(logits [t, v], labels [t]) to the fields [f, t] in float32, of which the divergence from a teacher is the
+    last."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyHeadShardSpec) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyHeadShardSpec, teacher: TeacherRows | None
+    ) -> Tensor:
         """The fields; keeps the logits."""
         rows = join_shards(row_statistics(logits, labels, shard), labels, logits.shape[1], shard)
-        ctx.save_for_backward(logits, labels, rows.fields, rows.kept)
         ctx.shard = shard
+        ctx.teacher = teacher
         ctx.done = False
-        return rows.fields
+        if teacher is None:
+            ctx.save_for_backward(logits, labels, rows.fields, rows.kept)
+            return rows.fields
+        parts = [teacher.divergence(logits[some], some) for some in _row_chunks(logits)]
+        fields = torch.cat([rows.fields, torch.cat([values for values, _ in parts])[None]])
+        numbers = torch.cat([numbers for _, numbers in parts], dim=1)
+        ctx.save_for_backward(logits, labels, rows.fields, rows.kept, numbers)
+        return fields
 
     @staticmethod
-    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None, None]:
         """The gradient of the logits, in their memory; so it runs once."""
         assert not ctx.done, "the backward pass of the fields has run already, and the logits are gone"
         ctx.done = True
-        logits, labels, fields, numbers = ctx.saved_tensors
-        coefficients = gradient_coefficients(grads, VocabularyRows(fields, numbers), logits.shape[1], ctx.shard)
+        logits, labels, fields, kept, *numbers = ctx.saved_tensors
+        coefficients = gradient_coefficients(
+            grads[: len(fields)], VocabularyRows(fields, kept), logits.shape[1], ctx.shard
+        )
         gradient = logits.detach()
-        write_gradient(gradient, labels, coefficients, ctx.shard, gradient)
-        return gradient, None, None
+        if ctx.teacher is None:
+            write_gradient(gradient, labels, coefficients, ctx.shard, gradient)
+            return gradient, None, None, None
+        for some in _row_chunks(logits):
+            own = gradient[some]
+            further = torch.empty_like(own) if ctx.shard.differentiable else own
+            ctx.teacher.write_gradient(own, some, numbers[0][:, some], grads[-1, some], further)
+            if ctx.shard.differentiable:
+                write_gradient(own, labels[some], coefficients[:, some], ctx.shard, own)
+                own += further
+        return gradient, None, None, None
+
+
+def _row_chunks(logits: Tensor) -> list[slice]:
+    """Rows of which a teacher's products exist at a time."""
+    chunks = head_chunks(len(logits), logits.shape[1] * logits.element_size(), logits.device.type, False)
+    return [slice(c.start, c.stop) for c in chunks]
 
 
 def labeled_columns(labeled: Tensor) -> Tensor:
@@ -104,6 +151,7 @@ class LossFieldsModel(nn.Module):
         super().__init__()
         self.model = model
         self.needs = RequestedModelOutputs()
+        self.teacher_head: TeacherHead | None = None
         self.has_tower = model_has_tower(unwrap_peft_model(model))
         parameters = inspect.signature(unwrap_peft_model(model).forward).parameters
         self.chooses = "logits_to_keep" in parameters
@@ -118,9 +166,11 @@ class LossFieldsModel(nn.Module):
         labeled: Tensor,
         columns: Tensor,
         extra: dict[str, Any],
+        teacher: TeacherOutputs | None = None,
     ) -> Tensor:
         """float32 [f, b, s], 0 where `labeled` is False. `positions`: from `position_ids`. Only `columns`, from
-        `labeled_columns`, go through the head, where the model can choose.
+        `labeled_columns`, go through the head, where the model can choose. `teacher`: of shapes [b, s, n], for the
+        divergence that `needs` asks for.
 
         No attention mask: rows are padded on the right, where causal attention does not look, and transformers tells
         packed documents by their positions. Rows of one document get none: a model counts for itself, not all from 0.
@@ -133,7 +183,8 @@ class LossFieldsModel(nn.Module):
         logits = self.model(use_cache=False, **inputs, **chosen).logits
         if not self.chooses:
             logits = logits[:, columns]
-        values = compute_loss_fields(logits, labels[:, columns], self.needs) * labeled[:, columns]
+        taught = None if teacher is None else (teacher.with_tensors(lambda t: t[:, columns]), self.teacher_head)
+        values = compute_loss_fields(logits, labels[:, columns], self.needs, taught) * labeled[:, columns]
         return values.new_zeros(values.shape[0], *labels.shape).index_copy(2, columns, values)
 
     def _vectors(self, columns: Tensor, labeled: Tensor, inputs: dict[str, Any]) -> Tensor:

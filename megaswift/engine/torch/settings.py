@@ -38,3 +38,5 @@ class EngineSettings:
     """With the classes that the user names; None on other engines."""
     deepspeed: Mapping[str, Any] | None
     """DeepSpeed's configuration, complete; None on other engines."""
+    trains: bool = True
+    """Whether the weights train; False for a teacher, which has neither gradients nor an optimizer."""

@@ -11,11 +11,11 @@ from typing import Any
 
 from megaswift.losses.options.loss_table import ALPHAPO, loss_names
 from megaswift.options.option import but_not, option
-from megaswift.options.tasks import RL
+from megaswift.options.tasks import RL, SAMPLED
 
 LOSSES = {task: loss_names(task) for task in ("dpo", "kto", "orpo", "cpo", "rm", "grpo")}
 """The values of `loss_type` by task, the default first."""
-BETAS = {"simpo": 2.0, "grpo": 0.0, "ppo": 0.05}
+BETAS = {"simpo": 2.0, "gkd": 0.5, "grpo": 0.0, "ppo": 0.05}
 """Where the default is not 0.1."""
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 ALL_LOSSES = tuple(dict.fromkeys(name for names in LOSSES.values() for name in names))
@@ -28,10 +28,10 @@ class PreferenceConfig:
 
     beta: float | None = option(
         None,
-        "KL (orpo: odds-ratio) coefficient; default: 0.1, simpo 2, grpo 0, ppo 0.05",
+        "KL (orpo: odds-ratio) coefficient; gkd: KL to use, 0 forward, 1 reverse",
         aliases=("kl_coef",),
         minimum=0,
-        tasks=("dpo", "kto", "orpo", "cpo", "simpo", *RL),
+        tasks=("dpo", "kto", "orpo", "cpo", "simpo", *SAMPLED),
         common=("dpo", "kto", "orpo", "cpo", "simpo", *RL),
     )
     loss_type: tuple[str, ...] = option(

@@ -8,7 +8,7 @@ from megaswift.engine.options.engine_checks import drive_parts_of_option
 from megaswift.losses.options.loss_table import KL_PAIRS
 from megaswift.losses.options.preference import LOSSES, loss_types_of, needs_reference
 from megaswift.losses.options.required_values import loss_entries_of, value_required_by_loss_rules
-from megaswift.options.tasks import RL
+from megaswift.options.tasks import DISTILLATION, SAMPLED
 
 
 def _foreign(c: Sections) -> bool:
@@ -49,9 +49,15 @@ PREFERENCE_IGNORED: tuple[IgnoredOption, ...] = (
 PREFERENCE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("beta",),
-        lambda c: c.task not in RL and c.preference.beta == 0,
+        lambda c: c.task not in SAMPLED and c.preference.beta == 0,
         "must be > 0: at 0 the objective is constant",
         "--beta 0.1",
+    ),
+    ConflictingOptions(
+        ("beta",),
+        lambda c: c.task in DISTILLATION and (c.preference.beta or 0) > 1,
+        "must be at most 1: it moves from the forward KL (0) to the reverse KL (1)",
+        "--beta 0.5",
     ),
     ConflictingOptions(
         _TYPE,

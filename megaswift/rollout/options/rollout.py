@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import but_not, is_set, option
-from megaswift.options.tasks import RL
+from megaswift.options.tasks import RL, SAMPLED
 
 BACKENDS = ("transformers", "vllm", "vllm_server", "sglang")
 SERVERS = ("vllm_server", "sglang")
@@ -30,7 +30,7 @@ class RolloutConfig:
         aliases=("use_vllm", "vllm_mode"),
         choices=BACKENDS,
         spellings=BACKEND_SPELLINGS,
-        tasks=RL,
+        tasks=SAMPLED,
         common=RL,
     )
     rollout_batch_size: int | None = option(
@@ -38,7 +38,7 @@ class RolloutConfig:
         "Concurrent completions of a sampler or over all servers; default: by backend",
         aliases=("vllm_max_num_seqs",),
         minimum=1,
-        tasks=RL,
+        tasks=SAMPLED,
     )
     max_completion_length: int = option(
         512,
@@ -46,26 +46,30 @@ class RolloutConfig:
         aliases=("response_length", "max_new_tokens"),
         minimum=1,
         unit="tokens",
-        tasks=RL,
+        tasks=SAMPLED,
         common=RL,
     )
     temperature: float = option(
-        1.0, "Sampling temperature, also of the policy's log-probabilities", above=0, tasks=RL, common=RL
+        1.0,
+        "Sampling temperature, also of log-probabilities and divergences",
+        above=0,
+        tasks=SAMPLED,
+        common=RL,
     )
     top_p: float = option(
-        1.0, "Nucleus sampling: cumulative probability of candidate tokens", above=0, maximum=1, tasks=RL
+        1.0, "Nucleus sampling: cumulative probability of candidate tokens", above=0, maximum=1, tasks=SAMPLED
     )
-    top_k: int = option(0, "Number of highest-probability candidate tokens; 0: all", minimum=0, tasks=RL)
+    top_k: int = option(0, "Number of highest-probability candidate tokens; 0: all", minimum=0, tasks=SAMPLED)
     min_p: float | None = option(
         None,
         "Minimum probability of a candidate token, relative to the most likely one",
         minimum=0,
         maximum=1,
-        tasks=RL,
+        tasks=SAMPLED,
         metavar="P",
     )
     repetition_penalty: float = option(
-        1.0, "Repetition penalty; above 1: repeated tokens become less likely", above=0, tasks=RL
+        1.0, "Repetition penalty; above 1: repeated tokens become less likely", above=0, tasks=SAMPLED
     )
     allow_biased_sampling: bool = option(
         False,
@@ -100,14 +104,14 @@ class RolloutConfig:
         False,
         "Free the sampler's memory during training",
         aliases=("vllm_enable_sleep_mode",),
-        tasks=RL,
+        tasks=SAMPLED,
         only_with={"rollout_backend": ("transformers", "vllm")},
     )
     rollout_server_url: tuple[str, ...] = option(
         (),
         "Sampler server URLs; default: the usual port on this machine",
         aliases=("vllm_server_base_url", "sglang_server_base_url"),
-        tasks=RL,
+        tasks=SAMPLED,
         metavar="URL...",
         only_with={"rollout_backend": SERVERS},
     )
@@ -117,13 +121,13 @@ class RolloutConfig:
         aliases=("vllm_server_timeout",),
         above=0,
         unit="seconds",
-        tasks=RL,
+        tasks=SAMPLED,
         only_with={"rollout_backend": SERVERS},
     )
     rollout_sync_folder: str | None = option(
         None,
         "Folder for weights sent to samplers; default: /dev/shm, or in output_dir",
-        tasks=RL,
+        tasks=SAMPLED,
         metavar="DIR",
         only_with={"sync_files": True},
     )
@@ -131,7 +135,7 @@ class RolloutConfig:
         None,
         "Send LoRA adapters to samplers instead of merged weights; default: if supported",
         aliases=("vllm_enable_lora",),
-        tasks=RL,
+        tasks=SAMPLED,
         only_with={"train_type": but_not("full")},
     )
     vllm_gpu_memory_utilization: float = option(
@@ -139,8 +143,10 @@ class RolloutConfig:
         "Fraction of each GPU's memory for vLLM in the training process",
         above=0,
         maximum=1,
-        tasks=RL,
+        tasks=SAMPLED,
         only_with={"rollout_backend": "vllm"},
     )
-    offload_model: bool = option(False, "Offload model weights to CPU during sampling", tasks=RL)
-    offload_optimizer: bool = option(False, "Offload gradients and optimizer state to CPU during sampling", tasks=RL)
+    offload_model: bool = option(False, "Offload model weights to CPU during sampling", tasks=SAMPLED)
+    offload_optimizer: bool = option(
+        False, "Offload gradients and optimizer state to CPU during sampling", tasks=SAMPLED
+    )

@@ -13,7 +13,7 @@ from typing import Any
 from megaswift.errors import Problem
 from megaswift.options.option import option
 from megaswift.options.option_json import json_object
-from megaswift.options.tasks import RL
+from megaswift.options.tasks import SAMPLED
 
 TRANSPORTS = ("auto", "folder", "shared_memory", "cuda_ipc", "gloo", "nccl")
 _SYNC = "weight sync relies on it"
@@ -49,15 +49,17 @@ class VllmSamplerConfig:
         "Ranks of a node that share one engine, each with a part of the model",
         minimum=1,
         unit="ranks",
-        tasks=RL,
+        tasks=SAMPLED,
         only_with={"rollout_backend": "vllm"},
         neutral=(None,),
     )
-    vllm_enforce_eager: bool = option(False, "Disable CUDA graphs", tasks=RL, only_with={"rollout_backend": "vllm"})
+    vllm_enforce_eager: bool = option(
+        False, "Disable CUDA graphs", tasks=SAMPLED, only_with={"rollout_backend": "vllm"}
+    )
     vllm_seed_requests: bool | None = option(
         None,
         "Seed each completion, so runs are repeatable; default: not with vllm on a GPU",
-        tasks=RL,
+        tasks=SAMPLED,
         metavar="BOOL",
         only_with={"rollout_backend": ("vllm", "vllm_server")},
         neutral=(None,),
@@ -65,7 +67,7 @@ class VllmSamplerConfig:
     vllm_enable_prefix_caching: bool | None = option(
         None,
         "Reuse the KV cache of equal prompt beginnings; default: as in vLLM",
-        tasks=RL,
+        tasks=SAMPLED,
         metavar="BOOL",
         only_with={"rollout_backend": "vllm"},
         neutral=(None,),
@@ -73,7 +75,7 @@ class VllmSamplerConfig:
     vllm_disable_cascade_attn: bool | None = option(
         None,
         "Disable cascade attention; default: as in vLLM",
-        tasks=RL,
+        tasks=SAMPLED,
         metavar="BOOL",
         only_with={"rollout_backend": "vllm"},
         neutral=(None,),
@@ -81,7 +83,7 @@ class VllmSamplerConfig:
     vllm_limit_mm_per_prompt: str | None = option(
         None,
         'Maximum images and videos in a prompt, as JSON: {"image": 5}',
-        tasks=RL,
+        tasks=SAMPLED,
         metavar="JSON",
         only_with={"rollout_backend": "vllm"},
         neutral=(None,),
@@ -91,14 +93,14 @@ class VllmSamplerConfig:
         "Size of the cache of processed images and videos; 0: none",
         minimum=0,
         unit="GiB",
-        tasks=RL,
+        tasks=SAMPLED,
         only_with={"rollout_backend": "vllm"},
         neutral=(None,),
     )
     vllm_engine_kwargs: str | None = option(
         None,
         "Other arguments of vLLM's engine, as a JSON object",
-        tasks=RL,
+        tasks=SAMPLED,
         metavar="JSON",
         only_with={"rollout_backend": "vllm"},
         neutral=(None,),
@@ -108,13 +110,13 @@ class VllmSamplerConfig:
         "auto",
         "Transport of merged weights to vLLM servers; auto: the fastest available",
         choices=TRANSPORTS,
-        tasks=RL,
+        tasks=SAMPLED,
         only_with={"rollout_backend": "vllm_server"},
     )
     rollout_changed_weights_only: bool = option(
         False,
         "Send vLLM servers only modules that changed, verified by checksums",
-        tasks=RL,
+        tasks=SAMPLED,
         only_with={"rollout_backend": "vllm_server"},
     )
 

@@ -69,6 +69,7 @@ from megaswift.run.checks.adapters import (
 )
 from megaswift.run.checks.data import data_problems
 from megaswift.run.checks.devices import device_dependent_option_problems
+from megaswift.run.checks.distillation import teacher_problems
 from megaswift.run.checks.fit import fit_problems
 from megaswift.run.checks.model_spec import model_spec_for_task, transformers_class_problems
 from megaswift.run.checks.prefix_sharing import prefix_sharing_problems
@@ -113,6 +114,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
             (lambda: model_problems(cfg, world_size), UserError),
             (lambda: profile_rank_problems(cfg.profiling, world_size), ConfigError),
             (lambda: rl_run_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
+            (lambda: teacher_problems(cfg, world_size), ConfigError),
             (
                 lambda: kto_batch_problems(
                     cfg, LayoutRequest.of(cfg.parallel, world_size, cfg.data.max_length, cfg.train).known_dp

@@ -8,7 +8,7 @@ everything comes back. The critic leaves at the beginning, because the sampler h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,6 +21,49 @@ from megaswift.trainers.rl.generation import CompletionGenerator
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
 
 Timed = Callable[[str], AbstractContextManager[None]]
+
+
+@contextmanager
+def lend_device(
+    generation: CompletionGenerator,
+    engines: Sequence[Engine],
+    offloaded: frozenset[str],
+    sleeps: bool,
+    has_weights: bool,
+    timed: Timed,
+) -> Iterator[None]:
+    """Lend the device's memory to a sampler for the length of the block, and give it the model's weights. The trainer
+    gets the memory back even if the block fails. Collective.
+
+    Args:
+        generation: The sampler.
+        engines: The engines that have memory on the device, the one that the sampler writes for first.
+        offloaded: Parts of the trainer that leave the device: `optimizer`, `model`.
+        sleeps: Whether the sampler gives its memory back after the block.
+        has_weights: Whether the sampler has the weights already.
+        timed: Adds the time of a block to a part of the step.
+    """
+    policy, *others = engines
+    try:
+        with timed("weight sync"):
+            # Free the device step by step, so that the sampler can start.
+            if offloaded:
+                for other in others:
+                    other.offload(offloaded)
+                policy.offload(offloaded - {"model"})
+            if sleeps or not has_weights:
+                generation.synchronize()
+            if "model" in offloaded:
+                policy.offload(frozenset({"model"}))
+        with timed("generation"):
+            yield
+    finally:
+        with timed("weight sync"):
+            if sleeps and generation.sampler is not None:
+                generation.sampler.sleep()
+            if offloaded:
+                for engine in engines:
+                    engine.onload()
 
 
 @dataclass
@@ -92,22 +135,9 @@ class CompletionSamplingScheduler:
         """Take the prompts of the next generation, each once for each completion."""
         return [prompt for prompt in self.prompts.next() for _ in range(self.draws)]
 
-    @contextmanager
-    def lend_device(self, timed: Timed, has_weights: bool) -> Iterator[None]:
-        """Lend the device's memory to the sampler for the length of the block, and give it the model's weights. The
-        trainer gets the memory back even if the block fails."""
-        try:
-            with timed("weight sync"):
-                self.hand_over_device(has_weights)
-            with timed("generation"):
-                yield
-        finally:
-            with timed("weight sync"):
-                if self.sleeps and self.generation.sampler is not None:
-                    self.generation.sampler.sleep()
-                if self.offloaded_parts:
-                    for engine in self.engines:
-                        engine.onload()
+    def lend_device(self, timed: Timed, has_weights: bool) -> AbstractContextManager[None]:
+        """Return a context in which the sampler has the device and the model's weights."""
+        return lend_device(self.generation, self.engines, self.offloaded_parts, self.sleeps, has_weights, timed)
 
     @property
     def greedy_every(self) -> int:
@@ -118,18 +148,6 @@ class CompletionSamplingScheduler:
     def engines(self) -> list[Engine]:
         """The engines that have memory on the device: the policy's, and the critic's."""
         return [self.generation.engine, *(() if self.critic is None else (self.critic,))]
-
-    def hand_over_device(self, has_weights: bool) -> None:
-        """Free the device step by step and give the sampler its weights, so that it can start. Collective."""
-        policy, *others = self.engines
-        if self.offloaded_parts:
-            for other in others:
-                other.offload(self.offloaded_parts)
-            policy.offload(self.offloaded_parts - {"model"})
-        if self.sleeps or not has_weights:
-            self.generation.synchronize()
-        if "model" in self.offloaded_parts:
-            policy.offload(frozenset({"model"}))
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for the draw that is under way, and return it."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megaswift.engine.divergence import TeacherOutputs
+from megaswift.engine.teacher_head import TeacherHead
 from megaswift.engine.torch.logit_fields import compute_loss_fields
-from megaswift.losses.contract import FIELDS, RequestedModelOutputs
+from megaswift.losses.contract import FIELDS, Divergence, RequestedModelOutputs
+from megaswift.parallel import head_memory
+from megaswift.parallel.head_memory import HeadChunkSizes
 from tests.engine.megatron.layers.test_head import reference
 
 
@@ -49,6 +53,31 @@ def test_the_gradient_takes_the_place_of_the_logits(dtype: torch.dtype) -> None:
     limit = 1e-5 if dtype == torch.float32 else 3e-2
     for got, right in zip((hidden.grad, weight.grad), (wide[0].grad, wide[1].grad), strict=True):
         assert float((got.double() - right).norm() / right.norm()) < limit
+
+
+@pytest.mark.parametrize("apart", [frozenset(), frozenset({"logprobs"})])
+def test_the_divergence_beside_the_fields(apart: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows at a time; both gradients are made of the logits before they are overwritten."""
+    monkeypatch.setitem(head_memory.CHUNK_SIZES, "cpu", HeadChunkSizes(0, 3 * 40 * 4, 1))
+    torch.manual_seed(0)
+    logits = torch.randn(2, 5, 40, requires_grad=True)
+    labels = torch.randint(0, 40, (2, 5))
+    hidden = torch.randn(2, 5, 6)
+    weight = torch.randn(30, 6)
+    needs = RequestedModelOutputs(without_gradient=apart, divergence=Divergence(0.3, 2.0))
+    teacher = TeacherOutputs(hidden=hidden), TeacherHead(weight, 30)
+    out = compute_loss_fields(logits * 1.0, labels, needs, teacher)
+    wide = logits.detach().double().requires_grad_()
+    q = (wide[..., :30] / 2).softmax(-1)
+    p = (hidden.double() @ weight.double().t() / 2).softmax(-1)
+    m = 0.3 * p + 0.7 * q
+    want = (0.3 * p * (p / m).log() + 0.7 * q * (q / m).log()).sum(-1)
+    logprobs = wide.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    torch.testing.assert_close(out.double(), torch.stack([logprobs, want]), rtol=1e-6, atol=1e-6)
+    mix = torch.randn(2, 2, 5)
+    (out * mix).sum().backward()
+    ((0.0 if apart else (logprobs * mix[0]).sum()) + (want * mix[1]).sum()).backward()
+    torch.testing.assert_close(logits.grad.double(), wide.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_a_model_that_keeps_its_logits_is_noticed() -> None:

@@ -13,6 +13,7 @@ computed again costs a third more, a row kept 2 v bytes in bfloat16.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ class VocabularyHeadOptions:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class HeadPlan:
     """How one micro-batch passes through the head."""
 
     shard: VocabularyHeadShardSpec
@@ -49,17 +50,24 @@ class _Plan:
     chunks: tuple[HeadChunk, ...]
 
 
+def head_plan(
+    hidden: Tensor, weight: Tensor, shard: VocabularyHeadShardSpec, options: VocabularyHeadOptions
+) -> HeadPlan:
+    """Choose the chunks of rows of hidden [t, h]; call it where autograd is as it is for the head."""
+    backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    product_bytes = 4 if options.float32_products else hidden.element_size()
+    chunks = head_chunks(hidden.shape[0], weight.shape[0] * product_bytes, hidden.device.type, backward)
+    return HeadPlan(shard, options, tuple(chunks))
+
+
 def compute_vocabulary_fields(
     hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabularyHeadShardSpec, options: VocabularyHeadOptions
 ) -> Tensor:
     """(hidden [t, h], weight [v, h], labels [t]) to the fields [f, t] in float32."""
-    backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    product_bytes = 4 if options.float32_products else hidden.element_size()
-    chunks = head_chunks(hidden.shape[0], weight.shape[0] * product_bytes, hidden.device.type, backward)
-    return VocabularyHeadFunction.apply(hidden, weight, labels, _Plan(shard, options, tuple(chunks)))
+    return VocabularyHeadFunction.apply(hidden, weight, labels, head_plan(hidden, weight, shard, options))
 
 
-def _product(hidden: Tensor, weight: Tensor, options: VocabularyHeadOptions) -> Tensor:
+def head_product(hidden: Tensor, weight: Tensor, options: VocabularyHeadOptions) -> Tensor:
     """hidden [r, h] times weight [v, h]: [r, v]."""
     if not options.float32_products or hidden.dtype == torch.float32:
         return hidden @ weight.t()
@@ -91,20 +99,20 @@ class VocabularyHeadFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, plan: _Plan) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, plan: HeadPlan) -> Tensor:
         """The fields; keeps the products of the first chunks."""
         statistics = []
         ctx.kept = []
         ctx.plan = plan
         ctx.done = False
         for c in plan.chunks:
-            products = _product(hidden[c.start : c.stop], weight, plan.options)
+            products = head_product(hidden[c.start : c.stop], weight, plan.options)
             statistics.append(row_statistics(products, labels[c.start : c.stop], plan.shard))
             if c.kept:
                 ctx.kept.append(products)
             del products  # before the next chunk's are made
         rows = join_shards(torch.cat(statistics, dim=1), labels, weight.shape[0], plan.shard)
-        ctx.main_grad = weight.main_grad if plan.options.into_main_grad and hasattr(weight, "main_grad") else None
+        ctx.main_grad = main_grad_of(weight, plan.options)
         ctx.save_for_backward(hidden, weight, labels, rows.fields, rows.kept)
         return rows.fields
 
@@ -117,23 +125,44 @@ class VocabularyHeadFunction(torch.autograd.Function):
         hidden, weight, labels, fields, numbers = ctx.saved_tensors
         rows = VocabularyRows(fields, numbers)
         coefficients = gradient_coefficients(grads, rows, weight.shape[0], plan.shard)
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        total = None
-        if ctx.needs_input_grad[1]:
-            direct = ctx.main_grad is not None and ctx.main_grad.dtype == torch.float32
-            total = ctx.main_grad if direct else torch.zeros_like(weight, dtype=torch.float32)
-        for c in plan.chunks:
-            some = slice(c.start, c.stop)
-            products = ctx.kept.pop(0) if c.kept else _product(hidden[some], weight, plan.options)
-            same = products.dtype == hidden.dtype
-            d_logits = products if same else torch.empty_like(products, dtype=hidden.dtype)
+
+        def write(products: Tensor, some: slice, d_logits: Tensor) -> None:
             write_gradient(products, labels[some], coefficients[:, some], plan.shard, d_logits)
-            if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[some])
-            if total is not None:
-                _add_product(total, d_logits, hidden[some])
-            del products, d_logits
-        return d_hidden, _weight_gradient(weight, ctx.main_grad, total), None, None
+
+        return (*gradients_by_chunks(ctx, hidden, weight, plan, write), None, None)
+
+
+def gradients_by_chunks(
+    ctx: Any, hidden: Tensor, weight: Tensor, plan: HeadPlan, write: Callable[[Tensor, slice, Tensor], None]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of `hidden` and `weight`, chunk by chunk, for a function whose context has `kept` products
+    and the weight's `main_grad`.
+
+    Args:
+        write: Writes the gradient of products [r, v] at some rows into a tensor [r, v], which may be the products.
+    """
+    d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+    total = None
+    if ctx.needs_input_grad[1]:
+        direct = ctx.main_grad is not None and ctx.main_grad.dtype == torch.float32
+        total = ctx.main_grad if direct else torch.zeros_like(weight, dtype=torch.float32)
+    for c in plan.chunks:
+        some = slice(c.start, c.stop)
+        products = ctx.kept.pop(0) if c.kept else head_product(hidden[some], weight, plan.options)
+        same = products.dtype == hidden.dtype
+        d_logits = products if same else torch.empty_like(products, dtype=hidden.dtype)
+        write(products, some, d_logits)
+        if d_hidden is not None:
+            torch.mm(d_logits, weight, out=d_hidden[some])
+        if total is not None:
+            _add_product(total, d_logits, hidden[some])
+        del products, d_logits
+    return d_hidden, _weight_gradient(weight, ctx.main_grad, total)
+
+
+def main_grad_of(weight: Tensor, options: VocabularyHeadOptions) -> Tensor | None:
+    """The tensor to which the weight's gradient is added; None where autograd brings it."""
+    return weight.main_grad if options.into_main_grad and hasattr(weight, "main_grad") else None
 
 
 def _weight_gradient(weight: Tensor, main_grad: Tensor | None, total: Tensor | None) -> Tensor | None:

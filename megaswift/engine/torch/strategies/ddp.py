@@ -46,7 +46,9 @@ class DdpStrategy:
         self.ranks = context.layout.world_size
         self.module = self.wrap(module)
         self.parameters = {name: p for name, p in self.named()}
-        self.optimizer = make_torch_optimizer(self.bare, optim)
+        self.trains = any(p.requires_grad for p in self.parameters.values())
+        if self.trains:
+            self.optimizer = make_torch_optimizer(self.bare, optim)
         self.steps = 0
         self.exchanged = False
         self.stepped: Callable[[int], None] = lambda step: None
@@ -57,7 +59,7 @@ class DdpStrategy:
         allocate_storage(module.parameters(), self.context.device)
         module = module.to(self.context.device)
         self.bare = module
-        if self.ranks == 1:
+        if self.ranks == 1 or not any(p.requires_grad for p in module.parameters()):
             return module
         devices = [self.context.device] if self.context.device.type == "cuda" else None
         parameters = inspect.signature(DistributedDataParallel.__init__).parameters

@@ -1,0 +1,195 @@
+"""The task of distillation: rows as in supervised fine-tuning, a teacher beside the engine, and samplers where steps
+train on completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megaswift.base.byte_size import bytes_text
+from megaswift.data import build as data_sources
+from megaswift.engine.options.engine_checks import NATIVE, requested_engine
+from megaswift.engine.protocol import Engine
+from megaswift.folders.source import locate_model
+from megaswift.models.spec import ModelSpec
+from megaswift.rollout.sync_folders import SyncRounds
+from megaswift.run.checks.adapter_sync import adapter_rank, syncs_adapters_only
+from megaswift.run.checks.distillation import teacher_config, teacher_layout
+from megaswift.run.checks.model_spec import model_spec_for_task
+from megaswift.run.dataset_task import DatasetTask
+from megaswift.run.engines import RankContext, make_engine
+from megaswift.run.plan import RunPlan
+from megaswift.run.policy_task import build_sampler, build_sampler_in_freed_memory
+from megaswift.run.summary import SummaryFacts
+from megaswift.run.task import TaskData, TaskParts
+from megaswift.trainers.distillation.batches import DistillationBatches, Writers
+from megaswift.trainers.distillation.largest import TeacherSource
+from megaswift.trainers.distillation.on_policy import CompletedRows
+from megaswift.trainers.distillation.options.distillation import samples_in_training
+from megaswift.trainers.distillation.server import ServerTeacher
+from megaswift.trainers.distillation.stored import StoredTeacher, has_teacher_logits, write_teacher_logits
+from megaswift.trainers.distillation.teacher import Teacher
+from megaswift.trainers.hook import Rate
+from megaswift.trainers.rl.generation import CompletionGenerator
+from megaswift.trainers.rl.sampler import samples_on_every_rank, sampling_params_of, sync_folder
+from megaswift.trainers.rl.scheduler import Timed, lend_device
+
+
+@dataclass(frozen=True)
+class TeacherModel:
+    """A teacher with what a run needs to know of its model."""
+
+    teacher: Teacher
+    spec: ModelSpec
+    folder: Path
+    context: RankContext
+
+
+@dataclass(frozen=True)
+class DistillationTask(DatasetTask):
+    """Rows of supervised fine-tuning; each step compares the model's distributions with a teacher's."""
+
+    rows_of: str = "sft"
+
+    def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:
+        """Build the teacher, and the samplers where steps train on completions."""
+        source, text, model = teacher_of_run(plan, data, engine)
+        writers = build_writers(plan, data, engine, model) if samples_in_training(plan.cfg) else None
+        batches = DistillationBatches(source, writers)
+
+        def describe(facts: SummaryFacts) -> SummaryFacts:
+            return replace(facts, more=(*facts.more, ("teacher", text)))
+
+        return TaskParts(
+            data.source,
+            first_hooks=[batches],
+            prepare=batches.prepare,
+            prepare_before_counts=True,
+            agree_before_batch=True,
+            step_extras=batches.step_extras,
+            describe=describe,
+        )
+
+
+def teacher_of_run(plan: RunPlan, data: TaskData, engine: Engine) -> tuple[TeacherSource, str, TeacherModel | None]:
+    """Return the source of the teacher's numbers, its description for the first screen, and the teacher's model where
+    it is in these processes. Collective."""
+    options = plan.cfg.distillation
+    k = options.gkd_logits_topk
+    temperature = plan.cfg.rollout.temperature
+
+    if options.teacher_model_server is not None:
+        assert k is not None, "the rules ask for it"
+        server = ServerTeacher(options.teacher_model_server, k, plan.layout, plan.context.rank)
+        server.check(data.tokenizer)
+        return server, f"{server.model} at {options.teacher_model_server}, its {k} largest probabilities", None
+
+    folder = None if options.teacher_logits is None else Path(options.teacher_logits).expanduser()
+    if folder is not None and has_teacher_logits(folder):
+        stored = StoredTeacher(folder, temperature, k)
+        text = f"{stored.facts['teacher']}, its {stored.facts['gkd_logits_topk']} largest probabilities in {folder}"
+        return stored, text, None
+
+    model = build_teacher(plan)
+    features = model.spec.features
+    model.teacher.give_head(engine, features.logit_scale, features.logit_softcap)
+    if folder is None:
+        return model.teacher, teacher_text(plan, model), model
+    assert k is not None, "the rules ask for it"
+    facts = {"teacher": options.teacher_model, "gkd_logits_topk": k, "temperature": temperature}
+    write_teacher_logits(
+        folder, dict(data.every_row_once), lambda batches: model.teacher.largest(engine, batches, k, temperature), facts
+    )
+    engine.set_teacher_head(None)
+    return StoredTeacher(folder, temperature, k), f"{options.teacher_model}, its {k} largest probabilities", None
+
+
+def build_teacher(plan: RunPlan) -> TeacherModel:
+    """Build the teacher of a run, with its weights. Collective."""
+    cfg = teacher_config(plan.cfg)
+    folder = locate_model(cfg.model)
+    spec = model_spec_for_task(cfg, folder)
+    context: Any = plan.context
+    active: Callable[[], AbstractContextManager[None]] = nullcontext
+    if requested_engine(cfg) == NATIVE:
+        layout = teacher_layout(plan.cfg, plan.layout.world_size)
+        if layout is not None and layout != plan.layout:
+            context = context.beside(layout)
+            active = context.active
+    with active():
+        engine = make_engine(cfg, spec, folder, context, trains=False)
+        engine.load_hf(folder)
+    offload = plan.cfg.distillation.offload_teacher_model
+    return TeacherModel(Teacher(engine, plan.layout, active, offload), spec, folder, context)
+
+
+def teacher_text(plan: RunPlan, model: TeacherModel) -> str:
+    """Describe the teacher for the first screen. Collective."""
+    engine = model.teacher.engine
+    with model.teacher.active():
+        sizes = engine.report()
+    width = engine.dtype.itemsize
+    states = engine.hidden_size * width
+    logits = engine.vocab_size * width
+    layout = engine.layout
+    axes = " ".join(f"{axis}{size}" for axis, size in layout.axes.items() if size > 1) or f"dp{layout.dp}"
+    text = (
+        f"{plan.cfg.distillation.teacher_model}: {sizes.parameters_total:,} parameters on {axes}, "
+        f"{bytes_text(sizes.weight_bytes)} on the largest rank"
+    )
+    if layout != plan.layout:
+        text += f"; {bytes_text(states)} a token to the model's ranks (logits: {bytes_text(logits)})"
+    return text
+
+
+def build_writers(plan: RunPlan, data: TaskData, engine: Engine, model: TeacherModel | None) -> Writers:
+    """Build the samplers of the model and, for `seq_kd`, of the teacher. Collective."""
+    cfg = plan.cfg
+    options = cfg.distillation
+    geometry = plan.geometry()
+    sampling = sampling_params_of(cfg.rollout, data.tokenizer, plan.folder)
+    everywhere = samples_on_every_rank(cfg.rollout.rollout_backend)
+    shared = cfg.vllm.vllm_tensor_parallel_size
+    place = plan.context.coordinates
+
+    # The model's own sampler.
+    student = None
+    offloaded = {"optimizer": cfg.rollout.offload_optimizer, "model": cfg.rollout.offload_model}
+    parts = frozenset(part for part, moves in offloaded.items() if moves)
+    if options.lmbda > 0:
+        alone = plan.adapts and syncs_adapters_only(cfg, plan.spec, plan.folder)
+        sampler = build_sampler_in_freed_memory(plan, engine, parts, adapter_rank(cfg.lora) if alone else 0)
+        folder = sync_folder(cfg.rollout, Path(cfg.checkpoint.output_dir), plan.folder)
+        adapters = SyncRounds(folder, "adapter") if alone else None
+        student = CompletionGenerator(
+            engine, place, sampler, sampling, cfg.train.seed, None, adapters, plan.base, everywhere, shared
+        )
+
+    # The teacher's, whose weights never change.
+    teacher = None
+    if options.seq_kd and options.lmbda < 1:
+        assert model is not None, "the rules ask for a teacher in these processes"
+        dtype = str(model.teacher.engine.dtype).removeprefix("torch.")
+        writer = build_sampler(cfg, model.spec, model.folder, model.context, dtype, 0)
+        teacher = CompletionGenerator(
+            model.teacher.engine,
+            model.context.coordinates,
+            writer,
+            sampling,
+            cfg.train.seed,
+            everywhere=everywhere,
+            ranks_per_engine=shared,
+        )
+        with model.teacher.active():
+            teacher.synchronize()
+
+    def lend(timed: Timed) -> AbstractContextManager[None]:
+        assert student is not None, "nothing is sampled from the model"
+        return lend_device(student, [engine], parts, cfg.rollout.rollout_sleep, False, timed)
+
+    shape = data_sources.padding_shape_of(data.tokenizer, geometry)
+    rows = CompletedRows(shape, geometry.uniform, cfg.data.max_length)
+    return Writers(cfg.train.seed, options.lmbda, options.seq_kd, rows, student, teacher, lend)

@@ -1,0 +1,1 @@
+"""Distillation: a teacher beside the model that trains, and on-policy batches."""

@@ -1,0 +1,1 @@
+"""The options of distillation. No torch."""

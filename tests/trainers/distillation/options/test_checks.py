@@ -1,0 +1,20 @@
+"""Rules for options of distillation that follow from whether steps sample."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaswift.trainers.distillation.options.checks import SAMPLING
+from tests.config.refusals import assert_idle
+
+
+def test_the_options_of_sampling() -> None:
+    assert {"rollout_backend", "top_k", "max_completion_length", "vllm_enforce_eager"} <= {*SAMPLING}
+    assert not {"temperature", "environment", "async_generation"} & {*SAMPLING}
+
+
+@pytest.mark.parametrize("option", ["--top_k 5", "--max_completion_length 9", "--rollout_backend vllm"])
+def test_nothing_samples_with_rows_alone(option: str) -> None:
+    teacher = "--teacher_model t"
+    assert_idle(f"{option} {teacher} --lmbda 0", f"{option} {teacher} --lmbda 0.1", task="gkd")
+    assert_idle(f"{option} {teacher} --lmbda 0", f"{option} {teacher} --lmbda 0 --seq_kd", task="gkd")
