@@ -1,5 +1,5 @@
-"""Five steps of classifiers beside transformers' Trainer: the same model, rows and optimizer, float32; loss and gradient
-norm of every step, on engines and layouts, and then what the run leaves behind.
+"""Five steps of classifiers beside transformers' Trainer: the same model, rows and optimizer, float32; loss and
+gradient norm of every step, on engines and layouts, and then what the run leaves behind.
 
 Covers: megaswift/losses/classification.py, megaswift/data/labeled/collate.py, megaswift/run/classes.py,
 megaswift/bridge/adapters/merge.py.

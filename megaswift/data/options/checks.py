@@ -138,7 +138,7 @@ DATA_CLASHES: tuple[ConflictingOptions, ...] = (
         ("use_chat_template",),
         lambda c: not c.data.use_chat_template and c.task != "seq_cls",
         "is not supported: conversations use the chat template",
-        'rows of {"text": ...} and of plain prompts and completions, which are read without one',
+        "rows of plain text (a column text, or prompt and completion), which are read without one",
     ),
     ConflictingOptions(
         ("num_labels", "class_names"),
