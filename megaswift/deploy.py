@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaswift import log
@@ -21,6 +22,9 @@ from megaswift.inference.options.parser import CommandParser, ParsedCommand
 from megaswift.inference.options.run_files import complete_deploy_options
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from megaswift.inference.pooling.folder import PoolingFolder
     from megaswift.serve.request_guard import AccessRules
 
 USAGE = """\
@@ -28,6 +32,7 @@ megaswift deploy: serve an OpenAI-compatible API with transformers or vLLM
 
   megaswift deploy --model DIR            http://127.0.0.1:8000/v1, local requests only
   MEGASWIFT_API_KEY=... megaswift deploy --model DIR --host 0.0.0.0
+  megaswift deploy --model EMBEDDER       /v1/embeddings, /v1/rerank, /v1/score, /classify, /pooling
   megaswift deploy --adapters law=OUT1/adapter code=OUT2/adapter    adapters by model name"""
 TEXT_BODY = 8 << 20
 """Maximum bytes of a request to a text model, unless --max_body_size is given."""
@@ -101,10 +106,12 @@ def _address(host: str, port: int) -> str:
 
 
 def _transformers(cfg: DeployConfig) -> int:
-    from megaswift.inference.prechecks import precheck_model, require_package
+    from megaswift.inference.prechecks import locate_pooling_model, precheck_model, require_package
 
     for package in ("fastapi", "uvicorn"):
         require_package(package, "megaswift deploy")
+    if (pooling := locate_pooling_model(cfg)) is not None:
+        return _pooling(cfg, *pooling)
     precheck_model(cfg)  # before what follows imports torch
     listener = _listening(cfg.server.host, cfg.server.port)
     from megaswift.inference.adapters import selectable_adapters
@@ -122,10 +129,7 @@ def _transformers(cfg: DeployConfig) -> int:
     # The tokenizers library refuses to encode and decode with one tokenizer in two threads at a time.
     adapters = selectable_adapters(cfg.weights)
     generator = Generator(model, copy.deepcopy(prepared.tokenizer), device, adapters)
-    import uvicorn
-
     from megaswift.serve.app import ServerState, build_app
-    from megaswift.serve.request_guard import RequestGuardMiddleware, http_protocol_with_limits
     from megaswift.serve.request_queue import RequestQueue
 
     line = RequestQueue.before(generator, cfg.server.max_batch_size, cfg.server.max_waiting)
@@ -136,11 +140,50 @@ def _transformers(cfg: DeployConfig) -> int:
     served.adapters = (*adapters,)
     served.max_logprobs = cfg.server.max_logprobs
     served.owned_by = cfg.server.owned_by
+    try:
+        _serve(cfg, build_app(served), listener, bool(prompts.blind))
+    finally:
+        line.close()
+        served.close()
+    return 0
+
+
+def _pooling(cfg: DeployConfig, folder: Path, found: PoolingFolder) -> int:
+    """A server of vectors, scores or classes."""
+    listener = _listening(cfg.server.host, cfg.server.port)
+    from megaswift.data.model_tokenizer import read_tokenizer
+    from megaswift.inference.pooling.model import load_pooling_model
+    from megaswift.inference.pooling.texts import TextReader, context_of
+    from megaswift.serve.pooling.app import PoolingState, build_pooling_app
+    from megaswift.serve.request_queue import RequestQueue
+
+    tokenizer = read_tokenizer(folder, cfg.weights.trust_remote_code, None)
+    reader = TextReader(tokenizer, found, context_of(folder), cfg.conversation.max_length)
+    model = load_pooling_model(folder, cfg.weights, cfg.placement, cfg.pooling, found)
+    line = RequestQueue(lambda inputs, _: model.run(inputs), cfg.server.max_batch_size, cfg.server.max_waiting)
+    line.start()
+    cuts = cfg.pooling.truncation_strategy == "right"
+    served = PoolingState(resolve_served_model_name(cfg), reader, model.found, line, _also(cfg), cuts)
+    served.owned_by = cfg.server.owned_by
+    try:
+        _serve(cfg, build_pooling_app(served), listener, blind=True)
+    finally:
+        line.close()
+        served.close()
+    return 0
+
+
+def _serve(cfg: DeployConfig, app: FastAPI, listener: socket.socket, blind: bool) -> None:
+    """Answers requests until the process is stopped."""
+    import uvicorn
+
+    from megaswift.serve.request_guard import RequestGuardMiddleware, http_protocol_with_limits
+
     secret = server_auth_token(cfg.server)
-    application = RequestGuardMiddleware(build_app(served), _rules(cfg, secret, bool(prompts.blind)))
+    application = RequestGuardMiddleware(app, _rules(cfg, secret, blind))
     host, port = listener.getsockname()[:2]
     log.info(
-        f"serving {served.name} at {_address(host, port)}"
+        f"serving {resolve_served_model_name(cfg)} at {_address(host, port)}"
         f" ({'token required' if secret else 'no token, local requests only'})"
     )
     try:
@@ -150,10 +193,6 @@ def _transformers(cfg: DeployConfig) -> int:
         uvicorn.Server(settings).run(sockets=[listener])
     except KeyboardInterrupt:  # how a server is ended
         log.info("stopped")
-    finally:
-        line.close()
-        served.close()
-    return 0
 
 
 def _vllm(cfg: DeployConfig) -> int:

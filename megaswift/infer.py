@@ -33,6 +33,8 @@ from megaswift.launchers.parent_death import PARENT, end_with_parent
 
 if TYPE_CHECKING:
     from megaswift.inference.model import ModelConfigAndTokenizer
+    from megaswift.inference.pooling.folder import PoolingFolder
+    from megaswift.inference.pooling.model import PoolingModel
 
 USAGE = """\
 megaswift infer: interactive chat, or batch inference on a prompt file
@@ -40,6 +42,7 @@ megaswift infer: interactive chat, or batch inference on a prompt file
   megaswift infer --model DIR                                          chat (/clear, /quit)
   megaswift infer --model DIR --dataset q.jsonl --result_path a.jsonl  prompt file
   megaswift infer --adapters OUT/adapter --load_data_args true         validation rows of the run
+  megaswift infer --model CLASSIFIER --dataset texts.jsonl             labels, scores or embeddings
   megaswift infer --model DIR --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
 STOPPED = "stopped; the same command resumes"
 LOOK_SECONDS = 0.5
@@ -61,6 +64,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(cfg: InferConfig, words: Sequence[str]) -> int:
     launch = requested_launch(cfg.launch, os.environ)
+    if cfg.backend.infer_backend == "transformers":
+        from megaswift.inference.prechecks import locate_pooling_model
+
+        if (pooling := locate_pooling_model(cfg)) is not None:
+            return _pooling(cfg, *pooling, several=launch is not None or is_launched_worker(os.environ))
     if launch is not None:
         from megaswift.inference.prechecks import precheck_model
 
@@ -100,6 +108,30 @@ def _run(cfg: InferConfig) -> int:
     generator = _loader(cfg, prepared)()
     generation = cfg.generation
     Terminal(generator, prompts, sampling, generation.max_new_tokens, generation.stop, cfg.terminal.stream).run()
+    return 0
+
+
+def _pooling(cfg: InferConfig, folder: Path, found: PoolingFolder, several: bool) -> int:
+    """Vectors, scores or classes of the rows of a file."""
+    if not cfg.file.dataset or cfg.file.load_data_args:
+        rule = f"gives no text ({found.kind}): it reads rows of files"
+        raise ConfigError(Problem(f"--model {cfg.weights.model}", rule, "--dataset FILE.jsonl"))
+    if several:
+        rule = "are not supported for embeddings, scores and classes"
+        raise ConfigError(Problem("several processes", rule, "start one, on a part of the rows each: FILE#N"))
+    from megaswift.data.model_tokenizer import read_tokenizer
+    from megaswift.inference.pooling.model import load_pooling_model
+    from megaswift.inference.pooling.texts import TextReader, context_of
+    from megaswift.serve.pooling.file import read_rows, write_results
+
+    tokenizer = read_tokenizer(folder, cfg.weights.trust_remote_code, None)
+    reader = TextReader(tokenizer, found, context_of(folder), cfg.conversation.max_length)
+    rows = read_rows(cfg.file, reader, cfg.pooling)
+
+    def load() -> PoolingModel:
+        return load_pooling_model(folder, cfg.weights, cfg.placement, cfg.pooling, found)
+
+    log.print_result(f"wrote {write_results(rows, load, tokenizer, cfg.file)}")
     return 0
 
 

@@ -44,6 +44,8 @@ from megaswift.models.rope_scaling import config_with_rope_scaling
 from megaswift.models.vision import has_vision_tower
 
 TEXT_ONLY = "this model accepts only text"
+POOLER = "pooler."
+"""Weights of encoders that many folders lack, and that no vector, score or class here is computed with."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class ModelConfigAndTokenizer:
     tokenizer: Any
     reader: Processor | str = TEXT_ONLY
     """What reads images; or why none are read."""
+    auto_class: str = ""
+    """transformers' class of a model that gives no text; empty: a language model."""
 
     @property
     def context(self) -> int | None:
@@ -139,7 +143,8 @@ def _writes(config: Any, flag: str) -> None:
             Problem(
                 flag,
                 f"is an encoder ({config.model_type}), whose attention is not causal; it does not generate text",
-                'use a causal language model; for an encoder that can generate, set "is_decoder": true in config.json',
+                "use a causal language model, or --task_type embedding for vectors; for an encoder that can generate, "
+                'set "is_decoder": true in config.json',
             )
         )
 
@@ -154,6 +159,10 @@ def _dtype(prepared: ModelConfigAndTokenizer) -> torch.dtype:
 
 def _auto(prepared: ModelConfigAndTokenizer) -> Any:
     """transformers' class of models that answer; a vision-language model is asked by text alone."""
+    if prepared.auto_class:
+        import transformers
+
+        return getattr(transformers, prepared.auto_class)
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return (
@@ -313,7 +322,8 @@ def load_model_and_prompt_device(
     model = disable_4bit_cpu_repacking(loaded[0])
     loading_info = loaded[1]
     model.config.return_dict = True
-    check_all_weights_loaded(str(prepared.options.model), loading_info)
+    poolers = [name for name in loading_info["missing_keys"] if prepared.auto_class and name.startswith(POOLER)]
+    check_all_weights_loaded(str(prepared.options.model), loading_info, new=poolers)
     finite.check_weights_finite(model.named_parameters())
     if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:
         device_placement.check_offloaded_forward_pass(

@@ -17,6 +17,7 @@ from megaswift.folders.checkpoint import find_checkpoint
 from megaswift.folders.saved_steps import refuse_damaged_part
 from megaswift.folders.source import locate_model, missing_model_file_problems
 from megaswift.inference.options.commands import CommonInferenceConfig, ModelLoadingOptions
+from megaswift.inference.pooling.folder import PoolingFolder, pooling_folder
 from megaswift.models.family import read_config_json
 from megaswift.models.heads import has_scalar_head
 from megaswift.models.model_type import model_type_option_mismatch_problems
@@ -35,6 +36,34 @@ def precheck_model(cfg: CommonInferenceConfig) -> None:
     if cfg.conversation.chat_template is not None:
         check_template(cfg.conversation.chat_template)
     read_system_message(cfg.conversation.system)
+
+
+def locate_pooling_model(cfg: CommonInferenceConfig) -> tuple[Path, PoolingFolder] | None:
+    """Return the folder of a model that gives vectors, scores or classes, and what it says; None for a language
+    model."""
+    weights = cfg.weights
+    label = f"--model {weights.model}"
+    folder = locate_model(weights)
+    found = pooling_folder(folder, cfg.pooling, label)
+    if found is None:
+        return None
+    require_package("accelerate", "inference")
+    for adapters in weights.adapter_folders:
+        require_package("peft", f"--adapters {adapters}")
+        refuse_damaged_part(Path(adapters))
+    config = read_config_json(folder)
+    problems = missing_model_file_problems(folder, random_init=False)
+    problems += model_type_option_mismatch_problems(weights.model_type, config)
+    problems += quantization_package_problems(config, label)
+    if any(name for name, _ in weights.named_adapters):
+        rule = "adapters that requests select by name are not supported for embeddings, scores and classes"
+        problems.append(Problem("--adapters", rule, "give one folder without a name"))
+    if cfg.conversation.chat_template is not None:
+        rule = "is not supported for embeddings, scores and classes: the model's own template is used"
+        problems.append(Problem("--chat_template", rule, "leave it out"))
+    if problems:
+        raise WeightsError(problems)
+    return folder, found
 
 
 def locate_generation_model(options: ModelLoadingOptions) -> Path:

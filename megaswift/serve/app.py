@@ -129,7 +129,7 @@ class ParsedRequest:
 def build_app(served: ServerState) -> FastAPI:
     """The application; `auth.RequestGuardMiddleware` wraps it."""
     app = FastAPI(title="megaswift", docs_url=None, redoc_url=None, openapi_url=None)
-    _errors(app)
+    answer_errors(app)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -346,8 +346,8 @@ def _short(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _errors(app: FastAPI) -> None:
-    """Every error in OpenAI's form."""
+def answer_errors(app: FastAPI) -> None:
+    """Answer every error in OpenAI's form."""
 
     @app.exception_handler(RequestRefused)
     async def refused(request: Request, error: RequestRefused) -> JSONResponse:

@@ -85,7 +85,7 @@ def read_prompt_file(wanted: PromptRows, renderer: Callable[[Path], ChatInputRen
     file."""
     prompt_rows: list[PromptFileRow] = []
     problems: list[Problem] = []
-    for path, line, row in _located(wanted.datasets):
+    for path, line, row in located_rows(wanted.datasets):
         place = f"{path}:{line}"
         if wanted.only is not None and place not in wanted.only:
             continue
@@ -113,7 +113,8 @@ def prompt_dataset_files(names: Sequence[str]) -> list[DatasetFiles]:
     return [resolve_or_download_dataset_files(name, data_cache_folder(None)) for name in names]
 
 
-def _located(names: Sequence[str]) -> Iterator[tuple[Path, int, Mapping[str, Any] | RowError]]:
+def located_rows(names: Sequence[str]) -> Iterator[tuple[Path, int, Mapping[str, Any] | RowError]]:
+    """Yield (file, line, row or what is wrong with it) of each row of some entries of --dataset, in order."""
     for source in prompt_dataset_files(names):
         for part in split_into_parts(source, processes=1):
             for located in part.rows():

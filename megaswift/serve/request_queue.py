@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megaswift.errors import UserError
-from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams, Generator
+from megaswift.inference.generator import Answer, GenerationParams, Generator
 
 SPREAD = 0x9E3779B97F4A7C15
 """Between the seeds of one request's batches: 2^64 divided by the golden ratio, far from seeds that people choose."""
@@ -29,9 +30,17 @@ class QueueFull(Exception):
 class QueuedRequest:
     """Answers that belong together: the choices of one HTTP request."""
 
-    requests: Sequence[AnswerRequest]
-    sampling: GenerationParams
-    done: Future[list[Answer]] = field(default_factory=Future)
+    requests: Sequence[Any]
+    """`AnswerRequest`, or the tokens of texts that are embedded, scored or classified."""
+    sampling: GenerationParams = GenerationParams()
+    done: Future[list[Any]] = field(default_factory=Future)
+    weight: int | None = None
+    """What counts for the limit of the queue; None: the number of answers."""
+
+    @property
+    def size(self) -> int:
+        """What counts for the limit of the queue."""
+        return len(self.requests) if self.weight is None else self.weight
 
     def cancel(self) -> None:
         """Cancels all answers: the client has disconnected."""
@@ -48,7 +57,7 @@ class RequestQueue:
     """A bounded queue before a generator, and the thread that serves it."""
 
     def __init__(
-        self, generate: Callable[[Sequence[AnswerRequest], GenerationParams], list[Answer]], batch: int, waiting: int
+        self, generate: Callable[[Sequence[Any], GenerationParams], list[Any]], batch: int, waiting: int
     ) -> None:
         self._generate = generate
         self.batch = batch
@@ -78,14 +87,14 @@ class RequestQueue:
     def _admit(self, answers: int) -> None:
         if self._closed:
             raise QueueFull("the server is stopping")
-        ahead = sum(len(t.requests) for t in self._line)
+        ahead = sum(t.size for t in self._line)
         if ahead and ahead + answers > self.waiting:
             raise QueueFull(f"{ahead} answers are waiting; the limit is {self.waiting}")
 
     def submit(self, ticket: QueuedRequest) -> QueuedRequest:
         """Appends a request; QueueFull where the limit is exceeded."""
         with self._changed:
-            self._admit(len(ticket.requests))
+            self._admit(ticket.size)
             self._line.append(ticket)
             self._changed.notify()
         return ticket
@@ -122,10 +131,10 @@ class RequestQueue:
                 self._running = self.take()
             self._answer([t for t in self._running if t.done.set_running_or_notify_cancel()])
 
-    def _batches(self, requests: Sequence[AnswerRequest], sampling: GenerationParams) -> list[Answer]:
+    def _batches(self, requests: Sequence[Any], sampling: GenerationParams) -> list[Any]:
         """Answers, as many at a time as a batch has. Each further batch of a request with a seed has another one that
         follows from it: the same seed would draw the same answers again."""
-        answered: list[Answer] = []
+        answered: list[Any] = []
         for number, start in enumerate(range(0, len(requests), max(1, self.batch))):
             drawn = sampling
             if number and sampling.seed is not None:

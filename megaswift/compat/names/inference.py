@@ -16,8 +16,10 @@ _ROWS = NeutralOption(EITHER, "rows are read once, before the model is loaded")
 _ONE_READER = NeutralOption(ANY, "rows are read once, before the model is loaded")
 _ORDER = NeutralOption(OFF, "results have the order of the file", "leave it out")
 _ONE_PROCESS = NeutralOption(ANY, "one process does the work")
-_TASKS = "only models that generate text are served; classifiers and embedding models run in transformers' pipeline"
-_TASK = NeutralOption(("causal_lm",), "models that generate text are served", _TASKS)
+_TASK = NeutralOption(
+    ("causal_lm",), "the model generates text", "megaswift infer or deploy, for embeddings, scores and classes"
+)
+_LABELS = "leave it out: config.json of the classifier has its labels"
 _CALIBRATION = NeutralOption(ANY, "only --dataset has calibration rows, of which every token counts")
 _TRAINING = NeutralOption(ANY, "it applies to training only")
 _IN_MEMORY = NeutralOption(ANY, "adapters are merged in memory")
@@ -48,7 +50,6 @@ _ALL: dict[str, NeutralOption] = {
     **dict.fromkeys(("data_seed", "packing", "packing_num_proc", "packing_length", "streaming"), _TRAINING),
     **dict.fromkeys(("shuffle_buffer_size", "stopping_strategy", "loss_scale", "is_binary_loss_scale"), _TRAINING),
     **dict.fromkeys(("sequence_parallel_size", "init_strategy"), _TRAINING),
-    "task_type": _TASK,
     "bnb_4bit_compute_dtype": NeutralOption(ANY, "products are computed in --torch_dtype"),
 }
 _INFER = {
@@ -79,6 +80,7 @@ _DEPLOY = {
 }
 _EXPORT = {
     **_ALL,
+    "task_type": NeutralOption(ANY, "config.json has the model's head"),
     "ddp_timeout": _ONE_PROCESS,
     "val_dataset": _CALIBRATION,
     "load_data_args": _CALIBRATION,
@@ -115,6 +117,7 @@ _EXPORT = {
 }
 _EVAL = {
     **{name: option for name, option in _ALL.items() if name != "use_chat_template"},  # a spelling of one of its own
+    "task_type": _TASK,
     "ddp_timeout": _ONE_PROCESS,
     "eval_backend": NeutralOption(
         ("native", "lm_eval", "lm-eval"),
@@ -132,6 +135,7 @@ _EVAL = {
 }
 _SAMPLE = {
     **_ALL,
+    "task_type": _TASK,
     "sampler_type": NeutralOption(
         ("sample", "distill"),
         "completions are sampled, from a server with --base_url",
@@ -166,7 +170,6 @@ NEUTRAL_OF: Mapping[str, Mapping[str, NeutralOption]] = {
 
 _TEMPLATE = "--chat_template FILE.jinja; unset: the tokenizer's template"
 _TEMPLATE_FILE = "leave it out: the chat template of the model folder formats the reasoning"
-_CONTEXT = "leave it out: prompts are not cut; longer ones than --max_length and the context are errors"
 _TLS = "leave it out: use a reverse proxy for TLS"
 _HUB = "--push_to_hub true with --hub_model_id, --hub_token and --hub_private_repo"
 _TOKEN = "set the environment variable HF_TOKEN"
@@ -189,9 +192,9 @@ _HINTS: dict[str, str] = {
     "add_non_thinking_prefix": _TEMPLATE_FILE,
     "disable_ignore_empty_think": _TEMPLATE_FILE,
     "structured_outputs_regex": "send it with each request to a vLLM server",
-    "num_labels": _TASKS,
-    "problem_type": _TASKS,
-    "reranker_use_activation": _TASKS,
+    "num_labels": _LABELS,
+    "problem_type": _LABELS,
+    "reranker_use_activation": "leave it out: requests have use_activation",
     "use_ms": "--use_hf false",
     "max_pixels": "set max_pixels in the model's preprocessor_config.json",
     "external_plugins": "leave it out: no code of yours runs in this command",
@@ -205,7 +208,6 @@ _GENERATION = {
     "hub_token": _TOKEN,
     "hf_token": _TOKEN,
     "response_prefix": _TEMPLATE,
-    "truncation_strategy": _CONTEXT,
     "do_sample": "--temperature: above 0 samples, 0 is greedy",
 }
 HINTS_OF: Mapping[str, Mapping[str, str]] = {
@@ -259,7 +261,7 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
         "cache_files": "the same command goes on where it stopped, with other options of the selection too",
         "engine_kwargs": "--vllm_engine_kwargs, or the options of vLLM",
         "do_sample": "--temperature: above 0 samples",
-        "truncation_strategy": _CONTEXT,
+        "truncation_strategy": "leave it out: prompts are not cut; longer ones than the context are errors",
         "response_prefix": _TEMPLATE,
     },
     "export": {

@@ -586,10 +586,53 @@ class ExportUploadOptions:
 
 
 @dataclass(frozen=True)
+class PoolingOptions:
+    """Embeddings, scores and classes
+
+    Models that end in no head or in a classifier's give vectors, scores or classes instead of text."""
+
+    task_type: str | None = option(
+        None,
+        "What the model gives; default: by its config.json and modules.json",
+        choices=("causal_lm", "embedding", "reranker", "generative_reranker", "seq_cls", "token_cls"),
+        metavar="NAME",
+        only_with={"infer_backend": "transformers"},
+    )
+    pooling: str | None = option(
+        None,
+        "How the vectors of tokens become an embedding; default: the model folder's",
+        choices=("last", "mean", "cls", "max", "weightedmean"),
+        spellings={"lasttoken": "last", "last_token": "last"},
+        metavar="NAME",
+        only_with={"infer_backend": "transformers"},
+    )
+    truncation_strategy: str | None = option(
+        None,
+        "Texts to embed, score or classify that are too long: raise (default), or right to cut their end",
+        choices=("raise", "right"),
+        metavar="NAME",
+        only_with={"infer_backend": "transformers"},
+    )
+    positive_token: str = option(
+        "yes",
+        "Generative reranker: the token that says that a document is relevant",
+        metavar="TOKEN",
+        only_with={"task_type": "generative_reranker"},
+    )
+    negative_token: str = option(
+        "no",
+        "Generative reranker: the token that says that a document is not relevant",
+        metavar="TOKEN",
+        only_with={"task_type": "generative_reranker"},
+    )
+
+
+@dataclass(frozen=True)
 class CommonInferenceConfig:
     """What every command has whose model answers."""
 
     weights: ModelLoadingOptions
+    pooling: PoolingOptions
     placement: PlacementOptions
     generation: GenerationOptions
     conversation: ChatTemplateOptions

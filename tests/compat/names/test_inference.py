@@ -101,7 +101,7 @@ def test_every_hint_names_options_of_its_command() -> None:
         ("export", "--hub_always_push true", "--push_to_hub true with --hub_model_id"),
         ("export", "--to_cached_dataset true", "writes a cached data set"),
         ("export", "--to_ollama true", "ollama create"),
-        ("infer", "--task_type seq_cls", "only models that generate text"),
+        ("infer", "--task_type seq_cls --infer_backend vllm", "--infer_backend transformers"),
         ("infer", "--val_dataset_shuffle true", "results have the order of the file"),
         ("infer", "--vllm_max_model_len 100", "applies only to --infer_backend vllm"),
         ("infer", "--infer_backend vllm", "answers prompt files only"),

@@ -1,1 +1,0 @@
-"""Rows with labels: texts with classes or numbers, and words with tags."""

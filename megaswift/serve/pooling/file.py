@@ -1,0 +1,180 @@
+"""`megaswift infer` on a file, for models that give vectors, scores or classes.
+
+Owns which columns of a row are read, and the columns that results have. Rows are read and tokenized before the model is
+loaded; the result is written in the order of the file, and appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megaswift import log
+from megaswift.base.atomic_writes import atomic_file
+from megaswift.data.encode.rows import malformed_row_problem
+from megaswift.data.untokenized_sample import RowError, decode_json_cell
+from megaswift.errors import DataError, Problem, merge_similar_problems
+from megaswift.inference.chat_inputs import ChatInputError
+from megaswift.inference.options.commands import PoolingOptions, PromptFileOptions
+from megaswift.inference.pooling.folder import EMBEDDING, SEQUENCE, TOKENS, PoolingFolder
+from megaswift.inference.pooling.model import PoolingModel, class_probabilities, pair_score
+from megaswift.inference.pooling.texts import TextInput, TextReader
+from megaswift.serve.prompt_rows import located_rows
+
+SHOWN = 10
+SORTED_BATCHES = 64
+"""Batches whose rows are sorted by length together; their results are in memory at a time."""
+HALF = 0.5
+"""The probability from which a label holds, where several may."""
+TEXTS = ("text", "query", "sentence", "question", "prompt")
+QUERIES = ("query", "question", "anchor", "sentence1", "text1")
+DOCUMENTS = ("documents", "document", "positive", "passage", "response", "answer", "sentence2", "text2")
+
+
+@dataclass(frozen=True)
+class PoolingRow:
+    """A row and the inputs that are made of it."""
+
+    columns: Mapping[str, Any]
+    inputs: Sequence[TextInput]
+    is_pair: bool = False
+    """Whether the inputs are pairs of a query and a document."""
+    is_list: bool = False
+    """Whether the row has a list of documents."""
+
+
+def read_rows(file: PromptFileOptions, reader: TextReader, options: PoolingOptions) -> list[PoolingRow]:
+    """Return all rows with their tokens; DataError with file and line of rows that cannot be used."""
+    most = reader.limit if options.truncation_strategy == "right" else None
+    rows: list[PoolingRow] = []
+    problems: list[Problem] = []
+    for path, line, row in located_rows(file.dataset):
+        try:
+            if isinstance(row, RowError):
+                raise row
+            rows.append(_row(row, {file.columns.get(k, k): v for k, v in row.items()}, reader, most))
+        except RowError as error:
+            problems.append(malformed_row_problem(str(path), line, error))
+        except ChatInputError as error:
+            fix = "shorten it, or give --truncation_strategy right" if "tokens; the limit" in str(error) else ""
+            problems.append(Problem(f"{path}:{line}", str(error), fix))
+    if problems:
+        more = [Problem(f"and {len(problems) - SHOWN} more rows", "have problems too")] if len(problems) > SHOWN else []
+        raise DataError(merge_similar_problems(problems[:SHOWN]) + more)
+    if not rows:
+        raise DataError(Problem(f"--dataset {' '.join(file.dataset)}", "is empty", 'write rows like {"text": "..."}'))
+    return rows
+
+
+def _row(columns: Mapping[str, Any], named: Mapping[str, Any], reader: TextReader, most: int | None) -> PoolingRow:
+    if reader.found.scores_pairs:
+        query = next((named[name] for name in QUERIES if isinstance(named.get(name), str)), None)
+        name = next((name for name in DOCUMENTS if named.get(name)), None)
+        if query is not None and name is not None:
+            documents = decode_json_cell(named[name], name, "a list of texts") if name == "documents" else named[name]
+            texts = documents if isinstance(documents, list) else [documents]
+            if not all(isinstance(text, str) for text in texts):
+                raise RowError(name, "something else than texts", "a text or a list of texts")
+            pairs = [reader.of_pair(query, text, most) for text in texts]
+            return PoolingRow(columns, pairs, is_pair=True, is_list=isinstance(documents, list))
+        if reader.found.kind != SEQUENCE:
+            raise RowError("query", "no query with documents", '{"query": "...", "documents": ["...", ...]}')
+    return PoolingRow(columns, [_text(named, reader, most)])
+
+
+def _text(named: Mapping[str, Any], reader: TextReader, most: int | None) -> TextInput:
+    """A text, or a conversation as the chat template writes it. Embeddings are of the text alone."""
+    prompt = reader.prompt(None) if reader.found.kind == EMBEDDING else ""
+    messages = named.get("messages") or named.get("conversations")
+    if messages is not None:
+        messages = decode_json_cell(messages, "messages", "a list of messages")
+        told = [m for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), str)]
+        if len(told) != len(messages) or not told:
+            raise RowError("messages", "something else than messages with text", 'a list of {"role", "content"}')
+        if reader.found.kind == SEQUENCE and reader.tokenizer.chat_template:
+            return reader.of_messages(told)
+        if len(told) != 1:
+            raise RowError("messages", f"{len(told)} messages", "one message, or a column text")
+        return reader.of_text(told[0]["content"], prompt, most)
+    name = next((name for name in TEXTS if isinstance(named.get(name), str)), None)
+    if name is None:
+        raise RowError("text", "no text", f"a column of {', '.join(TEXTS)}, or messages")
+    if name != "text" and reader.found.kind == SEQUENCE and reader.tokenizer.chat_template:
+        return reader.of_messages([{"role": "user", "content": named[name]}])
+    return reader.of_text(named[name], prompt, most)
+
+
+def write_results(
+    rows: Sequence[PoolingRow], make: Callable[[], PoolingModel], tokenizer: Any, file: PromptFileOptions
+) -> Path:
+    """Write each row with its results; returns the file. `make` loads the model."""
+    result = Path(str(file.result_path))
+    result.parent.mkdir(parents=True, exist_ok=True)
+    model = make()
+    size = file.per_device_eval_batch_size
+    with atomic_file(result) as fresh, fresh.open("w", encoding="utf-8") as out:
+        for start in range(0, len(rows), size * SORTED_BATCHES):
+            some = rows[start : start + size * SORTED_BATCHES]
+            results = _run_sorted(model, [one for row in some for one in row.inputs], size)
+            for row in some:
+                taken = [results.pop(0) for _ in row.inputs]
+                line = {**row.columns, **_columns(row, taken, model.found, tokenizer)}
+                out.write(json.dumps(line, ensure_ascii=False, default=_plain) + "\n")
+            log.info(f"{start + len(some)} of {len(rows)} rows")
+    return result
+
+
+def _run_sorted(model: PoolingModel, inputs: Sequence[TextInput], size: int) -> list[Tensor]:
+    """Results in the order of the inputs, computed in batches of neighbours in length, the longest first."""
+    order = sorted(range(len(inputs)), key=lambda i: -len(inputs[i].ids))
+    results: dict[int, Tensor] = {}
+    for start in range(0, len(order), size):
+        batch = order[start : start + size]
+        results |= zip(batch, model.run([inputs[i] for i in batch]), strict=True)
+    return [results[i] for i in range(len(inputs))]
+
+
+def _columns(row: PoolingRow, results: Sequence[Tensor], found: PoolingFolder, tokenizer: Any) -> dict[str, Any]:
+    """What results add to a row."""
+    first = results[0]
+    if found.kind == EMBEDDING:
+        return {"embedding": first.tolist()}
+    if found.kind == TOKENS:
+        return {"labels": _token_labels(row.inputs[0], class_probabilities(first, found), found, tokenizer)}
+    if row.is_list:
+        return {"scores": [pair_score(logits, found) for logits in results]}
+    if row.is_pair:
+        return {"score": pair_score(first, found)}
+    if len(found.labels) == 1:  # of a reward model, or one number of a regression
+        return {"score": float(first[0])}
+    values = class_probabilities(first, found)
+    if found.problem_type == "regression":
+        return {"scores": dict(zip(found.labels, values.tolist(), strict=True))}
+    probabilities = {"probs": dict(zip(found.labels, values.tolist(), strict=True))}
+    if found.problem_type == "multi_label_classification":
+        held = [label for label, value in zip(found.labels, values.tolist(), strict=True) if value >= HALF]
+        return {"label": held, **probabilities}
+    return {"label": found.labels[int(values.argmax())], **probabilities}
+
+
+def _token_labels(one: TextInput, values: Tensor, found: PoolingFolder, tokenizer: Any) -> list[dict[str, Any]]:
+    """The likeliest label of each token that is none of the tokenizer's special ones."""
+    special = set(tokenizer.all_special_ids)
+    best = values.max(-1)
+    told = zip(tokenizer.convert_ids_to_tokens(one.ids), best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        {"token": text, "label": found.labels[label], "score": value}
+        for token, (text, label, value) in zip(one.ids, told, strict=True)
+        if token not in special
+    ]
+
+
+def _plain(value: Any) -> str:
+    """A form for values that JSON has none for: bytes as base64, everything else as text."""
+    return f"data:;base64,{base64.b64encode(value).decode()}" if isinstance(value, bytes) else str(value)
