@@ -423,7 +423,22 @@ def test_a_restarted_attempt_speaks_again(capsys: pytest.CaptureFixture) -> None
 
 
 def test_only_commands_that_exist_are_listed() -> None:
-    tasks = ["sft", "pt", "dpo", "kto", "orpo", "cpo", "simpo", "rm", "grpo", "ppo", "seq_cls", "token_cls", "rlhf"]
+    tasks = [
+        "sft",
+        "pt",
+        "dpo",
+        "kto",
+        "orpo",
+        "cpo",
+        "simpo",
+        "rm",
+        "gkd",
+        "grpo",
+        "ppo",
+        "seq_cls",
+        "token_cls",
+        "rlhf",
+    ]
     others = "train config data convert checkpoint report board infer deploy export eval sample"
     assert list(COMMANDS) == [*tasks, *others.split(), "migrate", "submit", "jobs", "bench", "doctor"]
     page = usage()

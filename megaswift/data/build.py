@@ -16,6 +16,7 @@ from megaswift.data.batches.collate import PaddingShape
 from megaswift.data.batches.epoch_order import EpochOrder
 from megaswift.data.batches.loader import (
     BatchSource,
+    DocumentRows,
     EvaluationSource,
     IndexedRows,
     TokenStoreBatchSource,
@@ -24,6 +25,9 @@ from megaswift.data.batches.loader import (
 from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.data.encode.rows import EncodeSpec, RowEncoder, encode_spec
 from megaswift.data.indexed.batches import build_indexed_sources
+from megaswift.data.labeled.collate import LabeledRows, StoredLabels
+from megaswift.data.labeled.encode import LabeledTextEncoder, LabeledWordsEncoder, label_width
+from megaswift.data.labeled.stream import LabeledStreamProcessor
 from megaswift.data.options.indexed import parse_indexed_blend
 from megaswift.data.preference.collate import PreferenceCollator, PreferenceDataset
 from megaswift.data.preference.documents import (
@@ -56,7 +60,7 @@ from megaswift.data.vision.encode import VisionRowTokenEncoder
 from megaswift.data.vision.media import IMAGE, VIDEO
 from megaswift.data.vision.processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem
-from megaswift.options.tasks import EXAMPLES, PAIRS, PREFERENCES, RL
+from megaswift.options.tasks import CLASSIFIERS, EXAMPLES, PAIRS, PREFERENCES, RL
 
 
 def data_seed(data: Any, train: Any) -> int:
@@ -206,7 +210,7 @@ def build_train_and_eval_sources(
             )
         elif data.val_dataset:
             held_out = _held_out(data, tokenizer, task)
-            evaluation = make_document_rows(held_out, data.packing, data.max_length, shape, processor)
+            evaluation = _rows_of_documents(held_out, data, shape, processor, task)
         vocabulary.check_dataset_token_ids([] if evaluation is None else [evaluation.docs], words, geometry.vocabulary)
         spec = encode_spec(data, tokenizer, task)
         stream = _stream(data, train, (spec, processor), (geometry, training_shape), prompt_labels)
@@ -223,15 +227,22 @@ def build_train_and_eval_sources(
             ]
         else:
             docs, apart_docs = load_document_splits(data, train, tokenizer, task)
-            rows = [
-                make_document_rows(d, data.packing, data.max_length, shape, processor)
-                for d in (docs, apart_docs)
-                if d is not None
-            ]
+            rows = [_rows_of_documents(d, data, shape, processor, task) for d in (docs, apart_docs) if d is not None]
         vocabulary.check_dataset_token_ids([r.docs for r in rows], words, geometry.vocabulary)
         source = _stored(rows[0], data, train, (geometry, training_shape))
         evaluation = rows[1] if len(rows) > 1 else None
     return source, None if evaluation is None else EvaluationSource(evaluation, apart, shape)
+
+
+def _rows_of_documents(
+    docs: Documents, data: Any, shape: PaddingShape, processor: Processor | None, task: str
+) -> DocumentRows:
+    """Rows of one document each, or packed; with labels for classifiers."""
+    rows = make_document_rows(docs, data.packing, data.max_length, shape, processor)
+    if task not in CLASSIFIERS:
+        return rows
+    labels = None if task == "token_cls" else StoredLabels(docs.stores)
+    return LabeledRows(docs, rows.packing, rows.pack_shape, labels=labels)
 
 
 def share_prompts(sources: Sequence[BatchSource | EvaluationSource | None]) -> None:
@@ -297,6 +308,9 @@ def _stream(
         images = StreamedRowImages(frozenset({IMAGE, VIDEO} if both else {IMAGE}))
         towers = VisionCollator(images, processor)
         contents = StreamRowEncoderAndPacker(VisionRowTokenEncoder(spec), options, shape, towers, images)
+    elif spec.task in CLASSIFIERS:
+        encoder = LabeledWordsEncoder(spec) if spec.task == "token_cls" else LabeledTextEncoder(spec)
+        contents = LabeledStreamProcessor(encoder, options, shape, width=label_width(spec))
     elif not units:
         contents = StreamRowEncoderAndPacker(RowEncoder(spec), options, shape)
     else:

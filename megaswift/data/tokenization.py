@@ -58,7 +58,7 @@ from megaswift.data.store.token_store import PieceReport, TokenStore, merge_piec
 from megaswift.data.vision.processor import tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem, merge_similar_problems
 from megaswift.launchers.options.variables import launch_identity
-from megaswift.options.tasks import RL
+from megaswift.options.tasks import CLASSIFIERS, RL
 
 WORKER_BYTES = 2 << 20
 """Input that is worth the start of another process (about a second)."""
@@ -291,11 +291,14 @@ def _build(scratch: Path, target: Path, source: DatasetFiles, how: tuple[EncodeS
     facts = {"bad": bad, "source": source.name} | {
         name: dict(sum((Counter(getattr(r, name)) for r in reports), Counter())) for name in ("causes", "notes")
     }
-    if spec.templates is not None and not all(r.bad for r in reports):
+    checks_masks = spec.templates is not None and spec.task not in CLASSIFIERS
+    if checks_masks and not all(r.bad for r in reports):
         found = _certify_first_rows(parts, spec) if certified is None else certified.result()
         facts["mask_faults"] = {
             kind: [count, found.rows, *found.examples[kind]] for kind, count in found.faults.items()
         }
+    if spec.task in CLASSIFIERS:
+        facts["first_label"] = 0
     if _dated(spec):
         facts["content"] = "dated"  # other tokens tomorrow, and a run that goes on then has the same data
     merge_pieces(scratch, [p.path for p in parts], target, facts)
@@ -331,7 +334,8 @@ def _run_workers(scratch: Path, spec: EncodeSpec, parts: list[FilePart], count: 
     ]
     try:
         with ThreadPoolExecutor(1) as beside:
-            certified = None if spec.templates is None else beside.submit(_certify_first_rows, parts, spec)
+            checks_masks = spec.templates is not None and spec.task not in CLASSIFIERS
+            certified = beside.submit(_certify_first_rows, parts, spec) if checks_masks else None
             codes = [w.wait() for w in workers]
     finally:
         for w in workers:

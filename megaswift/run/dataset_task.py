@@ -27,10 +27,11 @@ from megaswift.losses.options.kto_pairs import kto_pairs_over_global_batch
 from megaswift.losses.options.preference import beta_of, loss_types_of, needs_reference
 from megaswift.models.heads import with_pad_token_id
 from megaswift.models.spec import ModelSpec
-from megaswift.options.tasks import DISTILLATION, PROMPTED
+from megaswift.options.tasks import CLASSIFIERS, DISTILLATION, PROMPTED, SUPERVISED
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.row_padding import needs_rows_of_full_length
 from megaswift.run.checks.prefix_sharing import shares_prefixes
+from megaswift.run.classes import with_classes
 from megaswift.run.engines import native_kernels
 from megaswift.run.plan import RunPlan
 from megaswift.run.task import Task, TaskData, TaskParts
@@ -81,6 +82,10 @@ class DatasetTask(Task):
 def read_rows(plan: RunPlan, task: DatasetTask) -> tuple[RunPlan, TaskData]:
     """Load the tokenizer, then build training and evaluation batches. Evaluation passes as many micro-batches at a time
     as a pipeline has stages."""
+    # The classes of a classifier.
+    if plan.cfg.task in CLASSIFIERS:
+        plan = with_classes(plan)
+
     # The tokenizer; a model that scores conversations finds their ends by its padding token.
     reader = plan.reader()
     tokenizer = tokenizer_of_tokenizer_or_processor(reader)
@@ -147,7 +152,8 @@ def choose_step_packing(
     """Decide `padding_free`, with a notice where it was not asked for; the sources then pack. The same on every
     rank."""
     asked = cfg.data.padding_free
-    if asked is False or cfg.data.packing or cfg.task not in ("sft", "pt", *DISTILLATION) or samples_in_training(cfg):
+    packs = (*SUPERVISED, *DISTILLATION)
+    if asked is False or cfg.data.packing or cfg.task not in packs or samples_in_training(cfg):
         return cfg
     rows = source.data if isinstance(source, TokenStoreBatchSource) else None
     if not isinstance(rows, DocumentRows) or rows.towers is not None:

@@ -167,6 +167,7 @@ CLASHING = [
             "--torch_dtype float16",
         )
     ),
+    ("use_chat_template", "--use_chat_template false"),
     ("num_labels", "seq_cls --num_labels 3 --class_names a b"),
     ("class_names", "seq_cls --class_names a b a"),
     ("num_labels", "seq_cls --num_labels 1 --problem_type single_label_classification"),

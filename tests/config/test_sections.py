@@ -113,6 +113,7 @@ def other_value(name: str) -> object:
 NEEDS = (
     {
         **dict.fromkeys(("data_split", "eod_mask_loss", "reset_attention_mask"), {"dataset": ["1", "x"]}),
+        "use_chat_template": {"task_type": "seq_cls"},
         "interleave_prob": {"dataset": ["x"]},
         "stopping_strategy": {"dataset": ["x"], "interleave_prob": [0.5]},
         "reset_position_ids": {"dataset": ["1", "x"], "reset_attention_mask": True},

@@ -94,7 +94,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     "remove_unused_columns": NeutralOption(EITHER, _UNUSED_COLUMNS),
     "label_names": NeutralOption(("labels",), _UNUSED_COLUMNS, "leave it out"),
     "padding_side": NeutralOption(("right",), "rows are padded on the right", "leave it out"),
-    "use_chat_template": NeutralOption(ON, "conversations use the chat template", "megaswift pt, for plain text"),
     "val_dataset_shuffle": NeutralOption(OFF, "validation rows keep their order", "leave it out"),
     "packing_strategy": NeutralOption(("binpack", "bfd"), "rows are packed by best fit", "leave it out"),
     "dataset_train_split": NeutralOption(

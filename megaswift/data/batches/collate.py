@@ -6,7 +6,7 @@ Owns the shapes of `losses.contract.Batch`. Which documents come together belong
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -41,7 +41,12 @@ class PaddingShape:
         return self.row_length(sum(-(-len(d[0]) // self.doc_multiple) * self.doc_multiple for d in row))
 
 
-def _fill(arrays: dict[str, np.ndarray], at: tuple[int, int], document: Document) -> None:
+Fill = Callable[[dict[str, np.ndarray], tuple[int, int], Document], None]
+"""Lays a document into a batch's arrays: (arrays, (row, first column), document)."""
+
+
+def fill_next_tokens(arrays: dict[str, np.ndarray], at: tuple[int, int], document: Document) -> None:
+    """Lay a document into a batch's arrays; the label of each token is the next one."""
     row, begin = at
     ids, mask, _ = document
     end = begin + len(ids)
@@ -68,17 +73,21 @@ def batch_of_arrays(arrays: dict[str, np.ndarray], sample_ids: torch.Tensor, cu_
     return Batch(t["input_ids"], t["labels"], t["loss_weights"], t["positions"], t["valid"], cu_seqlens, sample_ids)
 
 
-def collate_rows(documents: Sequence[Document | None], shape: PaddingShape, length: int) -> Batch:
+def collate_rows(
+    documents: Sequence[Document | None], shape: PaddingShape, length: int, fill: Fill = fill_next_tokens
+) -> Batch:
     """`[b, length]`: one document a row, padded on the right; None is a row without weight."""
     arrays = empty_arrays(len(documents), length, shape.pad_id)
     for i, document in enumerate(documents):
         if document is not None:
-            _fill(arrays, (i, 0), document)
+            fill(arrays, (i, 0), document)
     ids = torch.tensor([-1 if d is None else d[2] for d in documents])
     return batch_of_arrays(arrays, ids, None)
 
 
-def collate_packed(rows: Sequence[Sequence[Document]], shape: PaddingShape, lengths: Sequence[int]) -> Batch:
+def collate_packed(
+    rows: Sequence[Sequence[Document]], shape: PaddingShape, lengths: Sequence[int], fill: Fill = fill_next_tokens
+) -> Batch:
     """`[1, sum(lengths)]`: packed rows one after the other; `cu_seqlens` holds the padded documents' starts and the
     end.
 
@@ -92,7 +101,7 @@ def collate_packed(rows: Sequence[Sequence[Document]], shape: PaddingShape, leng
     for row, length in zip(rows, lengths, strict=True):
         position = begin
         for document in row:
-            _fill(arrays, (0, position), document)
+            fill(arrays, (0, position), document)
             starts.append(position)
             ids.append(document[2])
             position += -(-len(document[0]) // shape.doc_multiple) * shape.doc_multiple

@@ -13,7 +13,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megaswift.data.batches.collate import Document, PaddingShape, collate_packed, collate_rows
+from megaswift.data.batches.collate import (
+    Document,
+    Fill,
+    PaddingShape,
+    collate_packed,
+    collate_rows,
+    fill_next_tokens,
+)
 from megaswift.data.batches.numbered import LoaderGeometry, NumberedRows, NumberedRowsBatchSource
 from megaswift.data.batches.packing import Packing, padded_lengths
 from megaswift.data.batches.repacking import (
@@ -144,18 +151,23 @@ def make_document_rows(
 
 
 def collate_step_microbatches(
-    rows: Sequence[Sequence[list[Document]]], packed: bool, shape: PaddingShape, uniform: bool
+    rows: Sequence[Sequence[list[Document]]],
+    packed: bool,
+    shape: PaddingShape,
+    uniform: bool,
+    fill: Fill = fill_next_tokens,
 ) -> list[Batch]:
-    """Tensors of a step's micro-batches. An empty row is one without weight."""
+    """Tensors of a step's micro-batches. An empty row is one without weight. `fill`: lays a document into them."""
     if packed:
         lengths = [[shape.packed_length(r) for r in micro] for micro in rows]
         longest = max(max(m) for m in lengths)
         return [
-            collate_packed(m, shape, [longest] * len(m) if uniform else n) for m, n in zip(rows, lengths, strict=True)
+            collate_packed(m, shape, [longest] * len(m) if uniform else n, fill)
+            for m, n in zip(rows, lengths, strict=True)
         ]
     plain = [shape.row_length(max((len(r[0][0]) for r in micro if r), default=1)) for micro in rows]
     return [
-        collate_rows([r[0] if r else None for r in micro], shape, max(plain) if uniform else n)
+        collate_rows([r[0] if r else None for r in micro], shape, max(plain) if uniform else n, fill)
         for micro, n in zip(rows, plain, strict=True)
     ]
 

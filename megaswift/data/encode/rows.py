@@ -42,6 +42,7 @@ from megaswift.errors import ConfigError, DataError, Problem, without_control_ch
 from megaswift.models.family import read_config_json
 from megaswift.models.vision import has_vision_tower
 from megaswift.options.plugins import sources_of_data_formats
+from megaswift.options.tasks import CLASSIFIERS
 
 BATCH = 256
 SHOWN = 10
@@ -74,6 +75,14 @@ class EncodeSpec:
     """Whether the tokenizer is that of a vision-language model, of which the run trains the language model alone."""
     image_folder: str = ""
     """Where images go that the data file itself holds."""
+    class_names: list[str] = field(default_factory=list)
+    """For classifiers: the names of classes in the order of their numbers; empty where they have none."""
+    num_labels: int = 0
+    """For classifiers: the number of classes, or of numbers of a text."""
+    problem_type: str = ""
+    """For classifiers of texts: the kind of label."""
+    end: list[int] = field(default_factory=list)
+    """For classifiers: tokens after a plain text, those that the tokenizer itself puts there."""
     plugins: list[tuple[str, str]] = field(default_factory=list)
     """Path and SHA-256 of files of `--external_plugins` that have registered data formats; an empty path: a script has
     registered some, which are in this process alone."""
@@ -91,13 +100,15 @@ class EncodedRows:
     problems: list[Problem]
     bad: int = 0
     values: np.ndarray | None = None
-    """float32, one a unit: margins or labels of preferences."""
+    """float32: [units] margins or labels of preferences, [rows, n] labels of texts for classifiers."""
     causes: dict[str, int] = field(default_factory=dict)
     """The causes among the bad rows: units that could be read but are of no use."""
     beside: list[str] = field(default_factory=list)
     """JSON that each row keeps beside its tokens; none where no row does."""
     notes: dict[str, int] = field(default_factory=dict)
     """What is counted of rows that are kept (`data.row_counters.NOTES`)."""
+    first_label: int = 1
+    """The first token of a row that may have a label; 1 where labels are next tokens."""
 
 
 def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
@@ -119,13 +130,19 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
                 "has no end-of-text token (eos_token), which is appended to documents",
             )
         )
-    plain = task == "pt" or (not tokenizer.chat_template and data.chat_template is None)
+    plain = task in ("pt", "token_cls") or (not tokenizer.chat_template and data.chat_template is None)
+    plain = plain or not data.use_chat_template
+    begin, end = _around(tokenizer)
     return EncodeSpec(
         task=task,
         tokenizer=backend.to_str(),
         eos_id=tokenizer.eos_token_id,
         templates=None if plain else _templates(data, tokenizer),
-        begin=_before(tokenizer),
+        begin=begin,
+        end=end if task in CLASSIFIERS else [],
+        class_names=list(data.class_names),
+        num_labels=data.named_labels or 0,
+        problem_type=data.problem_type or "",
         splits_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
         loss_scale=parse_loss_scale(data.loss_scale),
         system=read_system_message(data.system),
@@ -168,11 +185,14 @@ def with_agent_template(templates: ChatTemplateTexts, name: str | None) -> ChatT
     return templates
 
 
-def _before(tokenizer: Any) -> list[int]:
-    """The special tokens that the tokenizer puts before a text."""
+def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer puts before and after a text."""
     bare = tokenizer("x", add_special_tokens=False)["input_ids"]
     full = tokenizer("x")["input_ids"]
-    return list(full[: full.index(bare[0])]) if bare else []
+    if not bare:
+        return [], []
+    begin = full.index(bare[0])
+    return list(full[:begin]), list(full[begin + len(bare) :])
 
 
 def token_range_of_characters(encoding: Encoding, begin: int, end: int, length: int) -> tuple[int, int]:
@@ -199,6 +219,9 @@ def token_range_of_characters(encoding: Encoding, begin: int, end: int, length: 
 
 class RowEncoder:
     """Turns located rows into tokens and masks."""
+
+    first_label = 1
+    """The first token of a row that may have a label; 1 where labels are next tokens."""
 
     def __init__(self, spec: EncodeSpec) -> None:
         self.spec = spec
@@ -336,6 +359,7 @@ class RowEncoder:
         masks: list[np.ndarray] = []
         lines: list[int] = []
         beside: list[str] = []
+        labels: list[tuple[float, ...]] = []
         problems: list[Problem] = []
         notes: Counter[str] = Counter()
         bad = 0
@@ -355,6 +379,7 @@ class RowEncoder:
                 masks.append(mask)
             notes.update(note for r in good for note in r.notes)
             beside += [getattr(r, "beside", "") for r in good] if self.keeps else []
+            labels += [r.label for r in good if hasattr(r, "label")]
         lengths = np.array([len(t) for t in tokens], dtype=np.int64)
         flat = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32)
         return EncodedRows(
@@ -364,8 +389,10 @@ class RowEncoder:
             np.array(lines, dtype=np.int64),
             problems,
             bad,
+            np.array(labels, dtype=np.float32) if labels else None,
             beside=beside,
             notes=dict(notes),
+            first_label=self.first_label,
         )
 
     def encode_part(self, part: FilePart) -> EncodedRows:

@@ -135,6 +135,12 @@ DATA_CLASHES: tuple[ConflictingOptions, ...] = (
         "--dataset 0.7 FIRST 0.3 SECOND",
     ),
     ConflictingOptions(
+        ("use_chat_template",),
+        lambda c: not c.data.use_chat_template and c.task != "seq_cls",
+        "is not supported: conversations use the chat template",
+        "rows of plain text (a column text, or prompt and completion), which are read without one",
+    ),
+    ConflictingOptions(
         ("num_labels", "class_names"),
         lambda c: c.data.class_names and c.data.num_labels not in (None, len(c.data.class_names)),
         "is another number than that of class_names",

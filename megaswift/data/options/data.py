@@ -201,6 +201,10 @@ class DataConfig:
         tasks=CHATS,
         metavar="FILE",
         free_text=True,
+        only_with={"use_chat_template": True},
+    )
+    use_chat_template: bool = option(
+        True, "Read conversations by the chat template; false: their texts alone (seq_cls)", tasks=CHATS
     )
     agent_template: str | None = option(
         None,

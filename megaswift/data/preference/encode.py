@@ -15,6 +15,7 @@ import numpy as np
 
 from megaswift.data.encode.rows import BATCH, SHOWN, EncodedRows, EncodeSpec, RowEncoder, malformed_row_problem
 from megaswift.data.formats import recognize_format
+from megaswift.data.labeled.encode import LabeledTextEncoder, LabeledWordsEncoder
 from megaswift.data.preference.rows import (
     EMPTY,
     IDENTICAL,
@@ -31,7 +32,7 @@ from megaswift.data.untokenized_sample import RowError, UntokenizedSample, with_
 from megaswift.data.vision.encode import VisionRowTokenEncoder
 from megaswift.data.vision.placeholders import reject_media, reject_media_beside_plain_text
 from megaswift.errors import Problem
-from megaswift.options.tasks import PREFERENCES, RL
+from megaswift.options.tasks import CLASSIFIERS, PREFERENCES, RL
 
 Side = tuple[np.ndarray, np.ndarray]
 """(int32 tokens [n], loss weights [n])."""
@@ -59,6 +60,8 @@ def row_encoder_for_task(spec: EncodeSpec) -> RowEncoder | PreferenceEncoder:
         return PromptEncoder(spec)
     if spec.task in PREFERENCES:
         return PreferenceEncoder(spec)
+    if spec.task in CLASSIFIERS:
+        return LabeledWordsEncoder(spec) if spec.task == "token_cls" else LabeledTextEncoder(spec)
     return RowEncoder(spec) if spec.processor is None else VisionRowTokenEncoder(spec)
 
 

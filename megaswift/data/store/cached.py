@@ -46,6 +46,7 @@ _OPTIONS = {
     "model_name": "--model_name",
     "model_author": "--model_author",
     "columns": "--columns",
+    "classes": "--class_names, --num_labels or --problem_type",
 }
 """What tokens depend on, and the option that says so."""
 
@@ -70,6 +71,7 @@ def token_dependencies(spec: EncodeSpec) -> dict[str, Any]:
         "model_name": list(spec.placeholders.get("{{NAME}}", ())),
         "model_author": list(spec.placeholders.get("{{AUTHOR}}", ())),
         "columns": spec.columns,
+        "classes": [spec.class_names, spec.num_labels, spec.problem_type] if spec.num_labels else None,
     }
 
 

@@ -32,7 +32,7 @@ class Documents:
     length: np.ndarray
     """int64: tokens."""
     labels: np.ndarray
-    """int64: tokens with a label (with loss, and not the first)."""
+    """int64: tokens with a label: with loss, and where labels are next tokens not the first."""
     sample: np.ndarray
     """int64: number of the row, counted through all data sets in the order given."""
     image_end: np.ndarray
@@ -240,7 +240,8 @@ def _split(docs: Documents, size: int) -> Documents:
 def _relabeled(docs: Documents, cut: np.ndarray) -> np.ndarray:
     labels = docs.labels.copy()
     for i in cut.tolist():
-        labels[i] = int(docs.read(i)[1][1:].sum())
+        first = docs.stores[docs.store[i]].first_label
+        labels[i] = int((docs.read(i)[1][first:] != 0).sum())
     return labels
 
 

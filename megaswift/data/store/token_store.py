@@ -6,8 +6,8 @@
     labels.npy int64 [rows]: tokens with a label
     beside.bin, beside.npy int64 [2, rows + 1]: what rows keep beside their tokens, as JSON: the names of images, the
         columns of a prompt; offsets, and where the last image's tokens end
-    values.npy float32 [units]: margins or labels, of preferences alone; a unit is one row here, or two (chosen,
-        rejected)
+    values.npy float32 [units]: margins or labels, of preferences; a unit is one row here, or two (chosen, rejected);
+        float32 [rows, n]: labels of texts, of classifiers
     manifest.json: counts, files, and `content`, a hash of tokens, mask and values
 
 Owns the files' layout. A folder under its final name is complete: it is built under another name and renamed. Who
@@ -40,7 +40,7 @@ def write_piece(folder: Path, number: int, piece: EncodedRows) -> None:
     base = folder / f"piece-{number:06d}"
     piece.tokens.tofile(f"{base}.tokens")
     piece.mask.tofile(f"{base}.mask")
-    np.save(f"{base}.rows.npy", np.stack([piece.lengths, _labels(piece.mask != 0, piece.lengths), piece.lines]))
+    np.save(f"{base}.rows.npy", np.stack([piece.lengths, _labels(piece), piece.lines]))
     if piece.values is not None:
         np.save(f"{base}.values.npy", piece.values)
     if piece.beside:
@@ -54,12 +54,13 @@ def write_piece(folder: Path, number: int, piece: EncodedRows) -> None:
     base.with_suffix(".done").write_text(json.dumps(report))
 
 
-def _labels(mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Labeled tokens of each row: those with loss but the first, which has nothing before it."""
-    total = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    return total[ends] - total[np.minimum(starts + 1, ends)]
+def _labels(piece: EncodedRows) -> np.ndarray:
+    """Labeled tokens of each row: those with loss; where labels are next tokens without the first, which has nothing
+    before it."""
+    total = np.concatenate([[0], np.cumsum(piece.mask != 0, dtype=np.int64)])
+    ends = np.cumsum(piece.lengths)
+    starts = ends - piece.lengths
+    return total[ends] - total[np.minimum(starts + piece.first_label, ends)]
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,11 @@ class TokenStore:
     def width(self) -> int:
         """Rows a unit."""
         return len(self) // len(self.values) if self.values is not None and len(self.values) else 1
+
+    @property
+    def first_label(self) -> int:
+        """The first token of a row that may have a label; 1 where labels are next tokens."""
+        return int(self.manifest.get("first_label", 1))
 
     @property
     def skipped(self) -> str:

@@ -100,7 +100,7 @@ class StreamRowEncoderAndPacker:
         strategy = self.options.truncation_strategy
         if not len(ids):
             self.tally.counted["empty"] += 1
-        elif not mask[1:].any():
+        elif not mask[self.encoder.first_label :].any():
             self.tally.counted[WITHOUT_LABELS] += 1
         if len(ids) <= size:
             return [(ids, mask, number)] if len(ids) else []
@@ -140,11 +140,13 @@ class StreamRowEncoderAndPacker:
         packing = pack_best_fit(lengths, self.shape.row_length(self.options.max_length))
         return [[documents[i] for i in packing.row(n).tolist()] for n in range(len(packing))]
 
+    def cut_rows(self, taken: Sequence[Any]) -> Sequence[list[Document]]:
+        """The documents of a step's rows. Rows are cut to length now, because one that is too long may stop the run."""
+        return taken if self.options.packing else [documents[:1] for documents in self._documents(taken)]
+
     def batches(self, taken: Sequence[Any], geometry: LoaderGeometry) -> list[Batch]:
-        """Tensors of a step's micro-batches; rows are cut to length now, because one that is too long may stop the
-        run."""
-        rows = taken if self.options.packing else [documents[:1] for documents in self._documents(taken)]
-        own = geometry.own(rows)
+        """Tensors of a step's micro-batches."""
+        own = geometry.own(self.cut_rows(taken))
         if self.towers is None:
             return collate_step_microbatches(own, self.options.packing, self.shape, geometry.uniform)
         batches = self.towers.batches(own, self.options.packing, self.shape)
@@ -177,7 +179,7 @@ class StreamRowEncoderAndPacker:
                 usable = mask[-size:]
             elif strategy != "split" or not self.options.packing:
                 usable = mask[:size]
-            if usable[1:].any():
+            if usable[self.encoder.first_label :].any():
                 return True
         return False
 

@@ -443,6 +443,7 @@ IRRELEVANT: tuple[ConfigRow, ...] = (
         ),
         "a setting of how transformers runs the model; its result does not change",
     ),
+    UnusedField(("classifier_dropout",), "checked where a classifier of tokens trains"),
     UnusedField(
         ("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
         "of classifiers",

@@ -70,6 +70,10 @@ def _with_classes(cfg: SwiftConfig, spec: ModelSpec) -> ModelSpec:
     data = cfg.data
     kind = TOKEN_SCORE if cfg.task == "token_cls" else SCORE
     label = f"--model {cfg.model.model}"
+    dropout = spec.hf_config.get("classifier_dropout")
+    if kind == TOKEN_SCORE and dropout:
+        rule = f"is {dropout}, but dropout before a classifier's head is not supported"
+        raise ConfigError(Problem("classifier_dropout of config.json", rule, "set it to 0 there"))
     names: Sequence[str] = data.class_names or [f"LABEL_{i}" for i in range(data.num_labels or UNKNOWN_LABELS)]
     if spec.head == kind:
         if data.named_labels not in (None, spec.labels):

@@ -49,19 +49,23 @@ def duration_text(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{s % 60:02d}" if hours else f"{minutes}:{s % 60:02d}"
 
 
-def preference_accuracy_text(line: Line) -> str:
-    """Write how often a pair's chosen answer has the larger reward; empty where there are no pairs."""
+def accuracy_text(line: Line) -> str:
+    """Write how often a pair's chosen answer has the larger reward, or how often a classifier is right; empty where
+    there is neither."""
     rate = next((line[name] for name in ("rewards/accuracies", "accuracy") if line.get(name) is not None), None)
-    return "" if rate is None else f"  reward accuracy {rate:.0%}"
+    if rate is None:
+        return ""
+    pairs = "rewards/accuracies" in line or "margin" in line
+    return f"  {'reward ' if pairs else ''}accuracy {rate:.0%}"
 
 
 def companion_text(line: Line) -> str:
     """Write what stands beside the loss: those of prediction layers, the nearest token first, and how often pairs are
-    ranked correctly; empty where there is neither."""
+    ranked or classes named correctly; empty where there is neither."""
     losses = [value for name, value in line.items() if PREDICTION_LOSS.fullmatch(name)]
     figures = "/".join("nan" if loss is None else f"{loss:.4f}" for loss in losses)
     ahead = f"  mtp {figures}" if losses else ""
-    return ahead + preference_accuracy_text(line)
+    return ahead + accuracy_text(line)
 
 
 def progress_figures(line: Line) -> str:

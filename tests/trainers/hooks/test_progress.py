@@ -123,9 +123,13 @@ def test_pairs_say_how_often_the_chosen_answer_is_first(capsys: pytest.CaptureFi
     loop: Any = None
     line = {"step": 4, "loss": 0.5, "label_tokens": 400}
     Progress(io.StringIO()).on_evaluate(loop, {**line, "rewards/accuracies": 0.97})
+    Progress(io.StringIO()).on_evaluate(loop, {**line, "accuracy": 0.97, "margin": 0.5})
+    Progress(io.StringIO()).on_evaluate(loop, {**line, "accuracy": 0.97})
     Progress(io.StringIO()).on_evaluate(loop, line)
     assert capsys.readouterr().err == (
         "megaswift: step 4: evaluation loss 0.5000  reward accuracy 97% over 400 label tokens\n"
+        "megaswift: step 4: evaluation loss 0.5000  reward accuracy 97% over 400 label tokens\n"
+        "megaswift: step 4: evaluation loss 0.5000  accuracy 97% over 400 label tokens\n"
         "megaswift: step 4: evaluation loss 0.5000 over 400 label tokens\n"
     )
 

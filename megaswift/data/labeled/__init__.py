@@ -1,0 +1,1 @@
+"""Rows with labels: texts with classes or numbers, and words with tags."""
