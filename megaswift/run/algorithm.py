@@ -73,7 +73,9 @@ def _names(cfg: SwiftConfig) -> Iterator[str]:
         yield _named("temperature", cfg.rollout.temperature)
         own = cfg.distillation.lmbda
         rest = "the teacher's" if cfg.distillation.seq_kd else "the rows'"
-        yield f"lmbda {own:g} ({own:.0%} of steps on the model's completions, others on {rest})"
+        shares = {0.0: f"all steps on {rest}", 1.0: "all steps on the model's completions"}
+        mixed = f"{own:.0%} of steps on the model's completions, others on {rest}"
+        yield f"lmbda {own:g} ({shares.get(own, mixed)})"
         if cfg.distillation.gkd_logits_topk:
             yield _named("gkd_logits_topk", cfg.distillation.gkd_logits_topk)
         if cfg.distillation.sft_alpha:

@@ -13,12 +13,10 @@ from megaswift.base.byte_size import bytes_text
 from megaswift.data import build as data_sources
 from megaswift.engine.options.engine_checks import NATIVE, requested_engine
 from megaswift.engine.protocol import Engine
-from megaswift.folders.source import locate_model
 from megaswift.models.spec import ModelSpec
 from megaswift.rollout.sync_folders import SyncRounds
 from megaswift.run.checks.adapter_sync import adapter_rank, syncs_adapters_only
-from megaswift.run.checks.distillation import teacher_config, teacher_layout
-from megaswift.run.checks.model_spec import model_spec_for_task
+from megaswift.run.checks.distillation import locate_teacher, teacher_config, teacher_layout
 from megaswift.run.dataset_task import DatasetTask
 from megaswift.run.engines import RankContext, make_engine
 from megaswift.run.plan import RunPlan
@@ -26,11 +24,12 @@ from megaswift.run.policy_task import build_sampler, build_sampler_in_freed_memo
 from megaswift.run.summary import SummaryFacts
 from megaswift.run.task import TaskData, TaskParts
 from megaswift.trainers.distillation.batches import DistillationBatches, Writers
+from megaswift.trainers.distillation.index import has_teacher_logits
 from megaswift.trainers.distillation.largest import TeacherSource
 from megaswift.trainers.distillation.on_policy import CompletedRows
 from megaswift.trainers.distillation.options.distillation import samples_in_training
 from megaswift.trainers.distillation.server import ServerTeacher
-from megaswift.trainers.distillation.stored import StoredTeacher, has_teacher_logits, write_teacher_logits
+from megaswift.trainers.distillation.stored import StoredTeacher, write_teacher_logits
 from megaswift.trainers.distillation.teacher import Teacher
 from megaswift.trainers.hook import Rate
 from megaswift.trainers.rl.generation import CompletionGenerator
@@ -53,6 +52,14 @@ class DistillationTask(DatasetTask):
     """Rows of supervised fine-tuning; each step compares the model's distributions with a teacher's."""
 
     rows_of: str = "sft"
+
+    def read(self, plan: RunPlan) -> tuple[RunPlan, TaskData]:
+        """Read tokenized rows, once the teacher's server has answered."""
+        url = plan.cfg.distillation.teacher_model_server
+        k = plan.cfg.distillation.gkd_logits_topk
+        if url is not None and k is not None:
+            ServerTeacher(url, k, plan.layout, plan.context.rank).reach()
+        return super().read(plan)
 
     def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:
         """Build the teacher, and the samplers where steps train on completions."""
@@ -89,8 +96,10 @@ def teacher_of_run(plan: RunPlan, data: TaskData, engine: Engine) -> tuple[Teach
 
     folder = None if options.teacher_logits is None else Path(options.teacher_logits).expanduser()
     if folder is not None and has_teacher_logits(folder):
-        stored = StoredTeacher(folder, temperature, k)
-        text = f"{stored.facts['teacher']}, its {stored.facts['gkd_logits_topk']} largest probabilities in {folder}"
+        stored = StoredTeacher(folder, temperature, k, data.every_row_once)
+        text = (
+            f"{stored.facts['teacher_model']}, its {stored.facts['gkd_logits_topk']} largest probabilities in {folder}"
+        )
         return stored, text, None
 
     model = build_teacher(plan)
@@ -99,19 +108,19 @@ def teacher_of_run(plan: RunPlan, data: TaskData, engine: Engine) -> tuple[Teach
     if folder is None:
         return model.teacher, teacher_text(plan, model), model
     assert k is not None, "the rules ask for it"
-    facts = {"teacher": options.teacher_model, "gkd_logits_topk": k, "temperature": temperature}
+    facts = {"teacher_model": options.teacher_model, "gkd_logits_topk": k, "temperature": temperature}
     write_teacher_logits(
         folder, dict(data.every_row_once), lambda batches: model.teacher.largest(engine, batches, k, temperature), facts
     )
     engine.set_teacher_head(None)
-    return StoredTeacher(folder, temperature, k), f"{options.teacher_model}, its {k} largest probabilities", None
+    stored = StoredTeacher(folder, temperature, k, data.every_row_once)
+    return stored, f"{options.teacher_model}, its {k} largest probabilities", None
 
 
 def build_teacher(plan: RunPlan) -> TeacherModel:
     """Build the teacher of a run, with its weights. Collective."""
     cfg = teacher_config(plan.cfg)
-    folder = locate_model(cfg.model)
-    spec = model_spec_for_task(cfg, folder)
+    folder, spec = locate_teacher(cfg)
     context: Any = plan.context
     active: Callable[[], AbstractContextManager[None]] = nullcontext
     if requested_engine(cfg) == NATIVE:

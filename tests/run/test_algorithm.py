@@ -57,8 +57,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"task": "gkd", "beta": 0.0, "lmbda": 0.0, "gkd_logits_topk": 8},
-        "beta 0 (KL(teacher | model)), temperature 1, lmbda 0 (0% of steps on the model's completions, others on the "
-        "rows'), gkd_logits_topk 8",
+        "beta 0 (KL(teacher | model)), temperature 1, lmbda 0 (all steps on the rows'), gkd_logits_topk 8",
     ),
 ]
 

@@ -38,6 +38,7 @@ def _sources(cfg: SwiftConfig) -> list[str]:
         cfg.model.model,
         cfg.preference.ref_model,
         cfg.critic.critic_model,
+        cfg.distillation.teacher_model,
         cfg.lora.adapters,
         *cfg.rewards.reward_model,
     ]

@@ -34,16 +34,25 @@ class ServerTeacher:
         self.rank = rank
         self.model = ""
 
+    def reach(self) -> None:
+        """Ask the server for its model; the first rank does. Collective."""
+        self.model = distributed.run_on_rank0(self._served)
+
     def check(self, tokenizer: Any) -> None:
         """Refuse a server whose tokens are others than the run's; the first rank asks. Collective."""
         self.model = distributed.run_on_rank0(lambda: self._checked(tokenizer))
 
-    def _checked(self, tokenizer: Any) -> str:
+    def _served(self) -> str:
         listed = self.server.get("/v1/models")
         name = str(listed["data"][0]["id"]) if isinstance(listed, Mapping) and listed.get("data") else ""
-        label = f"--teacher_model_server {self.url}"
         if not name:
+            label = f"--teacher_model_server {self.url}"
             raise ConfigError(Problem(label, "names no model at /v1/models", self.server.start))
+        return name
+
+    def _checked(self, tokenizer: Any) -> str:
+        name = self._served()
+        label = f"--teacher_model_server {self.url}"
         if self.server.takes("/tokenize"):
             body = {"model": name, "prompt": SAMPLE, "add_special_tokens": False}
             found = self.server.post("/tokenize", body)

@@ -7,8 +7,9 @@ labels, and for each label the k largest log-probabilities, their tokens and the
 from __future__ import annotations
 
 import json
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaswift import distributed, log
-from megaswift.base.atomic_writes import replace_folder
-from megaswift.data.batches.loader import EvaluationSource
+from megaswift.base.atomic_writes import fsync_tree, replace_folder
+from megaswift.data.batches.loader import EvaluationSource, IndexedRows
+from megaswift.data.resume_check import documents_fingerprint
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
+from megaswift.trainers.distillation.index import (
+    VERSION,
+    not_a_new_folder_problem,
+    other_numbers_problems,
+    read_index,
+)
 from megaswift.trainers.distillation.largest import Largest, document_spans, with_largest
 from megaswift.trainers.distillation.options.distillation import INDEX
 
-VERSION = 1
 PARTS = {True: "train", False: "val"}
 FILE_BYTES = 1 << 28
 """Bytes from which a rank begins a new file."""
@@ -34,11 +41,6 @@ FILE_BYTES = 1 << 28
 LargestOf = Callable[[Sequence[Batch]], list[Largest]]
 """A step's micro-batches to the teacher's numbers at their labels, on the host; empty on ranks that do not write.
 Collective."""
-
-
-def has_teacher_logits(folder: str | Path) -> bool:
-    """Return whether a folder has the numbers of a teacher, complete."""
-    return (Path(folder) / INDEX).is_file()
 
 
 def label_counts(batch: Batch) -> list[int]:
@@ -111,7 +113,7 @@ def write_teacher_logits(
     """
     began = time.perf_counter()
     partial = folder.with_name(folder.name + ".partial")
-    distributed.run_on_rank0(lambda: _begin(partial))
+    distributed.run_on_rank0(lambda: _begin(folder, partial))
     rows = 0
     for training, source in sources.items():
         writer = _Writer(partial / PARTS[training], f"{distributed.global_rank():05}")
@@ -120,45 +122,63 @@ def write_teacher_logits(
                 writer.add(batch, largest)
         distributed.run_and_gather_on_all_ranks(writer.flush)
         rows += len(source.data)
-    distributed.run_on_rank0(lambda: _finish(partial, folder, facts))
+    index = {"version": VERSION, **facts, "rows": rows_of(sources)}
+    distributed.run_on_rank0(lambda: _finish(partial, folder, index))
     log.info(f"teacher: {rows:,} rows scored in {time.perf_counter() - began:.1f} s, written to {folder}")
 
 
-def _begin(partial: Path) -> None:
-    import shutil
+def rows_of(sources: Mapping[bool, EvaluationSource]) -> dict[str, dict[str, Any]]:
+    """Return what tells the rows of a run from others, by the folder of their numbers."""
+    found = {}
+    for training, source in sources.items():
+        data: IndexedRows = source.data  # type: ignore[assignment]  # the rules allow no other rows
+        found[PARTS[training]] = documents_fingerprint(data.docs)
+    return found
 
+
+def _begin(folder: Path, partial: Path) -> None:
+    problem = not_a_new_folder_problem(folder)
+    if problem is not None:
+        raise DataError(problem)
     if partial.exists():
         shutil.rmtree(partial)
     for name in PARTS.values():
         (partial / name).mkdir(parents=True)
 
 
-def _finish(partial: Path, folder: Path, facts: dict[str, Any]) -> None:
-    index = {"version": VERSION, **facts}
+def _finish(partial: Path, folder: Path, index: dict[str, Any]) -> None:
     (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    fsync_tree(partial)
     replace_folder(partial, folder)
 
 
 class StoredTeacher:
     """Reads the numbers of a folder for micro-batches."""
 
-    def __init__(self, folder: Path, temperature: float, k: int | None) -> None:
+    def __init__(
+        self, folder: Path, temperature: float, k: int | None, sources: Mapping[bool, EvaluationSource]
+    ) -> None:
         self.folder = folder
-        label = f"--teacher_logits {folder}"
-        try:
-            self.facts = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            rule = f"has no readable {INDEX}: {error}"
-            raise DataError(Problem(label, rule, "give --teacher_model, which writes the folder")) from None
-        if self.facts.get("version") != VERSION:
-            raise DataError(Problem(label, f"is of another version than {VERSION}", "write it again"))
-        for name, asked in (("temperature", temperature), ("gkd_logits_topk", k)):
-            stored = self.facts.get(name)
-            if asked is not None and stored != asked:
-                rule = f"was written with {name} {stored}, but the run has {asked}"
-                raise DataError(Problem(label, rule, f"--{name} {stored}, or another folder"))
+        self.facts = read_index(folder)
+        problems = [
+            *other_numbers_problems(folder, self.facts, None, temperature, k),
+            *self._other_rows_problems(sources),
+        ]
+        if problems:
+            raise DataError(problems)
         self._places = {training: self._read_places(folder / name) for training, name in PARTS.items()}
         self._open: dict[Path, Any] = {}
+
+    def _other_rows_problems(self, sources: Mapping[bool, EvaluationSource]) -> Iterator[Problem]:
+        for part, now in rows_of(sources).items():
+            stored = self.facts.get("rows", {}).get(part)
+            if stored is None:
+                yield self._other_data("has no probabilities for --val_dataset")
+            elif stored["fingerprint"] != now["fingerprint"]:
+                use = "training" if part == PARTS[True] else "evaluation"
+                was, has = (_sizes(facts) for facts in (stored, now))
+                rule = f"was written for other rows of {use}: {was}; the run has {has}"
+                yield self._other_data(rule + (", but other tokens" if was == has else ""))
 
     def _read_places(self, folder: Path) -> dict[int, tuple[Path, int, int]]:
         places = {}
@@ -179,14 +199,14 @@ class StoredTeacher:
         labels: list[Tensor] = []
         for sample in samples_of(batch):
             if sample not in places:
-                raise self._other_data(f"has nothing of row {sample:,}")
+                raise DataError(self._other_data(f"has nothing of row {sample:,}"))
             path, start, end = places[sample]
             file = self._file(path)
             found.append(Largest(file.get_slice("logprobs")[start:end], file.get_slice("ids")[start:end]))
             labels.append(file.get_slice("labels")[start:end])
         stored = torch.cat([torch.zeros(0, dtype=torch.int32), *labels])
         if not torch.equal(stored, labels_of(batch)):
-            raise self._other_data("was written for rows with other labels")
+            raise DataError(self._other_data("was written for rows with other labels"))
         return with_largest(batch, Largest.joined(found, k))
 
     def _file(self, path: Path) -> Any:
@@ -194,6 +214,11 @@ class StoredTeacher:
             self._open[path] = safe_open(path, framework="pt").__enter__()
         return self._open[path]
 
-    def _other_data(self, rule: str) -> DataError:
+    def _other_data(self, rule: str) -> Problem:
         fix = "use the data, the template and the --max_length that it was written with, or write another folder"
-        return DataError(Problem(f"--teacher_logits {self.folder}", rule, fix))
+        return Problem(f"--teacher_logits {self.folder}", rule, fix)
+
+
+def _sizes(facts: Mapping[str, Any]) -> str:
+    """The size of the data that these facts are of: `48 rows, 458 tokens`."""
+    return f"{facts['documents']:,} rows, {sum(one['tokens'] for one in facts['data_sets']):,} tokens"

@@ -10,7 +10,6 @@ from megaswift.options.tasks import DISTILLATION
 
 INDEX = "index.json"
 """The file that makes a folder of a teacher's probabilities complete."""
-TEACHER_AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 
 
 @dataclass(frozen=True)
