@@ -26,8 +26,8 @@ from megaswift.board.jobs import Jobs
 from megaswift.board.new_run import new_run_tab
 from megaswift.board.run_tab import run_facts, run_tab
 from megaswift.board.runs import BoardRun, find_runs
-from megaswift.run.loss_png import primary_metric
 from megaswift.run.report.comparison import comparison_html
+from megaswift.run.report.loss_png import primary_metric
 from megaswift.run.report.page import json_for_script, page_data
 from megaswift.trainers.checkpoints import CheckpointStore
 

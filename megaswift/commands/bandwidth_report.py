@@ -14,7 +14,7 @@ from megaswift.base.byte_size import bytes_text
 from megaswift.engine.diagnostics.communication_benchmark import CommunicationTiming
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.link_rates import bus_factor, hardware_figure
-from megaswift.run.loss_png import GRID, INK
+from megaswift.run.report.loss_png import GRID, INK
 from megaswift.version import __version__
 
 COLORS = {

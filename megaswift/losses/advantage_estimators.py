@@ -47,6 +47,8 @@ class EstimatorInput:
     """Completions of a prompt."""
     whiten: bool
     options: RlConfig
+    teacher_gap: Tensor | None = None
+    """[n, t]: the teacher's log-probability of each token less the policy's; None unless the estimator needs it."""
 
     @property
     def rewards(self) -> Tensor:
@@ -99,6 +101,14 @@ def _remax(x: EstimatorInput) -> Tensor:
     returns = (x.token_rewards * x.mask).flip(1).cumsum(1).flip(1)
     known = ~(x.totals + x.baselines).isnan()
     return (returns - x.baselines.unsqueeze(1)).masked_fill(~(x.mask & known.unsqueeze(1)), 0.0)
+
+
+@ESTIMATORS.add("teacher_kl")
+def _teacher_kl(x: EstimatorInput) -> Tensor:
+    """log p of the teacher less log p of the policy: what a token adds to the reverse KL, negated (MiniLLM, arXiv
+    2306.08543, equation 2, without later tokens)."""
+    assert x.teacher_gap is not None
+    return x.teacher_gap
 
 
 @ESTIMATORS.add("pass_at_k")

@@ -45,6 +45,8 @@ RL = GRPO + PPO
 """Tasks whose rows are prompts, and whose unit is a completion that the model has sampled."""
 DISTILLATION = ("gkd",)
 """Tasks that learn a teacher's distribution over the next token."""
+TAUGHT = DISTILLATION + GRPO
+"""Tasks that may have a teacher."""
 SAMPLED = RL + DISTILLATION
 """Tasks that may train on completions that are sampled during the run."""
 PROMPTED = ("dpo", "cpo", "simpo", "rm", *RL)

@@ -21,7 +21,7 @@ from megaswift.engine.determinism import nondeterministic_op_error
 from megaswift.errors import UserError, first_line
 from megaswift.folders.source import short_name
 from megaswift.models.spec import ModelSpec
-from megaswift.run import loss_png, summary
+from megaswift.run import summary
 from megaswift.run.build import BuiltRun, SettledRun, build_run
 from megaswift.run.checks.ranks import refuse_ranks_that_differ
 from megaswift.run.checks.resumed_model import refuse_other_model
@@ -37,7 +37,7 @@ from megaswift.run.model_files import export_model
 from megaswift.run.next_commands import next_commands
 from megaswift.run.output import OutputFolder
 from megaswift.run.plan import RunPlan
-from megaswift.run.report import page
+from megaswift.run.report import loss_png, page
 from megaswift.run.report.comparison import run_name
 from megaswift.run.tasks import TASKS
 from megaswift.trainers import checkpoints

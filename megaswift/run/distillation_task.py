@@ -3,26 +3,20 @@ train on completions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from megaswift.base.byte_size import bytes_text
 from megaswift.data import build as data_sources
-from megaswift.engine.options.engine_checks import NATIVE, requested_engine
 from megaswift.engine.protocol import Engine
-from megaswift.models.spec import ModelSpec
 from megaswift.rollout.sync_folders import SyncRounds
 from megaswift.run.checks.adapter_sync import adapter_rank, syncs_adapters_only
-from megaswift.run.checks.distillation import locate_teacher, teacher_config, teacher_layout
 from megaswift.run.dataset_task import DatasetTask
-from megaswift.run.engines import RankContext, make_engine
 from megaswift.run.plan import RunPlan
 from megaswift.run.policy_task import build_sampler, build_sampler_in_freed_memory
 from megaswift.run.summary import SummaryFacts
 from megaswift.run.task import TaskData, TaskParts
+from megaswift.run.teacher import TeacherModel, build_teacher, teacher_text
 from megaswift.trainers.distillation.batches import DistillationBatches, Writers
 from megaswift.trainers.distillation.index import has_teacher_logits
 from megaswift.trainers.distillation.largest import TeacherSource
@@ -30,21 +24,10 @@ from megaswift.trainers.distillation.on_policy import CompletedRows
 from megaswift.trainers.distillation.options.distillation import samples_in_training
 from megaswift.trainers.distillation.server import ServerTeacher
 from megaswift.trainers.distillation.stored import StoredTeacher, write_teacher_logits
-from megaswift.trainers.distillation.teacher import Teacher
 from megaswift.trainers.hook import Rate
 from megaswift.trainers.rl.generation import CompletionGenerator
 from megaswift.trainers.rl.sampler import samples_on_every_rank, sampling_params_of, sync_folder
 from megaswift.trainers.rl.scheduler import Timed, lend_device
-
-
-@dataclass(frozen=True)
-class TeacherModel:
-    """A teacher with what a run needs to know of its model."""
-
-    teacher: Teacher
-    spec: ModelSpec
-    folder: Path
-    context: RankContext
 
 
 @dataclass(frozen=True)
@@ -115,43 +98,6 @@ def teacher_of_run(plan: RunPlan, data: TaskData, engine: Engine) -> tuple[Teach
     engine.set_teacher_head(None)
     stored = StoredTeacher(folder, temperature, k, data.every_row_once)
     return stored, f"{options.teacher_model}, its {k} largest probabilities", None
-
-
-def build_teacher(plan: RunPlan) -> TeacherModel:
-    """Build the teacher of a run, with its weights. Collective."""
-    cfg = teacher_config(plan.cfg)
-    folder, spec = locate_teacher(cfg)
-    context: Any = plan.context
-    active: Callable[[], AbstractContextManager[None]] = nullcontext
-    if requested_engine(cfg) == NATIVE:
-        layout = teacher_layout(plan.cfg, plan.layout.world_size)
-        if layout is not None and layout != plan.layout:
-            context = context.beside(layout)
-            active = context.active
-    with active():
-        engine = make_engine(cfg, spec, folder, context, trains=False)
-        engine.load_hf(folder)
-    offload = plan.cfg.distillation.offload_teacher_model
-    return TeacherModel(Teacher(engine, plan.layout, active, offload), spec, folder, context)
-
-
-def teacher_text(plan: RunPlan, model: TeacherModel) -> str:
-    """Describe the teacher for the first screen. Collective."""
-    engine = model.teacher.engine
-    with model.teacher.active():
-        sizes = engine.report()
-    width = engine.dtype.itemsize
-    states = engine.hidden_size * width
-    logits = engine.vocab_size * width
-    layout = engine.layout
-    axes = " ".join(f"{axis}{size}" for axis, size in layout.axes.items() if size > 1) or f"dp{layout.dp}"
-    text = (
-        f"{plan.cfg.distillation.teacher_model}: {sizes.parameters_total:,} parameters on {axes}, "
-        f"{bytes_text(sizes.weight_bytes)} on the largest rank"
-    )
-    if layout != plan.layout:
-        text += f"; {bytes_text(states)} a token to the model's ranks (logits: {bytes_text(logits)})"
-    return text
 
 
 def build_writers(plan: RunPlan, data: TaskData, engine: Engine, model: TeacherModel | None) -> Writers:

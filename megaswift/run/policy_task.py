@@ -14,6 +14,7 @@ from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
 from megaswift.data import build as data_sources
 from megaswift.data import vocabulary
+from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.data.options.agent_templates import AGENT_TEXTS
 from megaswift.data.prompts.collate import RolloutCollator
 from megaswift.data.prompts.images import PromptImageReader
@@ -48,6 +49,7 @@ from megaswift.run.engines import RankContext, make_engine
 from megaswift.run.plan import RunPlan
 from megaswift.run.summary import SummaryFacts, trained_parameter_share_text
 from megaswift.run.task import Task, TaskData, TaskParts
+from megaswift.run.teacher import build_teacher
 from megaswift.trainers.batch_fields import ReferenceLogprobs
 from megaswift.trainers.hook import Hook, Rate, interval_of, unchanged
 from megaswift.trainers.options.evaluation_checks import evaluates
@@ -81,7 +83,7 @@ from megaswift.trainers.rl.sampler import (
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.scorer import RewardScorer
 from megaswift.trainers.rl.settings import RlSettings
-from megaswift.trainers.rl.source import RolloutDependencies, RolloutSource
+from megaswift.trainers.rl.source import RolloutDependencies, RolloutSource, TeacherScores
 from megaswift.trainers.schedule import count_steps
 
 CRITIC = "critic"
@@ -178,6 +180,8 @@ def add_rl_summary_rows(
 
 def rewards_text(cfg: SwiftConfig) -> str:
     """List the sources of rewards, each with its weight."""
+    if advantage_estimator_entry_of(cfg).teacher:
+        return f"none: advantages are log-probabilities of {cfg.distillation.teacher_model} less the model's"
     names = (*cfg.rewards.reward_funcs, *cfg.rewards.reward_model)
     weighted = [f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg.rewards), strict=True)]
     return ", ".join([*weighted, *([f"turns of {cfg.rollout.environment}"] if cfg.rollout.environment else [])])
@@ -354,6 +358,13 @@ def rollout_dependencies(
         offloaded_parts,
         None if critic is None else critic.engine,
     )
+    collator = RolloutCollator(
+        data_sources.padding_shape_of(tokenizer, geometry),
+        packs,
+        geometry.uniform,
+        images,
+        shares_prefixes(cfg, plan.spec, plan.layout),
+    )
     return RolloutDependencies(
         scheduler,
         RewardScorer(
@@ -362,16 +373,19 @@ def rollout_dependencies(
             lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         ),
         AdvantageEstimator(cfg.rl, settings, settings.beta),
-        RolloutCollator(
-            data_sources.padding_shape_of(tokenizer, geometry),
-            packs,
-            geometry.uniform,
-            images,
-            shares_prefixes(cfg, plan.spec, plan.layout),
-        ),
+        collator,
         geometry,
         critic,
+        teacher_scores(plan, collator, geometry),
     )
+
+
+def teacher_scores(plan: RunPlan, collator: RolloutCollator, geometry: LoaderGeometry) -> TeacherScores | None:
+    """Build the teacher of a run whose advantages compare with one; None for other runs. Collective."""
+    if not advantage_estimator_entry_of(plan.cfg).teacher:
+        return None
+    teacher = build_teacher(plan).teacher
+    return lambda completed, needs: teacher.scores(completed, needs, collator, geometry.per_device)
 
 
 def sampler_options(

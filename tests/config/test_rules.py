@@ -139,6 +139,8 @@ IDLE = [
 ]
 
 CLASHING = [
+    ("advantage_estimator", "grpo --advantage_estimator teacher_kl"),
+    ("dynamic_sample", "grpo --advantage_estimator teacher_kl --teacher_model t --dynamic_sample"),
     ("teacher_model_server", "gkd --teacher_model_server http://t --teacher_model t --gkd_logits_topk 2"),
     ("teacher_model_server", "gkd --teacher_model_server http://t"),
     ("teacher_model_server", "gkd --teacher_model_server http://t --gkd_logits_topk 2 --temperature 2"),

@@ -43,7 +43,7 @@ PRELOAD = (
     "megaswift.commands.training",
     "megaswift.run.training",
     "megaswift.run.course",
-    "megaswift.run.loss_png",
+    "megaswift.run.report.loss_png",
     "matplotlib.pyplot",
     "matplotlib.backends.backend_agg",
     "torch.profiler._cupti_monitor",

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("distillation")
     write_model(made / "model")
     write_model(made / "teacher", layers=4, hidden_size=48, intermediate_size=80, num_attention_heads=6, head_dim=8)
-    _randomize(made / "teacher")
+    randomize(made / "teacher")
     rows = []
     for i in range(STEPS * BATCH):
         answer = f"{(i + 7 * i) % 90 + 10}" * (i % 3 + 1)
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def _randomize(folder: Path) -> None:
+def randomize(folder: Path, deviation: float = 0.3) -> None:
     """Weights that make the teacher sure of something."""
     from transformers import AutoModelForCausalLM
 
@@ -54,7 +54,7 @@ def _randomize(folder: Path) -> None:
     generator = torch.Generator().manual_seed(9)
     for weight in model.parameters():
         if weight.dim() > 1:
-            weight.data = torch.randn(weight.shape, generator=generator) * 0.3
+            weight.data = torch.randn(weight.shape, generator=generator) * deviation
     model.save_pretrained(folder)
 
 

@@ -29,6 +29,8 @@ class AdvantageEstimatorEntry:
     """Reads the values of a critic."""
     binary: bool = False
     """Reads of a reward only whether it is above 0, so that a KL penalty cannot be part of it."""
+    teacher: bool = False
+    """Reads a teacher's log-probabilities, and no rewards."""
     greedy_baseline: bool = False
     """Needs the reward of each prompt's greedy completion."""
     loss_type: str | None = None
@@ -46,6 +48,9 @@ ESTIMATOR_TABLE: tuple[AdvantageEstimatorEntry, ...] = (
     AdvantageEstimatorEntry("reinforce_plus_plus", "grpo", "arXiv:2501.03262", compares=False, per_token=True),
     AdvantageEstimatorEntry("opo", "grpo", "arXiv:2505.23585", kl_in_reward=False),
     AdvantageEstimatorEntry("remax", "grpo", "arXiv:2310.10505", compares=False, per_token=True, greedy_baseline=True),
+    AdvantageEstimatorEntry(
+        "teacher_kl", "grpo", "arXiv:2306.08543", kl_in_reward=False, compares=False, per_token=True, teacher=True
+    ),
     AdvantageEstimatorEntry("pass_at_k", "grpo", "arXiv:2508.10751", kl_in_reward=False, binary=True),
     AdvantageEstimatorEntry(
         "gae",

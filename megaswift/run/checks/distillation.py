@@ -65,14 +65,14 @@ def teacher_config(cfg: SwiftConfig) -> SwiftConfig:
 
 def teacher_layout(cfg: SwiftConfig, world_size: int) -> Layout | None:
     """Return the layout of a teacher on the native engine; None for a run without one."""
-    if cfg.task not in DISTILLATION or cfg.distillation.teacher_model is None or requested_engine(cfg) != NATIVE:
+    if cfg.distillation.teacher_model is None or requested_engine(cfg) != NATIVE:
         return None
     return Layout.from_config(teacher_config(cfg).parallel, world_size)
 
 
 def teacher_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """Report a teacher that is missing, does not fit the ranks, or reads tokens of another tokenizer."""
-    if cfg.task not in DISTILLATION:
+    if cfg.task not in DISTILLATION and cfg.distillation.teacher_model is None:
         return []
     options = cfg.distillation
     if options.teacher_model_server is not None:

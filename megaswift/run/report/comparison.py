@@ -13,7 +13,7 @@ from megaswift.base.atomic_writes import write_atomically
 from megaswift.base.plain_files import read_plain_file
 from megaswift.base.versions import VERSION
 from megaswift.config.sections import OPTIONS
-from megaswift.run.loss_png import primary_metric
+from megaswift.run.report.loss_png import primary_metric
 from megaswift.run.report.page import RunFiles, local_time, render_page
 from megaswift.trainers.hooks.progress import duration_text
 

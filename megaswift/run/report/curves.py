@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megaswift.run.loss_png import metric_column, primary_metric
+from megaswift.run.report.loss_png import metric_column, primary_metric
 from megaswift.trainers.hooks.progress import PREDICTION_LOSS
 
 Line = Mapping[str, Any]

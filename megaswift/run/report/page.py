@@ -23,9 +23,9 @@ from megaswift.base.atomic_writes import write_atomically
 from megaswift.config import SwiftConfig
 from megaswift.diagnosis.installed import OPTIONAL_PACKAGES, PACKAGES, installed_version
 from megaswift.log import count_text
-from megaswift.run.loss_png import metric_column, primary_metric
 from megaswift.run.report.completions import completions_by_step
 from megaswift.run.report.curves import chart_titles, run_curves
+from megaswift.run.report.loss_png import metric_column, primary_metric
 from megaswift.run.summary import Rows
 from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.hooks.profiler import profile_summaries

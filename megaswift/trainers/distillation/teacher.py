@@ -7,13 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift.data.prompts.collate import RolloutCollator, RolloutTokens
 from megaswift.engine.objective import label_positions
 from megaswift.engine.protocol import Engine
-from megaswift.losses.contract import Batch
+from megaswift.losses.contract import Batch, RequestedModelOutputs
 from megaswift.parallel.layout import Layout
 from megaswift.trainers.distillation.exchange import (
     SHAPE,
@@ -25,6 +27,7 @@ from megaswift.trainers.distillation.exchange import (
     transfer,
 )
 from megaswift.trainers.distillation.largest import Largest
+from megaswift.trainers.rl.source import compute_rollout_token_outputs
 
 Active = Callable[[], AbstractContextManager[None]]
 
@@ -100,6 +103,31 @@ class Teacher:
                 logprobs, ids = student.largest_of_teacher(states, k, temperature)
                 found.append(Largest(logprobs.cpu(), ids.int().cpu()))
         return found if place.tp == place.cp == 0 else []
+
+    def scores(
+        self, completed: Sequence[RolloutTokens], needs: RequestedModelOutputs, layout: RolloutCollator, rows: int
+    ) -> dict[int, np.ndarray]:
+        """Compute one number for each token of completions that every rank holds. Collective.
+
+        Args:
+            completed: All completions, the same on every rank.
+            needs: The one output to compute.
+            layout: How completions lie in micro-batches of `rows`.
+            rows: Completions of a micro-batch.
+        """
+        if self._away:
+            self.engine.onload()
+        theirs = self.engine.layout
+        place = theirs.coordinates(self.engine.rank)
+        width = rows * theirs.dp
+        filled = [*completed, *[None] * (-len(completed) % width)]
+        micros = [filled[start : start + rows] for start in range(place.dp * rows, len(filled), width)]
+        speaks = place.tp == place.pp == place.cp == 0
+        with self.active():
+            found = compute_rollout_token_outputs(self.engine, micros, layout, needs, speaks)
+        if self.offload:
+            self.sleep()
+        return found
 
     def _exchanged(self, batches: Sequence[Batch]) -> dict[int, Tensor]:
         """The hidden states at the labels of this rank's micro-batches, by their index; none before the last stage."""

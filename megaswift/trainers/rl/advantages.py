@@ -47,6 +47,9 @@ class AdvantageEstimator:
         estimated = estimate_advantage_fields(
             self.settings.estimator, self.inputs(rollouts, completed, (penalties, mask))
         )
+        if advantage_estimator_entry(self.settings.estimator).teacher:
+            gap = estimated["advantages"]
+            self.metrics["teacher_kl"] = -float(gap[mask].mean()) if bool(mask.any()) else 0.0
         if self.settings.corrects:
             gap = padded_field(completed, "old", mask) - padded_field(completed, "sampled", mask)
             estimated["ratio"] = correction_of(self.rl).weights(gap, mask)
@@ -102,6 +105,9 @@ class AdvantageEstimator:
             lengths=torch.tensor([c.count for c in completed]),
             values=padded_field(completed, "values", mask) if entry.critic else None,
             baselines=torch.tensor([r.baseline for r in rollouts]) if entry.greedy_baseline else None,
+            teacher_gap=padded_field(completed, "teacher", mask) - padded_field(completed, "old", mask)
+            if entry.teacher
+            else None,
             group=self.settings.group,
             whiten=self.settings.whitens,
             options=rl,

@@ -62,7 +62,8 @@ class RlSettings:
     @property
     def needs_old(self) -> bool:
         """Whether the policy's log-probabilities before the first step must be known apart from the step's own."""
-        return self.steps > 1 or self.corrects or self.kl_in_reward or self.use_rollout_logprobs
+        asks = advantage_estimator_entry(self.estimator).teacher
+        return self.steps > 1 or self.corrects or self.kl_in_reward or self.use_rollout_logprobs or asks
 
     @property
     def needs_covariances(self) -> bool:

@@ -40,6 +40,12 @@ from megaswift.trainers.rl.settings import RlSettings
 NOTHING = np.zeros(0, dtype=np.float32)
 
 
+CompletionScores = dict[int, np.ndarray]
+"""float32 [own tokens] of each completion, by its number."""
+TeacherScores = Callable[[Sequence[RolloutTokens], RequestedModelOutputs], CompletionScores]
+"""All completions and the output that is asked for to a teacher's numbers for all of them. Collective."""
+
+
 @dataclass(frozen=True)
 class RolloutDependencies:
     """The objects with which a `RolloutSource` makes its batches."""
@@ -50,6 +56,7 @@ class RolloutDependencies:
     layout: RolloutCollator
     geometry: LoaderGeometry
     critic: CriticTrainer | None = None
+    teacher: TeacherScores | None = None
 
 
 class RolloutSource:
@@ -173,6 +180,8 @@ class RolloutSource:
         if settings.beta:
             with engine.reference():
                 self.set_field("reference", self.score_completions(engine, needs))
+        if self.parts.teacher is not None:
+            self.set_field("teacher", self.parts.teacher(self.completed, needs))
         if critic is not None:
             self.set_field("values", self.score_completions(critic.engine, critic.loss.needs))
 
@@ -352,10 +361,6 @@ def rollout_tokens_from_dict(state: Mapping[str, Any]) -> RolloutTokens:
     own = [*map(bool, state["own"])]
     images = PromptImages.from_dict(state.get("images"))
     return RolloutTokens(state["number"], state["prompt"], state["written"], own, values, state["silent"], images)
-
-
-CompletionScores = dict[int, np.ndarray]
-"""float32 [own tokens] of each completion, by its number."""
 
 
 def compute_rollout_token_outputs(

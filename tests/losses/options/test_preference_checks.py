@@ -44,6 +44,7 @@ IDLE_PULL = [("ref_model", "r"), ("offload_reference", "true"), ("sync_ref_model
 ON_A_DRIVE = '{"zero_optimization":{"stage":3,"offload_param":{"device":"nvme","nvme_path":"n"}}}'
 CLASHING = [
     ("beta", "dpo --beta 0"),
+    ("beta", "gkd --beta 1.5 --teacher_model t"),
     ("loss_type", "dpo --loss_type kto"),
     ("loss_type", "cpo --loss_type hinge ipo"),
     ("loss_weights", "dpo --loss_weights 1 2"),

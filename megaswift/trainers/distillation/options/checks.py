@@ -7,10 +7,11 @@ from typing import Any
 
 from megaswift.config.rule import ConflictingOptions, IgnoredOption
 from megaswift.config.sections import OPTIONS
-from megaswift.options.tasks import DISTILLATION
+from megaswift.options.tasks import DISTILLATION, GRPO
 from megaswift.rollout.options.rollout import SERVERS, RolloutConfig
 from megaswift.rollout.options.vllm_engine import VllmSamplerConfig
 from megaswift.trainers.distillation.options.distillation import samples_in_training
+from megaswift.trainers.rl.options.derived import advantage_estimator_entry_of
 
 SAMPLING = tuple(
     field.name
@@ -34,7 +35,29 @@ DISTILLATION_IGNORED: tuple[IgnoredOption, ...] = tuple(
         "leave it out, or --lmbda 0.5",
     )
     for name in SAMPLING
+) + (
+    IgnoredOption(
+        "teacher_model",
+        ("advantage_estimator",),
+        lambda c: c.task in GRPO and not advantage_estimator_entry_of(c).teacher,
+        "is read by the advantage estimator teacher_kl alone",
+        "--advantage_estimator teacher_kl, or megaswift gkd",
+    ),
+    *(
+        IgnoredOption(
+            name,
+            ("advantage_estimator",),
+            lambda c: c.task in GRPO and advantage_estimator_entry_of(c).teacher,
+            "the advantages of teacher_kl are a teacher's, without a reward",
+            "leave it out, or another --advantage_estimator",
+        )
+        for name in ("reward_funcs", "reward_model", "environment")
+    ),
 )
+
+
+def _asks_teacher(c: Any) -> bool:
+    return c.task in GRPO and bool(advantage_estimator_entry_of(c).teacher)
 
 
 def _distills(c: Any) -> Any:
@@ -42,6 +65,18 @@ def _distills(c: Any) -> Any:
 
 
 DISTILLATION_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
+        ("advantage_estimator", "teacher_model"),
+        lambda c: _asks_teacher(c) and c.distillation.teacher_model is None,
+        "compares with a teacher, and none is given",
+        "--teacher_model DIR",
+    ),
+    ConflictingOptions(
+        ("dynamic_sample", "advantage_estimator"),
+        lambda c: _asks_teacher(c) and c.rl.dynamic_sample,
+        "looks for groups whose rewards differ, but teacher_kl has no rewards",
+        "--dynamic_sample false",
+    ),
     ConflictingOptions(
         ("teacher_model_server", "teacher_model"),
         lambda c: (d := _distills(c)) and d.teacher_model_server and (d.teacher_model or d.teacher_logits),

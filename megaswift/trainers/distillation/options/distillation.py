@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.options.option import is_set, option
-from megaswift.options.tasks import DISTILLATION
+from megaswift.options.tasks import DISTILLATION, TAUGHT
 
 INDEX = "index.json"
 """The file that makes a folder of a teacher's probabilities complete."""
@@ -20,7 +20,7 @@ class DistillationConfig:
         None,
         "Teacher: folder or hub id of a model with the same tokenizer",
         aliases=("teacher_model_name_or_path",),
-        tasks=DISTILLATION,
+        tasks=TAUGHT,
         metavar="DIR",
         common=DISTILLATION,
     )
@@ -60,8 +60,8 @@ class DistillationConfig:
     offload_teacher_model: bool = option(
         False,
         "Offload the teacher's weights to CPU memory when idle",
-        tasks=DISTILLATION,
-        only_with={"teacher_model": is_set()},
+        tasks=TAUGHT,
+        only_with={"engine": "megatron", "teacher_model": is_set()},
     )
     teacher_tensor_parallel_size: int | None = option(
         None,
@@ -69,7 +69,7 @@ class DistillationConfig:
         aliases=("teacher_tp",),
         minimum=1,
         unit="ranks",
-        tasks=DISTILLATION,
+        tasks=TAUGHT,
         only_with={"engine": "megatron", "teacher_model": is_set()},
     )
     teacher_pipeline_parallel_size: int | None = option(
@@ -78,7 +78,7 @@ class DistillationConfig:
         aliases=("teacher_pp",),
         minimum=1,
         unit="ranks",
-        tasks=DISTILLATION,
+        tasks=TAUGHT,
         only_with={"engine": "megatron", "teacher_model": is_set()},
     )
     teacher_context_parallel_size: int | None = option(
@@ -87,7 +87,7 @@ class DistillationConfig:
         aliases=("teacher_cp",),
         minimum=1,
         unit="ranks",
-        tasks=DISTILLATION,
+        tasks=TAUGHT,
         only_with={"engine": "megatron", "teacher_model": is_set()},
     )
     teacher_expert_parallel_size: int | None = option(
@@ -96,7 +96,7 @@ class DistillationConfig:
         aliases=("teacher_ep",),
         minimum=1,
         unit="ranks",
-        tasks=DISTILLATION,
+        tasks=TAUGHT,
         only_with={"engine": "megatron", "teacher_model": is_set()},
     )
 

@@ -313,7 +313,9 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
 
 def missing_reward_problems(c: Sections) -> Iterator[Problem]:
     """A run that nothing judges."""
-    if c.task in RL and not c.rewards.reward_funcs and not c.rewards.reward_model and c.rollout.environment is None:
+    if c.task not in RL or advantage_estimator_entry_of(c).teacher:
+        return
+    if not c.rewards.reward_funcs and not c.rewards.reward_model and c.rollout.environment is None:
         yield Problem(
             "--reward_funcs",
             "is missing: completions need a reward",

@@ -13,6 +13,12 @@ def test_the_options_of_sampling() -> None:
     assert not {"temperature", "environment", "async_generation"} & {*SAMPLING}
 
 
+def test_a_teacher_in_place_of_rewards() -> None:
+    kl = "--advantage_estimator teacher_kl"
+    assert_idle("--teacher_model t --reward_funcs accuracy", f"--teacher_model t {kl}", task="grpo")
+    assert_idle(f"--reward_funcs accuracy --teacher_model t {kl}", "--reward_funcs accuracy", task="grpo")
+
+
 @pytest.mark.parametrize("option", ["--top_k 5", "--max_completion_length 9", "--rollout_backend vllm"])
 def test_nothing_samples_with_rows_alone(option: str) -> None:
     teacher = "--teacher_model t"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megaswift.run import loss_png
+from megaswift.run.report import loss_png
 from megaswift.trainers.hooks.metrics import strict_json_text
 
 pytestmark = pytest.mark.wide
