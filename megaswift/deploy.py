@@ -152,13 +152,15 @@ def _pooling(cfg: DeployConfig, folder: Path, found: PoolingFolder) -> int:
     """A server of vectors, scores or classes."""
     listener = _listening(cfg.server.host, cfg.server.port)
     from megaswift.data.model_tokenizer import read_tokenizer
+    from megaswift.data.templates.chosen import read_system_message
     from megaswift.inference.pooling.model import load_pooling_model
     from megaswift.inference.pooling.texts import TextReader, context_of
     from megaswift.serve.pooling.app import PoolingState, build_pooling_app
     from megaswift.serve.request_queue import RequestQueue
 
     tokenizer = read_tokenizer(folder, cfg.weights.trust_remote_code, None)
-    reader = TextReader(tokenizer, found, context_of(folder), cfg.conversation.max_length)
+    system = read_system_message(cfg.conversation.system) or ""
+    reader = TextReader(tokenizer, found, context_of(folder), cfg.conversation.max_length, system)
     model = load_pooling_model(folder, cfg.weights, cfg.placement, cfg.pooling, found)
     line = RequestQueue(lambda inputs, _: model.run(inputs), cfg.server.max_batch_size, cfg.server.max_waiting)
     line.start()

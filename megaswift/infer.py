@@ -120,12 +120,14 @@ def _pooling(cfg: InferConfig, folder: Path, found: PoolingFolder, several: bool
         rule = "are not supported for embeddings, scores and classes"
         raise ConfigError(Problem("several processes", rule, "start one, on a part of the rows each: FILE#N"))
     from megaswift.data.model_tokenizer import read_tokenizer
+    from megaswift.data.templates.chosen import read_system_message
     from megaswift.inference.pooling.model import load_pooling_model
     from megaswift.inference.pooling.texts import TextReader, context_of
     from megaswift.serve.pooling.file import read_rows, write_results
 
     tokenizer = read_tokenizer(folder, cfg.weights.trust_remote_code, None)
-    reader = TextReader(tokenizer, found, context_of(folder), cfg.conversation.max_length)
+    system = read_system_message(cfg.conversation.system) or ""
+    reader = TextReader(tokenizer, found, context_of(folder), cfg.conversation.max_length, system)
     rows = read_rows(cfg.file, reader, cfg.pooling)
 
     def load() -> PoolingModel:

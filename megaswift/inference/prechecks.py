@@ -8,7 +8,9 @@ model, for callers that come past here.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from megaswift.data.templates.chosen import check_template, read_system_message
 from megaswift.errors import ConfigError, Problem, WeightsError
@@ -17,7 +19,7 @@ from megaswift.folders.checkpoint import find_checkpoint
 from megaswift.folders.saved_steps import refuse_damaged_part
 from megaswift.folders.source import locate_model, missing_model_file_problems
 from megaswift.inference.options.commands import CommonInferenceConfig, ModelLoadingOptions
-from megaswift.inference.pooling.folder import PoolingFolder, pooling_folder
+from megaswift.inference.pooling.folder import SEQUENCE, PoolingFolder, pooling_folder
 from megaswift.models.family import read_config_json
 from megaswift.models.heads import has_scalar_head
 from megaswift.models.model_type import model_type_option_mismatch_problems
@@ -58,12 +60,29 @@ def locate_pooling_model(cfg: CommonInferenceConfig) -> tuple[Path, PoolingFolde
     if any(name for name, _ in weights.named_adapters):
         rule = "adapters that requests select by name are not supported for embeddings, scores and classes"
         problems.append(Problem("--adapters", rule, "give one folder without a name"))
-    if cfg.conversation.chat_template is not None:
-        rule = "is not supported for embeddings, scores and classes: the model's own template is used"
-        problems.append(Problem("--chat_template", rule, "leave it out"))
+    problems += _text_option_problems(cfg, found)
     if problems:
         raise WeightsError(problems)
     return folder, found
+
+
+def _text_option_problems(cfg: CommonInferenceConfig, found: PoolingFolder) -> list[Problem]:
+    """Options that only a model that generates text reads."""
+    talk = ("chat_template", "agent_template", "enable_thinking") + (("system",) if found.kind != SEQUENCE else ())
+    sections: list[tuple[Any, tuple[str, ...]]] = [
+        (cfg.generation, tuple(field.name for field in fields(cfg.generation))),
+        (cfg.conversation, talk),
+        (getattr(cfg, "file", None), ("logprobs", "top_logprobs")),
+        (getattr(cfg, "server", None), ("max_logprobs",)),
+        (cfg.weights, ("rope_scaling", "new_special_tokens")),
+    ]
+    rule = f"has no effect on a model that generates no text ({found.kind})"
+    return [
+        Problem(f"--{name} {getattr(section, name)}", rule, "leave it out")
+        for section, names in sections
+        for name in names
+        if section is not None and getattr(section, name) != getattr(type(section)(), name)
+    ]
 
 
 def locate_generation_model(options: ModelLoadingOptions) -> Path:

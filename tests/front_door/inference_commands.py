@@ -47,7 +47,8 @@ def inference_refusal(command: Command, root: Path) -> list[Problem]:
     def reached(*args: object, **kwargs: object) -> None:
         raise ReachedWeights
 
-    for name in ("inference.bitsandbytes_export", "inference.fp8_export", "run.course"):
+    loaders = ("inference.bitsandbytes_export", "inference.calibrated_export", "inference.pooling.model")
+    for name in (*loaders, "inference.fp8_export", "run.course"):
         importlib.import_module(f"megaswift.{name}")  # what they import by name must not be a replacement
     os.chdir(work)
     names = ("NPROC_PER_NODE",)
@@ -63,6 +64,7 @@ def inference_refusal(command: Command, root: Path) -> list[Problem]:
             mock.patch.object(log, "info"),
             mock.patch.object(log, "warn"),
             mock.patch(reader, reached),
+            mock.patch("megaswift.inference.pooling.model.load_model_and_prompt_device", reached),
             mock.patch("megaswift.deploy._listening", return_value=listening),
             mock.patch("os.execve", reached),
             mock.patch("megaswift.launchers.torchrun_launcher.run_torchrun_with_restarts", reached),

@@ -46,9 +46,12 @@ def context_of(folder: Path) -> int | None:
 class TextReader:
     """Tokenizes for one model. In one thread at a time."""
 
-    def __init__(self, tokenizer: Any, found: PoolingFolder, context: int | None, longest: int | None) -> None:
-        """`context`: tokens that the model reads; `longest`: --max_length."""
+    def __init__(
+        self, tokenizer: Any, found: PoolingFolder, context: int | None, longest: int | None = None, system: str = ""
+    ) -> None:
+        """`context`: tokens that the model reads; `longest`: --max_length; `system`: of conversations without one."""
         self.tokenizer = tokenizer
+        self.system = system
         self.found = found
         limits = [found.max_length, longest, context]
         known = tokenizer.model_max_length
@@ -88,19 +91,33 @@ class TextReader:
         if self._roles:
             told = [{"role": "system", "content": instruction}] if instruction else []
             pair = [{"role": "query", "content": first}, {"role": "document", "content": second}]
-            return self.of_messages([*told, *pair])
+            return self.of_messages([*told, *pair], add_generation_prompt=False)
         if self.found.kind == GENERATIVE:
             text = _qwen3_reranker_text(instruction or INSTRUCTION, first, second)
             return self.of_tokens(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         encoded = self.tokenizer(first, second, **_cut(most))
         return TextInput(self._checked(encoded["input_ids"]), encoded.get("token_type_ids"))
 
-    def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> TextInput:
-        """Return the tokens of a conversation, as the chat template writes it. It is never cut: its end is read."""
+    def of_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> TextInput:
+        """Return the tokens of a conversation, as the chat template writes it. It is never cut: its end is read.
+
+        `add_generation_prompt` None: as in training, up to where an answer would begin, unless the last message is one.
+        """
         if not self.tokenizer.chat_template:
             raise ChatInputError("the model has no chat template")
+        if self.system and messages[0]["role"] not in ("system", "developer", "query"):
+            messages = [{"role": "system", "content": self.system}, *messages]
+        begins = messages[-1]["role"] != "assistant" if add_generation_prompt is None else add_generation_prompt
+        how = {"add_generation_prompt": begins, "tokenize": True, "return_dict": True}
         try:
-            ids = self.tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True)["input_ids"]
+            ids = self.tokenizer.apply_chat_template(list(messages), tools=list(tools) if tools else None, **how)[
+                "input_ids"
+            ]
         except REFUSED as error:
             raise ChatInputError(f"the chat template rejects this conversation ({first_line(error)})") from None
         return self.of_tokens(ids)

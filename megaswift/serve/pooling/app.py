@@ -183,7 +183,7 @@ def _inputs(served: PoolingState, asked: InputFields, prompt: str = "") -> list[
     reader = served.reader
     if asked.messages is not None:
         _check_characters(served, [message["content"] for message in asked.messages])
-        return [reader.of_messages(asked.messages)]
+        return [reader.of_messages(asked.messages, asked.add_generation_prompt)]
     most = _most(served, asked)
     _check_characters(served, asked.input)
     return [reader.of_text(x, prompt, most) if isinstance(x, str) else reader.of_tokens(x, most) for x in asked.input]

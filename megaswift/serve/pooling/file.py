@@ -18,6 +18,7 @@ from torch import Tensor
 from megaswift import log
 from megaswift.base.atomic_writes import atomic_file
 from megaswift.data.encode.rows import malformed_row_problem
+from megaswift.data.labeled.encode import labeled_sample, with_spaces
 from megaswift.data.untokenized_sample import RowError, decode_json_cell
 from megaswift.errors import DataError, Problem, merge_similar_problems
 from megaswift.inference.chat_inputs import ChatInputError
@@ -33,6 +34,7 @@ SORTED_BATCHES = 64
 HALF = 0.5
 """The probability from which a label holds, where several may."""
 TEXTS = ("text", "query", "sentence", "question", "prompt")
+WORDS = ("words", "tokens")
 QUERIES = ("query", "question", "anchor", "sentence1", "text1")
 DOCUMENTS = ("documents", "document", "positive", "passage", "response", "answer", "sentence2", "text2")
 
@@ -89,25 +91,41 @@ def _row(columns: Mapping[str, Any], named: Mapping[str, Any], reader: TextReade
 
 
 def _text(named: Mapping[str, Any], reader: TextReader, most: int | None) -> TextInput:
-    """A text, or a conversation as the chat template writes it. Embeddings are of the text alone."""
+    """The text of a row, as training reads it: of a classifier also a conversation."""
+    if reader.found.kind == SEQUENCE:
+        sample = labeled_sample(named)
+        if sample.text is not None:
+            if reader.system:
+                fault = "plain text, which is read without a chat template, so --system cannot be applied"
+                raise RowError("text", fault, "messages, or omit --system")
+            return reader.of_text(sample.text, most=most)
+        if reader.tokenizer.chat_template:
+            return reader.of_messages(sample.messages, tools=sample.tools)
+        return reader.of_text("\n".join(map(_content, sample.messages)), most=most)
+    words = next((named[name] for name in WORDS if named.get(name) is not None), None)
+    if reader.found.kind == TOKENS and words is not None:
+        words = decode_json_cell(words, "words", "a list of words")
+        if not isinstance(words, list) or not words or not all(isinstance(w, str) and w for w in words):
+            raise RowError("words", "something else than words", "a list of words")
+        return reader.of_text("".join(with_spaces(words)), most=most)
     prompt = reader.prompt(None) if reader.found.kind == EMBEDDING else ""
-    messages = named.get("messages") or named.get("conversations")
+    messages = named.get("messages")
     if messages is not None:
         messages = decode_json_cell(messages, "messages", "a list of messages")
-        told = [m for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), str)]
-        if len(told) != len(messages) or not told:
-            raise RowError("messages", "something else than messages with text", 'a list of {"role", "content"}')
-        if reader.found.kind == SEQUENCE and reader.tokenizer.chat_template:
-            return reader.of_messages(told)
-        if len(told) != 1:
-            raise RowError("messages", f"{len(told)} messages", "one message, or a column text")
-        return reader.of_text(told[0]["content"], prompt, most)
+        if not isinstance(messages, list) or len(messages) != 1 or not isinstance(messages[0], Mapping):
+            raise RowError("messages", "something else than one message", 'one {"role", "content"}, or a column text')
+        return reader.of_text(_content(messages[0]), prompt, most)
     name = next((name for name in TEXTS if isinstance(named.get(name), str)), None)
     if name is None:
         raise RowError("text", "no text", f"a column of {', '.join(TEXTS)}, or messages")
-    if name != "text" and reader.found.kind == SEQUENCE and reader.tokenizer.chat_template:
-        return reader.of_messages([{"role": "user", "content": named[name]}])
     return reader.of_text(named[name], prompt, most)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise RowError("messages", "a content that is no text", "texts")
+    return content
 
 
 def write_results(

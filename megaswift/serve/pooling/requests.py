@@ -45,6 +45,8 @@ class InputFields(PoolingFields):
 
     input: Any = None
     messages: Any = None
+    add_generation_prompt: bool | None = None
+    """Whether `messages` go up to where an answer would begin; unset: unless they end with one."""
     encoding_format: str = Field("float", pattern="^(float|base64)$")
 
     @field_validator("input")

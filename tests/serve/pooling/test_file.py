@@ -14,6 +14,7 @@ from megaswift.errors import UserError
 from megaswift.infer import main
 from tests.inference.pooling import folders
 from tests.inference.pooling.folders import PAIRS, TEXTS
+from tests.inference.pooling.test_model import opened
 from tests.trainers.inputs import write_model
 
 CLOSE = 2e-6
@@ -88,20 +89,52 @@ def test_scores_of_pairs_and_of_conversations(tmp_path: Path) -> None:
     assert scores[0] != scores[1] and not all(0 < score < 1 for score in scores)
 
 
+@pytest.mark.parametrize("system", ["", "be quick"])
+def test_a_classifier_reads_the_tokens_that_it_was_trained_on(system: str, tmp_path: Path) -> None:
+    from megaswift.config import SwiftConfig
+    from megaswift.data.encode.rows import encode_spec
+    from megaswift.data.preference.encode import row_encoder_for_task
+    from megaswift.data.sources.readers import LocatedRow
+    from megaswift.inference.options.commands import PoolingOptions, PromptFileOptions
+    from megaswift.serve.pooling.file import read_rows
+
+    folder = folders.decoder_classifier(tmp_path / "model", labels=3, template=None)
+    user = {"role": "user", "content": "1+2?"}
+    rows = [
+        {"messages": [user], "label": 0},
+        {"messages": [user, {"role": "assistant", "content": "3"}], "label": 1},
+        {"query": "ab", "label": 2},
+    ]
+    rows += [{"text": "plain", "label": 1}] if not system else []
+    _, reader = opened(folder)
+    data = SwiftConfig(task="seq_cls", num_labels=3, system=system or None).data
+    encoder = row_encoder_for_task(encode_spec(data, reader.tokenizer, "seq_cls"))
+    found = encoder.encode(("f", LocatedRow(i, row)) for i, row in enumerate(rows, 1))
+    wanted = [part.tolist() for part in np.split(found.tokens, np.cumsum(found.lengths)[:-1])]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader.system = system
+    read = read_rows(PromptFileOptions(dataset=(str(file),)), reader, PoolingOptions())
+    assert [list(row.inputs[0].ids) for row in read] == wanted and not found.bad
+
+
 def test_labels_of_tokens(tmp_path: Path) -> None:
     folder = folders.token_classifier(tmp_path / "model", num_labels=3)
     (row,) = inferred(folder, [{"text": TEXTS[0]}], tmp_path)
     wanted = pipeline("token-classification", model=str(folder), device="cpu", ignore_labels=[])(TEXTS[0])
     assert [(one["token"], one["label"]) for one in row["labels"]] == [(w["word"], w["entity"]) for w in wanted]
     assert [one["score"] for one in row["labels"]] == pytest.approx([w["score"] for w in wanted], abs=CLOSE)
+    (words,) = inferred_again(folder, [{"tokens": ["what", "is", "it"]}], tmp_path)
+    (text,) = inferred_again(folder, [{"text": "what is it"}], tmp_path)
+    assert words["labels"] == text["labels"]
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"nothing": 1}, "rows.jsonl:1: column text: no text"),
+        ({"nothing": 1}, "rows.jsonl:1: "),
         ({"text": "abc " * 40}, "rows.jsonl:1: an input has 162 tokens; the limit is 48"),
-        ({"messages": [{"role": "user"}]}, "messages: something else than messages with text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "rows.jsonl:1: "),
     ],
 )
 def test_rows_that_cannot_be_used(row: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -121,6 +154,9 @@ def test_mistakes_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         main(["--model", str(folder), *words, "--nproc_per_node", "2"])
     with pytest.raises(UserError, match="--positive_token y: would be ignored"):
         main(["--model", str(folder), *words, "--positive_token", "y"])
+    for given in (["--temperature", "0.5"], ["--logprobs"], ["--enable_thinking", "false"], ["--rope_scaling", "yarn"]):
+        with pytest.raises(UserError, match=rf"{given[0]} .*: has no effect on a model that generates no text"):
+            main(["--model", str(folder), *words, *given])
     language = write_model(tmp_path / "language")
     with pytest.raises(UserError, match="--pooling mean: applies to embeddings"):
         main(["--model", str(language), *words, "--pooling", "mean"])
