@@ -14,7 +14,7 @@ from typing import Any
 
 from megaswift.data.templates.chosen import check_template, read_system_message
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.folders.adapter import is_reward_model_adapter
+from megaswift.folders.adapter import head_kind_of_adapter
 from megaswift.folders.checkpoint import find_checkpoint
 from megaswift.folders.saved_steps import refuse_damaged_part
 from megaswift.folders.source import locate_model, missing_model_file_problems
@@ -110,6 +110,6 @@ def _judges(folder: Path, options: ModelLoadingOptions) -> list[Problem]:
     problems += [
         Problem(f"--adapters {folder}", judging, f"merge them into the model, then {fix}")
         for folder in options.adapter_folders
-        if is_reward_model_adapter(Path(folder))
+        if head_kind_of_adapter(Path(folder)) is not None
     ]
     return problems

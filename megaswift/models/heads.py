@@ -85,6 +85,25 @@ def with_head(spec: ModelSpec, kind: str, labels: Sequence[str] = ("LABEL_0",)) 
     return replace(spec, head=kind, labels=1 if kind == NO_HEAD else len(labels), tied=False, hf_config=config)
 
 
+def with_classifier_head(
+    spec: ModelSpec, kind: str, names: Sequence[str], problem_type: str | None = None
+) -> ModelSpec:
+    """Return the same model with the head of a classifier; a model with a head of one number stays as it is where the
+    head has one number too.
+
+    Args:
+        spec: A language model, or a model with a head of this kind.
+        kind: SCORE or TOKEN_SCORE.
+        names: The names of the classes, in order.
+        problem_type: The kind of label, for config.json.
+    """
+    if kind == SCORE and len(names) == 1 and problem_type is None:
+        return with_scalar_head(spec)
+    changed = with_head(spec, kind, names)
+    config = {**changed.hf_config, **({"problem_type": problem_type} if problem_type else {})}
+    return replace(changed, hf_config=config)
+
+
 def with_scalar_head(spec: ModelSpec) -> ModelSpec:
     """Return the same model with a head of one number; a model that has it stays as it is."""
     return spec if spec.head == SCORE and spec.labels == 1 else with_head(spec, SCORE)
@@ -108,11 +127,6 @@ def _renamed(architecture: str, kind: str) -> str:
         if architecture.endswith(suffix):
             return architecture.removesuffix(suffix) + SUFFIXES[kind]
     return architecture
-
-
-def config_with_scalar_head(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a language model as that of its classifier with one label."""
-    return config_with_head(config, SCORE)
 
 
 def with_pad_token_id(config: Mapping[str, Any], padding: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from megaswift.losses.kto import uses_delta, uses_kl
 from megaswift.losses.options.preference import loss_types_of, needs_reference
 from megaswift.models.family import read_config_json
 from megaswift.models.spec import ModelSpec
-from megaswift.options.tasks import PPO, RL
+from megaswift.options.tasks import CLASSIFIERS, PPO, RL
 from megaswift.parallel.checks import legal_layout
 from megaswift.parallel.constraints import LayoutRequest
 from megaswift.parallel.grid import rank_grid_text
@@ -397,13 +397,16 @@ def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:
 def model_files(plan: RunPlan, engine: Engine, tokenizer: Any) -> ModelFiles:
     """Build the writer of the Hugging Face files of the model that trains."""
     template = tokenizer.chat_template if plan.cfg.data.chat_template else None
-    return ModelFiles(engine, plan.folder, plan.base, plan.adapts, plan.cfg.lora.merge_lora, template)
+    classes = plan.spec.hf_config if plan.cfg.task in CLASSIFIERS else None
+    return ModelFiles(engine, plan.folder, plan.base, plan.adapts, plan.cfg.lora.merge_lora, template, classes)
 
 
 def model_facts(plan: RunPlan) -> dict[str, Any]:
     """Collect the facts about the model that must be the same when a checkpoint is resumed: its shape and, with
     adapters, a fingerprint of the base weights. Collective."""
     shape = {name: getattr(plan.spec, name) for name in SHAPE}
+    if plan.spec.labels > 1:
+        shape["labels"] = plan.spec.labels
     if not plan.adapts:
         return shape
     base_folders = {"base_weights": plan.folder}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from megaswift import distributed, log
 from megaswift.data.labeled.classes import class_names_in_rows
+from megaswift.errors import ConfigError, Problem
+from megaswift.folders.adapter import classifier_head_of_adapter
 from megaswift.losses.options.classification import REGRESSION, default_problem_type
 from megaswift.models.family import read_config_json
 from megaswift.models.heads import class_names_of, head_of, with_head
@@ -24,9 +27,16 @@ def with_classes(plan: RunPlan) -> RunPlan:
     config = read_config_json(plan.folder)
     classifies = head_of(config) == plan.spec.head
 
-    # The names, and the number.
-    problem = data.problem_type or (config.get("problem_type") if classifies else None)
-    names = data.class_names
+    # The names, and the number. Adapters to go on from have a head of their own.
+    adapters = plan.cfg.lora.adapters
+    head = None if adapters is None else classifier_head_of_adapter(Path(adapters))
+    if head is not None and data.named_labels not in (None, len(head.names)):
+        rule = f"have a head with {len(head.names)} classes, but the options name {data.named_labels}"
+        raise ConfigError(Problem(f"--adapters {adapters}", rule, "leave --num_labels and --class_names out"))
+    problem = data.problem_type or (head and head.problem_type) or (config.get("problem_type") if classifies else None)
+    names = data.class_names or (head.names if head and head.named else ())
+    if head is not None:
+        data = replace(data, num_labels=len(head.names))
     numbers = not tokens and (problem == REGRESSION or problem is None and data.num_labels == 1)
     if not names and classifies:
         names = tuple(class_names_of(config))

@@ -21,9 +21,10 @@ from megaswift.engine.options.engine_checks import NATIVE, filled_deepspeed_conf
 from megaswift.engine.options.te import missing_transformer_engine_problems
 from megaswift.engine.protocol import Engine
 from megaswift.errors import ConfigError
+from megaswift.folders.adapter import TASK_TYPES
 from megaswift.launchers.options.variables import nproc_or_nnodes_started_by_launcher
 from megaswift.memory.microbatch_setup import ComputeKernels
-from megaswift.models.spec import ModelSpec
+from megaswift.models.spec import VOCABULARY, ModelSpec
 from megaswift.options.tasks import PROMPTED, RL
 from megaswift.parallel.layout import Coordinates, Layout
 from megaswift.parallel.row_padding import fp8_token_multiple, full_microbatch_tokens, row_padding_multiple
@@ -127,7 +128,7 @@ def _torch_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any,
         deepspeed=deepspeed,
         trains=trains,
     )
-    return TorchEngine(spec, context, folder, dtype, model_build(cfg, spec.scored), cfg.optim, settings)
+    return TorchEngine(spec, context, folder, dtype, model_build(cfg, spec.head), cfg.optim, settings)
 
 
 def base_quantization(cfg: SwiftConfig) -> BaseQuantization | None:
@@ -141,14 +142,14 @@ def base_quantization(cfg: SwiftConfig) -> BaseQuantization | None:
     return BaseQuantization(bits, q.bnb_4bit_compute_dtype, q.bnb_4bit_quant_type, q.bnb_4bit_use_double_quant)
 
 
-def model_build(cfg: SwiftConfig, scored: bool) -> ModelBuild:
-    """Return how transformers' model of a run is built and adapted; `scored`: with a scalar head."""
+def model_build(cfg: SwiftConfig, head: str = VOCABULARY) -> ModelBuild:
+    """Return how transformers' model of a run, with this head, is built and adapted."""
     from megaswift.bridge.adapters.peft_config import build_peft_config
     from megaswift.engine.torch.model import ModelBuild
 
     peft_config = None
     if cfg.model.train_type != "full" and cfg.lora.adapters is None:
-        task = "SEQ_CLS" if scored else "CAUSAL_LM"
+        task = TASK_TYPES[head]
         peft_config = build_peft_config(cfg.model.train_type, cfg.lora, cfg.peft, cfg.train.max_steps, task)
     return ModelBuild(cfg.model, cfg.lora, cfg.train.seed, peft_config)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ from megaswift import distributed, log
 from megaswift.bridge.adapters.merge import merge_adapter_folder_into_base
 from megaswift.bridge.weight_source import open_weights
 from megaswift.engine.protocol import Engine
+from megaswift.folders.adapter import write_classes
 from megaswift.folders.checkpoint import MODEL
 from megaswift.run.output import OutputFolder
 from megaswift.trainers.hook import Run
@@ -41,6 +44,8 @@ class ModelFiles:
     """Whether the export has them merged into the model too."""
     template: str | None
     """The chat template, where the options give one."""
+    classes: Mapping[str, Any] | None = None
+    """The config.json of a classifier; None for other models."""
 
     def describe(self, step: Path) -> None:
         """Writes beside the state what turns a checkpoint into a Hugging Face folder without the one it came from. On
@@ -55,7 +60,12 @@ class ModelFiles:
 
     def write_adapter_of_step(self, step: Path) -> None:
         """Write the PEFT folder of a checkpoint."""
-        self.engine.write_adapter(step / ADAPTER, self.base)
+        self._write_adapter(step / ADAPTER)
+
+    def _write_adapter(self, folder: Path) -> None:
+        self.engine.write_adapter(folder, self.base)
+        if self.classes is not None and distributed.global_rank() == 0:
+            write_classes(folder, self.classes)
 
     def write_moved_reference(self, step: Path) -> None:
         """Write a reference that has moved, which is part of the run's state, in float32 to keep it exactly."""
@@ -89,7 +99,7 @@ class ModelFiles:
         if best is not None:
             copy_export(best / ADAPTER, outputs.adapter)
         else:
-            self.engine.write_adapter(outputs.adapter, self.base)
+            self._write_adapter(outputs.adapter)
         log.print_result(f"wrote {outputs.adapter}, which PEFT loads")
         if self.merges:
             distributed.run_on_rank0(lambda: self._merge_adapter(outputs.adapter, outputs.hf), hours=24)

@@ -169,6 +169,7 @@ def ours(folder: Path, out: Path, kind: str, *options: object) -> list[tuple[flo
     given = set(options)
     pairs = zip(ALIKE[::2], ALIKE[1::2], strict=True)
     alike = [word for name, value in pairs if name not in given for word in (name, value)]
+    alike += ["--class_names", *sorted(CLASSES)] if kind == "several" and "--adapters" in options else []
     cut = [int(str(options[options.index(name) + 1])) for name in ("--tp", "--pp", "--cp") if name in options]
     ranks = math.prod(cut) * (2 if "--global_batch_size" in options else 1)
     run([*base, *data, *usual], out, *alike, *KINDS[kind].options, *options, task=KINDS[kind].task, ranks=ranks)
@@ -240,6 +241,74 @@ def whole_loss(folder: Path, kind: str) -> float:
         rows = [example_of(kind, i, tokenizer) for i in range(STEPS * BATCH)]
         found: float = model.eval()(**collated(kind, rows)).loss.item()
     return found
+
+
+LORA: list[Any] = [
+    ("names", ("--tp", 2)),
+    ("tags", ("--engine", "ddp", *SPREAD)),
+    *(
+        pytest.param(kind, layout, marks=SLOW)
+        for kind, layout in (
+            ("tags", ("--tp", 2, "--sequence_parallel", "true")),
+            ("tags", ("--pp", 2)),
+            ("several", ("--cp", 2)),
+            ("numbers", ("--engine", "zero3", *SPREAD)),
+            ("names", ("--engine", "fsdp2", *SPREAD)),
+        )
+    ),
+]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("kind", "layout"), LORA)
+def test_adapters_beside_the_trainer(kind: str, layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+    """From PEFT's adapters and head on a language model; then PEFT's model with the run's adapters, and the merged one,
+    say the same, and both have the classes."""
+    import peft
+    from transformers import AutoTokenizer
+
+    model = classifier(folder, kind)
+    task = "TOKEN_CLS" if kind == "tags" else "SEQ_CLS"
+    modules = {"target_modules": "all-linear", "exclude_modules": ["score"] if kind == "tags" else None}
+    lora = peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, task_type=task, **modules)
+    adapted = peft.get_peft_model(model, lora)
+    adapted.save_pretrained(tmp_path / "started")
+    wanted = of_transformers(folder, kind, adapted)
+    begins = ("--model", folder / "model", "--train_type", "lora", "--adapters", tmp_path / "started")
+    mine = ours(folder, tmp_path / "out", kind, *begins, "--merge_lora", "true", "--export_hf", "true", *layout)
+    assert_same(mine, wanted)
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    rows = collated(kind, [example_of(kind, i, tokenizer) for i in range(4)])
+    del rows["labels"]
+    merged, told = auto(kind).from_pretrained(tmp_path / "out" / "hf", output_loading_info=True)
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    if kind != "numbers":  # which have no names
+        assert merged.config.id2label == model.config.id2label
+    assert merged.config.problem_type == KINDS[kind].problem
+    again = peft.PeftModel.from_pretrained(classifier(folder, kind), tmp_path / "out" / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(merged.eval()(**rows).logits, again.eval()(**rows).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize("layout", [("--tp", 2), ("--engine", "ddp", *SPREAD), ("--engine", "fsdp2", *SPREAD)])
+@pytest.mark.parametrize("kind", ["names", "tags"])
+def test_new_adapters_learn_and_go_on(kind: str, layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+    """Bit for bit from a checkpoint; the folder has the head and the names of its classes."""
+    from safetensors.torch import load_file
+
+    new = ("--model", folder / "model", "--train_type", "lora", "--lora_rank", 4, "--save_steps", 2, *layout)
+    whole = ours(folder, tmp_path / "whole", kind, *new)
+    step = tmp_path / "whole/checkpoints/step-2"
+    again = ours(folder, tmp_path / "again", kind, *new, "--resume_from_checkpoint", step)
+    assert again == whole[2:] and whole[-1] != whole[0]
+    saved = load_file(tmp_path / "again/adapter/adapter_model.safetensors")
+    heads = {name.removeprefix("base_model.model.") for name in saved if "score" in name}
+    assert heads == ({"score.weight", "score.bias"} if kind == "tags" else {"score.weight"})
+    names = json.loads((tmp_path / "again/adapter/classes.json").read_text())["id2label"]
+    assert [*names.values()] == sorted(["I", "O", "B"] if kind == "tags" else CLASSES)
 
 
 def test_labels_differ_between_rows() -> None:

@@ -44,9 +44,8 @@ from megaswift.bridge.hf.stored_names import EMBEDDING, OUTPUT
 from megaswift.bridge.plan import SHOWN, WeightPlan
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.folders.adapter import (
-    CLASSIFIER_TASK,
     CONFIG,
-    LANGUAGE_TASK,
+    TASK_TYPES,
     TENSORS,
     resized_vocabulary_problem,
 )
@@ -353,10 +352,9 @@ def peft_adapter_config_json(plan: AdapterPlan, base: str) -> dict[str, Any]:
     s = plan.settings
     targets = targets_of_plan(plan)
     saved = [name.removesuffix(WEIGHT) for name in plan.saved if name.endswith(WEIGHT)]
-    task = CLASSIFIER_TASK if plan.plan.spec.scored else LANGUAGE_TASK
     return {
         "peft_type": "LORA",
-        "task_type": task,
+        "task_type": TASK_TYPES[plan.plan.spec.head],
         "base_model_name_or_path": base,
         "revision": None,
         "inference_mode": True,

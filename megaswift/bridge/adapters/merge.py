@@ -28,9 +28,9 @@ from megaswift.bridge.untied_head import UntiedSource, untied_spec
 from megaswift.bridge.weight_source import open_weights
 from megaswift.errors import Problem, WeightsError, missing_path_hint
 from megaswift.families import family_of, load_spec
-from megaswift.folders.adapter import is_reward_model_adapter
+from megaswift.folders.adapter import classifier_head_of_adapter
 from megaswift.folders.checkpoint import find_intact_checkpoint
-from megaswift.models.heads import with_scalar_head
+from megaswift.models.heads import with_classifier_head
 
 
 def merged_tensor_blocks(
@@ -109,15 +109,17 @@ def merge_adapter_folder_into_base(
         raise WeightsError(Problem(str(base), "has no config.json", "give the folder of the base model"))
     if peft_merge.streaming_merge_unsupported(home, adapter):
         return _merged_by_peft(base, adapter, target, max_shard_bytes, overwrite, checkpoint is not None)
-    scored = is_reward_model_adapter(adapter)
+    head = classifier_head_of_adapter(adapter)
+    scored = head is not None
     spec = load_spec(home)
-    spec = with_scalar_head(spec) if scored else spec
+    if head is not None:
+        spec = with_classifier_head(spec, head.kind, head.names, head.problem_type)
     weights = WeightPlan(family_of(spec.hf_config), spec)
     source = open_weights(base)
     if scored and NEW not in source.names():
         dtype = getattr(torch, spec.dtype)
-        head = {name: torch.zeros(weights.hf_shapes[name], dtype=dtype) for name in head_names(spec)}
-        source = NewHeadSource(source, head)
+        empty = {name: torch.zeros(weights.hf_shapes[name], dtype=dtype) for name in head_names(spec)}
+        source = NewHeadSource(source, empty)
     folder = PeftFolder(adapter)
     if folder.unsupported_modules(weights):
         return _merged_by_peft(base, adapter, target, max_shard_bytes, overwrite, checkpoint is not None)
@@ -130,7 +132,7 @@ def merge_adapter_folder_into_base(
     plan = folder.plan(weights)
     if scored and NEW not in plan.saved:
         raise WeightsError(
-            Problem(str(adapter), f"has no {NEW}, the head of the reward model", "use a reward model's adapters")
+            Problem(str(adapter), f"has no {NEW}, the head of the classifier", "use adapters that have it")
         )
     tensors = folder.read(plan)
     ignored_names = set(ignored) if scored else set()  # the vocabulary's head

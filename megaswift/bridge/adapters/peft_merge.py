@@ -23,14 +23,15 @@ from megaswift.bridge.hf.model_folder import (
     tied_tensors,
     write_transformers_folder,
 )
-from megaswift.bridge.new_head import NEW
+from megaswift.bridge.new_head import BIAS, NEW
 from megaswift.bridge.untied_head import untie_adapted_modules, untied_config
 from megaswift.data.tokenizer import load_tokenizer, score_padding_token
 from megaswift.errors import Problem, UserError, WeightsError, first_line
-from megaswift.folders.adapter import adapter_peft_type_or_lora, is_reward_model_adapter
+from megaswift.folders.adapter import adapter_peft_type_or_lora, classifier_head_of_adapter
 from megaswift.models.family import FAMILIES, read_config_json
-from megaswift.models.heads import config_with_scalar_head, with_pad_token_id
+from megaswift.models.heads import config_with_head, with_pad_token_id
 from megaswift.models.quantized_training import PLAIN, quant_method
+from megaswift.models.spec import TOKEN_SCORE
 from megaswift.models.vision import has_vision_tower
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError)
@@ -73,8 +74,10 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
     # The config.json, and the tied tensors: they are written once, unless the adapter made them differ.
     tensors = {**dict(merged.named_parameters(remove_duplicate=False)), **persistent_buffers(merged)}
     config: dict[str, Any] | None = None
-    if is_reward_model_adapter(adapter):
-        config = config_with_tokenizer_pad_token_id(config_with_scalar_head(read_config_json(base)), base)
+    if (head := classifier_head_of_adapter(adapter)) is not None:
+        scored = config_with_head(read_config_json(base), head.kind, head.names)
+        config = config_with_tokenizer_pad_token_id(scored, base)
+        config |= {"problem_type": head.problem_type} if head.problem_type else {}
     if all(torch.equal(tensors[name], tensors[first]) for name, first in tied.items()):
         tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
     else:
@@ -96,19 +99,21 @@ def config_with_tokenizer_pad_token_id(config: Mapping[str, Any], home: Path) ->
 def _merged(base: Path, adapter: Path) -> tuple[Any, dict[str, str]]:
     """Return the merged model, and the tensors that were tied before the merge, each with the first name of its
     tensor. An adapter on only one of two tied modules unties them."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    scores = is_reward_model_adapter(adapter)
-    auto: Any = AutoModelForCausalLM
-    if scores:
-        auto = AutoModelForSequenceClassification
+    head = classifier_head_of_adapter(adapter)
+    auto: Any = transformers.AutoModelForCausalLM
+    if head is not None:
+        tokens = head.kind == TOKEN_SCORE
+        auto = transformers.AutoModelForTokenClassification if tokens else None
+        auto = auto or transformers.AutoModelForSequenceClassification
     elif has_vision_tower(read_config_json(base)):
-        auto = AutoModelForImageTextToText
-    head: dict[str, Any] = {"num_labels": 1} if scores else {}
-    model, loading_info = auto.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **head, **LOADING_INFO)
-    check_all_weights_loaded(str(base), loading_info, new=(NEW,) if scores else ())
+        auto = transformers.AutoModelForImageTextToText
+    labels: dict[str, Any] = {"num_labels": len(head.names)} if head else {}
+    model, info = auto.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **labels, **LOADING_INFO)
+    check_all_weights_loaded(str(base), info, new=(NEW, BIAS) if head else ())
     check_adapter_sizes(model, adapter, str(base))
     tied = tied_tensors(model)
     with warnings.catch_warnings():

@@ -31,6 +31,7 @@ from megaswift.engine.torch.layer_classes import decoder_layer_class_names
 from megaswift.engine.torch.logit_fields import LossFieldsModel
 from megaswift.engine.trainable_patterns import nothing_trains_problem, unmatched_pattern_problem
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
+from megaswift.folders.adapter import TASK_TYPES
 from megaswift.models.any_model import spec_from_family
 from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import NO_HEAD, SCORE, TOKEN_SCORE, ModelSpec
@@ -171,6 +172,12 @@ def add_peft(model: nn.Module, build: ModelBuild) -> nn.Module:
                 )
             )
         options.exclude_modules = excluded
+    if options.task_type == TASK_TYPES[TOKEN_SCORE] and options.target_modules == "all-linear":
+        # PEFT leaves the head out of these for classifiers of texts alone, and then finds that it trains whole
+        if not hasattr(options, "exclude_modules"):
+            rule = "cannot leave out the head of a classifier of tokens: PEFT has no exclude_modules for it"
+            raise ConfigError(Problem(f"--train_type {train_type}", rule, "--train_type lora"))
+        options.exclude_modules = ["score"]
     if options.target_modules == "all-linear":
         options.target_modules = quantized_weights.gptq_awq_layer_names(model) or options.target_modules
     with torch.random.fork_rng():

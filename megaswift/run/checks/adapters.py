@@ -8,12 +8,15 @@ from megaswift.bridge.adapters.options.checks import SHARDED, base_quantization_
 from megaswift.config import SwiftConfig
 from megaswift.engine.options.engine_checks import requested_engine
 from megaswift.errors import Problem, UserError
-from megaswift.folders.adapter import adapter_peft_type_or_lora, is_reward_model_adapter
+from megaswift.folders.adapter import TASK_TYPES, adapter_peft_type_or_lora, head_kind_of_adapter
 from megaswift.models import quantized_training
 from megaswift.models.family import read_config_json
 from megaswift.models.options.model import ModelConfig
+from megaswift.models.spec import SCORE, TOKEN_SCORE
 from megaswift.options.tasks import RL
 
+HEADS = {"rm": SCORE, "seq_cls": SCORE, "token_cls": TOKEN_SCORE}
+"""Tasks whose model ends in a classifier's head."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -28,25 +31,23 @@ def missing_adapter_file_problems(adapters: str) -> list[Problem]:
 
 
 def adapter_task_type_problems(cfg: SwiftConfig) -> list[Problem]:
-    """Report a folder of a reward model's adapters for another task, or of a language model's for task rm."""
+    """Report a folder of adapters for another task: those of reward models and classifiers have a head beside them."""
     if cfg.lora.adapters is None or missing_adapter_file_problems(cfg.lora.adapters):
         return []
     label = f"--adapters {cfg.lora.adapters}"
-    scored = is_reward_model_adapter(Path(cfg.lora.adapters))
-    if scored == (cfg.task == "rm"):
+    kind = head_kind_of_adapter(Path(cfg.lora.adapters))
+    wanted = HEADS.get(cfg.task)
+    if kind == wanted:
         return []
-    if scored:
-        return [
-            Problem(
-                label,
-                f"belongs to a reward model (task_type SEQ_CLS), but {cfg.task} needs a language model",
-                "use other adapters",
-            )
-        ]
+    if kind is not None:
+        what = "a reward model or a classifier of texts" if kind == SCORE else "a classifier of tokens"
+        needs = "a language model" if wanted is None else f"adapters with task_type {TASK_TYPES[wanted]}"
+        rule = f"belongs to {what} (task_type {TASK_TYPES[kind]}), but {cfg.task} needs {needs}"
+        return [Problem(label, rule, "use other adapters")]
     return [
         Problem(
             label,
-            "belongs to a language model: it has no scalar head (task_type is not SEQ_CLS)",
+            f"belongs to a language model: it has no scalar head (task_type is not {TASK_TYPES[wanted or SCORE]})",
             (
                 f"merge it first: megaswift export --adapters {cfg.lora.adapters} --merge_lora true, then give "
                 "--model the result"

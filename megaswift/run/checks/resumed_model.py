@@ -15,8 +15,9 @@ from megaswift.folders.checkpoint import MODEL
 from megaswift.models.family import FAMILIES, family_of, read_config_json
 
 CONFIG = "config.json"
-_NOT_SPEC = {"dtype", "new_head_std", "max_positions", "hf_config", "head", "features.padding_token"}
-"""Fields of a `ModelSpec` that do not change the function, or differ for reasons of their own."""
+_NOT_SPEC = {"dtype", "new_head_std", "max_positions", "hf_config", "head", "labels", "features.padding_token"}
+"""Fields of a `ModelSpec` that do not change the function, or differ for reasons of their own: the labels of a
+classifier may be those of its rows, which have not been read yet."""
 _NOT_CONFIG = {
     "_attn_implementation",
     "_name_or_path",

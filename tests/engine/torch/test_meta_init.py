@@ -38,7 +38,7 @@ LORA = {"train_type": "lora", "target_modules": ["o_proj"], "modules_to_save": [
 def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
     """(a model that was hollow, how many elements each piece of files held)."""
     cfg = SwiftConfig(model=str(folder), engine="fsdp2", **options)
-    how, spec = model_build(cfg, False), spec_from_family_or_size_fields(folder)
+    how, spec = model_build(cfg), spec_from_family_or_size_fields(folder)
     fields = torch_model.build_model_for_wrapping(folder, how, False, spec, {}, empty=True)
     bare, source = unwrap_peft_model(fields.model), open_weights(folder)
     assert all(
@@ -68,7 +68,7 @@ def test_equals_from_pretrained(variant: str, options: dict[str, Any], tmp_path:
     got, sizes = filled(folder, **options)
     want = torch_model.build_model_for_wrapping(
         folder,
-        model_build(SwiftConfig(model=str(folder), engine="fsdp2", **options), False),
+        model_build(SwiftConfig(model=str(folder), engine="fsdp2", **options)),
         True,
         spec_from_family_or_size_fields(folder),
         {},
@@ -110,7 +110,7 @@ def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     fields = torch_model.build_model_for_wrapping(
         folder,
-        model_build(SwiftConfig(model=str(folder), engine="fsdp2"), False),
+        model_build(SwiftConfig(model=str(folder), engine="fsdp2")),
         False,
         spec_from_family_or_size_fields(folder),
         {},
@@ -133,7 +133,7 @@ def test_adapters_initialized_from_weights_refuse_a_checkpoint(options: dict[str
     cfg = SwiftConfig(model=str(tmp_path / "c"), engine="ddp", **options)
     engine: Any = SimpleNamespace(
         layout=SimpleNamespace(world_size=1),
-        build=model_build(cfg, False),
+        build=model_build(cfg),
         settings=SimpleNamespace(quantization=base_quantization(cfg)),
         kind="ddp",
         spec=spec_from_family_or_size_fields(folder),

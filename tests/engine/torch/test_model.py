@@ -143,15 +143,15 @@ def test_adapters_that_lack_a_tensor(tmp_path: Path) -> None:
     """PEFT would go on with a B of zeros."""
     options: dict[str, Any] = {"engine": "ddp", "model": "m", "train_type": "lora"}
     cfg = SwiftConfig(**options)
-    adapted: Any = add_peft(text_model(), model_build(cfg, False))
+    adapted: Any = add_peft(text_model(), model_build(cfg))
     adapted.save_pretrained(str(tmp_path))
     cfg = SwiftConfig(**options, adapters=str(tmp_path))
-    assert isinstance(add_peft(text_model(), model_build(cfg, False)), type(adapted))
+    assert isinstance(add_peft(text_model(), model_build(cfg)), type(adapted))
     path = tmp_path / "adapter_model.safetensors"
     [*kept, (lost, _)] = sorted(load_file(path).items())
     save_file(dict(kept), path)
     with pytest.raises(WeightsError, match=re.escape(f"{tmp_path}, tensor {lost}: is missing")):
-        add_peft(text_model(), model_build(cfg, False))
+        add_peft(text_model(), model_build(cfg))
 
 
 def test_new_adapters_have_the_native_engine_s_numbers() -> None:
@@ -166,9 +166,7 @@ def test_new_adapters_have_the_native_engine_s_numbers() -> None:
     for name, changes in runs.items():
         cfg = SwiftConfig(**{"engine": "ddp", "model": "m", "train_type": "lora", **changes})
         halves = {
-            n: p.detach()
-            for n, p in add_peft(text_model(), model_build(cfg, False)).named_parameters()
-            if ".lora_" in n
+            n: p.detach() for n, p in add_peft(text_model(), model_build(cfg)).named_parameters() if ".lora_" in n
         }
         drawn[name] = {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in halves.items()}
     for name, p in drawn["all"].items():

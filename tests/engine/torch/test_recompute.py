@@ -31,7 +31,7 @@ def run(folder: Path, **options: Any) -> tuple[int, dict[str, Tensor]]:
     """(bytes that the forward pass keeps besides parameters, gradients)."""
     cfg = SwiftConfig(model=str(folder), engine="ddp", **options)
     fields = build_model_for_wrapping(
-        folder, model_build(cfg, False), weights=True, spec=spec_from_family_or_size_fields(folder), further={}
+        folder, model_build(cfg), weights=True, spec=spec_from_family_or_size_fields(folder), further={}
     ).train()
     row = single_row_batch_of_documents(*torch.arange(4, 40)[None].repeat(4, 1))
     parameters = {p.data_ptr() for p in fields.parameters()}
@@ -64,7 +64,7 @@ def test_compiled_layers_keep_their_names(folder: Path, lora: bool) -> None:
     configs = [SwiftConfig(model=str(folder), engine="ddp", torch_compile=on, **options) for on in (False, True)]
     plain, compiled = (
         build_model_for_wrapping(
-            folder, model_build(cfg, False), weights=True, spec=spec_from_family_or_size_fields(folder), further={}
+            folder, model_build(cfg), weights=True, spec=spec_from_family_or_size_fields(folder), further={}
         )
         for cfg in configs
     )

@@ -11,7 +11,7 @@ from megaswift.config.sections import Sections
 from megaswift.engine.options.engine import ZERO
 from megaswift.engine.options.engine_checks import NATIVE, READS, requested_engine
 from megaswift.models.options.quantization import DEFAULT_BITS
-from megaswift.options.tasks import RL
+from megaswift.options.tasks import RL, TASK_TYPES
 
 SHARDED = ("fsdp2", "zero3", "zero3_offload")
 """Engines whose ranks hold a part of every weight."""
@@ -81,7 +81,7 @@ ADAPTER_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("init_weights", "train_type"),
-        lambda c: has_other_initial_weights(c) and (c.task in RL or c.task == "rm"),
+        lambda c: has_other_initial_weights(c) and (c.task in RL or c.task in ("rm", *TASK_TYPES)),
         "is supported in sft, pt and preference learning only",
         "--init_weights true",
     ),
