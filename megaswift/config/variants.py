@@ -21,7 +21,12 @@ from megaswift.losses.options.preference import beta_of, loss_types_of
 from megaswift.options.option import ANY, Option, Wanted
 from megaswift.options.tasks import RL
 from megaswift.parallel.options.checks import has_grouped_gemm
-from megaswift.trainers.options.evaluation_checks import DATA_OPTIONS, best_model_matters, has_evaluation_data
+from megaswift.trainers.options.evaluation_checks import (
+    DATA_OPTIONS,
+    best_model_matters,
+    has_evaluation_data,
+    has_evaluation_rows,
+)
 from megaswift.trainers.options.schedule_checks import reads_decay_steps
 from megaswift.trainers.rl.options.checks import sends_weights_in_files
 from megaswift.trainers.rl.options.derived import (
@@ -93,6 +98,12 @@ FACTS: dict[str, Fact] = {
     ),
     "evaluation_data": Fact(
         has_evaluation_data,
+        (*DATA_OPTIONS, "eval_tasks"),
+        "needs evaluation data (--val_dataset or --split_dataset_ratio)",
+        "--val_dataset FILE or --split_dataset_ratio 0.01",
+    ),
+    "evaluation_rows": Fact(
+        has_evaluation_rows,
         DATA_OPTIONS,
         "needs evaluation data (--val_dataset or --split_dataset_ratio)",
         "--val_dataset FILE or --split_dataset_ratio 0.01",

@@ -5,10 +5,12 @@ The scores are lm-evaluation-harness's own. Added are intervals, where a score i
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,8 @@ class HarnessRun:
     """Arguments of generation over those of the tasks."""
     confirm_run_unsafe_code: bool = False
     bootstrap_iters: int = 1000
-    log_samples: bool = True
+    shows_bars: bool = True
+    """Whether bars of progress go to standard error."""
 
 
 def local_model(model: Any, tokenizer: Any, batch_size: int, **how: Any) -> HFLM:
@@ -86,7 +89,7 @@ def server_model(
 def run_tasks(lm: Any, tasks: Mapping[str, Any], run: HarnessRun) -> dict[str, Any]:
     """Run loaded tasks; return the results as lm-evaluation-harness has them."""
     try:
-        with quiet_harness() as notes, kept_random_state():
+        with quiet_harness() as notes, kept_random_state(), _bars(run.shows_bars):
             random.seed(run.seed)
             np.random.seed(run.seed)
             torch.manual_seed(run.seed)
@@ -110,6 +113,11 @@ def run_tasks(lm: Any, tasks: Mapping[str, Any], run: HarnessRun) -> dict[str, A
         log.warn("some questions are longer than the model's context: their beginning was cut off (--max_length)")
     assert found is not None, "this process evaluates alone"
     return dict(found)
+
+
+def _bars(shown: bool) -> AbstractContextManager[Any]:
+    """A context that drops bars of progress; lm-evaluation-harness has no switch for them here."""
+    return nullcontext() if shown else redirect_stderr(io.StringIO())
 
 
 def _configure(task: Any, lm: Any, run: HarnessRun) -> None:
@@ -156,9 +164,10 @@ def result_of(model: str, found: Mapping[str, Any], run: HarnessRun, settings: M
             stderr = values.get(f"{metric}_stderr,{kind}")
             scored = _question_scores(samples, metric, kind, float(value))
             low = high = None
-            if scored is not None:
+            if scored is not None and run.bootstrap_iters:
                 interval = bootstrap(list(scored.items.values()), scored.transform, run.bootstrap_iters, run.seed)
                 low, high = interval.low, interval.high
+            if scored is not None:
                 questions.setdefault(task, {})[shown] = scored
             scores.append(
                 TaskScore(

@@ -51,6 +51,8 @@ SAMPLED = RL + DISTILLATION
 """Tasks that may train on completions that are sampled during the run."""
 PROMPTED = ("dpo", "cpo", "simpo", "rm", *RL)
 """Tasks with several answers to a prompt that carries no loss."""
+WRITERS = (*LANGUAGE, *DISTILLATION, *(task for task in PREFERENCES if task != "rm"), *RL)
+"""Tasks whose model writes text."""
 ALIGNMENT = PREFERENCES + DISTILLATION + RL
 """Tasks that `rlhf_type` may name."""
 DATASETS = (*LANGUAGE, *TASK_TYPES, *DISTILLATION, *PREFERENCES)

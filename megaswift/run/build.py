@@ -25,6 +25,7 @@ from megaswift.engine.flops import StepFlopFormula, peak_tflops, step_flop_formu
 from megaswift.engine.options.engine_checks import NATIVE
 from megaswift.engine.options.optimizer_checks import can_shard_optimizer
 from megaswift.engine.protocol import Engine, EngineSizeReport
+from megaswift.evaluation.training import TaskSettings, TrainingTasks
 from megaswift.folders.source import locate_model
 from megaswift.losses.kto import uses_delta, uses_kl
 from megaswift.losses.options.preference import loss_types_of, needs_reference
@@ -265,6 +266,7 @@ def build_run(
     # Data first: a malformed row stops the run before a model is built.
     with timed(seconds, "data"):
         plan, data = task.read(plan)
+        data = replace(data, eval_tasks=load_eval_tasks(plan, data.tokenizer))
     schedule = plan.cfg.schedule
     check_schedule_length(data.total_steps, schedule)
 
@@ -288,7 +290,7 @@ def build_run(
         flops = [step_flop_formula(engine, plan.spec, forward_pass_count_before_step(plan.cfg, plan.layout.dp))]
         files = model_files(plan, engine, data.tokenizer)
         facts = model_facts(plan)
-        *hooks, checkpoint = run_hooks(plan, task, engine, files, data.evaluation, plateau, flops, facts)
+        *hooks, checkpoint = run_hooks(plan, task, engine, files, data, plateau, flops, facts)
 
         # The task's parts: a critic and a sampler, what the loss reads besides the rows, and their hooks.
         parts = task.attach(plan, data, engine, learning_rate)
@@ -318,6 +320,26 @@ def build_run(
         saved_config=with_absolute_paths(plan.cfg.to_dict()),
         facts=lambda: parts.describe(summary_facts(plan, task, data, engine, run)),
     )
+
+
+def load_eval_tasks(plan: RunPlan, tokenizer: Any) -> TrainingTasks | None:
+    """Read what --eval_tasks names, so that a wrong name costs no time; None without it. Collective."""
+    options = plan.cfg.evaluation
+    if not options.eval_tasks or not evaluates(plan.cfg):
+        return None
+    device = plan.context.device if options.eval_tasks_device == "auto" else torch.device("cpu")
+    settings = TaskSettings(
+        options.eval_tasks,
+        options.eval_tasks_limit,
+        options.eval_tasks_num_fewshot,
+        options.eval_tasks_batch_size,
+        options.eval_tasks_apply_chat_template,
+        str(device),
+        plan.cfg.model.trust_remote_code,
+    )
+    tasks = TrainingTasks(plan.folder, tokenizer, settings)
+    tasks.load()
+    return tasks
 
 
 def load_start_weights(plan: RunPlan, engine: Engine) -> None:
@@ -423,7 +445,7 @@ def run_hooks(
     task: Task,
     engine: Engine,
     files: ModelFiles,
-    evaluation: EvaluationSource | None,
+    data: TaskData,
     plateau: Hook | None,
     flops: Sequence[StepFlopFormula],
     facts: Mapping[str, Any],
@@ -453,11 +475,13 @@ def run_hooks(
     )
 
     # Evaluation, and the hooks that act on its results.
-    if evaluation is not None and evaluates(cfg):
+    rows = data.evaluation
+    if evaluates(cfg) and (rows is not None or (data.eval_tasks is not None and not data.held_out)):
         limit = None if train.eval_iters is None else train.eval_iters * global_batch_size
         eval_interval = interval_of(options.eval_strategy, options.eval_steps)
-        batches = partial(evaluation.eval_batches, limit)
-        hooks.append(EvaluationHook(outputs.evaluation, batches, eval_interval, task.count, options.eval_on_start))
+        batches = tuple if rows is None else partial(rows.eval_batches, limit)
+        on_start = options.eval_on_start
+        hooks.append(EvaluationHook(outputs.evaluation, batches, eval_interval, task.count, on_start, data.eval_tasks))
     best = None
     if compares_evaluations(cfg):
         best = best_model_hook(options, best_model_metric(cfg), outputs.store.root)

@@ -25,6 +25,7 @@ from megaswift.data.vision.processor import Processor, tokenizer_of_tokenizer_or
 from megaswift.engine.flops import step_flop_formula
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
+from megaswift.evaluation.training import TrainingTasks
 from megaswift.log import count_text
 from megaswift.losses.options.preference import beta_of
 from megaswift.losses.value import ValueLoss
@@ -135,7 +136,7 @@ class PolicyTask(Task):
         return TaskParts(
             rollouts,
             first_hooks=[*rollout_hooks(plan, rollouts, data.tokenizer)],
-            last_hooks=[*reward_evaluation_hooks(plan, rollouts, data.held_out)],
+            last_hooks=[*reward_evaluation_hooks(plan, rollouts, data.held_out, data.eval_tasks)],
             prepare=unchanged if critic is None else critic.prepare,
             agree_before_batch=True,
             step_extras=rollouts.step_extras,
@@ -461,13 +462,15 @@ def rollout_hooks(plan: RunPlan, rollouts: RolloutSource, tokenizer: Any) -> Ite
         yield ReferenceLogprobs(cfg.preference.ref_model_sync_steps, cfg.preference.ref_model_mixup_alpha)
 
 
-def reward_evaluation_hooks(plan: RunPlan, rollouts: RolloutSource, held_out: Sequence[Prompt]) -> Iterator[Hook]:
+def reward_evaluation_hooks(
+    plan: RunPlan, rollouts: RolloutSource, held_out: Sequence[Prompt], tasks: TrainingTasks | None
+) -> Iterator[Hook]:
     """Build the evaluation on held-out prompts, where there are any."""
     if held_out and evaluates(plan.cfg):
         work = (rollouts.parts.scheduler, rollouts.parts.scorer)
         options = plan.cfg.evaluation
         every = interval_of(options.eval_strategy, options.eval_steps)
-        yield RewardEvaluationHook(plan.outputs.evaluation, held_out, work, every)
+        yield RewardEvaluationHook(plan.outputs.evaluation, held_out, work, every, tasks)
 
 
 def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:

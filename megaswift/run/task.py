@@ -16,6 +16,7 @@ from megaswift.data.batches.loader import EvaluationSource
 from megaswift.data.vision.processor import Processor
 from megaswift.engine.flops import StepFlopFormula
 from megaswift.engine.protocol import Engine
+from megaswift.evaluation.training import TrainingTasks
 from megaswift.losses.contract import Loss
 from megaswift.run.plan import RunPlan
 from megaswift.run.summary import SummaryFacts
@@ -36,6 +37,8 @@ class TaskData:
     processor: Processor | None = None
     """Reads images and texts of a vision-language model."""
     total_steps: int = 0
+    eval_tasks: TrainingTasks | None = None
+    """What --eval_tasks asks at each evaluation."""
     every_row_once: Mapping[bool, EvaluationSource] = field(default_factory=dict)
     """What a reference that is asked before training scores, by whether it is trained on."""
     reference: Mapping[bool, PrecomputedReferenceLogprobs] = field(default_factory=dict)

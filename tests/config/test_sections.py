@@ -160,6 +160,7 @@ NEEDS = (
             {"lr_scheduler_type": "reduce_lr_on_plateau", "val_dataset": "v", "eval_steps": 1},
         ),
         "eval_on_start": {"val_dataset": "v"},
+        **dict.fromkeys((name for name in OPTIONS if name.startswith("eval_tasks_")), {"eval_tasks": ["t"]}),
         "ignore_data_skip": {"resume_from_checkpoint": "latest"},
         "lr_warmup_init_ratio": {"warmup_steps": 3},
         "wsd_stable_steps": {"lr_scheduler_type": "wsd"},

@@ -27,7 +27,7 @@ _TRACKER = (
     "--run_name, --wandb_project, --swanlab_project, --mlflow_experiment_name and --trackio_project name a run and its "
     "place; other settings of a tracker come from its own environment variables"
 )
-_EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation harness on OUT/hf"
+_EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: --eval_tasks NAME..."
 
 _MCORE = (
     "export it to a Hugging Face folder DST with the toolkit that wrote it (one of megaswift: megaswift convert "

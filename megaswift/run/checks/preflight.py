@@ -113,6 +113,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
             (lambda: determinism_environment_problems(cfg.train.deterministic, os.environ), ConfigError),
             (lambda: model_problems(cfg, world_size), UserError),
             (lambda: profile_rank_problems(cfg.profiling, world_size), ConfigError),
+            (lambda: missing_harness_problems(cfg), ConfigError),
             (lambda: rl_run_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
             (lambda: teacher_problems(cfg, world_size), ConfigError),
             (
@@ -365,3 +366,11 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
         )
     problems += vision_rollout_problems(cfg.rollout, cfg.rewards) if cfg.task in RL else []
     return problems + image_support_problems(locate_model(cfg.model, weights=False), model)
+
+
+def missing_harness_problems(cfg: SwiftConfig) -> list[Problem]:
+    """Report that lm-evaluation-harness is missing, which runs --eval_tasks."""
+    if not cfg.evaluation.eval_tasks or importlib.util.find_spec("lm_eval") is not None:
+        return []
+    what = f"--eval_tasks {' '.join(cfg.evaluation.eval_tasks)}"
+    return [Problem(what, "requires the package lm_eval", "run pip install 'megaswift[eval]'")]

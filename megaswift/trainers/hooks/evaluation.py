@@ -9,15 +9,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaswift.engine.protocol import Addends
 from megaswift.engine.reported_numbers import differences, ratios
 from megaswift.losses.contract import Addable, Batch
 from megaswift.trainers.hook import Every, Run, StepRecord
 from megaswift.trainers.hooks.metrics import IntervalLinesHook, MetricsWindow, step_mean_weight
+from megaswift.trainers.hooks.progress import print_line
+
+if TYPE_CHECKING:
+    from megaswift.evaluation.training import TrainingTasks
+
+
+def task_scores(tasks: TrainingTasks | None, run: Run) -> Mapping[str, float]:
+    """Return the scores of tasks by name, with the seconds that they took; nothing without tasks. Collective."""
+    if tasks is None:
+        return {}
+    began = time.perf_counter()
+    scores = tasks.scores(run.engine)
+    print_line(f"step {run.step}: {', '.join(f'{name} {value:.4g}' for name, value in scores.items())}")
+    return {**scores, "eval_tasks_seconds": time.perf_counter() - began}
 
 
 class AddendsOfBatches:
@@ -68,11 +82,13 @@ class EvaluationHook(IntervalLinesHook):
         every: Every,
         count: str,
         on_start: bool = False,
+        tasks: TrainingTasks | None = None,
     ) -> None:
         super().__init__(path, every)
         self.batches = batches
         self.count = count
         self.before_first_step = on_start
+        self.tasks = tasks
         self.last = 0
         """The step of the last evaluation."""
 
@@ -110,6 +126,7 @@ class EvaluationHook(IntervalLinesHook):
         }
         metrics = {k: v / window.weights[k] for k, v in window.metrics.items()} | added.metrics
         line |= {k: v for k, v in metrics.items() if k not in line}
+        line |= task_scores(self.tasks, run)
         self.write(line)
         run.emit("on_evaluate", line)
         return line

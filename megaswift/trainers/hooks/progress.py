@@ -149,6 +149,8 @@ class Progress(Hook):
             reward = "none" if line.get("reward") is None else f"{line['reward']:.4f}"
             print_line(f"step {line['step']}: evaluation reward {reward} over {line['prompts']:,} prompts")
             return
+        if not line["batches"]:  # of tasks alone, which have a line of their own
+            return
         print_line(
             f"step {line['step']}: evaluation loss {line['loss']:.4f}{companion_text(line)} over "
             f"{line['label_tokens']:,} label tokens"

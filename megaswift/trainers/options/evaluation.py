@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import but_not, is_set, one_of, option
-from megaswift.options.tasks import DATASETS
+from megaswift.options.tasks import DATASETS, WRITERS
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,52 @@ class EvaluationConfig:
         "Also evaluate before the first step",
         tasks=DATASETS,
         only_with={"evaluation_data": one_of(True, notice=True), "eval_strategy": but_not("no", notice=True)},
+    )
+    eval_tasks: tuple[str, ...] = option(
+        (),
+        "Also evaluate on these: tasks of lm-evaluation-harness by name, task files (.yaml), files of questions",
+        tasks=WRITERS,
+        only_with={"eval_strategy": but_not("no", notice=True)},
+        metavar="NAME|FILE...",
+    )
+    eval_tasks_limit: float | None = option(
+        None,
+        "First N questions of each of eval_tasks; below 1: fraction of them",
+        above=0,
+        tasks=WRITERS,
+        metavar="N",
+        only_with={"eval_tasks": is_set()},
+    )
+    eval_tasks_num_fewshot: int | None = option(
+        None,
+        "Examples before each question of eval_tasks; default: the task's",
+        minimum=0,
+        tasks=WRITERS,
+        unit="examples",
+        only_with={"eval_tasks": is_set()},
+    )
+    eval_tasks_batch_size: int = option(
+        8,
+        "Questions of a batch of eval_tasks",
+        minimum=1,
+        tasks=WRITERS,
+        unit="questions",
+        only_with={"eval_tasks": is_set()},
+        neutral=(None,),
+    )
+    eval_tasks_apply_chat_template: bool = option(
+        False,
+        "Put eval_tasks into the chat template; files of questions are in any case",
+        tasks=WRITERS,
+        only_with={"eval_tasks": is_set()},
+    )
+    eval_tasks_device: str = option(
+        "auto",
+        "Where rank 0's copy of the model answers eval_tasks; auto: its GPU",
+        choices=("auto", "cpu"),
+        tasks=WRITERS,
+        only_with={"eval_tasks": is_set()},
+        neutral=(None,),
     )
     load_best_model_at_end: bool = option(False, "Export the checkpoint with the best evaluation, not the last one")
     metric_for_best_model: str | None = option(

@@ -68,9 +68,14 @@ def _epochs_of_a_stream(does: str) -> Test:
     return lambda c: c.data.streaming and c.value(f"{does}_strategy") == "epoch"
 
 
-def has_evaluation_data(c: Sections) -> bool:
+def has_evaluation_rows(c: Sections) -> bool:
     """Returns whether any rows are kept for evaluation."""
     return bool(c.data.val_dataset or c.data.split_dataset_ratio or c.data.evaluation_share)
+
+
+def has_evaluation_data(c: Sections) -> bool:
+    """Returns whether there is anything to evaluate on: rows, or tasks."""
+    return has_evaluation_rows(c) or bool(c.evaluation.eval_tasks)
 
 
 def best_model_matters(c: Sections) -> bool:

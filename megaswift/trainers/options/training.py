@@ -26,7 +26,7 @@ class TrainConfig:
         "Micro-batch size in evaluation; default: same as in training",
         minimum=1,
         unit="samples",
-        only_with={"evaluation_data": one_of(True, notice=True)},
+        only_with={"evaluation_rows": one_of(True, notice=True)},
     )
     eval_iters: int | None = option(
         None,
@@ -34,7 +34,7 @@ class TrainConfig:
         minimum=1,
         unset=("-1",),
         unit="batches",
-        only_with={"evaluation_data": one_of(True, notice=True)},
+        only_with={"evaluation_rows": one_of(True, notice=True)},
     )
     gradient_accumulation_steps: int | None = option(
         None,

@@ -8,14 +8,18 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaswift.data.prompts.source import Prompt
 from megaswift.trainers.hook import Every, Run, StepRecord
+from megaswift.trainers.hooks.evaluation import task_scores
 from megaswift.trainers.hooks.metrics import IntervalLinesHook
 from megaswift.trainers.rl.metrics import rollout_statistics
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.scorer import RewardScorer
+
+if TYPE_CHECKING:
+    from megaswift.evaluation.training import TrainingTasks
 
 APART = 2**40
 """Added to the step, it numbers an evaluation's draws apart from those of any generation."""
@@ -32,8 +36,10 @@ class RewardEvaluationHook(IntervalLinesHook):
         prompts: Sequence[Prompt],
         work: tuple[CompletionSamplingScheduler, RewardScorer],
         every: Every,
+        tasks: TrainingTasks | None = None,
     ) -> None:
         super().__init__(path, every)
+        self.tasks = tasks
         self.prompts = prompts
         self.scheduler, self.scorer = work
 
@@ -57,6 +63,7 @@ class RewardEvaluationHook(IntervalLinesHook):
             "loss": math.nan,
             **rollout_statistics(rollouts, 1),
         }
+        line |= task_scores(self.tasks, run)
         line |= {"prompts": len(self.prompts), "seconds": time.perf_counter() - began}
         self.write(line)
         run.emit("on_evaluate", line)

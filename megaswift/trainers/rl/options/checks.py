@@ -286,14 +286,13 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("train_type", "quantization_bit"),
-        _rl(
-            lambda c: (
-                not capabilities_of(c).merges_quantized
-                and base_quantization_bits(c) is not None
-                and not _is_plain_lora(c)
-            )
+        lambda c: (
+            (c.task in RL or bool(c.evaluation.eval_tasks))
+            and not capabilities_of(c).merges_quantized
+            and base_quantization_bits(c) is not None
+            and not _is_plain_lora(c)
         ),
-        "on quantized weights cannot be merged for the sampler without requantizing them",
+        "on quantized weights cannot be merged for the sampler or eval_tasks without requantizing them",
         "--train_type lora, without use_dora",
     ),
     ConflictingOptions(
