@@ -38,7 +38,7 @@ class EvaluationConfig:
     )
     eval_tasks: tuple[str, ...] = option(
         (),
-        "Also evaluate on these: tasks of lm-evaluation-harness by name, task files (.yaml), files of questions",
+        "Also evaluate on tasks of lm-evaluation-harness and files of questions",
         tasks=WRITERS,
         only_with={"eval_strategy": but_not("no", notice=True)},
         metavar="NAME|FILE...",
