@@ -127,7 +127,7 @@ REFUSED = {
     "GPTQ": (
         "export",
         "--model Qwen/Qwen3-8B --dataset a b --quant_method gptq --quant_bits 4 --group_size 128",
-        ["GPTQ"],
+        ["llmcompressor"],
     ),
     "data ahead": ("export", "--model Qwen/Qwen3-8B --dataset a --to_cached_dataset true", ["--output_dir FOLDER"]),
     "SGLang": ("deploy", "--model Qwen/Qwen3-8B --infer_backend sglang --sglang_tp_size 2", ["SGLang", "sglang"]),
