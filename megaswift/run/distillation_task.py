@@ -146,5 +146,5 @@ def build_writers(plan: RunPlan, data: TaskData, engine: Engine, model: TeacherM
         return lend_device(student, [engine], parts, cfg.rollout.rollout_sleep, False, timed)
 
     shape = data_sources.padding_shape_of(data.tokenizer, geometry)
-    rows = CompletedRows(shape, geometry.uniform, cfg.data.max_length)
+    rows = CompletedRows(shape, geometry.uniform, cfg.data.padding_free is True, cfg.data.max_length)
     return Writers(cfg.train.seed, options.lmbda, options.seq_kd, rows, student, teacher, lend)

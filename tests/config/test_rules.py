@@ -150,7 +150,6 @@ CLASHING = [
     ("seq_kd", "gkd --seq_kd"),
     ("seq_kd", "gkd --seq_kd --teacher_model t --rollout_backend vllm_server"),
     ("packing", "gkd --packing true --teacher_model t"),
-    ("padding_free", "gkd --padding_free true --teacher_model t"),
     ("max_completion_length", "gkd --max_completion_length 90 --max_length 80 --teacher_model t"),
     ("async_save", "--async_save --save_only_model"),
     ("truncation_strategy", "--truncation_strategy split"),

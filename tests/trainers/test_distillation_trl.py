@@ -194,6 +194,7 @@ def on_policy(folder: Path) -> list[tuple[float, float]]:
                 ((), 1),
                 (("--pp", 2, "--teacher_tp", 2, "--teacher_pp", 1), 2),
                 (("--cp", 2), 2),
+                (("--cp", 2, "--padding_free", "true"), 2),
                 (SPREAD, 2),
                 (("--engine", "ddp", *SPREAD), 2),
                 (("--engine", "zero3", *SPREAD), 2),

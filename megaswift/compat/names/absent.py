@@ -136,6 +136,8 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("completion_length_limit_scope", ("per_round",),
      "--max_length limits all turns together, and --max_completion_length each completion", "--max_length N"),
     ("advantage_reweight", UNSET, "advantages are not weighted by a teacher", LEAVE),
+    ("teacher_kl_coef", ("1", "1.0"), "advantages of teacher_kl are log-probabilities of the teacher less the model's",
+     LEAVE),
     ("chord_sft_dataset chord_sft_per_device_train_batch_size chord_mu_warmup_steps chord_mu_decay_steps "
      "chord_mu_peak chord_mu_valley chord_enable_phi_function", (*UNSET, *OFF), "CHORD is not supported", LEAVE),
     ("colocate_groups device_groups ray_exp_name", UNSET,

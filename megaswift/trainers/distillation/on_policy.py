@@ -48,6 +48,8 @@ class CompletedRows:
 
     shape: PaddingShape
     uniform: bool
+    packing: bool
+    """Lay the rows of a micro-batch end to end."""
     max_length: int
 
     def complete(self, batches: Sequence[Batch], generator: CompletionGenerator, number: int, own: bool) -> list[Batch]:
@@ -90,5 +92,5 @@ class CompletedRows:
                 sample = -1 if batch.sample_ids is None else int(batch.sample_ids[row])
                 documents.append((np.asarray(tokens, dtype=np.int32), mask.astype(np.uint8), sample))
             rows.append(documents)
-        laid = collate_preferences(rows, False, self.shape, self.uniform)
+        laid = collate_preferences(rows, self.packing, self.shape, self.uniform)
         return [replace(batch, fields={"sampled": torch.tensor(own)}) for batch in laid]

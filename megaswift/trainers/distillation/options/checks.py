@@ -126,12 +126,6 @@ DISTILLATION_CLASHES: tuple[ConflictingOptions, ...] = (
         "--packing false, or --lmbda 0 without seq_kd",
     ),
     ConflictingOptions(
-        ("padding_free", "lmbda"),
-        lambda c: samples_in_training(c) and c.data.padding_free is True,
-        "packs the rows of a step, but their answers are sampled later",
-        "--padding_free false, or --lmbda 0 without seq_kd",
-    ),
-    ConflictingOptions(
         ("seq_kd", "rollout_backend"),
         lambda c: c.task in DISTILLATION and c.distillation.seq_kd and c.rollout.rollout_backend in SERVERS,
         "lets the teacher write, but the servers hold the model that trains",

@@ -25,7 +25,9 @@ def generations_per_prompt_of(c: Any) -> int:
 
 
 def advantage_estimator_of(c: Any) -> str:
-    """How rewards become advantages."""
+    """How rewards become advantages; with a teacher its log-probabilities take the place of rewards."""
+    if c.rl.advantage_estimator is None and c.task in GRPO and c.distillation.teacher_model is not None:
+        return "teacher_kl"
     return c.rl.advantage_estimator or advantage_estimator_names("ppo" if c.task in PPO else "grpo")[0]
 
 

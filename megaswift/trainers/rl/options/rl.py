@@ -57,7 +57,7 @@ class RlConfig:
 
     advantage_estimator: str | None = option(
         None,
-        "Advantage estimator; default: grpo (ppo: gae)",
+        "Advantage estimator; default: grpo, with a teacher teacher_kl (ppo: gae)",
         choices=advantage_estimator_names(),
         choices_of=ESTIMATOR_NAMES,
         tasks=RL,

@@ -14,9 +14,9 @@ def test_the_options_of_sampling() -> None:
 
 
 def test_a_teacher_in_place_of_rewards() -> None:
-    kl = "--advantage_estimator teacher_kl"
-    assert_idle("--teacher_model t --reward_funcs accuracy", f"--teacher_model t {kl}", task="grpo")
-    assert_idle(f"--reward_funcs accuracy --teacher_model t {kl}", "--reward_funcs accuracy", task="grpo")
+    ours = "--advantage_estimator grpo --reward_funcs accuracy"
+    assert_idle(f"--teacher_model t {ours}", "--teacher_model t", task="grpo")
+    assert_idle("--reward_funcs accuracy --teacher_model t", "--reward_funcs accuracy", task="grpo")
 
 
 @pytest.mark.parametrize("option", ["--top_k 5", "--max_completion_length 9", "--rollout_backend vllm"])
