@@ -437,6 +437,9 @@ def test_only_commands_that_exist_are_listed() -> None:
         "ppo",
         "seq_cls",
         "token_cls",
+        "embedding",
+        "reranker",
+        "generative_reranker",
         "rlhf",
     ]
     others = "train config data convert checkpoint report board infer deploy export eval sample"

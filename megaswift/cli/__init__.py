@@ -255,7 +255,7 @@ MEGATRON_COMMANDS = ("sft", "pt", "rlhf")
 
 def usage() -> str:
     """The page of `megaswift --help`."""
-    commands = "\n".join(f"  {name:<11}{text}" for name, (text, _) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<10} {text}" for name, (text, _) in COMMANDS.items())
     return f"""\
 megaswift {__version__}: train Hugging Face models with Megatron-Core
 

@@ -21,6 +21,7 @@ from megaswift.engine.options.speed import SPEED_CLASHES
 from megaswift.errors import Problem
 from megaswift.launchers.options.checks import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.losses.options.preference_checks import PREFERENCE_CLASHES, PREFERENCE_IGNORED
+from megaswift.losses.options.retrieval_checks import RETRIEVAL_CLASHES
 from megaswift.models.options.capacity import EXPERT_CAPACITY_CLASHES
 from megaswift.models.options.checks import MODEL_SOURCE_CLASHES, MODEL_SOURCE_IGNORED, MTP_CLASHES
 from megaswift.options.tasks import RL
@@ -64,6 +65,7 @@ CLASHES: tuple[ConflictingOptions, ...] = (
     *ADAPTER_CLASHES,
     *PREFERENCE_CLASHES,
     *DISTILLATION_CLASHES,
+    *RETRIEVAL_CLASHES,
     *RL_CLASHES,
     *OPTIMIZER_CLASHES,
     *SPEED_CLASHES,

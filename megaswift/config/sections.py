@@ -13,6 +13,7 @@ from megaswift.engine.options.engine import EngineBackendConfig
 from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.launchers.options.launch import LaunchConfig
 from megaswift.losses.options.preference import PreferenceConfig
+from megaswift.losses.options.retrieval import RetrievalConfig
 from megaswift.models.options.model import ModelConfig
 from megaswift.models.options.quantization import QuantizationConfig
 from megaswift.options.option import Option, build_option_table
@@ -42,6 +43,7 @@ SECTIONS: dict[str, type] = {
     "lora": LoraConfig,
     "preference": PreferenceConfig,
     "distillation": DistillationConfig,
+    "retrieval": RetrievalConfig,
     "rl": RlConfig,
     "rewards": RewardConfig,
     "rollout": RolloutConfig,
@@ -103,6 +105,7 @@ class Sections:
     data: DataConfig
     preference: PreferenceConfig
     distillation: DistillationConfig
+    retrieval: RetrievalConfig
     rl: RlConfig
     rollout: RolloutConfig
     rewards: RewardConfig

@@ -24,6 +24,14 @@ from megaswift.data.batches.loader import (
 )
 from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.data.encode.rows import EncodeSpec, RowEncoder, encode_spec
+from megaswift.data.groups.documents import (
+    GroupDataset,
+    GroupDocuments,
+    gather_groups,
+    hold_out_groups,
+    without_long_groups,
+)
+from megaswift.data.groups.rows import GroupTexts
 from megaswift.data.indexed.batches import build_indexed_sources
 from megaswift.data.labeled.collate import LabeledRows, StoredLabels
 from megaswift.data.labeled.encode import LabeledTextEncoder, LabeledWordsEncoder, label_width
@@ -39,7 +47,12 @@ from megaswift.data.preference.documents import (
 )
 from megaswift.data.preference.encode import PreferenceEncoder
 from megaswift.data.preference.stream import PreferenceStreamProcessor
-from megaswift.data.sources.mixture import interleave_documents, interleave_preferences, interleaving_of
+from megaswift.data.sources.mixture import (
+    interleave_documents,
+    interleave_groups,
+    interleave_preferences,
+    interleaving_of,
+)
 from megaswift.data.store.documents import (
     Documents,
     apply_truncation_strategy,
@@ -60,7 +73,7 @@ from megaswift.data.vision.encode import VisionRowTokenEncoder
 from megaswift.data.vision.media import IMAGE, VIDEO
 from megaswift.data.vision.processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem
-from megaswift.options.tasks import CLASSIFIERS, EXAMPLES, PAIRS, PREFERENCES, RL
+from megaswift.options.tasks import CLASSIFIERS, EXAMPLES, PAIRS, PREFERENCES, RETRIEVAL, RL
 
 
 def data_seed(data: Any, train: Any) -> int:
@@ -99,6 +112,24 @@ def load_preference_splits(
     if data.val_dataset:
         return truncated, _held_out_units(data, tokenizer, task)
     return hold_out_preferences(truncated, data.split_dataset_ratio, seed)
+
+
+def load_group_splits(
+    data: Any, train: Any, tokenizer: Any, task: str, texts: GroupTexts
+) -> tuple[GroupDocuments, GroupDocuments | None]:
+    """(training, evaluation) queries with their documents."""
+    seed = data_seed(data, train)
+    strategy = data.truncation_strategy
+    gathered = gather_groups(tokenize_datasets(data, tokenizer, task, seed=seed, groups=texts))
+    mixed = interleave_groups(gathered, interleaving_of(data, seed))
+    groups = without_long_groups(mixed, data.max_length, strategy)
+    _tell(groups.docs, data, data.dataset)
+    if data.val_dataset:
+        held_out = gather_groups(tokenize_datasets(data, tokenizer, task, val=True, groups=texts))
+        held_out = without_long_groups(held_out, data.max_length, strategy)
+        _tell(held_out.docs, data, data.val_dataset)
+        return groups, held_out
+    return hold_out_groups(groups, data.split_dataset_ratio, seed)
 
 
 def global_batch_unit(task: str) -> str:
@@ -181,13 +212,20 @@ def padding_shape_of(tokenizer: Any, geometry: LoaderGeometry) -> PaddingShape:
 
 
 def build_train_and_eval_sources(
-    data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft", prompt_labels: bool = False
+    data: Any,
+    train: Any,
+    tokenizer: Any,
+    geometry: LoaderGeometry,
+    task: str = "sft",
+    prompt_labels: bool = False,
+    groups: GroupTexts | None = None,
 ) -> tuple[BatchSource, EvaluationSource | None]:
     """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch
     at a time.
 
     `tokenizer`: of a vision-language model its `Processor`; rows may then have images.
     `prompt_labels`: of preferences, prompts carry labels too (ORPO).
+    `groups`: of embedding models and rerankers, how rows become texts.
     """
     # An indexed blend has its own splits, so it goes its own way.
     words = tokenizer_of_tokenizer_or_processor(tokenizer)
@@ -225,6 +263,10 @@ def build_train_and_eval_sources(
             rows: list[IndexedRows] = [
                 PreferenceDataset(u, packs, prompt_labels, processor) for u in (some, others) if u is not None
             ]
+        elif task in RETRIEVAL:
+            assert groups is not None
+            splits = [g for g in load_group_splits(data, train, tokenizer, task, groups) if g is not None]
+            rows = [GroupDataset(g, data.packing is not False, max(2, g.width)) for g in splits]
         else:
             docs, apart_docs = load_document_splits(data, train, tokenizer, task)
             rows = [_rows_of_documents(d, data, shape, processor, task) for d in (docs, apart_docs) if d is not None]

@@ -23,6 +23,7 @@ from typing import Any
 
 from megaswift import log
 from megaswift.data.encode.rows import SHOWN, EncodeSpec, encode_spec
+from megaswift.data.groups.rows import GroupTexts
 from megaswift.data.preference.encode import row_encoder_for_task
 from megaswift.data.prompts.rows import ANSWER
 from megaswift.data.row_counters import note_text
@@ -141,14 +142,19 @@ def _spec_key(spec: EncodeSpec) -> str:
 
 
 def tokenize_datasets(
-    data: Any, tokenizer: Any, task: str = "sft", val: bool = False, seed: int | None = None
+    data: Any,
+    tokenizer: Any,
+    task: str = "sft",
+    val: bool = False,
+    seed: int | None = None,
+    groups: GroupTexts | None = None,
 ) -> list[tuple[DatasetFiles, TokenStore]]:
     """The tokenized data sets of `--dataset` (or `--val_dataset`), built by local rank 0 while the others wait.
 
     `seed` draws the rows of `path#500` (not of `--val_dataset`); without one they are the first.
     Raises DataError for anything that cannot be read, before any model exists.
     """
-    spec = encode_spec(data, tokenizer, task)
+    spec = encode_spec(data, tokenizer, task, groups)
     names = data.val_dataset if val else data.dataset
     if not names:
         raise DataError(Problem("--dataset", "is missing", "--dataset data.jsonl"))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from megaswift.data.encode.rows import EncodeSpec
+from megaswift.data.groups.rows import GroupTexts
 from megaswift.data.options.loss_scale import LossScale, LossWeightTable
 from megaswift.data.preference.encode import row_encoder_for_task
 from megaswift.data.sources.files import FilePart
@@ -30,11 +31,13 @@ def main(argv: list[str]) -> int:
     templates = text["spec"].pop("templates")
     processor = text["spec"].pop("processor")
     scale = text["spec"].pop("loss_scale")
+    groups = text["spec"].pop("groups")
     spec = EncodeSpec(
         **text["spec"],
         loss_scale=LossScale(scale["turns"], tuple(LossWeightTable(**table) for table in scale["tables"])),
         templates=None if templates is None else ChatTemplateTexts(**templates),
         processor=None if processor is None else ProcessorFolderWithDigest(**processor),
+        groups=None if groups is None else GroupTexts(**groups),
     )
     parts = [FilePart(**p) for p in text["parts"]]
     try:

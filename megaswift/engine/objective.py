@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,7 @@ from megaswift.losses.contract import (
     Loss,
     ModelOutputs,
     RequestedModelOutputs,
+    gather_from_one_rank,
 )
 from megaswift.parallel.layout import Coordinates, Layout
 
@@ -102,12 +105,46 @@ def all_sum_on_device(values: Tensor) -> Tensor:
     return values
 
 
-def named_head_outputs(fields: Tensor, needs: RequestedModelOutputs) -> ModelOutputs:
+class _GatherFromRanks(torch.autograd.Function):
+    """x [...] of each rank of a group to [ranks, ...]. Gradients are summed over the ranks: an all-reduce of `ranks`
+    times the bytes that are used, of tensors as small as one vector a document."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        """All ranks' tensors."""
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None]:
+        """This rank's part of the sum over ranks."""
+        total = grads.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
+def gather_over_dp(x: Tensor, context: ParallelContextProtocol) -> Tensor:
+    """Return the tensors x [...] of all data-parallel ranks as [ranks, ...], differentiable. Collective."""
+    if context.layout.dp == 1:
+        return gather_from_one_rank(x)
+    gathered: Tensor = _GatherFromRanks.apply(x, context.groups.dp)
+    return gathered
+
+
+def named_head_outputs(
+    fields: Tensor, needs: RequestedModelOutputs, context: ParallelContextProtocol | None = None
+) -> ModelOutputs:
     """Return the head's output [f, b, s] as named fields [b, s] or, of a separate head, as vectors [b, s, f]; fields
-    that the loss does not differentiate are detached."""
+    that the loss does not differentiate are detached. With `context`, tensors of all data-parallel ranks can be
+    gathered."""
     if needs.head:
-        return ModelOutputs(values=fields[0] if len(fields) == 1 else None, vectors=fields.permute(1, 2, 0))
-    named = {
+        outputs = ModelOutputs(values=fields[0] if len(fields) == 1 else None, vectors=fields.permute(1, 2, 0))
+        if context is None:
+            return outputs
+        return replace(outputs, gather=partial(gather_over_dp, context=context), rank=context.coordinates.dp)
+    named: dict[str, Any] = {
         name: fields[i] if name in needs.differentiable else fields[i].detach() for i, name in enumerate(needs.names)
     }
     count = len(needs.names)
@@ -132,16 +169,17 @@ class GlobalBatchLossCallback:
     """The loss callback of one global batch. Collects the reported numbers of each micro-batch, on the last pipeline
     stage."""
 
-    def __init__(self, loss: Loss, counted: GlobalBatchCounts) -> None:
+    def __init__(self, loss: Loss, counted: GlobalBatchCounts, context: ParallelContextProtocol | None = None) -> None:
         self.loss = loss
         self.counts = counted.counts
+        self.context = context
         self.order = ReportOrder(loss.reported)
         self.rows: list[list[Tensor | float]] = []
         """The numbers of each micro-batch, in `order`."""
 
     def __call__(self, batch: Batch, fields: Tensor) -> Tensor:
         """Return the scalar to differentiate: this micro-batch's share of the global batch's objective."""
-        terms, metrics = self.loss(named_head_outputs(fields, self.loss.needs), batch)
+        terms, metrics = self.loss(named_head_outputs(fields, self.loss.needs, self.context), batch)
         total = fields.new_zeros(())
         values: dict[str, Tensor] = {}
         for term in terms:

@@ -20,6 +20,10 @@ SIDE_FILES = (
     "chat_template*",
     "additional_chat_templates/*",
     "*processor_config.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "[0-9]_*/config.json",
 )
 
 

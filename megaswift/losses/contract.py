@@ -18,6 +18,7 @@ from megaswift.device_copy import copy_to_device_async
 
 SCORES = "score"
 HIDDEN = "hidden"
+TOKENS = "tokens"
 FIELDS = ("logprobs", "entropy", "logsumexp", "correct", "mean_logit", "log_sum_sq")
 
 
@@ -118,7 +119,9 @@ class RequestedModelOutputs:
     temperature: float = 1.0
     head: str | None = None
     """`score`: `ModelOutputs.vectors` by a classifier's head in place of the vocabulary's; `hidden`: the last hidden
-    states themselves. `fields` is empty then."""
+    states themselves; `tokens`: the logits of `tokens` alone. `fields` is empty then."""
+    tokens: tuple[int, ...] = ()
+    """Ids of the vocabulary, for the head `tokens`."""
     ahead: int = 0
     """Layers for multi-token prediction whose log-probabilities are asked for too, at temperature 1."""
     divergence: Divergence | None = None
@@ -133,6 +136,7 @@ class RequestedModelOutputs:
         assert not unknown, f"unknown output fields {sorted(unknown)}"
         assert self.without_gradient <= self.fields, f"not among the fields: {sorted(self.without_gradient)}"
         assert bool(self.fields) == (self.head is None), "either vocabulary fields or a separate head"
+        assert bool(self.tokens) == (self.head == TOKENS), "tokens are for the head of this name"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,6 +146,8 @@ class RequestedModelOutputs:
     def rows(self, spec: ModelShape) -> int:
         """Return how many numbers the engine computes for each position: those of the head, or the outputs, then those
         of the layers ahead, then the divergence."""
+        if self.head == TOKENS:
+            return len(self.tokens)
         if self.head:
             return spec.hidden_size if self.head == HIDDEN else spec.labels
         return len(self.names) + self.ahead + (self.divergence is not None)
@@ -150,6 +156,11 @@ class RequestedModelOutputs:
     def differentiable(self) -> tuple[str, ...]:
         """Those of `names` through which gradients flow, in order."""
         return tuple(name for name in self.names if name != "correct" and name not in self.without_gradient)
+
+
+def gather_from_one_rank(x: Tensor) -> Tensor:
+    """Return x [...] as [1, ...]: what `ModelOutputs.gather` makes of it where there is one data-parallel rank."""
+    return x.unsqueeze(0)
 
 
 @dataclass(frozen=True)
@@ -168,13 +179,19 @@ class ModelOutputs:
     values: Tensor | None = None
     """The values of a head with one label; differentiable in training."""
     vectors: Tensor | None = None
-    """[b, s, labels] or [b, s, hidden size], what a head of classes gives or the hidden states; differentiable in
-    training."""
+    """[b, s, labels], [b, s, hidden size] or [b, s, tokens]: what a head of classes gives, hidden states, or logits;
+    differentiable in training."""
     divergence: Tensor | None = None
     """The divergence from the teacher at each label position; differentiable in training."""
     ahead: Tensor | None = None
     """[layers, b, s]: for each layer for multi-token prediction the log-probability of its label
     (`losses.mtp.tokens_ahead`); differentiable in training."""
+    gather: Callable[[Tensor], Tensor] = gather_from_one_rank
+    """Tensors of one shape from the same micro-batch of all data-parallel ranks: x [...] to [ranks, ...]. The gradient
+    of x is the sum of what all ranks' losses contribute, so that terms over a rank's own rows add up to the exact
+    gradient. Collective: a loss calls it for each micro-batch, whatever that holds."""
+    rank: int = 0
+    """This rank's place in what `gather` returns."""
 
 
 @dataclass(frozen=True)

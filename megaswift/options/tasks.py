@@ -11,11 +11,14 @@ TASKS = {
     "cpo": "preference learning without a reference model: CPO",
     "simpo": "preference learning without a reference model: SimPO",
     "rm": "reward model training from preference pairs",
-    "gkd": "distillation from a teacher, also on the model's own completions: GKD",
+    "gkd": "distillation from a teacher, also on own completions: GKD",
     "grpo": "reinforcement learning without a critic: GRPO and variants",
     "ppo": "reinforcement learning with a critic: PPO",
     "seq_cls": "classification of texts, or regression",
     "token_cls": "classification of tokens, such as named entities",
+    "embedding": "embedding models: vectors compared by cosine",
+    "reranker": "rerankers: a score for a query and a document, by a head",
+    "generative_reranker": "rerankers: logit of yes less that of no",
 }
 EVERY_TASK = tuple(TASKS)
 TASK_NAMES = ("task", "rlhf_type", "task_type")
@@ -28,7 +31,13 @@ LANGUAGE = ("sft", "pt")
 """Tasks whose loss is that of the next token."""
 CLASSIFIERS = ("seq_cls", "token_cls")
 """Tasks whose rows have labels, and whose model ends in a classifier's head."""
-TASK_TYPES = CLASSIFIERS
+EMBEDDING = ("embedding",)
+"""Tasks whose loss compares pooled hidden states of texts."""
+RERANKERS = ("reranker", "generative_reranker")
+"""Tasks whose loss compares a query's documents by scores."""
+RETRIEVAL = EMBEDDING + RERANKERS
+"""Tasks whose unit is a row of the data set with a query and its documents."""
+TASK_TYPES = CLASSIFIERS + RETRIEVAL
 """Tasks that `task_type` may name, in a run of sft."""
 SUPERVISED = LANGUAGE + CLASSIFIERS
 """Tasks whose unit is a row of the data set."""

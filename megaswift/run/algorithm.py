@@ -25,7 +25,7 @@ from megaswift.trainers.rl.options.derived import (
     whitens_advantages,
 )
 
-SECTIONS = ("preference", "rl", "critic")
+SECTIONS = ("preference", "retrieval", "rl", "critic")
 """Sections whose options describe an algorithm."""
 NOT_COEFFICIENTS = frozenset(
     {

@@ -53,7 +53,7 @@ from megaswift.run.engines import RankContext, make_engine, start_context
 from megaswift.run.faults.oom_retry import config_of_retry, forget_earlier_retry
 from megaswift.run.faults.options import FaultToleranceConfig
 from megaswift.run.lock import RunLock
-from megaswift.run.model_files import REFERENCE, ModelFiles, sampled_weights_fingerprint
+from megaswift.run.model_files import REFERENCE, TEMPLATE, ModelFiles, sampled_weights_fingerprint
 from megaswift.run.output import prepare_output_folder
 from megaswift.run.output_version import (
     config_of_new_version,
@@ -288,7 +288,7 @@ def build_run(
 
         # The hooks that every run has. `MetricsJsonlHook` keeps the list `flops`, which grows below.
         flops = [step_flop_formula(engine, plan.spec, forward_pass_count_before_step(plan.cfg, plan.layout.dp))]
-        files = model_files(plan, engine, data.tokenizer)
+        files = model_files(plan, engine, data.tokenizer, task)
         facts = model_facts(plan)
         *hooks, checkpoint = run_hooks(plan, task, engine, files, data, plateau, flops, facts)
 
@@ -300,7 +300,7 @@ def build_run(
     run = Run(
         engine,
         parts.data,
-        task.loss(plan.cfg),
+        data.loss or task.loss(plan.cfg),
         learning_rate,
         data.total_steps,
         [StepTimer(), *parts.first_hooks, *hooks, *parts.last_hooks, checkpoint],
@@ -416,11 +416,13 @@ def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:
     return by_reference + uses_delta(loss_type)
 
 
-def model_files(plan: RunPlan, engine: Engine, tokenizer: Any) -> ModelFiles:
+def model_files(plan: RunPlan, engine: Engine, tokenizer: Any, task: Task) -> ModelFiles:
     """Build the writer of the Hugging Face files of the model that trains."""
-    template = tokenizer.chat_template if plan.cfg.data.chat_template else None
+    more = dict(task.side_files(plan, tokenizer))
+    if plan.cfg.data.chat_template:
+        more[TEMPLATE] = tokenizer.chat_template
     classes = plan.spec.hf_config if plan.cfg.task in CLASSIFIERS else None
-    return ModelFiles(engine, plan.folder, plan.base, plan.adapts, plan.cfg.lora.merge_lora, template, classes)
+    return ModelFiles(engine, plan.folder, plan.base, plan.adapts, plan.cfg.lora.merge_lora, more, classes)
 
 
 def model_facts(plan: RunPlan) -> dict[str, Any]:
@@ -480,8 +482,9 @@ def run_hooks(
         limit = None if train.eval_iters is None else train.eval_iters * global_batch_size
         eval_interval = interval_of(options.eval_strategy, options.eval_steps)
         batches = tuple if rows is None else partial(rows.eval_batches, limit)
-        on_start = options.eval_on_start
-        hooks.append(EvaluationHook(outputs.evaluation, batches, eval_interval, task.count, on_start, data.eval_tasks))
+        start = options.eval_on_start
+        more = (data.eval_tasks, task.measure(plan))
+        hooks.append(EvaluationHook(outputs.evaluation, batches, eval_interval, task.count, start, *more))
     best = None
     if compares_evaluations(cfg):
         best = best_model_hook(options, best_model_metric(cfg), outputs.store.root)

@@ -13,6 +13,7 @@ from megaswift.config import SwiftConfig
 from megaswift.data import build as data_sources
 from megaswift.data.batches.loader import BatchSource, DocumentRows, EvaluationSource, TokenStoreBatchSource
 from megaswift.data.batches.step_packing import StepPacking
+from megaswift.data.groups.rows import GroupTexts
 from megaswift.data.preference.collate import kto_kl_batches, labeled_documents, previous_in_global_batch
 from megaswift.data.stream.batches import StreamBatchSource
 from megaswift.data.tokenizer import score_padding_token
@@ -67,21 +68,34 @@ class DatasetTask(Task):
 
     def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:
         """Add to each batch what the loss reads besides its rows."""
-        if isinstance(data.source, TokenStoreBatchSource):
-            data.source.prepare_ahead = engine.prepare_ahead
-            # Megatron-Core captures the graphs of backward passes at the end of the first step, in the mode in which no
-            # other thread may allocate pinned memory
-            data.source.alone = int(uses_cuda_graphs(plan.cfg))
         transform = make_batch_transform(plan.cfg, mismatched_answers(plan, data), data.reference)
-        if transform is None:
-            return TaskParts(data.source)
-        first = isinstance(transform, LastTokens)
-        return TaskParts(data.source, first_hooks=[transform], prepare=transform.prepare, prepare_before_counts=first)
+        return attached(plan, data, engine, transform, before_counts=isinstance(transform, LastTokens))
 
 
-def read_rows(plan: RunPlan, task: DatasetTask) -> tuple[RunPlan, TaskData]:
+def attached(
+    plan: RunPlan, data: TaskData, engine: Engine, transform: BatchTransform | None, before_counts: bool
+) -> TaskParts:
+    """Return the parts of a task whose batches a transform completes; `before_counts`: before they are counted."""
+    if isinstance(data.source, TokenStoreBatchSource):
+        data.source.prepare_ahead = engine.prepare_ahead
+        # Megatron-Core captures the graphs of backward passes at the end of the first step, in the mode in which no
+        # other thread may allocate pinned memory
+        data.source.alone = int(uses_cuda_graphs(plan.cfg))
+    if transform is None:
+        return TaskParts(data.source)
+    hooks = [transform]
+    return TaskParts(data.source, first_hooks=hooks, prepare=transform.prepare, prepare_before_counts=before_counts)
+
+
+def read_rows(plan: RunPlan, task: DatasetTask, groups: GroupTexts | None = None) -> tuple[RunPlan, TaskData]:
     """Load the tokenizer, then build training and evaluation batches. Evaluation passes as many micro-batches at a time
-    as a pipeline has stages."""
+    as a pipeline has stages.
+
+    Args:
+        plan: What the ranks have agreed on.
+        task: The task of the run.
+        groups: How rows become texts, for embedding models and rerankers.
+    """
     # The classes of a classifier.
     if plan.cfg.task in CLASSIFIERS:
         plan = with_classes(plan)
@@ -102,7 +116,7 @@ def read_rows(plan: RunPlan, task: DatasetTask) -> tuple[RunPlan, TaskData]:
     # The rows.
     cfg = plan.cfg
     source, evaluation = data_sources.build_train_and_eval_sources(
-        cfg.data, cfg.train, reader, plan.geometry(), task.rows_of or cfg.task, task.prompt_labels
+        cfg.data, cfg.train, reader, plan.geometry(), task.rows_of or cfg.task, task.prompt_labels, groups
     )
     if evaluation is not None:
         passes = eval_accumulation(cfg, plan.layout)

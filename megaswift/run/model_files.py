@@ -12,10 +12,12 @@ import torch
 
 from megaswift import distributed, log
 from megaswift.bridge.adapters.merge import merge_adapter_folder_into_base
+from megaswift.bridge.checkpoint.hf_metadata import copy_tokenizer_and_template_files
 from megaswift.bridge.weight_source import open_weights
 from megaswift.engine.protocol import Engine
 from megaswift.folders.adapter import write_classes
 from megaswift.folders.checkpoint import MODEL
+from megaswift.folders.embedding_files import MODULES
 from megaswift.run.output import OutputFolder
 from megaswift.trainers.hook import Run
 from megaswift.trainers.hooks.best_model import best_checkpoint, copy_export, load_best_checkpoint
@@ -42,8 +44,9 @@ class ModelFiles:
     """Whether adapters train."""
     merges: bool
     """Whether the export has them merged into the model too."""
-    template: str | None
-    """The chat template, where the options give one."""
+    more: Mapping[str, str]
+    """Texts of further files beside the model, by path: a chat template that the options give, or what other libraries
+    read of an embedding model."""
     classes: Mapping[str, Any] | None = None
     """The config.json of a classifier; None for other models."""
 
@@ -52,7 +55,7 @@ class ModelFiles:
         one rank."""
         target = step / MODEL
         self.engine.describe(target, self.folder)
-        self._write_template(target)
+        self._write_more(target)
 
     def write_weights_of_step(self, step: Path) -> None:
         """Write the Hugging Face folder of a checkpoint that holds weights only."""
@@ -62,11 +65,6 @@ class ModelFiles:
         """Write the PEFT folder of a checkpoint."""
         self._write_adapter(step / ADAPTER)
 
-    def _write_adapter(self, folder: Path) -> None:
-        self.engine.write_adapter(folder, self.base)
-        if self.classes is not None and distributed.global_rank() == 0:
-            write_classes(folder, self.classes)
-
     def write_moved_reference(self, step: Path) -> None:
         """Write a reference that has moved, which is part of the run's state, in float32 to keep it exactly."""
         with self.engine.reference():
@@ -74,15 +72,28 @@ class ModelFiles:
 
     def _export(self, target: Path) -> None:
         self.engine.export(target, self.folder)
-        distributed.run_on_rank0(lambda: self._write_template(target))
+        distributed.run_on_rank0(lambda: self._write_more(target))
 
     def _merge_adapter(self, adapter: Path, target: Path) -> None:
         merge_adapter_folder_into_base(self.folder, adapter, target, overwrite=True)
-        self._write_template(target)
+        self._write_more(target)
 
-    def _write_template(self, target: Path) -> None:
-        if self.template is not None:
-            (target / TEMPLATE).write_text(self.template, encoding="utf-8")
+    def _write_more(self, target: Path) -> None:
+        for name, text in self.more.items():
+            path = target / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+    def _write_adapter(self, target: Path) -> None:
+        self.engine.write_adapter(target, self.base)
+        if self.classes is not None and distributed.global_rank() == 0:
+            write_classes(target, self.classes)
+        if MODULES in self.more:  # sentence-transformers loads adapters with these files and the tokenizer beside them
+            distributed.run_on_rank0(lambda: self._write_more_and_tokenizer(target))
+
+    def _write_more_and_tokenizer(self, target: Path) -> None:
+        copy_tokenizer_and_template_files(self.folder, target)
+        self._write_more(target)
 
     def export(self, outputs: OutputFolder, best: Path | None) -> None:
         """Export the weights of all ranks, or of the checkpoint `best`, each tensor in the dtype it was loaded with. An

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
+from megaswift.options.tasks import RETRIEVAL
 from megaswift.run.output import OutputFolder
 
 
@@ -30,8 +31,12 @@ def next_commands(cfg: SwiftConfig, outputs: OutputFolder, adapts: bool) -> list
         model = [str(cfg.model.model), "--reward_model", str(hf if hf.is_dir() else adapter)]
         prompts = cfg.data.dataset or ("PROMPTS",)  # the pairs have prompts, which other rows may replace
         return [_command("grpo", "--model", *model, "--dataset", *prompts, *trust)]
+    if cfg.task in RETRIEVAL and hf.is_dir():
+        return []  # the model generates no text
     if adapts and not hf.is_dir():
         merged = ["--merge_lora", "true", "--output_dir", _beside(outputs.root, "merged")]
+        if cfg.task in RETRIEVAL:
+            return [_command("export", "--adapters", str(adapter), *merged, *trust)]
         return [
             _command("infer", "--adapters", str(adapter), *asking),
             _command("export", "--adapters", str(adapter), *merged, *trust),

@@ -21,6 +21,7 @@ from megaswift.losses.contract import Loss
 from megaswift.run.plan import RunPlan
 from megaswift.run.summary import SummaryFacts
 from megaswift.trainers.hook import BatchStream, Hook, Prepare, Rate, StepExtras, unchanged
+from megaswift.trainers.hooks.evaluation import EvaluationMeasure
 from megaswift.trainers.reference_logprobs import PrecomputedReferenceLogprobs
 
 
@@ -43,6 +44,8 @@ class TaskData:
     """What a reference that is asked before training scores, by whether it is trained on."""
     reference: Mapping[bool, PrecomputedReferenceLogprobs] = field(default_factory=dict)
     """The reference's scores, where it was asked."""
+    loss: Loss | None = None
+    """The loss, where it depends on what was read; None: that of the task."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,14 @@ class Task(ABC):
     @abstractmethod
     def read(self, plan: RunPlan) -> tuple[RunPlan, TaskData]:
         """Read the data, and return the plan with what depends on them. Collective."""
+
+    def side_files(self, plan: RunPlan, tokenizer: Any) -> Mapping[str, str]:
+        """Return the texts of further files beside an exported model, by path."""
+        return {}
+
+    def measure(self, plan: RunPlan) -> EvaluationMeasure | None:
+        """Return what evaluation measures besides the loss, over all rows together."""
+        return None
 
     @abstractmethod
     def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:

@@ -25,6 +25,7 @@ from megaswift.losses.sft import CrossEntropy
 from megaswift.run.dataset_task import DatasetTask
 from megaswift.run.distillation_task import DistillationTask
 from megaswift.run.policy_task import PolicyTask
+from megaswift.run.retrieval.task import RetrievalTask, embedding_loss, reranker_loss
 from megaswift.run.task import Task
 from megaswift.trainers.rl.options.derived import (
     corrects_sampler_mismatch,
@@ -146,6 +147,9 @@ for _task in (
     ),
     PolicyTask("grpo", "group relative policy optimization", _policy, "completions", "completions"),
     PolicyTask("ppo", "proximal policy optimization", _policy, "completions", "completions"),
+    RetrievalTask("embedding", "embedding model", embedding_loss, "rows", "rows"),
+    RetrievalTask("reranker", "reranker", reranker_loss, "rows", "rows", scored=True),
+    RetrievalTask("generative_reranker", "generative reranker", reranker_loss, "rows", "rows"),
     DatasetTask("seq_cls", "classification of texts", _sequence_classification, "rows", "rows", scored=True),
     DatasetTask(
         "token_cls",

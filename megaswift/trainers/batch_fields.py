@@ -17,6 +17,7 @@ from megaswift.engine.objective import all_sum_on_device
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, RequestedModelOutputs
 from megaswift.losses.kto import log_ratios
+from megaswift.losses.retrieval.groups import POOLING
 from megaswift.losses.reward import weight_last_tokens_only
 from megaswift.trainers.hook import Hook, Run, StepRecord
 from megaswift.trainers.reference_logprobs import PrecomputedReferenceLogprobs
@@ -140,6 +141,17 @@ def _sums_and_counts(policy: Sequence[torch.Tensor], batches: Sequence[Batch]) -
     ratios = [log_ratios(p, b.to(p.device)).double() for p, b in zip(policy, batches, strict=True)]
     sums = torch.stack([torch.stack([r.sum(), torch.full_like(r.sum(), r.numel())]) for r in ratios])
     return all_sum_on_device(sums)
+
+
+class PooledTokens(BatchTransform):
+    """For embedding models and rerankers: the tokens of which a text's vector, or its score, is made."""
+
+    def __init__(self, pooling: str) -> None:
+        self.pooling = POOLING[pooling]
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """Mark those positions in the micro-batches, by their weights."""
+        return [self.pooling(b) for b in batches]
 
 
 class LastTokens(BatchTransform):

@@ -71,7 +71,12 @@ def test_promised_aliases(alias: str, name: str) -> None:
 
 
 TEACHER_AXES = ("tensor", "pipeline", "context", "expert")
-SPELLED = {"loss_scale": "last_round+hermes", "data_split": "98,2,0"}
+SPELLED = {
+    "loss_scale": "last_round+hermes",
+    "data_split": "98,2,0",
+    "reranker_template": "{query}{document}",
+    "infonce_directions": ["query_to_doc", "doc_to_query"],
+}
 
 
 def other_value(name: str) -> object:
@@ -136,6 +141,9 @@ NEEDS = (
         "seq_kd": {"teacher_model": "t"},
         "teacher_logits": {"lmbda": 0},
         "teacher_model_server": {"gkd_logits_topk": 2},
+        "contrastive_margin": {"loss_type": "contrastive"},
+        "listwise_temperature": {"loss_type": "listwise_reranker"},
+        "matryoshka_weights": {"matryoshka_dims": [2]},
         "recompute_method": {"recompute_granularity": "full"},
         "recompute_num_layers": {"recompute_granularity": "full"},
         "recompute_modules": {"recompute_granularity": "selective"},

@@ -59,6 +59,16 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"task": "gkd", "beta": 0.0, "lmbda": 0.0, "gkd_logits_topk": 8},
         "beta 0 (KL(teacher | model)), temperature 1, lmbda 0 (all steps on the rows'), gkd_logits_topk 8",
     ),
+    ({"task": "embedding"}, "loss_type infonce, infonce_temperature 0.1"),
+    (
+        {"task": "embedding", "loss_type": ["contrastive"], "matryoshka_dims": [2, 4]},
+        "loss_type contrastive, contrastive_margin 0.5, matryoshka_dims 2 4",
+    ),
+    ({"task": "reranker"}, "loss_type pointwise_reranker"),
+    (
+        {"task": "generative_reranker", "loss_type": ["listwise_reranker"]},
+        "loss_type listwise_reranker, listwise_temperature 1, positive_token yes, negative_token no",
+    ),
 ]
 
 

@@ -50,6 +50,7 @@ from megaswift.folders.adapter import (
     resized_vocabulary_problem,
 )
 from megaswift.folders.saved_steps import refuse_damaged_part
+from megaswift.models.spec import NO_HEAD
 from megaswift.models.targets import (
     WEIGHT,
     Projection,
@@ -85,6 +86,9 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations that change the base model's weights: PEFT saves such adapters against the changed base unless it
 converts them."""
 
+BODY = "model."
+"""Before the names of a model's modules, where the model has a head; PEFT leaves it out where there is none."""
+
 
 class PeftFolder:
     """An adapter folder that was read: its settings, and its tensors by name without PEFT's prefix."""
@@ -106,6 +110,10 @@ class PeftFolder:
                 Problem(str(self.directory / TENSORS), f"cannot be read ({error}){old}", "save it as safetensors")
             ) from None
         self._stored: dict[str, HeaderEntry] = {key.removeprefix(PREFIX): stored for key, stored in header.items()}
+        self._headless = self.config.get("task_type") == TASK_TYPES[NO_HEAD]
+        """Whether the names lack the prefix that a model with a head has."""
+        if self._headless:
+            self._stored = {BODY + name.removeprefix(BODY): stored for name, stored in self._stored.items()}
 
     def _config(self) -> dict[str, Any]:
         path = self.directory / CONFIG
@@ -352,6 +360,7 @@ def peft_adapter_config_json(plan: AdapterPlan, base: str) -> dict[str, Any]:
     s = plan.settings
     targets = targets_of_plan(plan)
     saved = [name.removesuffix(WEIGHT) for name in plan.saved if name.endswith(WEIGHT)]
+    own = BODY if plan.plan.spec.head == NO_HEAD else ""
     return {
         "peft_type": "LORA",
         "task_type": TASK_TYPES[plan.plan.spec.head],
@@ -368,8 +377,8 @@ def peft_adapter_config_json(plan: AdapterPlan, base: str) -> dict[str, Any]:
         "init_lora_weights": True,
         "target_modules": targets.modules,
         "modules_to_save": saved or None,
-        "rank_pattern": targets.ranks,
-        "alpha_pattern": {name: _integer_if_whole(alpha) for name, alpha in targets.alphas.items()},
+        "rank_pattern": {name.removeprefix(own): rank for name, rank in targets.ranks.items()},
+        "alpha_pattern": {name.removeprefix(own): _integer_if_whole(alpha) for name, alpha in targets.alphas.items()},
         **({"target_parameters": targets.parameters} if targets.parameters else {}),
     }
 
@@ -380,8 +389,9 @@ def _integer_if_whole(x: float) -> float:
 
 def write_peft_folder(directory: Path, plan: AdapterPlan, tensors: Iterable[tuple[str, Tensor]], base: str) -> Path:
     """Write the folder on one rank, each file whole or not at all."""
-    stored = {PREFIX + name: tensor.contiguous() for name, tensor in tensors}
-    expected = {PREFIX + name for name in plan.shapes()}
+    own = BODY if plan.plan.spec.head == NO_HEAD else ""
+    stored = {PREFIX + name.removeprefix(own): tensor.contiguous() for name, tensor in tensors}
+    expected = {PREFIX + name.removeprefix(own) for name in plan.shapes()}
     assert stored.keys() == expected, f"adapter tensors differ from the plan: {sorted(stored.keys() ^ expected)[:4]}"
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from tokenizers import Encoding, Tokenizer, processors
 from megaswift.data.encode.pieces import DistinctPieceEncoder
 from megaswift.data.encode.split_points import token_safe_split_patterns
 from megaswift.data.formats import parse_sample
+from megaswift.data.groups.rows import GroupTexts
 from megaswift.data.options.agent_templates import AGENT_FORMATS, AGENT_TEXTS, REFUSED_AGENT_FORMATS
 from megaswift.data.options.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
 from megaswift.data.row_counters import EMPTY_ANSWERS, PLAIN_TEXT
@@ -42,7 +43,7 @@ from megaswift.errors import ConfigError, DataError, Problem, without_control_ch
 from megaswift.models.family import read_config_json
 from megaswift.models.vision import has_vision_tower
 from megaswift.options.plugins import sources_of_data_formats
-from megaswift.options.tasks import CLASSIFIERS
+from megaswift.options.tasks import CLASSIFIERS, RETRIEVAL
 
 BATCH = 256
 SHOWN = 10
@@ -83,6 +84,8 @@ class EncodeSpec:
     """For classifiers of texts: the kind of label."""
     end: list[int] = field(default_factory=list)
     """For classifiers: tokens after a plain text, those that the tokenizer itself puts there."""
+    groups: GroupTexts | None = None
+    """How the rows of embedding models and rerankers become texts."""
     plugins: list[tuple[str, str]] = field(default_factory=list)
     """Path and SHA-256 of files of `--external_plugins` that have registered data formats; an empty path: a script has
     registered some, which are in this process alone."""
@@ -100,7 +103,8 @@ class EncodedRows:
     problems: list[Problem]
     bad: int = 0
     values: np.ndarray | None = None
-    """float32: [units] margins or labels of preferences, [rows, n] labels of texts for classifiers."""
+    """float32: [units] margins or labels of preferences, [rows, n] labels of texts for classifiers; with `sizes`, one a
+    document."""
     causes: dict[str, int] = field(default_factory=dict)
     """The causes among the bad rows: units that could be read but are of no use."""
     beside: list[str] = field(default_factory=list)
@@ -109,10 +113,16 @@ class EncodedRows:
     """What is counted of rows that are kept (`data.row_counters.NOTES`)."""
     first_label: int = 1
     """The first token of a row that may have a label; 1 where labels are next tokens."""
+    sizes: np.ndarray | None = None
+    """int64, one a unit: its documents, where units differ."""
 
 
-def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
-    """The spec of a run's options and tokenizer (or processor); DataError when they cannot work together."""
+def encode_spec(data: Any, reader: Any, task: str, groups: GroupTexts | None = None) -> EncodeSpec:
+    """The spec of a run's options and tokenizer (or processor); DataError when they cannot work together. `groups`: how
+    rows of embedding models and rerankers become texts."""
+    if task in RETRIEVAL and groups is None:
+        what = "is possible for a run, but not for megaswift data show or a cached data set"
+        raise DataError(Problem(f"--task_type {task}", what, "give the rows themselves to megaswift sft"))
     tokenizer = tokenizer_of_tokenizer_or_processor(reader)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -130,7 +140,7 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
                 "has no end-of-text token (eos_token), which is appended to documents",
             )
         )
-    plain = task in ("pt", "token_cls") or (not tokenizer.chat_template and data.chat_template is None)
+    plain = task in ("pt", "token_cls", *RETRIEVAL) or (not tokenizer.chat_template and data.chat_template is None)
     plain = plain or not data.use_chat_template
     begin, end = _around(tokenizer)
     return EncodeSpec(
@@ -152,6 +162,7 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         processor=reader.spec if isinstance(reader, Processor) else None,
         text_part=not isinstance(reader, Processor) and _is_of_vision_model(tokenizer),
         image_folder=str(data_cache_folder(data.dataset_cache_dir) / "images") if isinstance(reader, Processor) else "",
+        groups=groups,
         plugins=sources_of_data_formats(),
     )
 

@@ -1,6 +1,6 @@
 """The data formats: each module of this package parses the rows of one format into a `UntokenizedSample`, or for
 preferences into
-a `PreferenceExample`.
+a `PreferenceExample`, for embedding models and rerankers into a `RetrievalExample`.
 
 To add one: a file here that registers a `RowFormat`. A row's format is the first, in order of `rank`, whose columns the
 row has and whose `detect` agrees; nothing else is to be touched.
@@ -16,12 +16,15 @@ from typing import Any
 
 from megaswift.base.registry import Registry
 from megaswift.base.user_code import convert_user_code_errors
+from megaswift.data.groups.rows import RetrievalExample
 from megaswift.data.preference.rows import PreferenceExample
 from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.errors import CONTROL, DataError, Problem
 from megaswift.options.tasks import RL, SFT
 
 Row = Mapping[str, Any]
+Parsed = UntokenizedSample | PreferenceExample | RetrievalExample
+"""What a row means."""
 OTHER_NAMES = {
     "query": (
         *("question", "user", "input", "instruction", "problem", "human", "prompt", "ask", "context", "q", "src"),
@@ -100,7 +103,7 @@ class RowFormat:
 
     name: str
     required: tuple[str, ...]
-    parse: Callable[[Row], UntokenizedSample | PreferenceExample]
+    parse: Callable[[Row], Parsed]
     optional: tuple[str, ...] = ()
     tasks: tuple[str, ...] = SFT + RL
     detect: Callable[[Row], bool] = _any_row
@@ -183,13 +186,11 @@ def _again(column: str, found: str, expected: str, fix: str) -> RowError:
     return error
 
 
-def parse_into_known_format(
-    name: str, parse: Callable[[Row], Any], tasks: Sequence[str]
-) -> Callable[[Row], UntokenizedSample | PreferenceExample]:
+def parse_into_known_format(name: str, parse: Callable[[Row], Any], tasks: Sequence[str]) -> Callable[[Row], Parsed]:
     """The `parse` of a format of `--external_plugins`: what the user's function makes of a row, and of another row what
     its own format makes of that. RowError for what the function raises."""
 
-    def parsed(row: Row) -> UntokenizedSample | PreferenceExample:
+    def parsed(row: Row) -> Parsed:
         where = ", ".join(row)
         try:
             with convert_user_code_errors(lambda trace: DataError(Problem(name, trace))):
@@ -197,7 +198,7 @@ def parse_into_known_format(
         except DataError as error:
             raise RowError(where, f"format {name} failed\n{error.problems[0].rule}", "a row that it reads") from None
         if not isinstance(made, Mapping):
-            if not isinstance(made, UntokenizedSample | PreferenceExample):
+            if not isinstance(made, Parsed):
                 raise RowError(where, f"format {name} returned {type(made).__name__}", "a row of a known format")
             return made
         known = [f for f in _ordered(FORMATS) if f.name != name and set(f.tasks) & set(tasks)]

@@ -15,6 +15,7 @@ import numpy as np
 
 from megaswift.data.encode.rows import BATCH, SHOWN, EncodedRows, EncodeSpec, RowEncoder, malformed_row_problem
 from megaswift.data.formats import recognize_format
+from megaswift.data.groups.encode import GroupEncoder
 from megaswift.data.labeled.encode import LabeledTextEncoder, LabeledWordsEncoder
 from megaswift.data.preference.rows import (
     EMPTY,
@@ -32,7 +33,7 @@ from megaswift.data.untokenized_sample import RowError, UntokenizedSample, with_
 from megaswift.data.vision.encode import VisionRowTokenEncoder
 from megaswift.data.vision.placeholders import reject_media, reject_media_beside_plain_text
 from megaswift.errors import Problem
-from megaswift.options.tasks import CLASSIFIERS, PREFERENCES, RL
+from megaswift.options.tasks import CLASSIFIERS, PREFERENCES, RETRIEVAL, RL
 
 Side = tuple[np.ndarray, np.ndarray]
 """(int32 tokens [n], loss weights [n])."""
@@ -54,10 +55,12 @@ class EncodedPreference:
     """What the documents were made of."""
 
 
-def row_encoder_for_task(spec: EncodeSpec) -> RowEncoder | PreferenceEncoder:
+def row_encoder_for_task(spec: EncodeSpec) -> RowEncoder | PreferenceEncoder | GroupEncoder:
     """The encoder of a task."""
     if spec.task in RL:
         return PromptEncoder(spec)
+    if spec.task in RETRIEVAL:
+        return GroupEncoder(spec)
     if spec.task in PREFERENCES:
         return PreferenceEncoder(spec)
     if spec.task in CLASSIFIERS:

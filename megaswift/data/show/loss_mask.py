@@ -23,6 +23,7 @@ import numpy as np
 from tokenizers import Encoding
 
 from megaswift.data.encode.rows import BATCH, EncodeSpec, RowEncoder
+from megaswift.data.groups.encode import GroupEncoder
 from megaswift.data.options.loss_scale import LossScale
 from megaswift.data.preference.encode import EncodedPreference, PreferenceEncoder, row_encoder_for_task
 from megaswift.data.prompts.encode import RenderedPrompt
@@ -145,7 +146,9 @@ class LossMaskCertifier:
     def __init__(self, spec: EncodeSpec) -> None:
         self._turns = spec.loss_scale.turns
         self.spec = replace(spec, loss_scale=LossScale(self._turns, ()))
-        self._encoder = row_encoder_for_task(self.spec)
+        encoder = row_encoder_for_task(self.spec)
+        assert not isinstance(encoder, GroupEncoder), "texts of embedding models and rerankers have no loss mask"
+        self._encoder = encoder
         self._tokenizer = self._encoder.tokenizer
         self._chat = None if spec.templates is None else ChatRenderer(spec.templates, parts=spec.processor is not None)
         self._searches: dict[bool, AnswerSearch] = {}

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megaswift.data.groups.documents import GroupDocuments
 from megaswift.data.preference.documents import PreferenceDocuments
 from megaswift.data.store.documents import Documents
 
@@ -90,3 +91,12 @@ def interleave_preferences(units: PreferenceDocuments, mixing: Interleaving | No
         return units
     mixed = units.take(mixing.rows([rows // units.width for rows in _rows_of_entries(units.docs)]))
     return replace(mixed, docs=replace(mixed.docs, counted=units.docs.counted | {"rows": len(mixed)}))
+
+
+def interleave_groups(groups: GroupDocuments, mixing: Interleaving | None) -> GroupDocuments:
+    """The groups of a pass; all in file order without `mixing`."""
+    if mixing is None:
+        return groups
+    entries = np.array(groups.docs.entries)[groups.docs.store[groups.bounds[:-1]]]
+    mixed = groups.take(mixing.rows(np.bincount(entries).tolist()))
+    return replace(mixed, docs=replace(mixed.docs, counted=groups.docs.counted | {"rows": len(mixed)}))

@@ -76,6 +76,14 @@ class Documents:
         return digest.hexdigest()[:32]
 
 
+def rows_of_units(bounds: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """Return the rows of some units, int64, one unit after the other; `bounds` as in `TokenStore.unit_bounds`."""
+    sizes = np.diff(bounds)[which]
+    begins = np.cumsum(sizes) - sizes
+    rows: np.ndarray = np.repeat(bounds[which] - begins, sizes) + np.arange(sizes.sum())
+    return rows
+
+
 def gather_documents(stores: Sequence[tuple[DatasetFiles, TokenStore]]) -> Documents:
     """All rows of the data sets in order, each taken as often as its `#rows` says; both documents of a pair are one
     row."""
@@ -105,16 +113,18 @@ def gather_documents(stores: Sequence[tuple[DatasetFiles, TokenStore]]) -> Docum
                 )
             )
         # Choose the units (rows, or pairs of rows) that the entry takes, then the rows in them.
-        units = len(store) // store.width
+        bounds = store.unit_bounds
+        units = len(bounds) - 1
         taken = np.arange(units) if source.rows is None else np.array(source.taken(units), dtype=np.int64)
-        rows = (taken[:, None] * store.width + np.arange(store.width)).ravel()
+        sizes = np.diff(bounds)[taken]
+        rows = rows_of_units(bounds, taken)
         offsets = np.asarray(store.offsets)
         # Numbers of samples continue over the data sets.
         number.append(np.full(len(rows), k, dtype=np.int32))
         start.append(offsets[rows])
         length.append(offsets[rows + 1] - offsets[rows])
         labels.append(np.asarray(store.labels)[rows])
-        sample.append(rows // store.width + first)
+        sample.append(np.repeat(taken, sizes) + first)
         ends.append(store.image_ends[rows])
         first += units
         total += len(taken)

@@ -8,6 +8,8 @@
         columns of a prompt; offsets, and where the last image's tokens end
     values.npy float32 [units]: margins or labels, of preferences; a unit is one row here, or two (chosen, rejected);
         float32 [rows, n]: labels of texts, of classifiers
+    units.npy int64 [units + 1]: offsets in rows, where units have different numbers of them (a query and its
+        documents); values.npy has one value a row then
     manifest.json: counts, files, and `content`, a hash of tokens, mask and values
 
 Owns the files' layout. A folder under its final name is complete: it is built under another name and renamed. Who
@@ -43,6 +45,8 @@ def write_piece(folder: Path, number: int, piece: EncodedRows) -> None:
     np.save(f"{base}.rows.npy", np.stack([piece.lengths, _labels(piece), piece.lines]))
     if piece.values is not None:
         np.save(f"{base}.values.npy", piece.values)
+    if piece.sizes is not None:
+        np.save(f"{base}.units.npy", piece.sizes)
     if piece.beside:
         texts = [t.encode() for t in piece.beside]
         ends = [json.loads(t).get("end", 0) if t else 0 for t in piece.beside]
@@ -117,6 +121,12 @@ def merge_pieces(folder: Path, paths: list[str], target: Path, facts: dict[str, 
         np.save(new / "values.npy", joined := np.concatenate(values))
         digests["values"] = hashlib.blake2b(joined.tobytes(), digest_size=16)
         facts = {"units": len(joined)} | facts
+    sizes = [np.load(path) for path in sorted(folder.glob("piece-*.units.npy"))]
+    if sizes:
+        bounds = np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
+        np.save(new / "units.npy", bounds)
+        digests["units"] = hashlib.blake2b(bounds.tobytes(), digest_size=16)
+        facts = facts | {"units": len(bounds) - 1}
     # The manifest comes last; the store appears under its name at once.
     (new / "manifest.json").write_text(
         json.dumps(
@@ -178,13 +188,24 @@ class TokenStore:
             np.memmap(folder / "beside.bin", dtype=np.uint8, mode="r") if texts else np.zeros(0, np.uint8)
         )
         self.values: np.ndarray | None = np.load(folder / "values.npy") if "units" in self.manifest else None
+        self.bounds: np.ndarray | None = None
+        """int64 [units + 1]: where each unit's rows begin, if units differ, and the end."""
+        if (folder / "units.npy").exists():
+            self.bounds = np.load(folder / "units.npy")
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @property
+    def unit_bounds(self) -> np.ndarray:
+        """int64 [units + 1]: where the rows of each unit begin, and the end."""
+        if self.bounds is not None:
+            return self.bounds
+        return np.arange(len(self) // self.width + 1) * self.width
+
+    @property
     def width(self) -> int:
-        """Rows a unit."""
+        """Rows a unit, where all have the same number."""
         return len(self) // len(self.values) if self.values is not None and len(self.values) else 1
 
     @property

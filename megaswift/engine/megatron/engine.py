@@ -269,7 +269,7 @@ class MegatronEngine(EngineState):
         self, microbatches: Sequence[Batch], loss: Loss, settings: passes.ForwardBackwardMode, counted: Counted = None
     ) -> StepReport:
         counted = counted or self.start_count(microbatches, loss)()
-        objective = GlobalBatchLossCallback(loss, counted)
+        objective = GlobalBatchLossCallback(loss, counted, self.context)
         self._need(loss.needs)
         self.aux.begin(counted.microbatches)
         with self.backend.computing():

@@ -7,7 +7,7 @@ Owns construction (chunks, precision wrapper, DDP) and the forward pass of one m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.options.optimizer_checks import uses_distributed_optimizer
 from megaswift.engine.teacher_head import TeacherHead
 from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
-from megaswift.losses.contract import HIDDEN, RequestedModelOutputs
+from megaswift.losses.contract import HIDDEN, TOKENS, RequestedModelOutputs
 from megaswift.models.spec import VOCABULARY, ArchitectureExtras, ModelSpec
 from megaswift.models.weights.table import padded_vocabulary_size
 from megaswift.parallel.options.layout import ParallelConfig
@@ -148,13 +148,15 @@ class SwiftGPT(GPTModel):
 
     def _fields_of(self, hidden: Tensor, labels: Tensor, rows: Tensor, needs: RequestedModelOutputs) -> Tensor:
         """The fields [f, b, s / cp] of hidden states, at the flat positions `rows` [n] of [s / cp x b]; 0 elsewhere."""
-        shared = needs.head is None
+        shared = needs.head in (None, TOKENS)
         hidden = self._whole(hidden, shared)
         b, s = labels.shape
         picked = hidden.reshape(s * b, -1).index_select(0, rows)
         chosen = labels.t().reshape(-1).index_select(0, rows)
         if needs.head == HIDDEN:
             values = picked.float().t()
+        elif needs.head == TOKENS:
+            values = self._logits_of_tokens(picked, needs.tokens)
         else:
             values = self._vocabulary(picked, chosen, needs) if shared else self.score(picked)
         full = values.new_zeros(len(values), s * b).index_copy(1, rows, values)
@@ -177,15 +179,34 @@ class SwiftGPT(GPTModel):
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=shared, group=group)
         return copy_to_tensor_model_parallel_region(hidden, group=group) if shared else hidden
 
-    def _vocabulary(self, picked: Tensor, labels: Tensor, needs: RequestedModelOutputs) -> Tensor:
-        """hidden [t, h] and labels [t] to the needed fields [f, t], and the divergence as the last of them."""
-        group = self.pg_collection.tp
-        weight = (
+    def _head_weight(self) -> Tensor:
+        weight: Tensor = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
         self.wait_for_weight(weight)
+        return weight
+
+    def _logits_of_tokens(self, picked: Tensor, tokens: Sequence[int]) -> Tensor:
+        """hidden [t, h] to the logits of some tokens, float32 [n, t]."""
+        group = self.pg_collection.tp
+        weight = self._head_weight()
+        first = group.rank() * weight.shape[0]
+        own = [i for i, token in enumerate(tokens) if first <= token < first + weight.shape[0]]
+        # A rank without one of the tokens takes its first row, times 0: each has a gradient for its part of the weight
+        columns = [token - first if i in own else 0 for i, token in enumerate(tokens)]
+        factors = torch.tensor([float(i in own) for i in range(len(tokens))], device=picked.device)
+        logits = nn.functional.linear(picked, weight[columns]).float() * factors
+        features: ArchitectureExtras = self.config.features
+        logits = reduce_from_tensor_model_parallel_region(logits, group=group) * features.logit_scale
+        cap = features.logit_softcap
+        return (logits if cap is None else cap * torch.tanh(logits / cap)).t()
+
+    def _vocabulary(self, picked: Tensor, labels: Tensor, needs: RequestedModelOutputs) -> Tensor:
+        """hidden [t, h] and labels [t] to the needed fields [f, t]."""
+        group = self.pg_collection.tp
+        weight = self._head_weight()
         if needs is AHEAD and self.mtp.detach:
             weight = weight.detach()
         first = group.rank() * weight.shape[0]

@@ -186,7 +186,7 @@ class TorchEngine(EngineState):
 
     def _run(self, microbatches: Sequence[Batch], loss: Loss, train: bool, counted: Counted = None) -> StepReport:
         counted = counted or self.start_count(microbatches, loss)()
-        objective = GlobalBatchLossCallback(loss, counted)
+        objective = GlobalBatchLossCallback(loss, counted, self.context)
         self.fields.needs = loss.needs
         for i, batch in enumerate(microbatches):
             on_device = batch.to(self.context.device)

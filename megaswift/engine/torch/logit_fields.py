@@ -26,7 +26,7 @@ from megaswift.engine.teacher_head import TeacherHead
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
 from megaswift.engine.torch.vision_parts import model_has_tower
 from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
-from megaswift.losses.contract import SCORES, Batch, RequestedModelOutputs
+from megaswift.losses.contract import SCORES, TOKENS, Batch, RequestedModelOutputs
 from megaswift.parallel.head_memory import head_chunks
 
 
@@ -179,19 +179,24 @@ class LossFieldsModel(nn.Module):
         inputs = {"input_ids": input_ids, **placed, **extra}
         if self.needs.head:
             return self._vectors(columns, labeled, inputs)
-        chosen: dict[str, Any] = {"logits_to_keep": columns} if self.chooses else {}
-        logits = self.model(use_cache=False, **inputs, **chosen).logits
-        if not self.chooses:
-            logits = logits[:, columns]
         taught = None if teacher is None else (teacher.with_tensors(lambda t: t[:, columns]), self.teacher_head)
+        logits = self._logits(columns, inputs)
         values = compute_loss_fields(logits, labels[:, columns], self.needs, taught) * labeled[:, columns]
         return values.new_zeros(values.shape[0], *labels.shape).index_copy(2, columns, values)
 
+    def _logits(self, columns: Tensor, inputs: dict[str, Any]) -> Tensor:
+        chosen: dict[str, Any] = {"logits_to_keep": columns} if self.chooses else {}
+        logits: Tensor = self.model(use_cache=False, **inputs, **chosen).logits
+        return logits if self.chooses else logits[:, columns]
+
     def _vectors(self, columns: Tensor, labeled: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """float32 [n, b, s] of a classifier's head, or of the hidden states themselves; transformers' own forward pass
-        of a classifier of texts gives the numbers of one position a row."""
-        model: Any = unwrap_peft_model(self.model)
-        vectors = model.base_model(use_cache=False, **inputs).last_hidden_state[:, columns]
+        """float32 [n, b, s] of a classifier's head, of the hidden states themselves, or of the logits of some tokens;
+        transformers' own forward pass of a classifier of texts gives the numbers of one position a row."""
+        if self.needs.head == TOKENS:
+            vectors = self._logits(columns, inputs)[..., list(self.needs.tokens)]
+        else:
+            model: Any = unwrap_peft_model(self.model)
+            vectors = model.base_model(use_cache=False, **inputs).last_hidden_state[:, columns]
         if self.needs.head == SCORES:
             vectors = model.score(vectors)
         vectors = vectors.float().permute(2, 0, 1) * labeled[:, columns]

@@ -27,7 +27,7 @@ SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
 SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
 """The completions of the global batch times `max_completion_length`."""
 AGG_MODES = (TOKEN_MEAN, SEQ_MEAN_TOKEN_SUM, SEQ_MEAN_TOKEN_MEAN, SEQ_MEAN_TOKEN_SUM_NORM)
-TASK_OF = {"simpo": "cpo", "ppo": "grpo"}
+TASK_OF = {"simpo": "cpo", "ppo": "grpo", "generative_reranker": "reranker"}
 """Tasks whose losses are rows of another task."""
 ALPHAPO = "alphapo"
 """simpo without the likelihood term, with an `alpha`: a name for settings, not a formula of its own."""
@@ -134,6 +134,14 @@ LOSS_TABLE: tuple[LossEntry, ...] = (
     _entry("cpo", ALPHAPO, "arXiv:2501.03884"),
     _entry("orpo", "odds_ratio", "arXiv:2403.07691"),
     _entry("rm", "bradley_terry", "arXiv:2203.02155"),
+    _entry("embedding", "infonce", "arXiv:1807.03748"),
+    _entry("embedding", "cosine_similarity", "arXiv:1908.10084"),
+    _entry("embedding", "contrastive", "10.1109/CVPR.2006.100"),
+    _entry("embedding", "online_contrastive", "10.1109/CVPR.2006.100"),
+    _entry("embedding", "cosent", "10.1109/TASLP.2024.3402087"),
+    _entry("reranker", "pointwise_reranker", "arXiv:1901.04085"),
+    _entry("reranker", "listwise_reranker", "arXiv:2101.08751"),
+    _entry("reranker", "listnet_reranker", "10.1145/1273496.1273513"),
     _policy("dapo", "arXiv:2503.14476", TOKEN_MEAN),
     _policy("grpo", "arXiv:2402.03300", SEQ_MEAN_TOKEN_MEAN),
     _policy("bnpo", "arXiv:2402.03300", TOKEN_MEAN),

@@ -11,9 +11,9 @@ from typing import Any
 
 from megaswift.losses.options.loss_table import ALPHAPO, loss_names
 from megaswift.options.option import but_not, option
-from megaswift.options.tasks import RL, SAMPLED
+from megaswift.options.tasks import RETRIEVAL, RL, SAMPLED
 
-LOSSES = {task: loss_names(task) for task in ("dpo", "kto", "orpo", "cpo", "rm", "grpo")}
+LOSSES = {task: loss_names(task) for task in ("dpo", "kto", "orpo", "cpo", "rm", "grpo", *RETRIEVAL)}
 """The values of `loss_type` by task, the default first."""
 BETAS = {"simpo": 2.0, "gkd": 0.5, "grpo": 0.0, "ppo": 0.05}
 """Where the default is not 0.1."""

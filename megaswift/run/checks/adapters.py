@@ -15,7 +15,7 @@ from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import SCORE, TOKEN_SCORE
 from megaswift.options.tasks import RL
 
-HEADS = {"rm": SCORE, "seq_cls": SCORE, "token_cls": TOKEN_SCORE}
+HEADS = {"rm": SCORE, "reranker": SCORE, "seq_cls": SCORE, "token_cls": TOKEN_SCORE}
 """Tasks whose model ends in a classifier's head."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.options.engine_checks import capabilities_of
@@ -21,9 +22,9 @@ from megaswift.models.family import (
 )
 from megaswift.models.heads import SUFFIXES, class_names_of, scalar_head_problems, with_head, with_scalar_head
 from megaswift.models.options.model import ModelConfig
-from megaswift.models.spec import SCORE, TOKEN_SCORE, VOCABULARY
+from megaswift.models.spec import NO_HEAD, SCORE, TOKEN_SCORE, VOCABULARY
 from megaswift.models.vision import has_vision_tower
-from megaswift.options.tasks import CLASSIFIERS
+from megaswift.options.tasks import CLASSIFIERS, RETRIEVAL
 from megaswift.run.checks.changed_model import changed_config_folder
 
 UNKNOWN_LABELS = 2
@@ -47,6 +48,8 @@ def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
             if unfit:
                 raise ConfigError(unfit)
         return _with_known_score(with_scalar_head(spec))
+    if cfg.task in RETRIEVAL:
+        return _for_retrieval(cfg, spec, raw)
     if cfg.task in CLASSIFIERS:
         if trains_language_model(raw):
             rule = f"is a vision-language model, which {cfg.task} does not support"
@@ -62,6 +65,28 @@ def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
                 "use the language model that it was trained from",
             )
         )
+    return spec
+
+
+def _for_retrieval(cfg: SwiftConfig, spec: ModelSpec, raw: Mapping[str, Any]) -> ModelSpec:
+    """Return the model without a head for embeddings, with a head of one number for rerankers, or as it is."""
+    label = f"--model {cfg.model.model}"
+    if trains_language_model(raw):
+        rule = f"is a vision-language model, which {cfg.task} does not support"
+        raise ConfigError(Problem(label, rule, "use a folder with its language model alone"))
+    if cfg.task == "embedding":
+        if spec.scored:
+            rule = "is a classifier; embeddings are made of the hidden states of a language model"
+            raise ConfigError(Problem(label, rule, "use the language model that it was trained from"))
+        return with_head(spec, NO_HEAD)
+    if cfg.task == "reranker":
+        if spec.head == VOCABULARY or (spec.head == SCORE and spec.labels == 1):
+            return _with_known_score(with_scalar_head(spec))
+        rule = "is no language model and no reranker (a ...ForSequenceClassification with one label)"
+        raise ConfigError(Problem(label, rule, "use a language model, or a reranker"))
+    if spec.head != VOCABULARY:
+        rule = "has no output layer over the vocabulary, whose logits of two tokens are the score"
+        raise ConfigError(Problem(label, rule, "use a language model, or --task_type reranker"))
     return spec
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaswift.engine.protocol import Addends
+from megaswift.engine.protocol import Addends, Engine
 from megaswift.engine.reported_numbers import differences, ratios
 from megaswift.losses.contract import Addable, Batch
 from megaswift.trainers.hook import Every, Run, StepRecord
@@ -70,6 +71,22 @@ class AddendsOfBatches:
         return found | differences(Addends(differences=self.differences), found)
 
 
+class EvaluationMeasure(ABC):
+    """Measures something of all validation rows together, which no sum over batches gives."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Start an evaluation."""
+
+    @abstractmethod
+    def add(self, engine: Engine, batches: Sequence[Batch]) -> None:
+        """Look at this rank's micro-batches. Collective."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Return what was measured, on every rank. Collective."""
+
+
 class EvaluationHook(IntervalLinesHook):
     """Runs the validation batches through the engine."""
 
@@ -83,12 +100,14 @@ class EvaluationHook(IntervalLinesHook):
         count: str,
         on_start: bool = False,
         tasks: TrainingTasks | None = None,
+        measure: EvaluationMeasure | None = None,
     ) -> None:
         super().__init__(path, every)
         self.batches = batches
         self.count = count
         self.before_first_step = on_start
         self.tasks = tasks
+        self.measure = measure
         self.last = 0
         """The step of the last evaluation."""
 
@@ -108,8 +127,13 @@ class EvaluationHook(IntervalLinesHook):
         began = time.perf_counter()
         window = MetricsWindow()
         added = AddendsOfBatches()
+        if self.measure is not None:
+            self.measure.begin()
         for microbatches in self.batches():
-            result = run.engine.evaluate(run.prepare(run.engine, microbatches, False), run.loss)
+            prepared = run.prepare(run.engine, microbatches, False)
+            result = run.engine.evaluate(prepared, run.loss)
+            if self.measure is not None:
+                self.measure.add(run.engine, prepared)
             step = StepRecord(run.step, epoch, 0.0, result)
             window.add(step, step_mean_weight(step, self.count))
             added.add(result.addends)
@@ -125,6 +149,7 @@ class EvaluationHook(IntervalLinesHook):
             "seconds": time.perf_counter() - began,
         }
         metrics = {k: v / window.weights[k] for k, v in window.metrics.items()} | added.metrics
+        metrics |= {} if self.measure is None else self.measure.metrics()
         line |= {k: v for k, v in metrics.items() if k not in line}
         line |= task_scores(self.tasks, run)
         self.write(line)

@@ -55,7 +55,7 @@ def accuracy_text(line: Line) -> str:
     rate = next((line[name] for name in ("rewards/accuracies", "accuracy") if line.get(name) is not None), None)
     if rate is None:
         return ""
-    pairs = "rewards/accuracies" in line or "margin" in line
+    pairs = "rewards/accuracies" in line or "mean_reward" in line
     return f"  {'reward ' if pairs else ''}accuracy {rate:.0%}"
 
 

@@ -1,0 +1,1 @@
+"""Rows of a query and its documents, for embedding models and rerankers."""

@@ -1,0 +1,13 @@
+"""Rerankers that are language models: `torchrun -m megaswift.generative_reranker`, `megaswift generative_reranker`."""
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: python has put megaswift/ itself on the path, where it would hide other packages
+    _root = str(Path(__file__).resolve().parent.parent)
+    sys.path[:] = [_root, *(p for p in sys.path if p != _root and Path(p).resolve() != Path(_root, "megaswift"))]
+
+from megaswift.commands.training import main  # noqa: E402
+
+if __name__ == "__main__":
+    raise SystemExit(main("generative_reranker"))

@@ -1,0 +1,1 @@
+"""Losses and metrics of embedding models and rerankers, on groups of documents."""
