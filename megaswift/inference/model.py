@@ -44,8 +44,6 @@ from megaswift.models.rope_scaling import config_with_rope_scaling
 from megaswift.models.vision import has_vision_tower
 
 TEXT_ONLY = "this model accepts only text"
-POOLER = "pooler."
-"""Weights of encoders that many folders lack, and that no vector, score or class here is computed with."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,8 @@ class ModelConfigAndTokenizer:
     """What reads images; or why none are read."""
     auto_class: str = ""
     """transformers' class of a model that gives no text; empty: a language model."""
+    lacks: tuple[str, ...] = ()
+    """Beginnings of the names of weights that the folder need not have."""
 
     @property
     def context(self) -> int | None:
@@ -305,7 +305,7 @@ def load_model_and_prompt_device(
     checkpoint = find_intact_checkpoint(prepared.folder)
     if quantized and checkpoint is None:  # NaN does not survive in quantized weights
         finite.check_folder_weights_finite(prepared.folder)
-    if prepared.options.rope_scaling is not None and checkpoint is None:
+    if (prepared.options.rope_scaling is not None or prepared.auto_class) and checkpoint is None:
         how["config"] = prepared.config
     if DISK in placed.values():
         how["offload_folder"] = options.offload_folder
@@ -322,8 +322,8 @@ def load_model_and_prompt_device(
     model = disable_4bit_cpu_repacking(loaded[0])
     loading_info = loaded[1]
     model.config.return_dict = True
-    poolers = [name for name in loading_info["missing_keys"] if prepared.auto_class and name.startswith(POOLER)]
-    check_all_weights_loaded(str(prepared.options.model), loading_info, new=poolers)
+    lacking = [name for name in loading_info["missing_keys"] if name.startswith(prepared.lacks)]
+    check_all_weights_loaded(str(prepared.options.model), loading_info, new=lacking)
     finite.check_weights_finite(model.named_parameters())
     if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:
         device_placement.check_offloaded_forward_pass(

@@ -14,7 +14,7 @@ from typing import Any
 
 from megaswift.data.templates.chosen import check_template, read_system_message
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.folders.adapter import head_kind_of_adapter
+from megaswift.folders.adapter import classifier_head_of_adapter, head_kind_of_adapter
 from megaswift.folders.checkpoint import find_checkpoint
 from megaswift.folders.saved_steps import refuse_damaged_part
 from megaswift.folders.source import locate_model, missing_model_file_problems
@@ -46,7 +46,8 @@ def locate_pooling_model(cfg: CommonInferenceConfig) -> tuple[Path, PoolingFolde
     weights = cfg.weights
     label = f"--model {weights.model}"
     folder = locate_model(weights)
-    found = pooling_folder(folder, cfg.pooling, label)
+    heads = [classifier_head_of_adapter(Path(adapters)) for adapters in weights.adapter_folders]
+    found = pooling_folder(folder, cfg.pooling, label, next((head for head in heads if head is not None), None))
     if found is None:
         return None
     require_package("accelerate", "inference")

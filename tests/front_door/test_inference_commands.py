@@ -132,7 +132,7 @@ REFUSED = {
     "data ahead": ("export", "--model Qwen/Qwen3-8B --dataset a --to_cached_dataset true", ["--output_dir FOLDER"]),
     "SGLang": ("deploy", "--model Qwen/Qwen3-8B --infer_backend sglang --sglang_tp_size 2", ["SGLang", "sglang"]),
     "an open server": ("deploy", "--host 0.0.0.0 --model Qwen/Qwen3-8B", ["requires a token"]),
-    "a classifier": ("infer", "--adapters swift/test_bert", ["reward model"]),
+    "a classifier": ("infer", "--adapters swift/test_bert", ["--dataset FILE.jsonl"]),
     "LMDeploy": ("deploy", "--model Qwen/Qwen3-8B --infer_backend lmdeploy", ["lmdeploy"]),
 }
 """Commands that are refused: name -> command, options, and a part of each answer."""

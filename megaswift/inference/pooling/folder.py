@@ -14,6 +14,7 @@ from typing import Any
 
 from megaswift.base.plain_files import read_plain_file
 from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.folders.adapter import ClassifierHead
 from megaswift.inference.options.commands import PoolingOptions
 from megaswift.models.family import read_config_json
 from megaswift.models.heads import SCORE, TOKEN_SCORE, class_names_of, head_of
@@ -66,6 +67,8 @@ class PoolingFolder:
     """What becomes of the logit of a pair: `sigmoid` or `identity`."""
     score_tokens: tuple[int, int | None] | None = None
     """Of a generative reranker: the tokens for yes and for no."""
+    head: ClassifierHead | None = None
+    """The head that adapters put in place of the model's own."""
 
     @property
     def scores_pairs(self) -> bool:
@@ -73,16 +76,21 @@ class PoolingFolder:
         return self.kind == GENERATIVE or (self.kind == SEQUENCE and len(self.labels) == 1)
 
 
-def pooling_folder(folder: Path, options: PoolingOptions, flag: str) -> PoolingFolder | None:
-    """Return what a folder says; None for a language model that generates text.
+def pooling_folder(
+    folder: Path, options: PoolingOptions, flag: str, head: ClassifierHead | None = None
+) -> PoolingFolder | None:
+    """Return what a folder says; None for a language model that generates text. `head`: what adapters put in place of
+    the model's own.
 
     Raises:
         WeightsError: The folder has modules that are not supported.
         ConfigError: --task_type or another option does not fit the model.
     """
     config = read_config_json(folder)
+    if head is not None:
+        config = {**config, "problem_type": head.problem_type}
     modules = _json(folder / MODULES) if (folder / MODULES).is_file() else None
-    kind = _kind(config, modules, options.task_type, flag)
+    kind = _kind(config, modules, options.task_type, flag, head.kind if head is not None else head_of(config))
     if kind is None:
         given = [name for name in ("pooling", "truncation_strategy") if getattr(options, name) is not None]
         if given:
@@ -99,18 +107,17 @@ def pooling_folder(folder: Path, options: PoolingOptions, flag: str) -> PoolingF
         raise ConfigError(Problem(f"--pooling {options.pooling}", rule, "leave it out"))
     if kind == GENERATIVE:
         return found
-    labels = tuple(class_names_of(config))
+    labels = head.names if head is not None else tuple(class_names_of(config))
     if options.task_type == "reranker" and len(labels) != 1:
         rule = f"has {len(labels)} labels; a reranker has one"
         raise ConfigError(Problem("--task_type reranker", f"{flag} {rule}", "--task_type seq_cls"))
     activation = found.pair_activation if modules is not None else _activation_of_config(config)
     problem = str(config.get("problem_type") or "")
-    return replace(found, labels=labels, problem_type=problem, pair_activation=activation)
+    return replace(found, labels=labels, problem_type=problem, pair_activation=activation, head=head)
 
 
-def _kind(config: Mapping[str, Any], modules: Any, task_type: str | None, flag: str) -> str | None:
-    """The kind by the option, else by the folder."""
-    head = head_of(config)
+def _kind(config: Mapping[str, Any], modules: Any, task_type: str | None, flag: str, head: str | None) -> str | None:
+    """The kind by the option, else by the folder or the head that adapters bring."""
     own = {SCORE: SEQUENCE, TOKEN_SCORE: TOKENS}.get(head or "")
     if task_type is not None:
         wanted = {"reranker": SEQUENCE, "causal_lm": None}.get(task_type, task_type)

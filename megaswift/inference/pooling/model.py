@@ -27,6 +27,11 @@ from megaswift.inference.options.commands import ModelLoadingOptions, PlacementO
 from megaswift.inference.pooling.folder import CLASSES, EMBEDDING, GENERATIVE, SEQUENCE, PoolingFolder
 from megaswift.inference.pooling.texts import TextInput
 
+POOLER = "pooler."
+"""Weights of encoders that many folders lack, and that no vector is computed with."""
+HEADS = ("score.", "classifier.")
+"""Weights of a classifier's head, which its adapters bring."""
+
 
 def load_pooling_model(
     folder: Path,
@@ -48,7 +53,13 @@ def load_pooling_model(
             _one_token(tokenizer, "--negative_token", options.negative_token),
         )
         found = replace(found, score_tokens=tokens)
-    prepared = ModelConfigAndTokenizer(folder, weights, config, tokenizer, auto_class=CLASSES[found.kind])
+    lacks: tuple[str, ...] = (POOLER,) if found.kind == EMBEDDING else ()
+    if found.head is not None:
+        config.id2label = dict(enumerate(found.labels))
+        config.label2id = {name: number for number, name in enumerate(found.labels)}
+        config.problem_type = found.problem_type or None
+        lacks = HEADS
+    prepared = ModelConfigAndTokenizer(folder, weights, config, tokenizer, auto_class=CLASSES[found.kind], lacks=lacks)
     model, device = load_model_and_prompt_device(prepared, placement)
     return PoolingModel(model, tokenizer, device, found)
 

@@ -6,6 +6,7 @@ Covers: megaswift/inference/pooling/model.py, megaswift/inference/pooling/texts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,44 @@ def test_adapters_of_a_classifier_are_applied(tmp_path: Path) -> None:
         wanted = theirs(**tokenizer(TEXTS[1], return_tensors="pt")).logits[0]
     reader = TextReader(tokenizer, found, 64, None)
     assert torch.allclose(model.run([reader.of_text(TEXTS[1])])[0], wanted, atol=CLOSE)
+
+
+def test_adapters_with_a_head_make_a_classifier_of_a_language_model(tmp_path: Path) -> None:
+    import peft
+    from transformers import AutoModelForSequenceClassification
+
+    from megaswift.folders.adapter import write_classes
+    from megaswift.inference.options.backends import BackendOptions
+    from megaswift.inference.options.commands import (
+        ChatTemplateOptions,
+        CommonInferenceConfig,
+        GenerationOptions,
+    )
+    from megaswift.inference.prechecks import locate_pooling_model
+
+    base = write_model(tmp_path / "base")
+    torch.manual_seed(4)
+    names = {0: "no", 1: "maybe", 2: "yes"}
+    theirs = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3, id2label=names)
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="SEQ_CLS")
+    theirs = peft.get_peft_model(theirs, lora).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    write_classes(tmp_path / "adapter", {"id2label": names, "problem_type": "multi_label_classification"})
+    weights = ModelLoadingOptions(model=str(base), adapters=(str(tmp_path / "adapter"),))
+    how = PoolingOptions()
+    cfg = CommonInferenceConfig(
+        weights, how, PlacementOptions(), GenerationOptions(), ChatTemplateOptions(), BackendOptions()
+    )
+    located = locate_pooling_model(cfg)
+    assert located is not None
+    found = located[1]
+    assert found.labels == ("no", "maybe", "yes") and found.problem_type == "multi_label_classification"
+    model = load_pooling_model(base, weights, PlacementOptions(), how, found)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    reader = TextReader(tokenizer, found, 128)
+    logits = model.run([reader.of_text(text) for text in TEXTS])
+    for text, row in zip(TEXTS, logits, strict=True):
+        with torch.no_grad():
+            wanted = theirs(**tokenizer(text, return_tensors="pt", return_token_type_ids=False)).logits[0]
+        assert torch.allclose(row, wanted, atol=CLOSE)
+    assert locate_pooling_model(replace(cfg, weights=ModelLoadingOptions(model=str(base)))) is None
