@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megaswift.errors import ConfigError, DataError
 from megaswift.export import COMMAND, main
@@ -149,6 +150,20 @@ def test_a_group_that_does_not_divide_the_inputs(
     assert problem.fix == "--group_size 32"
 
 
+def with_experts(model: Path, folder: Path) -> Path:
+    """A model with four experts a layer and the same tokenizer."""
+    shutil.copytree(model, folder)
+    plain = AutoConfig.from_pretrained(model)
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = {name: getattr(plain, name) for name in names}
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **sizes, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, max_position_embeddings=128
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def run(*words: str) -> str:
     """A program under the Python that has llmcompressor."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -160,10 +175,12 @@ def run(*words: str) -> str:
 @needs_llmcompressor
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(("method", "experts"), [("gptq", False), ("awq", False), ("gptq", True)])
 def test_the_folder_has_the_logits_of_llmcompressors_own_result(
-    method: str, model: Path, rows: Path, tmp_path: Path
+    method: str, experts: bool, model: Path, rows: Path, tmp_path: Path
 ) -> None:
+    if experts:
+        model = with_experts(model, tmp_path / "experts")
     out = tmp_path / "small"
     words = ["--model", str(model), "--quant_method", method, "--quant_bits", "4", "--group_size", "32"]
     words += ["--dataset", str(rows), "--max_length", "64", "--output_dir", str(out)]
@@ -181,7 +198,7 @@ def test_the_folder_has_the_logits_of_llmcompressors_own_result(
         found = AutoModelForCausalLM.from_pretrained(out)(torch.arange(4, 40)[None]).logits
         plain = AutoModelForCausalLM.from_pretrained(model)(torch.arange(4, 40)[None]).logits
     wanted = torch.load(tmp_path / "logits.pt")
-    assert torch.equal(found, wanted) and not torch.allclose(found, plain, atol=0.1)
+    assert torch.equal(found, wanted) and not torch.allclose(found, plain, atol=1e-3)
     packed = [t for name, t in load_file(out / "model.safetensors").items() if name.endswith("weight_packed")]
-    assert len(packed) == 21 and all(t.dtype == torch.int32 for t in packed)
+    assert len(packed) == (3 * (4 + 3 * 4) if experts else 21) and all(t.dtype == torch.int32 for t in packed)
     assert (out / "tokenizer.json").is_file() and not list(tmp_path.glob(".small*"))
