@@ -72,6 +72,11 @@ def test_a_reward_model_and_a_run_that_wrote_nothing(tmp_path: Path) -> None:
         f"megaswift grpo --model m --reward_model {tmp_path}/out/hf --dataset d.jsonl"
     ]
     assert next_commands(SwiftConfig(model="m", dataset="d"), made(tmp_path / "bare", "."), adapts=False) == []
+    classifier = SwiftConfig(task="seq_cls", model="m", dataset="d.jsonl", val_dataset="held.jsonl")
+    assert next_commands(classifier, outputs, adapts=False) == [
+        f"megaswift infer --model {tmp_path}/out/hf --dataset held.jsonl",
+        f"megaswift deploy --model {tmp_path}/out/hf",
+    ]
 
 
 @pytest.mark.parametrize("adapts", [False, True])

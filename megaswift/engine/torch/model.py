@@ -91,6 +91,7 @@ def build_model(
             torch.manual_seed(seed)
             with meta_init.init_empty_weights() if empty else nullcontext():
                 model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust, **arguments)
+                _refuse_other_head(model, spec, folder)
                 return _with_named_outputs(model)
     except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         # what transformers raises for a folder or an option that it cannot serve
@@ -142,6 +143,7 @@ def _of_use(record: LogRecord) -> bool:
 
 def _loaded(auto: Any, folder: Path, arguments: dict[str, Any], seed: int, spec: ModelSpec) -> nn.Module:
     model, loading_info = auto.from_pretrained(folder, **_labels(spec), **arguments, **LOADING_INFO)
+    _refuse_other_head(model, spec, folder)
     check_all_weights_loaded(f"--model {folder}", loading_info, new=head_names(spec))
     warn_of_unused_weights(f"--model {folder}", loading_info["unexpected_keys"], spec.scored)
     if spec.scored and NEW not in open_weights(folder).names():
@@ -149,6 +151,16 @@ def _loaded(auto: Any, folder: Path, arguments: dict[str, Any], seed: int, spec:
         if spec.score_bias:
             model.score.bias.data.zero_()
     return model
+
+
+def _refuse_other_head(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
+    """Raise WeightsError for a classifier of transformers whose head is not a linear layer `score`."""
+    if spec.scored and not isinstance(getattr(model, "score", None), nn.Linear):
+        rule = (
+            f"is a {type(model).__name__} in transformers, whose head is no linear layer `score`: encoders and models "
+        )
+        rule += "with heads of other forms are not supported"
+        raise WeightsError(Problem(f"--model {folder}", rule, "use a decoder, such as Qwen3, Llama or Gemma"))
 
 
 def add_peft(model: nn.Module, build: ModelBuild) -> nn.Module:
