@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
+from megaswift.data.sources.files import cached_dataset_folder
 from megaswift.options.tasks import CLASSIFIERS, RETRIEVAL
 from megaswift.run.output import OutputFolder
 
@@ -34,8 +35,9 @@ def next_commands(cfg: SwiftConfig, outputs: OutputFolder, adapts: bool) -> list
     if cfg.task in RETRIEVAL and hf.is_dir():
         return []  # the model generates no text
     if cfg.task in CLASSIFIERS and hf.is_dir():
-        rows = (cfg.data.val_dataset or cfg.data.dataset)[:1]
-        return [_command("infer", "--model", str(hf), "--dataset", *rows), _command("deploy", "--model", str(hf))]
+        rows = (name for name in (*cfg.data.val_dataset, *cfg.data.dataset) if cached_dataset_folder(name) is None)
+        judged = _command("infer", "--model", str(hf), "--dataset", next(rows, "FILE"))
+        return [judged, _command("deploy", "--model", str(hf))]
     if adapts and not hf.is_dir():
         merged = ["--merge_lora", "true", "--output_dir", _beside(outputs.root, "merged")]
         if cfg.task in RETRIEVAL:

@@ -40,6 +40,7 @@ from megaswift.data.untokenized_sample import RowError, UntokenizedSample, with_
 from megaswift.data.vision.placeholders import reject_media
 from megaswift.data.vision.processor import Processor, ProcessorFolderWithDigest, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import ConfigError, DataError, Problem, without_control_characters
+from megaswift.losses.options.classification import default_problem_type
 from megaswift.models.family import read_config_json
 from megaswift.models.vision import has_vision_tower
 from megaswift.options.plugins import sources_of_data_formats
@@ -140,6 +141,9 @@ def encode_spec(data: Any, reader: Any, task: str, groups: GroupTexts | None = N
                 "has no end-of-text token (eos_token), which is appended to documents",
             )
         )
+    labels = data.named_labels or 0
+    if task in CLASSIFIERS and not labels:
+        raise DataError(Problem("--num_labels", "is missing", "--num_labels N, or --class_names with a name for each"))
     plain = task in ("pt", "token_cls", *RETRIEVAL) or (not tokenizer.chat_template and data.chat_template is None)
     plain = plain or not data.use_chat_template
     begin, end = _around(tokenizer)
@@ -151,8 +155,8 @@ def encode_spec(data: Any, reader: Any, task: str, groups: GroupTexts | None = N
         begin=begin,
         end=end if task in CLASSIFIERS else [],
         class_names=list(data.class_names),
-        num_labels=data.named_labels or 0,
-        problem_type=data.problem_type or "",
+        num_labels=labels,
+        problem_type=data.problem_type or (default_problem_type(labels) if task == "seq_cls" else ""),
         splits_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
         loss_scale=parse_loss_scale(data.loss_scale),
         system=read_system_message(data.system),

@@ -47,6 +47,8 @@ def class_names_in_rows(data: DataConfig, tokens: bool) -> tuple[str, ...]:
     if any(whole_number(name) is None for name in names):
         return _checked(data, names)
     numbers = [number for value in written if (number := whole_number(value)) is not None]
+    if not numbers and data.num_labels is not None:
+        return ()  # the rows are cached, or have no class, which is reported when they are read
     if not numbers:
         rule = "is missing, and no row has a class"
         raise DataError(Problem("--num_labels", rule, "--columns OTHER=label, or rows with a column label"))
@@ -85,6 +87,8 @@ def _written(data: DataConfig, tokens: bool) -> Iterator[Any]:
 def _rows(data: DataConfig) -> Iterator[Mapping[str, Any]]:
     root = data_cache_folder(data.dataset_cache_dir)
     for name in data.dataset:
+        if cached_dataset_folder(name) is not None and data.num_labels is not None:
+            continue
         if cached_dataset_folder(name) is not None:
             rule = "is a cached data set, whose rows are tokens: the options have to say what classes there are"
             raise DataError(Problem(f"--dataset {name}", rule, "--class_names or --num_labels, as it was written with"))

@@ -36,6 +36,7 @@ from megaswift.errors import DataError, Problem
 from megaswift.log import count_text, info
 from megaswift.models.options.model import ModelConfig
 from megaswift.options.command_line import read_command_line
+from megaswift.options.tasks import CLASSIFIERS
 from megaswift.trainers.options.training import TrainConfig
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def main(argv: Sequence[str], reader_for: Callable[[ModelConfig, DataConfig, str
     else:
         blocks = preference_report(cfg.data, cfg.train, cfg.task, reader, which)
     _print(blocks, printed)
-    if certified_rows == 0 or cfg.task == "pt":
+    if certified_rows == 0 or cfg.task in ("pt", *CLASSIFIERS):
         return _print_and_write(own["html"], title, [], blocks)
     from megaswift.data.show.certificate import certificate_lines, certify_run_data
 

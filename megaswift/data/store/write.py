@@ -30,7 +30,7 @@ Needs only the model's tokenizer. Accepts a run configuration (.yaml, as the fir
 tokens depend (--columns, --system, --chat_template, --enable_thinking, --loss_scale, --model_name, --model_author,
 --sample_by, --strict), --dataset_num_proc, --use_hf, --model_revision, --trust_remote_code, --seed, and
 
-  --task TASK         the task of the runs: pt, dpo, kto, grpo, ... (default sft)
+  --task TASK         the task of the runs: pt, dpo, kto, grpo, seq_cls, ... (default sft)
   --overwrite true    replace folders that exist (default false)
 """
 NODE_RANKS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
@@ -39,6 +39,7 @@ _TO_CACHED = "to_cached_dataset"
 READ = frozenset(
     (
         *("dataset", "val_dataset", "model", "use_hf", "model_revision", "trust_remote_code", "columns", "system"),
+        *("num_labels", "class_names", "problem_type", "use_chat_template"),
         *("chat_template", "enable_thinking", "loss_scale", "model_name", "model_author", "sample_by", "strict"),
         *("agent_template", "add_non_thinking_prefix", "max_pixels", "external_plugins"),
         *("video_fps", "video_min_frames", "video_max_frames", "video_max_pixels"),
