@@ -7,6 +7,7 @@ Covers: megaswift/run/distillation_task.py, megaswift/trainers/distillation/batc
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -63,11 +64,14 @@ def of_trl(
     writers: Sequence[str] = (),
     sft_alpha: float = 0.0,
     divergence: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    adapter: Path | None = None,
+    teacher: str = "teacher",
     **options: Any,
 ) -> list[tuple[float, float]]:
     """The curve of GKDTrainer. `writers`: whose answers each step trains on, in place of a draw; they are greedy.
     `sft_alpha`: of a cross-entropy that is added here, on answers of others. `divergence`: of the logits of both at
-    these labels, in place of its own."""
+    these labels, in place of its own. `adapter`: PEFT's, which trains. `teacher`: its folder; rows of its vocabulary
+    that the model lacks are cut off by transformers."""
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl.experimental.gkd import GKDConfig, GKDTrainer
@@ -96,9 +100,17 @@ def of_trl(
                 loss = loss + sft_alpha * torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100)
             return loss
 
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model")
+    taught = AutoModelForCausalLM.from_pretrained(folder / teacher)
+    if taught.config.vocab_size > model.config.vocab_size:
+        taught.resize_token_embeddings(model.config.vocab_size)
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(folder / "model"),
-        teacher_model=AutoModelForCausalLM.from_pretrained(folder / "teacher"),
+        model=model,
+        teacher_model=taught,
         args=GKDConfig(**arguments(folder) | {"lmbda": 0.0, **options}),
         train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
@@ -133,7 +145,9 @@ def of_trl_on_policy(folder: Path, **options: Any) -> list[tuple[float, float]]:
 
 def ours(folder: Path, out: Path, *options: object, ranks: int = 1) -> list[tuple[float, float]]:
     """The curve of a run."""
-    inputs = ["--model", str(folder / "model"), "--teacher_model", str(folder / "teacher")]
+    inputs = ["--model", str(folder / "model")]
+    if "--teacher_model" not in options:
+        inputs += ["--teacher_model", str(folder / "teacher")]
     inputs += ["--dataset", str(folder / "rows.jsonl"), "--dataset_cache_dir", str(folder / "cache")]
     if "--per_device_train_batch_size" not in options:
         inputs += ["--per_device_train_batch_size", str(BATCH)]
@@ -159,6 +173,8 @@ LAYOUTS: list[Any] = [
             (("--engine", "ddp", *SPREAD), 2),
             (("--engine", "zero3", *SPREAD), 2),
             (("--engine", "fsdp2", *SPREAD), 2),
+            ((*SPREAD, "--teacher_tp", 2, "--offload_teacher_model", "true"), 2),
+            (("--engine", "zero3", *SPREAD, "--offload_teacher_model", "true"), 2),
         )
     ),
 ]
@@ -176,6 +192,74 @@ def test_answers_of_the_rows(
 ) -> None:
     mine = ours(folder, tmp_path / "out", "--lmbda", 0, "--beta", 0.3, *layout, ranks=ranks)
     assert_same(mine, rows_alone)
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [(("--tp", 2), 2), (("--pp", 2, "--teacher_tp", 2, "--teacher_pp", 1), 2), (("--engine", "ddp", *SPREAD), 2)],
+)
+def test_adapters(layout: tuple[object, ...], ranks: int, folder: Path, tmp_path: Path) -> None:
+    """LoRA of the model that trains, from random numbers on both sides."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    adapter = tmp_path / "adapter"
+    lora = LoraConfig(r=4, lora_alpha=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), lora).save_pretrained(adapter)
+    trains = ("--train_type", "lora", "--adapters", adapter, "--lmbda", 0, "--beta", 0.3)
+    mine = ours(folder, tmp_path / "out", *trains, *layout, ranks=ranks)
+    assert_same(mine, of_trl(folder, adapter=adapter, beta=0.3))
+
+
+@pytest.fixture(scope="module")
+def other_teachers(folder: Path) -> Path:
+    """experts/, a mixture of experts, and wide/, whose vocabulary has rows that the model lacks."""
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    kept = AutoModelForCausalLM.from_pretrained(folder / "teacher").config.to_dict()
+    kept = {k: v for k, v in kept.items() if k not in ("architectures", "model_type", "dtype", "layer_types")}
+    experts = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**kept, **experts)).save_pretrained(folder / "experts")
+    Qwen3ForCausalLM(Qwen3Config(**kept | {"vocab_size": kept["vocab_size"] + 19})).save_pretrained(folder / "wide")
+    for name in ("experts", "wide"):
+        _randomize(folder / name)
+        for file in (folder / "teacher").glob("*token*"):
+            shutil.copy(file, folder / name)
+        shutil.copy(folder / "teacher/chat_template.jinja", folder / name)
+    return folder
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ((*SPREAD, "--teacher_ep", 2), 2),
+        (("--tp", 2, "--teacher_tp", 1, "--teacher_ep", 2), 2),
+        (("--pp", 2, "--teacher_pp", 1), 2),
+        (("--engine", "ddp", *SPREAD), 2),
+    ],
+)
+def test_experts_of_a_teacher(layout: tuple[object, ...], ranks: int, other_teachers: Path, tmp_path: Path) -> None:
+    taught = ("--teacher_model", other_teachers / "experts", "--lmbda", 0, "--beta", 0.3)
+    mine = ours(other_teachers, tmp_path / "out", *taught, *layout, ranks=ranks)
+    assert_same(mine, of_trl(other_teachers, teacher="experts", beta=0.3))
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [(("--tp", 2), 2), ((*SPREAD, "--teacher_tp", 2), 2), (("--engine", "ddp", *SPREAD), 2)],
+)
+def test_a_larger_vocabulary_of_the_teacher(
+    layout: tuple[object, ...], ranks: int, other_teachers: Path, tmp_path: Path
+) -> None:
+    taught = ("--teacher_model", other_teachers / "wide", "--lmbda", 0, "--beta", 0.3)
+    mine = ours(other_teachers, tmp_path / "out", *taught, *layout, ranks=ranks)
+    assert_same(mine, of_trl(other_teachers, teacher="wide", beta=0.3))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megaswift.config import load_config
+from megaswift.errors import ConfigError
 from megaswift.trainers.distillation.options.checks import SAMPLING
 from tests.config.refusals import assert_idle
 
@@ -24,3 +26,15 @@ def test_nothing_samples_with_rows_alone(option: str) -> None:
     teacher = "--teacher_model t"
     assert_idle(f"{option} {teacher} --lmbda 0", f"{option} {teacher} --lmbda 0.1", task="gkd")
     assert_idle(f"{option} {teacher} --lmbda 0", f"{option} {teacher} --lmbda 0 --seq_kd", task="gkd")
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--async_generation true", "--num_generations 4", "--reward_funcs format", "--ref_model m", "--teacher_tp 2"],
+)
+def test_options_without_effect_are_refused(option: str) -> None:
+    """Reinforcement learning's, a reference's, and those of a teacher that is not in these processes."""
+    server = "--teacher_model_server http://h:1 --gkd_logits_topk 4"
+    words = f"{option} {server} --engine megatron".split()
+    with pytest.raises(ConfigError, match=f"{words[0]} .*(has no effect|would be ignored)"):
+        load_config("gkd", ["--model", "m", "--dataset", "d.jsonl", *words], environ={})
