@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megaswift.config.rules import ignored_option_names
 from megaswift.config.sections import Sections
-from megaswift.options.tasks import CHATS, GRPO, PREFERENCES, RL, TASKS
+from megaswift.options.tasks import CHATS, GRPO, PREFERENCES, RL, SAMPLED, TASKS
 
 # Toolkits whose defaults are known: ms-swift at commit 3602360 (2026-08-22), its Megatron part; scripts of TRL 1.16;
 # transformers 5.23; Megatron-LM at commit d98e8a6 and LLaMA-Factory at commit ff6d4d1 (both August 2026).
@@ -91,7 +91,7 @@ CHANGED: tuple[DifferingDefault, ...] = (
     DifferingDefault("packing", SWIFT, "false", "true", PREFERENCES),
     DifferingDefault("beta", SWIFT, "0.04", "0: no reference model", GRPO),
     DifferingDefault("loss_type", SWIFT, "grpo", "dapo", GRPO),
-    DifferingDefault("temperature", SWIFT, "0.9", "1", RL),
+    DifferingDefault("temperature", SWIFT, "0.9", "1", SAMPLED),
     DifferingDefault("vllm_gpu_memory_utilization", SWIFT, "0.9", "0.3", RL),
     DifferingDefault(
         "importance_sampling_mode", SWIFT, "none: no importance weights", "token_truncate", GRPO, written=""
@@ -119,7 +119,7 @@ CHANGED: tuple[DifferingDefault, ...] = (
     DifferingDefault("use_hf", MEGATRON_SWIFT, "false: ModelScope", "true: Hugging Face"),
     DifferingDefault("beta", MEGATRON_SWIFT, "0.04", "0: no reference model", GRPO),
     DifferingDefault("loss_type", MEGATRON_SWIFT, "grpo", "dapo", GRPO),
-    DifferingDefault("temperature", MEGATRON_SWIFT, "0.9", "1", RL),
+    DifferingDefault("temperature", MEGATRON_SWIFT, "0.9", "1", SAMPLED),
     DifferingDefault("vllm_gpu_memory_utilization", MEGATRON_SWIFT, "0.9", "0.3", RL),
     DifferingDefault("ddp_timeout", MEGATRON_SWIFT, "18000000 seconds", "600 seconds"),
     DifferingDefault("add_version", MEGATRON_SWIFT, "true", _UNTYPED),

@@ -275,3 +275,20 @@ def test_a_file_without_sharding_beside_use_fsdp(tmp_path: Path) -> None:
     (tmp_path / "fsdp.json").write_text('{"fsdp_sharding_strategy": "NO_SHARD"}')
     for words in (["--fsdp", "no_shard"], ["--fsdp_config", str(tmp_path / "fsdp.json")]):
         assert load_config("sft", [*GIVEN, "--use_fsdp", "true", *words], environ={}).engine.engine == "ddp"
+
+
+def test_options_of_a_teacher() -> None:
+    words = [
+        "--teacher_deepspeed",
+        "zero3_offload",
+        "--loss_top_k",
+        "8",
+        "--loss_add_tail",
+        "true",
+        "--teacher_tag_key",
+        "dataset",
+    ]
+    given = ["--model", "m", "--teacher_model", "t", "--deepspeed", "zero3", "--dataset", "d.jsonl", *words]
+    cfg = load_config("gkd", given, environ={})
+    assert cfg.distillation.gkd_logits_topk == 8
+    assert "its weights stay on the devices" in " ".join(cfg.notices)

@@ -30,6 +30,7 @@ from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.options.spelling import errors_as_typed
 from megaswift.options.tasks import ALIGNMENT, RL
 from megaswift.run.checks import preflight
+from megaswift.run.checks.distillation import teacher_problems
 from megaswift.run.checks.engine_choice import resolve_engine
 from tests.front_door.commands import INFERENCE, Command, commands_in_folder
 from tests.front_door.inference_commands import inference_refusal
@@ -118,6 +119,7 @@ def refusal(command: Command, root: Path) -> list[Problem]:
                 cfg = resolve_engine(cfg, world, tell=False)
                 checks = [
                     (lambda: preflight.model_problems(cfg, world), UserError),
+                    (lambda: teacher_problems(cfg, world), UserError),
                     (lambda: preflight.rl_run_problems(cfg, world) if cfg.task in RL else [], ConfigError),
                     *preflight.data_output_and_tracker_checks(cfg),
                 ]

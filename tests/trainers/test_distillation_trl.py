@@ -174,7 +174,6 @@ LAYOUTS: list[Any] = [
             (("--engine", "zero3", *SPREAD), 2),
             (("--engine", "fsdp2", *SPREAD), 2),
             ((*SPREAD, "--teacher_tp", 2, "--offload_teacher_model", "true"), 2),
-            (("--engine", "zero3", *SPREAD, "--offload_teacher_model", "true"), 2),
         )
     ),
 ]
@@ -224,7 +223,7 @@ def other_teachers(folder: Path) -> Path:
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**kept, **experts)).save_pretrained(folder / "experts")
     Qwen3ForCausalLM(Qwen3Config(**kept | {"vocab_size": kept["vocab_size"] + 19})).save_pretrained(folder / "wide")
     for name in ("experts", "wide"):
-        _randomize(folder / name)
+        randomize(folder / name)
         for file in (folder / "teacher").glob("*token*"):
             shutil.copy(file, folder / name)
         shutil.copy(folder / "teacher/chat_template.jinja", folder / name)

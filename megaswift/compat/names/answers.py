@@ -56,6 +56,8 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "quantization_method": "--quantization_bit 4, or megaswift export --quantization_bit 4",
     "to_gguf": "convert the exported model with llama.cpp: python convert_hf_to_gguf.py OUT/hf",
     # what trains
+    "teacher_adapters": "merge the adapters: megaswift export --merge_lora true, then --teacher_model DIR",
+    "teacher_model_type": "--teacher_model DIR",
     "ref_adapters": "merge the adapters: megaswift export --merge_lora true, then --ref_model DIR",
     "reward_adapters": "merge the adapters: megaswift export --merge_lora true, then --reward_model DIR",
     # batches, length, schedule

@@ -55,6 +55,8 @@ RENAMED = {
     "dpo_beta": "beta",
     "pref_beta": "beta",
     "pref_loss": "loss_type",
+    "teacher_model_server_url": "teacher_model_server",
+    "loss_top_k": "gkd_logits_topk",
     "reward_model_path": "reward_model",
     "reward_model_name_or_path": "reward_model",
     "dataset_streaming": "streaming",

@@ -37,12 +37,13 @@ CONSOLE_SCRIPTS = {"swift": SWIFT, "megatron": MEGATRON_SWIFT, "megaswift": MEGA
 WITHOUT_A_FILE = ("infer", "deploy", "export", "eval", "rollout", "app", "sample", "merge-lora", "web-ui")
 """Commands of ms-swift that take no YAML file here."""
 TRL_TASKS = {"reward": "rm", "reward_modeling": "rm"} | {
-    t: t for t in ("sft", "dpo", "kto", "grpo", "orpo", "cpo", "ppo")
+    t: t for t in ("sft", "dpo", "kto", "gkd", "grpo", "orpo", "cpo", "ppo")
 }
 TRL_VARIANTS = {
     "rloo": ("grpo", "--advantage_estimator=rloo"),
     "gspo": ("grpo", "--importance_sampling_level=sequence"),
     "bco": ("kto", "--loss_type=bco"),
+    "distillation": ("gkd", "--lmbda=1", "--beta=1"),
 }
 """Scripts of TRL that are a task of ours with an option."""
 STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
@@ -54,7 +55,7 @@ TRAINS = frozenset(
 MEGATRON_TRAINS = frozenset({"lr", "train_iters", "train_samples"})
 """Names of Megatron-LM that a program has which trains, and one that only evaluates has not."""
 _SWIFT_FILE = re.compile(r"(?:^|[/.])(?:swift[/.])?cli[/.](_megatron[/.])?([\w-]+?)(?:\.py)?$")
-_TRL_FILE = re.compile(r"(?:^|[/.])(?:trl[/.]scripts|examples/scripts)[/.](?:\w+/)?(\w+?)(?:\.py)?$")
+_TRL_FILE = re.compile(r"(?:^|[/.])(?:trl[/.](?:scripts|experimental)|examples/scripts)[/.](?:\w+/)?(\w+?)(?:\.py)?$")
 _MEGATRON_FILE = re.compile(r"(?:^|/)(?:pretrain|train)_(?:gpt|mamba|hybrid|llama|mixtral|moe)\w*\.py$")
 _OWN_FILE = re.compile(rf"(?:^|/)megaswift[/.]({'|'.join(TASKS)}|rlhf)(?:\.py)?$")
 _GUESS = ("grpo", "dpo", "kto", "orpo", "cpo", "ppo", "reward", "pretrain", "clm", "pt")

@@ -66,8 +66,7 @@ DIFFERENT = {
     "ms-swift": "disable_ignore_empty_think num_mini_batches num_sample_generations template_backend use_chat_template",
     "Megatron-SWIFT": "accumulate_allreduce_grads_in_fp32 calculate_per_token_loss "
     "data_parallel_sharding_strategy fp8_amax_compute_algo fp8_amax_history_len "
-    "main_params_dtype muon_extra_scale_factor "
-    "teacher_tag_key use_chat_template",
+    "main_params_dtype muon_extra_scale_factor use_chat_template",
     "transformers": "dataloader_drop_last do_train project",
 }
 """Names whose default asks for something that does not happen here. (Megatron-LM's switches take no value, and its

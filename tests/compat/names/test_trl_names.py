@@ -27,7 +27,7 @@ TASK_OF = {
     "RewardConfig": "rm",
     "GRPOConfig": "grpo",
     "RLOOConfig": "grpo",
-    "DistillationConfig": "sft",
+    "DistillationConfig": "gkd",
     "ModelConfig": "sft",
     "ScriptArguments": "sft",
     "DatasetMixtureConfig": "sft",

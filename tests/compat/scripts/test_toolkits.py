@@ -40,6 +40,8 @@ def only(text: str) -> ForeignCommand:
         ("trl dpo --lr 1", TRL, "dpo"),
         ("trl reward --lr 1", TRL, "rm"),
         ("python trl/scripts/sft.py --lr 1", TRL, "sft"),
+        ("python trl/experimental/gkd/gkd.py --lr 1", TRL, "gkd"),
+        ("python trl/scripts/distillation.py --lr 1", TRL, "gkd"),
         ("accelerate launch --num_processes 2 examples/scripts/kto.py --lr 1", TRL, "kto"),
         ("accelerate launch -m trl.scripts.grpo --lr 1", TRL, "grpo"),
         ("python examples/scripts/ppo/ppo_tldr.py --lr 1", TRL, "ppo"),

@@ -134,7 +134,7 @@ DISTILLATION_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("max_completion_length", "max_length"),
         lambda c: samples_in_training(c) and c.rollout.max_completion_length >= c.data.max_length,
-        "leaves no room for prompts within max_length",
-        "a larger --max_length",
+        "leaves no room for the prompt within max_length {max_length}",
+        "use a larger --max_length, which counts prompt and completion",
     ),
 )
