@@ -42,6 +42,7 @@ PLACES = {
     "MODEL": "Qwen2.5-7B-Instruct",
     "GPT_OSS": "gpt-oss-20b",
     "RM_DIR": "Qwen2.5-7B-reward",
+    "TEACHER": "Qwen2.5-14B-Instruct",
     "out": "Qwen2.5-7B-Instruct",
     "quickstart-output/model": "Qwen2.5-7B-Instruct",
     "quickstart-output/run/hf": "Qwen2.5-7B-Instruct",
@@ -56,6 +57,8 @@ REFUSED = {
     "sft --model DIR --dataset AI-ModelScope/alpaca-gpt4-data-zh#500 swift/self-cognition#200 --use_hf false": "the "
     "stand-ins lie on this machine",
     "pt --model DIR --dataset 0.3 web 0.7 code --data_split 98,2,0 --max_steps 1000": "the stand-ins are no .bin files",
+    "gkd --model DIR --teacher_logits probabilities --dataset data.jsonl --lmbda 0 --learning_rate 2e-5 --output_dir "
+    "out-second": "the command before it, which writes the folder, has not run",
     "export --model DIR --quant_method gptq --quant_bits 4 --dataset data.jsonl#2000 --output_dir SMALL-GPTQ": "the "
     "tests' environment has no llmcompressor",
     "export --model DIR --quant_method awq --quant_bits 4 --dataset data.jsonl --output_dir SMALL-AWQ": "the "
