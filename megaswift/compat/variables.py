@@ -14,6 +14,13 @@ OPTIONS = {
     "FPS_MIN_FRAMES": "video_min_frames",
     "FPS_MAX_FRAMES": "video_max_frames",
     "VIDEO_MAX_PIXELS": "video_max_pixels",
+    "INFONCE_TEMPERATURE": "infonce_temperature",
+    "INFONCE_USE_BATCH": "infonce_use_batch",
+    "INFONCE_HARD_NEGATIVES": "max_negatives",
+    "MAX_NEGATIVE_SAMPLES": "max_negatives",
+    "LISTWISE_RERANKER_TEMPERATURE": "listwise_temperature",
+    "GENERATIVE_RERANKER_POSITIVE_TOKEN": "positive_token",
+    "GENERATIVE_RERANKER_NEGATIVE_TOKEN": "negative_token",
 }
 """Variables whose values are options here."""
 SIZES = re.compile(
@@ -24,6 +31,18 @@ SIZES = re.compile(
 OTHERS = (
     (SIZES, "the model's preprocessor_config.json sets the sizes of images and videos"),
     (re.compile("NCCL_TIMEOUT"), "neither NCCL nor PyTorch reads it either; --ddp_timeout SECONDS sets the timeout"),
+    (
+        re.compile("INFONCE_(MASK_FAKE_NEGATIVE|FAKE_NEG_MARGIN)"),
+        "--infonce_false_negative_margin 0.1 leaves out negatives that are closer than the positive by more than 0.1",
+    ),
+    (
+        re.compile("INFONCE_INCLUDE_(QQ|DD)"),
+        "--infonce_directions query_to_doc query_to_query doc_to_doc adds these similarities",
+    ),
+    (
+        re.compile("MAX_POSITIVE_SAMPLES|LISTWISE_RERANKER_MIN_GROUP_SIZE"),
+        "all positives of a row are read, and lists without a negative have no loss",
+    ),
     (re.compile("REASONING_EFFORT"), "the chat template's own default applies; --chat_template FILE.jinja changes it"),
     (re.compile("ASCEND_RT_VISIBLE_DEVICES"), "Ascend NPUs are not supported; CUDA_VISIBLE_DEVICES selects GPUs"),
 )

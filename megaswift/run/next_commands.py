@@ -33,7 +33,7 @@ def next_commands(cfg: SwiftConfig, outputs: OutputFolder, adapts: bool) -> list
         prompts = cfg.data.dataset or ("PROMPTS",)  # the pairs have prompts, which other rows may replace
         return [_command("grpo", "--model", *model, "--dataset", *prompts, *trust)]
     if cfg.task in RETRIEVAL and hf.is_dir():
-        return []  # the model generates no text
+        return [_command("deploy", "--model", str(hf), *trust)]
     if cfg.task in CLASSIFIERS and hf.is_dir():
         rows = (name for name in (*cfg.data.val_dataset, *cfg.data.dataset) if cached_dataset_folder(name) is None)
         judged = _command("infer", "--model", str(hf), "--dataset", next(rows, "FILE"))

@@ -124,7 +124,7 @@ def _reranker_files(cfg: SwiftConfig, tokenizer: Any) -> dict[str, str]:
     }
     texts["sentence_bert_config.json"] = {
         "transformer_task": "text-generation" if generative else "sequence-classification",
-        "modality_config": {"message": {**output, "format": "flat"}},
+        "modality_config": {"text": output, "message": {**output, "format": "flat"}},
         "module_output_name": "causal_logits" if generative else "scores",
     }
     written = {path: json.dumps(value, indent=2, ensure_ascii=False) + "\n" for path, value in texts.items()}

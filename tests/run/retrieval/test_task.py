@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sentence_transformers import SentenceTransformer
+import torch
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
 from megaswift.config import SwiftConfig
@@ -187,3 +188,31 @@ def test_a_width_beyond_the_model_s_is_refused() -> None:
     plan: Any = SimpleNamespace(cfg=cfg, spec=SimpleNamespace(hidden_size=32))
     with pytest.raises(ConfigError, match="is wider than the model's embeddings, which have 32"):
         refuse_wide_matryoshka(plan)
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("generative_reranker", ("--loss_type", "listwise_reranker", "--positive_token", "y", "--negative_token", "n")),
+        ("reranker", ("--engine", "ddp")),
+        pytest.param("reranker", ("--loss_type", "listnet_reranker"), marks=SLOW),
+    ],
+)
+def test_a_reranker_s_export_gives_the_scores_of_the_evaluation(
+    task: str, options: Sequence[object], folder: Path, tmp_path: Path
+) -> None:
+    """Losses and rankings of the evaluation, from the scores of a CrossEncoder."""
+    template = ("--reranker_template", "{instruction} ? {query} ? {document} = ", "--reranker_instruction", "judge it")
+    line = evaluated(folder, tmp_path / "out", *options, *template, task=task)
+    model = CrossEncoder(str(tmp_path / "out" / "hf"), device="cpu")
+    pairs = [(row["anchor"], text) for row in ROWS for text in (row["positive"], *row["negative"])]
+    scores = torch.from_numpy(model.predict(pairs, activation_fn=torch.nn.Identity())).double().view(len(ROWS), 3)
+    places = 1 + (scores[:, 1:] >= scores[:, :1]).sum(1)
+    assert line["mrr"] == pytest.approx(float((1 / places).mean()), abs=1e-6)
+    relevant = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64).expand_as(scores)
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(scores, relevant)
+    if "listwise_reranker" in options:
+        expected = -scores.log_softmax(1)[:, 0].mean()
+    elif "listnet_reranker" in options:
+        expected = -(relevant.softmax(1) * scores.log_softmax(1)).sum(1).mean()
+    assert line["loss"] == pytest.approx(float(expected), abs=1e-5)
