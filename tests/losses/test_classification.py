@@ -22,14 +22,19 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss, ForToken
 from megaswift.data.batches.collate import Document, PaddingShape
 from megaswift.data.labeled.collate import collate_labeled
 from megaswift.engine.reported_numbers import ReportOrder
-from megaswift.losses.classification import SequenceClassification, TokenClassification
+from megaswift.losses.classification import (
+    SequenceClassification,
+    TokenClassification,
+    f1_of_all_labels,
+    f1_of_present_labels,
+)
 from megaswift.losses.contract import Batch, Loss, MeanMetric, ModelOutputs, VectorMetric
 from megaswift.losses.options.classification import MULTI_LABEL, PROBLEM_TYPES, REGRESSION, SINGLE_LABEL
 from megaswift.trainers.hooks.evaluation import AddendsOfBatches
 
 LABELS = 4
-SIZES = [[3, 5, 1], [2], [4, 4, 7, 2], [6]]
-"""Tokens of the texts of each micro-batch."""
+SIZES = [[3, 5, 1], [2], [4, 4, 7, 2], [1]]
+"""Tokens of the texts of each micro-batch. The last one's single token would stand for the row that only fills up."""
 SHAPE = PaddingShape(doc_multiple=4, row_multiple=3)
 
 
@@ -174,6 +179,15 @@ def test_no_correlation_without_a_spread() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert same.reported.addable["moments"].metrics(moments.value.tolist()) == {}
+
+
+def test_classes_that_nobody_names() -> None:
+    """Left out of the macro mean of classes, 0 in that of several labels."""
+    truth, guess = [0, 0, 1, 1], [0, 0, 0, 1]
+    counted = [2.0, 1.0, 0.0, 3.0, 1.0, 0.0, 2.0, 2.0, 0.0]  # hits, guesses and occurrences of three classes
+    assert f1_of_present_labels(counted)["f1_macro"] == pytest.approx(sk.f1_score(truth, guess, average="macro"))
+    rows = [np.eye(3)[named] for named in (truth, guess)]
+    assert f1_of_all_labels(counted)["f1_macro"] == pytest.approx(sk.f1_score(*rows, average="macro", zero_division=0))
 
 
 def test_a_batch_without_a_label_counts_nothing() -> None:

@@ -185,10 +185,10 @@ def curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
 CASES: list[Any] = [
     ("names", ("--tp", 2, "--sequence_parallel", "true")),
     ("tags", ("--cp", 2, "--packing", "true", "--max_length", 512)),
-    ("several", ("--engine", "zero2", *SPREAD)),
     *(
         pytest.param(kind, layout, marks=SLOW)
         for kind, layout in (
+            ("several", ("--engine", "zero2", *SPREAD)),
             ("names", ("--pp", 2)),
             ("names", ("--cp", 2)),
             ("names", ("--packing", "true", "--max_length", 512)),
@@ -244,11 +244,11 @@ def whole_loss(folder: Path, kind: str) -> float:
 
 
 LORA: list[Any] = [
-    ("names", ("--tp", 2)),
     ("tags", ("--engine", "ddp", *SPREAD)),
     *(
         pytest.param(kind, layout, marks=SLOW)
         for kind, layout in (
+            ("names", ("--tp", 2)),
             ("tags", ("--tp", 2, "--sequence_parallel", "true")),
             ("tags", ("--pp", 2)),
             ("several", ("--cp", 2)),
