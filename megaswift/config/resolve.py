@@ -18,7 +18,7 @@ from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.options.given_options import LISTS_ALL, GivenOptions, Toolkits, unknown_option_problem
 from megaswift.options.sources import ConfigSource, GivenOptionValue, accepted_notice, secret_values_of
 from megaswift.options.spelling import problems_as_typed
-from megaswift.options.tasks import ALIGNMENT, CAUSAL_LM, PREFERENCES, RL, TASK_NAMES, TASK_TYPES, TASKS
+from megaswift.options.tasks import ALIGNMENT, CAUSAL_LM, PREFERENCES, RL, SAMPLED, TASK_NAMES, TASK_TYPES, TASKS
 from megaswift.options.values import option_value_text
 from megaswift.trainers.options.schedule import FromScratchSchedule, from_scratch_defaults
 from megaswift.trainers.rl.options.checks import missing_reward_problems
@@ -80,12 +80,11 @@ class Resolver:
         """Return the notices: options read differently from what was written, then defaults that depend on other
         options, then defaults that differ from those of another toolkit."""
         accepted = accepted_notice(given.accepted.values())
-        max_lengths = _default_max_length(given).values()
         accumulation = _default_accumulation(given)
         return (
             *given.notices,
             *([accepted] if accepted else ()),
-            *(f"max_length {n}: room for prompts beside max_completion_length" for n in max_lengths),
+            *_room_notice(given),
             *_learning_rate_notice(sections),
             *engine_notices(sections),
             *((accumulation.text,) if accumulation else ()),
@@ -196,13 +195,25 @@ def _default_accumulation(given: GivenOptions) -> DefaultGradientAccumulation | 
 
 
 def _default_max_length(given: GivenOptions) -> dict[str, int]:
-    """Return a larger `max_length` if it is not given and `max_completion_length` would leave no room for prompts in
-    the default; else nothing."""
-    default = OPTIONS["max_length"].default
+    """Return a larger `max_length` if the given `max_completion_length` would leave no room for prompts in it; else
+    nothing. ms-swift's `max_length` is the limit of prompts alone."""
+    limit = given.values.get("max_length", OPTIONS["max_length"].default)
     completion = given.values.get("max_completion_length")
-    if given.task not in RL or "max_length" in {*given.values, *given.wrong} or completion is None:
+    if given.task not in SAMPLED or "max_length" in given.wrong or completion is None or limit is None:
         return {}
-    return {"max_length": completion + default} if completion >= default else {}
+    return {"max_length": completion + limit} if completion >= limit else {}
+
+
+def _room_notice(given: GivenOptions) -> Iterator[str]:
+    for larger in _default_max_length(given).values():
+        if given.values.get("max_length") is None:
+            yield f"max_length {larger}: room for prompts beside max_completion_length"
+        else:
+            limit = given.values["max_length"]
+            yield (
+                f"max_length {limit} is read as the limit of prompts, because completions alone may be as long: rows "
+                f"have up to {larger} tokens"
+            )
 
 
 def _learning_rate_notice(c: Sections) -> Iterator[str]:

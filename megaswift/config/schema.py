@@ -61,7 +61,7 @@ def _plain(option: Option) -> dict[str, Any]:
         share = {"exclusiveMinimum": 0, "exclusiveMaximum": 1}
         return description | {"type": ["number", "string", "null"], "anyOf": [{"type": "integer", **limits}, share]}
     if unset := option.details.get("unset"):
-        return description | {"anyOf": [limits, {"enum": [int(word) for word in unset]}]}
+        return description | {"anyOf": [limits, {"enum": sorted({float(word) for word in unset})}]}
     return description | limits
 
 

@@ -40,7 +40,11 @@ def resets_number_to_default(option: Option, raw: Any) -> bool:
 
 def _says_none(option: Option, raw: Any) -> bool:
     """None, in words, or as another toolkit writes it for this option."""
-    if isinstance(raw, int | str) and not isinstance(raw, bool) and str(raw).strip() in option.details.get("unset", ()):
+    if (
+        isinstance(raw, int | float | str)
+        and not isinstance(raw, bool)
+        and str(raw).strip() in option.details.get("unset", ())
+    ):
         return True
     return raw is None or (isinstance(raw, str) and raw.strip().lower() in UNSET and option.kind != "bool")
 

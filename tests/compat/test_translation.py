@@ -211,8 +211,10 @@ def test_long_completions_get_room_for_prompts() -> None:
     cfg = load_config("grpo", [*GIVEN, "--reward_funcs", "length", "--max_completion_length", "4096"], environ={})
     assert cfg.data.max_length == 4096 + 2048 and any("room for prompts" in n for n in cfg.notices)
     words = ["--reward_funcs", "length", "--max_completion_length", "4096", "--max_length", "1024"]
-    with pytest.raises(ConfigError, match="leaves no room for the prompt"):
-        load_config("grpo", [*GIVEN, *words], environ={})
+    cfg = load_config("grpo", [*GIVEN, *words], environ={})
+    assert cfg.data.max_length == 4096 + 1024 and any("is read as the limit of prompts" in n for n in cfg.notices)
+    words[-1] = "5000"
+    assert load_config("grpo", [*GIVEN, *words], environ={}).data.max_length == 5000
 
 
 @pytest.mark.parametrize("stage", ["dpo", "kto", "pt", "rm", "ppo", "sft"])

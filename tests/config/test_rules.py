@@ -139,6 +139,7 @@ IDLE = [
 ]
 
 CLASHING = [
+    ("max_completion_length", "gkd --max_length 512 --teacher_model t"),
     ("advantage_estimator", "grpo --advantage_estimator teacher_kl"),
     ("dynamic_sample", "grpo --advantage_estimator teacher_kl --teacher_model t --dynamic_sample"),
     ("teacher_model_server", "gkd --teacher_model_server http://t --teacher_model t --gkd_logits_topk 2"),
@@ -150,7 +151,6 @@ CLASHING = [
     ("seq_kd", "gkd --seq_kd"),
     ("seq_kd", "gkd --seq_kd --teacher_model t --rollout_backend vllm_server"),
     ("packing", "gkd --packing true --teacher_model t"),
-    ("max_completion_length", "gkd --max_completion_length 90 --max_length 80 --teacher_model t"),
     ("async_save", "--async_save --save_only_model"),
     ("truncation_strategy", "--truncation_strategy split"),
     ("interleave_prob", "--interleave_prob 1 2 --dataset a"),

@@ -270,11 +270,11 @@ def on_policy(folder: Path) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
-        (("--tp", 2), 2),
         *(
             pytest.param(layout, ranks, marks=SLOW)
             for layout, ranks in (
                 ((), 1),
+                (("--tp", 2), 2),
                 (("--pp", 2, "--teacher_tp", 2, "--teacher_pp", 1), 2),
                 (("--cp", 2), 2),
                 (("--cp", 2, "--padding_free", "true"), 2),
@@ -405,10 +405,15 @@ LARGEST = ("--lmbda", 0, "--beta", 0, "--gkd_logits_topk", 4)
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
-        (("--pp", 2), 2),
+        ((), 1),
         *(
             pytest.param(layout, ranks, marks=SLOW)
-            for layout, ranks in ((("--tp", 2), 2), (("--cp", 2), 2), (("--engine", "ddp", *SPREAD), 2))
+            for layout, ranks in (
+                (("--pp", 2), 2),
+                (("--tp", 2), 2),
+                (("--cp", 2), 2),
+                (("--engine", "ddp", *SPREAD), 2),
+            )
         ),
     ],
 )

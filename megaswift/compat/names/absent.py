@@ -135,7 +135,7 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
      "subtract it in a reward function: --reward_funcs FILE.py:function"),
     ("mcore_ref_adapter", UNSET, "a reference model is a folder of whole weights",
      "merge the adapters: megaswift export --merge_lora true, then --ref_model DIR"),
-    ("log_rollout_offpolicy_metrics", OFF, "metrics.jsonl has the metrics of docs/rl.md only", LEAVE),
+    ("log_rollout_offpolicy_metrics", EITHER, "metrics.jsonl has the metrics of docs/rl.md only", LEAVE),
     ("calculate_KL", (*UNSET, *OFF), "the KL divergence is measured where a reference model is used", "--beta X"),
     ("log_entropy", EITHER, "metrics.jsonl contains the mean entropy", LEAVE),
     ("router_replay_mode", ("disabled",), "training routes tokens to experts anew", LEAVE),

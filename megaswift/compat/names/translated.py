@@ -116,6 +116,7 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     **{(name, "true"): meaning for name, meaning in SWITCHES.items()},
     **{(name, "true"): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
     **{("mixed_precision", name): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
+    ("tuner_type", "bone"): ("train_type", "miss"),
     ("deepspeed", "default-zero2"): ("deepspeed", "zero2"),
     ("deepspeed", "default-zero3"): ("deepspeed", "zero3"),
     ("mixed_precision", "false"): ("torch_dtype", "float32"),

@@ -82,7 +82,11 @@ class PreferenceConfig:
         False, "Weight pairs by their probability under the policy (WPO, arXiv:2406.11827)", tasks=("dpo",)
     )
     rpo_alpha: float | None = option(
-        None, "Weight of an added NLL term on the chosen completion (RPO, arXiv:2404.19733)", above=0, tasks=("dpo",)
+        None,
+        "Weight of an added NLL term on the chosen completion (RPO, arXiv:2404.19733)",
+        above=0,
+        unset=("0", "0.0"),
+        tasks=("dpo",),
     )
     discopop_tau: float = option(
         0.05, "Temperature of discopop", above=0, tasks=("dpo",), only_with={"loss_type": "discopop"}
