@@ -145,7 +145,9 @@ def test_a_server(model: Path, prompts: Path, tmp_path: Path, capsys: pytest.Cap
     """A failed request ends the command; the same command goes on, and every completion has a seed of its own."""
     Chat.broken = {42 + 20}
     with serve_loopback(Chat) as address:
-        given = words(model, prompts, "--result_path", tmp_path / "out.jsonl", "--base_url", f"{address}/v1")
+        given = words(
+            model, prompts, "--result_path", tmp_path / "out.jsonl", "--base_url", f"{address}/v1", "--batch_size", 4
+        )
         assert main(given) != 0
         assert "answers 500 to POST /chat/completions" in capsys.readouterr().err
         assert (tmp_path / "out.jsonl.partial").exists() and main(given) == 0
