@@ -14,7 +14,7 @@ from megaswift.config.sections import NAMES, SECTIONS
 from megaswift.errors import Problem
 from megaswift.options.given_options import unknown_option_problem
 from megaswift.options.sources import AcceptedOption, GivenOptionValue
-from megaswift.options.tasks import RL
+from megaswift.options.tasks import SAMPLED
 from megaswift.options.values import FALSE, option_value_text
 
 ENVIRONMENT_SECTION = "ENV"
@@ -44,7 +44,7 @@ def unknown_option_problems(given: GivenOptionValue, known: Mapping[str, str], t
         task: The task, where it is known.
     """
     _, _, neutral = _neutral(given)
-    if _SAMPLING.match(given.name) and task is not None and task not in RL:
+    if _SAMPLING.match(given.name) and task is not None and task not in SAMPLED:
         return [Problem(given.label, f"has no effect in {task}, which samples nothing", "leave it out")]
     if (keys := KNOWN_KEYS.get(given.name)) is not None:
         return [Problem(given.label, "is not a known key", f"leave it out; known keys: {keys}")]

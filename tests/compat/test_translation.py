@@ -207,14 +207,23 @@ def test_two_precisions_contradict_each_other() -> None:
         load_config("sft", [*GIVEN, "--bf16", "true", "--fp16", "true"], environ={})
 
 
-def test_long_completions_get_room_for_prompts() -> None:
-    cfg = load_config("grpo", [*GIVEN, "--reward_funcs", "length", "--max_completion_length", "4096"], environ={})
+@pytest.mark.parametrize(("task", "needed"), [("grpo", "--reward_funcs length"), ("gkd", "--teacher_model t")])
+def test_long_completions_get_room_for_prompts(task: str, needed: str) -> None:
+    given = [*GIVEN, *needed.split(), "--max_completion_length", "4096"]
+    cfg = load_config(task, given, environ={})
     assert cfg.data.max_length == 4096 + 2048 and any("room for prompts" in n for n in cfg.notices)
-    words = ["--reward_funcs", "length", "--max_completion_length", "4096", "--max_length", "1024"]
-    cfg = load_config("grpo", [*GIVEN, *words], environ={})
+    cfg = load_config(task, [*given, "--max_length", "1024"], environ={})
     assert cfg.data.max_length == 4096 + 1024 and any("is read as the limit of prompts" in n for n in cfg.notices)
-    words[-1] = "5000"
-    assert load_config("grpo", [*GIVEN, *words], environ={}).data.max_length == 5000
+    assert load_config(task, [*given, "--max_length", "5000"], environ={}).data.max_length == 5000
+
+
+def test_options_of_vllm_are_answered_where_a_task_samples() -> None:
+    words = [*GIVEN, "--teacher_model", "t", "--vllm_server_pass_dataset", "true"]
+    with pytest.raises(ConfigError) as caught:
+        load_config("gkd", words, environ={})
+    assert "samples nothing" not in str(caught.value)
+    with pytest.raises(ConfigError, match="samples nothing"):
+        load_config("sft", [*GIVEN, *words[-2:]], environ={})
 
 
 @pytest.mark.parametrize("stage", ["dpo", "kto", "pt", "rm", "ppo", "sft"])
