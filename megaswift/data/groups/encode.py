@@ -42,8 +42,6 @@ class GroupEncoder:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = spec.splits_special_tokens
-        if self.texts.cut and not self.texts.template:
-            self._tokenizer.enable_truncation(self.texts.max_length)  # which keeps the tokenizer's own end
         _, _, behind = self.texts.template.rpartition("{document}")
         self._behind = self._tokenizer.encode(behind, add_special_tokens=False).ids + self._end()
         """The tokens behind a document, which stay where the document is cut."""
@@ -69,7 +67,7 @@ class GroupEncoder:
         ids = self._tokenizer.encode(text).ids
         most = self.texts.max_length
         if self.texts.cut and len(ids) > most:
-            # A reranker's text goes on behind the document, and the score is read at its end
+            # What the tokenizer appends stays, and of a reranker's text what goes on behind the document
             ids = ids[: max(0, most - len(self._behind))] + self._behind
         return np.array(ids, dtype=np.int32)
 

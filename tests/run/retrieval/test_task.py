@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from transformers import AutoModel
 
 from megaswift.config import SwiftConfig
 from megaswift.data.groups.documents import GroupDataset
@@ -133,6 +135,13 @@ def test_adapters(options: Sequence[object], folder: Path, tmp_path: Path) -> No
     assert line["mean_pos"] == pytest.approx(before, abs=1e-6)
     over_base = mean_positive(SentenceTransformer(str(out / "adapter"), device="cpu"))
     assert line["mean_pos"] == pytest.approx(over_base, abs=1e-6)
+    base = AutoModel.from_pretrained(folder / "model")
+    ids = torch.tensor([[4, 5, 6, 1]])
+    without = base(ids).last_hidden_state
+    adapted = PeftModel.from_pretrained(base, str(out / "adapter"))
+    merged = AutoModel.from_pretrained(out / "hf")(ids).last_hidden_state
+    torch.testing.assert_close(adapted(ids).last_hidden_state, merged, rtol=1e-4, atol=1e-5)
+    assert (merged - without).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--engine", "ddp"), marks=SLOW)])
