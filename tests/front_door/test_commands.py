@@ -130,7 +130,7 @@ def test_typed_as_they_are(name: str, root: Path) -> None:
     [
         ("--safe_serialization false", "weights are saved as safetensors"),
         ("--vllm_pipeline_parallel_size 4", "has no effect in sft, which samples nothing"),
-        ("--task_type seq_cls", "is not supported: a run trains a language model"),
+        ("--task_type decision", "is not a supported task"),
     ],
 )
 def test_what_is_still_refused_says_why(words: str, rule: str, root: Path) -> None:
