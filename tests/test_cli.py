@@ -19,6 +19,7 @@ from megaswift.cli import COMMANDS, main, usage
 from megaswift.config import load_config
 from megaswift.error_exit import print_error_once
 from megaswift.errors import DataError, StorageError
+from megaswift.options.tasks import TASKS
 from megaswift.run.output import output_folder_problems
 from tests.trainers.inputs import write_inputs
 
@@ -420,6 +421,12 @@ def test_a_restarted_attempt_speaks_again(capsys: pytest.CaptureFixture) -> None
     for attempt, speaks in (("0", True), ("0", False), ("1", True)):
         print_error_once(DataError("row 7 is broken"), {**shared, "TORCHELASTIC_RESTART_COUNT": attempt}, patience=0)
         assert ("row 7 is broken" in capsys.readouterr().err) is speaks
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_has_a_file_for_launchers(task: str) -> None:
+    text = (ROOT / "megaswift" / f"{task}.py").read_text(encoding="utf-8")
+    assert f'raise SystemExit(main("{task}"))' in text
 
 
 def test_only_commands_that_exist_are_listed() -> None:

@@ -321,7 +321,7 @@ def test_the_examples_run_as_pasted(path: Path) -> None:
     p, dp = cfg.parallel, cfg.parallel.data_parallel_size
     world = (cfg.launch.nproc_per_node or 1) * (cfg.launch.nnodes or 1)
     assert (
-        path.parent.name in (task, "fallback", "ray", "by_size")
+        path.parent.name in (task, cfg.task, "fallback", "ray", "by_size")
         and f"configs/{path.parent.name}/{path.name}" == argv[0]
     )
     assert dp is None or dp * p.tensor_parallel_size * p.pipeline_parallel_size * p.context_parallel_size == world

@@ -1,0 +1,13 @@
+"""Distillation from a teacher: `torchrun megaswift/gkd.py`, `torchrun -m megaswift.gkd`, `megaswift gkd`."""
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: python has put megaswift/ itself on the path, where it would hide other packages
+    _root = str(Path(__file__).resolve().parent.parent)
+    sys.path[:] = [_root, *(p for p in sys.path if p != _root and Path(p).resolve() != Path(_root, "megaswift"))]
+
+from megaswift.commands.training import main  # noqa: E402
+
+if __name__ == "__main__":
+    raise SystemExit(main("gkd"))
