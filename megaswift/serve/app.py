@@ -199,18 +199,21 @@ def _refuse_tools(parsed: ChatRequest) -> None:
 def _text(served: ServerState, body: bytes) -> ParsedRequest:
     parsed = parse_request(CompletionRequest, body)
     adapter = _adapter(served, parsed.model)
-    if (parsed.logprobs or 0) > served.max_logprobs:
-        raise RequestRefused(400, f"logprobs may be at most {served.max_logprobs} here", "logprobs")
+    if (parsed.listed() or 0) > served.max_logprobs:
+        name = "logprobs" if parsed.prompt_logprobs is None else "prompt_logprobs"
+        raise RequestRefused(400, f"{name} may be at most {served.max_logprobs} here", name)
     _check_biases(served, parsed)
     make = served.prompts.of_any
     if parsed.max_tokens == 0:
         make = partial(make, room=False)
     prompts = [_prompt(served, make, p, "prompt") for p in parsed.prompts()]
-    if parsed.echo:
+    of_prompt = parsed.prompt_logprobs is not None
+    if parsed.echo or of_prompt:
         given = [p if isinstance(p, str) else served.prompts.tokenizer.decode(p) for p in parsed.prompts()]
         prompts = [replace(prompt, echo=text) for prompt, text in zip(prompts, given, strict=True)]
-    form = CompletionResponseWriter(adapter or served.name, served.texts, parsed.logprobs is not None)
-    return ParsedRequest(parsed, prompts, parsed.logprobs, form, adapter)
+    lists = parsed.logprobs is not None
+    form = CompletionResponseWriter(adapter or served.name, served.texts, lists, of_prompt=of_prompt)
+    return ParsedRequest(parsed, prompts, parsed.listed(), form, adapter)
 
 
 def _check_biases(served: ServerState, parsed: ChatRequest | CompletionRequest) -> None:

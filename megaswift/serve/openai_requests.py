@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 from megaswift.data.templates.roles import ROLES
@@ -256,13 +256,26 @@ class CompletionRequest(CommonRequestFields):
     """0: no answer; with `echo` and `logprobs` the prompt's log-probabilities."""
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
     echo: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    """vLLM's: so many of the likeliest tokens at each position of the prompt, by token id, with the prompt's own."""
     best_of: Any = None
     suffix: Any = None
 
-    @field_validator("logprobs", mode="before")
+    @field_validator("logprobs", "prompt_logprobs", mode="before")
     @classmethod
     def _count(cls, value: Any) -> Any:
         return cls._numbers(value)
+
+    @model_validator(mode="after")
+    def _alone(self) -> CompletionRequest:
+        others = [name for name in ("echo", "logprobs", "stream") if getattr(self, name) not in (None, False)]
+        if self.prompt_logprobs is not None and others:
+            raise ValueError(f"prompt_logprobs does not go with {', '.join(others)}")
+        return self
+
+    def listed(self) -> int | None:
+        """Return how many of the likeliest tokens an answer lists for each token; None: no log-probabilities."""
+        return self.logprobs if self.prompt_logprobs is None else self.prompt_logprobs
 
     @field_validator("prompt")
     @classmethod

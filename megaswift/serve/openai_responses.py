@@ -93,6 +93,8 @@ class CompletionResponseWriter(ChatResponseWriter):
     """Writes answers of /v1/completions."""
 
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    of_prompt: bool = False
+    """Whether answers have `prompt_logprobs`; they were made with an echo of the prompt, which is left out here."""
 
     def _tokens(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self.logprobs:
@@ -113,8 +115,29 @@ class CompletionResponseWriter(ChatResponseWriter):
 
     def whole(self, answers: Sequence[Answer], counts: dict[str, int]) -> dict[str, Any]:
         """The answer in one."""
+        if self.of_prompt:
+            choices = [self._with_prompt(i, answer) for i, answer in enumerate(answers)]
+            return self._body("text_completion", choices, {"usage": counts})
         choices = [self._choice(i, a.text, self._tokens(a.logprobs), finish_reason(a)) for i, a in enumerate(answers)]
         return self._body("text_completion", choices, {"usage": counts})
+
+    def _with_prompt(self, index: int, answer: Answer) -> dict[str, Any]:
+        """A choice with the likeliest tokens at each position of the prompt, in vLLM's form."""
+        count = len(answer.logprobs) - answer.tokens
+        text = answer.text[answer.logprobs[count].start :] if answer.tokens else ""
+        listed = [self._likeliest(entry) for entry in answer.logprobs[:count]]
+        return {**self._choice(index, text, None, finish_reason(answer)), "prompt_logprobs": listed}
+
+    def _likeliest(self, entry: TokenLogprob) -> dict[str, Any] | None:
+        if entry.logprob is None:
+            return None
+        ranked: dict[int, tuple[float, int | None]]
+        ranked = {token: (value, rank) for rank, (token, value) in enumerate(entry.top, 1)}
+        ranked.setdefault(entry.token, (entry.logprob, None))
+        return {
+            str(token): {"logprob": value, "rank": rank, "decoded_token": self.texts.text(token)}
+            for token, (value, rank) in ranked.items()
+        }
 
     def first(self, index: int) -> list[dict[str, Any]]:
         """Nothing comes before the text."""

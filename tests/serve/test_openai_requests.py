@@ -56,6 +56,29 @@ def scored(model: Path, text: str) -> tuple[list[int], torch.Tensor]:
         return ids, AutoModelForCausalLM.from_pretrained(model)(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
+@pytest.mark.parametrize("most", [0, 2])
+def test_prompt_logprobs_in_vllm_s_form(http: TestClient, model: Path, most: int) -> None:
+    """What distillation asks of a teacher's server; the oracle is transformers."""
+    ids, scores = scored(model, TEXT)
+    choice = complete(http, prompt=ids, max_tokens=most, prompt_logprobs=3).json()["choices"][0]
+    assert choice["text"] == complete(http, prompt=ids, max_tokens=most).json()["choices"][0]["text"]
+    first, *listed = choice["prompt_logprobs"]
+    assert first is None and len(listed) == len(ids) - 1
+    for place, entries in enumerate(listed):
+        best = scores[place].topk(3)
+        ranked = {str(int(i)): (float(v), r) for r, (v, i) in enumerate(zip(best.values, best.indices, strict=True), 1)}
+        ranked.setdefault(str(ids[place + 1]), (float(scores[place, ids[place + 1]]), None))
+        assert entries.keys() == ranked.keys()
+        for token, (value, rank) in ranked.items():
+            assert entries[token]["logprob"] == pytest.approx(value, abs=1e-5) and entries[token]["rank"] == rank
+
+
+def test_prompt_logprobs_go_alone(http: TestClient) -> None:
+    answer = complete(http, prompt_logprobs=3, echo=True)
+    assert answer.status_code == 400 and "does not go with echo" in answer.json()["error"]["message"]
+    assert complete(http, prompt_logprobs=30).status_code == 400
+
+
 @pytest.mark.parametrize("most", [0, 1, 3])
 @pytest.mark.parametrize("as_tokens", [False, True], ids=["text", "tokens"])
 def test_echo_gives_the_prompt_and_its_log_probabilities(

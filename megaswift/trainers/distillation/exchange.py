@@ -75,22 +75,22 @@ def transfer(owned: Mapping[int, Tensor], sources: Mapping[Key, int], sizes: Map
     """Send tensors between ranks, each as bytes. Collective.
 
     Args:
-        owned: The tensors of this rank, by number, on its device.
+        owned: The tensors of this rank, by number.
         sources: The rank that sends, for each number and the rank that gets it.
         sizes: The bytes of each number.
 
     Returns:
-        What this rank gets, uint8, by number. A tensor that it has itself is not sent.
+        What this rank gets, uint8 on its device, by number. A tensor that it has itself is not sent.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    device = next((t.device for t in owned.values()), None) or _device()
+    device = _device()
     got: dict[int, Tensor] = {}
     operations: list[dist.P2POp] = []
     for (number, target), source in sorted(sources.items()):
         if source == target == rank:
-            got[number] = _bytes(owned[number])
+            got[number] = _bytes(owned[number]).to(device)
         elif source == rank:
-            operations.append(dist.P2POp(dist.isend, _bytes(owned[number]), target))
+            operations.append(dist.P2POp(dist.isend, _bytes(owned[number]).to(device), target))
         elif target == rank:
             got[number] = torch.empty(sizes[number], dtype=torch.uint8, device=device)
             operations.append(dist.P2POp(dist.irecv, got[number], source))

@@ -26,7 +26,7 @@ class ServerTeacher:
     """Asks a server for the teacher's `k` largest log-probabilities. The first rank of each replica asks."""
 
     def __init__(self, url: str, k: int, layout: Layout, rank: int, timeout: float = 600.0) -> None:
-        start = f"vllm serve TEACHER --max-logprobs {k}"
+        start = f"vllm serve TEACHER --max-logprobs {k}, or megaswift deploy --model TEACHER"
         self.server = SamplingServer(url, timeout, "teacher", start)
         self.url = url
         self.k = k
