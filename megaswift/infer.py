@@ -30,6 +30,7 @@ from megaswift.launchers.cluster_variables import take_cluster_variables
 from megaswift.launchers.options.launch import LaunchConfig
 from megaswift.launchers.options.variables import CHECKED, is_launched_worker
 from megaswift.launchers.parent_death import PARENT, end_with_parent
+from megaswift.options.tasks import RETRIEVAL
 
 if TYPE_CHECKING:
     from megaswift.inference.model import ModelConfigAndTokenizer
@@ -42,7 +43,7 @@ megaswift infer: interactive chat, or batch inference on a prompt file
   megaswift infer --model DIR                                          chat (/clear, /quit)
   megaswift infer --model DIR --dataset q.jsonl --result_path a.jsonl  prompt file
   megaswift infer --adapters OUT/adapter --load_data_args true         validation rows of the run
-  megaswift infer --model CLASSIFIER --dataset texts.jsonl             labels, scores or embeddings
+  megaswift infer --model CLASSIFIER [--dataset texts.jsonl]           labels, scores or embeddings
   megaswift infer --model DIR --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
 STOPPED = "stopped; the same command resumes"
 LOOK_SECONDS = 0.5
@@ -112,8 +113,10 @@ def _run(cfg: InferConfig) -> int:
 
 
 def _pooling(cfg: InferConfig, folder: Path, found: PoolingFolder, several: bool) -> int:
-    """Vectors, scores or classes of the rows of a file."""
-    if not cfg.file.dataset or cfg.file.load_data_args:
+    """Vectors, scores or classes of the rows of a file, or of lines of text."""
+    from megaswift.inference.pooling.folder import SEQUENCE, TOKENS
+
+    if not cfg.file.dataset and found.kind not in (SEQUENCE, TOKENS):
         rule = f"gives no text ({found.kind}): it reads rows of files"
         raise ConfigError(Problem(f"--model {cfg.weights.model}", rule, "--dataset FILE.jsonl"))
     if several:
@@ -123,16 +126,19 @@ def _pooling(cfg: InferConfig, folder: Path, found: PoolingFolder, several: bool
     from megaswift.data.templates.chosen import read_system_message
     from megaswift.inference.pooling.model import load_pooling_model
     from megaswift.inference.pooling.texts import TextReader, context_of
-    from megaswift.serve.pooling.file import read_rows, write_results
+    from megaswift.serve.pooling.file import TextTerminal, read_rows, write_results
 
     tokenizer = read_tokenizer(folder, cfg.weights.trust_remote_code, None)
     system = read_system_message(cfg.conversation.system) or ""
     reader = TextReader(tokenizer, found, context_of(folder), cfg.conversation.max_length, system)
-    rows = read_rows(cfg.file, reader, cfg.pooling)
 
     def load() -> PoolingModel:
         return load_pooling_model(folder, cfg.weights, cfg.placement, cfg.pooling, found)
 
+    if not cfg.file.dataset:
+        TextTerminal(load(), reader, cfg.pooling).run()
+        return 0
+    rows = read_rows(cfg.file, reader, cfg.pooling, _rows_of_run(cfg))
     log.print_result(f"wrote {write_results(rows, load, tokenizer, cfg.file)}")
     return 0
 
@@ -251,6 +257,9 @@ def _rows_of_run(cfg: InferConfig) -> frozenset[str] | None:
     run = load_run_config(source)
     if cfg.file.dataset not in (run.data.val_dataset, run.data.dataset):  # --dataset on the command line
         return None
+    if run.task in RETRIEVAL and not run.data.val_dataset:
+        rule = f"does not know the rows that a run of {run.task} held out"
+        raise ConfigError(Problem("--load_data_args true", rule, "--dataset FILE.jsonl"))
     reader = tokenizer_or_processor_for(run.model, run.data, run.task)
     return validation_row_places(run.data, run.train, reader, run.task, run.rollout.max_completion_length)
 

@@ -133,7 +133,7 @@ def parsed(*words: str) -> ParsedCommand:
             "new: would be ignored: applies to a folder that is written",
         ),
         ("--model M --push_to_hub --hub_strategy every_save", "uploaded once"),
-        ("--model M", "needs --merge_lora, --quantization_bit, --quant_method fp8, --to_mcore"),
+        ("--model M", "needs --merge_lora, --quantization_bit, --quant_method, --to_mcore"),
         ("--adapters A --push_to_hub --quant 4", "--adapters A: would be ignored"),
     ],
 )

@@ -14,7 +14,7 @@ NAME = re.compile(
     r"|(^|_)(keys?|token|pass)$|_pwd$"
 )
 NOT_SECRET = re.compile(
-    r"(eos|bos|pad|unk|mask|stop|image|prng)_(token|key)$|(primary|foreign|sort|partition)_key$|_(file|path|dir|stdin|name|type|mode)$|(first|two|one|multi)_pass$"
+    r"(eos|bos|pad|unk|mask|stop|image|prng|positive|negative)_(token|key)$|(primary|foreign|sort|partition)_key$|_(file|path|dir|stdin|name|type|mode)$|(first|two|one|multi)_pass$"
 )
 """Tokens of a vocabulary, keys of random generators, and places of secrets."""
 PLAIN = re.compile(r"(key|keys|token|pass|credentials?)$")

@@ -184,7 +184,7 @@ def _quantize(
     model.config._name_or_path = str(prepared.folder)  # llmcompressor reads and writes again the config.json there
     batches: DataLoader[Any] = DataLoader(
         [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in sequences],  # type: ignore[arg-type]
-        batch_size=calibration.quant_batch_size,
+        batch_size=calibration.quant_batch_size if calibration.quant_batch_size > 0 else len(sequences),
     )
     from loguru import logger
 

@@ -14,10 +14,13 @@ from megaswift.losses.contract import Batch, LossTerm, MeanMetric, Metric, Model
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Weighted token cross-entropy, with label smoothing as in transformers' LabelSmoother (arXiv:1512.00567)."""
+    """Weighted token cross-entropy, with label smoothing as in transformers' LabelSmoother (arXiv:1512.00567), or with
+    each token's loss times its probability: dynamic fine-tuning (arXiv:2508.05629)."""
 
     label_smoothing: float = 0.0
     """The share of the target distribution that is spread evenly over the vocabulary."""
+    times_probability: bool = False
+    """Multiply the loss of a token by its probability, through which no gradient flows."""
 
     @property
     def needs(self) -> RequestedModelOutputs:
@@ -42,6 +45,8 @@ class CrossEntropy:
             assert outputs.logsumexp is not None and outputs.mean_logit is not None
             uniform = outputs.logsumexp - outputs.mean_logit  # mean over the vocabulary of -log p
             losses = (1 - self.label_smoothing) * losses + self.label_smoothing * uniform
+        if self.times_probability:
+            losses = losses * outputs.logprobs.detach().exp()
         total = (losses * batch.loss_weights).sum()
         labeled = batch.loss_weights != 0
         accuracy = MeanMetric((outputs.correct * labeled).sum(), labeled.sum())

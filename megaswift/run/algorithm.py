@@ -103,8 +103,10 @@ def _names(cfg: SwiftConfig) -> Iterator[str]:
 def _cross_entropy(cfg: SwiftConfig) -> Iterator[str]:
     smoothing = cfg.train.label_smoothing_factor
     layers = cfg.model.mtp_num_layers
-    if smoothing or layers:
+    if smoothing or layers or cfg.train.enable_dft_loss:
         yield "cross-entropy"
+    if cfg.train.enable_dft_loss:
+        yield "times each token's probability"
     if smoothing:
         yield _named("label_smoothing_factor", smoothing)
     if layers:

@@ -44,7 +44,7 @@ def _options_of(settings: type[DpoSettings | PolicySettings], section: Preferenc
 
 
 def _cross_entropy(cfg: SwiftConfig) -> Loss:
-    loss = CrossEntropy(cfg.train.label_smoothing_factor)
+    loss = CrossEntropy(cfg.train.label_smoothing_factor, cfg.train.enable_dft_loss)
     layers = cfg.model.mtp_num_layers
     return MultiTokenPrediction(loss, layers, cfg.model.mtp_loss_scaling_factor) if layers else loss
 

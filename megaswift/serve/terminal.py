@@ -43,11 +43,8 @@ class Terminal:
 
     def run(self) -> None:
         """Runs the chat until the input ends."""
-        if sys.stdin.isatty():
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401 (arrow keys and history for input())
-            print(HELP, file=self.out)
-        while (question := self._question()) is not None:
+        greet(HELP, self.out)
+        while (question := read_text(self.out)) is not None:
             if question == "/quit":
                 return
             if question == "/clear":
@@ -72,23 +69,6 @@ class Terminal:
             print(f"({error})", file=self.out)
         else:
             print("(attached to the next message)", file=self.out)
-
-    def _question(self) -> str | None:
-        lines: list[str] = []
-        while True:
-            try:
-                prompt = "  " if lines else ASK
-                line = input(prompt) if sys.stdin.isatty() else _line()
-            except EOFError:
-                print(file=self.out)
-                return None
-            except KeyboardInterrupt:
-                print("\n(Ctrl-D exits)", file=self.out)
-                lines.clear()
-                continue
-            lines.append(line.removesuffix("\\"))
-            if not line.endswith("\\"):
-                return "\n".join(lines).strip()
 
     def answer(self, question: str) -> None:
         """Sends a message and streams the answer to `out`."""
@@ -124,6 +104,33 @@ def _unknown(question: str) -> str:
     word = question.split()[0]
     meant = did_you_mean_hint(word, COMMANDS) or f"the commands are {', '.join(COMMANDS)}"
     return f"({word} is not a command: {meant}; to send it to the model, write /{word})"
+
+
+def greet(text: str, out: TextIO) -> None:
+    """Tell a person, not a pipe, what can be typed."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 (arrow keys and history for input())
+        print(text, file=out)
+
+
+def read_text(out: TextIO) -> str | None:
+    """Return what is typed next, lines that end in a backslash joined with the next; None at the end of the input."""
+    lines: list[str] = []
+    while True:
+        try:
+            prompt = "  " if lines else ASK
+            line = input(prompt) if sys.stdin.isatty() else _line()
+        except EOFError:
+            print(file=out)
+            return None
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D exits)", file=out)
+            lines.clear()
+            continue
+        lines.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            return "\n".join(lines).strip()
 
 
 def _line() -> str:

@@ -226,6 +226,7 @@ CLASHING = [
             "--recompute_granularity selective --recompute_modules moe_act",
         )
     ),
+    ("enable_dft_loss", "--enable_dft_loss true --mtp_num_layers 1"),
     *(
         ("mtp_num_layers", f"--mtp_num_layers 1 {more}")
         for more in (

@@ -83,8 +83,6 @@ def test_every_alias_in_a_message_of_a_later_stage() -> None:
 @pytest.mark.parametrize(
     "words, what",
     [
-        ("grpo --engine ddp --offload_optimizer true", "--offload_optimizer true"),
-        ("grpo --engine ddp --offload_model true", "--offload_model true"),
         ("sft --attention_backend flash --transformer_impl torch", "--attention_backend flash"),
         ("sft --tuner_type adalora --engine ddp --adalora_init_r 4", "--adalora_init_r 4"),
         ("sft --lr_warmup_iters 9 --train_iters 3", "--lr_warmup_iters 9"),

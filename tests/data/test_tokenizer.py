@@ -16,7 +16,7 @@ from megaswift.bridge.hf.writer import write_non_tensor_files
 from megaswift.data.tokenizer import score_padding_token
 from megaswift.inference.options.commands import ModelLoadingOptions
 from megaswift.models.family import read_config_json
-from megaswift.models.heads import config_with_scalar_head, with_pad_token_id
+from megaswift.models.heads import SCORE, config_with_head, with_pad_token_id
 from megaswift.rewards.reward_input import RewardInput
 from megaswift.rewards.reward_model import load_reward_models
 from tests.trainers.inputs import write_model
@@ -62,7 +62,7 @@ def test_a_newline_that_ends_a_template_is_no_padding_either(tmp_path: Path) -> 
 def test_the_exported_tokenizer_pads_with_it(padding: str | None, tmp_path: Path) -> None:
     folder = ends_with_end_token(tmp_path / "model", padding, None)
     tokens = AutoTokenizer.from_pretrained(folder)
-    config = config_with_scalar_head(read_config_json(folder))
+    config = config_with_head(read_config_json(folder), SCORE)
     config = with_pad_token_id(config, score_padding_token(tokens, config))
     (tmp_path / "hf").mkdir()
     write_non_tensor_files(tmp_path / "hf", [], {}, config, folder)

@@ -29,6 +29,7 @@ COLLECTIVES = {
 ON_DEVICE = {
     "megaswift.engine.objective",  # counts of a step, moved to the device
     "megaswift.engine.megatron.layers.moe.router",  # sums of auxiliary losses, moved to the device
+    "megaswift.trainers.distillation.teacher",  # shapes of hidden states, moved to the device
 }
 """Modules whose collectives on the default group send tensors of the device."""
 

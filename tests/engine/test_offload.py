@@ -1,7 +1,7 @@
 """Memory that is given back for a while: storages are empty meanwhile, views stay views, and the order on a shared
 device.
 
-Covers: megaswift/engine/megatron/offload.py.
+Covers: megaswift/engine/storage_offload.py, megaswift/engine/megatron/offload.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megaswift import device_copy
-from megaswift.engine.megatron import offload as megatron_offload
-from megaswift.engine.megatron.offload import StorageOffloader
+from megaswift.engine import storage_offload
+from megaswift.engine.storage_offload import StorageOffloader
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 
 
@@ -54,7 +54,7 @@ def test_host_memory_is_kept_and_device_memory_returned(megatron: Any, monkeypat
         return torch.empty(size, dtype=torch.uint8)
 
     monkeypatch.setattr(device_copy, "CHUNK", 512)
-    monkeypatch.setattr(megatron_offload, "is_host_storage", lambda storage: False)
+    monkeypatch.setattr(storage_offload, "is_host_storage", lambda storage: False)
     monkeypatch.setattr(device_copy, "allocate_host_memory", allocate)
     monkeypatch.setattr(torch.cuda, "synchronize", device_call("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", device_call("empty"))

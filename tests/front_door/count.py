@@ -65,7 +65,8 @@ def replaced_file(path: Path, root: Path) -> str:
         several = [_local(name, str(v), root) for v in (value if isinstance(value, list) else [value])]
         if name in (*MODELS, *DATA, "output_dir"):
             values[name] = several if isinstance(value, list) else several[0]
-    copy = root / "run.yaml"
+    copy = root / "copies" / path.name
+    copy.parent.mkdir(exist_ok=True)
     copy.write_text(yaml.safe_dump(values), encoding="utf-8")
     return str(copy)
 
@@ -132,7 +133,8 @@ def refusal(command: Command, root: Path) -> list[Problem]:
 OF_CLUSTER = {"$WORLD_SIZE": "2", "$RANK": "0", "$MASTER_ADDR": "127.0.0.1", "$MASTER_PORT": "29500"}
 """Variables that a cluster sets."""
 MACHINE = re.compile(
-    "needs the package|is not installed|no CUDA device|no kernel for a CPU|needs a GPU|CUDA device|cannot be compiled"
+    "(needs|requires) the package|is not installed|no CUDA device|no kernel for a CPU|needs a GPU|CUDA device|"
+    "cannot be compiled"
 )
 """Problems of this machine, not of the command."""
 

@@ -56,6 +56,11 @@ ACCEPTED = {
         "--host 0.0.0.0 --port 8000 --api_key k --adapters lora1=swift/test_lora lora2=swift/test_lora2 "
         "--verbose false --log_interval 9",
     ),
+    "a classifier": ("infer", "--adapters swift/test_bert"),
+    "calibrated": (
+        "export",
+        "--model Qwen/Qwen3-8B --dataset a b --quant_method awq --quant_bits 4 --group_size 128 --quant_batch_size -1",
+    ),
     "merged": ("export", f"--adapters {RUN} --merge_lora true"),
     "4 bits": (
         "export",
@@ -124,15 +129,10 @@ def test_a_device_map_to_the_answers(
 
 
 REFUSED = {
-    "GPTQ": (
-        "export",
-        "--model Qwen/Qwen3-8B --dataset a b --quant_method gptq --quant_bits 4 --group_size 128",
-        ["llmcompressor"],
-    ),
+    "GPTQ": ("export", "--model Qwen/Qwen3-8B --quant_method gptq --quant_bits 4", ["needs calibration rows"]),
     "data ahead": ("export", "--model Qwen/Qwen3-8B --dataset a --to_cached_dataset true", ["--output_dir FOLDER"]),
     "SGLang": ("deploy", "--model Qwen/Qwen3-8B --infer_backend sglang --sglang_tp_size 2", ["SGLang", "sglang"]),
     "an open server": ("deploy", "--host 0.0.0.0 --model Qwen/Qwen3-8B", ["requires a token"]),
-    "a classifier": ("infer", "--adapters swift/test_bert", ["--dataset FILE.jsonl"]),
     "LMDeploy": ("deploy", "--model Qwen/Qwen3-8B --infer_backend lmdeploy", ["lmdeploy"]),
 }
 """Commands that are refused: name -> command, options, and a part of each answer."""

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaswift import device_copy
+from megaswift.engine import storage_offload
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import Case, global_batch, own, parse
 from tests.parity.measure import build, full, recipe_options
@@ -59,6 +61,48 @@ def go(rank: int, world: int, run: Run) -> Result:
     torch.distributed.barrier()
     context.close()
     return out
+
+
+def offloaded(rank: int, world: int, run: Run) -> list[Any]:
+    """On a rank: the weights as they stream without the optimizer, the losses and the weights at the end, and what lies
+    on the device meanwhile."""
+    engine, context = build(run.case, run.folder, world, **recipe_options(Recipe(), False), **run.options)
+    streamed: list[dict[str, Tensor]] = []
+    losses, left, missing = [], [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage_offload, "is_host_storage", lambda storage: False)
+        patch.setattr(device_copy, "allocate_host_memory", lambda size: torch.empty(size, dtype=torch.uint8))
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr(torch.cuda, "empty_cache", lambda: None)
+        for k in range(run.first, run.last):
+            mine = own(global_batch(run.case, k), run.case.dp, rank)
+            losses.append(engine.train_batch(mine, CrossEntropy(), 4e-4).loss)
+            states = list(engine.strategy.optimizer_tensors())
+            engine.offload(frozenset({"optimizer"}))
+            sizes = engine.strategy.sizes()[1::2]
+            left.append(sum(t.untyped_storage().nbytes() for t in states))
+            streamed.append(full(engine.hf_weights()))
+            engine.offload(frozenset({"model"}))
+            left.append(sum(t.untyped_storage().nbytes() for t in engine.strategy.live(engine.shapes)))
+            missing.append(sum(sizes) - engine.parked.bytes)
+            engine.onload()
+    weights = full(engine.hf_weights())
+    torch.distributed.barrier()
+    context.close()
+    return [losses, streamed[-1], weights, left, missing]
+
+
+@pytest.mark.parametrize(
+    "engine", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero1", "zero2", "fsdp2"))]
+)
+def test_offloaded_between_steps(engine: str, pool: Pool, references: References) -> None:
+    """Nothing of the weights and states stays behind, the sampler's weights are the trained ones, and training goes on
+    as if nothing had left."""
+    run = Run(parse("dense dp2"), references.model("dense"), {"engine": engine}, last=3)
+    whole = pool.run(f"{__name__}:go", run, 2)[0]
+    losses, streamed, weights, left, missing = pool.run(f"{__name__}:offloaded", run, 2)[0]
+    assert losses == whole.losses and same_bits(weights, whole.weights) and same_bits(streamed, whole.weights)
+    assert left == [0] * 6 and max(missing) <= 0, "weights and states are all in host memory"
 
 
 def same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:

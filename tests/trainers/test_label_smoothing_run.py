@@ -1,5 +1,5 @@
-"""`--label_smoothing_factor`: whole runs beside transformers' Trainer with the same option; loss and gradient norm of
-every step, and the loss of an evaluation."""
+"""`--label_smoothing_factor` and `--enable_dft_loss`: whole runs beside transformers' Trainer and TRL's SFTTrainer with
+the same options; loss and gradient norm of every step, and the loss of an evaluation."""
 
 from __future__ import annotations
 
@@ -34,11 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def theirs(folder: Path) -> tuple[list[float], list[float], float]:
-    """transformers' losses, gradient norms and evaluation loss."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+def tokenized(folder: Path) -> list[dict[str, list[int]]]:
+    """The rows with labels on the answers."""
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     rows = []
@@ -48,6 +46,16 @@ def theirs(folder: Path) -> tuple[list[float], list[float], float]:
             tokenizer(text, add_special_tokens=False).input_ids for text in (f"<u>{ask}<e><a>", f"{answer}<e>")
         )
         rows.append({"input_ids": prompt + target, "labels": [-100] * len(prompt) + target})
+    return rows
+
+
+@pytest.fixture(scope="module", params=["label smoothing", "dynamic fine-tuning"])
+def theirs(folder: Path, request: pytest.FixtureRequest) -> tuple[list[str], list[float], list[float], float]:
+    """Our options; losses, gradient norms and evaluation loss of transformers, or of TRL."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+    from trl import SFTConfig, SFTTrainer
+
     arguments: dict[str, Any] = ARGUMENTS | {
         "output_dir": str(folder / "theirs"),
         "per_device_train_batch_size": BATCH,
@@ -55,11 +63,20 @@ def theirs(folder: Path) -> tuple[list[float], list[float], float]:
         "max_steps": STEPS,
         "learning_rate": RATE,
         "train_sampling_strategy": "sequential",
-        "label_smoothing_factor": SMOOTHING,
     }
-    data = Dataset.from_list(rows)
+    data = Dataset.from_list(tokenized(folder))
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    trainer = Trainer(model=model, args=TrainingArguments(**arguments), train_dataset=data, eval_dataset=data)
+    if request.param == "label smoothing":
+        words = ["--label_smoothing_factor", str(SMOOTHING)]
+        args = TrainingArguments(**arguments, label_smoothing_factor=SMOOTHING)
+        trainer: Any = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data)
+    else:
+        words = ["--enable_dft_loss", "true"]
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        config = SFTConfig(**arguments, loss_type="dft", max_length=None)
+        trainer = SFTTrainer(
+            model=model, args=config, train_dataset=data, eval_dataset=data, processing_class=tokenizer
+        )
     losses: list[float] = []
     plain = trainer.compute_loss
 
@@ -68,10 +85,10 @@ def theirs(folder: Path) -> tuple[list[float], list[float], float]:
         losses.append(float((loss[0] if isinstance(loss, tuple) else loss).detach()))
         return loss
 
-    trainer.compute_loss = compute_loss  # type: ignore[method-assign]
+    trainer.compute_loss = compute_loss
     trainer.train()
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-    return losses[:STEPS], norms, float(trainer.evaluate()["eval_loss"])
+    return words, losses[:STEPS], norms, float(trainer.evaluate()["eval_loss"])
 
 
 @pytest.mark.process
@@ -79,12 +96,14 @@ def theirs(folder: Path) -> tuple[list[float], list[float], float]:
     "layout",
     [
         "--tp 2",
-        f"--engine ddp {SPREAD}",
-        *(pytest.param(words, marks=SLOW) for words in ("--pp 2", "--cp 2", SPREAD, f"--engine fsdp2 {SPREAD}")),
+        *(
+            pytest.param(words, marks=SLOW)
+            for words in ("--pp 2", "--cp 2", SPREAD, f"--engine ddp {SPREAD}", f"--engine fsdp2 {SPREAD}")
+        ),
     ],
 )
-def test_losses_are_transformers_own(
-    layout: str, folder: Path, theirs: tuple[list[float], list[float], float], tmp_path: Path
+def test_losses_are_theirs(
+    layout: str, folder: Path, theirs: tuple[list[str], list[float], list[float], float], tmp_path: Path
 ) -> None:
     data, out = str(folder / "data.jsonl"), tmp_path / "out"
     inputs = ["--model", str(folder / "model"), "--dataset", data, "--val_dataset", data, "--export_hf", "false"]
@@ -100,9 +119,9 @@ def test_losses_are_transformers_own(
         *batch,
         *layout.split(),
     ]
-    run(inputs, out, *words, "--label_smoothing_factor", SMOOTHING, task="sft", ranks=2)
+    ours, losses, norms, evaluation = theirs
+    run(inputs, out, *words, *ours, task="sft", ranks=2)
     lines = read_lines(out / "metrics.jsonl")
-    losses, norms, evaluation = theirs
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
     assert [line["grad_norm"] for line in lines] == pytest.approx(norms, rel=1e-5)
     assert read_lines(out / "eval.jsonl")[-1]["loss"] == pytest.approx(evaluation, rel=1e-5)

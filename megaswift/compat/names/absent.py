@@ -178,7 +178,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("llamapro_num_new_blocks llamapro_num_groups", ANY,
      "it applies to train_type llamapro only, which is not supported", ""),
     ("mrl_dims", UNSET, "widths and weights are two lists here", "--matryoshka_dims 512 128 --matryoshka_weights 1 1"),
-    ("enable_dft_loss", OFF, "the loss of a token is its cross-entropy", LEAVE),
     ("enable_channel_loss", OFF, "the loss is not logged by channel", LEAVE),
     ("zero_hpz_partition_size", UNSET, "DeepSpeed's secondary shards (ZeRO++) are not used", LEAVE),
     ("freeze_parameters_ratio", ("0", *UNSET), "frozen weights are named, and 1 freezes all of them",

@@ -124,8 +124,6 @@ class EngineCapabilities:
     """Writes Megatron-Core's sharded checkpoints."""
     expert_adapters: bool = False
     """Adapters go into experts too."""
-    offloads: bool = False
-    """Moves weights and optimizer states to host memory between steps."""
     merges_quantized: bool = False
     """Merges adapters into weights in few bits for a sampler without rounding them again."""
     vision: bool = False
@@ -138,7 +136,6 @@ _MEGATRON = EngineCapabilities(
     transformer_engine=True,
     sharded_checkpoints=True,
     expert_adapters=True,
-    offloads=True,
     merges_quantized=True,
 )
 _TORCH_ENGINE = EngineCapabilities(vision=True)

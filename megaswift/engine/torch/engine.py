@@ -42,6 +42,7 @@ from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.process_group import set_timeout_of_all_groups
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
+from megaswift.engine.storage_offload import StorageOffloader
 from megaswift.engine.teacher_head import TeacherHead
 from megaswift.engine.torch import checkpoint, document_attention, model_check, quantized_weights, weights
 from megaswift.engine.torch.adapters import peft_names
@@ -91,6 +92,7 @@ class TorchEngine(EngineState):
         self.kind = settings.kind
         self.adapts = build.model.train_type != "full"
         self.remembered: ReferenceWeights | None = None
+        self.parked = StorageOffloader()
 
     def load_hf(self, directory: Path) -> None:
         """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
@@ -357,11 +359,22 @@ class TorchEngine(EngineState):
             )
 
     def offload(self, what: frozenset[str]) -> None:
-        """Not here: config.rl_ignored_option_rules refuses what would ask for it."""
-        assert not what, f"the torch engine does not offload {sorted(what)}"
+        """Move parts of the engine off the device, and drop the gradients. What DDP and DeepSpeed allocate for their
+        reductions stays."""
+        weights = self.strategy.live(self.shapes)
+        if "optimizer" in what:
+            self.strategy.zero_grad()
+            places = {weight.untyped_storage().data_ptr() for weight in weights}
+            states = self.strategy.optimizer_tensors()
+            self.parked.park(t for t in states if t.untyped_storage().data_ptr() not in places)
+            self.strategy.exchanged = True
+        if "model" in what:
+            self.parked.park(weights)
 
     def onload(self) -> None:
-        """Nothing was taken away."""
+        """Bring everything back to the device."""
+        self.parked.bring_back()
+        self.strategy.exchanged = False
 
     def describe(self, target: Path, folder: Path) -> None:
         """config.json, the tokenizer and each tensor's dtype. On one rank."""

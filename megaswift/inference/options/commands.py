@@ -553,7 +553,9 @@ class CalibrationOptions(ChatTemplateOptions):
     quant_n_samples: int = option(
         256, "Maximum number of calibration sequences", minimum=1, unit="sequences", common=("export",)
     )
-    quant_batch_size: int = option(1, "Calibration batch size", minimum=1, unit="sequences", common=("export",))
+    quant_batch_size: int = option(
+        1, "Calibration batch size; -1: all sequences at once", minimum=-1, unit="sequences", common=("export",)
+    )
     group_size: int = option(
         128, "Inputs that share a scale; -1: all inputs of an output", minimum=-1, unit="inputs", common=("export",)
     )

@@ -50,6 +50,12 @@ MTP_CLASHES: tuple[ConflictingOptions, ...] = (
         "leave out one of them",
     ),
     ConflictingOptions(
+        ("enable_dft_loss", "mtp_num_layers"),
+        lambda c: bool(c.model.mtp_num_layers) and c.train.enable_dft_loss,
+        "is not defined for layers for multi-token prediction",
+        "leave out one of them",
+    ),
+    ConflictingOptions(
         ("mtp_num_layers", "cuda_graph_impl"),
         lambda c: bool(c.model.mtp_num_layers) and c.model.uses_cuda_graphs,
         "layers for multi-token prediction were not captured in CUDA graphs yet",

@@ -1,17 +1,18 @@
-"""`megaswift infer` on a file, for models that give vectors, scores or classes.
+"""`megaswift infer` for models that give vectors, scores or classes: on a file, or a line of text at a time.
 
-Owns which columns of a row are read, and the columns that results have. Rows are read and tokenized before the model is
-loaded; the result is written in the order of the file, and appears whole or not at all.
+Owns which columns of a row are read, and the columns that results have. Rows of a file are read and tokenized before
+the model is loaded; the result is written in the order of the file, and appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torch import Tensor
 
@@ -27,8 +28,10 @@ from megaswift.inference.pooling.folder import EMBEDDING, SEQUENCE, TOKENS, Pool
 from megaswift.inference.pooling.model import PoolingModel, class_probabilities, pair_score
 from megaswift.inference.pooling.texts import TextInput, TextReader
 from megaswift.serve.prompt_rows import located_rows
+from megaswift.serve.terminal import greet, read_text
 
 SHOWN = 10
+HELP = "a text per line; a line that ends in \\ continues on the next; /quit or Ctrl-D exits"
 SORTED_BATCHES = 64
 """Batches whose rows are sorted by length together; their results are in memory at a time."""
 HALF = 0.5
@@ -51,16 +54,23 @@ class PoolingRow:
     """Whether the row has a list of documents."""
 
 
-def read_rows(file: PromptFileOptions, reader: TextReader, options: PoolingOptions) -> list[PoolingRow]:
-    """Return all rows with their tokens; DataError with file and line of rows that cannot be used."""
-    most = reader.limit if options.truncation_strategy == "right" else None
+def read_rows(
+    file: PromptFileOptions, reader: TextReader, options: PoolingOptions, places: frozenset[str] | None = None
+) -> list[PoolingRow]:
+    """Return rows with their tokens; DataError with file and line of rows that cannot be used.
+
+    Args:
+        places: `file:line` of the rows to read; None: all.
+    """
     rows: list[PoolingRow] = []
     problems: list[Problem] = []
     for path, line, row in located_rows(file.dataset):
+        if places is not None and f"{path}:{line}" not in places:
+            continue
         try:
             if isinstance(row, RowError):
                 raise row
-            rows.append(_row(row, {file.columns.get(k, k): v for k, v in row.items()}, reader, most))
+            rows.append(_row(row, {file.columns.get(k, k): v for k, v in row.items()}, reader, _most(reader, options)))
         except RowError as error:
             problems.append(malformed_row_problem(str(path), line, error))
         except ChatInputError as error:
@@ -72,6 +82,11 @@ def read_rows(file: PromptFileOptions, reader: TextReader, options: PoolingOptio
     if not rows:
         raise DataError(Problem(f"--dataset {' '.join(file.dataset)}", "is empty", 'write rows like {"text": "..."}'))
     return rows
+
+
+def _most(reader: TextReader, options: PoolingOptions) -> int | None:
+    """The tokens behind which a text is cut; None: it is not."""
+    return reader.limit if options.truncation_strategy == "right" else None
 
 
 def _row(columns: Mapping[str, Any], named: Mapping[str, Any], reader: TextReader, most: int | None) -> PoolingRow:
@@ -191,6 +206,32 @@ def _token_labels(one: TextInput, values: Tensor, found: PoolingFolder, tokenize
         for token, (text, label, value) in zip(one.ids, told, strict=True)
         if token not in special
     ]
+
+
+@dataclass
+class TextTerminal:
+    """Labels or scores of lines of text, as `megaswift infer` gives them without a file."""
+
+    model: PoolingModel
+    reader: TextReader
+    options: PoolingOptions
+    out: TextIO = field(default_factory=lambda: sys.stdout)
+
+    def run(self) -> None:
+        """Print a line of JSON for each text, until the input ends."""
+        greet(HELP, self.out)
+        while (text := read_text(self.out)) is not None and text != "/quit":
+            if text:
+                self._answer(text)
+
+    def _answer(self, text: str) -> None:
+        try:
+            row = _row({}, {"query": text}, self.reader, _most(self.reader, self.options))
+        except (RowError, ChatInputError) as error:
+            print(f"({error})", file=self.out, flush=True)
+            return
+        found = _columns(row, self.model.run(row.inputs), self.model.found, self.reader.tokenizer)
+        print(json.dumps(found, ensure_ascii=False), file=self.out, flush=True)
 
 
 def _plain(value: Any) -> str:

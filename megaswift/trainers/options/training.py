@@ -75,6 +75,12 @@ class TrainConfig:
         minimum=0,
         below=1,
     )
+    enable_dft_loss: bool = option(
+        False,
+        "Multiply the loss of each token by its probability (dynamic fine-tuning)",
+        tasks=LANGUAGE,
+        only_with={"label_smoothing_factor": 0.0},
+    )
     seed: int = option(42, "Seed for weight initialization, dropout and data order", minimum=0, maximum=LARGEST_SEED)
     deterministic: bool = option(
         False,

@@ -27,9 +27,7 @@ def test_fields_that_are_metrics_only_have_no_backward_pass(monkeypatch: pytest.
     )
     engine: Any = SimpleNamespace(
         pg_collection=SimpleNamespace(tp=SimpleNamespace(rank=lambda: 1)),
-        share_embeddings_and_output_weights=False,
-        output_layer=SimpleNamespace(weight=torch.zeros(6, 4)),
-        wait_for_weight=lambda weight: None,
+        _head_weight=lambda: torch.zeros(6, 4),
         config=SimpleNamespace(features=ArchitectureExtras(), head="head"),
         real_vocabulary=11,
     )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import pipeline
+from transformers import AutoTokenizer, pipeline
 
+from megaswift.config import load_config
+from megaswift.data.build import load_document_splits
 from megaswift.errors import UserError
 from megaswift.infer import main
+from megaswift.options.files import CONFIG_HEADER
 from tests.inference.pooling import folders
 from tests.inference.pooling.folders import PAIRS, TEXTS
 from tests.inference.pooling.test_model import opened
@@ -129,6 +133,46 @@ def test_labels_of_tokens(tmp_path: Path) -> None:
     assert words["labels"] == text["labels"]
 
 
+def test_typed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folders.classifier(tmp_path / "model", num_labels=3, id2label={0: "no", 1: "maybe", 2: "yes"})
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO(f"{TEXTS[0]}\n\n{'abc ' * 40}\n{TEXTS[1]} \\\n{TEXTS[2]}\n/quit\nabc\n")
+    )
+    assert main(["--model", str(folder)]) == 0
+    first, long, joined = capsys.readouterr().out.splitlines()
+    theirs = pipeline("text-classification", model=str(folder), device="cpu", top_k=None)
+    for line, text in ((first, TEXTS[0]), (joined, f"{TEXTS[1]} \n{TEXTS[2]}")):
+        wanted = {one["label"]: one["score"] for one in theirs(text)[0]}
+        assert json.loads(line)["probs"] == pytest.approx(wanted, abs=CLOSE)
+    assert long == "(an input has 161 tokens; the limit is 48)"
+
+
+def test_rows_that_a_run_has_held_out(tmp_path: Path) -> None:
+    """Those that are in none of its training documents; a run on pairs names no such rows."""
+    run = tmp_path / "run"
+    folder = folders.decoder_classifier(run / "hf", labels=2, template=None)
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps({"text": f"{i} + 1", "label": i % 2}) + "\n" for i in range(12)))
+    words = ["--model", str(folder), "--dataset", str(data), "--split_dataset_ratio", "0.25", "--num_labels", "2"]
+    cfg = load_config("seq_cls", words)
+    (run / "config.yaml").write_text(f"{CONFIG_HEADER}\n{cfg.to_yaml()}")
+    (run / "metrics.jsonl").touch()
+    out = tmp_path / "out.jsonl"
+    asked = ["--model", str(run), "--load_data_args", "true", "--result_path", str(out)]
+    assert main(asked) == 0
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    training, _ = load_document_splits(cfg.data, cfg.train, tokenizer, "seq_cls")
+    learned = [tokenizer.decode(training.read(i)[0]) for i in range(len(training))]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 3 and not [row for row in rows if row["text"] in learned]
+    assert [set(row["probs"]) for row in rows] == [{"LABEL_0", "LABEL_1"}] * 3
+    pairs = load_config("reranker", [*words[:6]])
+    (run / "config.yaml").write_text(f"{CONFIG_HEADER}\n{pairs.to_yaml()}")
+    out.unlink()
+    with pytest.raises(UserError, match="does not know the rows that a run of reranker held out"):
+        main(asked)
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -146,8 +190,8 @@ def test_rows_that_cannot_be_used(row: dict[str, Any], words: str, tmp_path: Pat
 
 def test_mistakes_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folders.classifier(tmp_path / "model", num_labels=2)
-    with pytest.raises(UserError, match="gives no text .seq_cls.: it reads rows of files"):
-        main(["--model", str(folder)])
+    with pytest.raises(UserError, match="gives no text .embedding.: it reads rows of files"):
+        main(["--model", str(folders.bert(tmp_path / "vectors"))])
     words = ["--dataset", str(tmp_path / "rows.jsonl"), "--result_path", str(tmp_path / "out.jsonl")]
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(UserError, match="several processes: are not supported"):

@@ -121,9 +121,9 @@ def test_a_loss_that_is_not_finite_is_shown() -> None:
 
 def test_pairs_say_how_often_the_chosen_answer_is_first(capsys: pytest.CaptureFixture[str]) -> None:
     loop: Any = None
-    line = {"step": 4, "loss": 0.5, "label_tokens": 400}
+    line = {"step": 4, "loss": 0.5, "label_tokens": 400, "batches": 2}
     Progress(io.StringIO()).on_evaluate(loop, {**line, "rewards/accuracies": 0.97})
-    Progress(io.StringIO()).on_evaluate(loop, {**line, "accuracy": 0.97, "margin": 0.5})
+    Progress(io.StringIO()).on_evaluate(loop, {**line, "accuracy": 0.97, "mean_reward": 0.5})
     Progress(io.StringIO()).on_evaluate(loop, {**line, "accuracy": 0.97})
     Progress(io.StringIO()).on_evaluate(loop, line)
     assert capsys.readouterr().err == (
@@ -136,7 +136,15 @@ def test_pairs_say_how_often_the_chosen_answer_is_first(capsys: pytest.CaptureFi
 
 def test_losses_of_prediction_layers_stand_beside_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
     loop: Any = None
-    line = {"step": 4, "loss": 0.5, "label_tokens": 400, "mtp_1_loss": 0.75, "mtp_2_loss": None, "mtp_1_weight": 9.0}
+    line = {
+        "step": 4,
+        "loss": 0.5,
+        "label_tokens": 400,
+        "batches": 2,
+        "mtp_1_loss": 0.75,
+        "mtp_2_loss": None,
+        "mtp_1_weight": 9.0,
+    }
     figures = progress_figures({**line, "learning_rate": 1e-5, "tokens_per_second": 1234.5})
     assert figures == "loss 0.5000  mtp 0.7500/nan  lr 1.00e-05  1,234 tokens/s"
     Progress(io.StringIO()).on_evaluate(loop, {**line, "mtp_2_loss": 1.0})

@@ -28,6 +28,7 @@ from megaswift.engine.torch.strategies.strategy import (
     WEIGHT,
     clip_grads_with_norm,
     set_param_groups_lr_and_weight_decay,
+    state_tensors,
 )
 from megaswift.engine.torch.vision_parts import trains_encoder_or_aligner
 
@@ -147,6 +148,11 @@ class DdpStrategy:
         self.place(name, kind).copy_(tensor)
         if kind != WEIGHT:
             self.optimizer.count(self.parameters[name], self.steps)
+
+    def optimizer_tensors(self) -> Iterator[Tensor]:
+        """This rank's states."""
+        if self.trains:
+            yield from state_tensors(self.optimizer.inner)
 
     def sizes(self) -> tuple[int, int, int, int]:
         """(parameters, bytes of weights, of gradients, of optimizer states) of this rank."""

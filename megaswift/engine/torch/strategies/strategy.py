@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megaswift.bridge.hf.source import TensorMeta
 from megaswift.engine.objective import ReadNumbers
@@ -52,15 +53,27 @@ class DataParallelStrategy(Protocol):
     def live(self, names: Iterable[str]) -> list[Tensor]:
         """This rank's parts of these weights, as the next forward pass reads them: to be written in place."""
 
+    def optimizer_tensors(self) -> Iterator[Tensor]:
+        """This rank's states and float32 main weights."""
+
     def sizes(self) -> tuple[int, int, int, int]:
         """(parameters, bytes of weights, of gradients, of optimizer states) of this rank."""
 
     steps: int
     """Optimizer steps taken."""
     exchanged: bool
-    """The weights are a reference's: `full` then gives these, and not float32 copies that an optimizer keeps."""
+    """The weights are a reference's, or the optimizer is offloaded: `full` then gives the weights that a forward pass
+    reads, and not float32 copies that an optimizer keeps."""
     loss_scale: DynamicLossScale | None
     """In float16; None in other precisions."""
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the states that an optimizer keeps, as they lie on this rank."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                yield value.to_local() if isinstance(value, DTensor) else value
 
 
 def has_weight_decay(name: str, parameter: Tensor) -> bool:

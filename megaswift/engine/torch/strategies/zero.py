@@ -46,6 +46,7 @@ from megaswift.engine.torch.strategies.strategy import (
     WEIGHT,
     clip_grads_with_norm,
     set_param_groups_lr_and_weight_decay,
+    state_tensors,
 )
 from megaswift.engine.torch.strategies.zero_tensors import (
     MOMENTS,
@@ -259,6 +260,11 @@ class ZeroStrategy:
                 parameter.partition()
             tensors.append(parameter.data if part is None else part)
         return tensors
+
+    def optimizer_tensors(self) -> Iterator[Tensor]:
+        """This rank's states and float32 main weights."""
+        yield from state_tensors(self._inner)
+        yield from (shard.data for shard in tensors_stepped_on_this_rank(self._zero))
 
     def full(self, name: str, kind: str) -> Tensor:
         """The whole float32 tensor: weight, gradient (after the last backward of a step), or a state.

@@ -61,7 +61,7 @@ class DistillationConfig:
         False,
         "Offload the teacher's weights to CPU memory when idle",
         tasks=TAUGHT,
-        only_with={"engine": "megatron", "teacher_model": is_set()},
+        only_with={"teacher_model": is_set()},
     )
     teacher_tensor_parallel_size: int | None = option(
         None,

@@ -275,16 +275,6 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--rollout_backend vllm_server, with a server of that tensor parallel size",
     ),
     ConflictingOptions(
-        ("offload_model", "offload_optimizer", "engine"),
-        lambda c: (
-            c.task in RL
-            and not capabilities_of(c).offloads
-            and (c.rollout.offload_model or c.rollout.offload_optimizer)
-        ),
-        "is supported by the native engine only; {engine} does not offload the trained model",
-        "--engine megatron, or --deepspeed zero3_offload",
-    ),
-    ConflictingOptions(
         ("train_type", "quantization_bit"),
         lambda c: (
             (c.task in RL or bool(c.evaluation.eval_tasks))
