@@ -342,6 +342,7 @@ print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model",
     assert len(package.touched) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_family_with_a_new_activation_takes_two_source_files(package: Copy) -> None:
     """Its file and a row of activations. The oracle is transformers' Qwen3 with its own function of that name."""

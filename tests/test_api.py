@@ -363,6 +363,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_mistake_in_code_of_a_script_is_one_message(tmp_path: Path) -> None:
     assert_one_message("callback", 2, tmp_path)

@@ -29,6 +29,10 @@ REQUIRED = ("num_layers", "hidden_size", "vocab_size")
 """Without heads there is no attention: state spaces."""
 
 
+ROUTERS = {"qwen3_vl_moe": "softmax"}
+"""Model type whose routers transformers exposes -> the function that turns their logits into scores."""
+
+
 def spec_from_family_or_size_fields(directory: Path | str) -> ModelSpec:
     """The model that a folder's config.json describes: by its family where there is one and it takes every field, else
     by its sizes."""
@@ -69,7 +73,7 @@ def spec_from_size_fields(config: Mapping[str, Any]) -> ModelSpec:
     hidden = values["hidden_size"]
     heads = values["heads"] or 1
     width = (raw.get("head_dim") or hidden // heads) if values["heads"] else 0
-    transformer = {
+    transformer: dict[str, Any] = {
         "num_layers": values["num_layers"],
         "hidden_size": hidden,
         "num_attention_heads": heads,
@@ -78,6 +82,8 @@ def spec_from_size_fields(config: Mapping[str, Any]) -> ModelSpec:
         "ffn_hidden_size": values["ffn"] or 4 * hidden,
         "add_bias_linear": False,
     }
+    if (score := ROUTERS.get(str(config.get("model_type")))) is not None:
+        transformer["moe_router_score_function"] = score
     dtype = str(config.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     # Positions without a limit and RoPE are assumptions, good enough for sizes and FLOP counts.
     spec = ModelSpec(

@@ -92,6 +92,8 @@ def typed(command: Command, root: Path) -> tuple[str | None, list[str], dict[str
     if not any(w.split("=")[0] in ("--output_dir", "--save") for w in words):
         words += ["--output_dir", str(root / "out")]
     own = {k: OF_CLUSTER.get(v, v) for k, v in command.environ.items()}
+    if OF_CLUSTER.keys() & set(command.environ.values()):  # the script counts on a cluster that sets all of them
+        own = {"MASTER_ADDR": OF_CLUSTER["$MASTER_ADDR"], "MASTER_PORT": OF_CLUSTER["$MASTER_PORT"]} | own
     environ = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")} | own
     return None if command.task in ("rlhf", "train") else command.task, words, environ
 

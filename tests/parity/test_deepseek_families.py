@@ -15,14 +15,12 @@ from tests.parity.references import References
 
 pytestmark = pytest.mark.process
 DEFAULT = (
-    "deepseek_v3 tp2 sp pp2",
     "deepseek_v3 tp2 sp ep2",
     "deepseek_v3-plain tp2 sp cp2 packed",
     "deepseek_v3-dense tp2",
     "deepseek tp2 sp ep2",
     "deepseek_v2 tp2 sp pp2",
     "glm4_moe tp2 sp pp2",
-    "glm4_moe-plain packed cp2",
     "glm4_moe_lite tp2 sp pp2",
     "dots1 tp2 sp ep2",
     "solar_open packed cp2",

@@ -30,11 +30,11 @@ DEFAULT = [
     "glm4_moe-mtp cp2 pp2 packed",
     "glm4_moe-mtp pp2 vpp2 dp2 do recompute=full",
     "glm4_moe-mtp tp2 sp pp2 ep2",
-    "qwen3_5-mtp tp2",
     "qwen3_5-mtp pp2 dp2 do overlap",
     "qwen3_next-mtp single",
 ]
 MORE = [
+    "qwen3_5-mtp tp2",
     "qwen3_5_moe-mtp cp2 packed",
     "qwen3_5-mtp pp2 tied",
     "deepseek_v3-mtp single",

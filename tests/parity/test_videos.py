@@ -174,7 +174,7 @@ print(processor.video_problem)
 @pytest.mark.parametrize(
     ("folders", "told"),
     [
-        ([], r"are read by torchvision, which is not installed"),
+        pytest.param([], r"are read by torchvision, which is not installed", marks=pytest.mark.slow),
         ([videos.torchvision_folder()], r"with the installed torchvision \(operator torchvision::nms does not exist\)"),
     ],
 )

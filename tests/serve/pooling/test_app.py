@@ -211,6 +211,7 @@ def test_clients_at_the_same_time_get_their_own_vectors(http: TestClient, theirs
     assert np.abs(np.array(found) - theirs.encode(texts)).max() < CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_server_process_with_the_openai_client(embedder: Path, theirs: Any, tmp_path: Path) -> None:
     import openai

@@ -135,7 +135,6 @@ FP8 = {"torch_dtype": "bfloat16", "fp8_format": "hybrid", "fp8_param_gather": Tr
 DECIDED_BY_DEVICE: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("", "dense dp2 do", {"torch_dtype": "bfloat16"}),
     ("", "moe tp2 sp ep2", {}),
-    (RELEASES[0], "moe te dp2 ep2 do", {"torch_dtype": "bfloat16"}),
     ("", "dense dp2", {"optimizer": "sgd", "sgd_momentum": 0.9}),
 )
 BF16_GRADIENTS = {
@@ -147,6 +146,7 @@ BF16_GRADIENTS = {
 """Not clipped: the host writes the clipped gradients back in bfloat16, the device divides them in float32."""
 SMALL_MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 SLOW: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (RELEASES[0], "moe te dp2 ep2 do", {"torch_dtype": "bfloat16"}),
     (RELEASES[0], "dense te dp2 do", {"torch_dtype": "bfloat16", "precision_aware_optimizer": True}),
     (RELEASES[1], "dense te dp2", {"torch_dtype": "bfloat16"}),
     ("", "dense dp2 do", FLOAT16),
