@@ -5,8 +5,9 @@ Owns that draw, the same for all engines and layouts, and the view over the mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from megaswift.models.spec import ModelSpec
 
 NEW = "score.weight"
 BIAS = "score.bias"
+POOLER = "pooler"
+"""The layer behind an encoder's first token: before the head of a classifier of texts, and not part of an embedding."""
 
 
 def new_head_weight(spec: ModelSpec, seed: int) -> Tensor:
@@ -31,6 +34,14 @@ def head_names(spec: ModelSpec) -> tuple[str, ...]:
     if not spec.scored:
         return ()
     return (NEW, BIAS) if spec.score_bias else (NEW,)
+
+
+def encoder_head_names(model: Any, names: Iterable[str]) -> set[str]:
+    """Return those of some parameters of transformers' encoder that a folder may lack, and that transformers draws: of
+    the head, and of the pooler."""
+    prefix = f"{model.base_model_prefix}."
+    bare = model.base_model is model
+    return {name for name in names if f".{POOLER}." in f".{name}" or not (bare or name.startswith(prefix))}
 
 
 def with_new_head(source: WeightSource, spec: ModelSpec, seed: int) -> WeightSource:

@@ -23,6 +23,7 @@ SPLIT_REASONING = "split_reasoning"
 UNKNOWN_ROLE = "unknown_role"
 MALFORMED = "malformed"
 WITHOUT_LABELS = "without_labels"
+CUT_TEXTS = "cut_texts"
 NOTES = {
     EMPTY_ANSWERS: "with an empty completion, which trains the model to stop immediately",
     PLAIN_TEXT: "of plain text, trained on whole and without the chat template (language modelling, as in megaswift "
@@ -39,6 +40,7 @@ NOTES = {
     SPLIT_REASONING: "with </think> in a content, before which the chat template writes another </think>; give the "
     "reasoning as reasoning_content",
     TAGS_WITHOUT_FILES: "with <image>, <video> or <audio> in a text and no file for it, which stays text",
+    CUT_TEXTS: "with a text that was cut to --max_length",
 }
 """Texts about rows that are kept. Those of UNKNOWN_ROLE may be counted apart for each role (`unknown_role_note`)."""
 WORDS = NOTES | {

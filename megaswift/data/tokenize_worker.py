@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from megaswift.data.encode.encoder_text import EncoderTexts
 from megaswift.data.encode.rows import EncodeSpec
 from megaswift.data.groups.rows import GroupTexts
 from megaswift.data.options.loss_scale import LossScale, LossWeightTable
@@ -32,19 +33,21 @@ def main(argv: list[str]) -> int:
     processor = text["spec"].pop("processor")
     scale = text["spec"].pop("loss_scale")
     groups = text["spec"].pop("groups")
+    encoder = text["spec"].pop("encoder")
     spec = EncodeSpec(
         **text["spec"],
         loss_scale=LossScale(scale["turns"], tuple(LossWeightTable(**table) for table in scale["tables"])),
         templates=None if templates is None else ChatTemplateTexts(**templates),
         processor=None if processor is None else ProcessorFolderWithDigest(**processor),
         groups=None if groups is None else GroupTexts(**groups),
+        encoder=None if encoder is None else EncoderTexts(**encoder),
     )
     parts = [FilePart(**p) for p in text["parts"]]
     try:
         load_external_plugins([path for path, _ in spec.plugins])
-        encoder = row_encoder_for_task(spec)
+        rows = row_encoder_for_task(spec)
         for i in range(number, len(parts), of):
-            piece = encoder.encode_part(parts[i])
+            piece = rows.encode_part(parts[i])
             write_piece(job.parent, i, piece)
             if spec.strict and piece.bad:
                 break

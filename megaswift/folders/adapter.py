@@ -23,8 +23,8 @@ CLASSES = "classes.json"
 """The names of the classes of a classifier's adapters, as config.json has them: PEFT does not keep them."""
 TASK_TYPES = {SCORE: "SEQ_CLS", TOKEN_SCORE: "TOKEN_CLS", NO_HEAD: "FEATURE_EXTRACTION", VOCABULARY: "CAUSAL_LM"}
 """PEFT's task type by the head of the model."""
-_SCORES = re.compile(r"(base_model\.model\.)?score(\.modules_to_save)?\.weight")
-"""The name of the weight of a classifier's head in a folder of adapters."""
+_SCORES = re.compile(r"(base_model\.model\.)?(score|classifier)(\.modules_to_save)?(\.out_proj)?\.weight")
+"""The name of the weight of a classifier's last layer in a folder of adapters; encoders have `classifier`."""
 
 
 @dataclass(frozen=True)

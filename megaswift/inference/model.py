@@ -24,6 +24,7 @@ from megaswift.bridge.hf import finite
 from megaswift.bridge.hf.bits import bitsandbytes_config, disable_4bit_cpu_repacking
 from megaswift.bridge.hf.loading_report import LOADING_INFO, check_all_weights_loaded
 from megaswift.bridge.hf.source import WeightSource
+from megaswift.bridge.new_head import encoder_head_names
 from megaswift.bridge.weight_source import open_checkpoint_weight_source
 from megaswift.data.model_tokenizer import named_special_tokens, read_processor, read_tokenizer
 from megaswift.data.untokenized_sample import RowError
@@ -39,6 +40,7 @@ from megaswift.inference.options import placement as devices
 from megaswift.inference.options.commands import ModelLoadingOptions, PlacementOptions
 from megaswift.inference.options.placement import DISK
 from megaswift.inference.prechecks import locate_generation_model, require_package
+from megaswift.models.encoders import is_encoder
 from megaswift.models.family import read_config_json
 from megaswift.models.rope_scaling import config_with_rope_scaling
 from megaswift.models.vision import has_vision_tower
@@ -322,7 +324,9 @@ def load_model_and_prompt_device(
     model = disable_4bit_cpu_repacking(loaded[0])
     loading_info = loaded[1]
     model.config.return_dict = True
-    lacking = [name for name in loading_info["missing_keys"] if name.startswith(prepared.lacks)]
+    lacking = {name for name in loading_info["missing_keys"] if name.startswith(prepared.lacks)}
+    if prepared.lacks and is_encoder(prepared.config.to_dict()):
+        lacking |= encoder_head_names(model, loading_info["missing_keys"])
     check_all_weights_loaded(str(prepared.options.model), loading_info, new=lacking)
     finite.check_weights_finite(model.named_parameters())
     if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:

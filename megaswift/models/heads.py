@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megaswift.errors import Problem
+from megaswift.models.encoders import is_encoder
 from megaswift.models.spec import NO_HEAD, SCORE, TOKEN_SCORE, ModelSpec
 
 LANGUAGE = "ForCausalLM"
@@ -19,6 +20,8 @@ CLASSIFIER = "ForSequenceClassification"
 TOKEN_CLASSIFIER = "ForTokenClassification"
 SUFFIXES = {SCORE: CLASSIFIER, TOKEN_SCORE: TOKEN_CLASSIFIER, NO_HEAD: "Model"}
 """The end of the name of transformers' class, by head."""
+ENCODER_SUFFIXES = ("ForMaskedLM", "ForPreTraining")
+"""The ends of the names of encoders as they were pretrained."""
 
 
 def head_of(config: Mapping[str, Any], architecture: str = "") -> str | None:
@@ -117,13 +120,15 @@ def config_with_head(config: Mapping[str, Any], kind: str, labels: Sequence[str]
     changed["id2label"] = {str(i): name for i, name in enumerate(labels)}
     changed["label2id"] = {name: i for i, name in enumerate(labels)}
     changed.pop("num_labels", None)
-    if kind == TOKEN_SCORE:  # without the field transformers drops a tenth of the head's inputs in training
+    if kind == TOKEN_SCORE and not is_encoder(
+        config
+    ):  # without the field transformers drops a tenth of the head's inputs in training
         changed["classifier_dropout"] = 0.0
     return changed
 
 
 def _renamed(architecture: str, kind: str) -> str:
-    for suffix in (LANGUAGE, *SUFFIXES.values()):
+    for suffix in (LANGUAGE, *ENCODER_SUFFIXES, *SUFFIXES.values()):
         if architecture.endswith(suffix):
             return architecture.removesuffix(suffix) + SUFFIXES[kind]
     return architecture

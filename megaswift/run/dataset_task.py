@@ -26,6 +26,7 @@ from megaswift.losses.contract import Batch
 from megaswift.losses.kto import uses_delta, uses_kl
 from megaswift.losses.options.kto_pairs import kto_pairs_over_global_batch
 from megaswift.losses.options.preference import beta_of, loss_types_of, needs_reference
+from megaswift.models.encoders import is_encoder
 from megaswift.models.heads import with_pad_token_id
 from megaswift.models.spec import ModelSpec
 from megaswift.options.tasks import CLASSIFIERS, DISTILLATION, PROMPTED, SUPERVISED
@@ -103,7 +104,7 @@ def read_rows(plan: RunPlan, task: DatasetTask, groups: GroupTexts | None = None
     # The tokenizer; a model that scores conversations finds their ends by its padding token.
     reader = plan.reader()
     tokenizer = tokenizer_of_tokenizer_or_processor(reader)
-    if plan.spec.scored:
+    if plan.spec.scored and not is_encoder(plan.spec.hf_config):  # whose head reads the first token, or all of them
         config = {"vocab_size": plan.spec.vocab_size, **plan.spec.hf_config}
         padding = score_padding_token(tokenizer, config)
         spec = replace(

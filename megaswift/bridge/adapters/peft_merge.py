@@ -23,15 +23,16 @@ from megaswift.bridge.hf.model_folder import (
     tied_tensors,
     write_transformers_folder,
 )
-from megaswift.bridge.new_head import BIAS, NEW
+from megaswift.bridge.new_head import BIAS, NEW, encoder_head_names
 from megaswift.bridge.untied_head import untie_adapted_modules, untied_config
 from megaswift.data.tokenizer import load_tokenizer, score_padding_token
 from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.folders.adapter import adapter_peft_type_or_lora, classifier_head_of_adapter
+from megaswift.models.encoders import is_encoder
 from megaswift.models.family import FAMILIES, read_config_json
 from megaswift.models.heads import config_with_head, with_pad_token_id
 from megaswift.models.quantized_training import PLAIN, quant_method
-from megaswift.models.spec import TOKEN_SCORE
+from megaswift.models.spec import NO_HEAD, TOKEN_SCORE
 from megaswift.models.vision import has_vision_tower
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError)
@@ -76,8 +77,10 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
     config: dict[str, Any] | None = None
     if (head := classifier_head_of_adapter(adapter)) is not None:
         scored = config_with_head(read_config_json(base), head.kind, head.names)
-        config = config_with_tokenizer_pad_token_id(scored, base)
+        config = dict(scored) if is_encoder(scored) else config_with_tokenizer_pad_token_id(scored, base)
         config |= {"problem_type": head.problem_type} if head.problem_type else {}
+    elif is_encoder(read_config_json(base)):
+        config = config_with_head(read_config_json(base), NO_HEAD)
     if all(torch.equal(tensors[name], tensors[first]) for name, first in tied.items()):
         tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
     else:
@@ -109,11 +112,14 @@ def _merged(base: Path, adapter: Path) -> tuple[Any, dict[str, str]]:
         tokens = head.kind == TOKEN_SCORE
         auto = transformers.AutoModelForTokenClassification if tokens else None
         auto = auto or transformers.AutoModelForSequenceClassification
+    elif is_encoder(read_config_json(base)):
+        auto = transformers.AutoModel
     elif has_vision_tower(read_config_json(base)):
         auto = transformers.AutoModelForImageTextToText
     labels: dict[str, Any] = {"num_labels": len(head.names)} if head else {}
     model, info = auto.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **labels, **LOADING_INFO)
-    check_all_weights_loaded(str(base), info, new=(NEW, BIAS) if head else ())
+    new = encoder_head_names(model, info["missing_keys"]) if is_encoder(model.config.to_dict()) else (NEW, BIAS)
+    check_all_weights_loaded(str(base), info, new=new if head or is_encoder(model.config.to_dict()) else ())
     check_adapter_sizes(model, adapter, str(base))
     tied = tied_tensors(model)
     with warnings.catch_warnings():

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
+from megaswift.data.encode.encoder_text import EncoderTexts, EncoderTokenizer
 from megaswift.data.encode.pieces import DistinctPieceEncoder
 from megaswift.data.encode.split_points import token_safe_split_patterns
 from megaswift.data.formats import parse_sample
 from megaswift.data.groups.rows import GroupTexts
 from megaswift.data.options.agent_templates import AGENT_FORMATS, AGENT_TEXTS, REFUSED_AGENT_FORMATS
 from megaswift.data.options.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
-from megaswift.data.row_counters import EMPTY_ANSWERS, PLAIN_TEXT
+from megaswift.data.row_counters import CUT_TEXTS, EMPTY_ANSWERS, PLAIN_TEXT
 from megaswift.data.sources.columns import fill_self_cognition_name_placeholders, rename_columns
 from megaswift.data.sources.files import FilePart
 from megaswift.data.sources.readers import LocatedRow
@@ -41,6 +42,7 @@ from megaswift.data.vision.placeholders import reject_media
 from megaswift.data.vision.processor import Processor, ProcessorFolderWithDigest, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import ConfigError, DataError, Problem, without_control_characters
 from megaswift.losses.options.classification import default_problem_type
+from megaswift.models.encoders import is_encoder
 from megaswift.models.family import read_config_json
 from megaswift.models.vision import has_vision_tower
 from megaswift.options.plugins import sources_of_data_formats
@@ -87,6 +89,8 @@ class EncodeSpec:
     """For classifiers: tokens after a plain text, those that the tokenizer itself puts there."""
     groups: GroupTexts | None = None
     """How the rows of embedding models and rerankers become texts."""
+    encoder: EncoderTexts | None = None
+    """How the texts of an encoder become tokens; None for other models."""
     plugins: list[tuple[str, str]] = field(default_factory=list)
     """Path and SHA-256 of files of `--external_plugins` that have registered data formats; an empty path: a script has
     registered some, which are in this process alone."""
@@ -167,13 +171,27 @@ def encode_spec(data: Any, reader: Any, task: str, groups: GroupTexts | None = N
         text_part=not isinstance(reader, Processor) and _is_of_vision_model(tokenizer),
         image_folder=str(data_cache_folder(data.dataset_cache_dir) / "images") if isinstance(reader, Processor) else "",
         groups=groups,
+        encoder=_encoder_texts(data, tokenizer),
         plugins=sources_of_data_formats(),
     )
 
 
 def _is_of_vision_model(tokenizer: Any) -> bool:
+    return has_vision_tower(_config_beside(tokenizer))
+
+
+def _config_beside(tokenizer: Any) -> dict[str, Any]:
+    """The config.json of a tokenizer's folder; empty where it has none."""
     folder = Path(str(tokenizer.name_or_path))
-    return (folder / "config.json").is_file() and has_vision_tower(read_config_json(folder))
+    return dict(read_config_json(folder)) if (folder / "config.json").is_file() else {}
+
+
+def _encoder_texts(data: Any, tokenizer: Any) -> EncoderTexts | None:
+    """How an encoder's texts become tokens; None for other models."""
+    if not is_encoder(_config_beside(tokenizer)):
+        return None
+    types = "token_type_ids" in tokenizer.model_input_names
+    return EncoderTexts(types, data.max_length if data.truncation_strategy == "right" else 0)
 
 
 def _templates(data: Any, tokenizer: Any) -> ChatTemplateTexts:
@@ -250,6 +268,10 @@ class RowEncoder:
         self._end = spec.eos_id if spec.task == "pt" else None
         self._weighted = any(table.weights - {0.0, 1.0} for table in spec.loss_scale.tables)
         """Whether a token may have another loss weight than 0 and 1."""
+        self.encoder = None
+        """The tokenizer of an encoder."""
+        if spec.encoder is not None:
+            self.encoder = EncoderTokenizer(spec.tokenizer, spec.encoder, spec.splits_special_tokens)
         self.keeps = spec.processor is not None
         """Whether rows keep something beside their tokens."""
         cuts = None if spec.splits_special_tokens else token_safe_split_patterns(self._tokenizer)
@@ -395,6 +417,9 @@ class RowEncoder:
             notes.update(note for r in good for note in r.notes)
             beside += [getattr(r, "beside", "") for r in good] if self.keeps else []
             labels += [r.label for r in good if hasattr(r, "label")]
+        if self.encoder is not None and self.encoder.cut:
+            notes[CUT_TEXTS] = self.encoder.cut
+            self.encoder.cut = 0
         lengths = np.array([len(t) for t in tokens], dtype=np.int64)
         flat = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32)
         return EncodedRows(

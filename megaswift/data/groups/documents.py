@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megaswift.data.batches.collate import Document, PaddingShape
+from megaswift.data.batches.token_types import batch_with_token_types
 from megaswift.data.preference.collate import collate_preferences
 from megaswift.data.sources.files import DatasetFiles
 from megaswift.data.store.documents import (
@@ -138,6 +139,8 @@ class GroupDataset:
             most = max(map(len, documents)) if uniform else 0
             documents = [micro + [None] * (most - len(micro)) for micro in documents]
         laid = collate_preferences(documents, self.packing, shape, uniform)
+        if not self.packing:
+            laid = [batch_with_token_types(b, micro) for b, micro in zip(laid, documents, strict=True)]
         return [replace(batch, fields=self._fields(micro)) for micro, batch in zip(rows, laid, strict=True)]
 
     def _fields(self, micro: Sequence[GroupRow]) -> dict[str, torch.Tensor]:

@@ -19,15 +19,16 @@ from megaswift.data.encode.rows import (
     reject_lone_surrogates,
 )
 from megaswift.data.formats import recognize_format
-from megaswift.data.groups.rows import RetrievalExample
+from megaswift.data.groups.rows import RetrievalExample, TextOrPair
+from megaswift.data.row_counters import CUT_TEXTS
 from megaswift.data.sources.files import FilePart
 from megaswift.data.sources.readers import LocatedRow
 from megaswift.data.tokenizer import backend_tokenizer_from_json
 from megaswift.data.untokenized_sample import RowError
 from megaswift.errors import Problem
 
-Group = tuple[list[np.ndarray], list[float]]
-"""The tokens of each text of a row (int32 [n]), and a value for each."""
+Group = tuple[list[tuple[np.ndarray, np.ndarray]], list[float]]
+"""The tokens of each text of a row (int32 [n]) with a mask (uint8 [n]), and a value for each."""
 
 
 class GroupEncoder:
@@ -52,24 +53,29 @@ class GroupEncoder:
         last = max(i for i, special in enumerate(encoded.special_tokens_mask) if not special)
         return list(encoded.ids[last + 1 :])
 
-    def example(self, row: Any) -> tuple[list[str], list[float]]:
+    def example(self, row: Any) -> tuple[list[TextOrPair], list[float]]:
         """Return the texts of a row and their values."""
         named = self._rows.named(row)
         found = recognize_format(named, self.spec.task).parse(named)
         assert isinstance(found, RetrievalExample)
         texts, values = self.texts.of(found)
         for text in texts:
-            reject_lone_surrogates(text)
+            for part in (text,) if isinstance(text, str) else text:
+                reject_lone_surrogates(part)
         return texts, values
 
-    def tokens(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, int32 [n]."""
+    def tokens(self, text: TextOrPair) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a text, int32 [n], and a mask uint8 [n], which for an encoder tells the texts of a pair
+        apart."""
+        if self._rows.encoder is not None:
+            return self._rows.encoder.encode([text])[0]
+        assert isinstance(text, str), "only encoders read pairs"
         ids = self._tokenizer.encode(text).ids
         most = self.texts.max_length
         if self.texts.cut and len(ids) > most:
             # What the tokenizer appends stays, and of a reranker's text what goes on behind the document
             ids = ids[: max(0, most - len(self._behind))] + self._behind
-        return np.array(ids, dtype=np.int32)
+        return np.array(ids, dtype=np.int32), np.ones(len(ids), np.uint8)
 
     def read(self, rows: Iterable[tuple[str, LocatedRow]]) -> Iterator[Group | RowError]:
         """Return each row's group, in order, or what is wrong with it."""
@@ -79,7 +85,7 @@ class GroupEncoder:
                 try:
                     texts, values = self.example(located.row)
                     tokens = [self.tokens(text) for text in texts]
-                    if not all(map(len, tokens)):
+                    if not all(len(ids) for ids, _ in tokens):
                         raise RowError("(text)", "a text without tokens", "text")
                     yield tokens, values
                 except RowError as error:
@@ -88,11 +94,14 @@ class GroupEncoder:
     def encode(self, rows: Iterable[tuple[str, LocatedRow]]) -> EncodedRows:
         """Encode all rows at once; those that are malformed are counted, and the first few told."""
         documents: list[np.ndarray] = []
+        masks: list[np.ndarray] = []
         lines: list[int] = []
         values: list[float] = []
         sizes: list[int] = []
         problems: list[Problem] = []
         bad = 0
+        encoder = self._rows.encoder
+        cut_texts = cut_rows = 0
         located_rows = list(rows)
         for (path, located), found in zip(located_rows, self.read(located_rows), strict=True):
             if isinstance(found, RowError):
@@ -101,20 +110,24 @@ class GroupEncoder:
                     problems.append(malformed_row_problem(path, located.line, found))
                 continue
             tokens, labels = found
-            documents += tokens
+            if encoder is not None and encoder.cut > cut_texts:
+                cut_texts = encoder.cut
+                cut_rows += 1
+            documents += [ids for ids, _ in tokens]
+            masks += [mask for _, mask in tokens]
             values += labels
             lines += [located.line] * len(tokens)
             sizes.append(len(tokens))
-        joined = np.concatenate(documents) if documents else np.zeros(0, np.int32)
         return EncodedRows(
-            joined,
-            np.ones(len(joined), np.uint8),
+            np.concatenate(documents) if documents else np.zeros(0, np.int32),
+            np.concatenate(masks) if masks else np.zeros(0, np.uint8),
             np.array([len(d) for d in documents], dtype=np.int64),
             np.array(lines, dtype=np.int64),
             problems,
             bad,
             np.array(values, dtype=np.float32),
             sizes=np.array(sizes, dtype=np.int64),
+            notes={CUT_TEXTS: cut_rows} if cut_rows else {},
         )
 
     def encode_part(self, part: FilePart) -> EncodedRows:

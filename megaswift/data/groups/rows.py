@@ -17,6 +17,7 @@ ANY, PAIRED, GRADED, BINARY = "any", "paired", "graded", "binary"
 """What a loss asks of a row: for rerankers documents with any labels; for embeddings a positive (and negatives), or two
 texts with a number, or with 0 or 1."""
 UNLABELED = (None, "")
+TextOrPair = str | tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,22 @@ class GroupTexts:
     cut: str = ""
     """`left` or `right`: the side on which texts beyond `max_length` tokens are cut; empty: they stay whole."""
     max_length: int = 0
+    pairs: bool = False
+    """For rerankers that are encoders: a query and a document are a pair of texts, without `template`."""
 
-    def of(self, example: RetrievalExample) -> tuple[list[str], list[float]]:
-        """Return the texts of a row and a value for each; RowError where the loss cannot use it."""
+    def of(self, example: RetrievalExample) -> tuple[list[TextOrPair], list[float]]:
+        """Return the texts of a row, or pairs of them, and a value for each; RowError where the loss cannot use it."""
         positives = sum(value > 0.5 for value in example.values)
         documents = list(zip(example.documents, example.values, strict=True))
         if self.max_negatives is not None and not example.labeled:
             documents = documents[: positives + self.max_negatives]
+        if self.pairs:
+            query = _prefixed(example.query, "")
+            return [(query, _prefixed(d, "")) for d, _ in documents], [value for _, value in documents]
         if self.template:
             return [self._joined(example.query, d) for d, _ in documents], [value for _, value in documents]
         _check_labels(example, self.wants)
-        texts = [_prefixed(example.query, self.query_prompt)]
+        texts: list[TextOrPair] = [_prefixed(example.query, self.query_prompt)]
         texts += [_prefixed(document, self.document_prompt) for document, _ in documents]
         return texts, [math.nan, *(value for _, value in documents)]
 

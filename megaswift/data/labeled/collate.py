@@ -15,6 +15,7 @@ import torch
 
 from megaswift.data.batches.collate import Document, PaddingShape
 from megaswift.data.batches.loader import DocumentRows, collate_step_microbatches
+from megaswift.data.batches.token_types import batch_with_token_types
 from megaswift.data.labeled.labels import LABEL
 from megaswift.data.store.token_store import TokenStore
 from megaswift.data.vision.batches import StreamedRowImages
@@ -98,6 +99,9 @@ def collate_labeled(
     if labels is None:
         return collate_step_microbatches(rows, packed, shape, uniform, fill_own_classes)
     batches = collate_step_microbatches(rows, packed, shape, uniform, fill_last_token)
+    if not packed:
+        laid = zip(rows, batches, strict=True)
+        batches = [batch_with_token_types(batch, [r[0] if r else None for r in micro]) for micro, batch in laid]
     return [
         replace(batch, fields={LABEL: _labels_of_documents(micro, labels)})
         for micro, batch in zip(rows, batches, strict=True)

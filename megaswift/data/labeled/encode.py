@@ -23,6 +23,10 @@ from megaswift.data.untokenized_sample import RowError, UntokenizedSample, text_
 from megaswift.data.vision.placeholders import reject_media
 from megaswift.losses.options.classification import SINGLE_LABEL
 
+SECOND_TEXT = "text_pair"
+"""The column of the second of two texts, beside `text`."""
+TEXT_PAIRS = (("sentence1", "sentence2"), ("text1", "text2"))
+"""Columns of two texts under other names."""
 SMALL = 254
 """The most classes whose numbers fit into a byte with 0 for none."""
 UNSPACED = re.compile(r"[\u2e80-\u30ff\u3400-\u9fff\uf900-\ufaff\uff00-\uffef]")
@@ -34,6 +38,8 @@ class LabeledText(RenderedConversation):
     """The text of a row and its label."""
 
     label: tuple[float, ...]
+    second: str | None = None
+    """The other text of a pair."""
 
     @property
     def beside(self) -> str:
@@ -80,7 +86,10 @@ class LabeledTextEncoder(RowEncoder):
             fault = "plain text, which is read without a chat template, so --system cannot be applied"
             raise RowError("text", fault, "messages, or omit --system")
         text, notes, plain = self._text(with_default_system_message(sample, self.spec.system))
-        return LabeledText(text, ((0, len(text)),), notes=notes, plain=plain, label=label)
+        second = second_text(row)
+        if second is not None and self.encoder is None:
+            raise RowError(SECOND_TEXT, "a second text", "a row with one text: encoders alone (BERT) read pairs")
+        return LabeledText(text, ((0, len(text)),), notes=notes, plain=plain, label=label, second=second)
 
     def _text(self, sample: UntokenizedSample) -> tuple[str, tuple[str, ...], bool]:
         """The text of a sample, what is counted of it, and whether it is without a chat template.
@@ -101,17 +110,30 @@ class LabeledTextEncoder(RowEncoder):
 
     def tokenize(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 tokens [n], ones [n]) of each text; without a chat template with the tokens that the tokenizer puts
-        around a text."""
+        around a text. For an encoder the mask also tells the texts of a pair apart (`encoder_text`)."""
+        if self.encoder is not None:
+            rows = [row for row in rendered if isinstance(row, LabeledText)]
+            yield from self.encoder.encode([r.text if r.second is None else (r.text, r.second) for r in rows])
+            return
         end = np.array(self.spec.end, dtype=np.int32)
         for text, (ids, _) in zip(rendered, super().tokenize(rendered), strict=True):
             tokens = np.concatenate([ids, end]) if text.plain and len(end) else ids
             yield tokens, np.ones(len(tokens), dtype=np.uint8)
 
 
+def second_text(row: Mapping[str, Any]) -> str | None:
+    """Return the second of two texts in a row; None where it has one text."""
+    named = next((second for first, second in TEXT_PAIRS if row.get(first) is not None), None)
+    column = SECOND_TEXT if row.get(SECOND_TEXT) is not None else named
+    return None if column is None else text_in_column(row, column)
+
+
 def labeled_sample(row: Mapping[str, Any]) -> UntokenizedSample:
     """Return the text or conversation of a row with a label: `text` as it is, else any form of sft, whose answer may be
     missing."""
-    rest = {name: value for name, value in row.items() if name != LABEL}
+    rest = {name: value for name, value in row.items() if name not in (LABEL, SECOND_TEXT)}
+    if "text" not in rest and (first := next((c for c, _ in TEXT_PAIRS if row.get(c) is not None), None)):
+        rest["text"] = row[first]
     if rest.get("text") is not None and rest.get("messages") is None:
         return UntokenizedSample(text=text_in_column(rest, "text"))
     sample = parse_sample(make_row_readable_as_prompt(rest, "sft"), "sft")
@@ -165,9 +187,11 @@ class LabeledWordsEncoder(RowEncoder):
     def tokenize(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 tokens [n], the number of each one's class plus 1, or 0, [n]) of each row."""
         rows = [row for row in rendered if isinstance(row, LabeledWords)]
-        begin = self.spec.begin
-        end = self.spec.end
-        for row, encoding in zip(rows, self._encode([row.words for row in rows]), strict=True):
+        words = [row.words for row in rows]
+        begin = self.spec.begin if self.encoder is None else []
+        end = self.spec.end if self.encoder is None else []
+        encodings = self._encode(words) if self.encoder is None else self.encoder.encode_words(words)
+        for row, encoding in zip(rows, encodings, strict=True):
             ids = np.array([*begin, *encoding.ids, *end], dtype=np.int32)
             mask = np.zeros(len(ids), dtype=np.uint8 if self.classes.count <= SMALL else np.float32)
             labeled = set[int]()

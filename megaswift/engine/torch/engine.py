@@ -48,6 +48,7 @@ from megaswift.engine.torch import checkpoint, document_attention, model_check, 
 from megaswift.engine.torch.adapters import peft_names
 from megaswift.engine.torch.adapters.adalora import find_adalora_rank_allocator
 from megaswift.engine.torch.adapters.merged_weights import collect_merged_adapter_weights
+from megaswift.engine.torch.encoder_parts import padding_mask
 from megaswift.engine.torch.host_memory import returning_freed_memory_to_system
 from megaswift.engine.torch.logit_fields import labeled_columns, position_ids
 from megaswift.engine.torch.model import ModelBuild
@@ -221,6 +222,8 @@ class TorchEngine(EngineState):
         extra: dict[str, Any] = {
             k: v.to(self.dtype) if half and v.is_floating_point() else v for k, v in batch.extra.items()
         }
+        if self.fields.is_encoder:
+            extra["attention_mask"] = padding_mask(batch.valid)
         if batch.cu_seqlens is not None and self.build.model.attn_impl in ("flash", "flash_3"):
             bounds = batch.cu_seqlens.to(torch.int32)
             longest = int(on_host.cu_seqlens.diff().max()) if on_host.cu_seqlens is not None else 0

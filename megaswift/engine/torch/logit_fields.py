@@ -24,9 +24,11 @@ from megaswift.engine.logit_fields import (
 )
 from megaswift.engine.teacher_head import TeacherHead
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
+from megaswift.engine.torch.encoder_parts import label_scores
 from megaswift.engine.torch.vision_parts import model_has_tower
 from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.losses.contract import SCORES, TOKENS, Batch, RequestedModelOutputs
+from megaswift.models.encoders import is_encoder
 from megaswift.parallel.head_memory import head_chunks
 
 
@@ -152,8 +154,10 @@ class LossFieldsModel(nn.Module):
         self.model = model
         self.needs = RequestedModelOutputs()
         self.teacher_head: TeacherHead | None = None
-        self.has_tower = model_has_tower(unwrap_peft_model(model))
-        parameters = inspect.signature(unwrap_peft_model(model).forward).parameters
+        bare: Any = unwrap_peft_model(model)
+        self.has_tower = model_has_tower(bare)
+        self.is_encoder = is_encoder(bare.config.to_dict())
+        parameters = inspect.signature(bare.forward).parameters
         self.chooses = "logits_to_keep" in parameters
         self.takes_positions = self.has_tower or "position_ids" in parameters
         """Models without any (state spaces, ALiBi) do not; those with a tower hand them on to their language model."""
@@ -172,8 +176,9 @@ class LossFieldsModel(nn.Module):
         `labeled_columns`, go through the head, where the model can choose. `teacher`: of shapes [b, s, n], for the
         divergence that `needs` asks for.
 
-        No attention mask: rows are padded on the right, where causal attention does not look, and transformers tells
-        packed documents by their positions. Rows of one document get none: a model counts for itself, not all from 0.
+        No attention mask, but for encoders in `extra`: rows are padded on the right, where causal attention does not
+        look, and transformers tells packed documents by their positions. Rows of one document get none: a model counts
+        for itself, not all from 0.
         """
         placed = {"position_ids": positions} if self.takes_positions and positions is not None else {}
         inputs = {"input_ids": input_ids, **placed, **extra}
@@ -192,12 +197,22 @@ class LossFieldsModel(nn.Module):
     def _vectors(self, columns: Tensor, labeled: Tensor, inputs: dict[str, Any]) -> Tensor:
         """float32 [n, b, s] of a classifier's head, of the hidden states themselves, or of the logits of some tokens;
         transformers' own forward pass of a classifier of texts gives the numbers of one position a row."""
-        if self.needs.head == TOKENS:
+        if self.is_encoder:
+            vectors = self._encoder_outputs(columns, inputs)
+        elif self.needs.head == TOKENS:
             vectors = self._logits(columns, inputs)[..., list(self.needs.tokens)]
         else:
             model: Any = unwrap_peft_model(self.model)
             vectors = model.base_model(use_cache=False, **inputs).last_hidden_state[:, columns]
-        if self.needs.head == SCORES:
+        if self.needs.head == SCORES and not self.is_encoder:
             vectors = model.score(vectors)
         vectors = vectors.float().permute(2, 0, 1) * labeled[:, columns]
         return vectors.new_zeros(len(vectors), *labeled.shape).index_copy(2, columns, vectors)
+
+    def _encoder_outputs(self, columns: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """[b, columns, n] of transformers' own forward pass: each class of encoders has its own pooling and head."""
+        model: Any = unwrap_peft_model(self.model)
+        if self.needs.head == SCORES:
+            return label_scores(model(**inputs).logits, columns)
+        hidden: Tensor = model.base_model(**inputs).last_hidden_state
+        return hidden[:, columns]

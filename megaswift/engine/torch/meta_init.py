@@ -37,10 +37,15 @@ def meta_parameters_to_expanded_zeros(module: nn.Module) -> None:
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.is_meta:
-                empty = nn.Parameter(
-                    torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), parameter.requires_grad
-                )
+                empty = nn.Parameter(_expanded_zeros(parameter, "cpu"), parameter.requires_grad)
                 part._parameters[name] = parameters.setdefault(id(parameter), empty)
+
+
+def _expanded_zeros(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return zeros of a tensor's shape and dtype over a single one; of one element, which needs no more memory, with
+    strides as any other tensor, because DeepSpeed views it as bytes."""
+    zero = torch.zeros((), dtype=like.dtype, device=device)
+    return zero.view(like.shape) if like.numel() == 1 else zero.expand(like.shape)
 
 
 def swap_parameters_for_expanded_zeros(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -48,7 +53,7 @@ def swap_parameters_for_expanded_zeros(module: nn.Module) -> dict[str, torch.Ten
     tensors = {}
     for name, parameter in module.named_parameters():
         tensors[name] = parameter.data
-        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        parameter.data = _expanded_zeros(parameter, parameter.device)
     return tensors
 
 

@@ -23,9 +23,9 @@ from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.bridge.hf.bits import disable_4bit_cpu_repacking
 from megaswift.bridge.hf.loading_report import LOADING_INFO, check_all_weights_loaded, warn_of_unused_weights
 from megaswift.bridge.initial_weights import initial_lora_a
-from megaswift.bridge.new_head import NEW, head_names, new_head_weight
+from megaswift.bridge.new_head import NEW, encoder_head_names, head_names, new_head_weight
 from megaswift.bridge.weight_source import open_weights
-from megaswift.engine.torch import document_attention, meta_init, quantized_weights, vision_parts
+from megaswift.engine.torch import document_attention, encoder_parts, meta_init, quantized_weights, vision_parts
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
 from megaswift.engine.torch.layer_classes import decoder_layer_class_names
 from megaswift.engine.torch.logit_fields import LossFieldsModel
@@ -33,6 +33,7 @@ from megaswift.engine.trainable_patterns import nothing_trains_problem, unmatche
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
 from megaswift.folders.adapter import TASK_TYPES
 from megaswift.models.any_model import spec_from_family
+from megaswift.models.encoders import is_encoder
 from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import NO_HEAD, SCORE, TOKEN_SCORE, ModelSpec
 from megaswift.models.vision import has_vision_tower
@@ -142,11 +143,15 @@ def _of_use(record: LogRecord) -> bool:
 
 
 def _loaded(auto: Any, folder: Path, arguments: dict[str, Any], seed: int, spec: ModelSpec) -> nn.Module:
-    model, loading_info = auto.from_pretrained(folder, **_labels(spec), **arguments, **LOADING_INFO)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # from which transformers draws what an encoder's folder lacks
+        model, loading_info = auto.from_pretrained(folder, **_labels(spec), **arguments, **LOADING_INFO)
     _refuse_other_head(model, spec, folder)
-    check_all_weights_loaded(f"--model {folder}", loading_info, new=head_names(spec))
+    encoder = is_encoder(spec.hf_config)
+    new = encoder_head_names(model, loading_info["missing_keys"]) if encoder else head_names(spec)
+    check_all_weights_loaded(f"--model {folder}", loading_info, new=new)
     warn_of_unused_weights(f"--model {folder}", loading_info["unexpected_keys"], spec.scored)
-    if spec.scored and NEW not in open_weights(folder).names():
+    if spec.scored and not encoder and NEW not in open_weights(folder).names():
         model.score.weight.data.copy_(new_head_weight(spec, seed))
         if spec.score_bias:
             model.score.bias.data.zero_()
@@ -155,15 +160,14 @@ def _loaded(auto: Any, folder: Path, arguments: dict[str, Any], seed: int, spec:
 
 def _refuse_other_head(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
     """Raise WeightsError for a classifier of transformers whose head is not a linear layer `score`."""
-    if spec.scored and not isinstance(getattr(model, "score", None), nn.Linear):
-        rule = (
-            f"is a {type(model).__name__} in transformers, whose head is no linear layer `score`: encoders and models "
+    if spec.scored and not is_encoder(spec.hf_config) and not isinstance(getattr(model, "score", None), nn.Linear):
+        rule = f"is a {type(model).__name__} in transformers, whose head is no linear layer `score`"
+        raise WeightsError(
+            Problem(f"--model {folder}", rule, "use a decoder, such as Qwen3, or an encoder, such as BERT")
         )
-        rule += "with heads of other forms are not supported"
-        raise WeightsError(Problem(f"--model {folder}", rule, "use a decoder, such as Qwen3, Llama or Gemma"))
 
 
-def add_peft(model: nn.Module, build: ModelBuild) -> nn.Module:
+def add_peft(model: Any, build: ModelBuild) -> nn.Module:
     """PEFT's adapters on a model: those of `--adapters`, or new ones from the seed."""
     import peft
 
@@ -184,12 +188,16 @@ def add_peft(model: nn.Module, build: ModelBuild) -> nn.Module:
                 )
             )
         options.exclude_modules = excluded
-    if options.task_type == TASK_TYPES[TOKEN_SCORE] and options.target_modules == "all-linear":
+    encoder = is_encoder(model.config.to_dict())
+    if encoder or (options.task_type == TASK_TYPES[TOKEN_SCORE] and options.target_modules == "all-linear"):
         # PEFT leaves the head out of these for classifiers of texts alone, and then finds that it trains whole
         if not hasattr(options, "exclude_modules"):
-            rule = "cannot leave out the head of a classifier of tokens: PEFT has no exclude_modules for it"
+            what = "an encoder" if encoder else "a classifier of tokens"
+            rule = f"cannot leave out the head of {what}: PEFT has no exclude_modules for it"
             raise ConfigError(Problem(f"--train_type {train_type}", rule, "--train_type lora"))
         options.exclude_modules = ["score"]
+    if encoder:
+        encoder_parts.adapt_around_head(options, model)
     if options.target_modules == "all-linear":
         options.target_modules = quantized_weights.gptq_awq_layer_names(model) or options.target_modules
     with torch.random.fork_rng():
@@ -260,7 +268,10 @@ def build_model_for_wrapping(
     meta_init.meta_parameters_to_expanded_zeros(model)
     if options.use_liger:
         apply_liger(model)
-    document_attention.set_per_document_attention(model, options, is_tested_class(spec, model))
+    if is_encoder(spec.hf_config):
+        encoder_parts.freeze_pooler(model, spec.head)
+    else:
+        document_attention.set_per_document_attention(model, options, is_tested_class(spec, model))
     freeze_parts(model, options)
     vision_parts.recompute_layers(model, options)
     if options.train_type != "full":

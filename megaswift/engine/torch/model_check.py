@@ -28,6 +28,7 @@ from megaswift.engine.torch.state import EngineState
 from megaswift.errors import ConfigError, Problem
 from megaswift.losses.contract import HIDDEN, SCORES, Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.models.any_model import dropout_fields
+from megaswift.models.encoders import is_encoder
 from megaswift.models.spec import VOCABULARY
 
 BEFORE = 10
@@ -65,7 +66,8 @@ def check_causality_and_packing(engine: EngineState, score: Score) -> None:
     known = is_tested_class(spec, unwrap_peft_model(engine.fields.model))
     shares = settings.shares_prefixes
     doubtful = not known or shares or (settings.shares_rows and spec.family in LOSES_DOCUMENTS)
-    if engine.fields.has_tower or not doubtful:
+    reads_both_ways = is_encoder(spec.hf_config) and spec.head != VOCABULARY
+    if engine.fields.has_tower or reads_both_ways or not doubtful:
         return
     needs = RequestedModelOutputs()
     if spec.head != VOCABULARY:

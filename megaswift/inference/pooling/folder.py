@@ -16,6 +16,7 @@ from megaswift.base.plain_files import read_plain_file
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.folders.adapter import ClassifierHead
 from megaswift.inference.options.commands import PoolingOptions
+from megaswift.models.encoders import is_encoder
 from megaswift.models.family import read_config_json
 from megaswift.models.heads import SCORE, TOKEN_SCORE, class_names_of, head_of
 
@@ -130,6 +131,8 @@ def _kind(config: Mapping[str, Any], modules: Any, task_type: str | None, flag: 
         return own
     if modules is not None:
         return GENERATIVE if any(_type(module) == "LogitScore" for module in modules) else EMBEDDING
+    if is_encoder(config):
+        return EMBEDDING
     names = [str(name) for name in config.get("architectures") or []]
     is_bare = bool(names) and all(n.endswith("Model") and not n.endswith("HeadModel") for n in names)
     return EMBEDDING if is_bare and not any(n.endswith("HeadsModel") for n in names) else None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaswift.bridge.new_head import POOLER
 from megaswift.data.model_tokenizer import read_tokenizer
 from megaswift.errors import ConfigError, Problem
 from megaswift.inference.load_errors import transformers_errors_as_ours
@@ -27,8 +28,6 @@ from megaswift.inference.options.commands import ModelLoadingOptions, PlacementO
 from megaswift.inference.pooling.folder import CLASSES, EMBEDDING, GENERATIVE, SEQUENCE, PoolingFolder
 from megaswift.inference.pooling.texts import TextInput
 
-POOLER = "pooler."
-"""Weights of encoders that many folders lack, and that no vector is computed with."""
 HEADS = ("score.", "classifier.")
 """Weights of a classifier's head, which its adapters bring."""
 
@@ -53,7 +52,7 @@ def load_pooling_model(
             _one_token(tokenizer, "--negative_token", options.negative_token),
         )
         found = replace(found, score_tokens=tokens)
-    lacks: tuple[str, ...] = (POOLER,) if found.kind == EMBEDDING else ()
+    lacks: tuple[str, ...] = (f"{POOLER}.",) if found.kind == EMBEDDING else ()
     if found.head is not None:
         config.id2label = dict(enumerate(found.labels))
         config.label2id = {name: number for number, name in enumerate(found.labels)}

@@ -11,6 +11,7 @@ from megaswift.data.templates.sandbox import REFUSED
 from megaswift.errors import first_line
 from megaswift.inference.chat_inputs import ChatInputError
 from megaswift.inference.pooling.folder import GENERATIVE, PoolingFolder
+from megaswift.models.encoders import encoder_of
 from megaswift.models.family import read_config_json
 
 QUERY_PROMPTS = ("query",)
@@ -36,6 +37,8 @@ class TextInput:
 def context_of(folder: Path) -> int | None:
     """Return the most tokens that config.json says the model reads."""
     config = read_config_json(folder)
+    if (encoder := encoder_of(config)) is not None:
+        return encoder.longest
     inner = config.get("text_config")
     for section in (config, inner if isinstance(inner, dict) else {}):
         if isinstance(most := section.get("max_position_embeddings"), int):

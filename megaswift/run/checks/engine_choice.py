@@ -29,6 +29,7 @@ from megaswift.models.any_model import spec_from_family_or_size_fields
 from megaswift.models.family import read_config_json
 from megaswift.models.quantized_training import KERNELS, quant_method
 from megaswift.models.spec import LINEAR, ModelSpec
+from megaswift.run.checks.encoders import with_encoder_defaults
 
 SMALL = 1e9
 """Parameters up to which a model is replicated."""
@@ -80,7 +81,8 @@ def available_memory_bytes_per_process(processes: int) -> float:
 
 def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
     """Choose the engine where the options leave it open, and return the configuration with its name. `tell`: print
-    which engine, and why."""
+    which engine, and why. An encoder brings defaults of its own."""
+    cfg = with_encoder_defaults(cfg)
     requested = requested_engine(cfg)
     if tell and (cfg.engine.fsdp or cfg.engine.fsdp_config):
         log.info("engine fsdp2: the FSDP options select torch's fully_shard (FSDP2); FSDP1 is not used")

@@ -14,6 +14,7 @@ from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families import FAMILIES, ModelSpec, family_of, load_spec
 from megaswift.losses.options.classification import default_problem_type
 from megaswift.models.any_model import spec_from_family_or_size_fields
+from megaswift.models.encoders import is_encoder
 from megaswift.models.family import (
     read_config_json,
     rope_and_epsilon_problems,
@@ -26,6 +27,7 @@ from megaswift.models.spec import NO_HEAD, SCORE, TOKEN_SCORE, VOCABULARY
 from megaswift.models.vision import has_vision_tower
 from megaswift.options.tasks import CLASSIFIERS, RETRIEVAL
 from megaswift.run.checks.changed_model import changed_config_folder
+from megaswift.run.checks.encoders import encoder_problems
 
 UNKNOWN_LABELS = 2
 """Classes of a model before its rows have been read, where no option names their number."""
@@ -36,8 +38,11 @@ def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
     raw = read_config_json(folder)
     if unfit := [*rope_and_epsilon_problems(raw), *unreadable_value_problems(raw)]:
         raise WeightsError(unfit)
+    if unfit := encoder_problems(cfg, raw):
+        raise ConfigError(unfit)
     with changed_config_folder(cfg, folder) as changed:
-        spec = load_spec(changed) if capabilities_of(cfg).family_tables else spec_from_family_or_size_fields(changed)
+        tables = capabilities_of(cfg).family_tables and not is_encoder(raw)
+        spec = load_spec(changed) if tables else spec_from_family_or_size_fields(changed)
     spec = _with_trained_mtp(cfg, spec)
     if cfg.task == "rm" and trains_language_model(raw) and capabilities_of(cfg).family_tables:
         rule = "is a vision-language model, which rm does not support"
@@ -96,7 +101,7 @@ def _with_classes(cfg: SwiftConfig, spec: ModelSpec) -> ModelSpec:
     kind = TOKEN_SCORE if cfg.task == "token_cls" else SCORE
     label = f"--model {cfg.model.model}"
     dropout = spec.hf_config.get("classifier_dropout")
-    if kind == TOKEN_SCORE and dropout:
+    if kind == TOKEN_SCORE and dropout and not is_encoder(spec.hf_config):
         rule = f"is {dropout}, but dropout before a classifier's head is not supported"
         raise ConfigError(Problem("classifier_dropout of config.json", rule, "set it to 0 there"))
     names: Sequence[str] = data.class_names or [f"LABEL_{i}" for i in range(data.num_labels or UNKNOWN_LABELS)]
@@ -159,7 +164,7 @@ def transformers_class_problems(model: ModelConfig, spec: ModelSpec) -> list[Pro
     """Report a model that is no family here and for which transformers has no class that torch engines could load."""
     kind = str(spec.hf_config.get("model_type"))
     code = spec.hf_config.get("auto_map")
-    if kind in FAMILIES or spec.scored:
+    if kind in FAMILIES or spec.scored or is_encoder(spec.hf_config):
         return []
     if isinstance(code, Mapping) and (model.trust_remote_code or kind not in _transformers_model_types()):
         auto = "AutoModelForImageTextToText" if has_vision_tower(spec.hf_config) else "AutoModelForCausalLM"

@@ -102,6 +102,6 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def _counts(name: str) -> bool:
-    last = name.rpartition(".")[2]
-    ignored = name in _NOT_SPEC or last in _NOT_CONFIG
+    *_, last = parts = name.split(".")
+    ignored = name in _NOT_SPEC or not _NOT_CONFIG.isdisjoint(parts)  # id2label.0
     return not ignored and not any(word in last for word in _TRAINING)

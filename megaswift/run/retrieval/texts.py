@@ -18,6 +18,8 @@ from megaswift.folders.embedding_files import (
     read_embedding_files,
 )
 from megaswift.losses.options.retrieval import retrieval_loss_of
+from megaswift.models.encoders import is_encoder
+from megaswift.models.family import read_config_json
 
 WANTED = {"infonce": PAIRED, "cosine_similarity": GRADED, "cosent": GRADED}
 """What an embedding's loss asks of a row; others take two texts with a label of 0 or 1."""
@@ -30,14 +32,24 @@ CHATML = (
 """The text of Qwen3-Reranker."""
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """The instruction of Qwen3-Reranker."""
+TRANSFORMER = {
+    "idx": 0,
+    "name": "0",
+    "path": "",
+    "type": "sentence_transformers.base.modules.transformer.Transformer",
+}
+"""The first module of a CrossEncoder."""
+SIGMOID = "torch.nn.modules.activation.Sigmoid"
 PLAIN = "Instruction: {instruction}\nQuery: {query}\nDocument: {document}\nRelevant:"
 """For tokenizers without the tokens of ChatML."""
 
 
 def embedding_settings(cfg: SwiftConfig, folder: Path) -> EmbeddingFiles:
     """Return how a run's embeddings are made: by its options, else as the model's folder says, else from the last
-    token without prompts. A folder's prompts are for queries and documents, so losses on labeled pairs do without."""
-    found = read_embedding_files(folder, f"--model {cfg.model.model}") or EmbeddingFiles()
+    token, or from all tokens of an encoder, without prompts. A folder's prompts are for queries and documents, so
+    losses on labeled pairs do without."""
+    plain = EmbeddingFiles("mean" if is_encoder(read_config_json(folder)) else "last")
+    found = read_embedding_files(folder, f"--model {cfg.model.model}") or plain
     options = cfg.retrieval
     roles = retrieval_loss_of(cfg) == "infonce"
     query = options.query_prompt if options.query_prompt is not None else found.query_prompt * roles
@@ -54,6 +66,8 @@ def group_texts(cfg: SwiftConfig, folder: Path, tokenizer: Any) -> GroupTexts:
     most = cfg.data.max_length if cut else 0
     options = cfg.retrieval
     if cfg.task != "embedding":
+        if is_encoder(read_config_json(folder)):
+            return GroupTexts(ANY, pairs=True, max_negatives=options.max_negatives)
         template = reranker_template(cfg, tokenizer)
         return GroupTexts(ANY, "", "", template, instruction_of(cfg), options.max_negatives, cut, most)
     files = embedding_settings(cfg, folder)
@@ -98,16 +112,36 @@ def side_files(cfg: SwiftConfig, folder: Path, hidden_size: int, tokenizer: Any)
         files = embedding_settings(cfg, folder)
         length = files.max_length or cfg.data.max_length
         return embedding_files(EmbeddingFiles(files.pooling, files.prompts, files.normalizes, length), hidden_size)
+    if is_encoder(read_config_json(folder)):
+        return _encoder_reranker_files(folder)
     return _reranker_files(cfg, tokenizer)
+
+
+def _encoder_reranker_files(folder: Path) -> dict[str, str]:
+    """The files of a CrossEncoder that reads pairs of texts. What becomes of a score is as in the folder of the model,
+    or the sigmoid, which CrossEncoder takes where nothing is said."""
+    config = read_config_json(folder)
+    settings = json.loads((folder / SETTINGS).read_text("utf-8")) if (folder / SETTINGS).is_file() else {}
+    own = config.get("sentence_transformers")
+    activation = settings.get("activation_fn") or (own.get("activation_fn") if isinstance(own, dict) else None)
+    activation = activation or config.get("sbert_ce_default_activation_function") or SIGMOID
+    texts: dict[str, Any] = {
+        MODULES: [TRANSFORMER],
+        SETTINGS: {"model_type": "CrossEncoder", "prompts": {}, "activation_fn": activation},
+        "sentence_bert_config.json": {
+            "transformer_task": "sequence-classification",
+            "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+            "module_output_name": "scores",
+        },
+    }
+    return {path: json.dumps(value, indent=2) + "\n" for path, value in texts.items()}
 
 
 def _reranker_files(cfg: SwiftConfig, tokenizer: Any) -> dict[str, str]:
     """The files of a CrossEncoder: a chat template that writes the same text as in training, and the tokens of the
     score."""
     generative = cfg.task == "generative_reranker"
-    modules: list[dict[str, Any]] = [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}
-    ]
+    modules: list[dict[str, Any]] = [TRANSFORMER]
     texts: dict[str, Any] = {}
     output = {"method": "forward", "method_output_name": "logits"}
     if generative:

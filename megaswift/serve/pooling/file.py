@@ -19,7 +19,7 @@ from torch import Tensor
 from megaswift import log
 from megaswift.base.atomic_writes import atomic_file
 from megaswift.data.encode.rows import malformed_row_problem
-from megaswift.data.labeled.encode import labeled_sample, with_spaces
+from megaswift.data.labeled.encode import labeled_sample, second_text, with_spaces
 from megaswift.data.untokenized_sample import RowError, decode_json_cell
 from megaswift.errors import DataError, Problem, merge_similar_problems
 from megaswift.inference.chat_inputs import ChatInputError
@@ -27,6 +27,7 @@ from megaswift.inference.options.commands import PoolingOptions, PromptFileOptio
 from megaswift.inference.pooling.folder import EMBEDDING, SEQUENCE, TOKENS, PoolingFolder
 from megaswift.inference.pooling.model import PoolingModel, class_probabilities, pair_score
 from megaswift.inference.pooling.texts import TextInput, TextReader
+from megaswift.losses.options.classification import REGRESSION
 from megaswift.serve.prompt_rows import located_rows
 from megaswift.serve.terminal import greet, read_text
 
@@ -90,7 +91,7 @@ def _most(reader: TextReader, options: PoolingOptions) -> int | None:
 
 
 def _row(columns: Mapping[str, Any], named: Mapping[str, Any], reader: TextReader, most: int | None) -> PoolingRow:
-    if reader.found.scores_pairs:
+    if reader.found.scores_pairs and reader.found.problem_type != REGRESSION:
         query = next((named[name] for name in QUERIES if isinstance(named.get(name), str)), None)
         name = next((name for name in DOCUMENTS if named.get(name)), None)
         if query is not None and name is not None:
@@ -113,6 +114,9 @@ def _text(named: Mapping[str, Any], reader: TextReader, most: int | None) -> Tex
             if reader.system:
                 fault = "plain text, which is read without a chat template, so --system cannot be applied"
                 raise RowError("text", fault, "messages, or omit --system")
+            second = second_text(named)
+            if second is not None:
+                return reader.of_pair(sample.text, second, most)
             return reader.of_text(sample.text, most=most)
         if reader.tokenizer.chat_template:
             return reader.of_messages(sample.messages, tools=sample.tools)
