@@ -35,6 +35,9 @@ PICKLE_ALLOWED = {
     "megaswift/bridge/checkpoint/tensor_file.py": (
         "the description of one tensor in that format, by an Unpickler that calls nothing"
     ),
+    "megaswift/bridge/foreign/legacy_pickle.py": (
+        "Megatron-LM's legacy checkpoints, for convert alone, by an Unpickler that imports no name"
+    ),
 }
 CATCH_ALL_ALLOWED = {
     "megaswift/data/tokenizer.py": (

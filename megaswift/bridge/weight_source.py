@@ -38,4 +38,4 @@ def open_checkpoint_weight_source(
     checkpoint: CheckpointTensorAndModelPaths, dtype: torch.dtype | None = None
 ) -> WeightSource:
     """Open the weights of a checkpoint: each in the dtype it once had, or all in `dtype`."""
-    return MegatronSource(checkpoint, dtype) if checkpoint.sharded else TorchStepSource(checkpoint, dtype)
+    return MegatronSource.open(checkpoint, dtype) if checkpoint.sharded else TorchStepSource(checkpoint, dtype)

@@ -173,11 +173,19 @@ def hf_to_megatron_command(argv: Sequence[str]) -> int:
     parser = _parser("hf-to-megatron", text, "a Hugging Face folder with safetensors")
     for axis, meaning in AXES.items():
         parser.add_argument(f"--{axis}", type=_count, metavar="N", help=meaning)
+    parser.add_argument(
+        "--format",
+        choices=["megaswift", "megatron-lm"],
+        default="megaswift",
+        help="whose folder to write: megatron-lm has the keys and the tracker file that Megatron-LM loads",
+    )
     args = parser.parse_args(argv)
     from megaswift.bridge.convert.to_megatron import HfToMegatronOptions, hf_to_megatron
 
     layout = {axis: value for axis in AXES if (value := getattr(args, axis)) is not None}
-    options = HfToMegatronOptions(layout, _dtype(args.dtype), overwrite=args.overwrite)
+    options = HfToMegatronOptions(
+        layout, _dtype(args.dtype), overwrite=args.overwrite, megatron_lm=args.format == "megatron-lm"
+    )
     log.print_result(f"wrote {hf_to_megatron(args.source, args.target, options)}")
     return 0
 
@@ -186,14 +194,24 @@ def megatron_to_hf_command(argv: Sequence[str]) -> int:
     """`megaswift convert megatron-to-hf`."""
     parser = _parser(
         "megatron-to-hf",
-        "Converts a sharded Megatron checkpoint (torch_dist) to a Hugging Face folder. Needs only SRC.",
-        "a converted checkpoint, OUT/checkpoints/step-N, or OUT (its latest checkpoint)",
+        "Converts a sharded Megatron checkpoint (torch_dist) to a Hugging Face folder. Needs only SRC, and for a "
+        "checkpoint of another program --hf_config.",
+        "a converted checkpoint, OUT/checkpoints/step-N, or OUT (its latest checkpoint); or a checkpoint of "
+        "Megatron-LM, ms-swift or Megatron-Bridge",
+    )
+    parser.add_argument(
+        "--hf_config",
+        "--hf-config",
+        type=Path,
+        metavar="DIR",
+        help="for a checkpoint of another program: the Hugging Face folder with the model's config.json and tokenizer",
     )
     _shards(parser)
     args = parser.parse_args(argv)
     from megaswift.bridge.convert.to_hf import MAX_SHARD_BYTES, MegatronToHfOptions, megatron_to_hf
 
-    options = MegatronToHfOptions(_dtype(args.dtype), args.max_shard_size or MAX_SHARD_BYTES, args.overwrite)
+    shard = args.max_shard_size or MAX_SHARD_BYTES
+    options = MegatronToHfOptions(_dtype(args.dtype), shard, args.overwrite, args.hf_config)
     log.print_result(f"wrote {megatron_to_hf(args.source, args.target, options)}")
     return 0
 

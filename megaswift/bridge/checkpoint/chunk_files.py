@@ -12,11 +12,11 @@ import io
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -209,19 +209,22 @@ def _metadata(saved: Iterable[SavedChunk]) -> Metadata:
     return Metadata(dict(tables), storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
 
 
-def _write_tables(directory: Path, metadata: Metadata) -> Entries:
+def _write_tables(directory: Path, metadata: Metadata, common: Mapping[str, Any] | None = None) -> Entries:
     """`.metadata` last: with it the folder counts as a checkpoint."""
-    entries = {path.name: write_hashed(path, content) for path, content in _megatron_loader_files(directory)}
+    files = _megatron_loader_files(directory, common or {})
+    entries = {path.name: write_hashed(path, content) for path, content in files}
     return entries | {TABLES: write_hashed(directory / TABLES, pickle.dumps(metadata))}
 
 
-def write_checkpoint_metadata(directory: Path, saved: Iterable[SavedChunk]) -> None:
+def write_checkpoint_metadata(
+    directory: Path, saved: Iterable[SavedChunk], common: Mapping[str, Any] | None = None
+) -> None:
     """Write `.metadata`, metadata.json and common.pt for boxes that were written without
-    `dcp_save_rank_tensor_chunks`."""
-    _write_tables(directory, _metadata(saved))
+    `dcp_save_rank_tensor_chunks`. `common`: what Megatron-LM reads from common.pt."""
+    _write_tables(directory, _metadata(saved), common)
 
 
-def _megatron_loader_files(directory: Path) -> list[tuple[Path, bytes]]:
+def _megatron_loader_files(directory: Path, values: Mapping[str, Any]) -> list[tuple[Path, bytes]]:
     """What Megatron-Core's own loader looks for beside the tables; never read here."""
     backends = {
         "sharded_backend": "torch_dist",
@@ -230,7 +233,7 @@ def _megatron_loader_files(directory: Path) -> list[tuple[Path, bytes]]:
         "common_backend_version": 1,
     }
     common = io.BytesIO()
-    torch.save({}, common)
+    torch.save(dict(values), common)
     return [
         (directory / "metadata.json", json.dumps(backends).encode()),
         (directory / "common.pt", common.getvalue()),

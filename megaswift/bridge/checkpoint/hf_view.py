@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,20 +30,70 @@ from megaswift.folders.checkpoint import CheckpointTensorAndModelPaths
 from megaswift.models.weights.rules import SliceMap, TensorParallelShard, shard_dim
 
 
+class StoredTensors(Protocol):
+    """Named tensors of a folder, read region by region."""
+
+    @property
+    def directory(self) -> Path:
+        """The folder."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were taken."""
+
+    def keys(self) -> list[str]:
+        """Return the names of all tensors."""
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+
+    def file(self, key: str) -> Path:
+        """Return the first file that holds a part of a tensor."""
+
+    def missing(self, key: str) -> int:
+        """Count the elements of a tensor that no file holds."""
+
+    def region(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the part of `shape` at `offset` of a tensor, in its stored dtype."""
+
+    def fill(self, key: str, offset: Sequence[int], out: Tensor) -> None:
+        """Read the part at `offset` of a tensor into `out`, which has its shape and the stored dtype."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+class TensorDtypes(Protocol):
+    """The dtype of each Hugging Face tensor."""
+
+    def __getitem__(self, name: str) -> torch.dtype: ...
+
+
 class MegatronSource:
     """The weights of a checkpoint as Hugging Face tensors: each in the dtype it once had, or all in `dtype`."""
 
-    def __init__(self, checkpoint: CheckpointTensorAndModelPaths, dtype: torch.dtype | None = None) -> None:
-        spec = load_spec(checkpoint.model)
-        self.plan = WeightPlan(family_of(spec.hf_config), spec)
-        self.directory = checkpoint.tensors
-        self.tensors = TorchDistSource(checkpoint.tensors)
+    def __init__(
+        self, plan: WeightPlan, tensors: StoredTensors, dtypes: TensorDtypes, dtype: torch.dtype | None = None
+    ) -> None:
+        self.plan = plan
+        self.directory = tensors.directory
+        self.tensors = tensors
         self._places = entries.sharded_state_dict_entries(self.plan.entries)
-        self._had = read_original_tensor_dtypes(checkpoint.model)
+        self._had = dtypes
         self._wanted = dtype
         self._kept = [key.removeprefix(KEPT) for key in self.tensors.keys() if key.startswith(KEPT)]  # noqa: SIM118 (a method)
         self._copies = self.plan.copies
         self._check()
+
+    @classmethod
+    def open(cls, checkpoint: CheckpointTensorAndModelPaths, dtype: torch.dtype | None = None) -> MegatronSource:
+        """Open a checkpoint of this program."""
+        spec = load_spec(checkpoint.model)
+        plan = WeightPlan(family_of(spec.hf_config), spec)
+        return cls(plan, TorchDistSource(checkpoint.tensors), read_original_tensor_dtypes(checkpoint.model), dtype)
 
     def _check(self) -> None:
         """Every parameter of the model is there in full, and nothing else."""
@@ -93,7 +144,7 @@ class MegatronSource:
     @property
     def bytes_read(self) -> int:
         """Bytes that slices have taken."""
-        return self.tensors.files.bytes_read
+        return self.tensors.bytes_read
 
     def names(self) -> list[str]:
         """Return all tensors in the order of export; those carried along come last."""

@@ -64,6 +64,11 @@ class TorchDistSource:
         self._boxes: dict[str, _Boxes] = {}
         self._items: dict[tuple[str, _Saved], FileTensor] = {}
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were taken."""
+        return self.files.bytes_read
+
     def keys(self) -> list[str]:
         """Return the names of all tensors."""
         return list(self._tables)
@@ -83,6 +88,10 @@ class TorchDistSource:
     def missing(self, key: str) -> int:
         """Count the elements of a tensor that no box holds; boxes of one tensor never overlap."""
         return math.prod(self.shape(key)) - sum(math.prod(chunk.sizes) for chunk in self._tables[key].chunks)
+
+    def parts_along(self, key: str, dim: int) -> int:
+        """Count the parts into which a tensor was cut along a dimension."""
+        return len({chunk.offsets[dim] for chunk in self._tables[key].chunks})
 
     def region(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return the part of `shape` at `offset` of a tensor, in its stored dtype."""

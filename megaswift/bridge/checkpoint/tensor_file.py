@@ -27,7 +27,7 @@ from megaswift.bridge.hf.header import MOST_DIMENSIONS
 
 ALIGNMENT = 64
 """The alignment of the tensor's bytes within an item, as torch has it."""
-_TYPED: dict[torch.dtype, type] = {
+STORAGE_DTYPES: dict[torch.dtype, type] = {
     torch.float32: torch.FloatStorage,
     torch.bfloat16: torch.BFloat16Storage,
     torch.float16: torch.HalfStorage,
@@ -58,13 +58,13 @@ class _Described:
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
         facts: tuple[Any, ...] = (_Bytes(), 0, self.shape, strides, False, collections.OrderedDict())
-        if self.dtype in _TYPED:
+        if self.dtype in STORAGE_DTYPES:
             return torch._utils._rebuild_tensor_v2, facts
         return torch._utils._rebuild_tensor_v3, (*facts, self.dtype)
 
 
 def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    typed = _TYPED.get(dtype)
+    typed = STORAGE_DTYPES.get(dtype)
     count = math.prod(shape) * (1 if typed else dtype.itemsize)
 
     class Pickler(pickle.Pickler):
@@ -175,7 +175,7 @@ class _Facts(pickle.Unpickler):
             resolved = getattr(torch, name, None)
         elif name == "UntypedStorage":
             resolved = UntypedStorage
-        if isinstance(resolved, torch.dtype) or resolved is UntypedStorage or resolved in _TYPED.values():
+        if isinstance(resolved, torch.dtype) or resolved is UntypedStorage or resolved in STORAGE_DTYPES.values():
             return resolved
         raise pickle.UnpicklingError(f"contains {module}.{name}, which is not part of a tensor")
 
@@ -198,7 +198,7 @@ def locate_torch_save_tensor(path: Path, start: int, length: int) -> FileTensor:
             check_pickle_opcode_limits(description)
             storage, offset, shape, strides, dtype = _Facts(io.BytesIO(description)).load()
             first = _content(file, start + record.header_offset)
-        kind = next((k for k, v in _TYPED.items() if v is storage[1]), dtype)
+        kind = next((k for k, v in STORAGE_DTYPES.items() if v is storage[1]), dtype)
         _check_description(kind, shape, strides, offset)
     except _BROKEN as error:
         raise ValueError(f"has no tensor at byte {start}: {error}") from None

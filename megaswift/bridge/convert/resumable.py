@@ -120,6 +120,7 @@ class ResumableFolder:
         check_disk_space(self.target, sum(self.files.values()), used)
         self.folder.mkdir(exist_ok=True)
         for name, size in self.files.items():
+            (self.folder / name).parent.mkdir(exist_ok=True)
             self._open[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             os.ftruncate(self._open[name], size)
         self._log.truncate(0)

@@ -6,6 +6,9 @@ Owns which tensor lies where in the checkpoint's files and what else the folder 
     metadata.json, common.pt    what Megatron-Core's own loader looks for
     model/                      what turns it back into a Hugging Face folder (`checkpoint.hf_metadata`)
     conversion.json             vocabulary padding, layout it was checked for
+
+For Megatron-LM (`megatron_lm`) the first two lie in the folder `release`, which latest_checkpointed_iteration.txt
+names, and layers that are all alike are stacked in one tensor, as its default is.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,18 +26,21 @@ from torch import Tensor
 
 from megaswift.bridge.checkpoint import chunk_files, tensor_file
 from megaswift.bridge.checkpoint.chunk_files import SavedChunk
-from megaswift.bridge.checkpoint.entries import KEPT, sharded_state_dict_entry
+from megaswift.bridge.checkpoint.entries import KEPT, ShardedStateDictEntry, sharded_state_dict_entry
 from megaswift.bridge.checkpoint.hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.convert import job
 from megaswift.bridge.convert.job import FolderJob, TensorJob, read_tensor_blocks, split_region_into_blocks
+from megaswift.bridge.foreign.keys import LAYER
 from megaswift.bridge.hf.dequantized import open_hf_weights
 from megaswift.bridge.hf.source import WeightSource
 from megaswift.bridge.plan import PlanEntry, WeightPlan
 from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.folders.checkpoint import MODEL, find_checkpoint
-from megaswift.models.spec import ModelSpec
+from megaswift.folders.foreign import RELEASE, TRACKER
+from megaswift.models.spec import VOCABULARY, ModelSpec
 from megaswift.models.stored_form import StoredForm
+from megaswift.models.weights.gated_delta import KeyHeadRowsRule
 from megaswift.models.weights.rules import TensorParallelShard, shard_dim
 from megaswift.models.weights.table import padded_vocabulary_size
 from megaswift.parallel.checks import layout_problems
@@ -59,6 +65,8 @@ class HfToMegatronOptions:
     """One dtype for all tensors; None: each keeps its own."""
     file_bytes: int = FILE_BYTES
     overwrite: bool = False
+    megatron_lm: bool = False
+    """Write the folder that Megatron-LM loads, without the files of this program."""
 
 
 def hf_to_megatron(
@@ -84,7 +92,16 @@ def hf_to_megatron(
     # Decide the bytes of every file: the job below writes them block by block, in bounded memory.
     padded = padded_vocabulary_size(spec, options.layout.get("tp", 1))
     dtypes = {name: options.dtype or weights.dtype(name) for name in plan.hf_shapes}
-    saved, items, files = _arrange(plan, weights, dtypes, padded, options.file_bytes)
+    arranged = _Arrangement(padded, options.file_bytes)
+    if options.megatron_lm:
+        _check_megatron_lm(plan)
+        arranged = replace(arranged, folder=RELEASE, layers=_layers_of_stacks(spec), kept=False)
+    saved, items, files = _arrange(plan, weights, dtypes, arranged)
+
+    def finish_for_megatron_lm(stage: Path) -> None:
+        common = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": {"singleton_local_shards": False}}
+        chunk_files.write_checkpoint_metadata(stage / RELEASE, saved, common)
+        (stage / TRACKER).write_text(RELEASE, encoding="ascii")
 
     def finish(stage: Path) -> None:
         chunk_files.write_checkpoint_metadata(stage, saved)
@@ -106,7 +123,22 @@ def hf_to_megatron(
         "files": files,
         "version": __version__,
     }
-    return job.run_folder_job(FolderJob(target, files, items, finish, made_from, overwrite=options.overwrite))
+    ends = finish_for_megatron_lm if options.megatron_lm else finish
+    return job.run_folder_job(FolderJob(target, files, items, ends, made_from, overwrite=options.overwrite))
+
+
+def _check_megatron_lm(plan: WeightPlan) -> None:
+    """Refuse models that Megatron-Core has under other names."""
+    what = f"--format megatron-lm with a model of {plan.family.name}"
+    if any(isinstance(entry.rule, KeyHeadRowsRule) for entry in plan.entries):
+        raise CheckpointError(Problem(what, "Megatron-Core has gated delta nets under other names", "leave it out"))
+    if plan.spec.head != VOCABULARY:
+        raise CheckpointError(Problem(what, "has a head that Megatron-LM's GPT model lacks", "leave it out"))
+
+
+def _layers_of_stacks(spec: ModelSpec) -> int:
+    """How many layers share a tensor; 0 where layers differ, which Megatron-Core stores under names of their own."""
+    return spec.num_layers if len({kind.scopes for kind in spec.layer_kinds}) == 1 else 0
 
 
 def _check_layout(spec: ModelSpec, layout: Mapping[str, int]) -> None:
@@ -119,46 +151,74 @@ def _check_layout(spec: ModelSpec, layout: Mapping[str, int]) -> None:
         raise LayoutError(problems)
 
 
+@dataclass(frozen=True)
+class _Arrangement:
+    """Where tensors are put."""
+
+    padded: int
+    """Vocabulary rows."""
+    file_bytes: int
+    folder: str = "."
+    """The files' folder within the target."""
+    layers: int = 0
+    """How many layers are stacked in one tensor; 0: none."""
+    kept: bool = True
+    """Whether tensors that do not train are carried along."""
+
+    def region(self, entry: PlanEntry) -> ShardedStateDictEntry:
+        """Where a parameter lies."""
+        own = sharded_state_dict_entry(entry, self.padded)
+        match = LAYER.fullmatch(own.key)
+        if not self.layers or match is None:
+            return own
+        return ShardedStateDictEntry(
+            f"{match['head']}{match['rest']}",
+            (self.layers, *own.whole),
+            (int(match["layer"]), *own.offset),
+            (1, *own.shape),
+        )
+
+
 def _arrange(
-    plan: WeightPlan, weights: WeightSource, dtypes: Mapping[str, torch.dtype], padded: int, file_bytes: int
+    plan: WeightPlan, weights: WeightSource, dtypes: Mapping[str, torch.dtype], places: _Arrangement
 ) -> tuple[list[SavedChunk], list[TensorJob], dict[str, int]]:
     """Every tensor's place: the boxes for the tables, the items to write, the files' sizes."""
-    key_dtypes = _key_dtypes(plan, dtypes)
+    key_dtypes = _key_dtypes(plan, dtypes, places)
     parts = []
     for entry in plan.entries:
-        region = sharded_state_dict_entry(entry, padded)
-        content = functools.partial(read_megatron_parameter_in_blocks, entry, weights, padded)
+        region = places.region(entry)
+        content = functools.partial(read_megatron_parameter_in_blocks, entry, weights, places.padded)
         parts.append(
             (entry.hf[0], (region.key, region.whole, region.offset, region.shape, key_dtypes[region.key], content))
         )
-    for name in plan.kept(weights.names()):
+    for name in plan.kept(weights.names()) if places.kept else ():
         shape = weights.shape(name)
         content = functools.partial(read_tensor_blocks, weights, name)
         parts.append((name, (KEPT + name, shape, (0,) * len(shape), shape, weights.dtype(name), content)))
+    prefix = "" if places.folder == "." else f"{places.folder}/"
     saved: list[SavedChunk] = []
     items: list[TensorJob] = []
     files: dict[str, int] = {"__0_0.distcp": 0}
     for name, (key, whole, offset, shape, dtype, blocks) in parts:
-        if files[[*files][-1]] >= file_bytes:
+        if files[[*files][-1]] >= places.file_bytes:
             files[f"__0_{len(files)}.distcp"] = 0
         file = [*files][-1]
         nbytes = math.prod(shape) * dtype.itemsize
         frame = tensor_file.torch_save_zip_frame(dtype, shape)
         start = files[file]
         length = len(frame.head) + nbytes + len(frame.tail)
-        items.append(
-            TensorJob(file, start, nbytes, functools.partial(_cast, blocks, dtype), frame.head, frame.tail, name)
-        )
+        cast = functools.partial(_cast, blocks, dtype)
+        items.append(TensorJob(f"{prefix}{file}", start, nbytes, cast, frame.head, frame.tail, name))
         saved.append(SavedChunk(key, whole, offset, shape, dtype, file, start, length))
         files[file] = start + length + -(start + length) % tensor_file.ALIGNMENT
-    return saved, items, files
+    return saved, items, {f"{prefix}{file}": size for file, size in files.items()}
 
 
-def _key_dtypes(plan: WeightPlan, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+def _key_dtypes(plan: WeightPlan, dtypes: Mapping[str, torch.dtype], places: _Arrangement) -> dict[str, torch.dtype]:
     """Key -> the dtype that holds all its Hugging Face tensors' values: a named tensor has one dtype."""
     dtypes_of: dict[str, list[torch.dtype]] = defaultdict(list)
     for entry in plan.entries:
-        dtypes_of[sharded_state_dict_entry(entry).key] += [dtypes[name] for name in entry.hf]
+        dtypes_of[places.region(entry).key] += [dtypes[name] for name in entry.hf]
     return {key: functools.reduce(torch.promote_types, each) for key, each in dtypes_of.items()}
 
 

@@ -115,7 +115,7 @@ def test_a_damaged_item_is_named(pool: Pool, models: Path, tmp_path: Path) -> No
     save("dense single", pool, models, tmp_path)
     file = tmp_path / "engine" / "__0_0.distcp"
     file.write_bytes(b"\0" * file.stat().st_size)
-    source = MegatronSource(CheckpointTensorAndModelPaths(tmp_path / "engine", tmp_path / "model"))
+    source = MegatronSource.open(CheckpointTensorAndModelPaths(tmp_path / "engine", tmp_path / "model"))
     with pytest.raises(
         CheckpointError, match=r"__0_0.distcp, tensor decoder.final_layernorm.weight: cannot be read: has no tensor"
     ):

@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM, ms-swift and Megatron-Bridge, read by the names of the weight plan."""
