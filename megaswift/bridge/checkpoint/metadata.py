@@ -85,10 +85,26 @@ def _enum_member(enum: object, name: object) -> _MEM_FORMAT_ENCODING:
     return _MEM_FORMAT_ENCODING[name]
 
 
+class _Unread:
+    """Stands for the plans of a save, which Megatron-Core keeps beside the tables and nothing here needs."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+_PLANNER = "torch.distributed.checkpoint.planner"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
 _REPLACED: dict[tuple[str, str], Any] = {
     (_METADATA, "MetadataIndex"): _Place,
     ("torch", "Size"): _size,
     ("builtins", "getattr"): _enum_member,
+    **{(_PLANNER, name): _Unread for name in _PLANS},
+    (_MEGATRON, "MCoreSavePlan"): _Unread,
+    (_MEGATRON, "MCoreMetadata"): Metadata,
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,6 @@ class _Rank:
     expert: int
 
 
-@dataclass
-class _Shards:
-    """The parts of one parameter, by tensor-parallel rank."""
-
-    keys: dict[int, str] = field(default_factory=dict)
-
-
 class LegacyTensors:
     """`StoredTensors` of all files of an iteration, as `mp_rank_00_001: decoder.layers.0...`."""
 
@@ -55,9 +48,9 @@ class LegacyTensors:
         self.directory = directory
         self.files = OpenFileReader()
         self._tensors: dict[str, FileTensor] = {}
-        self.shards: dict[str, _Shards] = {}
-        """By names with the numbers of layers and experts in the whole model; experts as `experts.N.`."""
-        self.ignored = 0
+        self.shards: dict[str, dict[int, list[str]]] = {}
+        """Name with the numbers of layers and experts in the whole model -> tensor-parallel rank -> the same part in
+        files of all ranks that have it."""
         ranks = self._ranks()
         opened = {rank: LegacyFile(directory / rank.folder / LEGACY_FILE) for rank in ranks}
         if problems := [*_missing_ranks(directory, ranks), *_different_chunks(opened)]:
@@ -71,7 +64,6 @@ class LegacyTensors:
             for number, chunk in enumerate(file.chunks):
                 for name, tensor in chunk.items():
                     if NOT_WEIGHTS.fullmatch(name):
-                        self.ignored += 1
                         continue
                     key = f"{rank.folder}: {name}" if len(file.chunks) == 1 else f"{rank.folder}: model{number}.{name}"
                     try:
@@ -81,7 +73,7 @@ class LegacyTensors:
                         raise CheckpointError(Problem(what, f"cannot be read: {error}")) from None
                     whole, expert = _whole_name(name, first_layers[rank.pipeline, number], rank.expert * experts)
                     shard = rank.tensor % self.etp if expert else rank.tensor
-                    self.shards.setdefault(whole, _Shards()).keys.setdefault(shard, key)
+                    self.shards.setdefault(whole, {}).setdefault(shard, []).append(key)
 
     def _ranks(self) -> list[_Rank]:
         """The ranks whose folders are there. With two numbers the second is the pipeline's, or the expert's of a run
@@ -153,10 +145,11 @@ class LegacyKeys:
 
     def __init__(self, tensors: LegacyTensors) -> None:
         self.tensors = tensors
-        self.names: Mapping[str, str] = {name: min(s.keys.values()) for name, s in tensors.shards.items()}
+        self.names: Mapping[str, str] = {name: min(map(min, s.values())) for name, s in tensors.shards.items()}
         self.twice: Sequence[str] = ()
         self.used: set[str] = set()
-        self._wrong: dict[str, str] = {}
+        self._wrong: dict[str, list[tuple[str, str]]] = {}
+        """First part of a parameter -> (stored tensor, what is wrong with it)."""
 
     def parts(self, entries: Sequence[PlanEntry], region: ShardedStateDictEntry) -> list[Part]:
         """Return the parts of a parameter, of all experts together; empty where one is missing."""
@@ -169,13 +162,14 @@ class LegacyKeys:
             found += self._of_entry(entry, self.tensors.shards[name])
         return found
 
-    def _of_entry(self, entry: PlanEntry, shards: _Shards) -> Iterator[Part]:
+    def _of_entry(self, entry: PlanEntry, shards: Mapping[int, Sequence[str]]) -> Iterator[Part]:
         """The parts of one parameter or expert: for each rank the ranges of its shard."""
         count = 1 if entry.shard == "replicated" else self.tensors.tp if entry.expert is None else self.tensors.etp
         dim = shard_dim(entry.rule)
         lead = () if entry.expert is None else (entry.expert,)
-        keys = [shards.keys.get(rank) for rank in range(count)]
-        present = [key for key in keys if key is not None]
+        keys = [shards[rank][0] if rank in shards else None for rank in range(count)]
+        present = [key for key in keys if key is not None] or [min(map(min, shards.values()))]
+        self._compare_copies(entry, present[0], shards)
         rows = sum(self.tensors.shape(key)[0] for key in present if self.tensors.shape(key))
         padded = max(rows, entry.spec.vocab_size) if entry.shard == "vocab" else None
         if padded is not None and padded % count:
@@ -184,7 +178,8 @@ class LegacyKeys:
         begins = _begins(entry, padded)
         for rank, key in enumerate(keys):
             if key is None:
-                self._wrong.setdefault(present[0], f"is missing for tensor-parallel rank {rank} of {count}")
+                rule = f"is missing for tensor-parallel rank {rank} of {count}"
+                self._wrong.setdefault(present[0], []).append((present[0], rule))
                 continue
             offset = 0
             for piece in entry.pieces(TensorParallelShard(count, rank, padded)):
@@ -206,11 +201,20 @@ class LegacyKeys:
                     )
                 offset += piece.length
 
+    def _compare_copies(self, entry: PlanEntry, key: str, shards: Mapping[int, Sequence[str]]) -> None:
+        """Note copies of a part whose shape or dtype is another."""
+        same = [[each for copies in shards.values() for each in copies]]
+        for copies in same if entry.shard == "replicated" else shards.values():
+            facts = [(self.tensors.shape(each), self.tensors.dtype(each)) for each in copies]
+            for each, (shape, dtype) in zip(copies, facts, strict=True):
+                if (shape, dtype) != facts[0]:
+                    what = f"has shape {list(shape)} and dtype {str(dtype).removeprefix('torch.')}"
+                    self._wrong.setdefault(key, []).append((each, f"{what}, its copy {copies[0]} others"))
+
     def wrong_shapes(self, parts: Sequence[Part], entry: PlanEntry) -> Iterator[tuple[str, str]]:
         """Yield (stored tensor, what is wrong with it)."""
         for part in parts:
-            if part.key in self._wrong:
-                yield part.key, self._wrong[part.key]
+            yield from self._wrong.get(part.key, ())
             shape = self.tensors.shape(part.key)
             if shape != part.needed:
                 yield part.key, f"has shape {list(shape)}, but config.json requires {list(part.needed)} of this rank"

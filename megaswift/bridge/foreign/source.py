@@ -15,11 +15,10 @@ from typing import Any, cast
 
 import torch
 
-from megaswift import log
 from megaswift.bridge.checkpoint.entries import sharded_state_dict_entry
 from megaswift.bridge.checkpoint.hf_view import MegatronSource, StoredTensors
 from megaswift.bridge.checkpoint.source import TorchDistSource
-from megaswift.bridge.foreign.keys import NOT_WEIGHTS, Part, Search, ShardedKeys, place
+from megaswift.bridge.foreign.keys import Part, Search, ShardedKeys, place
 from megaswift.bridge.foreign.legacy import LegacyKeys, LegacyTensors
 from megaswift.bridge.foreign.tensors import PlacedTensors
 from megaswift.bridge.hf.header import DTYPE_NAMES
@@ -52,12 +51,10 @@ def open_foreign_weights(
     if folder.legacy:
         stored = legacy = LegacyTensors(folder.tensors)
         search = LegacyKeys(legacy)
-        unread = legacy.ignored
     else:
         stored = TorchDistSource(folder.tensors)
         shapes = {key: stored.shape(key) for key in stored.keys()}  # noqa: SIM118 (a method)
         search = ShardedKeys(spec.num_layers, shapes)
-        unread = sum(1 for key in shapes if NOT_WEIGHTS.fullmatch(key))
     spec = _with_prediction_layers(spec, search, folder.tensors)
     plan = WeightPlan(family_of(spec.hf_config), spec)
     placement = place(plan, search, str(folder.tensors))
@@ -69,8 +66,6 @@ def open_foreign_weights(
             problems = [*problems[:SHOWN], more]
     if problems:
         raise CheckpointError(problems)
-    if unread:
-        log.info(f"{folder.tensors}: {unread} tensors are no weights but states of a run, and are not read")
     tensors = PlacedTensors(stored, placement.parts)
     dtypes = {name: tensors.dtype(sharded_state_dict_entry(e).key) for e in plan.entries for name in e.hf}
     return MegatronSource(plan, tensors, dtypes, dtype)

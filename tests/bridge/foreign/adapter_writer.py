@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ def run(rank: int, world: int, job: AdapterJob) -> None:
     """Save this rank's parts. Collective."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from tests.bridge.foreign.megatron_writer import _stand_in_for_cuda, sharded_strategy
 
@@ -48,20 +48,7 @@ def run(rank: int, world: int, job: AdapterJob) -> None:
         names = ("adapter.linear_in.weight", "adapter.linear_out.weight")
         if not job.bridge:
             names = ("lora_A.default.weight", "lora_B.default.weight")
-        stack = (0, layer, LAYERS)
-
-        def put(name: str, tensor: Tensor, cut: int | None, parts: int = world, at: int = rank) -> None:
-            offsets = [stack] if cut is None else [stack, (cut + 1, at, parts)]
-            key = f"decoder.layers.{module}.{name}"
-            sharded = ShardedTensor.from_rank_offsets(
-                key,
-                tensor.contiguous(),
-                *offsets,
-                replica_id=(0, 0 if cut is not None else rank, 0),
-                prepend_axis_num=1,
-            )
-            state[f"{key} {layer} {at}"] = sharded
-
+        put = partial(_put, state, module, layer, rank, world)
         put(names[0], a if column else a.chunk(world, 1)[rank], None if column else 1)
         if not column:
             put(names[1], b, None)
@@ -77,6 +64,31 @@ def run(rank: int, world: int, job: AdapterJob) -> None:
     dist_checkpointing.save(state, job.target, sharded_strategy())
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _put(
+    state: dict[str, Any],
+    module: str,
+    layer: int,
+    rank: int,
+    world: int,
+    name: str,
+    tensor: Tensor,
+    cut: int | None,
+    parts: int | None = None,
+    at: int | None = None,
+) -> None:
+    """A tensor of one layer in the stack of all, cut along `cut`."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    offsets = [(0, layer, LAYERS)]
+    if cut is not None:
+        offsets.append((cut + 1, rank if at is None else at, parts or world))
+    key = f"decoder.layers.{module}.{name}"
+    replica = (0, 0 if cut is not None else rank, 0)
+    state[f"{key} {layer} {at}"] = ShardedTensor.from_rank_offsets(
+        key, tensor.contiguous(), *offsets, replica_id=replica, prepend_axis_num=1
+    )
 
 
 def values(hf: dict[str, Any], seed: int) -> tuple[tuple[str, Tensor, Tensor], ...]:

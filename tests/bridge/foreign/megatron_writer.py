@@ -43,6 +43,10 @@ class Job:
     legacy: bool = False
     """A pickle for each rank, as Megatron-LM's writer does."""
     prefix: str = ""
+    te_norms: bool = False
+    """Norms before experts under the name that they have with Transformer Engine."""
+    megatron_lm: bool = False
+    """Written by Megatron-LM's own `save_checkpoint`, which the wheel has since 0.19."""
     gated: bool = False
     """Attention with output gates."""
 
@@ -57,17 +61,11 @@ def run(rank: int, world: int, job: Job) -> None:
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state
 
-    _stand_in_for_cuda()
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=job.tp,
-        pipeline_model_parallel_size=job.pp,
-        virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None,
-        expert_model_parallel_size=job.ep,
-        expert_tensor_parallel_size=1,
-    )
+    start(rank, world, job)
     chunks = models(job)
-    if job.legacy:
+    if job.megatron_lm:
+        save_by_megatron_lm(job, chunks)
+    elif job.legacy:
         save_legacy(job, chunks)
     else:
         state: dict[str, Any] = {}
@@ -82,6 +80,22 @@ def run(rank: int, world: int, job: Job) -> None:
         dist_checkpointing.save(state, job.target, sharded_strategy())
     dist.barrier()
     dist.destroy_process_group()
+
+
+def start(rank: int, world: int, job: Job) -> None:
+    """Join the ranks of a job's layout. Collective."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    _stand_in_for_cuda()
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=job.tp,
+        pipeline_model_parallel_size=job.pp,
+        virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None,
+        expert_model_parallel_size=job.ep,
+        expert_tensor_parallel_size=1,
+    )
 
 
 def sharded_strategy() -> Any:
@@ -130,7 +144,7 @@ def models(job: Job) -> list[Any]:
 
     hf = json.loads((Path(job.folder) / "config.json").read_text())
     tensors = folder_tensors(Path(job.folder))
-    experts = hf.get("num_experts")
+    experts = expert_count(hf)
     more: dict[str, Any] = {}
     if experts:
         more |= {
@@ -165,7 +179,9 @@ def models(job: Job) -> list[Any]:
         gradient_accumulation_fusion=False,
         **more,
     )
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=True, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(num_experts=experts or None, qk_layernorm=True, normalization="RMSNorm")
+    if job.te_norms:
+        del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     chunks = []
     for stage in range(job.vpp):
         if job.vpp > 1:
@@ -187,6 +203,11 @@ def models(job: Job) -> list[Any]:
     return chunks
 
 
+def expert_count(hf: dict[str, Any]) -> int:
+    """Experts of a layer; 0 in a dense model."""
+    return hf.get("num_experts") or hf.get("num_local_experts") or 0
+
+
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a Hugging Face folder."""
     from safetensors.torch import load_file
@@ -203,7 +224,7 @@ def fill(model: Any, hf: dict[str, Any], tensors: dict[str, Tensor], job: Job) -
     from megatron.core import parallel_state
 
     rank = parallel_state.get_tensor_model_parallel_rank()
-    first_expert = parallel_state.get_expert_model_parallel_rank() * (hf.get("num_experts") or 0) // job.ep
+    first_expert = parallel_state.get_expert_model_parallel_rank() * expert_count(hf) // job.ep
     by_number = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
     for name, parameter in model.named_parameters():
         local = next((prefix for prefix in by_number if name.startswith(prefix)), "")
@@ -281,6 +302,7 @@ def save_legacy(job: Job, chunks: list[Any]) -> None:
         tensor_model_parallel_size=job.tp,
         pipeline_model_parallel_size=job.pp,
         expert_model_parallel_size=job.ep,
+        expert_tensor_parallel_size=1,
         virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None,
         num_layers=sum(len(chunk.decoder.layers) for chunk in chunks) * job.pp,
         params_dtype=torch.float32,
@@ -293,10 +315,33 @@ def save_legacy(job: Job, chunks: list[Any]) -> None:
     if job.optimizer:
         state["optimizer"] = {"optimizer": {"state": {}, "param_groups": [{"lr": 1e-3, "step": np.float64(3)}]}}
         state["rng_state"] = [{"np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state()}]
-    if parallel_state.get_data_parallel_rank() == 0:
+    if 0 in (parallel_state.get_data_parallel_rank(), parallel_state.get_expert_data_parallel_rank()):
         folder = Path(job.target) / rank
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(state, folder / "model_optim_rng.pt")
+
+
+def save_by_megatron_lm(job: Job, chunks: list[Any]) -> None:
+    """Let Megatron-LM's own writer save, with its own options."""
+    from megatron.training import checkpointing, global_vars
+    from megatron.training.arguments import parse_args
+
+    torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
+    sys.argv = ["pretrain_gpt.py"]
+    args = parse_args(ignore_unknown_args=True)
+    args.save = str(Path(job.target).parent)
+    args.ckpt_format = "torch" if job.legacy else "torch_dist"
+    args.use_dist_ckpt = not job.legacy
+    args.ckpt_fully_parallel_save = False
+    args.ckpt_assume_constant_structure = False
+    args.async_save = False
+    args.no_save_optim = True
+    args.tensor_model_parallel_size = job.tp
+    args.pipeline_model_parallel_size = job.pp
+    args.expert_model_parallel_size = job.ep
+    args.expert_tensor_parallel_size = 1
+    global_vars.set_args(args)
+    checkpointing.save_checkpoint(7, chunks, None, None, 0)
 
 
 def main(path: str) -> None:

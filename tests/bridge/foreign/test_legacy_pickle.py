@@ -108,6 +108,9 @@ NAMES = [
 @pytest.mark.parametrize("stack", [False, True])
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=[".".join(words) for words in NAMES])
 def test_other_names_are_refused(module: str, name: str, stack: bool, tmp_path: Path) -> None:
+    archive(tmp_path / "file.pt", b"\x80\x02}.")
+    with pytest.raises(CheckpointError, match="has no entry model"):
+        LegacyFile(tmp_path / "file.pt")  # imports what it needs itself
     before = set(sys.modules)
     with pytest.raises(CheckpointError, match=r"cannot be read|has no entry model|no dictionary"):
         LegacyFile(archive(tmp_path / "file.pt", named(module, name, stack=stack)))
@@ -163,7 +166,7 @@ def test_options_and_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         _extra_state=io.BytesIO(b"x"),
         none=None,
     )
-    numbers = {"i": np.int64(-5), "f": np.float32(1.5), "b": np.bool_(True), "big": np.float64(2.5).newbyteorder(">")}
+    numbers = {"i": np.int64(-5), "f": np.float32(1.5), "b": np.bool_(True)}
     args = Namespace(tp=2, dtype=torch.bfloat16, kind=Kind.gpt, names=["a"], none=None, **numbers)
     state = {
         "args": args,

@@ -38,6 +38,7 @@ def converted(root: Path, folder: Path, target: Path) -> Path:
         ("moe", Job("", "", tp=2, ep=2, metadata=SINGLE)),
         ("dense-tied", Job("", "", pp=2, vpp=2)),
         pytest.param("moe", Job("", "", ep=2), marks=slow),
+        pytest.param("moe", Job("", "", ep=2, te_norms=True), marks=slow),
         pytest.param("dense", Job("", "", tp=2, pp=2, metadata=PER_LAYER), marks=slow),
         pytest.param("dense", Job("", "", tp=2, metadata=SINGLE, prefix="model."), marks=slow),
         pytest.param("moe", Job("", "", pp=2, ep=2, vpp=2, padding=2), marks=slow),
@@ -68,7 +69,7 @@ def test_weights_of_the_legacy_format(variant: str, job: Job, written: Written, 
 def test_a_configuration_that_does_not_fit(written: Written, tmp_path: Path) -> None:
     folder, root = written("dense", STACKED)
     other = Path(shutil.copytree(folder, tmp_path / "other"))
-    set_config(other, num_hidden_layers=3)
+    set_config(other, num_hidden_layers=3, layer_types=None)
     with pytest.raises(CheckpointError, match=r"linear_qkv.weight: has shape \[4, .*config.json requires \[3, "):
         converted(root, other, tmp_path / "hf")
     set_config(other, num_hidden_layers=4, tie_word_embeddings=True)
