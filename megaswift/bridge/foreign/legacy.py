@@ -42,7 +42,7 @@ class _Rank:
 
 
 class LegacyTensors:
-    """`StoredTensors` of all files of an iteration, as `mp_rank_00_001: decoder.layers.0...`."""
+    """`StoredTensors` of all files of an iteration, under names with the rank before them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
