@@ -84,9 +84,6 @@ def _open_source(
         source = open_foreign_weights(foreign, options.hf_config, options.dtype)
         files = [path.resolve() for path in (*files_below(foreign.tensors), options.hf_config / "config.json")]
         return source, source.plan.spec.hf_config, options.hf_config, files
-    if options.hf_config is not None:
-        rule = "is given for a checkpoint that has a configuration of its own"
-        raise CheckpointError(Problem(f"--hf_config {options.hf_config}", rule, "leave it out"))
     # Find the checkpoint; say what the folder is when it holds none.
     checkpoint = find_intact_checkpoint(folder)
     if checkpoint is None:
@@ -101,6 +98,9 @@ def _open_source(
         raise CheckpointError(
             Problem(str(folder), rule, "give a converted checkpoint, OUT/checkpoints/step-N, or OUT for the latest")
         )
+    if options.hf_config is not None:
+        rule = "is given for a checkpoint that has a configuration of its own"
+        raise CheckpointError(Problem(f"--hf_config {options.hf_config}", rule, "leave it out"))
     weights = open_checkpoint_weight_source(checkpoint, options.dtype)
     files = [path.resolve() for part in (checkpoint.tensors, checkpoint.model) for path in files_below(part)]
     return weights, read_config_json(checkpoint.model), checkpoint.model, files

@@ -203,6 +203,7 @@ _REPLACED: dict[tuple[str, str], Any] = {
     },
     ("numpy", "ndarray"): Mark,
     ("_io", "BytesIO"): Mark,
+    ("signal", "Signals"): Mark,
     **{(module, "set"): Mark for module in ("builtins", "__builtin__")},
     **{(module, "getattr"): _member for module in ("builtins", "__builtin__")},
 }

@@ -1,6 +1,7 @@
 """Options that ms-swift and Megatron-Bridge write beside their checkpoints, read as plain data.
 
-The entries _target_ and _call_ in Megatron-Bridge's file name Python objects: they are texts here, and nothing is imported.
+The entries _target_ and _call_ in Megatron-Bridge's file name Python objects: they are texts here, and nothing is
+imported.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import pickletools
+import signal
 import subprocess
 import sys
 import types
@@ -167,7 +168,7 @@ def test_options_and_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         none=None,
     )
     numbers = {"i": np.int64(-5), "f": np.float32(1.5), "b": np.bool_(True)}
-    args = Namespace(tp=2, dtype=torch.bfloat16, kind=Kind.gpt, names=["a"], none=None, **numbers)
+    args = Namespace(tp=2, dtype=torch.bfloat16, kind=Kind.gpt, names=["a"], none=None, exit=signal.SIGTERM, **numbers)
     state = {
         "args": args,
         "model": model,
