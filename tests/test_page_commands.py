@@ -41,6 +41,7 @@ PLACES = {
     "BASE": "Qwen2.5-7B",
     "MODEL": "Qwen2.5-7B-Instruct",
     "GPT_OSS": "gpt-oss-20b",
+    "BERT_DIR": "bert-base-uncased",
     "RM_DIR": "Qwen2.5-7B-reward",
     "TEACHER": "Qwen2.5-14B-Instruct",
     "out": "Qwen2.5-7B-Instruct",

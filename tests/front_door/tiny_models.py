@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.data.makers import tokenizer
+from tests.encoder_folders import encoder_config, encoder_tokenizer
 from tests.parity import deepseek_moe
 
 DENSE: dict[str, Any] = {
@@ -27,6 +28,15 @@ DENSE: dict[str, Any] = {
 }
 LATENT = {"num_key_value_heads": 64, "head_dim": 64, "qk_rope_head_dim": 64}
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+ENCODERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (r"modernbert", "modernbert", {"num_hidden_layers": 22, "max_position_embeddings": 8192}),
+    (r"distilbert", "distilbert", {"n_layers": 6, "max_position_embeddings": 512}),
+    (r"bge-m3|bge-reranker-v2-m3", "xlm-roberta", {"num_hidden_layers": 24, "max_position_embeddings": 8194}),
+    (r"xlm-roberta|multilingual-e5|bge-reranker", "xlm-roberta", {"max_position_embeddings": 514}),
+    (r"roberta", "roberta", {"max_position_embeddings": 514}),
+    (r"bert|bge|gte|minilm|^e5", "bert", {"max_position_embeddings": 512}),
+)
+"""The same of encoders, less `KINDS` of tests/encoder_folders.py; a name that is a decoder's too is none here."""
 MODELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"qwen3-30b-a3b|qwen3-coder", "qwen3_moe", EXPERTS),
     (r"qwen3-235b", "qwen3_moe", {**EXPERTS, "num_hidden_layers": 94}),
@@ -61,10 +71,13 @@ MODELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"mixtral", "mixtral", {"num_hidden_layers": 32, "num_local_experts": 8}),
     (r"r1-distill-qwen|qwen2(\.5)?-|qwen2(\.5)?$|qwq|qwen1\.5|^qwen-\d", "qwen2", {}),
     (r"qwen3", "qwen3", {}),
+    (r"gte.*qwen2", "qwen2", {}),
+    (r"bge.*gemma2", "gemma2", {"num_hidden_layers": 42}),
+    (r"bge.*gemma", "gemma", {"num_hidden_layers": 18}),
+    (r"bge-en-icl", "mistral", {"num_hidden_layers": 32}),
     (r"llama", "llama", {"num_hidden_layers": 32}),
     (r"mistral", "mistral", {"num_hidden_layers": 32}),
     (r"internlm2.*reward|internlm2", "internlm2", {}),
-    (r"bert|bge|gte", "bert", {}),
 )
 """A pattern of the name in lower case, the model type, and what differs from `DENSE`."""
 
@@ -72,16 +85,34 @@ MODELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 def tiny_model_folder(name: str, root: Path, reward: bool = False) -> Path | None:
     """A folder for the model of this name; None where no pattern knows it."""
     short = name.rstrip("/").split("/")[-1].lower()
-    known = next((row for row in MODELS if re.search(row[0], short)), None)
+    known = next((row for row in (*MODELS, *ENCODERS) if re.search(row[0], short)), None)
     if known is None:
         return None
     folder = root / (re.sub(r"[^\w.-]", "_", short) + "-reward" * reward)
     if not (folder / "config.json").exists():
-        tokenizer("qwen", "qwen3").save_pretrained(folder)
-        (folder / "config.json").write_text(json.dumps(config_of(known[1], known[2], short, reward)))
-        (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
+        encoder = known in ENCODERS
+        made = encoder_tokenizer(known[1]) if encoder else tokenizer("qwen", "qwen3")
+        made.save_pretrained(folder)
+        scores = encoder and "reranker" in short
+        config = encoder_config_of(known[1], known[2], scores) if encoder else config_of(*known[1:], short, reward)
+        (folder / "config.json").write_text(json.dumps(config))
+        if not encoder:
+            (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
         (folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     return folder
+
+
+def encoder_config_of(model_type: str, changes: dict[str, Any], scores: bool) -> dict[str, Any]:
+    """config.json of an encoder as it was pretrained, or of a reranker."""
+    from transformers.models.auto import modeling_auto
+
+    depth = {} if model_type == "distilbert" else {"num_hidden_layers": 12}
+    labels = {"num_labels": 1} if scores else {}
+    config = encoder_config(model_type, **{**depth, **changes}, **labels)
+    names = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if scores:
+        names = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [names[model_type]]}
 
 
 def config_of(model_type: str, changes: dict[str, Any], name: str = "", reward: bool = False) -> dict[str, Any]:

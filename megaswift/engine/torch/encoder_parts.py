@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.new_head import POOLER
 from megaswift.folders.adapter import TASK_TYPES
-from megaswift.models.spec import NO_HEAD, SCORE
+from megaswift.models.spec import SCORE
 
 
 def head_module_names(model: Any, head: str) -> list[str]:
@@ -23,9 +23,9 @@ def head_module_names(model: Any, head: str) -> list[str]:
 
 
 def freeze_pooler(model: Any, head: str) -> None:
-    """Freeze the pooler of a model whose hidden states are its output: it has no gradient."""
+    """Freeze the pooler of a model that has no head of texts: it has no gradient."""
     pooler = getattr(model.base_model, POOLER, None)
-    if head == NO_HEAD and isinstance(pooler, nn.Module):
+    if head != SCORE and isinstance(pooler, nn.Module):
         pooler.requires_grad_(False)
 
 

@@ -195,9 +195,10 @@ def add_peft(model: Any, build: ModelBuild) -> nn.Module:
             what = "an encoder" if encoder else "a classifier of tokens"
             rule = f"cannot leave out the head of {what}: PEFT has no exclude_modules for it"
             raise ConfigError(Problem(f"--train_type {train_type}", rule, "--train_type lora"))
-        options.exclude_modules = ["score"]
-    if encoder:
-        encoder_parts.adapt_around_head(options, model)
+        if encoder:
+            encoder_parts.adapt_around_head(options, model)
+        else:
+            options.exclude_modules = ["score"]
     if options.target_modules == "all-linear":
         options.target_modules = quantized_weights.gptq_awq_layer_names(model) or options.target_modules
     with torch.random.fork_rng():

@@ -20,8 +20,9 @@ from sentence_transformers.base.modules import Normalize
 from sentence_transformers.cross_encoder import losses as pair_losses
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification, pipeline
 
+from megaswift import infer
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.encoder_folders import WORDS, write_encoder, write_rows
 from tests.trainers.runs import run
@@ -180,6 +181,36 @@ def test_rerankers_beside_sentence_transformers(
     np.testing.assert_allclose(exported.predict(pairs), scores.numpy(), atol=1e-6)
 
 
+def inferred(model: Sequence[object], rows: list[dict[str, Any]], tmp_path: Path) -> list[Any]:
+    """The numbers that megaswift infer gives for each row."""
+    write_rows(tmp_path / "asked.jsonl", rows)
+    answers = tmp_path / f"answers-{len(model)}.jsonl"
+    command = ["--model", *map(str, model), "--dataset", str(tmp_path / "asked.jsonl")]
+    assert infer.main([*command, "--result_path", str(answers)]) == 0
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    return [
+        line.get("embedding")
+        or line.get("scores")
+        or (list(line["probs"].values()) if "probs" in line else [one["score"] for one in line["labels"]])
+        for line in lines
+    ]
+
+
+def answers_of_transformers(folder: Path, task: str, rows: list[dict[str, Any]]) -> list[Any]:
+    """The same by sentence-transformers and by transformers' pipelines."""
+    if task == "embedding":
+        return list(SentenceTransformer(str(folder), device="cpu").encode([row["text"] for row in rows]))
+    if task == "reranker":
+        scorer = CrossEncoder(str(folder), device="cpu")
+        return [scorer.predict([(row["query"], document) for document in row["documents"]]) for row in rows]
+    if task == "token_cls":
+        tagger = pipeline("token-classification", model=str(folder), device="cpu", ignore_labels=[])
+        return [[one["score"] for one in tagger(" ".join(row["tokens"]))] for row in rows]
+    labeler = pipeline("text-classification", model=str(folder), device="cpu", top_k=None)
+    found = [labeler({"text": row["text"], "text_pair": row["text_pair"]}) for row in rows]
+    return [[one["score"] for one in sorted(scores, key=lambda one: one["label"])] for scores in found]
+
+
 @pytest.mark.parametrize(
     ("model", "task", "options"),
     [
@@ -231,6 +262,18 @@ def test_adapters(model: str, task: str, options: tuple[object, ...], folder: Pa
         want, got, before = (m.eval()(ids)[0] for m in (adapted, merged, started))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     assert (got - before).abs().max() > 1e-3
+    asked = {
+        "seq_cls": [{"text": words(i, 2), "text_pair": words(i + 1, 2)} for i in range(4)],
+        "token_cls": [{"tokens": words(i, 5).split()} for i in range(4)],
+        "embedding": [{"text": words(i, 1 + i)} for i in range(4)],
+        "reranker": [{"query": words(i, 4), "documents": [words(i + 1, 1), words(i, 2)]} for i in range(4)],
+    }[task]
+    want = answers_of_transformers(out / "hf", task, asked)
+    for named in ([out / "hf"], [folder / model, "--adapters", out / "adapter"]):
+        found = inferred(named, asked, tmp_path)
+        assert len(found) == len(want) == 4
+        for one, wanted in zip(found, want, strict=True):
+            np.testing.assert_allclose(one, wanted, atol=2e-6)
     if task == "seq_cls":
         assert json.loads((out / "adapter/classes.json").read_text())["id2label"] == {"0": "a", "1": "b", "2": "c"}
 
